@@ -1,0 +1,31 @@
+"""Addressed randomness (contract D1): every draw is a hash of where it is used, never the next of a stream.
+
+No generator has state, so no draw depends on what else ran, in which order, or on a restart.
+"""
+
+import hashlib
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def address(*parts: int | str) -> int:
+    """A 64-bit key for a place, e.g. address(seed, "sample", problem.uid, sample_index, turn)."""
+    text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float32 [B] in [0, 1) with 24 bits, one for each (key uint64 [B], position int64 [B]); splitmix64."""
+    with np.errstate(over="ignore"):
+        z = keys.astype(np.uint64) + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1))
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return ((z >> np.uint64(40)).astype(np.float64) * 2.0**-24).astype(np.float32)
+
+
+def permutation(size: int, *parts: int | str) -> np.ndarray:
+    """int64 [size], a shuffle addressed by parts."""
+    return np.random.Generator(np.random.Philox(key=address(*parts))).permutation(size)

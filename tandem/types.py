@@ -1,0 +1,178 @@
+"""The nouns that cross a stage, and the Protocols between stages.
+
+A problem becomes G episodes (a group), each episode a flat training sample, and samples are packed into
+microbatches. This file knows numpy and nothing else: no torch, no model, no file format.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One task of a data set.
+
+    Example: Problem(uid="algebra/17", messages=({"role": "user", "content": "Solve 2x = 6."},), answer="3",
+    category="linear_nested", metadata={"level": 1})
+    """
+
+    uid: str  # unique in its data set; addresses every random draw made for it
+    messages: tuple[Message, ...]  # the chat that asks; the last message is the user's
+    answer: str  # ground truth, as the reward function wants it
+    category: str = ""  # evaluation is also reported by category
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
+
+    Example: SamplingParams(max_new_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(), stop_token_ids=(2,))
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation to run. Requests with the same prompt share one prefill.
+
+    Example: Request(key=0x9E3779B97F4A7C15, prompt=np.array([5, 9, 2], np.int64), params=SamplingParams(...))
+    """
+
+    key: int  # 64-bit address of its random draws (draws.address); position t draws uniform(key, t)
+    prompt: Array  # int64 [T]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine returns for a request, in request order.
+
+    Example: Completion(tokens=np.array([7, 2]), logprobs=np.array([-0.3, -0.01], np.float32),
+    weight_versions=np.array([4, 4], np.int32), text="3", stop_reason="stop")
+    """
+
+    tokens: Array  # int64 [N], the stop token included
+    logprobs: Array  # float32 [N], nats, of the distribution actually sampled from
+    weight_versions: Array  # int32 [N], the weights that produced each token
+    text: str  # decoded, without stop token or stop string
+    stop_reason: str  # "stop" (stop token or string) or "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One attempt at a problem, as one flat token sequence: prompt, completion, observation, completion, ...
+
+    Example: a prompt of 3 tokens answered with 2: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1],
+    engine_logprobs [0, 0, 0, -0.3, -0.01], weight_versions [-1, -1, -1, 4, 4]
+    """
+
+    uid: str
+    sample_index: int  # which of the group's G attempts
+    tokens: Array  # int64 [T]
+    loss_mask: Array  # bool [T], true where the model sampled the token
+    engine_logprobs: Array  # float32 [T], nats; 0 where loss_mask is false
+    weight_versions: Array  # int32 [T]; -1 where loss_mask is false
+    num_prompt_tokens: int  # tokens[:num_prompt_tokens] are equal in all episodes of the group
+    text: str  # the last completion, decoded
+    stop_reason: str
+    num_turns: int = 1
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_error: str = ""  # why scoring failed, empty when it did not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The G episodes of one problem."""
+
+    problem: Problem
+    episodes: tuple[Episode, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A flat sequence ready to train. Every array is aligned to tokens.
+
+    Example: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1], engine_logprobs [0, 0, 0, -0.3, -0.01],
+    advantages [0, 0, 0, 0.8, 0.8], prefix 3, group 0
+    """
+
+    tokens: Array  # int64 [T]
+    loss_mask: Array  # bool [T]
+    engine_logprobs: Array  # float32 [T], nats
+    advantages: Array  # float32 [T]
+    prefix: int = 0  # tokens[:prefix] are equal in all samples of the group, so they are trained once
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Samples packed without padding; a prefix shared by samples of a group appears once.
+
+    A segment is a run of rows that see each other causally and, before them, one prefix segment's rows.
+    Example: prompt [5, 9, 2] with responses [7, 1] and [8, 1]: tokens [5, 9, 2, 7, 8], positions [0, 1, 2, 3, 3],
+    segments [[0, 3, 0, 0], [3, 1, 0, 3], [4, 1, 0, 3]], rows [2, 3, 2, 4], targets [7, 1, 8, 1]
+    """
+
+    tokens: Array  # int64 [T]
+    positions: Array  # int64 [T], position of the token in its own sequence
+    segments: Array  # int64 [S, 4]: first row, rows, first row of the prefix, rows of the prefix
+    rows: Array  # int64 [N]: the row whose hidden state predicts targets[n]
+    targets: Array  # int64 [N]: the tokens that carry loss
+    engine_logprobs: Array  # float32 [N], nats
+    advantages: Array  # float32 [N]
+    sequence_ids: Array  # int64 [N]: which sample a target belongs to
+
+
+class Generate(Protocol):
+    """The engine, as environments see it. weight_version: the version of the weights it runs now."""
+
+    weight_version: int
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run every request to its end; the result depends on each request and the weights only."""
+        ...
+
+
+class Renderer(Protocol):
+    """Turns chats into tokens; text for a person comes back."""
+
+    def prompt(self, messages: Sequence[Message]) -> Array:
+        """int64 [T]: the chat and the header of the assistant's turn."""
+        ...
+
+
+class Env(Protocol):
+    """One problem's world. step returns the observation to append, or None when the episode is over."""
+
+    def reset(self, problem: Problem) -> Sequence[Message]: ...
+
+    def step(self, completion: str) -> str | None: ...
+
+
+class Reward(Protocol):
+    """Scores episodes; never raises for a bad episode, but says so in its reward_error."""
+
+    def score(self, problem: Problem, texts: Sequence[str]) -> list["Score"]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The verdict on one text. Example: Score(reward=1.0, parts={"answer": 1.0}, error="")"""
+
+    reward: float
+    parts: dict[str, float]
+    error: str = ""
