@@ -1,0 +1,237 @@
+"""Exact attention: a token's output has the same bits in a packed training pass and in one-token decode.
+
+Three rules make it so (fp32, CPU; `probe` checks them on the machine at hand):
+  1. the query rows of a key/value head (new tokens x GQA group) are padded to a multiple of 4, keys to one of 16;
+  2. softmax runs over the padded row, where masked keys add exact zeros;
+  3. probabilities x values are summed over blocks of 128 keys counted from position 0, because one long matmul
+     splits its sum by length.
+A layer finds what to do in the plan it is handed (`PackedPlan` for packed segments, `CachePlan` for decode), passed
+by keyword through the transformers module. Nothing here knows sampling, losses or schedules.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+KEY_BLOCK = 128
+QUERY_BLOCK = 256
+BUCKET_BYTES = 1 << 26  # scores held at once; attention memory is bounded by it and not by the packed length
+# Padded sizes of a bucket: few enough that short segments share a batched matmul, close enough to waste little.
+_SIZES = np.array([4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
+
+
+def weigh(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Masked softmax in place: scores [n, K, R, g, L], mask bool [n, 1, R, 1, L] true where hidden."""
+    return scores.mul_(scale).masked_fill_(mask, float("-inf")).softmax(-1)
+
+
+def combine(probs: Tensor, values: Tensor) -> Tensor:
+    """probs [n, K, M, L] x values [n, K, L, E] -> [n, K, M, E], summed by fixed key blocks (rule 3)."""
+    out = torch.matmul(probs[..., :KEY_BLOCK], values[:, :, :KEY_BLOCK])
+    for start in range(KEY_BLOCK, values.shape[2], KEY_BLOCK):
+        out += torch.matmul(probs[..., start : start + KEY_BLOCK], values[:, :, start : start + KEY_BLOCK])
+    return out
+
+
+class Plan(Protocol):
+    """What a layer does with its queries [T, H, E], keys and values [T, K, E]; returns [T, H, E]."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
+
+
+def tandem_attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, *, scaling: float, plan: Plan,
+    sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The function transformers calls: q [1, H, T, E], k and v [1, K, T, E] -> [1, T, H, E]."""
+    rows = (t[0].transpose(0, 1) for t in (q, k, v))
+    return plan.attend(module.layer_idx, *rows, scaling, sliding_window)[None], None  # type: ignore[arg-type]
+
+
+@dataclass(kw_only=True)
+class Bucket:
+    """Segments of like size, attended in one batched matmul. R is a multiple of 4, L of 16."""
+
+    queries: Tensor  # int64 [n, R], row of each query; padding repeats the segment's last
+    keys: Tensor  # int64 [n, L], row of each key; padding repeats row 0 and is masked
+    valid: Tensor  # bool [n * R], false for padding
+    query_positions: Tensor  # int64 [n, R]: how many keys come before the query's own
+    key_counts: Tensor  # int64 [n]
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor:
+        """bool [n, 1, R, 1, L], true where a key is hidden; made once for all layers."""
+        if window not in self.masks:
+            key = torch.arange(self.keys.shape[1])
+            position = self.query_positions[:, :, None]
+            hidden = key > position
+            if window is not None:
+                hidden = hidden | (key <= position - window)
+            self.masks[window] = hidden[:, None, :, None]
+        return self.masks[window]
+
+
+class PackedPlan:
+    """Attention of packed segments (types.Microbatch.segments), each seeing itself causally and its prefix."""
+
+    def __init__(self, segments: np.ndarray, *, group: int, kv_heads: int):
+        self.group = group
+        self.buckets = _buckets(segments, group * kv_heads)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        if torch.is_grad_enabled():
+            return _PackedAttention.apply(q, k, v, self.buckets, scale, window)  # type: ignore[no-any-return]
+        return _forward(q, k, v, self.buckets, scale, window)
+
+
+def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:
+    members: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for first, rows, prefix_first, prefix_rows in segments.tolist():
+        for start in range(0, rows, QUERY_BLOCK):
+            count = min(QUERY_BLOCK, rows - start)
+            keys = prefix_rows + start + count
+            members[_padded(count, 4), _padded(keys, 16)].append((first, start, count, prefix_first))
+            members[_padded(count, 4), _padded(keys, 16)][-1] += (prefix_rows,)  # type: ignore[assignment]
+    buckets = []
+    for (rows, keys), parts in sorted(members.items()):
+        limit = max(1, BUCKET_BYTES // (4 * heads * rows * keys))
+        buckets += [_bucket(np.array(parts[i : i + limit]), rows, keys) for i in range(0, len(parts), limit)]
+    return buckets
+
+
+def _padded(size: int, multiple: int) -> int:
+    ladder = _SIZES[np.searchsorted(_SIZES, size)] if size <= _SIZES[-1] else size + -size % 128
+    return int(ladder + -ladder % multiple)
+
+
+def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
+    """parts int64 [n, 5]: first row of the segment, first query in it, queries, first prefix row, prefix rows."""
+    first, start, count, prefix_first, prefix = (column[:, None] for column in parts.T)
+    query = np.minimum(np.arange(rows)[None], count - 1)
+    key = np.arange(keys)[None]
+    own = first + key - prefix
+    key_rows = np.where(key < prefix, prefix_first + key, np.where(key < prefix + start + count, own, 0))
+    return Bucket(
+        queries=torch.from_numpy(first + start + query),
+        keys=torch.from_numpy(key_rows),
+        valid=torch.from_numpy((np.arange(rows)[None] < count).reshape(-1)),
+        query_positions=torch.from_numpy(prefix + start + query),
+        key_counts=torch.from_numpy((prefix + start + count)[:, 0]),
+    )
+
+
+def _heads_first(t: Tensor, index: Tensor, heads: int) -> Tensor:
+    """Rows of t [T, heads * g, E] picked by index [n, R] -> [n, heads, R * g, E]."""
+    picked = t.index_select(0, index.reshape(-1)).view(*index.shape, heads, -1, t.shape[-1])
+    return picked.transpose(1, 2).reshape(index.shape[0], heads, -1, t.shape[-1])
+
+
+def _rows_first(t: Tensor, bucket: Bucket, heads: int) -> Tensor:
+    """The inverse of _heads_first: [n, K, R * g, E] -> [n * R, H, E]."""
+    n, kv_heads, _, width = t.shape
+    split = t.view(n, kv_heads, bucket.queries.shape[1], heads // kv_heads, width)
+    return split.transpose(1, 2).reshape(-1, heads, width)
+
+
+def _probabilities(q: Tensor, k: Tensor, bucket: Bucket, scale: float, window: int | None) -> Tensor:
+    n, kv_heads, rows, _ = q.shape
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    split = scores.view(n, kv_heads, bucket.queries.shape[1], -1, k.shape[2])
+    return weigh(split, bucket.mask(window), scale).view(n, kv_heads, rows, -1)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: float, window: int | None) -> Tensor:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    out = torch.empty(q.shape)
+    for bucket in buckets:
+        keys, values = (_heads_first(t, bucket.keys, kv_heads) for t in (k, v))
+        probs = _probabilities(_heads_first(q, bucket.queries, kv_heads), keys, bucket, scale, window)
+        rows = _rows_first(combine(probs, values), bucket, heads)
+        out.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
+    return out
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Saves q, k, v only; probabilities are computed again, bucket by bucket, in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: float, window: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.call = (buckets, scale, window)
+        return _forward(q, k, v, buckets, scale, window)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        buckets, scale, window = ctx.call
+        grad_q, grad_k, grad_v = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        for bucket in buckets:
+            _bucket_backward(bucket, (q, k, v), grads[0], (grad_q, grad_k, grad_v), scale, window)
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+def _bucket_backward(
+    bucket: Bucket, saved: tuple[Tensor, Tensor, Tensor], grad: Tensor, out: tuple[Tensor, Tensor, Tensor],
+    scale: float, window: int | None,
+) -> None:  # fmt: skip
+    (q, k, v), (grad_q, grad_k, grad_v) = saved, out
+    heads, kv_heads = q.shape[1], k.shape[1]
+    query = _heads_first(q, bucket.queries, kv_heads)
+    key, value = (_heads_first(t, bucket.keys, kv_heads) for t in (k, v))
+    above = _heads_first(grad, bucket.queries, kv_heads)
+    padding = ~bucket.valid.view(bucket.queries.shape)
+    above.view(*above.shape[:2], padding.shape[1], -1).masked_fill_(padding[:, None, :, None], 0.0)
+    probs = _probabilities(query, key, bucket, scale, window)
+    grad_scores = torch.matmul(above, value.transpose(-1, -2))
+    grad_scores -= (grad_scores * probs).sum(-1, keepdim=True)
+    grad_scores.mul_(probs).mul_(scale)
+    rows = _rows_first(torch.matmul(grad_scores, key), bucket, heads)
+    grad_q.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
+    index = bucket.keys.reshape(-1)
+    for total, part in ((grad_k, torch.matmul(grad_scores.transpose(-1, -2), query)),
+                        (grad_v, torch.matmul(probs.transpose(-1, -2), above))):  # fmt: skip
+        total.index_add_(0, index, part.transpose(1, 2).reshape(-1, kv_heads, k.shape[-1]))
+
+
+class CachePlan:
+    """One new token for each of the first B slots of a key/value cache.
+
+    keys and values: per layer [slots, K, capacity, E]; positions int64 [B], where each slot's new token stands.
+    """
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], positions: Tensor):
+        self.keys, self.values, self.positions = keys, values, positions
+        _, kv_heads, capacity, _ = keys[0].shape
+        batch = len(positions)
+        self.length = int(positions.max()) // 16 * 16 + 16
+        head = torch.arange(batch * kv_heads).view(batch, kv_heads)
+        self.rows = (head * capacity + positions[:, None]).view(-1)  # of the cache seen as [slots * K * capacity, E]
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        batch, heads, width = q.shape
+        kv_heads = k.shape[1]
+        keys, values = self.keys[layer], self.values[layer]
+        keys.view(-1, width).index_copy_(0, self.rows, k.reshape(-1, width))
+        values.view(-1, width).index_copy_(0, self.rows, v.reshape(-1, width))
+        group = heads // kv_heads
+        query = F.pad(q.reshape(batch, kv_heads, group, width), (0, 0, 0, -group % 4))
+        scores = torch.matmul(query, keys[:batch, :, : self.length].transpose(-1, -2))
+        probs = weigh(scores, self._mask(window), scale)
+        return combine(probs, values[:batch, :, : self.length])[:, :, :group].reshape(batch, heads, width)
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self.masks:
+            key, position = torch.arange(self.length), self.positions[:, None]
+            hidden = key > position
+            if window is not None:
+                hidden = hidden | (key <= position - window)
+            self.masks[window] = hidden[:, None, None]
+        return self.masks[window]

@@ -1,0 +1,95 @@
+"""Log-probabilities of tokens under the distribution they are sampled from, one definition for engine and trainer.
+
+The engine calls `log_distribution` on the rows it decodes; the trainer calls `token_logprobs`, which goes through
+the same function chunk by chunk and never holds [N, V]. Equal logits therefore give equal log-probs, temperature,
+top-k and top-p included.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.model.linear import multiply
+
+CHUNK_BYTES = 1 << 25  # logits held at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """How logits become the distribution sampled from. Example: Filter(temperature=1.0, top_k=0, top_p=1.0)"""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def log_distribution(logits: Tensor, how: Filter, forced: Tensor | None = None) -> Tensor:
+    """Logits [N, V] -> log-probs [N, V] after temperature, top-k and top-p; filtered tokens get -inf.
+
+    forced int64 [N]: tokens kept whatever the filters say. The engine never needs it (what it sampled was kept);
+    the trainer does, after an update has moved a sampled token out of the set: its ratio stays finite and unbiased
+    on the first pass, where the sets are equal. Ties at the edge are all kept, so no sort order can matter.
+    A row's bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
+    """
+    logprobs = (logits / how.temperature).log_softmax(-1)
+    if not how.top_k and how.top_p >= 1.0:
+        return logprobs
+    keep = torch.ones_like(logprobs, dtype=torch.bool)
+    if 0 < how.top_k < logprobs.shape[-1]:
+        keep &= logprobs >= logprobs.topk(how.top_k, -1).values[:, -1:]
+    if how.top_p < 1.0:
+        keep &= logprobs >= _top_p_edge(logprobs.masked_fill(~keep, float("-inf")), how.top_p)
+    if forced is not None:
+        keep.scatter_(1, forced[:, None], True)
+    return logprobs.masked_fill(~keep, float("-inf")).log_softmax(-1)
+
+
+def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
+    """[N, 1]: the smallest log-prob inside the least set of likeliest tokens whose share reaches top_p."""
+    ranked = logprobs.sort(-1, descending=True).values
+    before = ranked.softmax(-1).cumsum(-1) - ranked.softmax(-1)
+    return ranked.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)
+
+
+def token_logprobs(hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter) -> tuple[Tensor, Tensor]:
+    """(log-probs float32 [N], entropy float32 [N], both nats) of targets int64 [N] after hidden states [N, D].
+
+    weight [V, D] is the output projection and packed its pack. The log-probs are differentiable, the entropy is not.
+    """
+    return _TokenLogprobs.apply(hidden, weight, packed, targets, how)  # type: ignore[no-any-return]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Saves the hidden states; the backward pass computes each chunk's logits again, one matmul more."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, packed, targets)
+        ctx.how = how
+        logprobs, entropy = hidden.new_empty(len(targets)), hidden.new_empty(len(targets))
+        for rows in _chunks(len(targets), weight.shape[0]):
+            table = log_distribution(multiply(hidden[rows], packed), how, targets[rows])
+            logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
+            entropy[rows] = -(table.exp() * table.clamp_min(-1e4)).sum(-1)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, packed, targets = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for rows in _chunks(len(targets), weight.shape[0]):
+            # d logprob / d logits = (onehot - probs) / temperature on the kept set, 0 outside it
+            slope = log_distribution(multiply(hidden[rows], packed), ctx.how, targets[rows]).exp_().neg_()
+            slope.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=slope.dtype))
+            slope.mul_(grads[0][rows, None] / ctx.how.temperature)
+            grad_hidden[rows] = slope @ weight
+            grad_weight.addmm_(slope.t(), hidden[rows])
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(16, CHUNK_BYTES // (4 * vocabulary))
+    return [slice(start, start + size) for start in range(0, rows, size)]
