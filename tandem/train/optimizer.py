@@ -1,0 +1,79 @@
+"""Fused AdamW with a schedule and clipping whose bits do not depend on the thread count."""
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class Optimizer:
+    """AdamW over named parameters. `update` clips, steps and clears the gradients."""
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], *, learning_rate: float, schedule: Literal["constant", "linear", "cosine"],
+        warmup_steps: int, total_steps: int, weight_decay: float, betas: tuple[float, float], max_grad_norm: float,
+    ):  # fmt: skip
+        self.parameters, self.max_grad_norm = parameters, max_grad_norm
+        self.learning_rate, self.schedule = learning_rate, schedule
+        self.warmup_steps, self.total_steps, self.step = warmup_steps, total_steps, 0
+        decayed = [p for p in parameters.values() if p.dim() > 1]
+        plain = [p for p in parameters.values() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True)
+
+    def update(self) -> dict[str, float]:
+        """One step; returns grad_norm (before clipping) and learning_rate. A norm that is not finite changes nothing."""
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = global_norm(grads)
+        rate = self.learning_rate * factor(self.schedule, self.step, self.warmup_steps, self.total_steps)
+        if math.isfinite(norm):
+            if norm > self.max_grad_norm:
+                torch._foreach_mul_(grads, self.max_grad_norm / norm)
+            for group in self.adam.param_groups:
+                group["lr"] = rate
+            self.adam.step()
+        self.step += 1
+        self.adam.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "learning_rate": rate, "skipped_updates": float(not math.isfinite(norm))}
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments by parameter name; empty before the first update."""
+        return {
+            f"{moment}.{name}": self.adam.state[p][moment]
+            for name, p in self.parameters.items()
+            if p in self.adam.state
+            for moment in ("exp_avg", "exp_avg_sq", "step")
+        }
+
+    def load_state(self, tensors: dict[str, Tensor], step: int) -> None:
+        for key, tensor in tensors.items():
+            moment, _, name = key.partition(".")
+            self.adam.state[self.parameters[name]][moment] = tensor.clone()
+        self.step = step
+
+
+def factor(schedule: Literal["constant", "linear", "cosine"], step: int, warmup: int, total: int) -> float:
+    """Share of the peak learning rate at a step counted from 0; it ends at 0 for linear and cosine."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    match schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def global_norm(tensors: Iterable[Tensor]) -> float:
+    """L2 norm over all tensors, summed in a fixed order: rows by torch, rows' sums by numpy (one thread)."""
+    squares = 0.0
+    for tensor in tensors:
+        rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[:, None]
+        norms = torch.linalg.vector_norm(rows, dim=1) if rows.shape[0] > 1 else rows.flatten()
+        squares += float(np.square(norms.numpy().astype(np.float64)).sum())
+    return math.sqrt(squares)
