@@ -150,23 +150,25 @@ class Generate(Protocol):
 class Renderer(Protocol):
     """Turns chats into tokens; text for a person comes back."""
 
-    def prompt(self, messages: Sequence[Message]) -> Array:
-        """int64 [T]: the chat and the header of the assistant's turn."""
+    def prompts(self, chats: Sequence[Sequence[Message]]) -> list[Array]:
+        """int64 [T] for each chat: the chat and the header of the assistant's turn."""
         ...
 
 
 class Env(Protocol):
-    """One problem's world. step returns the observation to append, or None when the episode is over."""
+    """The world of an episode; single-turn for now: it asks, and the first completion ends the episode."""
 
-    def reset(self, problem: Problem) -> Sequence[Message]: ...
-
-    def step(self, completion: str) -> str | None: ...
+    def reset(self, problem: Problem) -> Sequence[Message]:
+        """The chat that the episode starts with."""
+        ...
 
 
 class Reward(Protocol):
-    """Scores episodes; never raises for a bad episode, but says so in its reward_error."""
+    """Scores completions; never raises for a bad one, but says so in the score's error."""
 
-    def score(self, problem: Problem, texts: Sequence[str]) -> list["Score"]: ...
+    def score_all(self, items: Sequence[tuple[Problem, str]]) -> list["Score"]:
+        """The scores, in the order of the items."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

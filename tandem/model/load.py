@@ -46,6 +46,12 @@ class ExactModel(nn.Module):
         """Every parameter once, under its Hugging Face name (a tied head is its embedding)."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
 
+    @torch.no_grad()
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """In place, so that an engine's and an optimizer's tensors are still the same ones."""
+        for name, parameter in self.module.named_parameters():
+            parameter.copy_(weights[name])
+
 
 def load_model(path: str) -> ExactModel:
     """A directory or hub name -> the exact model in float32. Raises UserError when it is missing or not exact."""

@@ -1,0 +1,151 @@
+"""Build the stages of a command from its config, cheapest check first: data, tokenizer, model, and only then workers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tandem.config import Config
+from tandem.data.chats import read_chats
+from tandem.data.problems import problems_of_step, read_problems
+from tandem.data.render import ChatRenderer, load_renderer
+from tandem.drive import Job
+from tandem.engine.engine import Engine
+from tandem.envs.single_turn import SingleTurn
+from tandem.errors import UserError
+from tandem.evaluate import evaluate, sampling_params
+from tandem.loop import Clock, Row, Stages, train_step
+from tandem.model.load import ExactModel, check_model, load_model
+from tandem.model.probe import what_is_not_exact
+from tandem.rewards.pool import RewardPool
+from tandem.stream.journal import write_episodes
+from tandem.train.optimizer import Optimizer
+from tandem.train.pack import pack
+from tandem.train.policy import Policy
+from tandem.types import Problem, Reward, Sample
+from tandem.weights.inline import InlineSync
+
+Report = Callable[[str], None]
+
+
+def read_data(config: Config, *keys: str) -> dict[str, list[Problem]]:
+    """The problems of "data.train" and "eval.data", as named; an eval set that is not configured is empty."""
+    paths = {"data.train": config.data.train, "eval.data": config.eval.data}
+    if "data.train" in keys and not config.data.train:
+        raise UserError("no training problems are named", where="data.train", expected="a JSONL or Parquet file",
+                        next="add data.train=FILE")  # fmt: skip
+    return {key: read_problems(paths[key], config.data, key=key) if paths[key] else [] for key in keys}
+
+
+def set_threads(config: Config) -> None:
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+
+
+def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer) -> Engine:
+    return Engine(model, renderer.decode, cache_bytes=config.rollout.cache_mb << 20, max_batch=config.rollout.max_batch)
+
+
+def build_policy(config: Config, model: ExactModel, *, learning_rate: float, steps: int) -> Policy:
+    reference = load_model(config.model.reference or config.model.path) if config.rl.kl_coef else None
+    optimizer = Optimizer(
+        dict(model.module.named_parameters()), learning_rate=learning_rate, schedule=config.train.schedule,
+        warmup_steps=config.train.warmup_steps, total_steps=steps, weight_decay=config.train.weight_decay,
+        betas=(config.train.beta1, config.train.beta2), max_grad_norm=config.train.max_grad_norm,
+    )  # fmt: skip
+    return Policy(model, optimizer, reference)
+
+
+def check_exactness(config: Config, model: ExactModel, report: Report) -> None:
+    """Contract D7: say whether P1 holds on this machine, and refuse to rely on it where it does not."""
+    failures = what_is_not_exact(model)
+    if not failures:
+        report("exactness probe: engine and trainer agree to the last bit at this model's shapes")
+        return
+    report(f"exactness probe: NOT exact on this machine: {', '.join(failures)}")
+    if not config.rl.importance_cap:
+        raise UserError("engine and trainer do not agree bit for bit on this machine", where="exactness probe",
+                        found=", ".join(failures), expected="every operator exact, or an off-policy correction",
+                        next="add rl.importance_cap=2 (truncated importance sampling)")  # fmt: skip
+
+
+@contextmanager
+def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
+    """`tandem train`."""
+    set_threads(config)
+    data = read_data(config, "data.train", "eval.data")
+    check_model(config.model.path)
+    renderer = load_renderer(config.model.path)
+    problems = renderer.check_lengths(data["data.train"], config.data)
+    held_out = renderer.check_lengths(data["eval.data"], config.data, key="eval.data") if data["eval.data"] else []
+    model = load_model(config.model.path)
+    check_exactness(config, model, report)
+    policy = build_policy(config, model, learning_rate=config.train.learning_rate, steps=config.run.steps * config.rl.minibatches)
+    engine = build_engine(config, model, renderer)
+    sync = InlineSync(engine)
+    with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
+        stages = Stages(
+            config=config, problems=problems, renderer=renderer, env=SingleTurn(), engine=engine, reward=reward, policy=policy,
+            sync=sync, params=sampling_params(config.rollout, renderer.stop_token_ids), episodes=episodes,
+        )  # fmt: skip
+        yield Job(
+            policy=policy, steps=config.run.steps, eval_every=config.eval.every, publish=sync.publish,
+            step=lambda done: train_step(stages, done),
+            evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
+        )  # fmt: skip
+
+
+@contextmanager
+def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
+    """`tandem sft`."""
+    set_threads(config)
+    if not config.sft.train:
+        raise UserError("no chats are named", where="sft.train", expected="a JSONL or Parquet file of chats", next="add sft.train=FILE")
+    chats = read_chats(config.sft.train, key="sft.train")
+    held_out = read_data(config, "eval.data")["eval.data"]
+    check_model(config.model.path)
+    renderer = load_renderer(config.model.path)
+    samples = [_chat_sample(tokens, mask) for tokens, mask in renderer.trainings(chats)]
+    model = load_model(config.model.path)
+    no_reference = config.model_copy(update={"rl": config.rl.model_copy(update={"kl_coef": 0.0})})
+    policy = build_policy(no_reference, model, learning_rate=config.sft.learning_rate, steps=config.sft.steps)
+    engine = build_engine(config, model, renderer)
+
+    def step(done: int) -> tuple[Row, Row]:
+        clock = Clock()
+        with clock("learn_s"):
+            picked = problems_of_step(samples, done, config.sft.batch_size, config.run.seed, config.data.shuffle)
+            metrics = policy.fit(pack([sample for sample, _ in picked], config.train.tokens_per_microbatch))
+        return metrics, clock.parts
+
+    with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
+        yield Job(
+            policy=policy, steps=config.sft.steps, eval_every=config.eval.every, publish=InlineSync(engine).publish,
+            step=step, evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
+        )  # fmt: skip
+
+
+def _chat_sample(tokens: np.ndarray, mask: np.ndarray) -> Sample:
+    nothing = np.zeros(len(tokens), np.float32)
+    return Sample(tokens=tokens, loss_mask=mask, engine_logprobs=nothing, advantages=nothing)
+
+
+def evaluator(
+    config: Config, problems: Sequence[Problem], engine: Engine, renderer: ChatRenderer, reward: Reward, episodes: Path | None
+) -> Callable[[int], Row]:  # fmt: skip
+    """A function of the steps done; it journals its episodes, and returns no metrics where there is nothing to evaluate."""
+
+    def run(done: int) -> Row:
+        if not problems:
+            return {}
+        metrics, groups = evaluate(
+            problems, seed=config.run.seed, how=config.eval, rollout=config.rollout, stop_token_ids=renderer.stop_token_ids,
+            engine=engine, renderer=renderer, env=SingleTurn(), reward=reward,
+        )  # fmt: skip
+        if episodes is not None:
+            write_episodes(episodes, done, groups, kind="eval")
+        return metrics
+
+    return run

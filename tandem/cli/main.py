@@ -1,0 +1,135 @@
+"""The `tandem` command: arguments in, exit code out. Nothing heavy is imported before a command runs.
+
+Exit codes: 0 done, 1 a bug (with its traceback) or a failed check of `doctor`, 2 a user's mistake, 130 interrupted.
+"""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem import __version__
+from tandem.config import Config, load_config
+from tandem.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Reinforcement learning for language models; training and inference on one model code.",
+)  # fmt: skip
+
+Recipe = Annotated[str, typer.Argument(help="TOML recipe, e.g. recipes/demo.toml", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.field=value, any number", show_default=False)]
+Fresh = Annotated[bool, typer.Option("--fresh", help="start over; the old run folder is kept beside it")]
+
+
+def run() -> None:
+    """Entry point: user errors are told in full, without a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill ends like Ctrl-C
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+
+
+def run_folder(config: Config, recipe: str, command: str) -> Path:
+    return Path(config.run.folder or f"runs/{Path(recipe).stem}-{command}")
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Reinforcement learning (GRPO and relatives). The same command resumes a run that was stopped."""
+    config = load_config(recipe, overrides or [])
+    from tandem.cli import training
+
+    training.train(config, run_folder(config, recipe, "train"), fresh)
+
+
+@app.command()
+def sft(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Supervised fine-tuning on chats. The same command resumes a run that was stopped."""
+    config = load_config(recipe, overrides or [])
+    from tandem.cli import training
+
+    training.sft(config, run_folder(config, recipe, "sft"), fresh)
+
+
+@app.command()
+def rollout(
+    recipe: Recipe, overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="folder for the episodes, Parquet")] = Path("runs/rollout"),
+) -> None:  # fmt: skip
+    """Generate and score episodes of the training problems, without training."""
+    config = load_config(recipe, overrides or [])
+    from tandem.cli import generation
+
+    generation.rollout(config, out)
+
+
+@app.command("eval")
+def evaluate(
+    recipe: Recipe, overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="also write the metrics to this JSON file")] = None,
+) -> None:  # fmt: skip
+    """Evaluate a model on the held-out problems: sampled and greedy, by category."""
+    config = load_config(recipe, overrides or [])
+    from tandem.cli import generation
+
+    generation.evaluate(config, out)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="run folder")],
+    step: Annotated[int | None, typer.Option(help="checkpoint to export; default: the newest")] = None,
+    out: Annotated[Path | None, typer.Option(help="target; default: <run>/hf/step_N")] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
+    from tandem.cli import training
+
+    training.export_run(run, step, out)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str | None, typer.Argument(help="TOML recipe")] = None, overrides: Overrides = None,
+    keys: Annotated[bool, typer.Option("--keys", help="list every configuration key with its default and meaning")] = False,
+) -> None:  # fmt: skip
+    """Show the resolved config and what the run will need, without loading any weights."""
+    from tandem.cli import planning
+
+    if keys or recipe is None:
+        planning.show_keys()
+    else:
+        planning.plan(load_config(recipe, overrides or []))
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: versions, exactness of the operators, reward workers, disk."""
+    from tandem.cli import health
+
+    sys.exit(health.doctor())
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="where data, model and runs go")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="seed of the whole demo")] = 0,
+    fresh: Fresh = False,
+) -> None:
+    """The whole loop on a laptop: data, tiny model, SFT, GRPO, evaluation, export. Takes a few minutes."""
+    from tandem.cli import demonstration
+
+    demonstration.demo(folder, seed, fresh)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)

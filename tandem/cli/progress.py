@@ -1,0 +1,76 @@
+"""What a person sees of a run: a live line on a terminal, one line a step elsewhere, and warnings that matter."""
+
+import time
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tandem.loop import Row
+
+console = Console(highlight=False, soft_wrap=True)
+WINDOW = 5  # steps that the moving average of the reward looks back
+
+
+class StepProgress:
+    """Call it with (steps done, metrics, timings) after each step."""
+
+    def __init__(self, title: str, steps: int):
+        self.steps, self.started = steps, time.perf_counter()
+        self.recent: deque[float] = deque(maxlen=WINDOW)
+        self.best = float("-inf")
+        self.warned: set[str] = set()
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[text]}"), TimeRemainingColumn(), console=console, transient=True,
+            disable=not console.is_terminal,
+        )  # fmt: skip
+        self.task = self.bar.add_task(title, total=steps, text="")
+
+    def __enter__(self) -> "StepProgress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def __call__(self, done: int, metrics: Row, timings: Row) -> None:
+        self.bar.update(self.task, completed=done, text=summary(metrics, timings))
+        if "eval/sampled" in metrics:
+            console.print(f"step {done:4d}  {evaluation(metrics)}")
+        elif not console.is_terminal and (done % max(1, self.steps // 20) == 0):
+            console.print(f"step {done:4d}  {summary(metrics, timings)}")
+        for warning in self._warnings(metrics):
+            if warning not in self.warned:
+                self.warned.add(warning)
+                console.print(f"warning at step {done}: {warning}", style="yellow")
+
+    def _warnings(self, metrics: Row) -> list[str]:
+        if "reward" not in metrics:
+            return []
+        self.recent.append(metrics["reward"])
+        average = sum(self.recent) / len(self.recent)
+        self.best = max(self.best, average) if len(self.recent) == WINDOW else self.best
+        checks = [
+            (metrics["logprob_gap"] > 0, "engine and trainer disagree: logprob_gap is not 0"),
+            (average < self.best - 0.2, "the reward is falling: a lower train.learning_rate or more rl.prompts_per_step may help"),
+            (metrics["groups_without_signal"] > 0.9, "over 90% of the groups have equal rewards: nothing to learn from them"),
+            (metrics["truncated"] > 0.5, "over half of the completions hit rollout.max_new_tokens"),
+            (metrics["reward_errors"] > 0, "some episodes could not be scored; see reward_error in episodes/"),
+            (metrics["skipped_updates"] > 0, "an update with a gradient that is not finite was skipped"),
+        ]
+        return [text for hit, text in checks if hit]
+
+
+def summary(metrics: Row, timings: Row) -> str:
+    shown = [("reward", "reward {:.3f}"), ("nll", "nll {:.3f}"), ("entropy", "entropy {:.2f}"), ("logprob_gap", "gap {:.1e}")]
+    parts = [text.format(metrics[name]) for name, text in shown if name in metrics]
+    if "step_s" in timings:
+        parts.append(f"{timings['step_s']:.2f} s/step, {timings['generated_tokens_per_s']:,.0f} tok/s")
+    return "  ".join(parts)
+
+
+def evaluation(metrics: Row) -> str:
+    text = f"held-out reward: sampled {metrics['eval/sampled']:.3f} ± {metrics['eval/sampled_interval']:.3f}"
+    return text + (f", greedy {metrics['eval/greedy']:.3f}" if "eval/greedy" in metrics else "")

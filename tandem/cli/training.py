@@ -1,0 +1,75 @@
+"""`tandem train`, `tandem sft` and `tandem export`."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from tandem.build import Report, sft_job, training_job
+from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint, step_name
+from tandem.cli.progress import StepProgress, console, evaluation
+from tandem.config import Config, load_config
+from tandem.drive import Job, drive
+from tandem.errors import UserError
+from tandem.export import export, model_card
+from tandem.metrics import read_metrics
+from tandem.model.load import load_model
+from tandem.run import open_run
+
+JobMaker = Callable[[Config, Path, Report], AbstractContextManager[Job]]
+
+
+def train(config: Config, folder: Path, fresh: bool = False) -> Path:
+    return _run(config, folder, fresh, "train", training_job)
+
+
+def sft(config: Config, folder: Path, fresh: bool = False) -> Path:
+    return _run(config, folder, fresh, "sft", sft_job)
+
+
+def _run(config: Config, folder: Path, fresh: bool, command: str, make: JobMaker) -> Path:
+    """Run to the end, export the result; returns the Hugging Face directory."""
+    with open_run(folder, config, fresh=fresh, command=command) as run:
+
+        def report(text: str) -> None:
+            run.log(text)
+            console.print(text)
+
+        with make(config, run.episodes, report) as job, StepProgress(command, job.steps) as progress:
+            digest = drive(run, job, progress)
+            rows = read_metrics(folder)
+            target = folder / "hf" / step_name(job.steps)
+            card = model_card(job.policy.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1])
+            export(job.policy.model, config.model.path, target, card)
+        report(f"done: {job.steps} steps, weights {digest[:16]}, model in {target}")
+        evals = [row for row in rows if "eval/sampled" in row]
+        if evals:
+            report(f"before: {evaluation(evals[0])}")
+            report(f"after:  {evaluation(evals[-1])}")
+    return target
+
+
+def export_run(folder: Path, step: int | None, out: Path | None) -> None:
+    if not (folder / "config.toml").is_file():
+        raise UserError("this is not a run folder", where=str(folder), found="no config.toml", expected="a folder made by `tandem train` or `tandem sft`",
+                        next="ls runs/")  # fmt: skip
+    config = load_config(folder / "config.toml", [])
+    path = _checkpoint(folder / "checkpoints", step)
+    tensors, _ = load_checkpoint(path)
+    model = load_model(config.model.path)
+    model.load_weights(tensors["policy"])
+    done = checkpoint_step(path)
+    rows = [row for row in read_metrics(folder) if row["step"] == done]
+    card = model_card(model, base=config.model.path, command="train", step=done, metrics=rows[-1])
+    console.print(f"model in {export(model, config.model.path, out or folder / 'hf' / path.name, card)}")
+
+
+def _checkpoint(folder: Path, step: int | None) -> Path:
+    if step is not None and (folder / step_name(step)).is_dir():
+        return folder / step_name(step)
+    newest = latest_checkpoint(folder, console.print) if step is None else None
+    if newest is None:
+        names = sorted(p.name for p in folder.glob("step_*"))
+        raise UserError("there is no such checkpoint", where=str(folder), found=", ".join(names) or "none",
+                        expected="a checkpoint" if step is None else step_name(step),
+                        next="name one that is there with --step, or run longer")  # fmt: skip
+    return newest

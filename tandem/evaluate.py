@@ -1,0 +1,54 @@
+"""Held-out evaluation: greedy and sampled, by category, with an interval. Draws are the same at every step.
+
+It knows problems, an engine and a reward; nothing of training.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.config import Eval, Rollout
+from tandem.envs.rollout import run_episodes
+from tandem.loop import Row, score
+from tandem.types import Env, Generate, Group, Problem, Renderer, Reward, SamplingParams
+
+
+def evaluate(
+    problems: Sequence[Problem], *, seed: int, how: Eval, rollout: Rollout, stop_token_ids: tuple[int, ...],
+    engine: Generate, renderer: Renderer, env: Env, reward: Reward,
+) -> tuple[Row, list[Group]]:  # fmt: skip
+    """(metrics, every episode). Sampled rewards come with a 95% interval over problems and by category."""
+    sampled = sampling_params(rollout, stop_token_ids)
+    greedy = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=0.0, stop=sampled.stop, stop_token_ids=stop_token_ids)
+    passes = [("sampled", sampled, how.samples)] + ([("greedy", greedy, 1)] if how.greedy else [])
+    metrics: Row = {}
+    groups: list[Group] = []
+    for name, params, count in passes:
+        attempts = run_episodes(
+            problems, group_size=count, place=(seed, "eval", name), engine=engine, renderer=renderer, env=env, params=params
+        )
+        scored = score(problems, attempts, reward, 0.0)
+        metrics |= _summary(name, scored)
+        groups += scored
+    return metrics, groups
+
+
+def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_k=rollout.top_k,
+        top_p=rollout.top_p, stop=tuple(rollout.stop), stop_token_ids=stop_token_ids,
+    )  # fmt: skip
+
+
+def _summary(name: str, groups: Sequence[Group]) -> Row:
+    means = np.array([np.mean([e.reward for e in g.episodes]) for g in groups])
+    half = 1.96 * float(means.std(ddof=1)) / np.sqrt(len(means)) if len(means) > 1 else 0.0
+    by_category: dict[str, list[float]] = defaultdict(list)
+    for group, mean in zip(groups, means, strict=True):
+        by_category[group.problem.category].append(float(mean))
+    row = {f"eval/{name}": float(means.mean()), f"eval/{name}_interval": float(half)}
+    if len(by_category) > 1:
+        row |= {f"eval/{name}/{category}": float(np.mean(values)) for category, values in sorted(by_category.items())}
+    truncated = [e.stop_reason == "length" for g in groups for e in g.episodes]
+    return row | {f"eval/{name}_truncated": float(np.mean(truncated))}

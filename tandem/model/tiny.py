@@ -1,0 +1,84 @@
+"""A model small enough to train on a laptop in a minute: a random Qwen3 and its character tokenizer, on disk.
+
+Writes an ordinary Hugging Face directory, which `AutoModelForCausalLM` and `AutoTokenizer` load like any other.
+Knows nothing of data sets or training; imports torch, so it is imported late.
+"""
+
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
+ROLES = ("user", "assistant", "system", "tool")
+ANSWER = "Answer: "  # one token: it ends every response, and eight characters would be a third of a short one
+CHARACTERS = sorted(set(string.printable) - set("\t\r\x0b\x0c"))  # printable ASCII and the newline
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['user', 'assistant', 'system', 'tool'] %}"
+    "{{ raise_exception('unknown role: ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_tiny(
+    folder: str | Path,
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int = 448,
+    max_tokens: int = 256,
+    init_std: float = 0.02,
+    seed: int = 0,
+) -> None:
+    """Write a random model of about 0.9M parameters and its tokenizer; the same arguments give the same bits."""
+    tokenizer = make_tokenizer(max_tokens)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=max_tokens,
+        initializer_range=init_std,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_tokenizer(max_tokens: int = 256) -> PreTrainedTokenizerFast:
+    """One token a character, besides the roles, the end of a turn and the answer marker; `<unk>` for all else."""
+    special = [PAD, *(f"<|{role}|>" for role in ROLES), END, UNKNOWN]
+    vocabulary = {token: i for i, token in enumerate([*special, ANSWER, *CHARACTERS])}
+    # BPE without merges splits a text into its characters, and unlike WordLevel needs no pre-tokenizer to do so.
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    core.add_tokens([AddedToken(ANSWER, normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        chat_template=TEMPLATE,
+        model_max_length=max_tokens,
+        clean_up_tokenization_spaces=False,
+    )
