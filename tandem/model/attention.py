@@ -147,7 +147,7 @@ def _probabilities(q: Tensor, k: Tensor, bucket: Bucket, scale: float, window: i
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: float, window: int | None) -> Tensor:
     heads, kv_heads = q.shape[1], k.shape[1]
-    out = torch.empty(q.shape)
+    out = torch.zeros(q.shape)  # rows in no segment are padding
     for bucket in buckets:
         keys, values = (_heads_first(t, bucket.keys, kv_heads) for t in (k, v))
         probs = _probabilities(_heads_first(q, bucket.queries, kv_heads), keys, bucket, scale, window)
@@ -171,7 +171,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         buckets, scale, window = ctx.call
-        grad_q, grad_k, grad_v = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        grad_q, grad_k, grad_v = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
         for bucket in buckets:
             _bucket_backward(bucket, (q, k, v), grads[0], (grad_q, grad_k, grad_v), scale, window)
         return grad_q, grad_k, grad_v, None, None, None
@@ -216,16 +216,18 @@ class CachePlan:
         self.masks: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        batch, heads, width = q.shape
+        batch, padding = len(self.positions), len(q) - len(self.positions)
+        _, heads, width = q.shape
         kv_heads = k.shape[1]
         keys, values = self.keys[layer], self.values[layer]
-        keys.view(-1, width).index_copy_(0, self.rows, k.reshape(-1, width))
-        values.view(-1, width).index_copy_(0, self.rows, v.reshape(-1, width))
+        keys.view(-1, width).index_copy_(0, self.rows, k[:batch].reshape(-1, width))
+        values.view(-1, width).index_copy_(0, self.rows, v[:batch].reshape(-1, width))
         group = heads // kv_heads
-        query = F.pad(q.reshape(batch, kv_heads, group, width), (0, 0, 0, -group % 4))
+        query = F.pad(q[:batch].reshape(batch, kv_heads, group, width), (0, 0, 0, -group % 4))
         scores = torch.matmul(query, keys[:batch, :, : self.length].transpose(-1, -2))
         probs = weigh(scores, self._mask(window), scale)
-        return combine(probs, values[:batch, :, : self.length])[:, :, :group].reshape(batch, heads, width)
+        out = combine(probs, values[:batch, :, : self.length])[:, :, :group].reshape(batch, heads, width)
+        return F.pad(out, (0, 0, 0, 0, 0, padding))
 
     def _mask(self, window: int | None) -> Tensor:
         if window not in self.masks:

@@ -1,8 +1,9 @@
 """The exact linear shared by engine and trainer: an output row has the same bits whatever rows surround it.
 
 Forward runs oneDNN on a prepacked weight, which keeps an output row independent of the number of rows for every
-count but one: with AVX-512 and more than 1,024 inputs a *single* row takes another kernel, so it runs as two.
-Backward is plain matmul: gradients are deterministic, not batch-invariant. The pack follows the weight's version
+count but one: with AVX-512 and more than 1,024 inputs a *single* row takes another kernel, so it runs as two. oneDNN
+compiles and keeps a kernel for every row count it meets (about 0.5 ms and 1 MB each), so counts are rounded up to a
+ladder (`padded_rows`). Backward is plain matmul: gradients are deterministic, not batch-invariant. The pack follows the weight's version
 counter, so a stale pack cannot be used. Where oneDNN's operators are missing, rows are padded to a multiple of 4
 for plain `F.linear`; `probe` says whether that is exact on the machine at hand.
 """
@@ -25,12 +26,21 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS_HINT)
 
 
+def padded_rows(rows: int) -> int:
+    """The count of the ladder that holds rows: 2, 3, then multiples of 4, at most 1/16 too many beyond 64."""
+    if rows <= 4:
+        return max(rows, 2)
+    step = max(4, (1 << rows.bit_length()) // 32)
+    return rows + -rows % step
+
+
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [N, I] -> [N, O]."""
     rows = x.shape[0]
     if HAS_PREPACKED and x.device.type == "cpu":
-        if rows == 1:
-            x = x.expand(2, -1).contiguous()
+        padded = padded_rows(rows)
+        if padded != rows:
+            x = F.pad(x, (0, 0, 0, padded - rows))
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")[:rows]
     return F.linear(F.pad(x, (0, 0, 0, -rows % 4)), packed, bias)[:rows]
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.errors import UserError
 from tandem.model.attention import Plan, tandem_attention
 from tandem.model.experts import ExactExperts, ExactRouter
-from tandem.model.linear import ExactLinear, ExactSiLU
+from tandem.model.linear import ExactLinear, ExactSiLU, padded_rows
 
 EXACT_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -33,9 +34,16 @@ class ExactModel(nn.Module):
         self.head: ExactLinear = module.get_output_embeddings()
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: Plan) -> Tensor:
-        """tokens and positions int64 [T] -> last hidden states [T, D]."""
-        out = self.module.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+        """tokens and positions int64 [T] -> last hidden states [T, D].
+
+        Rows are padded once here, so that no linear has to; a plan leaves rows that it does not know at zero.
+        """
+        rows = len(tokens)
+        padding = (0, padded_rows(rows) - rows)
+        out = self.module.model(
+            input_ids=F.pad(tokens, padding)[None], position_ids=F.pad(positions, padding)[None], use_cache=False, plan=plan
+        )
+        return out.last_hidden_state[0, :rows]  # type: ignore[no-any-return]
 
     @property
     def heads(self) -> tuple[int, int, int]:

@@ -1,0 +1,49 @@
+"""Chat messages as rows of a file hold them, checked.
+
+Knows roles and text. Does not know files, nor which of the roles a model's chat template can write.
+"""
+
+from typing import Any
+
+from tandem.data.rows import RowError, show
+from tandem.types import Message
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
+    """A prompt: the user's text, or messages of which the last is the user's."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    messages = chat_messages(value, field=field)
+    last = messages[-1]
+    if last["role"] != "user":
+        found = f"a last message from {last['role']!r}"
+        raise RowError(found, "a prompt that ends with the user's message", field=field)
+    if not last["content"].strip():
+        raise RowError("an empty message", "a message with text", field=field)
+    return messages
+
+
+def chat_messages(value: Any, *, field: str) -> tuple[Message, ...]:
+    """Messages with a known role and text; further keys are kept for the chat template where they are text."""
+    if not isinstance(value, list):
+        raise RowError(show(value), "a list of messages {role, content}", field=field)
+    if not value:
+        raise RowError("an empty list", "at least one message", field=field)
+    return tuple([_message(message, f"{field}[{i}]") for i, message in enumerate(value)])
+
+
+def _message(value: Any, field: str) -> Message:
+    if not isinstance(value, dict):
+        raise RowError(show(value), "a message {role, content}", field=field)
+    message = {name: text for name, text in value.items() if text is not None}  # Parquet fills absent keys with null
+    for name in ("role", "content"):
+        if name not in message:
+            raise RowError(f"keys {', '.join(message) or 'none'}", f"a message with a {name!r}", field=field)
+    for name, text in message.items():
+        if not isinstance(text, str):
+            raise RowError(show(text), "text", field=f"{field}.{name}")
+    if message["role"] not in ROLES:
+        raise RowError(show(message["role"]), f"one of {', '.join(ROLES)}", field=f"{field}.role")
+    return message

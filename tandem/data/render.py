@@ -1,0 +1,275 @@
+"""Chats to tokens and back, through the tokenizer and chat template of a Hugging Face model directory.
+
+Token in, token out: the tokens of a prompt are the first tokens of the same chat when it is trained, and a template for
+which that is not so is refused. Does not know files, rewards or weights. transformers is imported when a renderer is
+loaded, not with this module.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.config import Data
+from tandem.errors import UserError
+from tandem.types import Array, Message, Problem
+
+logger = logging.getLogger(__name__)
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
+
+# Templates that print today's date (Llama 3.2, Mistral, SmolLM3) would give a resumed run other prompts on the next
+# day. They get Llama's default day instead. `+%}` keeps the template's own first newline.
+FIXED_CLOCK = (
+    "{% macro strftime_now(format) %}{{ format|replace('%d', '26')|replace('%-d', '26')|replace('%b', 'Jul')"
+    "|replace('%B', 'July')|replace('%m', '07')|replace('%Y', '2024')|replace('%y', '24')|replace('%A', 'Friday')"
+    "|replace('%a', 'Fri')|replace('%H', '00')|replace('%M', '00')|replace('%S', '00') }}{% endmacro +%}"
+)
+
+
+def load_renderer(model_path: str) -> "ChatRenderer":
+    """The renderer of a model directory or hub name. Raises UserError without directory, tokenizer or chat template."""
+    _require_model(model_path)
+    tokenizer = _load_tokenizer(model_path)
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:
+        raise UserError(
+            "the tokenizer has no chat template",
+            where=model_path,
+            expected="chat_template.jinja beside the tokenizer",
+            next=f"copy chat_template.jinja of the instruction-tuned variant of this model into {model_path}",
+        ) from None
+    return ChatRenderer(tokenizer, template, _eos_ids(model_path, tokenizer), model_path)
+
+
+def _require_model(model_path: str) -> None:
+    """Refuse what is neither a directory with a tokenizer nor can be a hub name, before minutes of network retries."""
+    directory = Path(model_path)
+    if model_path and directory.is_dir():
+        # Without these files AutoTokenizer makes an empty tokenizer of the model's family, and says nothing.
+        if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+            expected = f"one of {', '.join(VOCABULARY_FILES)}"
+            advice = f"copy the tokenizer files of the base model into {model_path}"
+            raise UserError("the model directory has no tokenizer", where=model_path, expected=expected, next=advice)
+        return
+    owner = model_path.partition("/")[0]
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model_path) or ("/" in model_path and Path(owner).exists()):
+        raise UserError(
+            "the model directory does not exist",
+            where="model.path",
+            found=repr(model_path),
+            expected="a Hugging Face model directory, or a hub name such as Qwen/Qwen3-0.6B",
+            next=f"ls {next(p for p in directory.parents if p.exists())}" if model_path else "set model.path=DIRECTORY",
+        )
+
+
+def _load_tokenizer(model_path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+    except Exception as error:  # a damaged file raises whatever its reader trips over: KeyError, TypeError, Exception
+        expected, advice = "the tokenizer files of a model", f"copy the tokenizer files again into {model_path}"
+        if not Path(model_path).is_dir():
+            expected, advice = "a directory here, or a hub name and a network", "set model.path to a model directory"
+        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise UserError(
+            "the tokenizer cannot be loaded", where=model_path, found=found, expected=expected, next=advice
+        ) from None
+
+
+def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
+    """The ends of turn that the tokenizer and generation_config.json name."""
+    from transformers import GenerationConfig
+
+    try:
+        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError as error:
+        if (Path(model_path) / "generation_config.json").is_file():
+            where, found = f"{model_path}/generation_config.json", str(error).splitlines()[0]
+            raise UserError("the generation config cannot be read", where=where, found=found) from None
+        eos = None  # the file is optional
+    return {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """A chat's text up to some message, and its tokens."""
+
+    text: str
+    tokens: Array  # int64 [T]
+
+
+class ChatRenderer:
+    """Renders chats for one model. Implements types.Renderer.
+
+    stop_token_ids: what ends the assistant's turn, by tokenizer, generation_config.json, and the chat template itself.
+    Base models name only their end of document in the first two, while their template writes another token.
+    """
+
+    def __init__(self, tokenizer: Any, template: str, eos_ids: set[int], name: str):
+        self.tokenizer, self.name = tokenizer, name
+        self._template = FIXED_CLOCK + template if "strftime_now" in template else template
+        self.stop_token_ids = tuple(sorted(eos_ids | self._end_of_turn()))
+        if not self.stop_token_ids:
+            expected, advice = "an end-of-sequence token", "name the eos_token in tokenizer_config.json"
+            raise UserError("nothing ends the assistant's turn", where=name, expected=expected, next=advice)
+
+    def prompt(self, messages: Sequence[Message]) -> Array:
+        """int64 [T]: the chat and the header of the assistant's turn."""
+        return self.prompts([messages])[0]
+
+    def prompts(self, chats: Sequence[Sequence[Message]]) -> list[Array]:
+        """prompt of every chat, tokenized together."""
+        return self._encode([self._text(messages, open_turn=True) for messages in chats])
+
+    def training(self, messages: Sequence[Message]) -> tuple[Array, Array]:
+        """(tokens int64 [T], loss_mask bool [T]): the whole chat, with loss on what the assistant says.
+
+        A turn's loss covers what an engine would have sampled: from the end of the turn's header to the first stop
+        token, that one included. Raises UserError where the template does not keep earlier tokens as they were.
+        """
+        return self.trainings([messages])[0]
+
+    def trainings(self, chats: Sequence[Sequence[Message]]) -> list[tuple[Array, Array]]:
+        """training of every chat, tokenized together."""
+        return [sample for at in range(0, len(chats), CHUNK) for sample in self._trainings(chats[at : at + CHUNK])]
+
+    def decode(self, tokens: Array) -> str:
+        """The text of the tokens, without special tokens."""
+        ids = tokens.tolist()
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def check_lengths(self, problems: Sequence[Problem], config: Data, *, key: str = "data.train") -> list[Problem]:
+        """The problems whose prompt fits data.max_prompt_tokens; a longer one is an error, or dropped and reported."""
+        lengths = list(self._prompt_lengths(problems))
+        kept = [p for p, length in zip(problems, lengths, strict=True) if length <= config.max_prompt_tokens]
+        if len(kept) == len(problems):
+            return kept
+        what = f"{len(problems) - len(kept)} of {len(problems)} prompts of {key} are longer than data.max_prompt_tokens"
+        longest = int(np.argmax(lengths))
+        found = f"{lengths[longest]:,} tokens in {problems[longest].uid!r}, the longest"
+        if config.long_prompts == "error" or not kept:
+            advice = f"data.max_prompt_tokens={lengths[longest]}" + (" or data.long_prompts=drop" if kept else "")
+            expected = f"at most {config.max_prompt_tokens:,} tokens"
+            raise UserError(what, where="data.max_prompt_tokens", found=found, expected=expected, next=advice)
+        logger.warning("%s and were dropped (%s)", what, found)
+        return kept
+
+    # ---- text and tokens
+
+    def _text(self, messages: Sequence[Message], *, open_turn: bool) -> str:
+        import jinja2
+
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), chat_template=self._template, add_generation_prompt=open_turn, tokenize=False
+            )
+            return text
+        # The template is a program from someone else: besides its own errors it can divide by zero or miss a key.
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise UserError(
+                "the chat template refuses a chat",
+                where=f"chat template of {self.name}",
+                found=f"{type(error).__name__}: {error}; roles {', '.join(message['role'] for message in messages)}",
+                expected="a chat that this model's template can write",
+                next="change the chat's roles, or the template",
+            ) from None
+
+    def _encode(self, texts: list[str]) -> list[Array]:
+        # The template writes every special token itself, so the tokenizer adds none.
+        ids = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        return [np.array(row, np.int64) for row in ids]
+
+    def _prompt_lengths(self, problems: Sequence[Problem]) -> Iterator[int]:
+        for start in range(0, len(problems), CHUNK):
+            yield from map(len, self.prompts([problem.messages for problem in problems[start : start + CHUNK]]))
+
+    def _end_of_turn(self) -> set[int]:
+        """The first added token that the template writes after an assistant's text, if any."""
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "tandem"}]
+        text = self._text(chat, open_turn=False)
+        [tail] = self._encode([text.rpartition("tandem")[2]])
+        return set([t for t in tail.tolist() if t in self.tokenizer.added_tokens_decoder][:1])
+
+    # ---- the loss mask
+
+    def _trainings(self, chats: Sequence[Sequence[Message]]) -> list[tuple[Array, Array]]:
+        texts = [self._growing_texts(messages) for messages in chats]
+        tokens = iter(self._encode([text for chat in texts for text in chat]))
+        samples = []
+        for messages, chat in zip(chats, texts, strict=True):
+            samples.append(self._sample(messages, [_Rendering(text, next(tokens)) for text in chat]))
+        return samples
+
+    def _growing_texts(self, messages: Sequence[Message]) -> list[str]:
+        """The chat up to the header of each assistant's turn and up to its end, in turns; then the whole chat."""
+        texts = []
+        for i in _assistant_turns(messages):
+            texts += [self._text(messages[:i], open_turn=True), self._text(messages[: i + 1], open_turn=False)]
+        return texts if messages[-1]["role"] == "assistant" else [*texts, self._text(messages, open_turn=False)]
+
+    def _sample(self, messages: Sequence[Message], renderings: list[_Rendering]) -> tuple[Array, Array]:
+        for n, (before, after) in enumerate(pairwise(renderings)):
+            self._require_prefix(before, after, messages, n)
+        tokens = renderings[-1].tokens
+        loss_mask = np.zeros(len(tokens), bool)
+        stop_tokens = ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))))
+        for n, i in enumerate(_assistant_turns(messages)):
+            start, end = len(renderings[2 * n].tokens), len(renderings[2 * n + 1].tokens)
+            stops = np.flatnonzero(np.isin(tokens[start:end], self.stop_token_ids))
+            if not len(stops):
+                raise UserError(
+                    "the chat template does not end the assistant's turn, so the model would never learn to stop",
+                    where=f"chat template of {self.name}, message {i + 1}",
+                    found=repr(self.tokenizer.decode(tokens[start:end].tolist())[-40:]),
+                    expected=f"a stop token: {stop_tokens}",
+                    next="write eos_token after the assistant's content in the template",
+                )
+            loss_mask[start : start + stops[0] + 1] = True
+        return tokens, loss_mask
+
+    def _require_prefix(self, before: _Rendering, after: _Rendering, messages: Sequence[Message], n: int) -> None:
+        """before's tokens must be after's first tokens; otherwise name the first difference."""
+        size = len(before.tokens)
+        if np.array_equal(before.tokens, after.tokens[:size]):
+            return
+        # Of the pairs, even ones add the assistant's message to its header, odd ones add what follows it.
+        turn = _assistant_turns(messages)[n // 2]
+        if after.text.startswith(before.text):
+            what = "a message merges with the chat template's text before it, so its first token is never sampled"
+            advice = "strip the spaces and line ends at the start of that message"
+        elif n % 2 == 0:
+            what = "the chat template writes the assistant's header differently for a prompt and for a whole chat"
+            advice = "make the template write the same header with add_generation_prompt as without"
+        else:
+            what = "the chat template rewrites an earlier turn when a later one follows"
+            advice = "keep one assistant message a chat, or make the template leave earlier turns as they were"
+        at = _first_difference(before.tokens, after.tokens)
+        raise UserError(
+            what,
+            where=f"chat template of {self.name}, message {turn + 1 if n % 2 == 0 else turn + 2}, token {at}",
+            found=self._around(after.tokens, at),
+            expected=self._around(before.tokens, at),
+            next=advice,
+        )
+
+    def _around(self, tokens: Array, at: int) -> str:
+        return repr(self.tokenizer.decode(tokens[max(0, at - 6) : at + 6].tolist(), clean_up_tokenization_spaces=False))
+
+
+def _assistant_turns(messages: Sequence[Message]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _first_difference(a: Array, b: Array) -> int:
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size

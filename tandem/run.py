@@ -1,0 +1,252 @@
+"""The run folder: opened by one process at a time, for one config and one command, and never overwritten in silence.
+
+    runs/demo/  lock (pid of the process that has it)   run.json (command)   config.toml (resolved, written last)
+                log.txt   and what others write: metrics.jsonl, episodes/, checkpoints/ ...
+
+It does not know what a step is, nor what the folder's other files hold.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tandem.config import Config, to_toml
+from tandem.disk import append_line, disk_errors, write_atomic
+from tandem.errors import UserError
+
+# What a kill during the first start can leave; config.toml, which comes last, marks the folder as a run.
+_STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
+
+# Keys that change neither a step nor its place in the run. The folder may have been moved since.
+_FREE = {"run.folder", "run.keep_checkpoints", "run.save_every", "run.threads", "reward.workers"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """An open run folder; its lock is held until the context of open_run ends, or the process."""
+
+    path: Path
+    config: Config
+    command: str
+    resumed: bool  # the folder was a run before this start
+    log_descriptor: int
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def episodes(self) -> Path:
+        return self.path / "episodes"
+
+    def log(self, text: str) -> None:
+        """Append a line with the time to log.txt. Raises UserError when the disk is full."""
+        append_line(self.log_descriptor, f"{_now()} {text}\n".encode(), self.path / "log.txt")
+
+
+@contextmanager
+def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iterator[RunFolder]:
+    """Create the folder, or take up the run in it; command is "train" or "sft".
+
+    fresh moves what is there to `<folder>.old-1` (-2, ...) first. Raises UserError when another process has the folder,
+    when it belongs to another command or config, when it is not a run, and when the disk does not take it.
+    """
+    _refuse_foreign(folder)
+    with _locked(folder) as lock_news:
+        if fresh and _is_run(folder):
+            # The lock moves with the old folder, so the new one is locked before this one is let go.
+            old = _move_aside(folder)
+            with _locked(folder) as none_before, _opened(folder, config, command, none_before) as run:
+                run.log(f"started fresh; the run before is in {old}")
+                yield run
+        else:
+            with _opened(folder, config, command, lock_news) as run:
+                yield run
+
+
+@contextmanager
+def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Iterator[RunFolder]:
+    resumed = _is_run(folder)
+    changes = _take_up(folder, config, command) if resumed else _begin(folder, config, command)
+    with disk_errors(folder):
+        log = os.open(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        run = RunFolder(path=folder, config=config, command=command, resumed=resumed, log_descriptor=log)
+        run.log(f"{'resumed' if resumed else 'started'} by pid {os.getpid()}: tandem {command}")
+        for line in filter(None, [lock_news, *changes]):
+            run.log(line)
+        yield run
+    finally:
+        os.close(log)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.toml").exists()
+
+
+def _refuse_foreign(folder: Path) -> None:
+    with disk_errors(folder):
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if names - _STARTING and "config.toml" not in names:
+        raise UserError(
+            "the run folder holds something else",
+            where=str(folder),
+            found=", ".join(sorted(names)[:4]) + (" ..." if len(names) > 4 else "") + ", and no config.toml",
+            expected="a folder of an earlier run, an empty one, or none",
+            next="choose another with run.folder=PATH",
+        )
+
+
+# The lock ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[str]:
+    """Hold an exclusive flock on `lock`, which the system drops with the process; yields news of a killed holder."""
+    descriptor = _acquire(folder)
+    _close_in_forks(descriptor)
+    try:
+        held_before = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
+        with disk_errors(folder / "lock"):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode(), 0)
+        yield f"took over the lock of a run that was killed: {held_before}" if held_before else ""
+    finally:
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)  # an empty lock tells the next start that this one was not killed; log line only
+        _open_locks.discard(descriptor)
+        os.close(descriptor)
+
+
+def _acquire(folder: Path) -> int:
+    path = folder / "lock"
+    while True:
+        with disk_errors(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise _in_use(folder, holder) from None
+        if _is_same_file(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # between open and flock a --fresh run moved the folder away
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+def _in_use(folder: Path, holder: str) -> UserError:
+    return UserError(
+        "the run folder is in use",
+        where=str(folder),
+        found=holder or "a process that is just starting",
+        expected="no other run in this folder",
+        next="wait for it or stop it, or choose another with run.folder=PATH",
+    )
+
+
+_open_locks: set[int] = set()
+_fork_hook: list[bool] = []
+
+
+def _close_in_forks(descriptor: int) -> None:
+    """A forked worker shares the lock and would keep it after the run is killed, so the child closes its copy."""
+    _open_locks.add(descriptor)
+    if not _fork_hook:
+        os.register_at_fork(after_in_child=_close_locks)
+        _fork_hook.append(True)
+
+
+def _close_locks() -> None:
+    while _open_locks:
+        os.close(_open_locks.pop())
+
+
+# Start, start over, start again --------------------------------------------------------------------------------------
+
+
+def _begin(folder: Path, config: Config, command: str) -> list[str]:
+    about = {"command": command, "created": _now(), "config": "config.toml"}
+    write_atomic(folder / "run.json", json.dumps(about, indent=1).encode() + b"\n")
+    write_atomic(folder / "config.toml", to_toml(config).encode())
+    return []
+
+
+def _move_aside(folder: Path) -> Path:
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    with disk_errors(folder):
+        folder.rename(target)
+    return target
+
+
+def _take_up(folder: Path, config: Config, command: str) -> list[str]:
+    """Check that the run in the folder is the same; returns what changed and may, for the log."""
+    started_by = _read(folder / "run.json", lambda text: json.loads(text)["command"])
+    if started_by != command:
+        raise UserError(
+            "the run folder belongs to another command",
+            where=str(folder),
+            found=f"a run of `tandem {started_by}`",
+            expected=f"a run of `tandem {command}`",
+            next="choose another with run.folder=PATH, or start over with --fresh (the old run is kept beside it)",
+        )
+    old, new = _read(folder / "config.toml", _leaves), _leaves(to_toml(config))
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    refused = [key for key in changed if key not in _FREE and not _extends(key, old, new)]
+    if refused:
+        raise UserError(
+            "the config differs from that of the run in the folder (its value -> the value now)\n"
+            + "\n".join(f"  - {_change(key, old, new)}" for key in refused),
+            where=str(folder / "config.toml"),
+            expected="the same config (run.steps may grow under a constant schedule)",
+            next="take the old values, another run.folder=PATH, or --fresh (the old run is kept beside it)",
+        )
+    if changed:
+        write_atomic(folder / "config.toml", to_toml(config).encode())
+    return [f"config changed: {_change(key, old, new)}" for key in changed]
+
+
+def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """More steps are the same run made longer, unless the learning rate of past steps was bent by their number."""
+    return key == "run.steps" and new[key] > old.get(key, 0) and new["train.schedule"] == "constant"
+
+
+def _change(key: str, old: dict[str, Any], new: dict[str, Any]) -> str:
+    return f"{key}: {old.get(key, 'unset')!r} -> {new.get(key, 'unset')!r}"
+
+
+def _leaves(toml: str) -> dict[str, Any]:
+    """ "[run]\\nseed = 1" -> {"run.seed": 1}."""
+    tree = tomllib.loads(toml)
+    return {f"{section}.{name}": value for section, fields in tree.items() for name, value in fields.items()}
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # absent, damaged, or of another shape
+        raise UserError(
+            "a file of the run folder cannot be read",
+            where=str(path),
+            found=f"{type(error).__name__}: {error}",
+            expected="the file as Tandem wrote it",
+            next="restore it, or start over with --fresh (the old run is kept beside it)",
+        ) from error
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,142 @@
+"""The journal: every episode of a step in one Parquet file, one row an episode, written before it is trained on.
+
+    episodes/train_step_000012.parquet      import pyarrow.parquet; or in DuckDB: select uid, reward, text from it
+
+Columns are plain: arrays are lists, chats and metadata are JSON text. The same episodes give the same bytes. It does
+not know how an episode came about or what it is used for.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tandem.disk import DISK, Disk, disk_errors, write_atomic
+from tandem.errors import UserError
+from tandem.types import Array, Episode, Group
+
+_ARRAYS = {
+    "tokens": pa.int64(),
+    "loss_mask": pa.bool_(),
+    "engine_logprobs": pa.float32(),
+    "weight_versions": pa.int32(),
+}
+_SCALARS = {
+    "num_prompt_tokens": pa.int64(),
+    "text": pa.string(),
+    "stop_reason": pa.string(),
+    "num_turns": pa.int64(),
+    "reward": pa.float64(),
+    "reward_error": pa.string(),
+}
+_PARTS = pa.map_(pa.string(), pa.float64())
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("group", pa.int64()),  # place of the problem in the step
+        ("uid", pa.string()),
+        ("sample_index", pa.int64()),
+        ("category", pa.string()),
+        ("answer", pa.string()),
+        ("messages", pa.string()),
+        ("metadata", pa.string()),
+        *_SCALARS.items(),
+        ("reward_parts", _PARTS),
+        *((name, pa.list_(kind)) for name, kind in _ARRAYS.items()),
+    ]
+)
+# Not the floats: a dictionary may take two NaNs, or 0.0 and -0.0, for one value, and every bit must come back.
+_DICTIONARY = ["uid", "category", "answer", "messages", "metadata", "stop_reason", "reward_error"]
+
+
+def write_episodes(folder: Path, step: int, groups: Sequence[Group], kind: str = "train", *, disk: Disk = DISK) -> Path:
+    """Write `folder/<kind>_step_N.parquet`, durable on return; a file that is there is replaced. Raises UserError."""
+    path = folder / f"{kind}_step_{step:06d}.parquet"
+    sink = pa.BufferOutputStream()
+    pq.write_table(_table(step, groups), sink, compression="zstd", use_dictionary=_DICTIONARY, write_page_checksum=True)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, sink.getvalue().to_pybytes(), disk)
+    return path
+
+
+def read_episodes(path: Path) -> list[Episode]:
+    """The episodes as they were written, to the bit, in their order. Raises UserError for a damaged file."""
+    table = _read(path)
+    columns: dict[str, list[Any]] = {
+        **{name: table.column(name).to_pylist() for name in ("uid", "sample_index", *_SCALARS)},
+        **{name: _split(table.column(name).combine_chunks(), kind) for name, kind in _ARRAYS.items()},
+        "reward_parts": [dict(row) for row in table.column("reward_parts").to_pylist()],
+    }
+    return [Episode(**{name: values[row] for name, values in columns.items()}) for row in range(table.num_rows)]
+
+
+def cut_episodes(folder: Path, after_step: int) -> list[Path]:
+    """Remove the files of later steps, of every kind, which a resumed run makes again; returns what was removed."""
+    unfinished = set(folder.glob(".tmp-*"))  # of a killed write
+    later = [path for path in sorted(set(folder.glob("*.parquet")) - unfinished) if _step(path) > after_step]
+    with disk_errors(folder):
+        for path in [*later, *unfinished]:
+            path.unlink()
+    return later
+
+
+def _step(path: Path) -> int:
+    match = re.fullmatch(r".*_step_(\d+)", path.stem)
+    return int(match[1]) if match else -1
+
+
+def _table(step: int, groups: Sequence[Group]) -> pa.Table:
+    rows = [(index, group.problem, episode) for index, group in enumerate(groups) for episode in group.episodes]
+    for _, problem, episode in rows:
+        if episode.uid != problem.uid:
+            raise ValueError(f"an episode of problem {episode.uid} stands in the group of problem {problem.uid}")
+    columns = {
+        "step": [step] * len(rows),
+        "group": [index for index, _, _ in rows],
+        **{name: [getattr(problem, name) for _, problem, _ in rows] for name in ("uid", "category", "answer")},
+        "messages": [json.dumps(list(problem.messages)) for _, problem, _ in rows],
+        "metadata": [json.dumps(problem.metadata, default=str) for _, problem, _ in rows],
+        "reward_parts": [list(episode.reward_parts.items()) for _, _, episode in rows],
+        **{name: [getattr(episode, name) for _, _, episode in rows] for name in ("sample_index", *_SCALARS)},
+    }
+    arrays = {name: _lists([getattr(e, name) for _, _, e in rows], kind) for name, kind in _ARRAYS.items()}
+    plain = {name: pa.array(values, SCHEMA.field(name).type) for name, values in columns.items()}
+    return pa.table({name: {**plain, **arrays}[name] for name in SCHEMA.names}, schema=SCHEMA)
+
+
+def _lists(arrays: Sequence[Array], kind: pa.DataType) -> pa.ListArray:
+    """A list column from arrays of the column's own dtype; another dtype is refused, as a cast could change a value."""
+    dtype = np.dtype(kind.to_pandas_dtype())
+    for array in arrays:
+        if array.dtype != dtype or array.ndim != 1:
+            raise TypeError(f"an array of an episode is {array.dtype} {list(array.shape)}; expected {dtype} [T]")
+    offsets = np.cumsum([0, *(len(array) for array in arrays)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([np.empty(0, dtype), *arrays]), kind))
+
+
+def _split(column: pa.ListArray, kind: pa.DataType) -> list[Array]:
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy(zero_copy_only=False).astype(kind.to_pandas_dtype(), copy=True)
+    return [values[start:stop] for start, stop in pairwise(offsets)]
+
+
+def _read(path: Path) -> pa.Table:
+    try:
+        table = pq.ParquetFile(path, page_checksum_verification=True).read(use_threads=False)
+        return table.select(SCHEMA.names)
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise UserError(
+            "the episodes of a step cannot be read",
+            where=str(path),
+            found=str(error).splitlines()[0],
+            expected="the Parquet file as Tandem wrote it",
+            next="restore it from a copy, or resume from a checkpoint before it",
+        ) from error

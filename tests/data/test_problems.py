@@ -1,0 +1,322 @@
+"""Reading problems and choosing those of a step. The mistakes of a file are tables: content, then what must be said."""
+
+import json
+import subprocess
+import sys
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.config import Data
+from tandem.data.problems import epoch_order, problems_of_step, read_problems
+from tandem.errors import UserError
+from tandem.types import Problem
+
+GOOD = {"prompt": "1 + 1 =", "answer": "2"}
+VERL = {
+    "data_source": "algebra",
+    "prompt": [{"role": "user", "content": "Solve 2x = 6."}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "3"},
+    "extra_info": {"split": "train", "index": 0, "uid": "algebra/a"},
+}
+
+
+def jsonl(path, *rows):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def parquet(path, *rows):
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+def read(path, **columns):
+    return read_problems(str(path), Data(**columns), key="data.train")
+
+
+def error_of(path, **columns):
+    with pytest.raises(UserError) as caught:
+        read(path, **columns)
+    return str(caught.value)
+
+
+# ---- what rows mean
+
+
+def test_a_row_with_text_becomes_a_users_message(tmp_path):
+    path = jsonl(tmp_path / "sums.jsonl", GOOD | {"level": 1, "note": None})
+    assert read(path) == [
+        Problem(
+            uid="sums/1",
+            messages=({"role": "user", "content": "1 + 1 ="},),
+            answer="2",
+            metadata={"level": 1, "note": None},
+        )
+    ]
+
+
+def test_a_row_of_verl_is_read_as_it_is(tmp_path):
+    expected = Problem(
+        uid="algebra/a",
+        messages=({"role": "user", "content": "Solve 2x = 6."},),
+        answer="3",
+        category="algebra",
+        metadata={"ability": "math", "reward_model": {"style": "rule"}, "extra_info": VERL["extra_info"]},
+    )
+    assert read(jsonl(tmp_path / "a.jsonl", VERL)) == [expected]
+    assert read(parquet(tmp_path / "a.parquet", VERL)) == [expected]
+
+
+def test_jsonl_and_parquet_give_the_same_problems(tmp_path):
+    rows = [GOOD | {"answer": str(i), "data_source": "sums", "extra_info": {"level": i}} for i in range(3000)]
+    assert read(jsonl(tmp_path / "s.jsonl", *rows)) == read(parquet(tmp_path / "s.parquet", *rows))
+
+
+def test_the_answer_column_comes_before_verls_place_and_the_rest_stays_in_the_metadata(tmp_path):
+    [problem] = read(jsonl(tmp_path / "a.jsonl", VERL | {"answer": "4"}))
+    assert problem.answer == "4"
+    assert problem.metadata["reward_model"] == VERL["reward_model"]
+
+
+def test_a_named_answer_column_is_never_replaced_by_verls_place(tmp_path):
+    assert "'solution'" in error_of(jsonl(tmp_path / "a.jsonl", VERL), answer_column="solution")
+
+
+def test_columns_are_named_by_the_config(tmp_path):
+    path = jsonl(tmp_path / "q.jsonl", {"question": "1 + 1 =", "label": "2", "kind": "sums", "prompt": "unused"})
+    [problem] = read(path, prompt_column="question", answer_column="label", category_column="kind")
+    assert (problem.messages[0]["content"], problem.answer, problem.category) == ("1 + 1 =", "2", "sums")
+    assert problem.metadata == {"prompt": "unused"}
+
+
+@pytest.mark.parametrize("number", ["3", "-0", "0.10", "3.0", "1e2", "123456789012345678901.5", "1" * 400])
+def test_a_number_as_answer_keeps_its_exact_text(tmp_path, number):
+    path = jsonl(tmp_path / "n.jsonl", f'{{"prompt": "?", "answer": {number}}}')
+    [problem] = read(path)
+    assert problem.answer == number
+    path = jsonl(tmp_path / "v.jsonl", f'{{"prompt": "?", "reward_model": {{"ground_truth": {number}}}}}')
+    assert read(path)[0].answer == number
+
+
+@pytest.mark.parametrize(("number", "text"), [(3, "3"), (3.5, "3.5"), (0.1, "0.1"), (Decimal("0.10"), "0.10")])
+def test_a_number_of_a_parquet_column_keeps_its_digits(tmp_path, number, text):
+    assert read(parquet(tmp_path / "n.parquet", GOOD | {"answer": number}))[0].answer == text
+
+
+def test_uids_come_from_the_column_then_from_extra_info_then_from_the_row(tmp_path):
+    rows = [GOOD | {"uid": "a", "extra_info": {"uid": "b"}}, GOOD | {"uid": None, "extra_info": {"uid": 7}}, "", GOOD]
+    assert [p.uid for p in read(jsonl(tmp_path / "f.jsonl", *rows))] == ["a", "7", "f/3"]
+
+
+def test_the_system_message_is_put_in_front_only_where_there_is_none(tmp_path):
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "?"}]
+    first, second = read(jsonl(tmp_path / "s.jsonl", GOOD, GOOD | {"prompt": own}), system="Be brief.")
+    assert first.messages[0] == {"role": "system", "content": "Be brief."}
+    assert list(second.messages) == own
+
+
+def test_null_keys_that_parquet_adds_to_messages_are_left_out(tmp_path):
+    messages = [{"role": "user", "content": "?", "name": None}]
+    [problem] = read(parquet(tmp_path / "n.parquet", GOOD | {"prompt": messages}))
+    assert problem.messages == ({"role": "user", "content": "?"},)
+
+
+def test_a_byte_order_mark_blank_lines_and_windows_line_ends_are_accepted(tmp_path):
+    line = json.dumps(GOOD | {"answer": 2}).encode()
+    (tmp_path / "w.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
+    assert [p.uid for p in read(tmp_path / "w.jsonl")] == ["w/1", "w/2"]
+
+
+def test_line_separators_of_unicode_do_not_end_a_row(tmp_path):
+    text = "one\u2028two\u0085three"
+    path = jsonl(tmp_path / "u.jsonl", json.dumps(GOOD | {"prompt": text}, ensure_ascii=False))
+    assert read(path)[0].messages[0]["content"] == text
+
+
+# ---- what is refused: the file
+
+
+def test_a_missing_file_is_told_with_its_key(tmp_path):
+    assert error_of(tmp_path / "no.jsonl").splitlines() == [
+        "data.train names no file",
+        "  where:    data.train",
+        f"  found:    '{tmp_path}/no.jsonl', which does not exist",
+        "  expected: a JSONL or Parquet file",
+        f"  next:     ls {tmp_path}",
+    ]
+    assert "set data.train=FILE" in error_of("")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("e.jsonl", b"", "no rows"),
+        ("e.jsonl", b"\n \n", "no rows"),
+        ("e.parquet", b"", "cannot be read as Parquet"),
+        ("e.parquet", b"PAR1 but not really PAR1", "cannot be read as Parquet"),
+        ("e.csv", b"a,b\n", "found:    suffix '.csv'"),
+        ("e.json", b'[{"prompt": "?"}]', "jq -c '.[]'"),
+        ("e.jsonl", b"\xff\xfe{\x00", "UTF-16"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    assert said in error_of(tmp_path / name)
+
+
+def test_a_directory_is_refused(tmp_path):
+    assert "not a file" in error_of(tmp_path)
+
+
+def test_an_empty_parquet_table_is_refused(tmp_path):
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "e.parquet")
+    assert "no rows" in error_of(tmp_path / "e.parquet")
+
+
+# ---- what is refused: a row. (line, what the error must say); the line stands as line 2 of the file
+
+BAD_LINES = [
+    (b'{"prompt": "?", "answer": }', ":2", "broken JSON at column 27"),
+    (b'{"prompt": "?", "answer": "2"', ":2", "broken JSON at column 30"),
+    (b'{"prompt": "?", "answer": NaN}', ":2, answer", "found:    nan"),
+    (b'{"prompt": "?", "answer": "2", "a": [{"b": -Infinity}]}', ":2, a[0].b", "found:    -inf"),
+    (b'{"prompt": "?", "answer": "2", "a": 1e999}', ":2, a", "found:    inf"),
+    (b'{"prompt": "?", "answer": ' + b"1" * 5000 + b"}", ":2", "more than 4,300 digits"),
+    (b'{"prompt": "caf\xe9", "answer": "2"}', ":2", "invalid UTF-8 at byte 16"),
+    (b'{"prompt": "?", "answer": "\\ud83d"}', ":2, answer", "surrogate"),
+    (b'{"prompt": "?", "answer": "2", "\\ud83d": 1}', ":2", "surrogate"),
+    (b"[1, 2]", ":2", "a list of 2"),
+    (b'"text"', ":2", 'found:    "text"'),
+    (b"null", ":2", "found:    null"),
+    (b'{"question": "?", "answer": "2"}', ":2, prompt", "set data.prompt_column=question"),
+    (b'{"promt": "?", "answer": "2"}', ":2, prompt", "set data.prompt_column=promt"),
+    (b'{"prompt": "?", "solution": "2"}', ":2, answer", "set data.answer_column=solution"),
+    (b"{}", ":2, prompt", "an empty row"),
+    (b'{"prompt": 7, "answer": "2"}', ":2, prompt", "a list of messages"),
+    (b'{"prompt": null, "answer": "2"}', ":2, prompt", "found:    null"),
+    (b'{"prompt": "  ", "answer": "2"}', ":2, prompt", "an empty message"),
+    (b'{"prompt": [], "answer": "2"}', ":2, prompt", "an empty list"),
+    (b'{"prompt": ["?"], "answer": "2"}', ":2, prompt[0]", 'found:    "?"'),
+    (b'{"prompt": [{"content": "?"}], "answer": "2"}', ":2, prompt[0]", "a message with a 'role'"),
+    (b'{"prompt": [{"role": "user"}], "answer": "2"}', ":2, prompt[0]", "a message with a 'content'"),
+    (b'{"prompt": [{"role": "user", "content": ["?"]}], "answer": "2"}', ":2, prompt[0].content", "a list of 1"),
+    (b'{"prompt": [{"role": "human", "content": "?"}], "answer": "2"}', ":2, prompt[0].role", "one of system, user"),
+    (b'{"prompt": [{"role": "assistant", "content": "?"}], "answer": "2"}', ":2, prompt", "ends with the user's"),
+    (b'{"prompt": "?", "answer": true}', ":2, answer", "found:    true"),
+    (b'{"prompt": "?", "answer": null}', ":2, answer", "found:    null"),
+    (b'{"prompt": "?", "answer": ["2"]}', ":2, answer", "text or a number"),
+    (b'{"prompt": "?", "reward_model": {"ground_truth": {}}}', ":2, reward_model.ground_truth", "text or a number"),
+    (b'{"prompt": "?", "answer": "2", "data_source": 1.5}', ":2, data_source", "text or a whole number"),
+    (b'{"prompt": "?", "answer": "2", "uid": ""}', ":2, uid", "empty text"),
+    (b'{"prompt": "?", "answer": "2", "uid": true}', ":2, uid", "found:    true"),
+    (b'{"prompt": "?", "answer": "2", "uid": "b/1"}', ":2, uid", "as in row 1"),
+    (b'{"prompt": "?", "answer": "2", "a": ' + b"[" * 150 + b"]" * 150 + b"}", ":2, a[0]", "100 levels"),
+    (b"[" * 100_000, ":2", "100 levels"),
+]
+
+
+NAMES = [line[:60].decode("latin-1") for line, _, _ in BAD_LINES]
+
+
+@pytest.mark.parametrize(("line", "where", "said"), BAD_LINES, ids=NAMES)
+def test_a_bad_row_is_told_with_line_field_and_reason(tmp_path, line, where, said):
+    good = json.dumps(GOOD).encode() + b"\n"
+    (tmp_path / "b.jsonl").write_bytes(good + line + b"\n" + good)
+    message = error_of(tmp_path / "b.jsonl")
+    assert message.startswith("data.train has a row that cannot be used\n")
+    assert f"b.jsonl{where}" in message.splitlines()[1]
+    assert said in message
+
+
+def test_a_row_of_50_mb_is_refused_and_the_next_rows_are_still_read(tmp_path):
+    with (tmp_path / "l.jsonl").open("wb") as stream:
+        stream.write(b'{"prompt": "' + b"x" * 50_000_000 + b'", "answer": "2"}\n{"prompt": 1}\n')
+    message = error_of(tmp_path / "l.jsonl")
+    assert "l.jsonl:1: found a line of more than 16 MiB" in message
+    assert "l.jsonl:2, prompt: found 1" in message
+
+
+def test_a_category_column_named_in_the_config_must_be_there(tmp_path):
+    assert "a column 'kind'" in error_of(jsonl(tmp_path / "c.jsonl", GOOD), category_column="kind")
+
+
+def test_bad_values_of_a_parquet_file_are_told_with_their_row(tmp_path):
+    nan = parquet(tmp_path / "n.parquet", GOOD | {"score": 0.5}, GOOD | {"score": float("nan")})
+    assert "n.parquet:row 2, score" in error_of(nan)
+    text = pa.array([b"2", b"caf\xe9"], pa.binary()).cast(pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": ["?", "?"], "answer": text}), tmp_path / "u.parquet")
+    assert "u.parquet:row 2, answer" in error_of(tmp_path / "u.parquet")
+
+
+def test_a_parquet_file_damaged_in_the_middle_is_refused(tmp_path):
+    path = tmp_path / "d.parquet"
+    rows = [GOOD | {"uid": f"{i * 7919 % 5000}-{i}"} for i in range(5000)]
+    pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[2000:20000] = bytes(18000)
+    path.write_bytes(content)
+    assert "cannot be read as Parquet" in error_of(path)
+
+
+def test_different_mistakes_come_together_and_equal_ones_are_counted(tmp_path):
+    rows = ["{", GOOD | {"answer": None}, GOOD, GOOD | {"answer": None}, GOOD | {"answer": None}, GOOD | {"prompt": []}]
+    message = error_of(jsonl(tmp_path / "m.jsonl", *rows))
+    assert message.splitlines()[0] == "data.train has 5 rows that cannot be used"
+    assert f"  - {tmp_path}/m.jsonl:2, answer (and 2 more): found null, expected text or a number" in message
+    assert f"  - {tmp_path}/m.jsonl:6, prompt: found an empty list" in message
+
+
+def test_reading_stops_after_ten_different_mistakes(tmp_path):
+    path = jsonl(tmp_path / "t.jsonl", *[{"prompt": i} for i in range(50)])
+    message = error_of(path)
+    assert message.count("t.jsonl") == 10
+    assert "(reading stopped there)" in message
+
+
+# ---- the order of problems
+
+
+def some(n):
+    return [Problem(uid=f"p/{i}", messages=({"role": "user", "content": "?"},), answer="") for i in range(n)]
+
+
+def test_every_epoch_visits_each_problem_once_in_its_own_order():
+    orders = [epoch_order(50, 3, epoch, True) for epoch in range(3)]
+    assert all(sorted(order.tolist()) == list(range(50)) for order in orders)
+    assert len({tuple(order.tolist()) for order in orders}) == 3
+    assert not np.array_equal(orders[0], epoch_order(50, 4, 0, True))
+    assert np.array_equal(epoch_order(5, 3, 1, False), np.arange(5))
+
+
+@pytest.mark.parametrize(("n", "per_step"), [(10, 5), (10, 4), (10, 10), (7, 3), (3, 8), (1, 4)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_steps_cut_the_endless_sequence_of_epochs_without_gap_or_repeat(n, per_step, shuffle):
+    problems = some(n)
+    steps = [pair for step in range(9) for pair in problems_of_step(problems, step, per_step, 5, shuffle)]
+    epochs = [(problems[i], epoch) for epoch in range(80) for i in epoch_order(n, 5, epoch, shuffle)]
+    assert steps == epochs[: 9 * per_step]
+
+
+def test_a_step_depends_on_its_number_only():
+    problems = some(10)
+    later_first = problems_of_step(problems, 6, 4, 0, True)
+    for step in range(6):
+        problems_of_step(problems, step, 4, 0, True)
+    assert problems_of_step(problems, 6, 4, 0, True) == later_first
+
+
+def test_a_problem_that_comes_twice_in_a_step_has_two_epochs():
+    pairs = [(p.uid, epoch) for p, epoch in problems_of_step(some(3), 1, 8, 0, True)]
+    assert len(set(pairs)) == 8
+    assert len({uid for uid, _ in pairs}) == 3
+
+
+def test_reading_data_imports_neither_torch_nor_transformers():
+    code = "import sys, tandem.data.problems, tandem.data.chats; print({'torch', 'transformers'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,264 @@
+"""Rendering with a byte-level tokenizer made here: 256 bytes, one merge, four special tokens, no network."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tandem.config import Data
+from tandem.data.render import load_renderer
+from tandem.errors import UserError
+from tandem.types import Problem
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Like Qwen3: an empty thought before the last answer only.
+FORGETS_THOUGHTS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}",
+)
+# Like DeepSeek-R1: the prompt opens a thought that whole chats do not have.
+OPENS_THOUGHT = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def make_model(folder, template=CHATML, eos="<|im_end|>", generation=None):
+    """A directory with a tokenizer in which every byte is a token, and two line ends in a row are one.
+
+    It puts <|bos|> before a text unless told not to, as Llama's does.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "ĊĊ"])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|bos|>"])
+    bos = ("<|bos|>", core.token_to_id("<|bos|>"))
+    core.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[bos])
+    special = {"extra_special_tokens": ["<|im_start|>", "<|im_end|>", "<|bos|>"], "eos_token": eos}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **{k: v for k, v in special.items() if v})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return str(folder)
+
+
+def text_of(renderer, tokens):
+    return renderer.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+
+
+def ids(renderer, *tokens):
+    return tuple(sorted(renderer.tokenizer.convert_tokens_to_ids(list(tokens))))
+
+
+def error_of(call, *args):
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+# ---- prompts
+
+
+def test_a_prompt_is_what_transformers_makes_of_the_chat(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [{"role": "system", "content": "Sei kurz: é"}, user("1 + 1 =\n\n?")]
+    tokens = renderer.prompt(messages)
+    assert tokens.dtype == np.int64
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert tokens.tolist() == expected["input_ids"]
+    assert text_of(renderer, tokens).endswith("1 + 1 =\n\n?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_prompts_together_equal_prompts_one_by_one(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    chats = [[user("x" * n)] for n in range(1, 40)]
+    for together, chat in zip(renderer.prompts(chats), chats, strict=True):
+        assert np.array_equal(together, renderer.prompt(chat))
+
+
+def test_decode_leaves_special_tokens_out_and_text_as_it_is(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    tokens = renderer.tokenizer("<|im_start|>it 's é , done .<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert renderer.decode(np.array(tokens)) == "it 's é , done ."
+
+
+def test_a_template_that_prints_the_date_prints_the_same_every_day(tmp_path):
+    template = "\n{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d %H:%M') }}" + CHATML
+    renderer = load_renderer(make_model(tmp_path, template))
+    assert text_of(renderer, renderer.prompt([user("?")])).startswith("\n26 Jul 2024|2024-07-26 00:00<|im_start|>")
+    assert renderer.tokenizer.chat_template == template, "an exported model keeps its own template"
+
+
+# ---- the loss mask
+
+
+def test_loss_is_on_the_assistants_text_and_its_end_of_turn(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye\n\n!"), user("ok")]
+    tokens, loss_mask = renderer.training(messages)
+    assert (tokens.dtype, loss_mask.dtype, tokens.shape) == (np.int64, bool, loss_mask.shape)
+    assert text_of(renderer, tokens[loss_mask]) == "yo<|im_end|>bye\n\n!<|im_end|>"
+    whole = renderer.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert tokens.tolist() == whole
+
+
+def test_the_tokens_without_loss_before_a_turn_are_the_engines_prompt(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
+    tokens, loss_mask = renderer.training(messages)
+    starts = np.flatnonzero(np.diff(loss_mask.astype(int)) == 1) + 1
+    for start, turn in zip(starts, (1, 3), strict=True):
+        assert np.array_equal(tokens[:start], renderer.prompt(messages[:turn]))
+
+
+def test_trainings_together_equal_trainings_one_by_one(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    chats = [[user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))] for n in range(1, 30)]
+    for (tokens, loss_mask), chat in zip(renderer.trainings(chats), chats, strict=True):
+        alone, alone_mask = renderer.training(chat)
+        assert np.array_equal(tokens, alone)
+        assert np.array_equal(loss_mask, alone_mask)
+
+
+def test_a_template_that_forgets_thoughts_serves_one_turn_and_is_refused_for_two(tmp_path):
+    renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
+    tokens, loss_mask = renderer.training([user("hi"), assistant("yo")])
+    assert text_of(renderer, tokens[loss_mask]) == "<think></think>yo<|im_end|>"
+    message = error_of(renderer.training, [user("hi"), assistant("yo"), user("and?"), assistant("bye")])
+    assert message.startswith("the chat template rewrites an earlier turn when a later one follows")
+    header = len(renderer.prompt([user("hi")]))
+    assert f"message 3, token {header}\n" in message
+    assert "expected: 'stant\\n<think" in message
+    assert "found:    'stant\\nyo<|im_end|>" in message
+
+
+def test_a_template_whose_prompt_is_no_start_of_the_whole_chat_is_refused(tmp_path):
+    message = error_of(load_renderer(make_model(tmp_path, OPENS_THOUGHT)).training, [user("hi"), assistant("yo")])
+    assert message.startswith("the chat template writes the assistant's header differently")
+    assert "message 2, token" in message
+
+
+def test_a_message_that_merges_with_the_header_is_refused(tmp_path):
+    message = error_of(load_renderer(make_model(tmp_path)).training, [user("hi"), assistant("\nyo")])
+    assert message.startswith("a message merges with the chat template's text before it")
+    assert "strip the spaces" in message
+
+
+def test_a_template_that_never_ends_the_turn_is_refused(tmp_path):
+    renderer = load_renderer(make_model(tmp_path, CHATML.replace("<|im_end|>", "")))
+    assert "does not end the assistant's turn" in error_of(renderer.training, [user("hi"), assistant("yo")])
+
+
+# ---- stop tokens
+
+
+def test_stop_tokens_come_from_tokenizer_generation_config_and_template(tmp_path):
+    one = load_renderer(make_model(tmp_path / "one"))
+    assert one.stop_token_ids == ids(one, "<|im_end|>")
+    two = load_renderer(make_model(tmp_path / "two", generation={"eos_token_id": [7, 9]}))
+    assert two.stop_token_ids == tuple(sorted((7, 9, *ids(two, "<|im_end|>"))))
+    base = load_renderer(make_model(tmp_path / "base", eos="<|end|>"))  # Qwen2.5's base models are like this
+    assert base.stop_token_ids == ids(base, "<|im_end|>", "<|end|>")
+    tokens, loss_mask = base.training([user("hi"), assistant("yo")])
+    assert text_of(base, tokens[loss_mask]) == "yo<|im_end|>"
+
+
+def test_a_model_without_any_end_of_turn_is_refused(tmp_path):
+    path = make_model(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}", eos=None)
+    assert "nothing ends the assistant's turn" in error_of(load_renderer, path)
+
+
+# ---- prompts that are too long
+
+
+def problems(*sizes):
+    return [Problem(uid=f"p/{n}", messages=(user("x" * n),), answer="") for n in sizes]
+
+
+def test_prompts_that_fit_are_kept_in_order(tmp_path, caplog):
+    renderer = load_renderer(make_model(tmp_path))
+    given = problems(3, 1, 2)
+    limit = len(renderer.prompt(given[0].messages))
+    assert renderer.check_lengths(given, Data(max_prompt_tokens=limit)) == given
+    assert not caplog.records
+
+
+def test_longer_prompts_are_an_error_that_counts_them_and_names_the_longest(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    limit = len(renderer.prompt([user("xx")]))
+    message = error_of(renderer.check_lengths, problems(1, 3, 9, 2), Data(max_prompt_tokens=limit))
+    assert message.startswith("2 of 4 prompts of data.train are longer than data.max_prompt_tokens")
+    assert f"{limit + 7} tokens in 'p/9'" in message
+    assert f"data.max_prompt_tokens={limit + 7} or data.long_prompts=drop" in message
+
+
+def test_longer_prompts_are_dropped_and_reported(tmp_path, caplog):
+    renderer = load_renderer(make_model(tmp_path))
+    config = Data(max_prompt_tokens=len(renderer.prompt([user("xx")])), long_prompts="drop")
+    assert [p.uid for p in renderer.check_lengths(problems(1, 3, 9, 2), config)] == ["p/1", "p/2"]
+    assert "2 of 4 prompts" in caplog.text
+    assert "long_prompts" not in error_of(renderer.check_lengths, problems(8, 9), config), "dropping all is no way out"
+
+
+# ---- models and templates that cannot be used
+
+
+@pytest.mark.parametrize("path", ["", "/nowhere/model", "./nowhere", "../nowhere", "runs/warm/hf", "tests/nowhere"])
+def test_a_missing_model_directory_is_told_without_asking_the_hub(path):
+    assert "the model directory does not exist" in error_of(load_renderer, path), "it asked the hub"
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # enough for AutoTokenizer to make up an empty one
+    assert "the model directory has no tokenizer" in error_of(load_renderer, str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", '{"a": 1}', "[1]"])
+def test_a_damaged_tokenizer_is_refused(tmp_path, content):
+    path = make_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    assert "the tokenizer cannot be loaded" in error_of(load_renderer, path)
+
+
+def test_a_damaged_generation_config_is_refused(tmp_path):
+    path = make_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    assert "the generation config cannot be read" in error_of(load_renderer, path)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
+    message = error_of(load_renderer, make_model(tmp_path, None))
+    assert message.startswith("the tokenizer has no chat template")
+    assert "next:     copy chat_template.jinja" in message
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in %}", "TemplateSyntaxError"),
+        ("{{ messages.nothing.more }}", "UndefinedError"),
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+    ],
+)
+def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):
+    message = error_of(load_renderer, make_model(tmp_path, template))
+    assert message.startswith("the chat template refuses a chat")
+    assert said in message

@@ -1,0 +1,249 @@
+r"""The `answer` verifier: which answer is taken from a completion, and which answers are the same."""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.rewards.answer import equal, extract, parse_number, score
+
+FINAL = {
+    "Answer: 7": "7",
+    "3 + 4 = 7. Answer: 7": "7",
+    "first Answer: 3\nno, Answer: 7\nbye 9": "7",
+    "**Answer:** $7$.": "7",
+    "**Answer: 7**": "7",
+    "ANSWER : 7.": "7",
+    "### Final answer:\n\n  `7`\nthat was easy": "7",
+    "The answer is: \\(7\\)": "7",
+    "Answer: \\[ 7 \\]": "7",
+    "Answer: $\\boxed{7}$, as 3 + 4 = 7": "7",
+    "Answer: \\$7.00": "7",
+    "so \\boxed{3} or rather \\boxed{7}": "7",
+    "\\boxed{\\frac{1}{2}} is 0.5": "1/2",
+    "\\boxed{ \\boxed{7} }": "7",
+    "\\boxed{7} and then \\boxed{8": "7",
+    "\\boxed{9} but Answer: 7": "7",
+    "\\boxed{7}\nAnswer:": "7",
+}
+
+
+@pytest.mark.parametrize("text", FINAL)
+def test_the_final_answer_is_taken(text):
+    assert score(text, FINAL[text]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["7", "the result is 7.", "3 + 4 = 7", "Answer 7", "", "Answer:", "boxed{7}", "\\boxed{7", "reanswer: 7"],
+)
+def test_a_number_in_the_prose_is_never_an_answer(text):
+    assert extract(text) is None
+    assert score(text, "7") == 0.0
+
+
+def test_the_last_answer_counts_even_if_an_earlier_one_is_right():
+    assert score("Answer: 7\nAnswer: 8", "7") == 0.0
+    assert score("\\boxed{7} \\boxed{8}", "7") == 0.0
+    assert score("Answer: 8 \\boxed{7", "7") == 0.0
+    assert score("\\boxed{7} Answer: 8", "7") == 0.0
+
+
+SAME = [
+    ("5", "5.0"),
+    ("+5", "5."),
+    (".5", "0.50"),
+    ("1,234,567.5", "1234567.5"),
+    ("1{,}000", "1000"),
+    ("1\\,000", "1000"),
+    ("1e-5", "0.00001"),
+    ("-1/2", "\\frac{1}{-2}"),
+    ("-\\dfrac{1}{2}", "\\frac{-1}{2}"),
+    ("\\tfrac12", "0.5"),
+    ("\\frac 3 4", "3 / 4"),
+    ("\\frac{1}2", "\\frac1{2}"),
+    ("1\\frac{1}{2}", "3/2"),
+    ("-1 1/2", "-1.5"),
+    ("−5", "- 5"),
+    ("50\\%", "50%"),
+    ("x = 5", "5"),
+    ("x_1=5", "x_1 = 5"),
+    ("5\\text{ cm}", "5"),
+    ("5\\,\\mathrm{cm}^2", "5"),
+    ("90^\\circ", "90"),
+    ("East.", "\\text{east}"),
+    ("(C)", "C"),
+    ("\\textbf{(C)}", "C"),
+    ("(1, 2)", "(1,2)"),
+    ("0", "-0.0"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_the_same_answer_written_differently_is_the_same_both_ways_round(one, other):
+    assert equal(one, other)
+    assert equal(other, one)
+
+
+DIFFERENT = [
+    ("5", "6"),
+    ("1 1/2", "11/2"),
+    ("5 6", "56"),
+    ("1, 200", "1200"),
+    ("1,20", "120"),
+    ("0.333", "1/3"),
+    ("50%", "0.5"),
+    ("50%", "50"),
+    ("x=5", "y=5"),
+    ("5\\text{ cm}", "5\\text{ m}"),
+    ("1/0", "0"),
+    ("nan", "nan"),
+    ("inf", "inf"),
+    ("-Infinity", "-infinity"),
+    ("1e999", "inf"),
+    ("", ""),
+    ("$", "$"),
+    ("5" * 300, "5" * 300),
+    ("seat", "east"),
+    ("٥", "5"),
+    ("1_000", "1000"),
+    ("0x10", "16"),
+    ("5", "5 apples"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_different_answers_and_what_is_no_answer_are_not_equal_either_way_round(one, other):
+    assert not equal(one, other)
+    assert not equal(other, one)
+
+
+@pytest.mark.parametrize(
+    "guess", ["2+3", "10/2+0", "5 or 6", "5, 6", "5 and 6", "{5,6}", "6=5", "5=5", "5$ $6", "5 because 2+3", "sqrt(25)"]
+)
+def test_an_unevaluated_expression_or_several_guesses_do_not_earn_the_reward_of_a_number(guess):
+    assert score(f"Answer: {guess}", "5") == 0.0
+
+
+MATH = [
+    ("2\\sqrt{3}", "\\sqrt{12}", True),
+    ("\\sqrt{11}", "\\sqrt{12}", False),
+    ("1+x", "x+1", True),
+    ("(x-1)(x+1)", "x^2-1", True),
+    ("x^2+1", "x^2-1", False),
+    ("\\{2, 1\\}", "\\{1,2\\}", True),
+    ("(2,1)", "(1,2)", False),
+    ("(1,2.0)", "(1,2)", True),
+    ("[0,1)", "(0,1)", False),
+    ("(-\\infty,2]", "(-\\infty, 2.0]", True),
+    ("5", "\\sqrt{25}", True),
+    ("\\frac{\\pi}{2}", "0.5\\pi", True),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", True),
+    ("5 or 6", "\\sqrt{25}", False),
+    ("4, 5", "\\sqrt{25}", False),
+    ("6$ $5", "\\sqrt{25}", False),
+    ("the number 5 of course", "\\sqrt{25}", False),
+    ("5^{", "\\sqrt{25}", False),
+]
+
+
+@pytest.mark.parametrize(("found", "truth", "same"), MATH)
+def test_answers_that_are_not_numbers_are_left_to_math_verify(found, truth, same):
+    assert equal(found, truth) is same
+
+
+def test_math_verify_also_decides_outside_the_main_thread():
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(equal, "2\\sqrt{3}", "\\sqrt{12}").result()
+
+
+def test_words_and_unevaluated_numbers_never_reach_math_verify_which_multiplies_letters():
+    program = (
+        "import sys; from tandem.rewards.answer import equal\n"
+        "print(equal('seat', 'east'), equal('the number 5', r'\\sqrt{25}'), equal('2+3', '5'), equal('x^2', 'x^2'))\n"
+        "print('math_verify' in sys.modules, equal('1+x', 'x+1'), 'math_verify' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False", "False", "True", "False", "True", "True"]
+
+
+HUGE = ["9**9**9", "9^9^9^9", "1" * 250, "1e" + "9" * 200, "1e999999999", "9" * 10**7, "\\frac{1}{" * 60, "1," * 120]
+
+
+@pytest.mark.parametrize("guess", HUGE, ids=lambda guess: guess[:12])
+def test_a_hostile_number_is_wrong_at_once(guess):
+    start = time.perf_counter()
+    assert score(f"Answer: {guess}", "5") == 0.0
+    assert score(f"\\boxed{{{guess}}}", "5") == 0.0
+    assert score(f"Answer: 5 {guess}", "-1/2") == 0.0
+    assert time.perf_counter() - start < 1.0  # evaluating any of them takes minutes or all memory
+
+
+PIECES = ["\\boxed{", "Answer:", "answer" + " " * 50, "\\boxed", "{", "1,", "\\frac", " ", "5 "]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_no_text_makes_the_search_slow(piece):
+    start = time.perf_counter()
+    score(piece * (10**6 // len(piece)), "5")
+    parse_number((piece * 256)[:256])
+    assert time.perf_counter() - start < 1.0
+
+
+integers = st.integers(-(10**12), 10**12)
+positive = st.integers(1, 10**6)
+
+
+@st.composite
+def numbers(draw):
+    """(text, value): a number in one of the accepted spellings."""
+    whole, top, below = draw(integers), draw(st.integers(0, 10**6)), draw(positive)
+    sign = draw(st.sampled_from(["", "-"]))
+    places = draw(st.integers(1, 8))
+    signed = -1 if sign else 1
+    return draw(
+        st.sampled_from(
+            [
+                (f"{whole}", Fraction(whole)),
+                (f"{whole:,}", Fraction(whole)),
+                (f"{whole}.0", Fraction(whole)),
+                (f"{sign}{top}/{below}", Fraction(signed * top, below)),
+                (f"{sign}\\frac{{{top}}}{{{below}}}", Fraction(signed * top, below)),
+                (f"\\dfrac{{{top}}}{{{sign}{below}}}", Fraction(signed * top, below)),
+                (f"{sign}{below} {top}/{below}", signed * (below + Fraction(top, below))),
+                (f"{sign}{below}\\frac{{{top}}}{{{below}}}", signed * (below + Fraction(top, below))),
+                (f"{sign}{below}.{top:0{places}d}", signed * Fraction(f"{below}.{top:0{places}d}")),
+                (f"{sign}{top}e-{places}", signed * Fraction(top, 10**places)),
+                (f"x = {whole}", Fraction(whole)),
+                (f"${whole}$.", Fraction(whole)),
+            ]
+        )
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(numbers(), numbers())
+def test_two_numbers_are_equal_exactly_when_their_fractions_are(one, other):
+    assert parse_number(one[0]).value == one[1]
+    assert equal(one[0], other[0]) == (one[1] == other[1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(integers, positive, st.integers(2, 9))
+def test_a_fraction_equals_itself_multiplied_out(top, below, factor):
+    assert equal(f"{top * factor}/{below * factor}", f"\\frac{{{top}}}{{{below}}}")
+    assert score(f"so 1 2 3\nAnswer: {top}/{below}", f"{top * factor}/{below * factor}") == 1.0
+    assert not equal(f"{top + 1}/{below}", f"{top}/{below}")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("0123456789+-*/=.,%$\\{}() xfrac\n") | st.characters(), max_size=60))
+def test_no_text_raises(text):
+    extract(text)
+    parse_number(text)
+    assert score(f"Answer: {text}", "5") in (0.0, 1.0)

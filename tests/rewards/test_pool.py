@@ -1,0 +1,338 @@
+"""Real worker processes against hostile reward functions: each costs its own sample and nothing else."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tandem.errors import UserError
+from tandem.rewards.pool import LOADING_S, RewardPool
+from tandem.types import Problem
+
+FILE = Path(__file__).with_name("hostile.py")
+HOSTILE = f"{FILE}:score"
+PROBLEM = Problem(uid="p/1", messages=({"role": "user", "content": "?"},), answer="", metadata={"level": 3})
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="address space limits and prctl are Linux's")
+
+# what the completion does -> (reward, start of the error, kind of failure)
+HARMLESS = {"fine": 0.25, "true": 1.0, "float32": 0.5, "parts": 1.5, "total": 2.0, "echo": 4.0}
+HARMLESS |= {"print": 0.5, "interrupt": 0.75}
+HARMS = {
+    "loop": ("timeout after 1.0 s", "timeout"),
+    "long c call": ("timeout after 1.0 s", "timeout"),
+    "exit": ("worker died: exit 7", "died"),
+    "segfault": ("worker died: signal 11", "died"),
+    "forge": ("worker died: it wrote what is not an answer", "died"),
+    "sys.exit": ("SystemExit: 3 at ", "exception"),
+    "raise": (f"ValueError: the user's own mistake at {FILE}:", "exception"),
+    "raise long": ("ValueError: xxx", "exception"),
+    "raise unreadable": ("_Unreadable: (its text cannot be read)", "exception"),
+    "recurse": ("RecursionError", "exception"),
+    "input": ("EOFError", "exception"),
+    "nan": ("the reward is nan, expected a finite number", "bad_value"),
+    "inf part": ("part 'extra' is inf", "bad_value"),
+    "huge int": ("the reward is inf", "bad_value"),
+    "overflow": ("the sum of the parts is inf", "bad_value"),
+    "string": ("the reward is of type str, expected a float", "bad_value"),
+    "none": ("the reward is of type NoneType", "bad_value"),
+    "empty dict": ("expected a dict of 1 to 64 parts", "bad_value"),
+    "many parts": ("expected a dict of 1 to 64 parts", "bad_value"),
+    "int keys": ("expected a dict of 1 to 64 parts", "bad_value"),
+}
+
+
+def hostile_pool(workers=1, timeout_s=1.0):
+    return RewardPool(HOSTILE, timeout_s=timeout_s, workers=workers)
+
+
+def alive(pid):
+    """Whether the process runs; a zombie that nobody has waited for does not."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def gone_within(pid, seconds):
+    end = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+@pytest.fixture(scope="module")
+def storm():
+    """Every harm once, each between two harmless texts, in one call: (acts, scores, failures)."""
+    acts = [act for harm in HARMS for act in ("fine", harm, "total")] + list(HARMLESS)
+    with hostile_pool(workers=2) as pool:
+        return acts, pool.score(PROBLEM, acts), pool.failures
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_harmful_text_scores_zero_and_says_why(storm, harm):
+    acts, scores, _ = storm
+    score = scores[acts.index(harm)]
+    assert (score.reward, score.parts) == (0.0, {})
+    assert score.error.startswith(HARMS[harm][0])
+    assert len(score.error) <= 500
+
+
+def test_the_texts_around_a_harmful_one_keep_their_rewards(storm):
+    acts, scores, _ = storm
+    harmless = [(act, score.reward, score.error) for act, score in zip(acts, scores, strict=True) if act in HARMLESS]
+    assert harmless == [(act, HARMLESS[act], "") for act in acts if act in HARMLESS]
+
+
+def test_failures_are_counted_by_kind(storm):
+    kinds = [kind for _, kind in HARMS.values()]
+    assert storm[2] == {kind: kinds.count(kind) for kind in ("timeout", "died", "exception", "bad_value")}
+
+
+@LINUX
+def test_memory_is_limited_and_memory_held_by_one_text_is_not_missed_by_the_next():
+    with hostile_pool(timeout_s=10.0) as pool:
+        assert pool.score(PROBLEM, ["allocate"])[0].error.startswith("MemoryError")  # 3 GiB of the default 2
+    with RewardPool(HOSTILE, timeout_s=10.0, memory_mb=640) as pool:
+        scores = pool.score(PROBLEM, ["hold memory", "keep 200 MB", "fine", "keep 200 MB"])
+    assert [score.error[:11] for score in scores] == ["MemoryError", "", "", ""]
+    assert pool.failures == {"timeout": 0, "died": 0, "exception": 1, "bad_value": 0}
+
+
+def test_parts_are_named_and_the_reward_is_its_own_value_or_their_sum():
+    with hostile_pool() as pool:
+        fine, parts, total = pool.score(PROBLEM, ["fine", "parts", "total"])
+    assert (fine.reward, fine.parts) == (0.25, {"score": 0.25})
+    assert (parts.reward, parts.parts) == (1.5, {"format": 0.5, "answer": 1.0})
+    assert (total.reward, total.parts) == (2.0, {"format": 0.5})
+
+
+def test_three_workers_give_the_scores_of_one():
+    acts = [act for act, (_, kind) in HARMS.items() if kind != "timeout" and act != "forge"] + list(HARMLESS)
+    runs = []
+    for workers in (1, 3):
+        with hostile_pool(workers) as pool:
+            runs.append((pool.score(PROBLEM, acts * 3), pool.failures))
+    assert runs[0] == runs[1]
+
+
+def test_scores_come_back_in_the_order_of_the_items_whatever_worker_made_them():
+    problems = [Problem(uid=str(i), messages=(), answer=str(i)) for i in range(600)]
+    items = [(problem, f"Answer: {i - i % 2}") for i, problem in enumerate(problems)]
+    with RewardPool("answer", timeout_s=30.0, workers=3) as pool:
+        rewards = [score.reward for score in pool.score_all(items)]
+        again = [score.reward for score in pool.score_all(items[::-1])][::-1]
+    assert rewards == again == [1.0 - i % 2 for i in range(600)]
+    assert not any(pool.failures.values())
+
+
+def test_every_worker_works():
+    with hostile_pool(3, timeout_s=30.0) as pool:
+        pids = {score.reward for score in pool.score(PROBLEM, ["pid"] * 3000)}
+        assert len(pids) == 3
+        pool.score(PROBLEM, ["pid"])
+    assert all(gone_within(int(pid), 2) for pid in pids)
+
+
+def test_a_worker_may_take_long_for_many_texts_and_the_clock_is_for_each():
+    with hostile_pool(timeout_s=1.0) as pool:
+        assert {(score.reward, score.error) for score in pool.score(PROBLEM, ["slow"] * 10)} == {(0.25, "")}
+
+
+def test_a_forged_answer_that_is_not_finite_does_not_get_through():
+    with hostile_pool() as pool:
+        forged, fine = pool.score(PROBLEM, ["forge NaN as 0", "fine"])
+    assert (forged.reward, forged.error) == (0.0, "worker died: it wrote what is not an answer")
+    assert fine.reward == 0.25
+
+
+def test_a_call_without_items_has_no_scores():
+    with hostile_pool() as pool:
+        assert pool.score_all([]) == []
+
+
+# ---------------------------------------------------------------- the verifier that hangs
+
+
+def test_a_math_verifier_that_hangs_costs_its_own_sample_only():
+    hang = Problem(uid="hang", messages=(), answer="x+1")
+    texts = [r"\boxed{\frac{3000000!}{2999999!}}", r"\boxed{1+x}", "Answer: 9**9**9**9", r"\boxed{x + 1}"]
+    with RewardPool("answer", timeout_s=2.0) as pool:
+        start = time.monotonic()
+        scores = pool.score(hang, texts)
+        assert time.monotonic() - start < LOADING_S  # the allowance for importing Math-Verify ends with the import
+        number = pool.score(Problem(uid="number", messages=(), answer="3000000"), [texts[0], texts[2]])
+    assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 1.0]
+    assert scores[0].error == "timeout after 2.0 s"
+    assert pool.failures == {"timeout": 1, "died": 0, "exception": 0, "bad_value": 0}
+    assert [(score.reward, score.error) for score in number] == [(0.0, "")] * 2  # not evaluated, so nothing can hang
+
+
+# ---------------------------------------------------------------- what crosses the pipe
+
+
+def test_a_huge_text_costs_no_memory_and_its_end_is_scored():
+    text = "x" * (100 * 2**20) + "\nAnswer: 7"
+    with RewardPool("answer", timeout_s=30.0) as pool:
+        tracemalloc.start()
+        score = pool.score(Problem(uid="long", messages=(), answer="7"), [text] * 20)[19]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert score.reward == 1.0
+    assert peak < 8 * 2**20
+
+
+def test_texts_that_utf8_cannot_write_and_numpy_metadata_arrive():
+    metadata = {"level": np.int64(2), "array": np.arange(3)}
+    problem = Problem(uid="p", messages=({"role": "user", "content": "\ud800 ∑"},), answer="", metadata=metadata)
+    with hostile_pool() as pool:
+        assert pool.score(problem, ["echo"])[0].parts == {"level": 2.0, "messages": 1.0}
+    with RewardPool("answer", timeout_s=30.0) as pool:
+        assert pool.score(Problem(uid="p", messages=(), answer="3"), ["\ud800\x00\u2028 Answer: 3"])[0].reward == 1.0
+
+
+@pytest.mark.parametrize("metadata", [{"set": {1}}, {"long": "x" * 5 * 2**20}])
+def test_a_problem_that_is_not_json_or_is_huge_costs_its_own_samples(metadata):
+    problem = Problem(uid="p", messages=(), answer="", metadata=metadata)
+    with hostile_pool() as pool:
+        bad, good = pool.score_all([(problem, "fine"), (PROBLEM, "fine")])
+    assert bad.error.startswith("the problem cannot be sent as JSON")
+    assert (good.reward, pool.failures["exception"]) == (0.25, 1)
+
+
+# ---------------------------------------------------------------- functions that cannot be loaded
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "found"),
+    [
+        ("import no_such_module\n", "score", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def score(problem, completion)\n", "score", "SyntaxError: expected ':'"),
+        ("def score(problem, completion): ...\n", "scor", "no function 'scor' in"),
+        ("def score(completion): ...\n", "score", "takes (completion), expected (problem, completion)"),
+        ("raise SystemExit(0)\n", "score", "SystemExit: 0"),
+        ("import os\nos._exit(3)\n", "score", "worker died: exit 3"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_a_user_error_at_once(tmp_path, source, function, found):
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    with pytest.raises(UserError) as error:
+        RewardPool(f"{file}:{function}")
+    assert found in error.value.found
+    assert str(file) in error.value.where
+    assert error.value.expected and error.value.next
+
+
+@pytest.mark.parametrize("function", ["anser", "no/such/file.py:score", "no_such_module:score", "json:nothing", ""])
+def test_a_function_that_does_not_exist_is_a_user_error(function):
+    with pytest.raises(UserError, match="cannot be loaded"):
+        RewardPool(function)
+
+
+def test_a_function_is_found_by_its_module():
+    with RewardPool("operator:eq", timeout_s=30.0) as pool:
+        assert pool.score(PROBLEM, ["a"])[0].reward == 0.0
+
+
+def test_a_function_that_cannot_be_loaded_again_stops_the_run_with_a_user_error(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.read_text())
+    with RewardPool(f"{file}:score", timeout_s=30.0) as pool:
+        file.write_text("import no_such_module\n")
+        with pytest.raises(UserError, match="no_such_module"):
+            pool.score(PROBLEM, ["fine", "exit", "fine"])
+        file.write_text(FILE.read_text())
+        assert pool.score(PROBLEM, ["fine"])[0].reward == 0.25
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_a_worker_that_died_between_calls_is_replaced_and_no_text_is_blamed():
+    with hostile_pool(timeout_s=30.0) as pool:
+        pid = int(pool.score(PROBLEM, ["pid"])[0].reward)
+        os.kill(pid, signal.SIGKILL)
+        assert gone_within(pid, 2)
+        assert pool.score(PROBLEM, ["fine"] * 3) == pool.score(PROBLEM, ["fine"] * 3)
+    assert not any(pool.failures.values())
+
+
+@LINUX
+def test_a_dead_worker_is_noticed_and_its_children_are_killed_though_they_hold_its_pipes(tmp_path):
+    problem = Problem(uid="p", messages=(), answer="", metadata={"child": str(tmp_path / "child")})
+    with hostile_pool(timeout_s=30.0) as pool:
+        forked, fine = pool.score(problem, ["fork", "fine"])
+    assert (forked.error, fine.reward) == ("worker died: exit 5", 0.25)
+    assert gone_within(int((tmp_path / "child").read_text()), 2)
+
+
+def test_a_pool_made_in_a_thread_outlives_it():
+    made = []
+
+    def make():
+        made.append(hostile_pool(timeout_s=30.0))
+        made.append(made[0].score(PROBLEM, ["pid"])[0].reward)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    with made[0] as pool:
+        assert not gone_within(int(made[1]), 0.2)
+        assert pool.score(PROBLEM, ["pid"])[0].reward == made[1]
+
+
+def test_an_interrupted_call_leaves_nothing_for_the_next():
+    with hostile_pool(timeout_s=30.0) as pool:
+        old = pool.score(PROBLEM, ["pid"])[0].reward
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.score(PROBLEM, ["loop", "fine"])
+        assert gone_within(int(old), 2)
+        assert [score.reward for score in pool.score(PROBLEM, ["total", "fine"])] == [2.0, 0.25]
+
+
+@LINUX
+def test_no_process_and_no_file_descriptor_is_left():
+    gc.collect()
+    before, threads = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+    with hostile_pool(3, timeout_s=30.0) as pool:
+        pids = [score.reward for score in pool.score(PROBLEM, ["pid", "exit", "pid", "segfault"] * 5)]
+    pool.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() == threads
+    assert all(gone_within(int(pid), 2) for pid in pids if pid)
+
+
+@LINUX
+@pytest.mark.parametrize("act", ["fine", "long c call"])
+def test_a_killed_parent_leaves_no_worker(act):
+    program = (
+        "import sys; from tandem.rewards.pool import RewardPool; from tandem.types import Problem\n"
+        "pool, problem = RewardPool(sys.argv[1], timeout_s=60.0), Problem(uid='', messages=(), answer='')\n"
+        "print(int(pool.score(problem, ['pid'])[0].reward), flush=True)\n"
+        "pool.score(problem, [sys.argv[2]]); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, HOSTILE, act]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        worker = int(parent.stdout.readline())
+        time.sleep(0.2)
+        assert alive(worker)
+        parent.kill()
+    assert gone_within(worker, 5)
+
+
+def test_importing_pool_and_worker_loads_nothing_heavy():
+    program = (
+        "import sys, tandem.rewards.pool, tandem.rewards.worker\n"
+        "print(*{'torch', 'sympy', 'math_verify', 'transformers', 'pydantic', 'asyncio'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
