@@ -82,7 +82,9 @@ def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job
     held_out = renderer.check_lengths(data["eval.data"], config.data, key="eval.data") if data["eval.data"] else []
     model = load_model(config.model.path)
     check_exactness(config, model, report)
-    policy = build_policy(config, model, learning_rate=config.train.learning_rate, steps=config.run.steps * config.rl.minibatches)
+    policy = build_policy(
+        config, model, learning_rate=config.train.learning_rate, steps=config.run.steps * config.rl.minibatches
+    )
     engine = build_engine(config, model, renderer)
     sync = InlineSync(engine)
     with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
@@ -102,7 +104,12 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     """`tandem sft`."""
     set_threads(config)
     if not config.sft.train:
-        raise UserError("no chats are named", where="sft.train", expected="a JSONL or Parquet file of chats", next="add sft.train=FILE")
+        raise UserError(
+            "no chats are named",
+            where="sft.train",
+            expected="a JSONL or Parquet file of chats",
+            next="add sft.train=FILE",
+        )
     chats = read_chats(config.sft.train, key="sft.train")
     held_out = read_data(config, "eval.data")["eval.data"]
     check_model(config.model.path)

@@ -32,7 +32,9 @@ class Run(Section):
 class Model(Section):
     """The policy: a Hugging Face model directory or hub name."""
 
-    path: str = Field("", description="Hugging Face directory or hub name of a causal language model with its tokenizer")
+    path: str = Field(
+        "", description="Hugging Face directory or hub name of a causal language model with its tokenizer"
+    )
     reference: str = Field("", description="frozen reference model for the KL term; empty: the starting weights")
 
 
@@ -41,7 +43,9 @@ class Data(Section):
 
     train: str = Field("", description="problems, JSONL or Parquet; columns as in docs/data.md or verl's row schema")
     prompt_column: str = Field("prompt", description="column with the messages, or with the user's text")
-    answer_column: str = Field("answer", description="column with the answer; verl's reward_model.ground_truth is found by itself")
+    answer_column: str = Field(
+        "answer", description="column with the answer; verl's reward_model.ground_truth is found by itself"
+    )
     category_column: str = Field("data_source", description="column that evaluation is split by")
     system: str = Field("", description="system message put before every problem that has none")
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt accepted")
@@ -53,7 +57,9 @@ class Rollout(Section):
     """How episodes are sampled while training."""
 
     max_new_tokens: int = Field(64, ge=1, description="longest completion, in tokens")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are of the tempered distribution")
+    temperature: float = Field(
+        1.0, gt=0, description="sampling temperature; log-probs are of the tempered distribution"
+    )
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens of this total probability")
     stop: list[str] = Field([], description="stop strings, besides the tokenizer's end of turn")
@@ -75,14 +81,20 @@ class RL(Section):
 
     prompts_per_step: int = Field(32, ge=1, description="problems of a step")
     group_size: int = Field(8, ge=1, description="episodes of a problem")
-    advantage: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo"] = Field("grpo", description="how rewards become advantages")
+    advantage: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo"] = Field(
+        "grpo", description="how rewards become advantages"
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: ratios below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="PPO clip: ratios above 1 + clip_high")
     minibatches: int = Field(1, ge=1, description="optimizer updates a step makes over its episodes")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference in the loss; 0: no reference is loaded")
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the KL to the reference in the loss; 0: no reference is loaded"
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of that KL")
     importance_cap: float = Field(
-        0.0, ge=0, description="truncated importance sampling: cap of policy/engine probability; 0: off, as P1 makes it 1"
+        0.0,
+        ge=0,
+        description="truncated importance sampling: cap of policy/engine probability; 0: off, as P1 makes it 1",
     )
 
 
@@ -134,7 +146,9 @@ class Config(Section):
     def _cross_checks(self) -> "Config":
         problems = []
         if self.rl.advantage in ("grpo", "grpo_no_std", "dr_grpo", "rloo") and self.rl.group_size < 2:
-            problems.append(f"rl.group_size: {self.rl.advantage} compares the episodes of a group, so it needs at least 2")
+            problems.append(
+                f"rl.group_size: {self.rl.advantage} compares the episodes of a group, so it needs at least 2"
+            )
         if self.rl.prompts_per_step % self.rl.minibatches:
             problems.append("rl.minibatches: must divide rl.prompts_per_step, so that groups stay whole")
         if self.model.reference and not self.rl.kl_coef:
@@ -152,7 +166,9 @@ def load_config(recipe: str | Path, overrides: list[str]) -> Config:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError("the recipe is not valid TOML", where=str(path), found=str(error), expected="TOML, see recipes/demo.toml") from None
+        raise UserError(
+            "the recipe is not valid TOML", where=str(path), found=str(error), expected="TOML, see recipes/demo.toml"
+        ) from None
     origin: dict[str, str] = {}
     for text in overrides:
         _apply(tree, text, origin)
@@ -167,13 +183,23 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     key, sign, raw = text.partition("=")
     section, dot, field = key.partition(".")
     if not (sign and dot and field):
-        raise UserError("an override cannot be read", where="command line", found=text, expected="section.field=value, e.g. rl.group_size=8")
+        raise UserError(
+            "an override cannot be read",
+            where="command line",
+            found=text,
+            expected="section.field=value, e.g. rl.group_size=8",
+        )
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         value = raw
     if not isinstance(tree.setdefault(section, {}), dict):
-        raise UserError("the recipe has a value where a section belongs", where=section, found=repr(tree[section]), expected=f"[{section}]")
+        raise UserError(
+            "the recipe has a value where a section belongs",
+            where=section,
+            found=repr(tree[section]),
+            expected=f"[{section}]",
+        )
     if isinstance(value, int) and not isinstance(value, bool) and _is_float(section, field):
         value = float(value)
     tree[section][field] = value
@@ -199,9 +225,12 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
         elif not key:
             lines += [f"{line} ({path})" for line in mistake["msg"].removeprefix("Value error, ").splitlines()]
         else:
-            lines.append(f"{key} ({where}): found {mistake['input']!r}, {mistake['msg'][0].lower()}{mistake['msg'][1:]}")
+            lines.append(
+                f"{key} ({where}): found {mistake['input']!r}, {mistake['msg'][0].lower()}{mistake['msg'][1:]}"
+            )
     return UserError(
-        f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n" + "\n".join(f"  - {line}" for line in lines),
+        f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
+        + "\n".join(f"  - {line}" for line in lines),
         next="tandem train --help-config lists every key",
     )
 

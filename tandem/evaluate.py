@@ -20,13 +20,21 @@ def evaluate(
 ) -> tuple[Row, list[Group]]:  # fmt: skip
     """(metrics, every episode). Sampled rewards come with a 95% interval over problems and by category."""
     sampled = sampling_params(rollout, stop_token_ids)
-    greedy = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=0.0, stop=sampled.stop, stop_token_ids=stop_token_ids)
+    greedy = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens, temperature=0.0, stop=sampled.stop, stop_token_ids=stop_token_ids
+    )
     passes = [("sampled", sampled, how.samples)] + ([("greedy", greedy, 1)] if how.greedy else [])
     metrics: Row = {}
     groups: list[Group] = []
     for name, params, count in passes:
         attempts = run_episodes(
-            problems, group_size=count, place=(seed, "eval", name), engine=engine, renderer=renderer, env=env, params=params
+            problems,
+            group_size=count,
+            place=(seed, "eval", name),
+            engine=engine,
+            renderer=renderer,
+            env=env,
+            params=params,
         )
         scored = score(problems, attempts, reward, 0.0)
         metrics |= _summary(name, scored)

@@ -26,7 +26,9 @@ def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
         temporary.rename(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError("the model cannot be written", where=str(folder), found=str(error), expected="a writable disk with room") from None
+        raise UserError(
+            "the model cannot be written", where=str(folder), found=str(error), expected="a writable disk with room"
+        ) from None
     return folder
 
 

@@ -71,7 +71,9 @@ def train_step(stages: Stages, step: int) -> tuple[Row, Row]:
         metrics = learn(stages, groups)
     with clock("sync_s"):
         stages.sync.publish(step + 1)
-    return {**describe(groups), **metrics}, clock.timings(tokens=sum(int(e.loss_mask.sum()) for g in groups for e in g.episodes))
+    return {**describe(groups), **metrics}, clock.timings(
+        tokens=sum(int(e.loss_mask.sum()) for g in groups for e in g.episodes)
+    )
 
 
 def score(

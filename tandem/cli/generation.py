@@ -47,7 +47,12 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
     set_threads(config)
     problems = read_data(config, "eval.data")["eval.data"]
     if not problems:
-        raise UserError("no held-out problems are named", where="eval.data", expected="a JSONL or Parquet file", next="add eval.data=FILE")
+        raise UserError(
+            "no held-out problems are named",
+            where="eval.data",
+            expected="a JSONL or Parquet file",
+            next="add eval.data=FILE",
+        )
     check_model(config.model.path)
     renderer = load_renderer(config.model.path)
     problems = renderer.check_lengths(problems, config.data, key="eval.data")

@@ -118,18 +118,6 @@ def doctor() -> None:
 
 
 @app.command()
-def demo(
-    folder: Annotated[Path, typer.Option(help="where data, model and runs go")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(help="seed of the whole demo")] = 0,
-    fresh: Fresh = False,
-) -> None:
-    """The whole loop on a laptop: data, tiny model, SFT, GRPO, evaluation, export. Takes a few minutes."""
-    from tandem.cli import demonstration
-
-    demonstration.demo(folder, seed, fresh)
-
-
-@app.command()
 def version() -> None:
     """Print the version."""
     print(__version__)

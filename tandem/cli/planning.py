@@ -1,5 +1,7 @@
 """`tandem plan`: the resolved config and the memory a run will need, by arithmetic and without loading weights."""
 
+from typing import Any
+
 from rich.table import Table
 
 from tandem.cli.progress import console
@@ -42,7 +44,7 @@ def memory(parameters: int, config: Config, *, reference: bool) -> list[tuple[st
     return rows + [("reference", 8 * parameters, "weights and packs of the frozen model")] if reference else rows
 
 
-def _parameters(path: str) -> tuple[int, "object"]:
+def _parameters(path: str) -> tuple[int, Any]:
     """Counted on the meta device: shapes without storage."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

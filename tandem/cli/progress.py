@@ -32,7 +32,9 @@ class StepProgress:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()
 
     def __call__(self, done: int, metrics: Row, timings: Row) -> None:
@@ -54,8 +56,14 @@ class StepProgress:
         self.best = max(self.best, average) if len(self.recent) == WINDOW else self.best
         checks = [
             (metrics["logprob_gap"] > 0, "engine and trainer disagree: logprob_gap is not 0"),
-            (average < self.best - 0.2, "the reward is falling: a lower train.learning_rate or more rl.prompts_per_step may help"),
-            (metrics["groups_without_signal"] > 0.9, "over 90% of the groups have equal rewards: nothing to learn from them"),
+            (
+                average < self.best - 0.2,
+                "the reward is falling: a lower train.learning_rate or more rl.prompts_per_step may help",
+            ),
+            (
+                metrics["groups_without_signal"] > 0.9,
+                "over 90% of the groups have equal rewards: nothing to learn from them",
+            ),
             (metrics["truncated"] > 0.5, "over half of the completions hit rollout.max_new_tokens"),
             (metrics["reward_errors"] > 0, "some episodes could not be scored; see reward_error in episodes/"),
             (metrics["skipped_updates"] > 0, "an update with a gradient that is not finite was skipped"),
@@ -64,7 +72,12 @@ class StepProgress:
 
 
 def summary(metrics: Row, timings: Row) -> str:
-    shown = [("reward", "reward {:.3f}"), ("nll", "nll {:.3f}"), ("entropy", "entropy {:.2f}"), ("logprob_gap", "gap {:.1e}")]
+    shown = [
+        ("reward", "reward {:.3f}"),
+        ("nll", "nll {:.3f}"),
+        ("entropy", "entropy {:.2f}"),
+        ("logprob_gap", "gap {:.1e}"),
+    ]
     parts = [text.format(metrics[name]) for name, text in shown if name in metrics]
     if "step_s" in timings:
         parts.append(f"{timings['step_s']:.2f} s/step, {timings['generated_tokens_per_s']:,.0f} tok/s")

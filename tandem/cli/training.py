@@ -38,7 +38,9 @@ def _run(config: Config, folder: Path, fresh: bool, command: str, make: JobMaker
             digest = drive(run, job, progress)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(job.steps)
-            card = model_card(job.policy.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1])
+            card = model_card(
+                job.policy.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1]
+            )
             export(job.policy.model, config.model.path, target, card)
         report(f"done: {job.steps} steps, weights {digest[:16]}, model in {target}")
         evals = [row for row in rows if "eval/sampled" in row]
@@ -50,8 +52,8 @@ def _run(config: Config, folder: Path, fresh: bool, command: str, make: JobMaker
 
 def export_run(folder: Path, step: int | None, out: Path | None) -> None:
     if not (folder / "config.toml").is_file():
-        raise UserError("this is not a run folder", where=str(folder), found="no config.toml", expected="a folder made by `tandem train` or `tandem sft`",
-                        next="ls runs/")  # fmt: skip
+        raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
+                        expected="a folder made by `tandem train` or `tandem sft`", next="ls runs/")  # fmt: skip
     config = load_config(folder / "config.toml", [])
     path = _checkpoint(folder / "checkpoints", step)
     tensors, _ = load_checkpoint(path)

@@ -4,10 +4,11 @@ Reads Tandem's own rows and verl's (docs/data.md). The order of problems is a fu
 step number is the whole data cursor and a resume cannot skip or repeat data. Does not know tokens, templates or models.
 """
 
+from collections.abc import Sequence
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from tandem.config import Data
 from tandem.data.messages import prompt_messages
 from tandem.data.rows import Row, RowError, column, exact_number, read_rows, show
 from tandem.types import Array, Message, Problem
+
+T = TypeVar("T")  # a problem, or whatever else a step takes from a list
 
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default
@@ -113,9 +116,7 @@ def epoch_order(num_problems: int, seed: int, epoch: int, shuffle: bool) -> Arra
     return draws.permutation(num_problems, seed, "epoch order", epoch)
 
 
-def problems_of_step(
-    problems: list[Problem], step: int, per_step: int, seed: int, shuffle: bool
-) -> list[tuple[Problem, int]]:
+def problems_of_step(problems: Sequence[T], step: int, per_step: int, seed: int, shuffle: bool) -> list[tuple[T, int]]:
     """[(problem, epoch)] of a step, counted from 0. Epochs follow each other without a gap, also inside a step.
 
     A problem can come twice in one step: always when per_step exceeds the number of problems, and where a step spans

@@ -59,7 +59,11 @@ class PrefillPlan(PackedPlan):
         nothing = np.zeros(len(lengths), np.int64)
         super().__init__(np.stack([firsts, lengths, nothing, nothing], 1), group=group, kv_heads=cache.kv_heads)
         self.cache = cache
-        copies = [(first, length, slot) for first, length, members in zip(firsts, lengths, slots, strict=True) for slot in members]
+        copies = [
+            (first, length, slot)
+            for first, length, members in zip(firsts, lengths, slots, strict=True)
+            for slot in members
+        ]
         self.rows = torch.from_numpy(np.concatenate([np.arange(first, first + length) for first, length, _ in copies]))
         places = [_places(cache, slot, length) for _, length, slot in copies]
         self.places = torch.from_numpy(np.concatenate(places).reshape(-1))

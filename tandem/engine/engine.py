@@ -112,9 +112,7 @@ class Engine:
             live.count += taken
         return waiting[taken:]
 
-    def _prefill(
-        self, prompts: list[np.ndarray], slots: list[list[int]], live: Live, cache: KVCache
-    ) -> None:
+    def _prefill(self, prompts: list[np.ndarray], slots: list[list[int]], live: Live, cache: KVCache) -> None:
         heads, kv_heads, _ = self.model.heads
         lengths = [len(p) for p in prompts]
         plan = PrefillPlan(cache, lengths, slots, heads // kv_heads)
@@ -189,7 +187,8 @@ class Engine:
 
 def _new_live(slots: int, longest: int) -> Live:
     return Live(
-        request=np.zeros(slots, np.int64), kind=np.zeros(slots, np.int64), key=np.zeros(slots, np.uint64), position=np.zeros(slots, np.int64),
+        request=np.zeros(slots, np.int64), kind=np.zeros(slots, np.int64), key=np.zeros(slots, np.uint64),
+        position=np.zeros(slots, np.int64),
         length=np.zeros(slots, np.int64), tokens=np.zeros((slots, longest), np.int64),
         logprobs=np.zeros((slots, longest), np.float32),
     )  # fmt: skip

@@ -49,8 +49,8 @@ def tandem_attention(
     sliding_window: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function transformers calls: q [1, H, T, E], k and v [1, K, T, E] -> [1, T, H, E]."""
-    rows = (t[0].transpose(0, 1) for t in (q, k, v))
-    return plan.attend(module.layer_idx, *rows, scaling, sliding_window)[None], None  # type: ignore[arg-type]
+    q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+    return plan.attend(module.layer_idx, q, k, v, scaling, sliding_window)[None], None  # type: ignore[arg-type]
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,6 @@ class Bucket:
     keys: Tensor  # int64 [n, L], row of each key; padding repeats row 0 and is masked
     valid: Tensor  # bool [n * R], false for padding
     query_positions: Tensor  # int64 [n, R]: how many keys come before the query's own
-    key_counts: Tensor  # int64 [n]
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
@@ -90,13 +89,12 @@ class PackedPlan:
 
 
 def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:
-    members: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
-    for first, rows, prefix_first, prefix_rows in segments.tolist():
+    members: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
+    for first, rows, prefix_first, prefix in segments.tolist():
         for start in range(0, rows, QUERY_BLOCK):
             count = min(QUERY_BLOCK, rows - start)
-            keys = prefix_rows + start + count
-            members[_padded(count, 4), _padded(keys, 16)].append((first, start, count, prefix_first))
-            members[_padded(count, 4), _padded(keys, 16)][-1] += (prefix_rows,)  # type: ignore[assignment]
+            size = _padded(count, 4), _padded(prefix + start + count, 16)
+            members[size].append((first, start, count, prefix_first, prefix))
     buckets = []
     for (rows, keys), parts in sorted(members.items()):
         limit = max(1, BUCKET_BYTES // (4 * heads * rows * keys))
@@ -121,7 +119,6 @@ def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
         keys=torch.from_numpy(key_rows),
         valid=torch.from_numpy((np.arange(rows)[None] < count).reshape(-1)),
         query_positions=torch.from_numpy(prefix + start + query),
-        key_counts=torch.from_numpy((prefix + start + count)[:, 0]),
     )
 
 

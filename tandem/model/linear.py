@@ -3,9 +3,11 @@
 Forward runs oneDNN on a prepacked weight, which keeps an output row independent of the number of rows for every
 count but one: with AVX-512 and more than 1,024 inputs a *single* row takes another kernel, so it runs as two. oneDNN
 compiles and keeps a kernel for every row count it meets (about 0.5 ms and 1 MB each), so counts are rounded up to a
-ladder (`padded_rows`). Backward is plain matmul: gradients are deterministic, not batch-invariant. The pack follows the weight's version
-counter, so a stale pack cannot be used. Where oneDNN's operators are missing, rows are padded to a multiple of 4
-for plain `F.linear`; `probe` says whether that is exact on the machine at hand.
+ladder (`padded_rows`).
+
+Backward is plain matmul: gradients are deterministic, not batch-invariant. The pack follows the weight's version
+counter, so a stale pack cannot be used. Where oneDNN's operators are missing, rows are padded to a multiple of 4 for
+plain `F.linear`; `probe` says whether that is exact on the machine at hand.
 """
 
 from typing import Any

@@ -41,7 +41,10 @@ class ExactModel(nn.Module):
         rows = len(tokens)
         padding = (0, padded_rows(rows) - rows)
         out = self.module.model(
-            input_ids=F.pad(tokens, padding)[None], position_ids=F.pad(positions, padding)[None], use_cache=False, plan=plan
+            input_ids=F.pad(tokens, padding)[None],
+            position_ids=F.pad(positions, padding)[None],
+            use_cache=False,
+            plan=plan,
         )
         return out.last_hidden_state[0, :rows]  # type: ignore[no-any-return]
 

@@ -53,7 +53,9 @@ def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
     return ranked.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter
+) -> tuple[Tensor, Tensor]:
     """(log-probs float32 [N], entropy float32 [N], both nats) of targets int64 [N] after hidden states [N, D].
 
     weight [V, D] is the output projection and packed its pack. The log-probs are differentiable, the entropy is not.
@@ -65,7 +67,9 @@ class _TokenLogprobs(torch.autograd.Function):
     """Saves the hidden states; the backward pass computes each chunk's logits again, one matmul more."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, packed, targets)
         ctx.how = how
         logprobs, entropy = hidden.new_empty(len(targets)), hidden.new_empty(len(targets))

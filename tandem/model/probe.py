@@ -21,11 +21,15 @@ def what_is_not_exact(model: ExactModel) -> list[str]:
     """The names of the operators whose rows depend on their neighbours here; empty when P1 holds."""
     noise = torch.Generator().manual_seed(0)
     linears = {tuple(m.weight.shape): m for m in model.module.modules() if isinstance(m, ExactLinear)}
-    failures = [f"linear {i} -> {o}" for (o, i), m in linears.items() if not _rows_agree(m, torch.randn(70, i, generator=noise))]
+    failures = [
+        f"linear {i} -> {o}" for (o, i), m in linears.items() if not _rows_agree(m, torch.randn(70, i, generator=noise))
+    ]
     width = model.config.intermediate_size
     if not _rows_agree(ExactSiLU(), torch.randn(70, width, generator=noise)):
         failures.append("SiLU")
-    if not _rows_agree(lambda x: log_distribution(x, Filter()), torch.randn(70, model.config.vocab_size, generator=noise)):
+    if not _rows_agree(
+        lambda x: log_distribution(x, Filter()), torch.randn(70, model.config.vocab_size, generator=noise)
+    ):
         failures.append("log_softmax")
     return failures if _attention_agrees(model, noise) else [*failures, "attention"]
 
@@ -46,10 +50,10 @@ def _attention_agrees(model: ExactModel, noise: torch.Generator) -> bool:
     for batch in (1, 3):
         keys, values = (t.transpose(0, 1)[None].repeat(batch, 1, 1, 1) for t in (k, v))
         for position in (0, 5, 100, 130, 257, LENGTH - 1):
-            rows = (t[position].expand(batch, -1, -1).contiguous() for t in (q, k, v))
+            one_q, one_k, one_v = (t[position].expand(batch, -1, -1).contiguous() for t in (q, k, v))
             # the other sequences stand further on, so that this one's keys are padded by theirs
             places = torch.tensor([position, *[LENGTH - 1] * (batch - 1)])
             plan = CachePlan([keys.clone()], [values.clone()], places)
-            if not torch.equal(plan.attend(0, *rows, size**-0.5, None)[0], packed[position]):
+            if not torch.equal(plan.attend(0, one_q, one_k, one_v, size**-0.5, None)[0], packed[position]):
                 return False
     return True

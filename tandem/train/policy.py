@@ -82,7 +82,9 @@ class Policy:
         assert self.reference is not None
         return batch_logprobs(self.reference, batch, how)[0]
 
-    def _update(self, batches: Sequence[Microbatch], loss: Callable[[int, Microbatch], tuple[Tensor, Metrics]]) -> Metrics:
+    def _update(
+        self, batches: Sequence[Microbatch], loss: Callable[[int, Microbatch], tuple[Tensor, Metrics]]
+    ) -> Metrics:
         """Accumulate the gradient over the batches, step; metrics are means over the loss tokens."""
         sums: Metrics = {}
         for index, batch in enumerate(batches):
@@ -91,4 +93,8 @@ class Policy:
             for name, part in metrics.items():
                 sums[name] = sums.get(name, 0.0) + part
         tokens = sum(len(b.targets) for b in batches)
-        return {**{name: part / tokens for name, part in sums.items()}, "num_loss_tokens": tokens, **self.optimizer.update()}
+        return {
+            **{name: part / tokens for name, part in sums.items()},
+            "num_loss_tokens": tokens,
+            **self.optimizer.update(),
+        }

@@ -1,0 +1,56 @@
+# Set-up is plain pip in .venv, pinned by constraints.txt. After the first time no target needs a network.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# One thread a process: several OpenMP processes beside each other slow each other down many times over.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: setup demo test check format lint types size invariants bench smollm2 learning clean
+
+setup: $(READY)
+
+$(READY): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 14)))' || \
+		{ echo "error: Tandem needs Python 3.11 to 3.13, found $$($(PYTHON) --version); next: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	# torch first and exactly: whatever comes after finds its requirement met
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python examples/demo.py
+
+test: $(READY)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 tests
+
+check: $(READY) lint types size test
+
+format: $(READY)
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+lint: $(READY)
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
+
+types: $(READY)
+	@$(BIN)/mypy
+
+size: $(READY)
+	@$(BIN)/python tools/size.py
+
+# The long proofs; their results are committed under docs/.
+invariants: $(READY)
+	@$(BIN)/python tools/invariants.py
+
+learning: $(READY)
+	@$(BIN)/python benchmarks/demo_seeds.py
+
+bench: $(READY)
+	@$(BIN)/python benchmarks/run.py
+
+smollm2: $(READY)
+	@$(BIN)/python examples/smollm2.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,128 @@
+"""The whole loop on a laptop: data, a tiny model, supervised warm start, GRPO, evaluation, export.
+
+    make demo        or: python examples/demo.py [--seed 1] [--folder runs/demo-1] [--fresh]
+
+Each stage prints the command that does the same by hand. Killed anywhere, the same command goes on where it was.
+"""
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from tandem.cli.progress import console
+from tandem.config import Config, load_config
+from tandem.errors import UserError
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", action="store_true", help="start over; earlier runs are kept beside the new ones")
+    args = parser.parse_args()
+    try:
+        demo(args.folder, args.seed, args.fresh)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def demo(folder: Path, seed: int, fresh: bool) -> None:
+    started = time.perf_counter()
+    make_inputs(folder, seed)
+    from tandem.cli import training  # imports torch, after the first line has been shown
+
+    warm = recipe(folder, seed, "sft", model=folder / "model")
+    say(f"warm start: tandem sft recipes/demo.toml model.path={folder}/model run.folder={folder}/sft")
+    warm_model = training.sft(warm, folder / "sft", fresh)
+    config = recipe(folder, seed, "train", model=warm_model)
+    say(f"GRPO: tandem train recipes/demo.toml model.path={warm_model} run.folder={folder}/train")
+    final = training.train(config, folder / "train", fresh)
+    report(folder, final)
+    console.print(f"\n{time.perf_counter() - started:.0f} seconds in all. Next:")
+    console.print(f"  tensorboard --logdir {folder}                        curves")
+    console.print(f"  tandem eval recipes/demo.toml model.path={final}     evaluate again")
+    console.print("  tandem plan --keys                                   everything a recipe can say")
+    console.print("  README.md, 'Your own model, data and reward'")
+
+
+def recipe(folder: Path, seed: int, command: str, model: Path) -> Config:
+    data = folder / "data"
+    return load_config(RECIPE, [
+        f"run.seed={seed}", f"run.folder={folder / command}", f"model.path={model}", f"data.train={data / 'train.jsonl'}",
+        f"sft.train={data / 'warm.jsonl'}", f"eval.data={data / 'test.jsonl'}",
+    ])  # fmt: skip
+
+
+def make_inputs(folder: Path, seed: int) -> None:
+    from tandem.data.algebra import write_dataset
+
+    if not (folder / "data" / "warm.jsonl").exists():
+        say(f"data: eight templates of school algebra -> {folder}/data")
+        write_dataset(folder / "data", "easy", num_train=400, num_test=64, num_warm=12800, seed=seed, careless=0.5)
+    if not (folder / "model" / "tokenizer.json").exists():
+        say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")
+        from tandem.model.tiny import make_tiny
+
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        make_tiny(folder / "model", seed=seed)
+
+
+def report(folder: Path, final: Path) -> None:
+    """Held-out reward by template, before and after GRPO, and one answer of the exported model in stock transformers."""
+    from rich.table import Table
+
+    from tandem.metrics import read_metrics
+
+    rows = [row for row in read_metrics(folder / "train") if "eval/sampled" in row]
+    table = Table("held-out reward, sampled", "before", "after", title="64 problems x 4 samples")
+    for name in [
+        key for key in rows[0] if key.startswith("eval/sampled") and not key.endswith(("interval", "truncated"))
+    ]:
+        table.add_row(
+            name.removeprefix("eval/sampled").strip("/") or "all", f"{rows[0][name]:.3f}", f"{rows[-1][name]:.3f}"
+        )
+    console.print(table)
+    console.print(curve(folder))
+    say("the exported model, in stock transformers:")
+    console.print(ask_stock_transformers(final, "3x+4=19, x?"), markup=False)
+
+
+def curve(folder: Path, width: int = 60) -> str:
+    """The training reward as one line of blocks."""
+    from tandem.metrics import read_metrics
+
+    rewards = [row["reward"] for row in read_metrics(folder / "train") if "reward" in row]
+    size = -(-len(rewards) // width)
+    means = [sum(part) / len(part) for part in (rewards[i : i + size] for i in range(0, len(rewards), size))]
+    return (
+        "training reward " + "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(8 * mean)))] for mean in means) + f" {means[-1]:.2f}"
+    )
+
+
+def ask_stock_transformers(model_folder: Path, question: str) -> str:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    return f"  {question} -> {tokenizer.decode(tokens, skip_special_tokens=True)!r}"
+
+
+def say(text: str) -> None:
+    console.print(f"\n[bold]{text}[/bold]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
