@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 import torch
-from faults import MODES, deaths, in_a_fork, limit_file_size, make_read_only, memory_folder, small_disk
+from tests.faults import MODES, deaths, in_a_fork, limit_file_size, make_read_only, memory_folder, small_disk
 
 from tandem.checkpoint import (
     checkpoint_step,

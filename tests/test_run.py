@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
+from tests.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
 
 from tandem.config import Config, load_config, to_toml
 from tandem.disk import DISK, write_atomic

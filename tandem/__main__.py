@@ -1,0 +1,5 @@
+"""`python -m tandem` is the `tandem` command."""
+
+from tandem.cli.main import run
+
+run()
