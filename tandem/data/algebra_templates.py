@@ -132,7 +132,7 @@ def easy_linear_nested(draw: Draw) -> Draft:
 
 
 def easy_poly_remainder(draw: Draw) -> Draft:
-    slope, at, constant = _int(draw, 1, 4), _int(draw, 1, 4), _int(draw, 1, 6)
+    slope, at, constant = _int(draw, 2, 4), _int(draw, 1, 5), _int(draw, 1, 6)
     polynomial = _tight(_polynomial((slope, constant)))
     steps = [f"{slope}*{at}+{constant}", f"{slope * at}+{constant}"]
     return _easy(f"({polynomial})/(x-{at})", "rest", steps, slope * at + constant)
@@ -145,9 +145,8 @@ def easy_quadratic_root(draw: Draw) -> Draft:
 
 
 def easy_system_combo(draw: Draw) -> Draft:
-    slope, x, constant = _int(draw, 2, 4), _int(draw, 1, 5), _int(draw, 1, 6)
-    y = slope * x + constant
-    return _easy(f"y={slope}x+{constant},x={x}", "x+y", [f"y={slope * x}+{constant}", f"{y}+{x}"], x + y)
+    shift, x, y = _int(draw, 1, 5), _int(draw, 1, 6), _int(draw, 1, 6)
+    return _easy(f"x+{shift}={x + shift},y={y}", "x+y", [f"x={x}", f"{x}+{y}"], x + y)
 
 
 # --- school: larger numbers, words, fractions ----------------------------------------------------------------------

@@ -31,15 +31,19 @@ def make_tiny(
     folder: str | Path,
     *,
     hidden: int = 128,
-    layers: int = 4,
+    layers: int = 3,
     heads: int = 4,
     kv_heads: int = 2,
-    intermediate: int = 448,
+    intermediate: int = 640,
     max_tokens: int = 256,
-    init_std: float = 0.02,
+    init_std: float = 0.06,
     seed: int = 0,
 ) -> None:
-    """Write a random model of about 0.9M parameters and its tokenizer; the same arguments give the same bits."""
+    """Write a random model of about 0.9M parameters and its tokenizer; the same arguments give the same bits.
+
+    The shape was tuned for what a minute of supervised training on two cores reaches on easy algebra: three wide layers
+    pass four narrow ones at equal cost, and the customary init_std of 0.02 learns half as much at this width.
+    """
     tokenizer = make_tokenizer(max_tokens)
     config = Qwen3Config(
         vocab_size=len(tokenizer),

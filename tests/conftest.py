@@ -1,0 +1,1 @@
+"""Being here puts tests/ on the import path, so that every test folder finds `tiny` and `faults`."""

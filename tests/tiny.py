@@ -1,0 +1,109 @@
+"""Tiny random models of each exact architecture, and their stock twins in plain transformers.
+
+A twin has the same weights and eager attention, and shares no code of Tandem's.
+"""
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tandem.model.attention import PackedPlan
+from tandem.model.load import make_exact
+from tandem.types import Sample
+
+VOCAB = 97
+SHAPE = dict(
+    vocab_size=VOCAB, hidden_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+    intermediate_size=172, max_position_embeddings=512, initializer_range=0.1, tie_word_embeddings=False,
+    bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+CONFIGS = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen2 half windowed": (
+        Qwen2Config,
+        dict(use_sliding_window=True, sliding_window=8, max_window_layers=1, tie_word_embeddings=True),
+    ),
+    "qwen3": (Qwen3Config, dict(head_dim=16, tie_word_embeddings=True)),
+    "mistral": (MistralConfig, dict(sliding_window=8, head_dim=16)),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        dict(head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=44, norm_topk_prob=True),
+    ),
+}
+
+
+def tiny_config(kind="llama", **changes):
+    make, special = CONFIGS[kind]
+    return make(**{**SHAPE, **special, **changes})
+
+
+def stock_model(config, weights=None, seed=0):
+    """Plain transformers, eager attention, float32; random unless weights are given by name."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    if weights is not None:
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}  # a tied head is its embedding
+        model.tie_weights()
+    return model
+
+
+def exact_model(kind="llama", seed=0, **changes):
+    return make_exact(stock_model(tiny_config(kind, **changes), seed=seed))
+
+
+def twins(kind="llama", seed=0, **changes):
+    """(exact, stock) with equal weights and separate tensors."""
+    return exact_model(kind, seed, **changes), stock_model(tiny_config(kind, **changes), seed=seed)
+
+
+def stock_logits(model, tokens):
+    return model(input_ids=torch.as_tensor(tokens)[None]).logits[0]
+
+
+def exact_logits(model, documents):
+    """The logits of each document, out of one packed pass over all of them."""
+    heads, kv_heads, _ = model.heads
+    lengths = [len(d) for d in documents]
+    firsts = np.cumsum([0, *lengths[:-1]])
+    nothing = np.zeros(len(lengths), np.int64)
+    plan = PackedPlan(np.stack([firsts, lengths, nothing, nothing], 1), group=heads // kv_heads, kv_heads=kv_heads)
+    tokens = torch.from_numpy(np.concatenate(documents))
+    positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
+    return model.head(model.hidden(tokens, positions, plan)).split(lengths)
+
+
+def random_tokens(rng, length):
+    return rng.integers(0, VOCAB, length).astype(np.int64)
+
+
+def make_sample(tokens, mask, *, prefix=0, group=0, advantage=1.0, engine_logprobs=None):
+    tokens, mask = np.asarray(tokens, np.int64), np.asarray(mask, bool)
+    return Sample(
+        tokens=tokens, loss_mask=mask, prefix=prefix, group=group,
+        engine_logprobs=np.zeros(len(tokens), np.float32) if engine_logprobs is None else engine_logprobs,
+        advantages=np.where(mask, np.float32(advantage), np.float32(0)),
+    )  # fmt: skip
+
+
+def random_samples(rng, groups, *, longest=24):
+    """Groups of three; every other one shares a prompt, and the sharing groups have a one-token response."""
+    samples = []
+    for group in range(groups):
+        prefix = int(rng.integers(1, longest)) if group % 2 else 0
+        prompt = random_tokens(rng, prefix)
+        for number in range(3):
+            own = 1 if prefix and number == 0 else int(rng.integers(2, longest))
+            tokens = np.concatenate([prompt, random_tokens(rng, own)])
+            mask = np.arange(len(tokens)) >= max(prefix, 1)
+            samples.append(make_sample(tokens, mask, prefix=prefix, group=group, advantage=rng.normal()))
+    return samples
