@@ -46,7 +46,15 @@ invariants: $(READY)
 learning: $(READY)
 	@$(BIN)/python benchmarks/demo_seeds.py
 
-bench: $(READY)
+# The baseline has an environment of its own: Tandem does not depend on TRL.
+BENCH := .cache/bench-venv
+$(BENCH)/.ready: constraints.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt trl==1.16.0 datasets
+	@touch $@
+
+bench: $(READY) $(BENCH)/.ready
 	@$(BIN)/python benchmarks/run.py
 
 smollm2: $(READY)

@@ -67,7 +67,7 @@ def make_inputs(folder: Path, seed: int) -> None:
 
     if not (folder / "data" / "warm.jsonl").exists():
         say(f"data: eight templates of school algebra -> {folder}/data")
-        write_dataset(folder / "data", "easy", num_train=400, num_test=64, num_warm=12800, seed=seed, careless=0.5)
+        write_dataset(folder / "data", "easy", num_train=400, num_test=64, num_warm=16000, seed=seed, careless=0.5)
     if not (folder / "model" / "tokenizer.json").exists():
         say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")
         from tandem.model.tiny import make_tiny

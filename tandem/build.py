@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tandem.config import Config
+from tandem.config import SFT, Config, Train
 from tandem.data.chats import read_chats
 from tandem.data.problems import problems_of_step, read_problems
 from tandem.data.render import ChatRenderer, load_renderer
@@ -48,14 +48,14 @@ def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer) -> E
     return Engine(model, renderer.decode, cache_bytes=config.rollout.cache_mb << 20, max_batch=config.rollout.max_batch)
 
 
-def build_policy(config: Config, model: ExactModel, *, learning_rate: float, steps: int) -> Policy:
-    reference = load_model(config.model.reference or config.model.path) if config.rl.kl_coef else None
+def build_policy(config: Config, model: ExactModel, shape: Train | SFT, *, steps: int, reference: bool) -> Policy:
+    """The learning rates come from shape, the section of the command, and all else from [train]."""
     optimizer = Optimizer(
-        dict(model.module.named_parameters()), learning_rate=learning_rate, schedule=config.train.schedule,
-        warmup_steps=config.train.warmup_steps, total_steps=steps, weight_decay=config.train.weight_decay,
+        dict(model.module.named_parameters()), learning_rate=shape.learning_rate, schedule=shape.schedule,
+        warmup_steps=shape.warmup_steps, total_steps=steps, weight_decay=config.train.weight_decay,
         betas=(config.train.beta1, config.train.beta2), max_grad_norm=config.train.max_grad_norm,
     )  # fmt: skip
-    return Policy(model, optimizer, reference)
+    return Policy(model, optimizer, load_model(config.model.reference or config.model.path) if reference else None)
 
 
 def check_exactness(config: Config, model: ExactModel, report: Report) -> None:
@@ -82,9 +82,8 @@ def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job
     held_out = renderer.check_lengths(data["eval.data"], config.data, key="eval.data") if data["eval.data"] else []
     model = load_model(config.model.path)
     check_exactness(config, model, report)
-    policy = build_policy(
-        config, model, learning_rate=config.train.learning_rate, steps=config.run.steps * config.rl.minibatches
-    )
+    steps = config.run.steps * config.rl.minibatches
+    policy = build_policy(config, model, config.train, steps=steps, reference=config.rl.kl_coef > 0)
     engine = build_engine(config, model, renderer)
     sync = InlineSync(engine)
     with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
@@ -116,8 +115,7 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     renderer = load_renderer(config.model.path)
     samples = [_chat_sample(tokens, mask) for tokens, mask in renderer.trainings(chats)]
     model = load_model(config.model.path)
-    no_reference = config.model_copy(update={"rl": config.rl.model_copy(update={"kl_coef": 0.0})})
-    policy = build_policy(no_reference, model, learning_rate=config.sft.learning_rate, steps=config.sft.steps)
+    policy = build_policy(config, model, config.sft, steps=config.sft.steps, reference=False)
     engine = build_engine(config, model, renderer)
 
     def step(done: int) -> tuple[Row, Row]:

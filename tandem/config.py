@@ -118,6 +118,8 @@ class SFT(Section):
     steps: int = Field(100, ge=1, description="optimizer steps")
     batch_size: int = Field(64, ge=1, description="chats of a step")
     learning_rate: float = Field(1e-4, gt=0, description="peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field("linear", description="shape after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
 
 
 class Eval(Section):
@@ -182,7 +184,7 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string."""
     key, sign, raw = text.partition("=")
     section, dot, field = key.partition(".")
-    if not (sign and dot and field):
+    if not (sign and section and field):
         raise UserError(
             "an override cannot be read",
             where="command line",
@@ -231,7 +233,7 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
     return UserError(
         f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
         + "\n".join(f"  - {line}" for line in lines),
-        next="tandem train --help-config lists every key",
+        next="tandem plan --keys lists every key",
     )
 
 

@@ -19,23 +19,29 @@ from tandem.model.load import make_exact
 from tandem.types import Sample
 
 VOCAB = 97
-SHAPE = dict(
-    vocab_size=VOCAB, hidden_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-    intermediate_size=172, max_position_embeddings=512, initializer_range=0.1, tie_word_embeddings=False,
-    bos_token_id=None, eos_token_id=None, pad_token_id=None,
-)  # fmt: skip
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "intermediate_size": 172, "max_position_embeddings": 512, "initializer_range": 0.1, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 CONFIGS = {
     "llama": (LlamaConfig, {}),
     "qwen2": (Qwen2Config, {}),
     "qwen2 half windowed": (
         Qwen2Config,
-        dict(use_sliding_window=True, sliding_window=8, max_window_layers=1, tie_word_embeddings=True),
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
-    "qwen3": (Qwen3Config, dict(head_dim=16, tie_word_embeddings=True)),
-    "mistral": (MistralConfig, dict(sliding_window=8, head_dim=16)),
+    "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "mistral": (MistralConfig, {"sliding_window": 8, "head_dim": 16}),
     "qwen3_moe": (
         Qwen3MoeConfig,
-        dict(head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=44, norm_topk_prob=True),
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 44,
+            "norm_topk_prob": True,
+        },
     ),
 }
 

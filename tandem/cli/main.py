@@ -101,12 +101,13 @@ def plan(
     keys: Annotated[bool, typer.Option("--keys", help="list every configuration key with its default and meaning")] = False,
 ) -> None:  # fmt: skip
     """Show the resolved config and what the run will need, without loading any weights."""
+    config = None if keys or recipe is None else load_config(recipe, overrides or [])
     from tandem.cli import planning
 
-    if keys or recipe is None:
+    if config is None:
         planning.show_keys()
     else:
-        planning.plan(load_config(recipe, overrides or []))
+        planning.plan(config)
 
 
 @app.command()

@@ -67,15 +67,19 @@ class ExactModel(nn.Module):
 def load_model(path: str) -> ExactModel:
     """A directory or hub name -> the exact model in float32. Raises UserError when it is missing or not exact."""
     check_model(path)
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError) as error:
+        module, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError("the model cannot be loaded", where=path, found=str(error).splitlines()[0],
                         expected="weights in safetensors beside config.json") from None  # fmt: skip
+    if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
+        raise UserError("the model cannot be loaded", where=path, expected="a tensor for every parameter of config.json",
+                        found=f"no weights for {len(missing)} parameters: {', '.join(missing[:3])}")  # fmt: skip
     return make_exact(module)
 
 

@@ -1,0 +1,67 @@
+"""One GRPO step of Tandem on the work of grpo_trl.py: the real step of loop.py, rewards in workers, journal included.
+
+    python benchmarks/grpo_tandem.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED     one JSON line
+
+FIXED 1 lets no sequence stop early, so that every step has the same number of tokens.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tandem.build import build_engine, build_policy, read_data
+from tandem.config import load_config
+from tandem.data.render import load_renderer
+from tandem.envs.single_turn import SingleTurn
+from tandem.evaluate import sampling_params
+from tandem.loop import Stages, train_step
+from tandem.metrics import peak_rss_mb
+from tandem.model.load import load_model
+from tandem.rewards.pool import RewardPool
+from tandem.weights.inline import InlineSync
+
+REWARD = str(Path(__file__).parent.parent / "examples" / "last_number.py") + ":score"
+
+
+def main() -> None:
+    path, data, prompts, group, new, steps, fixed = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "empty.toml").write_text("")
+        config = load_config(Path(folder) / "empty.toml", [
+            f"model.path={path}", f"data.train={data}", f"rl.prompts_per_step={prompts}", f"rl.group_size={group}",
+            f"rollout.max_new_tokens={new}", "train.learning_rate=1e-6", f"reward.function={REWARD}",
+            "train.tokens_per_microbatch=1024" if "smollm2" in path else "train.tokens_per_microbatch=8192",
+        ])  # fmt: skip
+        renderer, model = load_renderer(path), load_model(path)
+        engine = build_engine(config, model, renderer)
+        with RewardPool(config.reward.function) as reward:
+            stages = Stages(
+                config=config, problems=read_data(config, "data.train")["data.train"], renderer=renderer, env=SingleTurn(),
+                engine=engine, reward=reward, policy=build_policy(config, model, config.train, steps=100, reference=False),
+                sync=InlineSync(engine), episodes=Path(folder) / "episodes",
+                params=sampling_params(config.rollout, () if fixed == "1" else renderer.stop_token_ids),
+            )  # fmt: skip
+            print(json.dumps(measure(stages, int(steps))))
+
+
+def measure(stages: Stages, steps: int) -> dict[str, float | str]:
+    seconds, rollout, tokens = [], [], []
+    for step in range(steps):
+        start = time.perf_counter()
+        metrics, timings = train_step(stages, step)
+        seconds.append(time.perf_counter() - start)
+        rollout.append(timings["rollout_s"])
+        tokens.append(metrics["num_loss_tokens"])
+        assert metrics["logprob_gap"] == 0.0
+    skip = 2 if steps > 4 else 1  # the first steps meet new shapes
+    return {
+        "bench": "tandem", "step_s": statistics.median(seconds[skip:]), "rollout_s": statistics.median(rollout[skip:]),
+        "tokens": statistics.median(tokens[skip:]), "tokens_per_s": sum(tokens[skip:]) / sum(seconds[skip:]), "rss_gib": peak_rss_mb() / 1024,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The paired baseline: TRL's GRPOTrainer on the same model, prompts, samples and lengths as grpo_tandem.py.
+
+    .cache/bench-venv/bin/python benchmarks/grpo_trl.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED
+
+Runs in an environment of its own (`make bench` makes it), as Tandem does not depend on TRL.
+"""
+
+import json
+import os
+import re
+import resource
+import statistics
+import sys
+import tempfile
+import time
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+def reward(completions, answer, **columns):
+    numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
+    return [float(bool(n) and n[-1] == a) for n, a in zip(numbers, answer, strict=True)]
+
+
+class StepClock(TrainerCallback):
+    def __init__(self):
+        self.seconds, self.start = [], 0.0
+
+    def on_step_begin(self, *args, **kwargs):
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs):
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+def main() -> None:
+    path, data, prompts, group, new, steps, fixed = sys.argv[1:]
+    rows = [json.loads(line) for line in open(data, encoding="utf-8")]
+    chat = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    tokenizer.padding_side = "left"
+    clock = StepClock()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), reward_funcs=reward, callbacks=[clock],
+        train_dataset=Dataset.from_list(chat), processing_class=tokenizer,
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=int(prompts) * int(group), num_generations=int(group),
+            gradient_accumulation_steps=1, max_completion_length=int(new), max_steps=int(steps), learning_rate=1e-6,
+            temperature=1.0, beta=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
+            gradient_checkpointing=False, disable_tqdm=True, seed=0, remove_unused_columns=False,
+        ),
+    )  # fmt: skip
+    if fixed == "1":
+        never_stop(trainer)
+    trainer.train()
+    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    skip = 2 if int(steps) > 4 else 1
+    tokens = [length * int(prompts) * int(group) for length in lengths]
+    print(json.dumps({
+        "bench": "trl", "step_s": statistics.median(clock.seconds[skip:]), "tokens": statistics.median(tokens[skip:]),
+        "tokens_per_s": sum(tokens[skip:]) / sum(clock.seconds[skip:]),
+        "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }))  # fmt: skip
+
+
+def never_stop(trainer: GRPOTrainer) -> None:
+    trainer.generation_config.eos_token_id = None
+    trainer.generation_kwargs["eos_token_id"] = None
+    trainer.model.generation_config.eos_token_id = None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The engine: how sequences end, what is shared, what is refused, and that a request's result is its own."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.draws import address, uniforms
+from tandem.engine.cache import bytes_per_token
+from tandem.engine.engine import Engine
+from tandem.errors import UserError
+from tandem.model.logprobs import Filter, log_distribution
+from tandem.types import Request, SamplingParams
+from tests.tiny import VOCAB, exact_logits, exact_model, random_tokens, twins
+
+MODEL = exact_model("qwen3")
+
+
+class CountingModel:
+    """Passes everything on to a model and counts the tokens that run through it, one entry a pass."""
+
+    def __init__(self, model):
+        self.model, self.config, self.heads, self.head = model, model.config, model.heads, model.head
+        self.passes = []
+
+    def hidden(self, tokens, positions, plan):
+        self.passes.append(len(tokens))
+        return self.model.hidden(tokens, positions, plan)
+
+
+def decode(tokens):
+    """Token 3 is "d", token 29 is "D", and so on: one character each."""
+    return "".join("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"[t % 62] for t in tokens)
+
+
+def engine_of(model=MODEL, *, cache_bytes=1 << 26, max_batch=64):
+    return Engine(model, decode, cache_bytes=cache_bytes, max_batch=max_batch)
+
+
+def request(number=0, prompt=(5, 9, 2), **params):
+    return Request(
+        key=address("test", number), prompt=np.array(prompt, np.int64), params=SamplingParams(**{"max_new_tokens": 8, **params})
+    )  # fmt: skip
+
+
+def mixed_requests(count=14):
+    """Prompts of many lengths, some shared, and every kind of ending and filter."""
+    rng = np.random.default_rng(0)
+    kinds = [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 9},
+        {"max_new_tokens": 25, "stop_token_ids": (3, 4, 5, 6, 7, 8)},
+        {"max_new_tokens": 20, "temperature": 0.7, "top_p": 0.8},
+        {"max_new_tokens": 17, "temperature": 1.4, "top_k": 9, "stop": ("a", "Bc")},
+        {"max_new_tokens": 30, "temperature": 0.0},
+    ]
+    prompts = [random_tokens(rng, n).tolist() for n in (1, 4, 16, 33, 60)]
+    return [request(n, prompts[n % 5], **kinds[n % 6]) for n in range(count)]
+
+
+def facts(completion):
+    return (
+        completion.tokens.tobytes(), completion.logprobs.tobytes(), completion.weight_versions.tobytes(),
+        completion.text, completion.stop_reason,
+    )  # fmt: skip
+
+
+def test_a_completion_ends_at_its_length_and_has_the_shapes_it_promises():
+    [completion] = engine_of().generate([request(max_new_tokens=6)])
+    assert len(completion.tokens) == 6 and completion.stop_reason == "length"
+    assert completion.tokens.dtype == np.int64 and completion.logprobs.dtype == np.float32
+    assert completion.weight_versions.tolist() == [0] * 6 and completion.weight_versions.dtype == np.int32
+    assert (completion.logprobs < 0).all() and completion.text == decode(completion.tokens)
+
+
+def test_a_stop_token_ends_the_completion_and_is_in_the_tokens_but_not_in_the_text():
+    [free] = engine_of().generate([request(max_new_tokens=20)])
+    stop = int(free.tokens[11])
+    first = free.tokens.tolist().index(stop)
+    [completion] = engine_of().generate([request(max_new_tokens=20, stop_token_ids=(96, stop))])
+    assert completion.tokens.tolist() == free.tokens[: first + 1].tolist()
+    assert completion.text == decode(free.tokens[:first]) and completion.stop_reason == "stop"
+
+
+def test_a_stop_token_on_the_last_allowed_token_is_a_stop_and_not_a_cut():
+    [free] = engine_of().generate([request(max_new_tokens=20)])
+    place = next(n for n in range(2, 20) if free.tokens[n] not in free.tokens[:n])
+    [completion] = engine_of().generate([request(max_new_tokens=place + 1, stop_token_ids=(int(free.tokens[place]),))])
+    assert len(completion.tokens) == place + 1 and completion.stop_reason == "stop"
+
+
+def test_a_stop_string_that_spans_tokens_ends_the_completion_and_the_text_is_cut_before_it():
+    [free] = engine_of().generate([request(max_new_tokens=20)])
+    stop = decode(free.tokens[7:10])
+    first = free.text.index(stop)
+    [completion] = engine_of().generate([request(max_new_tokens=20, stop=("never there", stop))])
+    assert completion.tokens.tolist() == free.tokens[: first + 3].tolist()  # the tokens that were sampled all stay
+    assert completion.text == free.text[:first] and completion.stop_reason == "stop"
+
+
+def test_of_several_stop_strings_the_first_in_the_text_cuts_it():
+    [free] = engine_of().generate([request(max_new_tokens=20)])
+    long, short = decode(free.tokens[6:9]), decode(free.tokens[8:9])
+    assert short not in free.text[:8] and long not in free.text[:8]
+    [completion] = engine_of().generate([request(max_new_tokens=20, stop=(short, long))])
+    assert completion.text == free.text[:6] and len(completion.tokens) == 9
+
+
+def test_the_logprobs_are_those_of_the_tempered_and_filtered_distribution():
+    params = {"max_new_tokens": 12, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    [completion] = engine_of().generate([request(**params)])
+    sequence = np.concatenate([[5, 9, 2], completion.tokens])
+    with torch.no_grad():
+        [logits] = exact_logits(MODEL, [sequence])
+    table = log_distribution(logits[2:-1], Filter(temperature=0.6, top_k=20, top_p=0.9))
+    assert np.array_equal(
+        completion.logprobs, table.gather(1, torch.from_numpy(completion.tokens)[:, None])[:, 0].numpy()
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "qwen3_moe"])
+def test_greedy_decoding_gives_the_tokens_of_stock_transformers(kind):
+    exact, stock = twins(kind)
+    prompt = random_tokens(np.random.default_rng(3), 12)
+    [completion] = engine_of(exact).generate([request(prompt=prompt, max_new_tokens=24, temperature=0.0)])
+    expected = stock.generate(
+        torch.from_numpy(prompt)[None], attention_mask=torch.ones(1, 12, dtype=torch.int64), max_new_tokens=24, do_sample=False
+    )[0, 12:]  # fmt: skip
+    assert completion.tokens.tolist() == expected.tolist()
+    assert len(set(completion.tokens.tolist())) > 3
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "qwen3_moe"])
+def test_a_request_gives_the_same_bits_in_any_batch_order_and_cache_budget(kind):
+    model, requests = exact_model(kind), mixed_requests()
+    alone = [facts(engine_of(model).generate([r])[0]) for r in requests]
+    longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
+    two_slots = 2 * bytes_per_token(model) * (longest + -longest % 16)
+    order = np.random.default_rng(1).permutation(len(requests)).tolist()
+    assert [facts(c) for c in engine_of(model).generate(requests)] == alone
+    for engine in (engine_of(model, max_batch=5), engine_of(model, cache_bytes=two_slots)):
+        assert [facts(c) for c in engine.generate([requests[n] for n in order])] == [alone[n] for n in order]
+
+
+def test_what_ran_before_leaves_no_trace():
+    engine, requests = engine_of(), mixed_requests()
+    fresh = [facts(c) for c in engine_of().generate(requests)]
+    engine.generate([request(n + 50, [96, 1, 2] * 20, max_new_tokens=30) for n in range(14)])
+    assert [facts(c) for c in engine.generate(requests)] == fresh
+
+
+def test_requests_join_as_others_leave():
+    model = CountingModel(MODEL)
+    requests = [request(n, [n + 1], max_new_tokens=2 + 3 * n) for n in range(6)]
+    completions = engine_of(model, max_batch=3).generate(requests)
+    assert [len(c.tokens) for c in completions] == [2, 5, 8, 11, 14, 17]
+    assert max(model.passes) <= 3
+    # a step decodes all live sequences together: far fewer passes than tokens, and no slot waits for the slowest
+    assert len(model.passes) < 57 and sum(model.passes) == 57
+
+
+def test_a_shared_prompt_is_prefilled_once_and_a_distinct_one_for_itself():
+    model, prompts = CountingModel(MODEL), [[5, 9, 2, 7, 1, 3, 3, 8, 6, 4], [5, 9, 2]]
+    requests = [request(n, prompts[n % 2], max_new_tokens=5) for n in range(8)]  # the two prompts alternate
+    engine_of(model).generate(requests)
+    assert model.passes == [10 + 3] + [8] * 4
+
+
+def test_samples_of_a_shared_prompt_differ_and_equal_keys_do_not():
+    completions = engine_of().generate([request(n % 4, max_new_tokens=12) for n in range(8)])
+    texts = [c.text for c in completions]
+    assert texts[:4] == texts[4:] and len(set(texts)) == 4
+
+
+def test_token_t_is_drawn_with_the_uniform_of_its_key_and_t():
+    [completion] = engine_of().generate([request(3, max_new_tokens=10)])
+    with torch.no_grad():
+        [logits] = exact_logits(MODEL, [np.concatenate([[5, 9, 2], completion.tokens])])
+    cdf = logits[2:-1].double().softmax(-1).cumsum(-1).numpy()
+    draws = uniforms(np.full(10, address("test", 3), np.uint64), np.arange(10))
+    assert [
+        int(np.searchsorted(row, u, side="right")) for row, u in zip(cdf, draws, strict=True)
+    ] == completion.tokens.tolist()
+
+
+def test_the_weight_version_is_stamped_on_every_token():
+    engine = engine_of()
+    engine.weight_version = 7
+    assert engine.generate([request(max_new_tokens=3)])[0].weight_versions.tolist() == [7] * 3
+
+
+def test_nothing_asked_is_nothing_done():
+    model = CountingModel(MODEL)
+    assert engine_of(model).generate([]) == [] and model.passes == []
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_it_needs():
+    needed = bytes_per_token(MODEL) * 16
+    assert len(engine_of(cache_bytes=needed).generate([request(), request(1)])) == 2
+    with pytest.raises(UserError, match="cannot hold one sequence") as error:
+        engine_of(cache_bytes=needed - 1).generate([request()])
+    assert error.value.where == "rollout.cache_mb" and "1 MiB for 16 tokens" in error.value.expected
+
+
+def test_a_sequence_longer_than_the_models_positions_is_refused():
+    model = exact_model("llama", max_position_embeddings=20)
+    assert len(engine_of(model).generate([request(max_new_tokens=17)])[0].tokens) == 17
+    with pytest.raises(UserError, match="longer than the model can place") as error:
+        engine_of(model).generate([request(max_new_tokens=18)])
+    assert "21 tokens" in error.value.found and "20" in error.value.expected
+
+
+def test_a_new_optimizer_step_is_what_the_engine_runs_next():
+    model, other = exact_model("qwen3"), exact_model("qwen3", seed=1)
+    engine = engine_of(model)
+    before = engine.generate([request()])
+    model.load_weights(other.named_weights())
+    after = engine.generate([request()])
+    assert [facts(c) for c in after] == [facts(c) for c in engine_of(other).generate([request()])]
+    assert facts(before[0]) != facts(after[0])
+
+
+def test_many_sequences_that_end_at_once_all_leave():
+    completions = engine_of().generate([request(n, [n], max_new_tokens=1 + n % 2) for n in range(20)])
+    assert [len(c.tokens) for c in completions] == [1, 2] * 10
+    assert all(0 <= t < VOCAB for c in completions for t in c.tokens)
+    assert any(facts(a) != facts(b) for a, b in pairwise(completions))

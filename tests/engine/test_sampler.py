@@ -1,0 +1,57 @@
+"""Sampling by inverse CDF from addressed uniforms: the right frequencies, and nothing outside the set."""
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.draws import uniforms
+from tandem.engine.sampler import sample
+from tandem.model.logprobs import Filter, log_distribution
+
+DRAWS = 20_000
+LOGITS = torch.tensor([2.0, -1.0, 0.5, 0.4, -6.0, 1.1, -2.5, 0.0])
+
+
+def draws(how, logits=LOGITS, count=DRAWS):
+    uniform = torch.from_numpy(uniforms(np.arange(count).astype(np.uint64), np.zeros(count, np.int64)))
+    return sample(logits.expand(count, -1), how, uniform)
+
+
+@pytest.mark.parametrize("how", [Filter(), Filter(temperature=0.5), Filter(temperature=2.0), Filter(top_k=4, top_p=0.9)], ids=str)  # fmt: skip
+def test_sampling_frequencies_follow_the_distribution(how):
+    tokens, logprobs = draws(how)
+    table = log_distribution(LOGITS[None], how)[0]
+    assert torch.equal(logprobs, table[tokens])
+    expected = table.exp().double().numpy() * DRAWS
+    counts = np.bincount(tokens, minlength=len(LOGITS))
+    inside = expected > 0
+    assert not counts[~inside].any()
+    # chi-square with at most 7 degrees of freedom is above 24.3 once in 1,000; the keys are fixed, so this cannot flake
+    assert (((counts - expected) ** 2)[inside] / expected[inside]).sum() < 24.3
+
+
+@pytest.mark.parametrize("how", [Filter(top_p=0.7), Filter(top_k=3), Filter(top_k=5, top_p=0.5, temperature=1.5)], ids=str)  # fmt: skip
+def test_a_filtered_draw_never_leaves_its_set_and_reaches_all_of_it(how):
+    kept = set(torch.where(~log_distribution(LOGITS[None], how)[0].isinf())[0].tolist())
+    assert set(draws(how)[0].tolist()) == kept
+
+
+def test_a_uniform_finds_the_token_whose_slice_of_the_cdf_it_falls_in():
+    logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(6, -1)
+    uniform = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2.0**-24])
+    assert sample(logits, Filter(), uniform)[0].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_extreme_uniforms_never_draw_a_token_of_probability_zero():
+    logits = torch.tensor([-torch.inf, -torch.inf, 1.0, 0.3, -torch.inf, -torch.inf]).expand(2, -1)
+    assert sample(logits, Filter(), torch.tensor([0.0, 1 - 2.0**-24]))[0].tolist() == [2, 3]
+    large = torch.zeros(2, 100_000)  # where a float32 sum of probabilities is off by more than the last uniform's gap
+    large[:, 90_000:] = -torch.inf
+    tokens, logprobs = sample(large, Filter(), torch.tensor([0.0, 1 - 2.0**-24]))
+    assert tokens[0] == 0 and tokens[1] < 90_000 and logprobs.isfinite().all()
+
+
+def test_temperature_zero_takes_the_likeliest_token_with_its_logprob_at_temperature_one():
+    tokens, logprobs = draws(Filter(temperature=0.0), count=3)
+    assert tokens.tolist() == [0, 0, 0]
+    assert torch.equal(logprobs, LOGITS.log_softmax(-1)[0].expand(3))

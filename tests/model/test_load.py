@@ -1,0 +1,153 @@
+"""What loads, what is refused by name before any weight is read, and logits against stock transformers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config, GPT2Config, MambaConfig
+
+from tandem.errors import UserError
+from tandem.model.load import check_model, load_model, why_not_exact
+from tests.tiny import (
+    CONFIGS,
+    SHAPE,
+    exact_logits,
+    exact_model,
+    random_tokens,
+    stock_logits,
+    stock_model,
+    tiny_config,
+    twins,
+)
+
+LENGTHS = (1, 2, 17, 40)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+def documents(seed=0):
+    rng = np.random.default_rng(seed)
+    return [random_tokens(rng, n) for n in LENGTHS]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_logits_of_a_packed_pass_are_those_of_stock_transformers_document_by_document(kind):
+    exact, stock = twins(kind)
+    with torch.no_grad():
+        for found, document in zip(exact_logits(exact, documents()), documents(), strict=True):
+            # two implementations of a float32 model, logits of order 1 to 10
+            torch.testing.assert_close(found, stock_logits(stock, document), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
+def test_static_rotary_embeddings_give_stock_logits_too(rope):
+    parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    if rope == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    exact, stock = twins("llama", rope_parameters=parameters)
+    assert why_not_exact(exact.config) == []
+    with torch.no_grad():
+        for found, document in zip(exact_logits(exact, documents()), documents(), strict=True):
+            torch.testing.assert_close(found, stock_logits(stock, document), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_weights_keep_their_hugging_face_names_once_each(kind):
+    exact, stock = twins(kind)
+    named = exact.named_weights()
+    assert list(named) == [name for name, _ in stock.named_parameters()]
+    assert all(torch.equal(named[name], p) for name, p in stock.named_parameters())
+    assert ("lm_head.weight" in named) == (not exact.config.tie_word_embeddings)
+
+
+def test_a_saved_directory_loads_with_the_same_bits_in_float32(tmp_path):
+    model = exact_model("qwen3")
+    model.module.save_pretrained(tmp_path)
+    again = load_model(str(tmp_path))
+    assert all(torch.equal(w, model.named_weights()[name]) for name, w in again.named_weights().items())
+    stock_model(tiny_config("qwen3")).bfloat16().save_pretrained(tmp_path / "half")
+    assert {w.dtype for w in load_model(str(tmp_path / "half")).named_weights().values()} == {torch.float32}
+
+
+def test_loading_weights_keeps_the_tensors_and_their_ties():
+    model, other = exact_model("qwen3", seed=0), exact_model("qwen3", seed=1)
+    places = {name: w.data_ptr() for name, w in model.named_weights().items()}
+    model.load_weights(other.named_weights())
+    assert {name: w.data_ptr() for name, w in model.named_weights().items()} == places
+    assert model.head.weight is model.module.get_input_embeddings().weight
+    assert all(torch.equal(w, other.named_weights()[name]) for name, w in model.named_weights().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (GPT2Config(n_embd=96, n_layer=1, n_head=6), "architecture gpt2"),
+        (Gemma2Config(hidden_size=96, num_hidden_layers=1), "architecture gemma2"),
+        (MambaConfig(hidden_size=96, num_hidden_layers=1), "architecture mamba"),
+        (tiny_config("llama", hidden_act="gelu"), "activation gelu"),
+        (tiny_config("qwen2", rope_parameters=DYNAMIC), "rotary embedding dynamic"),
+        (tiny_config("llama", num_attention_heads=24, num_key_value_heads=24), "head size 4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_exact_is_refused_by_name_without_any_weights(config, reason, tmp_path):
+    config.save_pretrained(tmp_path)  # no weights: had they been looked for, the error would be another
+    for load in (check_model, load_model):
+        with pytest.raises(UserError, match="cannot run exactly") as error:
+            load(str(tmp_path))
+        assert reason in error.value.found and str(tmp_path) in error.value.where
+
+
+def test_every_reason_is_named_at_once():
+    reasons = why_not_exact(tiny_config("llama", hidden_act="gelu", rope_parameters=DYNAMIC))
+    assert len(reasons) == 2
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_supported_architectures_have_nothing_against_them(kind):
+    assert why_not_exact(tiny_config(kind)) == []
+
+
+def test_no_name_a_missing_directory_and_a_directory_without_a_config_are_told_apart(tmp_path):
+    with pytest.raises(UserError, match="no model is named"):
+        check_model("")
+    with pytest.raises(UserError, match="does not exist") as error:
+        check_model(str(tmp_path / "nowhere"))
+    assert error.value.found == "no such directory"
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(UserError, match="does not exist") as error:
+        check_model(str(tmp_path))
+    assert error.value.found == "a directory without config.json: notes.txt"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"hidden_size": 96}), json.dumps({"model_type": "nonsense"})])
+def test_a_broken_config_is_a_users_error(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError):
+        check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not safetensors"])
+def test_missing_and_broken_weights_are_a_users_error(content, tmp_path):
+    tiny_config("llama").save_pretrained(tmp_path)
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_not_filled_with_random_numbers(tmp_path):
+    model = exact_model("qwen3")
+    model.module.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="cannot be loaded") as error:
+        load_model(str(tmp_path))
+    assert "model.layers.1.mlp.up_proj.weight" in error.value.found
+
+
+def test_the_head_sizes_are_read_from_the_config():
+    assert exact_model("llama").heads == (6, 2, SHAPE["hidden_size"] // 6)
+    assert exact_model("qwen3", head_dim=32).heads == (6, 2, 32)

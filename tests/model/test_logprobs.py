@@ -1,0 +1,175 @@
+"""Log-probs of the distribution sampled from: chunked = whole, filters = their definition, gradients = autograd's."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.model.linear import multiply, pack
+from tandem.model.logprobs import CHUNK_BYTES, Filter, log_distribution, token_logprobs
+
+FILTERS = [
+    Filter(),
+    Filter(temperature=0.7),
+    Filter(temperature=1.6),
+    Filter(top_k=5),
+    Filter(top_p=0.6),
+    Filter(temperature=1.3, top_k=12, top_p=0.8),
+]
+WIDTH = 16
+
+
+def noise(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def logits(rows=8, vocabulary=40, seed=0):
+    return noise(rows, vocabulary, seed=seed) * 3
+
+
+def kept_by_definition(row, how):
+    """The indices that stay, for one row of logits without ties, in Python floats."""
+    weights = [math.exp(float(x) / how.temperature) for x in row]
+    ranked = sorted(range(len(row)), key=lambda i: -weights[i])
+    if how.top_k:
+        ranked = ranked[: how.top_k]
+    kept, mass, total = [], 0.0, math.fsum(weights[i] for i in ranked)
+    for index in ranked:
+        if mass >= how.top_p * total:
+            break
+        kept.append(index)
+        mass += weights[index]
+    return set(kept)
+
+
+def by_definition(row, how, forced=None):
+    """Log-probs of one row, -inf outside the kept set, in Python floats."""
+    kept = kept_by_definition(row, how) | ({int(forced)} if forced is not None else set())
+    scaled = [float(x) / how.temperature for x in row]
+    normalizer = math.log(math.fsum(math.exp(scaled[i]) for i in kept))
+    return [scaled[i] - normalizer if i in kept else -math.inf for i in range(len(row))]
+
+
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+def test_the_distribution_is_the_definition_of_temperature_top_k_and_top_p(how):
+    table = logits()
+    found = log_distribution(table, how)
+    expected = torch.tensor([by_definition(row, how) for row in table.tolist()])
+    assert torch.equal(found.isinf(), expected.isinf())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.exp().sum(-1), torch.ones(len(table)))
+
+
+@pytest.mark.parametrize("how", FILTERS[3:], ids=str)
+def test_a_forced_token_is_kept_and_the_rest_of_the_set_stays(how):
+    table = logits()
+    forced = table.argmin(-1)  # outside every filter
+    expected = torch.tensor(
+        [by_definition(row, how, f) for row, f in zip(table.tolist(), forced.tolist(), strict=True)]
+    )
+    found = log_distribution(table, how, forced)
+    assert torch.equal(found.isinf(), expected.isinf())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+def test_forcing_a_token_that_is_in_the_set_changes_no_bit(how):
+    table = logits()
+    assert torch.equal(log_distribution(table, how, table.argmax(-1)), log_distribution(table, how))
+
+
+def test_ties_at_the_edge_are_all_kept():
+    tied = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    kept = [False, False, False, False, True]
+    assert log_distribution(tied, Filter(top_k=2)).isinf().tolist() == [kept]
+    assert log_distribution(tied, Filter(top_p=0.5)).isinf().tolist() == [kept]
+
+
+def test_the_likeliest_token_is_kept_by_the_smallest_filters_and_all_by_the_largest():
+    table = logits()
+    for how in (Filter(top_k=1), Filter(top_p=1e-6)):
+        assert torch.equal(log_distribution(table, how).argmax(-1), table.argmax(-1))
+        assert ((log_distribution(table, how) == 0.0).sum(-1) == 1).all()
+    for size in (40, 41):
+        assert not log_distribution(table, Filter(top_k=size)).isinf().any()
+
+
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+def test_a_row_does_not_see_the_other_rows(how):
+    table = logits(rows=33, vocabulary=97)
+    whole = log_distribution(table, how)
+    for rows in (1, 2, 3, 7):
+        for start in (0, 5):
+            assert torch.equal(log_distribution(table[start : start + rows].clone(), how), whole[start : start + rows])
+
+
+def case(rows, vocabulary, seed=0):
+    hidden, weight = noise(rows, WIDTH, seed=seed), noise(vocabulary, WIDTH, seed=seed + 1) * 0.5
+    targets = torch.from_numpy(np.random.default_rng(seed).integers(0, vocabulary, rows))
+    return hidden, weight, targets
+
+
+def test_a_vocabulary_that_needs_several_chunks_gives_the_bits_of_one_pass():
+    vocabulary = 40_000
+    rows = 2 * CHUNK_BYTES // (4 * vocabulary) + 7
+    hidden, weight, targets = case(rows, vocabulary)
+    packed = pack(weight)
+    for how in (Filter(), Filter(temperature=0.8, top_k=50)):
+        found, entropy = token_logprobs(hidden, weight, packed, targets, how)
+        table = log_distribution(multiply(hidden, packed), how, targets)
+        assert torch.equal(found, table.gather(1, targets[:, None])[:, 0])
+        assert entropy.shape == found.shape and (entropy > 0).all()
+
+
+def test_the_gradient_of_several_chunks_is_the_gradient_of_autograd():
+    vocabulary = 40_000
+    hidden, weight, targets = case(CHUNK_BYTES // (4 * vocabulary) + 30, vocabulary)
+    above = noise(len(targets), seed=3)
+    ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found, _ = token_logprobs(*ours, pack(weight), targets, Filter(temperature=0.8))
+    (found * above).sum().backward()
+    theirs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    table = ((theirs[0] @ theirs[1].t()) / 0.8).log_softmax(-1)
+    (table.gather(1, targets[:, None])[:, 0] * above).sum().backward()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)  # float32 on both sides
+
+
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+def test_the_gradient_is_that_of_log_softmax_over_the_kept_set(how):
+    hidden, weight, targets = case(12, 40)
+    above = noise(12, seed=3)
+    ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found, _ = token_logprobs(*ours, pack(weight), targets, how)
+    (found * above).sum().backward()
+    theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    scaled = theirs[0] @ theirs[1].t() / how.temperature
+    outside = [
+        [i not in kept_by_definition(row, how) | {int(t)} for i in range(40)]
+        for row, t in zip((hidden @ weight.t()).tolist(), targets, strict=True)
+    ]
+    expected = scaled.masked_fill(torch.tensor(outside), -math.inf).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    (expected * above).sum().backward()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+def test_the_entropy_is_that_of_the_distribution_sampled_from(how):
+    hidden, weight, targets = case(12, 40)
+    _, entropy = token_logprobs(hidden, weight, pack(weight), targets, how)
+    expected = []
+    for row, target in zip((hidden @ weight.t()).tolist(), targets, strict=True):
+        logprobs = by_definition(row, how, target)
+        expected.append(-math.fsum(math.exp(x) * x for x in logprobs if x > -math.inf))
+    np.testing.assert_allclose(entropy, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
+    hidden, weight, _ = case(0, 40)
+    weight.requires_grad_()
+    found, _ = token_logprobs(hidden, weight, pack(weight), torch.zeros(0, dtype=torch.int64), Filter())
+    found.sum().backward()
+    assert len(found) == 0 and not weight.grad.any()

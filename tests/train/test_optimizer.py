@@ -1,0 +1,193 @@
+"""AdamW, clipping, schedules and state, against torch's plain AdamW and against itself after a reload."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tandem.train.optimizer import Optimizer, factor, global_norm
+
+SHAPES = {"embedding": (30, 8), "bias": (8,), "experts": (3, 5, 8)}
+
+
+def parameters(seed=0):
+    noise = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape, generator=noise)) for name, shape in SHAPES.items()}
+
+
+def optimizer(weights, **changes):
+    how = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "total_steps": 10, "weight_decay": 0.1,
+               "betas": (0.9, 0.95), "max_grad_norm": 1e9}  # fmt: skip
+    return Optimizer(weights, **{**how, **changes})
+
+
+def set_gradients(weights, step, scale=1.0):
+    noise = torch.Generator().manual_seed(1000 + step)
+    for parameter in weights.values():
+        parameter.grad = torch.randn(parameter.shape, generator=noise) * scale
+
+
+def bits(weights):
+    return {name: p.detach().numpy().tobytes() for name, p in weights.items()}
+
+
+def test_updates_are_those_of_torchs_plain_adamw_with_decay_on_matrices_only():
+    weights, twin = parameters(), parameters()
+    ours = optimizer(weights)
+    theirs = torch.optim.AdamW(
+        [{"params": [twin["embedding"], twin["experts"]], "weight_decay": 0.1}, {"params": [twin["bias"]], "weight_decay": 0.0}],
+        lr=0.01, betas=(0.9, 0.95), fused=False, foreach=False,
+    )  # fmt: skip
+    for step in range(5):
+        set_gradients(weights, step)
+        set_gradients(twin, step)
+        ours.update()
+        theirs.step()
+        for name, parameter in weights.items():
+            # the fused kernel rounds its intermediate results elsewhere: an ulp or two of a weight of order 1
+            torch.testing.assert_close(parameter, twin[name], rtol=1e-6, atol=1e-6)
+
+
+def test_the_reported_norm_is_that_before_clipping_and_the_gradient_is_scaled_to_the_limit():
+    weights, twin = parameters(), parameters()
+    clipped, scaled = optimizer(weights, max_grad_norm=0.5), optimizer(twin)
+    set_gradients(weights, 0, 7.0)
+    set_gradients(twin, 0, 7.0)
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in twin.values()))
+    for parameter in twin.values():
+        parameter.grad.mul_(0.5 / global_norm([p.grad for p in weights.values()]))
+    assert clipped.update()["grad_norm"] == pytest.approx(norm, rel=1e-6) and norm > 0.5
+    scaled.update()
+    # Adam divides by the gradient's own size, so the moments show the clipping and the weights hardly would
+    assert all(torch.equal(clipped.state()[key], scaled.state()[key]) for key in clipped.state())
+    assert global_norm(
+        [clipped.state()[f"exp_avg.{name}"] for name in SHAPES]
+    ) == pytest.approx(0.1 * 0.5, rel=1e-5)  # fmt: skip
+
+
+def test_a_gradient_within_the_limit_is_not_touched():
+    weights, twin = parameters(), parameters()
+    for weights_, limit in ((weights, 1e9), (twin, 1e3)):
+        set_gradients(weights_, 0)
+        optimizer(weights_, max_grad_norm=limit).update()
+    assert bits(weights) == bits(twin)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_untouched(bad):
+    weights = parameters()
+    ours = optimizer(weights)
+    set_gradients(weights, 0)
+    assert ours.update()["skipped_updates"] == 0.0
+    before, moments = bits(weights), {k: v.clone() for k, v in ours.state().items()}
+    set_gradients(weights, 1)
+    weights["experts"].grad[1, 2, 3] = bad
+    metrics = ours.update()
+    assert metrics["skipped_updates"] == 1.0 and not math.isfinite(metrics["grad_norm"])
+    assert bits(weights) == before and all(torch.equal(v, moments[k]) for k, v in ours.state().items())
+    assert ours.step == 2 and all(p.grad is None for p in weights.values())
+
+
+def test_gradients_are_cleared_and_the_version_counters_rise_with_every_update():
+    weights = parameters()
+    ours = optimizer(weights)
+    for step in range(2):
+        before = {name: p._version for name, p in weights.items()}
+        set_gradients(weights, step)
+        ours.update()
+        assert all(p.grad is None and p._version > before[name] for name, p in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0]),
+        ("cosine", [1 / 3, 2 / 3, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
+    ],
+)
+def test_a_schedule_warms_up_and_decays_over_the_rest(schedule, expected):
+    factors = [factor(schedule, step, 2, 6) for step in range(7)]
+    assert factors == pytest.approx(expected, abs=1e-12)
+    assert factor(schedule, 1000, 2, 6) == pytest.approx(expected[-1], abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_without_warmup_the_first_step_is_at_the_peak_and_degenerate_lengths_divide_by_nothing(schedule):
+    assert factor(schedule, 0, 0, 10) == 1.0
+    assert factor(schedule, 0, 5, 5) == pytest.approx(1 / 6)
+    assert math.isfinite(factor(schedule, 5, 5, 5)) and math.isfinite(factor(schedule, 0, 0, 0))
+
+
+def test_the_learning_rate_of_the_schedule_is_the_one_used():
+    weights = parameters()
+    ours = optimizer(weights, schedule="linear", total_steps=4, weight_decay=0.0)
+    rates, moves = [], []
+    for _ in range(4):
+        before = weights["bias"].detach().clone()
+        for parameter in weights.values():
+            parameter.grad = torch.ones_like(parameter)
+        rates.append(ours.update()["learning_rate"])
+        moves.append(float((before - weights["bias"].detach()).mean()))
+    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    assert moves == pytest.approx(rates, rel=1e-3)  # with equal gradients Adam moves by its learning rate
+
+
+def test_a_reloaded_state_continues_with_the_same_bits():
+    weights = parameters()
+    ours = optimizer(weights, schedule="cosine", warmup_steps=1)
+    for step in range(3):
+        set_gradients(weights, step)
+        ours.update()
+    saved = {key: tensor.clone() for key, tensor in ours.state().items()}
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in weights.items()}
+    again = optimizer(copies, schedule="cosine", warmup_steps=1)
+    again.load_state(saved, ours.step)
+    for step in range(3, 6):
+        set_gradients(weights, step)
+        set_gradients(copies, step)
+        assert ours.update() == again.update()
+        assert bits(weights) == bits(copies)
+    assert all(torch.equal(again.state()[key], tensor) for key, tensor in ours.state().items())
+    assert set(saved) == {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq", "step") for name in SHAPES}
+
+
+def test_a_loaded_state_is_a_copy_and_the_state_before_the_first_update_is_empty():
+    weights = parameters()
+    ours = optimizer(weights)
+    assert ours.state() == {}
+    ours.load_state({}, 0)
+    set_gradients(weights, 0)
+    ours.update()
+    saved = {key: tensor.clone() for key, tensor in ours.state().items()}
+    ours.load_state(saved, 1)
+    set_gradients(weights, 1)
+    ours.update()
+    assert all(saved[f"step.{name}"] == 1 for name in SHAPES)
+
+
+def test_a_parameter_without_a_gradient_stays_as_it_is():
+    weights = parameters()
+    ours = optimizer(weights)
+    before = bits(weights)
+    set_gradients(weights, 0)
+    weights["embedding"].grad = None
+    ours.update()
+    after = bits(weights)
+    assert after["embedding"] == before["embedding"] and after["bias"] != before["bias"]
+
+
+def test_the_global_norm_is_the_norm_and_has_the_same_bits_for_one_and_two_threads():
+    noise = torch.Generator().manual_seed(0)
+    shapes = [(700, 300), (3, 70_000), (1, 90_001), (90_001,), (2, 50, 900), (1,), (1, 1)]
+    tensors = [torch.randn(shape, generator=noise) for shape in shapes]
+    before, norms = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        norms.append(global_norm(tensors))
+    torch.set_num_threads(before)
+    assert norms[0] == norms[1]
+    exact = math.sqrt(sum(float(np.square(t.numpy().astype(np.float64)).sum()) for t in tensors))
+    assert norms[0] == pytest.approx(exact, rel=1e-6)  # rows are summed in float32
