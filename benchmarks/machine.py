@@ -43,6 +43,10 @@ def others_cpu_share(seconds: float = 2.0) -> float:
 
 
 def describe() -> str:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{names[0]} ({capability}), {os.cpu_count()} cores, {platform.python_version()}, torch {torch.__version__}"

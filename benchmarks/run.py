@@ -24,7 +24,9 @@ TINY = ROOT / ".cache" / "bench-tiny"
 def main() -> int:
     share = machine.others_cpu_share()
     if share > 0.10:
-        print(f"error: other processes use {share:.0%} of the CPU\n  expected: at most 10%\n  next:     stop them, then make bench")
+        print(
+            f"error: other processes use {share:.0%} of the CPU\n  expected: at most 10%\n  next:     stop them, then make bench"
+        )
         return 2
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in sys.argv[1:] or ["decode", "tiny", "smollm2"]:
@@ -54,7 +56,10 @@ def smollm2() -> dict:
 
 
 def paired(arguments: list[str], rounds: int) -> dict:
-    runs = [(run(str(TRL), "grpo_trl.py", *arguments), run(sys.executable, "grpo_tandem.py", *arguments)) for _ in range(rounds)]
+    runs = [
+        (run(str(TRL), "grpo_trl.py", *arguments), run(sys.executable, "grpo_tandem.py", *arguments))
+        for _ in range(rounds)
+    ]
     best = min(runs, key=lambda pair: pair[0]["step_s"] / pair[1]["step_s"])  # the round least kind to Tandem
     theirs, ours = best
     return {
@@ -88,7 +93,10 @@ def model_with_examples() -> Path:
 
 def write_table(results: dict) -> None:
     lines = ["# Performance", "", "Written by `make bench` (`benchmarks/run.py`); raw numbers in performance.json.", ""]
-    lines += [f"Machine: {results['machine']}; {results['date']}. Medians; baseline and Tandem alternate in one run.", ""]
+    lines += [
+        f"Machine: {results['machine']}; {results['date']}. Medians; baseline and Tandem alternate in one run.",
+        "",
+    ]
     if "decode" in results:
         lines += decode_table(results["decode"])
     for name, title in (("tiny", "1.06M parameters, 32 prompts x 8 samples x 16 tokens, all of full length"),
@@ -101,19 +109,33 @@ def write_table(results: dict) -> None:
 
 def decode_table(result: dict) -> list[str]:
     head = "## Generation, SmolLM2-135M, 64 prompt tokens, 48 sampled tokens, temperature 1"
-    lines = [head, "", "| batch | transformers `generate` | Tandem | ratio | share of the floor |", "|---|---|---|---|---|"]
+    lines = [
+        head,
+        "",
+        "| batch | transformers `generate` | Tandem | ratio | share of the floor |",
+        "|---|---|---|---|---|",
+    ]
     for batch, row in result["batches"].items():
         share = row["tandem_tok_s"] / row["floor_tok_s"]
-        lines.append(f"| {batch} | {row['generate_tok_s']:.0f} tok/s | {row['tandem_tok_s']:.0f} tok/s | {row['ratio']:.2f}x | {share:.0%} |")
+        lines.append(
+            f"| {batch} | {row['generate_tok_s']:.0f} tok/s | {row['tandem_tok_s']:.0f} tok/s | {row['ratio']:.2f}x | {share:.0%} |"
+        )
     note = f"Ceilings in the same run: {result['gemm_gflops']:.0f} GFLOP/s, {result['read_gb_s']:.1f} GB/s; the floor's formula is in"
     return [*lines, "", f"{note} benchmarks/decode.py.", ""]
 
 
 def step_table(title: str, result: dict) -> list[str]:
-    lines = [f"## One GRPO step, {title}", "", "| | s a step | sampled tokens a step | tokens/s | peak memory |", "|---|---|---|---|---|"]
+    lines = [
+        f"## One GRPO step, {title}",
+        "",
+        "| | s a step | sampled tokens a step | tokens/s | peak memory |",
+        "|---|---|---|---|---|",
+    ]
     for name, label in (("trl", "TRL 1.16 `GRPOTrainer`"), ("tandem", "Tandem")):
         row = result[name]
-        lines.append(f"| {label} | {row['step_s']:.3f} | {row['tokens']:.0f} | {row['tokens_per_s']:.0f} | {row['rss_gib']:.2f} GiB |")
+        lines.append(
+            f"| {label} | {row['step_s']:.3f} | {row['tokens']:.0f} | {row['tokens_per_s']:.0f} | {row['rss_gib']:.2f} GiB |"
+        )
     ratios = f"Tandem: {result['speed_ratio']:.2f}x the tokens a second, {result['step_ratio']:.2f}x by step, {result['memory_ratio']:.2f}x the memory"
     return [*lines, "", f"{ratios} (the less favourable of the rounds).", ""]
 

@@ -6,6 +6,7 @@ Each stage prints the command that does the same by hand. Killed anywhere, the s
 """
 
 import argparse
+import json
 import shutil
 import sys
 import time
@@ -93,7 +94,8 @@ def report(folder: Path, final: Path) -> None:
     console.print(table)
     console.print(curve(folder))
     say("the exported model, in stock transformers:")
-    console.print(ask_stock_transformers(final, "3x+4=19, x?"), markup=False)
+    [question] = json.loads((folder / "data" / "test.jsonl").read_text().splitlines()[4])["prompt"]
+    console.print(ask_stock_transformers(final, question["content"]), markup=False)
 
 
 def curve(folder: Path, width: int = 60) -> str:

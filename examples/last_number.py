@@ -1,6 +1,6 @@
 """A reward in a few lines: 1 when the last number of the completion is the answer.
 
-    reward.function = "examples/last_number.py:score"
+reward.function = "examples/last_number.py:score"
 """
 
 import re

@@ -127,7 +127,7 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
 
     with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
         yield Job(
-            policy=policy, steps=config.sft.steps, eval_every=config.eval.every, publish=InlineSync(engine).publish,
+            policy=policy, steps=config.sft.steps, eval_every=0, publish=InlineSync(engine).publish,
             step=step, evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
         )  # fmt: skip
 

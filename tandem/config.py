@@ -183,7 +183,7 @@ def load_config(recipe: str | Path, overrides: list[str]) -> Config:
 def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string."""
     key, sign, raw = text.partition("=")
-    section, dot, field = key.partition(".")
+    section, _, field = key.partition(".")
     if not (sign and section and field):
         raise UserError(
             "an override cannot be read",

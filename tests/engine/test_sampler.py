@@ -10,6 +10,8 @@ from tandem.model.logprobs import Filter, log_distribution
 
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 0.4, -6.0, 1.1, -2.5, 0.0])
+WHOLE = (Filter(), Filter(temperature=0.5), Filter(temperature=2.0), Filter(top_k=4, top_p=0.9))
+FILTERED = (Filter(top_p=0.7), Filter(top_k=3), Filter(top_k=5, top_p=0.5, temperature=1.5))
 
 
 def draws(how, logits=LOGITS, count=DRAWS):
@@ -17,7 +19,7 @@ def draws(how, logits=LOGITS, count=DRAWS):
     return sample(logits.expand(count, -1), how, uniform)
 
 
-@pytest.mark.parametrize("how", [Filter(), Filter(temperature=0.5), Filter(temperature=2.0), Filter(top_k=4, top_p=0.9)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("how", WHOLE, ids=str)
 def test_sampling_frequencies_follow_the_distribution(how):
     tokens, logprobs = draws(how)
     table = log_distribution(LOGITS[None], how)[0]
@@ -30,7 +32,7 @@ def test_sampling_frequencies_follow_the_distribution(how):
     assert (((counts - expected) ** 2)[inside] / expected[inside]).sum() < 24.3
 
 
-@pytest.mark.parametrize("how", [Filter(top_p=0.7), Filter(top_k=3), Filter(top_k=5, top_p=0.5, temperature=1.5)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("how", FILTERED, ids=str)
 def test_a_filtered_draw_never_leaves_its_set_and_reaches_all_of_it(how):
     kept = set(torch.where(~log_distribution(LOGITS[None], how)[0].isinf())[0].tolist())
     assert set(draws(how)[0].tolist()) == kept

@@ -46,7 +46,11 @@ def run(command: list[str], folder: Path, kill_after_s: float | None = None) -> 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     start = time.perf_counter()
     process = subprocess.Popen(
-        [*command, f"run.folder={folder}"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        [*command, f"run.folder={folder}"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=kill_after_s or 300)

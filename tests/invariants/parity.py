@@ -22,7 +22,9 @@ CONFIGS = {
     "qwen2": lambda: Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"}),
     "qwen3": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=40),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=60, decoder_sparse_step=1),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=60, decoder_sparse_step=1
+    ),
 }
 FILTERS = (
     SamplingParams(max_new_tokens=1),
@@ -52,7 +54,9 @@ def random_requests(rng: np.random.Generator, *, prompts: int, longest: int, gro
     return [requests[i] for i in rng.permutation(len(requests))]
 
 
-def largest_gap(model: ExactModel, requests: list[Request], completions: list[Completion], budget: int, *, gradients: bool) -> float:
+def largest_gap(
+    model: ExactModel, requests: list[Request], completions: list[Completion], budget: int, *, gradients: bool
+) -> float:
     """max |engine log-prob - policy log-prob| with samples packed, prompts shared, under a token budget."""
     by_prompt: dict[bytes, int] = {}
     for request in requests:
