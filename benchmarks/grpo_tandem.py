@@ -59,7 +59,8 @@ def measure(stages: Stages, steps: int) -> dict[str, float | str]:
     skip = 2 if steps > 4 else 1  # the first steps meet new shapes
     return {
         "bench": "tandem", "step_s": statistics.median(seconds[skip:]), "rollout_s": statistics.median(rollout[skip:]),
-        "tokens": statistics.median(tokens[skip:]), "tokens_per_s": sum(tokens[skip:]) / sum(seconds[skip:]), "rss_gib": peak_rss_mb() / 1024,
+        "tokens": statistics.median(tokens[skip:]), "tokens_per_s": sum(tokens[skip:]) / sum(seconds[skip:]),
+        "rss_gib": peak_rss_mb() / 1024,
     }  # fmt: skip
 
 

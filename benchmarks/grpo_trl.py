@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -41,7 +42,7 @@ class StepClock(TrainerCallback):
 
 def main() -> None:
     path, data, prompts, group, new, steps, fixed = sys.argv[1:]
-    rows = [json.loads(line) for line in open(data, encoding="utf-8")]
+    rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
     chat = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     tokenizer.padding_side = "left"

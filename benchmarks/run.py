@@ -116,10 +116,8 @@ def decode_table(result: dict) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for batch, row in result["batches"].items():
-        share = row["tandem_tok_s"] / row["floor_tok_s"]
-        lines.append(
-            f"| {batch} | {row['generate_tok_s']:.0f} tok/s | {row['tandem_tok_s']:.0f} tok/s | {row['ratio']:.2f}x | {share:.0%} |"
-        )
+        theirs, ours, share = row["generate_tok_s"], row["tandem_tok_s"], row["tandem_tok_s"] / row["floor_tok_s"]
+        lines.append(f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {row['ratio']:.2f}x | {share:.0%} |")
     note = f"Ceilings in the same run: {result['gemm_gflops']:.0f} GFLOP/s, {result['read_gb_s']:.1f} GB/s; the floor's formula is in"
     return [*lines, "", f"{note} benchmarks/decode.py.", ""]
 
@@ -133,10 +131,10 @@ def step_table(title: str, result: dict) -> list[str]:
     ]
     for name, label in (("trl", "TRL 1.16 `GRPOTrainer`"), ("tandem", "Tandem")):
         row = result[name]
-        lines.append(
-            f"| {label} | {row['step_s']:.3f} | {row['tokens']:.0f} | {row['tokens_per_s']:.0f} | {row['rss_gib']:.2f} GiB |"
-        )
-    ratios = f"Tandem: {result['speed_ratio']:.2f}x the tokens a second, {result['step_ratio']:.2f}x by step, {result['memory_ratio']:.2f}x the memory"
+        cells = f"{row['step_s']:.3f} | {row['tokens']:.0f} | {row['tokens_per_s']:.0f} | {row['rss_gib']:.2f} GiB"
+        lines.append(f"| {label} | {cells} |")
+    speed, step, memory = (result[f"{name}_ratio"] for name in ("speed", "step", "memory"))
+    ratios = f"Tandem: {speed:.2f}x the tokens a second, {step:.2f}x by step, {memory:.2f}x the memory"
     return [*lines, "", f"{ratios} (the less favourable of the rounds).", ""]
 
 

@@ -16,7 +16,7 @@ from tandem.engine.engine import Engine
 from tandem.envs.single_turn import SingleTurn
 from tandem.errors import UserError
 from tandem.evaluate import evaluate, sampling_params
-from tandem.loop import Clock, Row, Stages, train_step
+from tandem.loop import Clock, Stages, train_step
 from tandem.model.load import ExactModel, check_model, load_model
 from tandem.model.probe import what_is_not_exact
 from tandem.rewards.pool import RewardPool
@@ -24,7 +24,7 @@ from tandem.stream.journal import write_episodes
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.train.policy import Policy
-from tandem.types import Problem, Reward, Sample
+from tandem.types import Problem, Reward, Row, Sample
 from tandem.weights.inline import InlineSync
 
 Report = Callable[[str], None]

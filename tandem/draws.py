@@ -12,7 +12,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def address(*parts: int | str) -> int:
     """A 64-bit key for a place, e.g. address(seed, "sample", problem.uid, sample_index, turn)."""
-    text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
+    # the separator is doubled inside a part and followed by a letter between parts, so no two places share a text
+    words = [f"str:{p}".replace("\x1f", "\x1f\x1f") if isinstance(p, str) else f"int:{int(p)}" for p in parts]
+    text = "\x1f".join(words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

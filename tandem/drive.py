@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint, save_checkpoint, weight_hash
-from tandem.loop import Row
 from tandem.metrics import MetricsWriter, peak_rss_mb
 from tandem.run import RunFolder
 from tandem.stream.journal import cut_episodes
 from tandem.train.policy import Policy
+from tandem.types import Row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import numpy as np
 
 from tandem.config import Eval, Rollout
 from tandem.envs.rollout import run_episodes
-from tandem.loop import Row, score
-from tandem.types import Env, Generate, Group, Problem, Renderer, Reward, SamplingParams
+from tandem.loop import score
+from tandem.types import Env, Generate, Group, Problem, Renderer, Reward, Row, SamplingParams
 
 
 def evaluate(

@@ -26,10 +26,8 @@ from tandem.rl.advantages import advantages, loss_denominator
 from tandem.stream.journal import write_episodes
 from tandem.train.pack import pack
 from tandem.train.policy import Policy
-from tandem.types import Env, Episode, Generate, Group, Problem, Renderer, Reward, Sample, SamplingParams
+from tandem.types import Env, Episode, Generate, Group, Problem, Renderer, Reward, Row, Sample, SamplingParams
 from tandem.weights.inline import InlineSync
-
-Row = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)

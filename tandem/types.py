@@ -12,6 +12,7 @@ import numpy as np
 
 Array = np.ndarray
 Message = dict[str, str]
+Row = dict[str, float]  # metrics or timings of a step, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ def memory(parameters: int, config: Config, *, reference: bool) -> list[tuple[st
         ("Adam moments", 8 * parameters, "8 bytes x parameters"),
         ("key/value cache", config.rollout.cache_mb << 20, "at most rollout.cache_mb"),
     ]
-    return rows + [("reference", 8 * parameters, "weights and packs of the frozen model")] if reference else rows
+    return [*rows, ("reference", 8 * parameters, "weights and packs of the frozen model")] if reference else rows
 
 
 def _parameters(path: str) -> tuple[int, Any]:

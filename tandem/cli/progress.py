@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tandem.loop import Row
+from tandem.types import Row
 
 console = Console(highlight=False, soft_wrap=True)
 WINDOW = 5  # steps that the moving average of the reward looks back

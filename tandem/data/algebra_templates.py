@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
+from typing import TypeVar
+
 import numpy as np
 
+T = TypeVar("T")
 Draw = np.random.Generator
 
 
@@ -39,7 +42,7 @@ def _nonzero(draw: Draw, limit: int) -> int:
     return value if value <= limit else limit - value
 
 
-def _pick(draw: Draw, choices: tuple) -> tuple | str:
+def _pick(draw: Draw, choices: tuple[T, ...]) -> T:
     return choices[_int(draw, 0, len(choices) - 1)]
 
 

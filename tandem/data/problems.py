@@ -121,7 +121,7 @@ def problems_of_step(problems: Sequence[T], step: int, per_step: int, seed: int,
 
     A problem can come twice in one step: always when per_step exceeds the number of problems, and where a step spans
     the end of an epoch, because the next epoch has its own shuffle. An epoch visits each problem once, so (uid, epoch)
-    is unique in the whole run: address the random draws of an episode with both.
+    is unique in the whole run.
     """
     size, first = len(problems), step * per_step
     chosen = []

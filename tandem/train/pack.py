@@ -13,7 +13,14 @@ from tandem.types import Microbatch, Sample
 
 
 def pack(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[Microbatch]:
-    """Fill microbatches in order, up to the token budget; a single longer sample gets a microbatch of its own."""
+    """Fill microbatches in order, up to the token budget; a single longer sample gets a microbatch of its own.
+
+    Raises ValueError for a sample without a token after its prefix, or with loss where nothing predicts it.
+    """
+    for sample in samples:
+        start = max(sample.prefix, 1)
+        if len(sample.tokens) <= sample.prefix or sample.loss_mask[:start].any():
+            raise ValueError(f"sample of group {sample.group}: {len(sample.tokens)} tokens, prefix {sample.prefix}, loss before {start}")
     batches, rows = [], 0
     current: list[list[Sample]] = []
     for cluster in _clusters(samples, tokens_per_microbatch):
