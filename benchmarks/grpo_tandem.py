@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tandem.build import build_engine, build_policy, read_data
+from tandem.build import build_engine, build_policy, prepare_process, read_data
 from tandem.config import load_config
 from tandem.data.render import load_renderer
 from tandem.envs.single_turn import SingleTurn
@@ -35,6 +35,7 @@ def main() -> None:
             f"rollout.max_new_tokens={new}", "train.learning_rate=1e-6", f"reward.function={REWARD}",
             "train.tokens_per_microbatch=1024" if "smollm2" in path else "train.tokens_per_microbatch=8192",
         ])  # fmt: skip
+        prepare_process(config)
         renderer, model = load_renderer(path), load_model(path)
         engine = build_engine(config, model, renderer)
         with RewardPool(config.reward.function) as reward:

@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 import torch
-from tests.faults import MODES, deaths, in_a_fork, limit_file_size, make_read_only, memory_folder, small_disk
 
 from tandem.checkpoint import (
     checkpoint_step,
@@ -21,6 +20,7 @@ from tandem.checkpoint import (
 )
 from tandem.disk import DISK, Disk
 from tandem.errors import UserError
+from tests.faults import MODES, deaths, in_a_fork, limit_file_size, make_read_only, memory_folder, small_disk
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
-from tests.faults import in_a_fork, limit_file_size, memory_folder
 
 from tandem.errors import UserError
 from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
+from tests.faults import in_a_fork, limit_file_size, memory_folder
 
 
 def numbers(step):

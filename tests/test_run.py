@@ -10,12 +10,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
 
 from tandem.config import Config, load_config, to_toml
 from tandem.disk import DISK, write_atomic
 from tandem.errors import UserError
 from tandem.run import open_run
+from tests.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
 
 ROOT = Path(__file__).parent.parent
 HOLDER = """

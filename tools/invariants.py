@@ -32,8 +32,13 @@ def main() -> int:
     lines += [f"| {name} | {SCHEDULES} | {tokens:,} | {gap} |" for name, (tokens, gap) in gaps.items()]
     hits, equal = kills()
     lines += ["", "## P2: killed = never stopped", ""]
-    lines += [f"{hits} of {KILLS} `kill -9` at random moments hit a live run of 12 steps (the others came after its end);"]
-    lines += [f"weights, optimizer, metrics.jsonl, episodes and exported model of the finished run: {'equal' if equal else 'DIFFERENT'}.", ""]
+    lines += [
+        f"{hits} of {KILLS} `kill -9` at random moments hit a live run of 12 steps (the others came after its end);"
+    ]
+    lines += [
+        f"weights, optimizer, metrics.jsonl, episodes and exported model of the finished run: {'equal' if equal else 'DIFFERENT'}.",
+        "",
+    ]
     (ROOT / "docs" / "invariants.md").write_text("\n".join(lines))
     print("\n".join(lines))
     return int(not equal or any(gap for _, gap in gaps.values()))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tandem.build import build_engine, evaluator, read_data, set_threads
+from tandem.build import build_engine, evaluator, prepare_process, read_data
 from tandem.cli.progress import console
 from tandem.config import Config
 from tandem.data.render import load_renderer
@@ -21,7 +21,7 @@ from tandem.stream.journal import write_episodes
 
 def rollout(config: Config, out: Path) -> None:
     """Every training problem once, in order, `rl.prompts_per_step` at a time; one Parquet file for each."""
-    set_threads(config)
+    prepare_process(config)
     problems = read_data(config, "data.train")["data.train"]
     check_model(config.model.path)
     renderer = load_renderer(config.model.path)
@@ -44,7 +44,7 @@ def rollout(config: Config, out: Path) -> None:
 
 
 def evaluate(config: Config, out: Path | None) -> dict[str, float]:
-    set_threads(config)
+    prepare_process(config)
     problems = read_data(config, "eval.data")["eval.data"]
     if not problems:
         raise UserError(

@@ -106,14 +106,18 @@ class ExactSiLU(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return _SiLU.apply(x) if torch.is_grad_enabled() else x / torch.exp(-x).add_(1.0)  # type: ignore[no-any-return]
+        return _SiLU.apply(x) if torch.is_grad_enabled() else _silu(x)  # type: ignore[no-any-return]
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / x.neg().exp_().add_(1.0)
 
 
 class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x / torch.exp(-x).add_(1.0)
+        return _silu(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ def pack(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[Microbat
     for sample in samples:
         start = max(sample.prefix, 1)
         if len(sample.tokens) <= sample.prefix or sample.loss_mask[:start].any():
-            raise ValueError(f"sample of group {sample.group}: {len(sample.tokens)} tokens, prefix {sample.prefix}, loss before {start}")
+            raise ValueError(
+                f"sample of group {sample.group}: {len(sample.tokens)} tokens, prefix {sample.prefix}, loss before {start}"
+            )
     batches, rows = [], 0
     current: list[list[Sample]] = []
     for cluster in _clusters(samples, tokens_per_microbatch):
