@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # One thread a process: several OpenMP processes beside each other slow each other down many times over.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: setup demo test check format lint types size invariants bench smollm2 learning clean
+.PHONY: setup demo test check format lint types size invariants bench smollm2 learning figures clean
 
 setup: $(READY)
 
@@ -42,6 +42,10 @@ size: $(READY)
 # The long proofs; their results are committed under docs/.
 invariants: $(READY)
 	@$(BIN)/python tools/invariants.py
+
+# README's and docs' figures, from what was measured.
+figures: $(READY)
+	@$(BIN)/python tools/figures.py
 
 learning: $(READY)
 	@$(BIN)/python benchmarks/demo_seeds.py

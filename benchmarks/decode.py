@@ -3,7 +3,8 @@
     python benchmarks/decode.py MODEL_DIR      prints one JSON line
 
 Sampling at temperature 1 is included on both sides; no sequence stops early. Decode is the time of 48 tokens less that of one,
-so that prefill (64 tokens a sequence) is told apart. The floor is arithmetic: a decode step reads every weight once and does 2 FLOPs a weight and sequence, so
+so that prefill (64 tokens a sequence) is told apart. The floor is arithmetic: a decode step reads every weight once and does
+2 FLOPs a weight and sequence, so
     floor tok/s = batch / max(4 bytes x parameters / bandwidth, 2 x parameters x batch / GEMM peak).
 """
 

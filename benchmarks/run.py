@@ -119,8 +119,8 @@ def decode_table(result: dict) -> list[str]:
         lines.append(
             f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {ours / theirs:.2f}x | {share:.0%} | {whole:.2f}x |"
         )
-    note = f"Ceilings in the same run: {result['gemm_gflops']:.0f} GFLOP/s, {result['read_gb_s']:.1f} GB/s; the floor's formula is in"
-    return [*lines, "", f"{note} benchmarks/decode.py.", ""]
+    ceilings = f"{result['gemm_gflops']:.0f} GFLOP/s, {result['read_gb_s']:.1f} GB/s"
+    return [*lines, "", f"Ceilings in the same run: {ceilings}; the floor's formula is in benchmarks/decode.py.", ""]
 
 
 def step_table(title: str, result: dict) -> list[str]:

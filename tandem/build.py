@@ -123,6 +123,7 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     renderer = load_renderer(config.model.path)
     samples = [_chat_sample(tokens, mask) for tokens, mask in renderer.trainings(chats)]
     model = load_model(config.model.path)
+    check_fit(samples, model.config.max_position_embeddings)
     policy = build_policy(config, model, config.sft, steps=config.sft.steps, reference=False)
     engine = build_engine(config, model, renderer)
 
@@ -138,6 +139,14 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
             policy=policy, steps=config.sft.steps, eval_every=0, publish=InlineSync(engine).publish,
             step=step, evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
         )  # fmt: skip
+
+
+def check_fit(samples: Sequence[Sample], limit: int) -> None:
+    """Refuse chats that the model has no positions for."""
+    row, longest = max(enumerate(len(sample.tokens) for sample in samples), key=lambda pair: pair[1])
+    if longest > limit:
+        raise UserError("a chat is longer than the model can place", where=f"sft.train, chat {row + 1}",
+                        found=f"{longest:,} tokens", expected=f"at most {limit:,}", next="shorten or drop it")  # fmt: skip
 
 
 def _chat_sample(tokens: np.ndarray, mask: np.ndarray) -> Sample:

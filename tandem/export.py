@@ -4,32 +4,38 @@ import json
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from tandem import __version__
 from tandem.checkpoint import weight_hash
-from tandem.errors import UserError
+from tandem.disk import disk_errors, os_error
 from tandem.model.load import ExactModel
 
 
 def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
     """Write model, and the tokenizer of the model at `source`, into folder; it appears whole or not at all."""
-    from transformers import AutoTokenizer
 
     temporary = folder.with_name(f".tmp-{folder.name}")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        model.module.save_pretrained(temporary)
-        AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
+    with disk_errors(folder):
+        try:
+            _write(model, source, temporary, card)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise os_error(error, temporary) or error from None
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            "the model cannot be written", where=str(folder), found=str(error), expected="a writable disk with room"
-        ) from None
     return folder
+
+
+def _write(model: ExactModel, source: str, folder: Path, card: str) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model.module.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def model_card(model: ExactModel, *, base: str, command: str, step: int, metrics: dict[str, object]) -> str:

@@ -121,9 +121,7 @@ def _locked(folder: Path) -> Iterator[str]:
         yield f"took over the lock of a run that was killed: {held_before}" if held_before else ""
     finally:
         with suppress(OSError):
-            os.ftruncate(
-                descriptor, 0
-            )  # an empty lock tells the next start that this one was not killed; log line only
+            os.ftruncate(descriptor, 0)  # an empty lock tells the next start that this one was not killed
         _open_locks.discard(descriptor)
         os.close(descriptor)
 

@@ -112,6 +112,19 @@ def test_a_damaged_later_step_is_replaced_when_the_run_comes_to_it_again(tmp_pat
     assert names(tmp_path) == ["step_000015", "step_000020"]
 
 
+def test_what_is_saved_before_damaged_later_steps_is_not_pruned_for_them(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=3)
+    for step in (20, 30):
+        file = tmp_path / f"step_{step:06d}" / "policy.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # of the right size
+    assert latest_checkpoint(tmp_path, lambda _: None).name == "step_000010"
+    save(tmp_path, 15)
+    assert latest_checkpoint(tmp_path, lambda _: None).name == "step_000015"
+    assert {"step_000010", "step_000015"} <= set(names(tmp_path))
+
+
 def test_state_that_json_would_change_is_refused(tmp_path):
     for state in ({"a": (1, 2)}, {1: "a"}):
         with pytest.raises(TypeError, match="JSON"):
@@ -134,6 +147,7 @@ def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one
         if found is not None:
             assert_is(found, checkpoint_step(found))
         assert (checkpoint_step(found) if found else None) in {*(before or [None]), 30}, n
+        assert not [damage for path in folder.glob("step_*") for damage in find_damage(path)]
         save(folder, 30)
         assert_is(latest_checkpoint(folder, fail), 30)
         assert names(folder) == sorted(f"step_{step:06d}" for step in [*before, 30][-2:])

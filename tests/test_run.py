@@ -100,9 +100,8 @@ def test_the_lock_of_another_process_holds_and_is_recovered_when_that_is_killed(
 
 
 def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_the_lock(tmp_path):
-    process = holder(tmp_path / "run", then="child = os.fork(); print(child or 'worker', flush=True); time.sleep(60)")
-    lines = {process.stdout.readline(), process.stdout.readline()}  # both: the worker has got past its fork
-    worker = int((lines - {"worker\n"}).pop())
+    process = holder(tmp_path / "run", then="os.fork() or print(os.getpid(), flush=True); time.sleep(60)")
+    worker = int(process.stdout.readline())  # it says so itself: it has got past its fork
     kill(process)
     try:
         os.kill(worker, 0)  # the witness: it lives
@@ -196,10 +195,13 @@ def test_a_first_start_that_was_killed_before_its_config_was_written_is_taken_up
     assert load_config(tmp_path / "config.toml", []) == config()
 
 
-@pytest.mark.parametrize("name", ["config.toml", "run.json"])
-def test_a_damaged_file_of_the_folder_is_named(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("config.toml", "[1"), ("config.toml", "run = 3"), ("run.json", "[1"), ("run.json", "{}"), ("run.json", "3")],
+)
+def test_a_damaged_file_of_the_folder_is_named(tmp_path, name, text):
     start(tmp_path)
-    (tmp_path / name).write_text("[1")
+    (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match="cannot be read") as caught:
         start(tmp_path)
     assert caught.value.where == str(tmp_path / name) and "--fresh" in caught.value.next

@@ -36,7 +36,7 @@ def main() -> int:
         f"{hits} of {KILLS} `kill -9` at random moments hit a live run of 12 steps (the others came after its end);"
     ]
     lines += [
-        f"weights, optimizer, metrics.jsonl, episodes and exported model of the finished run: {'equal' if equal else 'DIFFERENT'}.",
+        f"weights, optimizer, metrics, episodes and exported model of the finished run: {'equal' if equal else 'DIFFERENT'}.",
         "",
     ]
     (ROOT / "docs" / "invariants.md").write_text("\n".join(lines))

@@ -21,6 +21,13 @@ from tandem.stream.journal import write_episodes
 
 def rollout(config: Config, out: Path) -> None:
     """Every training problem once, in order, `rl.prompts_per_step` at a time; one Parquet file for each."""
+    if any(out.glob("rollout_step_*.parquet")):
+        raise UserError(
+            "the folder already holds episodes",
+            where=str(out),
+            expected="an empty folder or none",
+            next="choose another --out",
+        )
     prepare_process(config)
     problems = read_data(config, "data.train")["data.train"]
     check_model(config.model.path)

@@ -1,5 +1,6 @@
 """`tandem train`, `tandem sft` and `tandem export`."""
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -55,13 +56,18 @@ def export_run(folder: Path, step: int | None, out: Path | None) -> None:
         raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
                         expected="a folder made by `tandem train` or `tandem sft`", next="ls runs/")  # fmt: skip
     config = load_config(folder / "config.toml", [])
+    if out is not None and out.exists():
+        raise UserError(
+            "the target of the export exists", where=str(out), expected="a new directory", next="choose another --out"
+        )
     path = _checkpoint(folder / "checkpoints", step)
     tensors, _ = load_checkpoint(path)
     model = load_model(config.model.path)
     model.load_weights(tensors["policy"])
     done = checkpoint_step(path)
     rows = [row for row in read_metrics(folder) if row["step"] == done]
-    card = model_card(model, base=config.model.path, command="train", step=done, metrics=rows[-1])
+    command = json.loads((folder / "run.json").read_text())["command"]
+    card = model_card(model, base=config.model.path, command=command, step=done, metrics=rows[-1])
     console.print(f"model in {export(model, config.model.path, out or folder / 'hf' / path.name, card)}")
 
 

@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
         *((name, pa.list_(kind)) for name, kind in _ARRAYS.items()),
     ]
 )
-# Not the floats: a dictionary may take two NaNs, or 0.0 and -0.0, for one value, and every bit must come back.
+# Where values repeat; of the others a dictionary would be as large as they are.
 _DICTIONARY = ["uid", "category", "answer", "messages", "metadata", "stop_reason", "reward_error"]
 
 

