@@ -1,6 +1,7 @@
 """Build the stages of a command from its config, cheapest check first: data, tokenizer, model, and only then workers."""
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,14 @@ def read_data(config: Config, *keys: str) -> dict[str, list[Problem]]:
         raise UserError("no training problems are named", where="data.train", expected="a JSONL or Parquet file",
                         next="add data.train=FILE")  # fmt: skip
     return {key: read_problems(paths[key], config.data, key=key) if paths[key] else [] for key in keys}
+
+
+def data_hashes(config: Config) -> dict[str, str]:
+    """SHA-256 of every data file that the config names, by key."""
+    paths = {"data.train": config.data.train, "eval.data": config.eval.data, "sft.train": config.sft.train}
+    return {
+        key: hashlib.sha256(Path(path).read_bytes()).hexdigest() for key, path in paths.items() if Path(path).is_file()
+    }
 
 
 def prepare_process(config: Config) -> None:
@@ -100,6 +109,7 @@ def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job
             sync=sync, params=sampling_params(config.rollout, renderer.stop_token_ids), episodes=episodes,
         )  # fmt: skip
         yield Job(
+            data=data_hashes(config),
             policy=policy, steps=config.run.steps, eval_every=config.eval.every, publish=sync.publish,
             step=lambda done: train_step(stages, done),
             evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
@@ -136,6 +146,7 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
 
     with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
         yield Job(
+            data=data_hashes(config),
             policy=policy, steps=config.sft.steps, eval_every=0, publish=InlineSync(engine).publish,
             step=step, evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
         )  # fmt: skip

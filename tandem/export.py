@@ -36,6 +36,8 @@ def _write(model: ExactModel, source: str, folder: Path, card: str) -> None:
     model.module.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 def model_card(model: ExactModel, *, base: str, command: str, step: int, metrics: dict[str, object]) -> str:

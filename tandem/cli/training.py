@@ -68,7 +68,7 @@ def export_run(folder: Path, step: int | None, out: Path | None) -> None:
     rows = [row for row in read_metrics(folder) if row["step"] == done]
     command = json.loads((folder / "run.json").read_text())["command"]
     card = model_card(model, base=config.model.path, command=command, step=done, metrics=rows[-1])
-    console.print(f"model in {export(model, config.model.path, out or folder / 'hf' / path.name, card)}")
+    console.print(f"model in {export(model, config.model.path, out or folder / 'hf' / step_name(done), card)}")
 
 
 def _checkpoint(folder: Path, step: int | None) -> Path:
