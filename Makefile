@@ -20,7 +20,7 @@ $(READY): constraints.txt pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/python examples/demo.py
+	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
 test: $(READY)
 	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 tests

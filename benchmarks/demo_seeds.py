@@ -11,6 +11,7 @@ from datetime import date
 from pathlib import Path
 
 import machine
+import numpy as np
 
 from tandem.metrics import read_metrics
 
@@ -33,7 +34,7 @@ def main() -> int:
         )
         metrics = read_metrics(folder / "train")
         evals = [row["eval/sampled"] for row in metrics if "eval/sampled" in row]
-        gap = max(row["logprob_gap"] for row in metrics if "logprob_gap" in row)
+        gap = float(np.max([row["logprob_gap"] for row in metrics if "logprob_gap" in row]))
         rows.append((seed, evals[0], evals[-1], gap, time.perf_counter() - start))
     (ROOT / "docs" / "learning.md").write_text(table(rows))
     return 0

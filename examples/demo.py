@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 from tandem.cli.progress import console
-from tandem.config import Config, load_config
+from tandem.config import load_config
+from tandem.disk import disk_errors
 from tandem.errors import UserError
 
+BY_HAND = ".venv/bin/tandem"
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
 
 
@@ -41,31 +43,39 @@ def demo(folder: Path, seed: int, fresh: bool) -> None:
     make_inputs(folder, seed)
     from tandem.cli import training  # imports torch, after the first line has been shown
 
-    warm = recipe(folder, seed, "sft", model=folder / "model")
-    say(f"warm start: tandem sft recipes/demo.toml model.path={folder}/model run.folder={folder}/sft")
-    warm_model = training.sft(warm, folder / "sft", fresh)
-    config = recipe(folder, seed, "train", model=warm_model)
-    say(f"GRPO: tandem train recipes/demo.toml model.path={warm_model} run.folder={folder}/train")
-    final = training.train(config, folder / "train", fresh)
+    overrides = recipe(folder, seed, "sft", model=folder / "model")
+    say(f"warm start: {BY_HAND} sft recipes/demo.toml {' '.join(overrides)}")
+    warm_model = training.sft(load_config(RECIPE, overrides), folder / "sft", fresh)
+    overrides = recipe(folder, seed, "train", model=warm_model)
+    say(f"GRPO: {BY_HAND} train recipes/demo.toml {' '.join(overrides)}")
+    final = training.train(load_config(RECIPE, overrides), folder / "train", fresh)
     report(folder, final)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all. Next:")
-    console.print(f"  tensorboard --logdir {folder}                        curves")
-    console.print(f"  tandem eval recipes/demo.toml model.path={final}     evaluate again")
-    console.print("  tandem plan --keys                                   everything a recipe can say")
+    console.print(f"  .venv/bin/tensorboard --logdir {folder}    curves")
+    console.print(f"  {BY_HAND} eval recipes/demo.toml model.path={final} eval.data={folder}/data/test.jsonl")
+    console.print(f"  {BY_HAND} plan --keys    everything a recipe can say")
     console.print("  README.md, 'Your own model, data and reward'")
 
 
-def recipe(folder: Path, seed: int, command: str, model: Path) -> Config:
+def recipe(folder: Path, seed: int, command: str, model: Path) -> list[str]:
+    """What differs from recipes/demo.toml."""
     data = folder / "data"
-    return load_config(RECIPE, [
+    return [
         f"run.seed={seed}", f"run.folder={folder / command}", f"model.path={model}", f"data.train={data / 'train.jsonl'}",
         f"sft.train={data / 'warm.jsonl'}", f"eval.data={data / 'test.jsonl'}",
-    ])  # fmt: skip
+    ]  # fmt: skip
 
 
 def make_inputs(folder: Path, seed: int) -> None:
     from tandem.data.algebra import write_dataset
 
+    mark = folder / "seed"
+    if mark.exists() and mark.read_text() != str(seed):
+        raise UserError("the folder holds data and model of another seed", where=str(mark), found=f"seed {mark.read_text()}",
+                        expected=f"seed {seed}", next=f"add --folder {folder}-{seed}")  # fmt: skip
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.write_text(str(seed))
     if not (folder / "data" / "warm.jsonl").exists():
         say(f"data: eight templates of school algebra -> {folder}/data")
         write_dataset(folder / "data", "easy", num_train=400, num_test=64, num_warm=16000, seed=seed, careless=0.5)

@@ -102,6 +102,8 @@ def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job
     steps = config.run.steps * config.rl.minibatches
     policy = build_policy(config, model, config.train, steps=steps, reference=config.rl.kl_coef > 0)
     engine = build_engine(config, model, renderer)
+    longest = max(len(prompt) for prompt in renderer.prompts([p.messages for p in [*problems, *held_out]]))
+    engine.require_room(longest + config.rollout.max_new_tokens)  # now, and not at the step that first draws it
     sync = InlineSync(engine)
     with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
         stages = Stages(
@@ -136,18 +138,20 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     check_fit(samples, model.config.max_position_embeddings)
     policy = build_policy(config, model, config.sft, steps=config.sft.steps, reference=False)
     engine = build_engine(config, model, renderer)
+    sync = InlineSync(engine)
 
     def step(done: int) -> tuple[Row, Row]:
         clock = Clock()
         with clock("learn_s"):
             picked = problems_of_step(samples, done, config.sft.batch_size, config.run.seed, config.data.shuffle)
-            metrics = policy.fit(pack([sample for sample, _ in picked], config.train.tokens_per_microbatch))
-        return metrics, clock.parts
+            metrics = policy.fit(pack(picked, config.train.tokens_per_microbatch))
+        sync.publish(done + 1)
+        return metrics, clock.timings(tokens=0)
 
     with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
         yield Job(
             data=data_hashes(config),
-            policy=policy, steps=config.sft.steps, eval_every=0, publish=InlineSync(engine).publish,
+            policy=policy, steps=config.sft.steps, eval_every=0, publish=sync.publish,
             step=step, evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
         )  # fmt: skip
 
@@ -178,7 +182,8 @@ def evaluator(
             engine=engine, renderer=renderer, env=SingleTurn(), reward=reward,
         )  # fmt: skip
         if episodes is not None:
-            write_episodes(episodes, done, groups, kind="eval")
+            for kind, part in groups.items():
+                write_episodes(episodes, done, part, kind=f"eval_{kind}")
         return metrics
 
     return run

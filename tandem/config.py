@@ -47,7 +47,7 @@ class Data(Section):
         "answer", description="column with the answer; verl's reward_model.ground_truth is found by itself"
     )
     category_column: str = Field("data_source", description="column that evaluation is split by")
-    system: str = Field("", description="system message put before every problem that has none")
+    system: str = Field("", description="system message put before every problem (not SFT chat) that has none")
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt accepted")
     long_prompts: Literal["error", "drop"] = Field("error", description="what happens to a longer one")
     shuffle: bool = Field(True, description="a new addressed shuffle each epoch")
@@ -62,7 +62,9 @@ class Rollout(Section):
     )
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens of this total probability")
-    stop: list[str] = Field([], description="stop strings, besides the tokenizer's end of turn")
+    stop: list[str] = Field(
+        [], description="stop strings in the decoded text (no special tokens), besides the end of turn"
+    )
     cache_mb: int = Field(1024, ge=1, description="budget of the key/value cache, MiB")
     max_batch: int = Field(256, ge=1, description="most sequences decoded together")
 
@@ -126,7 +128,9 @@ class Eval(Section):
     """Held-out evaluation."""
 
     data: str = Field("", description="problems, as data.train")
-    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after training")
+    every: int = Field(
+        0, ge=0, description="steps between evaluations of `train`; 0: only before and after, as `sft` does"
+    )
     samples: int = Field(4, ge=1, description="sampled episodes of each problem")
     greedy: bool = Field(True, description="also one greedy episode of each problem")
 
@@ -147,7 +151,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _cross_checks(self) -> "Config":
         problems = []
-        if self.rl.advantage in ("grpo", "grpo_no_std", "dr_grpo", "rloo") and self.rl.group_size < 2:
+        if "" in self.rollout.stop:
+            problems.append("rollout.stop: an empty string would end every completion at once")
+        if self.rl.group_size < 2:
             problems.append(
                 f"rl.group_size: {self.rl.advantage} compares the episodes of a group, so it needs at least 2"
             )

@@ -17,15 +17,18 @@ from tandem.types import Env, Generate, Group, Problem, Renderer, Reward, Row, S
 def evaluate(
     problems: Sequence[Problem], *, seed: int, how: Eval, rollout: Rollout, stop_token_ids: tuple[int, ...],
     engine: Generate, renderer: Renderer, env: Env, reward: Reward,
-) -> tuple[Row, list[Group]]:  # fmt: skip
-    """(metrics, every episode). Sampled rewards come with a 95% interval over problems and by category."""
+) -> tuple[Row, dict[str, list[Group]]]:  # fmt: skip
+    """(metrics, every episode by the pass it is of: "sampled", "greedy").
+
+    Sampled rewards come with a 95% interval over problems and by category.
+    """
     sampled = sampling_params(rollout, stop_token_ids)
     greedy = SamplingParams(
         max_new_tokens=rollout.max_new_tokens, temperature=0.0, stop=sampled.stop, stop_token_ids=stop_token_ids
     )
     passes = [("sampled", sampled, how.samples)] + ([("greedy", greedy, 1)] if how.greedy else [])
     metrics: Row = {}
-    groups: list[Group] = []
+    groups: dict[str, list[Group]] = {}
     for name, params, count in passes:
         attempts = run_episodes(
             problems,
@@ -38,7 +41,7 @@ def evaluate(
         )
         scored = score(problems, attempts, reward, 0.0)
         metrics |= _summary(name, scored)
-        groups += scored
+        groups[name] = scored
     return metrics, groups
 
 

@@ -22,9 +22,12 @@ def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise os_error(error, temporary) or error from None
+        aside = folder.with_name(f".old-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(aside)
         temporary.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 

@@ -51,12 +51,9 @@ def train_step(stages: Stages, step: int) -> tuple[Row, Row]:
     config, clock = stages.config, Clock()
     size = config.rl.group_size
     with clock("rollout_s"):
-        problems = [
-            problem
-            for problem, _ in problems_of_step(
-                stages.problems, step, config.rl.prompts_per_step, config.run.seed, config.data.shuffle
-            )
-        ]
+        problems = problems_of_step(
+            stages.problems, step, config.rl.prompts_per_step, config.run.seed, config.data.shuffle
+        )
         attempts = run_episodes(
             problems, group_size=size, place=(config.run.seed, "rollout", step), engine=stages.engine,
             renderer=stages.renderer, env=stages.env, params=stages.params,
@@ -124,10 +121,10 @@ def learn(stages: Stages, groups: Sequence[Group]) -> Row:
             num_episodes=len(update), max_new_tokens=config.rollout.max_new_tokens,
         )  # fmt: skip
         rows.append(policy.learn(batches, config.rl, how, denominator, before))
-    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]} | {
-        "logprob_gap": rows[0]["logprob_gap"],
-        "num_loss_tokens": sum(row["num_loss_tokens"] for row in rows),
-    }
+    tokens = np.array([row["num_loss_tokens"] for row in rows])
+    means = {name: float(np.average([row[name] for row in rows], weights=tokens)) for name in rows[0]}
+    sums = {name: float(sum(row[name] for row in rows)) for name in ("num_loss_tokens", "skipped_updates")}
+    return means | sums | {"logprob_gap": rows[0]["logprob_gap"]}
 
 
 def describe(groups: Sequence[Group]) -> Row:
@@ -160,4 +157,8 @@ class Clock:
 
     def timings(self, *, tokens: int) -> Row:
         seconds = sum(self.parts.values())
-        return {**self.parts, "step_s": seconds, "generated_tokens_per_s": tokens / max(self.parts["rollout_s"], 1e-9)}
+        return {
+            **self.parts,
+            "step_s": seconds,
+            "generated_tokens_per_s": tokens / max(self.parts.get("rollout_s", 0.0), 1e-9),
+        }

@@ -135,7 +135,6 @@ class Microbatch:
     targets: Array  # int64 [N]: the tokens that carry loss
     engine_logprobs: Array  # float32 [N], nats
     advantages: Array  # float32 [N]
-    sequence_ids: Array  # int64 [N]: which sample a target belongs to
 
 
 class Generate(Protocol):

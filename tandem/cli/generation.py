@@ -51,6 +51,13 @@ def rollout(config: Config, out: Path) -> None:
 
 
 def evaluate(config: Config, out: Path | None) -> dict[str, float]:
+    if out is not None and not out.parent.is_dir():
+        raise UserError(
+            "the folder of the result does not exist",
+            where=str(out.parent),
+            expected="a folder",
+            next=f"mkdir -p {out.parent}",
+        )
     prepare_process(config)
     problems = read_data(config, "eval.data")["eval.data"]
     if not problems:

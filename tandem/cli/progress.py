@@ -1,6 +1,5 @@
 """What a person sees of a run: a live line on a terminal, one line a step elsewhere, and warnings that matter."""
 
-import time
 from collections import deque
 from types import TracebackType
 
@@ -17,7 +16,7 @@ class StepProgress:
     """Call it with (steps done, metrics, timings) after each step."""
 
     def __init__(self, title: str, steps: int):
-        self.steps, self.started = steps, time.perf_counter()
+        self.steps = steps
         self.recent: deque[float] = deque(maxlen=WINDOW)
         self.best = float("-inf")
         self.warned: set[str] = set()
@@ -49,13 +48,15 @@ class StepProgress:
                 console.print(f"warning at step {done}: {warning}", style="yellow")
 
     def _warnings(self, metrics: Row) -> list[str]:
+        broken = [(metrics.get("skipped_updates", 0) > 0, "an update with a gradient that is not finite was skipped")]
         if "reward" not in metrics:
-            return []
+            return [text for hit, text in broken if hit]
         self.recent.append(metrics["reward"])
         average = sum(self.recent) / len(self.recent)
         self.best = max(self.best, average) if len(self.recent) == WINDOW else self.best
         checks = [
-            (metrics["logprob_gap"] > 0, "engine and trainer disagree: logprob_gap is not 0"),
+            *broken,
+            (metrics["logprob_gap"] != 0, "engine and trainer disagree: logprob_gap is not 0"),
             (
                 average < self.best - 0.2,
                 "the reward is falling: a lower train.learning_rate or more rl.prompts_per_step may help",
@@ -66,7 +67,6 @@ class StepProgress:
             ),
             (metrics["truncated"] > 0.5, "over half of the completions hit rollout.max_new_tokens"),
             (metrics["reward_errors"] > 0, "some episodes could not be scored; see reward_error in episodes/"),
-            (metrics["skipped_updates"] > 0, "an update with a gradient that is not finite was skipped"),
         ]
         return [text for hit, text in checks if hit]
 
@@ -80,7 +80,9 @@ def summary(metrics: Row, timings: Row) -> str:
     ]
     parts = [text.format(metrics[name]) for name, text in shown if name in metrics]
     if "step_s" in timings:
-        parts.append(f"{timings['step_s']:.2f} s/step, {timings['generated_tokens_per_s']:,.0f} tok/s")
+        parts.append(f"{timings['step_s']:.2f} s/step")
+    if timings.get("generated_tokens_per_s"):
+        parts.append(f"{timings['generated_tokens_per_s']:,.0f} tok/s")
     return "  ".join(parts)
 
 

@@ -65,7 +65,7 @@ def export_run(folder: Path, step: int | None, out: Path | None) -> None:
     model = load_model(config.model.path)
     model.load_weights(tensors["policy"])
     done = checkpoint_step(path)
-    rows = [row for row in read_metrics(folder) if row["step"] == done]
+    rows = [row for row in read_metrics(folder) if row["step"] == done] or [{"step": done}]
     command = json.loads((folder / "run.json").read_text())["command"]
     card = model_card(model, base=config.model.path, command=command, step=done, metrics=rows[-1])
     console.print(f"model in {export(model, config.model.path, out or folder / 'hf' / step_name(done), card)}")

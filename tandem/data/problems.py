@@ -116,17 +116,16 @@ def epoch_order(num_problems: int, seed: int, epoch: int, shuffle: bool) -> Arra
     return draws.permutation(num_problems, seed, "epoch order", epoch)
 
 
-def problems_of_step(problems: Sequence[T], step: int, per_step: int, seed: int, shuffle: bool) -> list[tuple[T, int]]:
-    """[(problem, epoch)] of a step, counted from 0. Epochs follow each other without a gap, also inside a step.
+def problems_of_step(problems: Sequence[T], step: int, per_step: int, seed: int, shuffle: bool) -> list[T]:
+    """The problems of a step, counted from 0. Epochs follow each other without a gap, also inside a step.
 
     A problem can come twice in one step: always when per_step exceeds the number of problems, and where a step spans
-    the end of an epoch, because the next epoch has its own shuffle. An epoch visits each problem once, so (uid, epoch)
-    is unique in the whole run.
+    the end of an epoch, because the next epoch has its own shuffle.
     """
     size, first = len(problems), step * per_step
     chosen = []
     for epoch in range(first // size, (first + per_step - 1) // size + 1):
         order = epoch_order(size, seed, epoch, shuffle)
         start, end = first - epoch * size, first + per_step - epoch * size
-        chosen += [(problems[i], epoch) for i in order[max(0, start) : end].tolist()]
+        chosen += [problems[i] for i in order[max(0, start) : end].tolist()]
     return chosen

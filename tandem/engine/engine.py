@@ -77,16 +77,20 @@ class Engine:
 
     def _cache_for(self, requests: Sequence[Request]) -> KVCache:
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
-        if longest > self.model.config.max_position_embeddings:
-            raise UserError("a sequence would be longer than the model can place", where="rollout.max_new_tokens",
-                            found=f"{longest} tokens, prompt and completion", expected="at most "
-                            f"{self.model.config.max_position_embeddings} (the model's max_position_embeddings)")  # fmt: skip
-        capacity = longest + -longest % BLOCK
-        slots = min(self.max_batch, len(requests), slots_within(self.model, self.cache_bytes, capacity))
+        slots = min(self.max_batch, len(requests), self.require_room(longest))
+        capacity = _capacity(longest)
         if self._cache is None or (self._cache.slots, self._cache.capacity) != (slots, capacity):
             self._cache = None  # the old one goes before the new one is made
             self._cache = KVCache(self.model, slots, capacity)
         return self._cache
+
+    def require_room(self, longest: int) -> int:
+        """How many sequences of that many tokens fit the cache; UserError when not one, or the model has no positions."""
+        if longest > self.model.config.max_position_embeddings:
+            raise UserError("a sequence would be longer than the model can place", where="rollout.max_new_tokens",
+                            found=f"{longest} tokens, prompt and completion", expected="at most "
+                            f"{self.model.config.max_position_embeddings} (the model's max_position_embeddings)")  # fmt: skip
+        return slots_within(self.model, self.cache_bytes, _capacity(longest))
 
     def _admit(self, requests: Sequence[Request], waiting: list[int], live: Live, cache: KVCache) -> list[int]:
         """Prefill as many waiting requests as there are free slots; each distinct prompt runs once."""
@@ -183,6 +187,10 @@ class Engine:
             text=text,
             stop_reason=reason,
         )
+
+
+def _capacity(tokens: int) -> int:
+    return tokens + -tokens % BLOCK
 
 
 def _new_live(slots: int, longest: int) -> Live:

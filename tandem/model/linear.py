@@ -83,7 +83,6 @@ class ExactLinear(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None):
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.out_features, self.in_features = weight.shape
         self.pack = PackedWeight()
 
     def forward(self, x: Tensor) -> Tensor:

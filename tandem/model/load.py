@@ -24,7 +24,7 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 class ExactModel(nn.Module):
     """A causal language model whose logits of a token depend on that token's own prefix and the weights only.
 
-    `weight_version` counts the updates; `hidden` and `head` are the two halves that engine and trainer share.
+    `hidden` and `head` are the two halves that engine and trainer share.
     """
 
     def __init__(self, module: Any):

@@ -54,7 +54,7 @@ def _rows(cluster: list[Sample]) -> int:
 
 
 def _microbatch(clusters: list[list[Sample]]) -> Microbatch:
-    tokens, positions, segments, rows, targets, logprobs, advantages, sequences = ([] for _ in range(8))  # type: ignore[var-annotated]
+    tokens, positions, segments, rows, targets, logprobs, advantages = ([] for _ in range(7))  # type: ignore[var-annotated]
     first = 0
     for cluster in clusters:
         prefix, prefix_first = cluster[0].prefix, first
@@ -75,10 +75,9 @@ def _microbatch(clusters: list[list[Sample]]) -> Microbatch:
             targets.append(sample.tokens[places])
             logprobs.append(sample.engine_logprobs[places])
             advantages.append(sample.advantages[places])
-            sequences.append(np.full(len(places), len(sequences)))
             first += own
     return Microbatch(
         tokens=np.concatenate(tokens), positions=np.concatenate(positions), segments=np.array(segments, np.int64),
         rows=np.concatenate(rows), targets=np.concatenate(targets), engine_logprobs=np.concatenate(logprobs),
-        advantages=np.concatenate(advantages), sequence_ids=np.concatenate(sequences),
+        advantages=np.concatenate(advantages),
     )  # fmt: skip

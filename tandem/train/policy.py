@@ -6,6 +6,7 @@ is made for them; with `importance_cap` one is, for an engine that is not exact.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,13 +44,12 @@ class Policy:
         proximal: log-probs of each batch under the policy before the step's first update, when the engine's are
         not to be trusted to be that (`importance_cap`).
         """
-        gap = 0.0
+        gaps = []
 
         def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
-            nonlocal gap
             policy, entropy = batch_logprobs(self.model, batch, how)
             engine = torch.from_numpy(batch.engine_logprobs)
-            gap = max(gap, float((policy.detach() - engine).abs().max()))
+            gaps.append(float((policy.detach() - engine).abs().max()))
             value, metrics = ppo_clip(
                 policy, engine if proximal is None else proximal[index], torch.from_numpy(batch.advantages),
                 denominator=denominator, clip_low=rl.clip_low, clip_high=rl.clip_high,
@@ -62,7 +62,7 @@ class Policy:
             return value + rl.kl_coef * kl.sum() / denominator, {**metrics, "reference_kl": total(kl)}
 
         metrics = self._update(batches, loss)
-        return {**metrics, "logprob_gap": gap}
+        return {**metrics, "logprob_gap": float(np.max(gaps))}  # np: a NaN must show
 
     def fit(self, batches: Sequence[Microbatch]) -> Metrics:
         """One optimizer step of supervised fine-tuning, token mean over all batches."""

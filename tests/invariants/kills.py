@@ -25,20 +25,28 @@ advantage = "grpo_no_std"
 minibatches = 2
 [train]
 learning_rate = 1e-3
+[sft]
+steps = {steps}
+batch_size = 16
 [eval]
 samples = 2
 every = 4
 """
 
 
-def prepare(folder: Path, steps: int = 12) -> list[str]:
+def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     """Data, a tiny model and a recipe; returns the command, which lacks only run.folder."""
-    write_dataset(folder / "data", "easy", num_train=48, num_test=8, num_warm=0, seed=0, careless=0.0)
+    write_dataset(folder / "data", "easy", num_train=48, num_test=8, num_warm=64, seed=0, careless=0.0)
     make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
     (folder / "recipe.toml").write_text(RECIPE.format(steps=steps))
-    inputs = {"data.train": "data/train.jsonl", "eval.data": "data/test.jsonl", "model.path": "model"}
+    inputs = {
+        "data.train": "data/train.jsonl",
+        "sft.train": "data/warm.jsonl",
+        "eval.data": "data/test.jsonl",
+        "model.path": "model",
+    }
     overrides = [f"{key}={folder / place}" for key, place in inputs.items()]
-    return [sys.executable, "-m", "tandem", "train", str(folder / "recipe.toml"), *overrides]
+    return [sys.executable, "-m", "tandem", command, str(folder / "recipe.toml"), *overrides]
 
 
 def run(command: list[str], folder: Path, kill_after_s: float | None = None) -> tuple[int, float]:

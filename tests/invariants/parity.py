@@ -71,7 +71,9 @@ def largest_gap(
                 logprobs, _ = batch_logprobs(model, batch, how)
             if gradients:
                 logprobs.sum().backward()
-            gap = max(gap, float(np.abs(logprobs.detach().numpy() - batch.engine_logprobs).max()))
+            gap = float(
+                np.max([gap, np.abs(logprobs.detach().numpy() - batch.engine_logprobs).max()])
+            )  # a NaN must show
     return gap
 
 

@@ -55,12 +55,12 @@ def test_engine_and_policy_agree_after_optimizer_steps(name):
     assert not np.array_equal(again, seen[0])
 
 
-def test_a_wrong_rule_is_seen(monkeypatch_free_gap):
-    assert monkeypatch_free_gap > 0.0
+def test_a_wrong_rule_is_seen(gap_of_a_trainer_at_another_temperature):
+    assert gap_of_a_trainer_at_another_temperature > 0.0
 
 
 @pytest.fixture
-def monkeypatch_free_gap():
+def gap_of_a_trainer_at_another_temperature():
     """The gap when the trainer scores at another temperature than the engine sampled at: the check can fail."""
     model = random_model("qwen3")
     requests = random_requests(np.random.default_rng(1), prompts=7, longest=50, group=2)

@@ -6,10 +6,10 @@ import pytest
 from tests.invariants.kills import fingerprint, interrupted, prepare, run
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+@pytest.fixture(scope="module", params=["train", "sft"])
+def undisturbed(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    command = prepare(folder)
+    command = prepare(folder, command=request.param)
     _, seconds = run(command, folder / "run")
     return command, fingerprint(folder / "run"), seconds
 
