@@ -169,7 +169,7 @@ def test_every_default_survives_the_round_trip_through_toml(tmp_path):
     assert written == {key for key, _, _ in describe()}
 
 
-@given(folder=TEXT, seed=st.integers(0, 2**62), stop=st.lists(TEXT), temperature=st.floats(1e-300, 1e300))
+@given(folder=TEXT, seed=st.integers(0, 2**62), stop=st.lists(TEXT.filter(bool)), temperature=st.floats(1e-300, 1e300))
 def test_any_value_survives_the_round_trip_through_toml(folder, seed, stop, temperature):
     tree = Config().model_dump()
     tree["run"] |= {"folder": folder, "seed": seed}
