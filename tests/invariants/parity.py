@@ -63,7 +63,7 @@ def largest_gap(
         by_prompt.setdefault(request.prompt.tobytes(), len(by_prompt))
     pairs = sorted(zip(requests, completions, strict=True), key=lambda pair: by_prompt[pair[0].prompt.tobytes()])
     gap = 0.0
-    for params in set(FILTERS):
+    for params in FILTERS:
         how = Filter(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
         samples = [_sample(r, c, by_prompt[r.prompt.tobytes()]) for r, c in pairs if r.params == params]
         for batch in pack(samples, budget):
