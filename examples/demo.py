@@ -104,8 +104,10 @@ def report(folder: Path, final: Path) -> None:
     console.print(table)
     console.print(curve(folder))
     say("the exported model, in stock transformers:")
-    [question] = json.loads((folder / "data" / "test.jsonl").read_text().splitlines()[4])["prompt"]
-    console.print(ask_stock_transformers(final, question["content"]), markup=False)
+    for line in (folder / "data" / "test.jsonl").read_text().splitlines()[:3]:
+        row = json.loads(line)
+        said = ask_stock_transformers(final, row["prompt"][0]["content"])
+        console.print(f"{said}    (answer: {row['reward_model']['ground_truth']})", markup=False)
 
 
 def curve(folder: Path, width: int = 60) -> str:

@@ -194,7 +194,12 @@ def _move_aside(folder: Path) -> Path:
 
 
 def _take_up(folder: Path, config: Config, command: str) -> list[str]:
-    """Check that the run in the folder is the same; returns what changed and may, for the log."""
+    """Check that the run in the folder is the same; returns what changed and may, for the log.
+
+    A start that a mistake ended before the first metrics row leaves nothing to protect: the corrected config replaces it.
+    """
+    if not (folder / "metrics.jsonl").exists():
+        return _begin(folder, config, command)
     started_by = _read(folder / "run.json", lambda text: json.loads(text)["command"])
     if started_by != command:
         raise UserError(

@@ -37,8 +37,9 @@ def config(**changes):
 
 
 def start(folder, *, fresh=False, command="train", **changes):
-    """Open and close."""
+    """Open, take a first step, close."""
     with open_run(folder, config(**changes), fresh=fresh, command=command) as run:
+        (run.path / "metrics.jsonl").touch()
         return run
 
 
@@ -118,6 +119,13 @@ def test_a_changed_config_is_refused_and_every_changed_key_is_named(tmp_path):
     assert "run.seed: 0 -> 1" in text and "train.learning_rate: 1e-05 -> 2e-05" in text and "--fresh" in text
     assert "run.threads" not in text
     assert load_config(tmp_path / "config.toml", []) == config(run__seed=0, train__learning_rate=1e-5)
+
+
+def test_a_start_that_failed_before_its_first_row_leaves_the_config_free(tmp_path):
+    with open_run(tmp_path, config(run__seed=0), fresh=False, command="sft"):
+        pass
+    start(tmp_path, run__seed=1)
+    assert load_config(tmp_path / "config.toml", []) == config(run__seed=1)
 
 
 def test_keys_that_do_not_change_what_a_step_computes_may_change(tmp_path):
