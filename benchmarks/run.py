@@ -94,7 +94,7 @@ def model_with_examples() -> Path:
 def write_table(results: dict) -> None:
     lines = ["# Performance", "", "Written by `make bench` (`benchmarks/run.py`); raw numbers in performance.json.", ""]
     lines += [
-        f"Machine: {results['machine']}; {results['date']}. Medians; baseline and Tandem alternate in one run.",
+        f"Machine: {results['machine']}; {results['date']}. Medians; in each section baseline and Tandem alternate in one run.",
         "",
     ]
     if "decode" in results:

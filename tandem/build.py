@@ -43,12 +43,18 @@ def read_data(config: Config, *keys: str) -> dict[str, list[Problem]]:
     return {key: read_problems(paths[key], config.data, key=key) if paths[key] else [] for key in keys}
 
 
-def data_hashes(config: Config) -> dict[str, str]:
-    """SHA-256 of every data file that the config names, by key."""
+def input_hashes(config: Config) -> dict[str, str]:
+    """SHA-256 of every data file, and of the weights in local model directories, that the config names; by key."""
     paths = {"data.train": config.data.train, "eval.data": config.eval.data, "sft.train": config.sft.train}
-    return {
-        key: hashlib.sha256(Path(path).read_bytes()).hexdigest() for key, path in paths.items() if Path(path).is_file()
-    }
+    for key, folder in (("model.path", config.model.path), ("model.reference", config.model.reference)):
+        files = sorted(Path(folder).glob("*.safetensors")) if folder else []
+        paths |= {f"{key}/{file.name}": str(file) for file in files}
+    return {key: _sha256(Path(path)) for key, path in paths.items() if Path(path).is_file()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def prepare_process(config: Config) -> None:
@@ -62,6 +68,9 @@ def prepare_process(config: Config) -> None:
 
 
 def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer) -> Engine:
+    if len(renderer.tokenizer) > model.config.vocab_size:
+        raise UserError("the tokenizer is not this model's", where=f"model.path = {config.model.path}",
+                        found=f"{len(renderer.tokenizer):,} tokens", expected=f"at most {model.config.vocab_size:,}")  # fmt: skip
     return Engine(model, renderer.decode, cache_bytes=config.rollout.cache_mb << 20, max_batch=config.rollout.max_batch)
 
 
@@ -111,7 +120,7 @@ def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job
             sync=sync, params=sampling_params(config.rollout, renderer.stop_token_ids), episodes=episodes,
         )  # fmt: skip
         yield Job(
-            data=data_hashes(config),
+            data=input_hashes(config),
             policy=policy, steps=config.run.steps, eval_every=config.eval.every, publish=sync.publish,
             step=lambda done: train_step(stages, done),
             evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
@@ -150,7 +159,7 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
 
     with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
         yield Job(
-            data=data_hashes(config),
+            data=input_hashes(config),
             policy=policy, steps=config.sft.steps, eval_every=0, publish=sync.publish,
             step=step, evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
         )  # fmt: skip

@@ -27,7 +27,7 @@ class Job:
     step: Callable[[int], tuple[Row, Row]]  # metrics, timings
     evaluate: Callable[[int], Row]
     publish: Callable[[int], None]
-    data: dict[str, str]  # SHA-256 of each data file by config key: the run is a function of them too
+    data: dict[str, str]  # SHA-256 of data files and starting weights by key: the run is a function of them too
 
 
 def drive(run: RunFolder, job: Job, show: Callable[[int, Row, Row], None]) -> str:
@@ -83,7 +83,7 @@ def _same_data(saved: dict[str, str], now: dict[str, str]) -> None:
     changed = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
     if changed:
         raise UserError(
-            "a data file has changed since the run began",
+            "a data file or the starting model has changed since the run began",
             where=", ".join(changed),
             expected="the same bytes: the rest of the run would not be the same run",
             next="restore it, take another run.folder=PATH, or start over with --fresh (the old run is kept beside it)",
