@@ -208,15 +208,8 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
             found=repr(tree[section]),
             expected=f"[{section}]",
         )
-    if isinstance(value, int) and not isinstance(value, bool) and _is_float(section, field):
-        value = float(value)
     tree[section][field] = value
     origin[f"{section}.{field}"] = "command line"
-
-
-def _is_float(section: str, field: str) -> bool:
-    known = Config.model_fields.get(section)
-    return known is not None and _section(section).model_fields.get(field, Field()).annotation is float
 
 
 def _section(name: str) -> type[Section]:
