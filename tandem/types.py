@@ -32,7 +32,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
+    """How one request is sampled. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
 
     Example: SamplingParams(max_new_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(), stop_token_ids=(2,))
     """
@@ -41,8 +41,11 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0  # keep tokens at least this share of the likeliest one's probability
+    repetition_penalty: float = 1.0  # divides positive logits of tokens seen before, multiplies negative ones
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0  # also report the likeliest tokens of each position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,9 @@ class Completion:
     logprobs: Array  # float32 [N], nats, of the distribution actually sampled from
     weight_versions: Array  # int32 [N], the weights that produced each token
     text: str  # decoded, without stop token or stop string
-    stop_reason: str  # "stop" (stop token or string) or "length"
+    stop_reason: str  # "stop" (stop token or string), "length" or "cancelled"
+    top_tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # int64 [N, top_logprobs], likeliest first
+    top_logprobs: Array = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # float32 [N, top_logprobs], nats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
