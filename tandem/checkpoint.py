@@ -100,20 +100,6 @@ def find_damage(path: Path) -> list[str]:
     return damage or [line for name, entry in files.items() for line in _file_damage(path / name, entry)]
 
 
-def weight_hash(tensors: dict[str, torch.Tensor]) -> str:
-    """Hex digest of names, dtypes, shapes and bytes, in name order: equal exactly when every bit of the weights is."""
-    lines = [f"{name} {tensor_hash(tensors[name])}\n" for name in sorted(tensors)]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def tensor_hash(tensor: torch.Tensor) -> str:
-    """Hex digest of one tensor's dtype, shape and bytes, the strides and the device left out."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-    digest.update(data.numpy().data)
-    return digest.hexdigest()
-
-
 def checkpoint_step(path: Path) -> int:
     """The N of a path that latest_checkpoint returned."""
     return int(path.name.rpartition("_")[2])

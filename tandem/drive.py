@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint, save_checkpoint, weight_hash
+from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint, save_checkpoint
 from tandem.errors import UserError
 from tandem.metrics import MetricsWriter, peak_rss_mb
+from tandem.model.hashing import weight_hash
 from tandem.run import RunFolder
 from tandem.stream.journal import cut_episodes
 from tandem.train.policy import Policy

@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from tandem import __version__
-from tandem.checkpoint import weight_hash
 from tandem.disk import disk_errors, os_error
+from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
 
 

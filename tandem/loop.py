@@ -108,7 +108,7 @@ def to_samples(groups: Sequence[Group], config: Config) -> list[Sample]:
 def learn(stages: Stages, groups: Sequence[Group]) -> Row:
     """`rl.minibatches` updates over the step's groups; the gap between engine and policy is the first update's."""
     config, policy = stages.config, stages.policy
-    how = Filter(temperature=stages.params.temperature, top_k=stages.params.top_k, top_p=stages.params.top_p)
+    how = Filter.of(stages.params)
     samples = to_samples(groups, config)
     per_update = len(samples) // config.rl.minibatches
     updates = [samples[start : start + per_update] for start in range(0, len(samples), per_update)]

@@ -73,7 +73,9 @@ class Completion:
     weight_versions: Array  # int32 [N], the weights that produced each token
     text: str  # decoded, without stop token or stop string
     stop_reason: str  # "stop" (stop token or string), "length" or "cancelled"
-    top_tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # int64 [N, top_logprobs], likeliest first
+    top_tokens: Array = field(
+        default_factory=lambda: np.zeros((0, 0), np.int64)
+    )  # int64 [N, top_logprobs], likeliest first
     top_logprobs: Array = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # float32 [N, top_logprobs], nats
 
 
@@ -143,9 +145,13 @@ class Microbatch:
 
 
 class Generate(Protocol):
-    """The engine, as environments see it. weight_version: the version of the weights it runs now."""
+    """The engine, as environments and publication see it. weight_version: the version of the weights it runs now."""
 
     weight_version: int
+
+    def apply(self, version: int) -> object:
+        """The weights in its memory are now those of that version: nothing computed with others is used again."""
+        ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run every request to its end; the result depends on each request and the weights only."""

@@ -15,11 +15,10 @@ from tandem.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
-    tensor_hash,
-    weight_hash,
 )
 from tandem.disk import DISK, Disk
 from tandem.errors import UserError
+from tandem.model.hashing import tensor_hash, weight_hash
 from tests.faults import MODES, deaths, in_a_fork, limit_file_size, make_read_only, memory_folder, small_disk
 
 

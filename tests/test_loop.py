@@ -38,6 +38,9 @@ class ScriptedEngine:
     def __init__(self):
         self.weight_version, self.requests = 0, []
 
+    def apply(self, version):
+        self.weight_version = version
+
     def generate(self, requests):
         self.requests += requests
         return [self.completion(n, n % 3 + 1) for n in range(len(requests))]

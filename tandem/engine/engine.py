@@ -1,219 +1,251 @@
 """The exact rollout engine: continuous batching over the trainer's own weights.
 
-    waiting --admit--> prefill (prompts packed, one for all samples of a prompt) --> live slots --decode--> done
-                 ^ free slots, whole budget in bytes              |  ^ one token a step, addressed uniform
-                 +------------------------------------------------+  +-- leaves at stop, string or length
+    submit --> Scheduler.schedule --> forward: chunks of prompts and one token of each other sequence, in one pass
+                    ^                    |
+                    |                    v
+                 _retire <-- _sample: one addressed uniform a token; ends at a stop token, stop string or length
 
-What a request returns depends on the request and the weights only, never on its neighbours, the batch size, the
-order or the cache budget. It knows no problem, reward or loss.
+What a request returns depends on the request and the weights only, never on its neighbours, the batch size, chunks,
+shared prefixes, preemption or order. One thread calls it. It knows no problem, reward or loss.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.draws import uniforms
-from tandem.engine.cache import BLOCK, KVCache, PrefillPlan, slots_within
+from tandem.engine.pages import PageCache
 from tandem.engine.sampler import sample
+from tandem.engine.scheduler import Running, Scheduler, Work
 from tandem.errors import UserError
+from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import Filter, Seen
+from tandem.model.paged import PAGE, PagedPlan
 from tandem.types import Completion, Request, SamplingParams
 
-PREFILL_TOKENS = 8192  # prompt tokens of one prefill pass, so that its activations stay bounded
-
-
-@dataclass(kw_only=True)
-class Live:
-    """The running sequences, one row a slot; rows [:count] are live."""
-
-    request: np.ndarray  # int64 [S], index of the request
-    kind: np.ndarray  # int64 [S], index of its sampling parameters among the distinct ones
-    key: np.ndarray  # uint64 [S]
-    position: np.ndarray  # int64 [S], where the last token stands; its keys are not in the cache yet
-    length: np.ndarray  # int64 [S], tokens sampled
-    tokens: np.ndarray  # int64 [S, N]
-    logprobs: np.ndarray  # float32 [S, N]
-    count: int = 0
-
-    def move(self, source: int, target: int) -> None:
-        for column in (self.request, self.kind, self.key, self.position, self.length, self.tokens, self.logprobs):
-            column[target] = column[source]
+OnUpdate = Literal["finish", "restart", "continue"]
 
 
 class Engine:
-    """Generates with an ExactModel. decode turns token ids into text, for results and for stop strings."""
+    """Generates with an ExactModel. decode turns token ids into text, for results and for stop strings.
 
-    def __init__(self, model: ExactModel, decode: Callable[[np.ndarray], str], *, cache_bytes: int, max_batch: int):
+    cache_bytes: budget of the key/value cache; max_batch: most sequences that run together; max_queue: most that wait;
+    chunk_tokens: most prompt tokens of one pass.
+    """
+
+    def __init__(
+        self, model: ExactModel, decode: Callable[[np.ndarray], str], *, cache_bytes: int, max_batch: int,
+        max_queue: int = 1024, chunk_tokens: int = 2048,
+    ):  # fmt: skip
         self.model, self.decode = model, decode
-        self.cache_bytes, self.max_batch = cache_bytes, max_batch
         self.weight_version = 0
-        self._cache: KVCache | None = None
+        self.cache = PageCache(model, cache_bytes)
+        self.scheduler = Scheduler(self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens)
+        self._kinds: dict[SamplingParams, int] = {}
         self._params: list[SamplingParams] = []
+        self._arrivals = self._generated = 0
+        self._stamp = self._weights_stamp()
+
+    # ---- requests
+
+    def submit(self, request: Request) -> Running:
+        """Queue a request. Raises UserError when it can never run and QueueFull when too many wait."""
+        self.require_room(len(request.prompt) + request.params.max_new_tokens)
+        kind = self._kinds.setdefault(request.params, len(self._kinds))
+        if kind == len(self._params):
+            self._params.append(request.params)
+        running = Running(request=request, arrival=self._arrivals, kind=kind)
+        self.scheduler.submit(running)
+        self._arrivals += 1
+        return running
+
+    def cancel(self, running: Running) -> None:
+        """End a request now, with what it has; its pages are free at once. One that has ended stays as it is."""
+        if running.completion is None:
+            self._end(running, self.decode(np.array(running.tokens, np.int64)), "cancelled")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run every request to its end; results in request order. Errors as `submit`, before any work."""
+        for request in requests:
+            self.require_room(len(request.prompt) + request.params.max_new_tokens)
+        pending, mine = deque(requests), []
+        results: list[Completion] = []
+        while len(results) < len(requests):
+            while pending and len(self.scheduler.waiting) < self.scheduler.max_queue:
+                mine.append(self.submit(pending.popleft()))
+            self.step()
+            while len(results) < len(mine) and (completion := mine[len(results)].completion) is not None:
+                results.append(completion)
+        return results
+
+    def require_room(self, longest: int) -> None:
+        """UserError when a sequence of that many tokens fits neither the cache nor the model's positions."""
+        limit, needed = self.model.config.max_position_embeddings, -(-longest // PAGE)
+        if longest > limit:
+            raise UserError("a sequence would be longer than the model can place", where="rollout.max_new_tokens",
+                            found=f"{longest} tokens, prompt and completion",
+                            expected=f"at most {limit} (the model's max_position_embeddings)")  # fmt: skip
+        if needed > self.cache.count:
+            mib = self.cache.page_bytes / 2**20
+            raise UserError("the key/value cache cannot hold one sequence", where="rollout.cache_mb",
+                            found=f"{self.cache.count * mib:.0f} MiB",
+                            expected=f"at least {-(-needed * self.cache.page_bytes >> 20)} MiB for {longest} tokens",
+                            next="raise rollout.cache_mb, or lower rollout.max_new_tokens")  # fmt: skip
+
+    # ---- weights
+
+    def apply(
+        self, version: int, load: Callable[[], None] | None = None, running: OnUpdate = "finish"
+    ) -> list[Running]:
+        """Go over to weights of that version; load writes them into the model, where they are not there already.
+
+        Requests that have begun are finished under the old weights first ("finish", returned), begin anew ("restart"),
+        or go on under the new weights with their past computed again ("continue"). No cached key survives.
+        """
+        done: list[Running] = []
+        if running == "finish":
+            while any(sequence.tokens for sequence in self.scheduler.waiting) or self.scheduler.running:
+                done += [r for r in self._pass(only_started=True) if r.completion is not None]
+        self.scheduler.preempt_all()
+        if running == "restart":
+            for sequence in self.scheduler.waiting:
+                for column in (sequence.tokens, sequence.logprobs, sequence.weight_versions, sequence.top):
+                    column.clear()
+        if load is not None:
+            load()
+        self.weight_version = version
+        self._refresh()
+        return done
+
+    def weight_hash(self) -> str:
+        """SHA-256 over names, shapes and bytes of the weights it runs, as in a checkpoint."""
+        return weight_hash(self.model.named_weights())
+
+    def _weights_stamp(self) -> tuple[int, int]:
+        return self.weight_version, self.model.changes()
+
+    def _refresh(self) -> None:
+        """Drop every cached key and value when the weights are not those it was computed with."""
+        if self._stamp == self._weights_stamp():
+            return
+        if any(sequence.tokens for sequence in self.scheduler.running):
+            raise RuntimeError(
+                "the weights changed under running requests; call Engine.apply, which says what becomes of them"
+            )
+        self.scheduler.preempt_all()
+        self.cache.flush()
+        self._stamp = self._weights_stamp()
+
+    # ---- one pass
+
+    def step(self) -> list[Running]:
+        """One forward pass; returns the sequences that got a token, with `completion` set on those that ended."""
+        return self._pass(only_started=False)
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Run every request to its end, in any number of batches; results in request order.
-
-        Raises UserError when one sequence does not fit the cache budget or the model's positions.
-        """
-        if not requests:
+    def _pass(self, *, only_started: bool) -> list[Running]:
+        self._refresh()
+        work = self.scheduler.schedule(only_started=only_started)
+        if not work:
             return []
-        cache = self._cache_for(requests)
-        self._params = list(dict.fromkeys(r.params for r in requests))
-        live = _new_live(cache.slots, max(r.params.max_new_tokens for r in requests))
-        results: list[Completion | None] = [None] * len(requests)
-        waiting = _prompt_order(requests)
-        while waiting or live.count:
-            waiting = self._admit(requests, waiting, live, cache)
-            self._retire(live, cache, results)
-            if live.count:
-                self._decode(live, cache)
-                self._retire(live, cache, results)
-        return results  # type: ignore[return-value]
+        ready = [sequence for sequence, count in work if sequence.cached + count == sequence.length]
+        hidden = self._forward(work)
+        last = np.cumsum([count for _, count in work]) - 1
+        rows = last[[sequence.cached == sequence.length for sequence, _ in work]]
+        if ready:
+            self._sample(self.model.head(hidden.index_select(0, torch.from_numpy(rows))), ready)
+            self._retire(ready)
+        return ready
 
-    def _cache_for(self, requests: Sequence[Request]) -> KVCache:
-        longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
-        slots = min(self.max_batch, len(requests), self.require_room(longest))
-        capacity = _capacity(longest)
-        if self._cache is None or (self._cache.slots, self._cache.capacity) != (slots, capacity):
-            self._cache = None  # the old one goes before the new one is made
-            self._cache = KVCache(self.model, slots, capacity)
-        return self._cache
+    def _forward(self, work: Work) -> Tensor:
+        """The last hidden states [T, D] of the new tokens, whose keys and values are in the cache afterwards."""
+        heads, cache = self.model.heads[0], self.cache
+        starts, counts = np.array([s.cached for s, _ in work]), np.array([count for _, count in work])
+        tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
+        plan = PagedPlan(cache.keys, cache.values, [s.pages for s, _ in work], starts, counts, heads)
+        hidden = self.model.hidden(torch.from_numpy(tokens), torch.from_numpy(plan.positions), plan)
+        cache.fill(plan.pages, plan.offsets, tokens)
+        for sequence, count in work:
+            sequence.cached += count
+        return hidden
 
-    def require_room(self, longest: int) -> int:
-        """How many sequences of that many tokens fit the cache; UserError when not one, or the model has no positions."""
-        if longest > self.model.config.max_position_embeddings:
-            raise UserError("a sequence would be longer than the model can place", where="rollout.max_new_tokens",
-                            found=f"{longest} tokens, prompt and completion", expected="at most "
-                            f"{self.model.config.max_position_embeddings} (the model's max_position_embeddings)")  # fmt: skip
-        return slots_within(self.model, self.cache_bytes, _capacity(longest))
+    def _sample(self, logits: Tensor, ready: list[Running]) -> None:
+        """Append one token to each sequence; logits [B, V] are theirs."""
+        keys = np.array([s.request.key for s in ready], np.uint64)
+        draws = torch.from_numpy(uniforms(keys, np.array([len(s.tokens) for s in ready])))
+        kinds = np.array([s.kind for s in ready])
+        for kind in np.unique(kinds).tolist():
+            rows, how = np.flatnonzero(kinds == kind), self._params[kind]
+            members = [ready[row] for row in rows.tolist()]
+            part = slice(None) if len(rows) == len(ready) else torch.from_numpy(rows)
+            seen = _seen(members) if how.repetition_penalty != 1.0 else None
+            drawn = sample(logits[part], Filter.of(how), draws[part], seen, how.top_logprobs)
+            columns = (t.tolist() for t in (drawn.tokens, drawn.logprobs, drawn.top_tokens, drawn.top_logprobs))
+            for sequence, token, logprob, top, theirs in zip(members, *columns, strict=True):
+                sequence.tokens.append(token)
+                sequence.logprobs.append(logprob)
+                sequence.weight_versions.append(self.weight_version)
+                if top:
+                    sequence.top.append((top, theirs))
+        self._generated += len(ready)
 
-    def _admit(self, requests: Sequence[Request], waiting: list[int], live: Live, cache: KVCache) -> list[int]:
-        """Prefill as many waiting requests as there are free slots; each distinct prompt runs once."""
-        prompts: list[np.ndarray] = []
-        slots: list[list[int]] = []
-        taken, tokens = 0, 0
-        for number in waiting[: cache.slots - live.count]:
-            prompt = requests[number].prompt
-            if not (prompts and np.array_equal(prompts[-1], prompt)):
-                if prompts and tokens + len(prompt) > PREFILL_TOKENS:
-                    break
-                prompts.append(prompt)
-                slots.append([])
-                tokens += len(prompt)
-            slot = live.count + taken
-            slots[-1].append(slot)
-            live.request[slot], live.key[slot] = number, requests[number].key
-            live.kind[slot] = self._params.index(requests[number].params)
-            live.position[slot], live.length[slot] = len(prompt) - 1, 0
-            taken += 1
-        if taken:
-            self._prefill(prompts, slots, live, cache)
-            live.count += taken
-        return waiting[taken:]
+    def _retire(self, ready: list[Running]) -> None:
+        for sequence in ready:
+            verdict = self._ending(sequence)
+            if verdict is not None:
+                self._end(sequence, *verdict)
 
-    def _prefill(self, prompts: list[np.ndarray], slots: list[list[int]], live: Live, cache: KVCache) -> None:
-        heads, kv_heads, _ = self.model.heads
-        lengths = [len(p) for p in prompts]
-        plan = PrefillPlan(cache, lengths, slots, heads // kv_heads)
-        tokens = torch.from_numpy(np.concatenate(prompts))
-        positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
-        last = torch.from_numpy(np.cumsum(lengths) - 1)
-        logits = self.model.head(self.model.hidden(tokens, positions, plan).index_select(0, last))
-        members = np.array([slot for shared in slots for slot in shared])
-        shared = torch.from_numpy(np.repeat(np.arange(len(slots)), [len(s) for s in slots]))
-        self._sample(logits.index_select(0, shared), members, live)
-
-    def _decode(self, live: Live, cache: KVCache) -> None:
-        rows = np.arange(live.count)
-        positions = live.position[rows]
-        tokens = torch.from_numpy(live.tokens[rows, live.length[rows] - 1])
-        hidden = self.model.hidden(tokens, torch.from_numpy(positions), cache.decode_plan(positions))
-        self._sample(self.model.head(hidden), rows, live)
-
-    def _sample(self, logits: Tensor, slots: np.ndarray, live: Live) -> None:
-        """Append one token to each slot; logits [B, V] belong to slots int64 [B]."""
-        draws = torch.from_numpy(uniforms(live.key[slots], live.length[slots]))
-        for kind, rows in _kinds(live.kind[slots]):
-            part = slice(None) if len(rows) == len(slots) else torch.from_numpy(rows)
-            tokens, logprobs = sample(logits[part], _filter(self._params[kind]), draws[part])
-            chosen = slots[rows]
-            live.tokens[chosen, live.length[chosen]] = tokens.numpy()
-            live.logprobs[chosen, live.length[chosen]] = logprobs.numpy()
-        live.position[slots] += 1
-        live.length[slots] += 1
-
-    def _retire(self, live: Live, cache: KVCache, results: list[Completion | None]) -> None:
-        """Hand out the sequences that ended and close the gaps they leave, from the back."""
-        rows = np.arange(live.count)
-        last = live.tokens[rows, live.length[rows] - 1]
-        ended: dict[int, tuple[str, str]] = {}
-        for kind, part in _kinds(live.kind[rows]):
-            params = self._params[kind]
-            candidates = part if params.stop else part[
-                np.isin(last[part], params.stop_token_ids) | (live.length[part] >= params.max_new_tokens)
-            ]  # fmt: skip
-            for slot in candidates:
-                verdict = self._ending(live.tokens[slot, : live.length[slot]], params)
-                if verdict:
-                    ended[int(slot)] = verdict
-        for slot in sorted(ended, reverse=True):
-            results[live.request[slot]] = self._completion(live, slot, *ended[slot])
-            live.count -= 1
-            if slot != live.count:
-                cache.move(live.count, slot, int(live.position[live.count]))
-                live.move(live.count, slot)
-
-    def _ending(self, tokens: np.ndarray, params: SamplingParams) -> tuple[str, str] | None:
+    def _ending(self, sequence: Running) -> tuple[str, str] | None:
         """(text, stop reason) when the sequence has ended."""
+        params, tokens = self._params[sequence.kind], sequence.tokens
         if tokens[-1] in params.stop_token_ids:
-            return self.decode(tokens[:-1]), "stop"
-        text = self.decode(tokens) if params.stop or len(tokens) >= params.max_new_tokens else ""
+            return self.decode(np.array(tokens[:-1], np.int64)), "stop"
+        full = len(tokens) >= params.max_new_tokens
+        if not params.stop and not full:
+            return None
+        text = self.decode(np.array(tokens, np.int64))
         cuts = [text.index(stop) for stop in params.stop if stop in text]
         if cuts:
             return text[: min(cuts)], "stop"
-        return (text, "length") if len(tokens) >= params.max_new_tokens else None
+        return (text, "length") if full else None
 
-    def _completion(self, live: Live, slot: int, text: str, reason: str) -> Completion:
-        count = live.length[slot]
-        return Completion(
-            tokens=live.tokens[slot, :count].copy(),
-            logprobs=live.logprobs[slot, :count].copy(),
-            weight_versions=np.full(count, self.weight_version, np.int32),
+    def _end(self, sequence: Running, text: str, reason: str) -> None:
+        self.scheduler.remove(sequence)
+        likeliest = self._params[sequence.kind].top_logprobs
+        shape = (len(sequence.top), likeliest)
+        sequence.completion = Completion(
+            tokens=np.array(sequence.tokens, np.int64),
+            logprobs=np.array(sequence.logprobs, np.float32),
+            weight_versions=np.array(sequence.weight_versions, np.int32),
             text=text,
             stop_reason=reason,
+            top_tokens=np.array([tokens for tokens, _ in sequence.top], np.int64).reshape(shape),
+            top_logprobs=np.array([logprobs for _, logprobs in sequence.top], np.float32).reshape(shape),
         )
 
-
-def _capacity(tokens: int) -> int:
-    return tokens + -tokens % BLOCK
-
-
-def _new_live(slots: int, longest: int) -> Live:
-    return Live(
-        request=np.zeros(slots, np.int64), kind=np.zeros(slots, np.int64), key=np.zeros(slots, np.uint64),
-        position=np.zeros(slots, np.int64),
-        length=np.zeros(slots, np.int64), tokens=np.zeros((slots, longest), np.int64),
-        logprobs=np.zeros((slots, longest), np.float32),
-    )  # fmt: skip
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters since the start; pages are of 128 tokens."""
+        scheduler, cache = self.scheduler, self.cache
+        in_use = cache.count - cache.available
+        return {
+            "running": len(scheduler.running), "waiting": len(scheduler.waiting), "pages": cache.count,
+            "pages_in_use": in_use, "pages_cached": cache.cached, "cache_bytes_in_use": in_use * cache.page_bytes,
+            "generated_tokens": self._generated, "prompt_tokens": scheduler.prompt_tokens,
+            "prompt_tokens_cached": scheduler.prompt_tokens_cached, "preemptions": scheduler.preemptions,
+        }  # fmt: skip
 
 
-def _prompt_order(requests: Sequence[Request]) -> list[int]:
-    """Request numbers with equal prompts side by side, in order of first appearance, so that they share a prefill."""
-    first: dict[bytes, int] = {}
-    for number, request in enumerate(requests):
-        first.setdefault(request.prompt.tobytes(), number)
-    return sorted(range(len(requests)), key=lambda number: (first[requests[number].prompt.tobytes()], number))
-
-
-def _filter(params: SamplingParams) -> Filter:
-    return Filter(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-
-
-def _kinds(kinds: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(kind, indices that have it) for each distinct kind."""
-    return [(int(kind), np.flatnonzero(kinds == kind)) for kind in np.unique(kinds)]
+def _seen(sequences: list[Running]) -> Seen:
+    """The distinct tokens of each sequence so far."""
+    tokens = [np.unique(sequence.known()) for sequence in sequences]
+    rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
+    return Seen(torch.from_numpy(rows), torch.from_numpy(np.concatenate(tokens)))

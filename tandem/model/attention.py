@@ -5,8 +5,8 @@ Three rules make it so (fp32, CPU; `probe` checks them on the machine at hand):
   2. softmax runs over the padded row, where masked keys add exact zeros;
   3. probabilities x values are summed over blocks of 128 keys counted from position 0, because one long matmul
      splits its sum by length.
-A layer finds what to do in the plan it is handed (`PackedPlan` for packed segments, `CachePlan` for decode), passed
-by keyword through the transformers module. Nothing here knows sampling, losses or schedules.
+A layer finds what to do in the plan it is handed: `PackedPlan` for packed segments, `paged.PagedPlan` in the engine.
+Nothing here knows sampling, losses or schedules.
 """
 
 from collections import defaultdict
@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 KEY_BLOCK = 128
 QUERY_BLOCK = 256
@@ -42,15 +41,6 @@ class Plan(Protocol):
     """What a layer does with its queries [T, H, E], keys and values [T, K, E]; returns [T, H, E]."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
-
-
-def tandem_attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, *, scaling: float, plan: Plan,
-    sliding_window: int | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """The function transformers calls: q [1, H, T, E], k and v [1, K, T, E] -> [1, T, H, E]."""
-    q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
-    return plan.attend(module.layer_idx, q, k, v, scaling, sliding_window)[None], None  # type: ignore[arg-type]
 
 
 @dataclass(kw_only=True)
@@ -93,7 +83,7 @@ def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:
     for first, rows, prefix_first, prefix in segments.tolist():
         for start in range(0, rows, QUERY_BLOCK):
             count = min(QUERY_BLOCK, rows - start)
-            size = _padded(count, 4), _padded(prefix + start + count, 16)
+            size = ladder(count, 4), ladder(prefix + start + count, 16)
             members[size].append((first, start, count, prefix_first, prefix))
     buckets = []
     for (rows, keys), parts in sorted(members.items()):
@@ -102,9 +92,10 @@ def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:
     return buckets
 
 
-def _padded(size: int, multiple: int) -> int:
-    ladder = _SIZES[np.searchsorted(_SIZES, size)] if size <= _SIZES[-1] else size + -size % 128
-    return int(ladder + -ladder % multiple)
+def ladder(size: int, multiple: int) -> int:
+    """The padded size that holds size: a multiple of the one given."""
+    padded = _SIZES[np.searchsorted(_SIZES, size)] if size <= _SIZES[-1] else size + -size % 128
+    return int(padded + -padded % multiple)
 
 
 def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
@@ -122,16 +113,16 @@ def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
     )
 
 
-def _heads_first(t: Tensor, index: Tensor, heads: int) -> Tensor:
+def heads_first(t: Tensor, index: Tensor, heads: int) -> Tensor:
     """Rows of t [T, heads * g, E] picked by index [n, R] -> [n, heads, R * g, E]."""
     picked = t.index_select(0, index.reshape(-1)).view(*index.shape, heads, -1, t.shape[-1])
     return picked.transpose(1, 2).reshape(index.shape[0], heads, -1, t.shape[-1])
 
 
-def _rows_first(t: Tensor, bucket: Bucket, heads: int) -> Tensor:
-    """The inverse of _heads_first: [n, K, R * g, E] -> [n * R, H, E]."""
+def rows_first(t: Tensor, run: int, heads: int) -> Tensor:
+    """The inverse of heads_first: [n, K, R * g, E] -> [n * R, H, E]."""
     n, kv_heads, _, width = t.shape
-    split = t.view(n, kv_heads, bucket.queries.shape[1], heads // kv_heads, width)
+    split = t.reshape(n, kv_heads, run, heads // kv_heads, width)
     return split.transpose(1, 2).reshape(-1, heads, width)
 
 
@@ -146,9 +137,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: floa
     heads, kv_heads = q.shape[1], k.shape[1]
     out = torch.zeros(q.shape)  # rows in no segment are padding
     for bucket in buckets:
-        keys, values = (_heads_first(t, bucket.keys, kv_heads) for t in (k, v))
-        probs = _probabilities(_heads_first(q, bucket.queries, kv_heads), keys, bucket, scale, window)
-        rows = _rows_first(combine(probs, values), bucket, heads)
+        keys, values = (heads_first(t, bucket.keys, kv_heads) for t in (k, v))
+        probs = _probabilities(heads_first(q, bucket.queries, kv_heads), keys, bucket, scale, window)
+        rows = rows_first(combine(probs, values), bucket.queries.shape[1], heads)
         out.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     return out
 
@@ -180,57 +171,18 @@ def _bucket_backward(
 ) -> None:  # fmt: skip
     (q, k, v), (grad_q, grad_k, grad_v) = saved, out
     heads, kv_heads = q.shape[1], k.shape[1]
-    query = _heads_first(q, bucket.queries, kv_heads)
-    key, value = (_heads_first(t, bucket.keys, kv_heads) for t in (k, v))
-    above = _heads_first(grad, bucket.queries, kv_heads)
+    query = heads_first(q, bucket.queries, kv_heads)
+    key, value = (heads_first(t, bucket.keys, kv_heads) for t in (k, v))
+    above = heads_first(grad, bucket.queries, kv_heads)
     padding = ~bucket.valid.view(bucket.queries.shape)
     above.view(*above.shape[:2], padding.shape[1], -1).masked_fill_(padding[:, None, :, None], 0.0)
     probs = _probabilities(query, key, bucket, scale, window)
     grad_scores = torch.matmul(above, value.transpose(-1, -2))
     grad_scores -= (grad_scores * probs).sum(-1, keepdim=True)
     grad_scores.mul_(probs).mul_(scale)
-    rows = _rows_first(torch.matmul(grad_scores, key), bucket, heads)
+    rows = rows_first(torch.matmul(grad_scores, key), bucket.queries.shape[1], heads)
     grad_q.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     index = bucket.keys.reshape(-1)
     for total, part in ((grad_k, torch.matmul(grad_scores.transpose(-1, -2), query)),
                         (grad_v, torch.matmul(probs.transpose(-1, -2), above))):  # fmt: skip
         total.index_add_(0, index, part.transpose(1, 2).reshape(-1, kv_heads, k.shape[-1]))
-
-
-class CachePlan:
-    """One new token for each of the first B slots of a key/value cache.
-
-    keys and values: per layer [slots, K, capacity, E]; positions int64 [B], where each slot's new token stands.
-    """
-
-    def __init__(self, keys: list[Tensor], values: list[Tensor], positions: Tensor):
-        self.keys, self.values, self.positions = keys, values, positions
-        _, kv_heads, capacity, _ = keys[0].shape
-        batch = len(positions)
-        self.length = int(positions.max()) // 16 * 16 + 16
-        head = torch.arange(batch * kv_heads).view(batch, kv_heads)
-        self.rows = (head * capacity + positions[:, None]).view(-1)  # of the cache seen as [slots * K * capacity, E]
-        self.masks: dict[int | None, Tensor] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        batch, padding = len(self.positions), len(q) - len(self.positions)
-        _, heads, width = q.shape
-        kv_heads = k.shape[1]
-        keys, values = self.keys[layer], self.values[layer]
-        keys.view(-1, width).index_copy_(0, self.rows, k[:batch].reshape(-1, width))
-        values.view(-1, width).index_copy_(0, self.rows, v[:batch].reshape(-1, width))
-        group = heads // kv_heads
-        query = F.pad(q[:batch].reshape(batch, kv_heads, group, width), (0, 0, 0, -group % 4))
-        scores = torch.matmul(query, keys[:batch, :, : self.length].transpose(-1, -2))
-        probs = weigh(scores, self._mask(window), scale)
-        out = combine(probs, values[:batch, :, : self.length])[:, :, :group].reshape(batch, heads, width)
-        return F.pad(out, (0, 0, 0, 0, 0, padding))
-
-    def _mask(self, window: int | None) -> Tensor:
-        if window not in self.masks:
-            key, position = torch.arange(self.length), self.positions[:, None]
-            hidden = key > position
-            if window is not None:
-                hidden = hidden | (key <= position - window)
-            self.masks[window] = hidden[:, None, None]
-        return self.masks[window]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.model.linear import PackedWeight, linear
+from tandem.model.linear import PackedWeight, linear, swiglu
 
 
 class ExactRouter(nn.Module):
@@ -33,9 +33,9 @@ class ExactRouter(nn.Module):
 class ExactExperts(nn.Module):
     """Qwen3MoeExperts on the exact linear; it takes over the parameters."""
 
-    def __init__(self, experts: Any, activation: nn.Module):
+    def __init__(self, experts: Any):
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = experts.gate_up_proj, experts.down_proj, activation
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
         count = len(self.gate_up_proj)
         self.packs = [(PackedWeight(), PackedWeight()) for _ in range(count)]
 
@@ -47,8 +47,7 @@ class ExactExperts(nn.Module):
             token, place = torch.where(chosen == number)
             if not len(token):
                 continue
-            gate, up = linear(x[token], up_weight, None, up_pack.of(up_weight)).chunk(2, -1)
-            inner = self.act_fn(gate.contiguous()) * up
+            inner = swiglu(linear(x[token], up_weight, None, up_pack.of(up_weight)))
             value = linear(inner, down_weight, None, down_pack.of(down_weight)) * scores[token, place, None]
             out = out.index_add(0, token, value)
         return out

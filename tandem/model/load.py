@@ -1,4 +1,4 @@
-"""Load a Hugging Face causal language model, made exact: only attention, linear and SiLU are Tandem's.
+"""Load a Hugging Face causal language model, made exact: transformers' parts, in Tandem's layer, linear and attention.
 
 The module stays transformers' own, parameter names included, so a checkpoint is a plain Hugging Face directory.
 What cannot be exact is refused by name, before any work.
@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.errors import UserError
-from tandem.model.attention import Plan, tandem_attention
+from tandem.model.attention import Plan
 from tandem.model.experts import ExactExperts, ExactRouter
-from tandem.model.linear import ExactLinear, ExactSiLU, padded_rows
+from tandem.model.layers import ExactLayer, norm, rotation_of
+from tandem.model.linear import ExactLinear, padded_rows
 
 EXACT_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -38,15 +39,13 @@ class ExactModel(nn.Module):
 
         Rows are padded once here, so that no linear has to; a plan leaves rows that it does not know at zero.
         """
-        rows = len(tokens)
+        rows, inner = len(tokens), self.module.model
         padding = (0, padded_rows(rows) - rows)
-        out = self.module.model(
-            input_ids=F.pad(tokens, padding)[None],
-            position_ids=F.pad(positions, padding)[None],
-            use_cache=False,
-            plan=plan,
-        )
-        return out.last_hidden_state[0, :rows]  # type: ignore[no-any-return]
+        rotation = rotation_of(inner.rotary_emb, F.pad(positions, padding))
+        x = inner.embed_tokens(F.pad(tokens, padding))
+        for layer in inner.layers:
+            x = layer(x, rotation, plan)
+        return norm(inner.norm, x)[:rows]
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -56,6 +55,10 @@ class ExactModel(nn.Module):
     def named_weights(self) -> dict[str, Tensor]:
         """Every parameter once, under its Hugging Face name (a tied head is its embedding)."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def changes(self) -> int:
+        """A number that grows with every change of a weight in place: what was computed at another one is stale."""
+        return sum(parameter._version for parameter in self.module.parameters())
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, Tensor]) -> None:
@@ -134,25 +137,29 @@ def head_size(config: Any) -> int:
 
 def make_exact(module: Any) -> ExactModel:
     """Put the exact parts into a transformers module, in place."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("tandem", tandem_attention)
-    module.set_attn_implementation("tandem")
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             setattr(parent, name, _exact(child))
+    config, layers = module.config, module.model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = ExactLayer(layer, number, window_of(config, number))
     return ExactModel(module.eval())
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """The sliding window of a layer, None where it sees everything (the config is transformers' own, hence getattr)."""
+    types = getattr(config, "layer_types", None)
+    full = types is not None and types[layer] != "sliding_attention"
+    return None if full else getattr(config, "sliding_window", None)
 
 
 def _exact(child: Any) -> nn.Module:
     match type(child).__name__:
         case "Linear":
             return ExactLinear(child.weight, child.bias)
-        case "SiLU" | "SiLUActivation":
-            return ExactSiLU()
         case "Qwen3MoeTopKRouter":
             return ExactRouter(child)
         case "Qwen3MoeExperts":
-            return ExactExperts(child, ExactSiLU())
+            return ExactExperts(child)
         case _:
             return child  # type: ignore[no-any-return]

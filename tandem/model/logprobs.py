@@ -1,10 +1,11 @@
 """Log-probabilities of tokens under the distribution they are sampled from, one definition for engine and trainer.
 
 The engine calls `log_distribution` on the rows it decodes; the trainer calls `token_logprobs`, which goes through
-the same function chunk by chunk and never holds [N, V]. Equal logits therefore give equal log-probs, temperature,
-top-k and top-p included.
+the same function chunk by chunk and never holds [N, V]. Equal logits therefore give equal log-probs, repetition
+penalty, temperature, top-k, top-p and min-p included.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +13,58 @@ import torch
 from torch import Tensor
 
 from tandem.model.linear import multiply
+from tandem.types import SamplingParams
 
 CHUNK_BYTES = 1 << 25  # logits held at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """How logits become the distribution sampled from. Example: Filter(temperature=1.0, top_k=0, top_p=1.0)"""
+    """How logits become the distribution sampled from, applied in this order but for the temperature, which is second.
+
+    Example: Filter(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @staticmethod
+    def of(params: SamplingParams) -> "Filter":
+        return Filter(
+            temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The tokens before each of N predictions, as pairs: tokens[i] comes before prediction rows[i]; both int64 [M]."""
+
+    rows: Tensor
+    tokens: Tensor
+
+    def part(self, start: int, stop: int) -> "Seen":
+        """Of predictions start .. stop - 1; rows is ascending."""
+        first, last = torch.searchsorted(self.rows, torch.tensor([start, stop])).tolist()
+        return Seen(self.rows[first:last] - start, self.tokens[first:last])
+
+
+def penalize(logits: Tensor, penalty: float, seen: Seen) -> Tensor:
+    """Repetition penalty (Keskar et al. 2019, section 4.1) on logits [N, V], in place; returns its slope [M].
+
+    A positive logit of a token seen before is divided by it, a negative one multiplied. The slope is d out / d in.
+    """
+    values = logits[seen.rows, seen.tokens]
+    slope = torch.where(values > 0, 1.0 / penalty, penalty)
+    logits[seen.rows, seen.tokens] = torch.where(values > 0, values / penalty, values * penalty)
+    return slope
 
 
 def log_distribution(logits: Tensor, how: Filter, forced: Tensor | None = None) -> Tensor:
-    """Logits [N, V] -> log-probs [N, V] after temperature, top-k and top-p; filtered tokens get -inf.
+    """Logits [N, V], penalized already -> log-probs [N, V] after temperature, top-k, top-p, min-p; filtered ones -inf.
 
     forced int64 [N]: tokens kept whatever the filters say. The engine never needs it (what it sampled was kept);
     the trainer does, after an update has moved a sampled token out of the set: its ratio stays finite and unbiased
@@ -34,13 +72,15 @@ def log_distribution(logits: Tensor, how: Filter, forced: Tensor | None = None) 
     A row's bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
     """
     logprobs = (logits / how.temperature).log_softmax(-1)
-    if not how.top_k and how.top_p >= 1.0:
+    if not how.top_k and how.top_p >= 1.0 and not how.min_p:
         return logprobs
     keep = torch.ones_like(logprobs, dtype=torch.bool)
     if 0 < how.top_k < logprobs.shape[-1]:
         keep &= logprobs >= logprobs.topk(how.top_k, -1).values[:, -1:]
     if how.top_p < 1.0:
         keep &= logprobs >= _top_p_edge(logprobs.masked_fill(~keep, float("-inf")), how.top_p)
+    if how.min_p:
+        keep &= logprobs >= logprobs.amax(-1, keepdim=True) + math.log(how.min_p)
     if forced is not None:
         keep.scatter_(1, forced[:, None], True)
     return logprobs.masked_fill(~keep, float("-inf")).log_softmax(-1)
@@ -54,13 +94,14 @@ def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter
+    hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: Seen | None = None
 ) -> tuple[Tensor, Tensor]:
     """(log-probs float32 [N], entropy float32 [N], both nats) of targets int64 [N] after hidden states [N, D].
 
-    weight [V, D] is the output projection and packed its pack. The log-probs are differentiable, the entropy is not.
+    weight [V, D] is the output projection and packed its pack; seen is needed with a repetition penalty. The log-probs
+    are differentiable, the entropy is not.
     """
-    return _TokenLogprobs.apply(hidden, weight, packed, targets, how)  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(hidden, weight, packed, targets, how, seen)  # type: ignore[no-any-return]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -68,13 +109,15 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter
+        ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: Seen | None
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, packed, targets)
-        ctx.how = how
+        ctx.how, ctx.seen = how, seen
         logprobs, entropy = hidden.new_empty(len(targets)), hidden.new_empty(len(targets))
         for rows in _chunks(len(targets), weight.shape[0]):
-            table = log_distribution(multiply(hidden[rows], packed), how, targets[rows])
+            logits = multiply(hidden[rows], packed)
+            _penalize(logits, how, seen, rows)
+            table = log_distribution(logits, how, targets[rows])
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
             entropy[rows] = -(table.exp() * table.clamp_min(-1e4)).sum(-1)
         ctx.mark_non_differentiable(entropy)
@@ -85,15 +128,28 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, packed, targets = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         for rows in _chunks(len(targets), weight.shape[0]):
+            logits = multiply(hidden[rows], packed)
+            penalized = _penalize(logits, ctx.how, ctx.seen, rows)
             # d logprob / d logits = (onehot - probs) / temperature on the kept set, 0 outside it
-            slope = log_distribution(multiply(hidden[rows], packed), ctx.how, targets[rows]).exp_().neg_()
+            slope = log_distribution(logits, ctx.how, targets[rows]).exp_().neg_()
             slope.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=slope.dtype))
             slope.mul_(grads[0][rows, None] / ctx.how.temperature)
+            if penalized is not None:
+                seen, factor = penalized
+                slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
             grad_hidden[rows] = slope @ weight
             grad_weight.addmm_(slope.t(), hidden[rows])
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _penalize(logits: Tensor, how: Filter, seen: Seen | None, rows: slice) -> tuple[Seen, Tensor] | None:
+    if how.repetition_penalty == 1.0:
+        return None
+    assert seen is not None, "a repetition penalty needs the tokens seen before"
+    part = seen.part(rows.start, rows.stop)
+    return part, penalize(logits, how.repetition_penalty, part)
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
     size = max(16, CHUNK_BYTES // (4 * vocabulary))
-    return [slice(start, start + size) for start in range(0, rows, size)]
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

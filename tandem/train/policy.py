@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.config import RL
 from tandem.model.attention import PackedPlan
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import Filter, token_logprobs
+from tandem.model.logprobs import Filter, Seen, token_logprobs
 from tandem.rl.kl import kl_estimate
 from tandem.rl.losses import Metrics, negative_log_likelihood, ppo_clip, total, truncated_importance
 from tandem.train.optimizer import Optimizer
@@ -26,8 +26,21 @@ def batch_logprobs(model: ExactModel, batch: Microbatch, how: Filter) -> tuple[T
     plan = PackedPlan(batch.segments, group=heads // kv_heads, kv_heads=kv_heads)
     hidden = model.hidden(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), plan)
     picked = hidden.index_select(0, torch.from_numpy(batch.rows))
-    head = model.head
-    return token_logprobs(picked, head.weight, head.pack.of(head.weight), torch.from_numpy(batch.targets), how)
+    head, targets = model.head, torch.from_numpy(batch.targets)
+    seen = None if how.repetition_penalty == 1.0 else _seen(batch)
+    return token_logprobs(picked, head.weight, head.pack.of(head.weight), targets, how, seen)
+
+
+def _seen(batch: Microbatch) -> Seen:
+    """The tokens before each target: its segment's up to the row that predicts it, and the segment's prefix."""
+    first, _, prefix_first, prefix = batch.segments.T
+    owner = np.searchsorted(first, batch.rows, side="right") - 1  # segments are in the order of their rows
+    tokens = [
+        np.concatenate([batch.tokens[prefix_first[s] : prefix_first[s] + prefix[s]], batch.tokens[first[s] : row + 1]])
+        for s, row in zip(owner, batch.rows, strict=True)
+    ]
+    rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
+    return Seen(torch.from_numpy(rows), torch.from_numpy(np.concatenate(tokens)))
 
 
 class Policy:

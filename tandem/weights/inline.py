@@ -14,4 +14,4 @@ class InlineSync:
         self.engine = engine
 
     def publish(self, version: int) -> None:
-        self.engine.weight_version = version
+        self.engine.apply(version)

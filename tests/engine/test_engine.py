@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tandem.draws import address, uniforms
-from tandem.engine.cache import bytes_per_token
 from tandem.engine.engine import Engine
+from tandem.engine.pages import PageCache
 from tandem.errors import UserError
 from tandem.model.logprobs import Filter, log_distribution
 from tandem.types import Request, SamplingParams
@@ -22,6 +22,7 @@ class CountingModel:
 
     def __init__(self, model):
         self.model, self.config, self.heads, self.head = model, model.config, model.heads, model.head
+        self.changes = model.changes
         self.passes = []
 
     def hidden(self, tokens, positions, plan):
@@ -135,11 +136,10 @@ def test_greedy_decoding_gives_the_tokens_of_stock_transformers(kind):
 def test_a_request_gives_the_same_bits_in_any_batch_order_and_cache_budget(kind):
     model, requests = exact_model(kind), mixed_requests()
     alone = [facts(engine_of(model).generate([r])[0]) for r in requests]
-    longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
-    two_slots = 2 * bytes_per_token(model) * (longest + -longest % 16)
+    three_pages = 3 * PageCache(model, 1 << 24).page_bytes
     order = np.random.default_rng(1).permutation(len(requests)).tolist()
     assert [facts(c) for c in engine_of(model).generate(requests)] == alone
-    for engine in (engine_of(model, max_batch=5), engine_of(model, cache_bytes=two_slots)):
+    for engine in (engine_of(model, max_batch=5), engine_of(model, cache_bytes=three_pages)):
         assert [facts(c) for c in engine.generate([requests[n] for n in order])] == [alone[n] for n in order]
 
 
@@ -161,10 +161,11 @@ def test_requests_join_as_others_leave():
 
 
 def test_a_shared_prompt_is_prefilled_once_and_a_distinct_one_for_itself():
-    model, prompts = CountingModel(MODEL), [[5, 9, 2, 7, 1, 3, 3, 8, 6, 4], [5, 9, 2]]
+    model, prompts = CountingModel(MODEL), [[5, 9, 2, 7, 1, 3, 3, 8, 6, 4], [8, 9, 2]]
     requests = [request(n, prompts[n % 2], max_new_tokens=5) for n in range(8)]  # the two prompts alternate
     engine_of(model).generate(requests)
-    assert model.passes == [10 + 3] + [8] * 4
+    # the others follow with the last token of the prompt, whose logits they need, one pass behind
+    assert model.passes == [10 + 3] + [8] * 4 + [6]
 
 
 def test_samples_of_a_shared_prompt_differ_and_equal_keys_do_not():
@@ -186,7 +187,7 @@ def test_token_t_is_drawn_with_the_uniform_of_its_key_and_t():
 
 def test_the_weight_version_is_stamped_on_every_token():
     engine = engine_of()
-    engine.weight_version = 7
+    engine.apply(7)
     assert engine.generate([request(max_new_tokens=3)])[0].weight_versions.tolist() == [7] * 3
 
 
@@ -196,11 +197,14 @@ def test_nothing_asked_is_nothing_done():
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_it_needs():
-    needed = bytes_per_token(MODEL) * 16
-    assert len(engine_of(cache_bytes=needed).generate([request(), request(1)])) == 2
+    page = 2 * 2 * 2 * 16 * 4 * 128  # layers, keys and values, heads, head size, bytes, tokens
+    assert len(engine_of(cache_bytes=page).generate([request(), request(1)])) == 2
+    with pytest.raises(UserError, match="cannot hold one page") as error:
+        engine_of(cache_bytes=page - 1)
+    assert error.value.where == "rollout.cache_mb" and "1 MiB for 128 tokens" in error.value.expected
     with pytest.raises(UserError, match="cannot hold one sequence") as error:
-        engine_of(cache_bytes=needed - 1).generate([request()])
-    assert error.value.where == "rollout.cache_mb" and "1 MiB for 16 tokens" in error.value.expected
+        engine_of(cache_bytes=2 * page - 1).generate([request(max_new_tokens=126)])
+    assert "for 129 tokens" in error.value.expected
 
 
 def test_a_sequence_longer_than_the_models_positions_is_refused():

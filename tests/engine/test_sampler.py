@@ -21,7 +21,8 @@ def draws(how, logits=LOGITS, count=DRAWS):
 
 @pytest.mark.parametrize("how", WHOLE, ids=str)
 def test_sampling_frequencies_follow_the_distribution(how):
-    tokens, logprobs = draws(how)
+    drawn = draws(how)
+    tokens, logprobs = drawn.tokens, drawn.logprobs
     table = log_distribution(LOGITS[None], how)[0]
     assert torch.equal(logprobs, table[tokens])
     expected = table.exp().double().numpy() * DRAWS
@@ -35,25 +36,25 @@ def test_sampling_frequencies_follow_the_distribution(how):
 @pytest.mark.parametrize("how", FILTERED, ids=str)
 def test_a_filtered_draw_never_leaves_its_set_and_reaches_all_of_it(how):
     kept = set(torch.where(~log_distribution(LOGITS[None], how)[0].isinf())[0].tolist())
-    assert set(draws(how)[0].tolist()) == kept
+    assert set(draws(how).tokens.tolist()) == kept
 
 
 def test_a_uniform_finds_the_token_whose_slice_of_the_cdf_it_falls_in():
     logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(6, -1)
     uniform = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2.0**-24])
-    assert sample(logits, Filter(), uniform)[0].tolist() == [0, 0, 1, 1, 2, 2]
+    assert sample(logits, Filter(), uniform).tokens.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_extreme_uniforms_never_draw_a_token_of_probability_zero():
     logits = torch.tensor([-torch.inf, -torch.inf, 1.0, 0.3, -torch.inf, -torch.inf]).expand(2, -1)
-    assert sample(logits, Filter(), torch.tensor([0.0, 1 - 2.0**-24]))[0].tolist() == [2, 3]
+    assert sample(logits, Filter(), torch.tensor([0.0, 1 - 2.0**-24])).tokens.tolist() == [2, 3]
     large = torch.zeros(2, 100_000)  # where a float32 sum of probabilities is off by more than the last uniform's gap
     large[:, 90_000:] = -torch.inf
-    tokens, logprobs = sample(large, Filter(), torch.tensor([0.0, 1 - 2.0**-24]))
-    assert tokens[0] == 0 and tokens[1] < 90_000 and logprobs.isfinite().all()
+    drawn = sample(large, Filter(), torch.tensor([0.0, 1 - 2.0**-24]))
+    assert drawn.tokens[0] == 0 and drawn.tokens[1] < 90_000 and drawn.logprobs.isfinite().all()
 
 
 def test_temperature_zero_takes_the_likeliest_token_with_its_logprob_at_temperature_one():
-    tokens, logprobs = draws(Filter(temperature=0.0), count=3)
-    assert tokens.tolist() == [0, 0, 0]
-    assert torch.equal(logprobs, LOGITS.log_softmax(-1)[0].expand(3))
+    drawn = draws(Filter(temperature=0.0), count=3)
+    assert drawn.tokens.tolist() == [0, 0, 0]
+    assert torch.equal(drawn.logprobs, LOGITS.log_softmax(-1)[0].expand(3))

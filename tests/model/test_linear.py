@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tandem.model.linear import ExactLinear, ExactSiLU, PackedWeight, linear, multiply, pack, padded_rows
+from tandem.model.linear import ExactLinear, FusedLinear, PackedWeight, linear, multiply, pack, padded_rows, swiglu
 
 
 def noise(*shape, seed=0):
@@ -52,10 +52,10 @@ def test_with_and_without_gradients_the_bits_are_the_same():
 
 
 def test_the_ladder_of_row_counts_holds_every_count_with_few_steps_and_little_waste():
-    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 63, 64, 65, 70)] == [2, 2, 3, 4, 8, 8, 12, 64, 64, 68, 72]
+    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 63, 64, 65, 70)] == [4, 4, 4, 4, 8, 8, 12, 64, 64, 68, 72]
     for rows in range(1, 5000):
         padded = padded_rows(rows)
-        assert padded >= rows and padded_rows(padded) == padded >= 2
+        assert padded >= rows and padded_rows(padded) == padded >= 4
         assert rows <= 64 or padded - rows <= rows / 16
     steps = {padded_rows(n) for n in range(1, 8193)}
     assert len(steps) < 150 and sorted(steps) == sorted({padded_rows(s) for s in steps})
@@ -84,30 +84,65 @@ def test_the_module_takes_over_the_parameters_and_keeps_the_leading_dimensions()
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_the_exact_silu_is_silu(scale):
-    x = noise(1000) * scale
+def test_swiglu_is_silu_of_the_gate_times_up(scale):
+    x = noise(10, 200) * scale
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    out, expected = ExactSiLU()(ours), F.silu(theirs)
+    out, expected = swiglu(ours), F.silu(theirs[:, :100]) * theirs[:, 100:]
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     out.sum().backward()
     expected.sum().backward()
-    assert torch.equal(ours.grad, theirs.grad)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_the_exact_silu_has_its_limits_at_the_ends_of_the_numbers():
+def test_swiglu_has_its_limits_at_the_ends_of_the_numbers():
     ends = torch.tensor([0.0, -200.0, 200.0, -3e38, 3e38])
-    assert torch.equal(ExactSiLU()(ends), torch.tensor([0.0, 0.0, 200.0, 0.0, 3e38]))
+    assert torch.equal(swiglu(torch.cat([ends, torch.ones(5)])), torch.tensor([0.0, 0.0, 200.0, 0.0, 3e38]))
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_the_exact_silu_of_an_element_does_not_depend_on_size_place_or_threads(gradients):
-    silu, x, before = ExactSiLU(), noise(150_001), torch.get_num_threads()
+def test_a_row_of_swiglu_does_not_depend_on_rows_width_or_threads(gradients):
+    x, before = noise(1501, 200), torch.get_num_threads()
     with torch.set_grad_enabled(gradients):
-        whole = silu(x)
-        for size in (*range(1, 40), 1001, 32_769, 99_999):
-            for start in (0, 3, 50_001):
-                assert torch.equal(silu(x[start : start + size].clone()), whole[start : start + size])
+        whole = swiglu(x)
+        for rows in (*range(1, 40), 327, 999):
+            for start in (0, 3, 501):
+                assert torch.equal(swiglu(x[start : start + rows].clone()), whole[start : start + rows])
+        narrow = torch.cat([x[:, 3:40], x[:, 103:140]], 1)
+        assert torch.equal(swiglu(narrow), whole[:, 3:40])
         torch.set_num_threads(2)
-        two = silu(x)
+        two = swiglu(x)
         torch.set_num_threads(before)
     assert torch.equal(two, whole)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_linears_are_their_parts_side_by_side_with_the_gradients_of_each(bias):
+    parts = [
+        ExactLinear(nn.Parameter(noise(o, 96, seed=o)), nn.Parameter(noise(o, seed=o)) if bias else None)
+        for o in (24, 8, 8)
+    ]
+    fused, x = FusedLinear(*parts), noise(7, 96)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, expected = fused(ours), torch.cat([F.linear(theirs, p.weight, p.bias) for p in parts], 1)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(fused(x), out)
+    above = noise(7, 40, seed=9)
+    (out * above).sum().backward()
+    grads = [p.grad.clone() for part in parts for p in part.parameters()]
+    for part in parts:
+        part.zero_grad()
+    (expected * above).sum().backward()
+    for one, other in zip(
+        [ours.grad, *grads], [theirs.grad, *(p.grad for part in parts for p in part.parameters())], strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_the_pack_of_fused_linears_follows_each_of_their_weights():
+    parts = [ExactLinear(nn.Parameter(noise(8, 96, seed=o))) for o in (1, 2)]
+    fused, x = FusedLinear(*parts), noise(4, 96)
+    with torch.no_grad():
+        before = fused(x)
+        parts[1].weight.mul_(2.0)
+        assert torch.equal(fused(x), torch.cat([before[:, :8], 2 * before[:, 8:]], 1))

@@ -1,0 +1,192 @@
+"""The key/value cache: pages of 128 tokens, shared by reference, found again by their tokens, within a byte budget.
+
+A page holds the keys and values of tokens whose whole past is the chain of pages before it, so a page is known by
+(page before it, its tokens). That tree answers: which pages already hold the beginning of this sequence? Full pages are
+shared as they are; of a partly equal page the equal part is copied, because its owner goes on writing there.
+
+    free --take--> in use (counted by the sequences that hold it) --release--> cached --take, oldest leaf first--> in use
+                                                                         +-----match--------------------------------^
+
+The tree holds one weight version: `flush` empties it when the weights change. It does not know requests.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.errors import UserError
+from tandem.model.load import ExactModel
+from tandem.model.paged import PAGE
+
+ROOT = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """What the cache holds of a sequence: `pages` in full, then `tail_length` tokens of page `tail`."""
+
+    pages: list[int]
+    tail: int
+    tail_length: int
+    coming: int  # length it will hold when those who run now have computed their prompts
+
+    @property
+    def length(self) -> int:
+        return len(self.pages) * PAGE + self.tail_length
+
+
+NOTHING = Match(pages=[], tail=0, tail_length=0, coming=0)
+
+
+class PageCache:
+    """As many pages as the budget in bytes holds, float32; raises UserError when it holds none.
+
+    keys: [layers, pages, K, E, PAGE]; values: [layers, pages, K, PAGE, E].
+    """
+
+    def __init__(self, model: ExactModel, budget: int):
+        layers, (_, kv_heads, size) = int(model.config.num_hidden_layers), model.heads
+        self.page_bytes = layers * 2 * kv_heads * size * 4 * PAGE
+        count = budget // self.page_bytes
+        if not count:
+            raise UserError("the key/value cache cannot hold one page", where="rollout.cache_mb",
+                            found=f"{budget / 2**20:.1f} MiB", next="raise rollout.cache_mb",
+                            expected=f"at least {-(-self.page_bytes >> 20)} MiB for {PAGE} tokens of this model")  # fmt: skip
+        # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
+        self._keys = torch.zeros(layers, count, kv_heads, size, PAGE)
+        self._values = torch.zeros(layers, count, kv_heads, PAGE, size)
+        self.keys, self.values = self._keys.unbind(), self._values.unbind()
+        self.count = count
+        self.holders = np.zeros(count, np.int64)  # sequences that hold the page
+        self._tokens = np.zeros((count, PAGE), np.int64)
+        self._filled = np.zeros(count, np.int64)  # tokens whose keys and values are there
+        self._planned = np.zeros(count, np.int64)  # tokens that are known to come; at least filled
+        self._parent = np.full(count, ROOT)
+        self._children = np.zeros(count, np.int64)
+        self._used = np.zeros(count, np.int64)  # when it was last held, in takes
+        self._clock = 0
+        self._free = list(range(count - 1, -1, -1))
+        self._below: dict[int, set[int]] = defaultdict(set)
+        self._full: dict[tuple[int, bytes], int] = {}
+
+    # ---- finding
+
+    def match(self, tokens: np.ndarray) -> Match:
+        """The longest known beginning of tokens int64 [T], its last token left out: someone must compute its logits."""
+        limit, chain = len(tokens) - 1, [ROOT]
+        while (at := len(chain) * PAGE) <= limit:
+            page = self._full.get((chain[-1], tokens[at - PAGE : at].tobytes()))
+            if page is None:
+                break
+            chain.append(page)
+        pages = chain[1:]
+        tail, held, coming = self._match_tail(tokens[len(pages) * PAGE : limit][:PAGE], chain[-1])
+        coming += len(pages) * PAGE
+        for number, page in enumerate(pages):
+            if self._filled[page] < PAGE:  # someone is still at work on this one
+                return Match(pages=pages[:number], tail=page, tail_length=int(self._filled[page]), coming=coming)
+        return Match(pages=pages, tail=tail, tail_length=held, coming=coming)
+
+    def _match_tail(self, rest: np.ndarray, parent: int) -> tuple[int, int, int]:
+        """(page after parent that holds most of the tokens, how many it holds, how many one will hold)"""
+        candidates = np.fromiter(self._below.get(parent, ()), np.int64)
+        if not len(rest) or not len(candidates):
+            return 0, 0, 0
+        same = self._tokens[candidates, : len(rest)] == rest
+        equal = np.where(same.all(1), len(rest), same.argmin(1))
+        held = np.minimum(equal, self._filled[candidates])
+        best = int(held.argmax())
+        return int(candidates[best]), int(held[best]), int(np.minimum(equal, self._planned[candidates]).max())
+
+    # ---- holding
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken: free ones and cached ones that nobody holds."""
+        return self.count - int(np.count_nonzero(self.holders))
+
+    @property
+    def cached(self) -> int:
+        return self.available - len(self._free)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        self.holders[pages] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give up a sequence's pages; they stay cached until they are needed, as far as they were filled."""
+        self._clock += 1
+        self.holders[pages] -= 1
+        self._used[pages] = self._clock
+        for page in reversed(pages):
+            if self._planned[page] > self._filled[page] and not self.holders[page]:
+                self._forget_full(page)
+                self._planned[page] = self._filled[page]
+            if not self.holders[page] and not self._filled[page]:
+                self._evict(page)
+
+    def take(self, parent: int) -> int:
+        """A page to follow parent, held once. There must be one available."""
+        if not self._free:
+            leaves = np.flatnonzero((self.holders == 0) & (self._children == 0))
+            self._evict(int(leaves[self._used[leaves].argmin()]))
+        page = self._free.pop()
+        self.holders[page], self._filled[page], self._planned[page] = 1, 0, 0
+        self._parent[page] = parent
+        self._below[parent].add(page)
+        if parent != ROOT:
+            self._children[parent] += 1
+        return page
+
+    def plan(self, pages: Sequence[int], tokens: np.ndarray, start: int) -> None:
+        """Say which tokens will be written to a sequence's pages from position start on; tokens is the whole sequence."""
+        for at in range(start // PAGE, -(-len(tokens) // PAGE)):
+            page, part = pages[at], tokens[at * PAGE : (at + 1) * PAGE]
+            self._tokens[page, : len(part)] = part
+            self._planned[page] = len(part)
+            if len(part) == PAGE:
+                self._full.setdefault((int(self._parent[page]), part.tobytes()), page)
+
+    def fill(self, pages: np.ndarray, offsets: np.ndarray, tokens: np.ndarray) -> None:
+        """Tokens int64 [T] are now in their pages, at these offsets (ascending within a page)."""
+        self._tokens[pages, offsets] = tokens
+        self._filled[pages] = offsets + 1
+        self._planned[pages] = np.maximum(self._planned[pages], self._filled[pages])
+        for page in pages[offsets == PAGE - 1].tolist():
+            self._full.setdefault((int(self._parent[page]), self._tokens[page].tobytes()), page)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first tokens of a page into another page."""
+        self._keys[:, target, :, :, :length] = self._keys[:, source, :, :, :length]
+        self._values[:, target, :, :length] = self._values[:, source, :, :length]
+        self._tokens[target, :length] = self._tokens[source, :length]
+        self._filled[target] = self._planned[target] = length
+
+    def flush(self) -> None:
+        """Forget everything: the weights changed. Nobody may hold a page."""
+        assert not self.holders.any(), "a page is held across a change of weights"
+        self._free = list(range(self.count - 1, -1, -1))
+        self._below.clear()
+        self._full.clear()
+        self._children[:] = 0
+        self._filled[:] = 0
+
+    # ---- letting go
+
+    def _evict(self, page: int) -> None:
+        parent = int(self._parent[page])
+        self._forget_full(page)
+        self._below[parent].discard(page)
+        if not self._below[parent]:
+            del self._below[parent]
+        if parent != ROOT:
+            self._children[parent] -= 1
+        self._filled[page] = self._planned[page] = 0
+        self._free.append(page)
+
+    def _forget_full(self, page: int) -> None:
+        key = (int(self._parent[page]), self._tokens[page].tobytes())
+        if self._full.get(key) == page:
+            del self._full[key]

@@ -1,0 +1,72 @@
+"""The exact decoder layer: transformers' own parts, under their own names, run on rows [T, D] without a batch.
+
+Trainer and engine both pass here, so their bits cannot drift apart: they differ only in the plan that attends. Query,
+key and value projections run as one linear, and so do gate and up: at few rows the time of a linear is mostly its
+start. Sub-modules keep their names, so checkpoints, adapters and hooks on a layer see what they expect.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tandem.model.attention import Plan
+from tandem.model.linear import FusedLinear, swiglu
+
+Rotation = tuple[Tensor, Tensor]  # cosine and signed sine, each [T, 1, E]
+
+
+class ExactLayer(nn.Module):
+    """A pre-norm decoder layer (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), made of a transformers layer's children."""
+
+    def __init__(self, layer: Any, number: int, window: int | None):
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp  # in the order of the original, as the parameters are
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.number, self.window = number, window
+        attention = self.self_attn
+        self.qkv = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.sparse = "experts" in dict(self.mlp.named_children())
+        self.gate_up = None if self.sparse else FusedLinear(self.mlp.gate_proj, self.mlp.up_proj)
+        self.kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
+        self.normed = "q_norm" in dict(attention.named_children())
+
+    def forward(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
+        """x [T, D] -> [T, D]"""
+        x = x + self._attention(norm(self.input_layernorm, x), rotation, plan)
+        return x + self._mlp(norm(self.post_attention_layernorm, x))
+
+    def _attention(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
+        attention, kv_heads = self.self_attn, self.kv_heads
+        heads = self.qkv(x).view(len(x), -1, attention.head_dim)  # [T, H + 2K, E]
+        q, k, v = heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
+        if self.normed:
+            q, k = rotate(norm(attention.q_norm, q), rotation), rotate(norm(attention.k_norm, k), rotation)
+        else:
+            q, k = rotate(heads[:, :-kv_heads], rotation).tensor_split((-kv_heads,), 1)
+        return attention.o_proj(plan.attend(self.number, q, k, v, attention.scaling, self.window).reshape(len(x), -1))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        if self.gate_up is None:
+            return self.mlp(x[None])[0]
+        return self.mlp.down_proj(swiglu(self.gate_up(x)))
+
+
+def norm(module: Any, x: Tensor) -> Tensor:
+    """transformers' RMSNorm in one call."""
+    return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+
+
+def rotation_of(rotary: Any, positions: Tensor) -> Rotation:
+    """Cosine and sine for int64 [T] positions; the first half of the sine is negated, so that `rotate` need not be."""
+    cos, sin = (t[0, :, None] for t in rotary(torch.empty(0), positions[None]))
+    half = sin.shape[-1] // 2
+    return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary embedding of x [T, n, E]; the bits of x * cos + rotate_half(x) * sin."""
+    cos, sin = rotation
+    half = x.shape[-1] // 2
+    return (x * cos).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(sin))
