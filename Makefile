@@ -16,7 +16,7 @@ $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	# torch first and exactly: whatever comes after finds its requirement met
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,serve,dev]'
 	@touch $@
 
 demo: $(READY)

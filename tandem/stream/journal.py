@@ -2,11 +2,12 @@
 
     episodes/train_step_000012.parquet      import pyarrow.parquet; or in DuckDB: select uid, reward, text from it
 
-Columns are plain: arrays are lists, chats and metadata are JSON text. The same episodes give the same bytes. It does
-not know how an episode came about or what it is used for.
+Columns are plain: arrays are lists, chats and metadata are JSON text. The same episodes give the same bytes, in Parquet
+and as lines of JSON. It does not know how an episode came about or what it is used for.
 """
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -67,6 +68,15 @@ def write_episodes(folder: Path, step: int, groups: Sequence[Group], kind: str =
     return path
 
 
+def episode_lines(step: int, groups: Sequence[Group]) -> bytes:
+    """The journal's columns as JSONL, an object an episode; chats, metadata and reward parts are objects, not text.
+
+    A float32 is written as the double of its value, and what JSON has no number for (NaN, infinities) as null.
+    """
+    rows = (_plain(row) for row in _table(step, groups).to_pylist())
+    return b"".join(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in rows)
+
+
 def read_episodes(path: Path) -> list[Episode]:
     """The episodes as they were written, to the bit, in their order. Raises UserError for a damaged file."""
     table = _read(path)
@@ -110,6 +120,12 @@ def _table(step: int, groups: Sequence[Group]) -> pa.Table:
     arrays = {name: _lists([getattr(e, name) for _, _, e in rows], kind) for name, kind in _ARRAYS.items()}
     plain = {name: pa.array(values, SCHEMA.field(name).type) for name, values in columns.items()}
     return pa.table({name: {**plain, **arrays}[name] for name in SCHEMA.names}, schema=SCHEMA)
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    texts = {name: json.loads(row[name]) for name in ("messages", "metadata")}
+    logprobs = [value if math.isfinite(value) else None for value in row["engine_logprobs"]]
+    return {**row, **texts, "reward_parts": dict(row["reward_parts"]), "engine_logprobs": logprobs}
 
 
 def _lists(arrays: Sequence[Array], kind: pa.DataType) -> pa.ListArray:

@@ -1,0 +1,305 @@
+"""`tandem rollout`: every training problem once, in order, generated and scored without training.
+
+    tandem rollout my.toml --out episodes.jsonl      a line an episode, and episodes.jsonl.rollout/ beside it
+    tandem rollout my.toml --out runs/rollout        a folder with a Parquet file for each batch
+
+A batch is `rl.prompts_per_step` problems. It counts once its episodes and then its row in metrics.jsonl are durable;
+whatever else a kill leaves is cut off and made again with the same bits:
+
+    make -> output.append (fsync) -> MetricsWriter.write (fsync)        config.toml, rollout.json: what it is made from
+
+It does not know the trainer. Config, lock, log and the rows of the batches are those of any run folder (run.py).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from tandem.build import build_engine, input_hashes, prepare_process, read_data
+from tandem.cli.progress import console
+from tandem.config import Config
+from tandem.data.render import ChatRenderer, load_renderer
+from tandem.disk import DISK, append_line, disk_errors, write_atomic
+from tandem.envs.rollout import run_episodes
+from tandem.envs.single_turn import SingleTurn
+from tandem.errors import UserError
+from tandem.evaluate import sampling_params
+from tandem.loop import Clock, describe, score
+from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
+from tandem.model.load import check_model, load_model
+from tandem.rewards.pool import RewardPool
+from tandem.run import RunFolder, open_run
+from tandem.stream.journal import cut_episodes, episode_lines, write_episodes
+from tandem.types import Group, Problem, Row
+
+Make = Callable[[int, Clock], list[Group]]  # the scored episodes of a batch, counted from 0
+
+DEFAULT_OUT = Path("runs/rollout")
+BESIDE_JSONL = ".jsonl.rollout"
+ABOUT = "rollout.json"  # how many batches there will be, and the hashes of what they are made from
+TEXT_FILES = (".json", ".jinja", ".model", ".txt")  # of a model directory: tokenizer, chat template, configs
+
+
+def rollout(config: Config, out: Path | None, fresh: bool = False) -> None:
+    """Raises UserError for an output that is somebody else's, or of another config, data file or model."""
+    if out is not None and not out.parent.is_dir():
+        raise UserError("the folder of the output does not exist", where=str(out.parent), expected="a folder",
+                        next=f"mkdir -p {out.parent}")  # fmt: skip
+    output = output_at(out or DEFAULT_OUT)
+    output.check()
+    prepare_process(config)
+    problems = read_data(config, "data.train")["data.train"]
+    with open_output(output, config, fresh) as run:
+        inputs = hashes(config)
+        if is_complete(run.path, output, inputs):
+            output.cut(read_metrics(run.path))  # of whatever stands behind the last batch
+            console.print(f"complete, nothing to do: {summary(run.path)}")
+            return
+        check_model(config.model.path)
+        renderer = load_renderer(config.model.path)
+        problems = renderer.check_lengths(problems, config.data)
+        batches = -(-len(problems) // config.rl.prompts_per_step)
+        with batch_maker(config, problems, renderer) as make:
+            write_batches(run.path, output, batches, inputs, make)
+        console.print(f"done: {summary(run.path)}")
+        run.log(f"done: {batches} batches in {output.path}")
+
+
+@contextmanager
+def batch_maker(config: Config, problems: Sequence[Problem], renderer: ChatRenderer) -> Iterator[Make]:
+    engine = build_engine(config, load_model(config.model.path), renderer)
+    params, size = sampling_params(config.rollout, renderer.stop_token_ids), config.rl.prompts_per_step
+    with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
+
+        def make(number: int, clock: Clock) -> list[Group]:
+            part = problems[number * size : (number + 1) * size]
+            with clock("rollout_s"):
+                attempts = run_episodes(
+                    part, group_size=config.rl.group_size, place=(config.run.seed, "rollout only", number),
+                    engine=engine, renderer=renderer, env=SingleTurn(), params=params,
+                )  # fmt: skip
+            with clock("reward_s"):
+                return score(part, attempts, reward, config.reward.overlong_penalty)
+
+        yield make
+
+
+def write_batches(folder: Path, output: "Output", batches: int, inputs: dict[str, str], make: Make) -> None:
+    """Go on behind the last batch that counts, up to the last of all."""
+    rows = read_metrics(folder)
+    done = output.whole(rows)
+    if not rows:
+        begin(folder, output, batches, inputs)
+    output.cut(rows[:done])
+    with MetricsWriter(folder, done - 1) as writer:
+        for number in range(done, batches):
+            clock = Clock()
+            groups = make(number, clock)
+            with clock("journal_s"):
+                place = output.append(number, groups)
+            metrics = {**batch_metrics(groups), **place}
+            timings = clock.timings(tokens=int(metrics["generated_tokens"]))
+            writer.write(number, metrics, timings | {"rss_mb": peak_rss_mb()})
+            console.print(f"batch {number + 1} of {batches}: {told([metrics], [timings])}")
+
+
+def batch_metrics(groups: Sequence[Group]) -> Row:
+    episodes = [episode for group in groups for episode in group.episodes]
+    tokens = sum(int(episode.loss_mask.sum()) for episode in episodes)
+    return {**describe(groups), "episodes": len(episodes), "generated_tokens": tokens}
+
+
+def summary(folder: Path) -> str:
+    """Of all batches, those of earlier starts included."""
+    return told(read_metrics(folder), read_metrics(folder, "timings.jsonl"))
+
+
+def told(rows: Sequence[dict[str, Any]], timings: Sequence[dict[str, Any]]) -> str:
+    episodes = sum(row["episodes"] for row in rows)
+    reward, truncated = (
+        sum(row[name] * row["episodes"] for row in rows) / episodes for name in ("reward", "truncated")
+    )
+    speed = sum(row["generated_tokens"] for row in rows) / max(sum(row["rollout_s"] for row in timings), 1e-9)
+    failed = int(sum(row["reward_errors"] for row in rows))
+    return (
+        f"{episodes:,} episodes, mean reward {reward:.3f}, {truncated:.1%} truncated, {speed:,.0f} tokens/s"
+        + f", {failed:,} not scored (see reward_error)" * bool(failed)
+    )
+
+
+# The two outputs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetOutput:
+    """A folder that is the run folder too; a file has its real name only when it is whole."""
+
+    path: Path
+
+    @property
+    def run_folder(self) -> Path:
+        return self.path
+
+    def check(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise _foreign(self.path, "a file", "a folder of an earlier rollout, none, or a name that ends in .jsonl")
+        if self.path.name.endswith(BESIDE_JSONL):
+            raise _foreign(self.path, f"the name of the folder beside a JSONL file ({BESIDE_JSONL})", "another name")
+
+    def whole(self, rows: Sequence[Row]) -> int:
+        """How many of the batches that have a row are here."""
+        return sum(1 for _ in takewhile(lambda row: self._file(row).exists(), rows))
+
+    def begin(self) -> None:
+        """Nothing stands where the episodes go: open_run has taken the folder."""
+
+    def cut(self, rows: Sequence[Row]) -> None:
+        """Leave the batches of these rows only."""
+        cut_episodes(self.path, len(rows) - 1)
+
+    def append(self, number: int, groups: Sequence[Group]) -> Row:
+        write_episodes(self.path, number, groups, kind="rollout")
+        return {}
+
+    def _file(self, row: Row) -> Path:
+        return self.path / f"rollout_step_{int(row['step']):06d}.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonlOutput:
+    """A file that only grows; a batch's row says where it ends, so that a torn tail is known by its place."""
+
+    path: Path
+
+    @property
+    def run_folder(self) -> Path:
+        return self.path.with_name(self.path.name.removesuffix(".jsonl") + BESIDE_JSONL)
+
+    def check(self) -> None:
+        if self.path.is_dir():
+            raise _foreign(self.path, "a folder", "a file of an earlier rollout, or none")
+        # A kill in the middle of --fresh leaves the file beside the old run folder only.
+        ours = any(place.name.startswith(self.run_folder.name) for place in self.path.parent.iterdir())
+        if self.path.exists() and not ours:
+            found = f"a file without {self.run_folder.name} beside it"
+            raise _foreign(self.path, found, "a file of an earlier rollout, or none")
+
+    def whole(self, rows: Sequence[Row]) -> int:
+        """How many of the batches that have a row are here."""
+        size = self._size()
+        return sum(1 for _ in takewhile(lambda row: row["file_bytes"] <= size, rows))
+
+    def begin(self) -> None:
+        """A file that is there is the one before --fresh, or a user's: it steps aside."""
+        number = 1
+        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        if self.path.exists():
+            with disk_errors(target):
+                self.path.rename(target)
+                DISK.fsync(target.parent)  # before rollout.json claims the name
+
+    def cut(self, rows: Sequence[Row]) -> None:
+        """Leave the batches of these rows only."""
+        end = int(rows[-1]["file_bytes"]) if rows else 0
+        if self._size() != end:
+            with disk_errors(self.path):
+                os.truncate(self.path, end)
+                DISK.fsync(self.path)
+
+    def append(self, number: int, groups: Sequence[Group]) -> Row:
+        lines = episode_lines(number, groups)
+        with disk_errors(self.path):
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            append_line(descriptor, lines, self.path)
+        finally:
+            os.close(descriptor)
+        DISK.fsync(self.path.parent)
+        return {"file_bytes": self._size()}
+
+    def _size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+
+Output = ParquetOutput | JsonlOutput
+
+
+def output_at(path: Path) -> Output:
+    return JsonlOutput(path) if path.suffix == ".jsonl" else ParquetOutput(path)
+
+
+def _foreign(path: Path, found: str, expected: str) -> UserError:
+    return UserError("the output would overwrite something else", where=str(path), found=found, expected=expected,
+                     next="choose another --out")  # fmt: skip
+
+
+# The same rollout, or another ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_output(output: Output, config: Config, fresh: bool) -> Iterator[RunFolder]:
+    """The run folder of the output, locked; what its errors advise is said in this command's words."""
+    with ExitStack() as stack:
+        try:
+            run = stack.enter_context(open_run(output.run_folder, config, fresh=fresh, command="rollout"))
+        except UserError as error:
+            advice = error.next.replace("run.folder=PATH", "--out PATH").replace("run.folder", "--out")
+            raise UserError(error.what, where=error.where, found=error.found, expected=error.expected,
+                            next=advice) from error  # fmt: skip
+        yield run
+
+
+def hashes(config: Config) -> dict[str, str]:
+    """SHA-256 by key of what the episodes are a function of, besides the config: problems, model, reward function."""
+    source, _, _ = config.reward.function.rpartition(":")
+    texts = [file for file in sorted(Path(config.model.path or "none").glob("*")) if file.suffix in TEXT_FILES]
+    files = {f"model.path/{file.name}": file for file in texts} | {"reward.function": Path(source or "none")}
+    kept = {key: value for key, value in input_hashes(config).items() if key.startswith(("data.train", "model.path/"))}
+    return kept | {key: hashlib.sha256(file.read_bytes()).hexdigest() for key, file in files.items() if file.is_file()}
+
+
+def begin(folder: Path, output: Output, batches: int, inputs: dict[str, str]) -> None:
+    """Write down what the batches are made from. Once that is there, the file at the output is this rollout's."""
+    if not (folder / ABOUT).exists():
+        output.begin()
+    about = {"batches": batches, "inputs": inputs}
+    write_atomic(folder / ABOUT, json.dumps(about, indent=1).encode() + b"\n")
+
+
+def is_complete(folder: Path, output: Output, inputs: dict[str, str]) -> bool:
+    """Refuses to go on with other inputs once a batch counts."""
+    rows = read_metrics(folder)
+    if not rows:
+        return False
+    about = _read_about(folder / ABOUT)
+    changed = [key for key in {**about["inputs"], **inputs} if about["inputs"].get(key) != inputs.get(key)]
+    if changed:
+        raise UserError(
+            "a data file, the model or the reward function has changed since the rollout began",
+            where=", ".join(changed),
+            found=f"{_short(inputs, changed[0])} as the hash of {changed[0]}",
+            expected=f"{_short(about['inputs'], changed[0])}: the episodes that are there were made from that",
+            next="restore it, choose another --out PATH, or start over with --fresh (the old output is kept beside it)",
+        )
+    return output.whole(rows) == about["batches"]
+
+
+def _short(inputs: dict[str, str], key: str) -> str:
+    return f"sha256 {inputs[key][:12]}" if key in inputs else "nothing"
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    try:
+        about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {"batches": int(about["batches"]), "inputs": dict(about["inputs"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:  # absent, damaged, or of another shape
+        raise UserError("a file of the rollout cannot be read", where=str(path), found=f"{type(error).__name__}: {error}",
+                        expected="the file as Tandem wrote it",
+                        next="restore it, or start over with --fresh (the old output is kept beside it)") from error  # fmt: skip
