@@ -1,15 +1,17 @@
 """The key/value cache: pages of 128 tokens, shared by reference, found again by their tokens, within a byte budget.
 
-A page holds the keys and values of tokens whose whole past is the chain of pages before it, so a page is known by
-(page before it, its tokens). That tree answers: which pages already hold the beginning of this sequence? Full pages are
-shared as they are; of a partly equal page the equal part is copied, because its owner goes on writing there.
+A page is known by its past and its tokens: the past is a digest of all tokens before it. That answers: which pages
+already hold the beginning of this sequence? Full pages are shared as they are; of a partly equal page the equal part is
+copied, because its owner goes on writing there. Equal pages may exist twice, when two sequences computed them at once;
+either serves.
 
-    free --take--> in use (counted by the sequences that hold it) --release--> cached --take, oldest leaf first--> in use
+    free --take--> in use (counted by the sequences that hold it) --release--> cached --take, least recent first--> in use
                                                                          +-----match--------------------------------^
 
-The tree holds one weight version: `flush` empties it when the weights change. It does not know requests.
+The cache holds one weight version: `flush` empties it when the weights change. It does not know requests.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from tandem.errors import UserError
 from tandem.model.load import ExactModel
 from tandem.model.paged import PAGE
 
-ROOT = -1
+BEGINNING = b""  # the past of a first page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,35 +66,37 @@ class PageCache:
         self._tokens = np.zeros((count, PAGE), np.int64)
         self._filled = np.zeros(count, np.int64)  # tokens whose keys and values are there
         self._planned = np.zeros(count, np.int64)  # tokens that are known to come; at least filled
-        self._parent = np.full(count, ROOT)
-        self._children = np.zeros(count, np.int64)
-        self._used = np.zeros(count, np.int64)  # when it was last held, in takes
+        self._past = [BEGINNING] * count
+        self._used = np.zeros(count, np.int64)  # a clock's time when it was last held; later pages of a sequence first
         self._clock = 0
         self._free = list(range(count - 1, -1, -1))
-        self._below: dict[int, set[int]] = defaultdict(set)
-        self._full: dict[tuple[int, bytes], int] = {}
+        self._after: dict[bytes, set[int]] = defaultdict(set)  # the pages that follow a past
+        self._full: dict[bytes, set[int]] = defaultdict(
+            set
+        )  # the pages that end at a past: full ones, planned or filled
 
     # ---- finding
 
     def match(self, tokens: np.ndarray) -> Match:
         """The longest known beginning of tokens int64 [T], its last token left out: someone must compute its logits."""
-        limit, chain = len(tokens) - 1, [ROOT]
-        while (at := len(chain) * PAGE) <= limit:
-            page = self._full.get((chain[-1], tokens[at - PAGE : at].tobytes()))
-            if page is None:
+        limit, past = len(tokens) - 1, BEGINNING
+        pages: list[int] = []
+        while (at := len(pages) * PAGE) + PAGE <= limit:
+            longer = past_after(past, tokens[at : at + PAGE])
+            if not (holders := self._full.get(longer)):
                 break
-            chain.append(page)
-        pages = chain[1:]
-        tail, held, coming = self._match_tail(tokens[len(pages) * PAGE : limit][:PAGE], chain[-1])
+            pages.append(max(holders, key=lambda page: self._filled[page]))
+            past = longer
+        tail, held, coming = self._match_tail(tokens[len(pages) * PAGE : limit][:PAGE], past)
         coming += len(pages) * PAGE
         for number, page in enumerate(pages):
             if self._filled[page] < PAGE:  # someone is still at work on this one
                 return Match(pages=pages[:number], tail=page, tail_length=int(self._filled[page]), coming=coming)
         return Match(pages=pages, tail=tail, tail_length=held, coming=coming)
 
-    def _match_tail(self, rest: np.ndarray, parent: int) -> tuple[int, int, int]:
-        """(page after parent that holds most of the tokens, how many it holds, how many one will hold)"""
-        candidates = np.fromiter(self._below.get(parent, ()), np.int64)
+    def _match_tail(self, rest: np.ndarray, past: bytes) -> tuple[int, int, int]:
+        """(page after the past that holds most of the tokens, how many it holds, how many one will hold)"""
+        candidates = np.fromiter(self._after.get(past, ()), np.int64)
         if not len(rest) or not len(candidates):
             return 0, 0, 0
         same = self._tokens[candidates, : len(rest)] == rest
@@ -117,28 +121,32 @@ class PageCache:
 
     def release(self, pages: Sequence[int]) -> None:
         """Give up a sequence's pages; they stay cached until they are needed, as far as they were filled."""
-        self._clock += 1
         self.holders[pages] -= 1
-        self._used[pages] = self._clock
-        for page in reversed(pages):
-            if self._planned[page] > self._filled[page] and not self.holders[page]:
+        self._clock += len(pages)
+        self._used[pages] = self._clock - np.arange(len(pages))
+        for page in pages:
+            if self.holders[page]:
+                continue
+            if self._planned[page] > self._filled[page]:
                 self._forget_full(page)
                 self._planned[page] = self._filled[page]
-            if not self.holders[page] and not self._filled[page]:
+            if not self._filled[page]:
                 self._evict(page)
 
-    def take(self, parent: int) -> int:
-        """A page to follow parent, held once. There must be one available."""
+    def take(self, past: bytes) -> int:
+        """A page to follow that past, held once. There must be one available."""
         if not self._free:
-            leaves = np.flatnonzero((self.holders == 0) & (self._children == 0))
-            self._evict(int(leaves[self._used[leaves].argmin()]))
+            cached = np.flatnonzero(self.holders == 0)
+            self._evict(int(cached[self._used[cached].argmin()]))
         page = self._free.pop()
-        self.holders[page], self._filled[page], self._planned[page] = 1, 0, 0
-        self._parent[page] = parent
-        self._below[parent].add(page)
-        if parent != ROOT:
-            self._children[parent] += 1
+        self.holders[page] = 1
+        self._past[page] = past
+        self._after[past].add(page)
         return page
+
+    def past_of_next(self, page: int) -> bytes:
+        """What a full page and all before it are, as the past of the page after it."""
+        return past_after(self._past[page], self._tokens[page])
 
     def plan(self, pages: Sequence[int], tokens: np.ndarray, start: int) -> None:
         """Say which tokens will be written to a sequence's pages from position start on; tokens is the whole sequence."""
@@ -147,7 +155,7 @@ class PageCache:
             self._tokens[page, : len(part)] = part
             self._planned[page] = len(part)
             if len(part) == PAGE:
-                self._full.setdefault((int(self._parent[page]), part.tobytes()), page)
+                self._full[self.past_of_next(page)].add(page)
 
     def fill(self, pages: np.ndarray, offsets: np.ndarray, tokens: np.ndarray) -> None:
         """Tokens int64 [T] are now in their pages, at these offsets (ascending within a page)."""
@@ -155,7 +163,7 @@ class PageCache:
         self._filled[pages] = offsets + 1
         self._planned[pages] = np.maximum(self._planned[pages], self._filled[pages])
         for page in pages[offsets == PAGE - 1].tolist():
-            self._full.setdefault((int(self._parent[page]), self._tokens[page].tobytes()), page)
+            self._full[self.past_of_next(page)].add(page)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first tokens of a page into another page."""
@@ -168,25 +176,27 @@ class PageCache:
         """Forget everything: the weights changed. Nobody may hold a page."""
         assert not self.holders.any(), "a page is held across a change of weights"
         self._free = list(range(self.count - 1, -1, -1))
-        self._below.clear()
+        self._after.clear()
         self._full.clear()
-        self._children[:] = 0
-        self._filled[:] = 0
-
-    # ---- letting go
+        self._filled[:] = self._planned[:] = 0
 
     def _evict(self, page: int) -> None:
-        parent = int(self._parent[page])
         self._forget_full(page)
-        self._below[parent].discard(page)
-        if not self._below[parent]:
-            del self._below[parent]
-        if parent != ROOT:
-            self._children[parent] -= 1
+        _discard(self._after, self._past[page], page)
         self._filled[page] = self._planned[page] = 0
         self._free.append(page)
 
     def _forget_full(self, page: int) -> None:
-        key = (int(self._parent[page]), self._tokens[page].tobytes())
-        if self._full.get(key) == page:
-            del self._full[key]
+        if self._planned[page] == PAGE:
+            _discard(self._full, self.past_of_next(page), page)
+
+
+def past_after(past: bytes, tokens: np.ndarray) -> bytes:
+    """The digest of a past and one more full page of tokens int64 [PAGE]."""
+    return hashlib.blake2b(past + tokens.tobytes(), digest_size=16).digest()
+
+
+def _discard(index: dict[bytes, set[int]], key: bytes, page: int) -> None:
+    index[key].discard(page)
+    if not index[key]:
+        del index[key]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.engine.pages import NOTHING, ROOT, Match, PageCache
+from tandem.engine.pages import BEGINNING, NOTHING, Match, PageCache, past_after
 from tandem.model.paged import PAGE
 from tandem.types import Completion, Request
 
@@ -131,8 +131,10 @@ class Scheduler:
         enough = cache.available >= needed
         if enough:
             sequence.pages, sequence.cached = list(shared), len(shared) * PAGE + tail_length
-            for _ in range(needed):
-                sequence.pages.append(cache.take(sequence.pages[-1] if sequence.pages else ROOT))
+            past = cache.past_of_next(shared[-1]) if shared else BEGINNING
+            for at in range(len(shared) * PAGE, len(known), PAGE):
+                sequence.pages.append(cache.take(past))
+                past = past_after(past, known[at : at + PAGE])
             if tail_length:
                 cache.copy(match.tail, sequence.pages[len(shared)], tail_length)
             cache.plan(sequence.pages, known, len(shared) * PAGE)
@@ -148,7 +150,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        sequence.pages.append(self.cache.take(sequence.pages[-1]))
+        sequence.pages.append(self.cache.take(self.cache.past_of_next(sequence.pages[-1])))
         return True
 
     def _preempt(self, sequence: Running) -> None:

@@ -1,0 +1,203 @@
+"""The engine step by step: chunks, preemption, cancellation, the queue, weight updates and growing conversations."""
+
+import numpy as np
+import pytest
+
+from tandem.engine.engine import Engine
+from tandem.engine.pages import PageCache
+from tandem.engine.scheduler import QueueFull
+from tests.engine.test_engine import MODEL, CountingModel, decode, facts, request
+from tests.tiny import exact_model, random_tokens
+
+PAGE_BYTES = PageCache(MODEL, 1 << 24).page_bytes
+
+
+def engine_of(model=MODEL, *, pages=64, max_batch=64, **sizes):
+    return Engine(model, decode, cache_bytes=pages * PAGE_BYTES, max_batch=max_batch, **sizes)
+
+
+def prompt(length, seed=0):
+    return random_tokens(np.random.default_rng(seed), length)
+
+
+def finish(engine, running):
+    while any(r.completion is None for r in running):
+        engine.step()
+    return [facts(r.completion) for r in running]
+
+
+def test_a_long_prompt_runs_in_chunks_beside_those_that_decode():
+    model = CountingModel(MODEL)
+    engine = engine_of(model, chunk_tokens=50)
+    first = engine.submit(request(0, max_new_tokens=20))
+    engine.step()
+    second = engine.submit(request(1, prompt(180), max_new_tokens=4))
+    finish(engine, [first, second])
+    # each pass one token of the first and 50 of the second's prompt, as long as that lasts
+    assert model.passes[:6] == [3, 51, 51, 51, 31, 2]
+
+
+def test_a_queue_that_is_full_refuses_and_takes_again_when_there_is_room():
+    engine = engine_of(max_batch=1, max_queue=2)
+    running = [engine.submit(request(0))]
+    engine.step()
+    running += [engine.submit(request(n)) for n in (1, 2)]
+    with pytest.raises(QueueFull, match="2 requests are waiting, at most 2"):
+        engine.submit(request(3))
+    finish(engine, running[:1])
+    engine.step()
+    assert engine.submit(request(3)) is not None
+    assert len(engine_of(max_batch=2, max_queue=3).generate([request(n) for n in range(12)])) == 12
+
+
+def test_when_pages_run_out_the_youngest_gives_way_and_everyone_has_the_result_it_has_alone():
+    asked = [request(n, prompt(100, n), max_new_tokens=200) for n in range(4)]
+    engine = engine_of(pages=5)
+    running = [engine.submit(r) for r in asked]
+    ends = []
+    while engine.has_work:
+        ends += [r.arrival for r in engine.step() if r.completion is not None]
+        assert engine.stats()["pages_in_use"] <= 5
+    assert engine.stats()["preemptions"] > 0
+    assert ends[0] == 0  # the oldest was never held up
+    assert [facts(r.completion) for r in running] == [facts(engine_of().generate([r])[0]) for r in asked]
+
+
+def test_nobody_starves_behind_a_stream_of_short_requests():
+    engine = engine_of(pages=4, max_batch=4)
+    long = engine.submit(request(0, prompt(380), max_new_tokens=100))  # needs the whole cache
+    passes = 0
+    while long.completion is None and passes < 600:
+        if engine.stats()["waiting"] < 8:
+            engine.submit(request(passes + 1, max_new_tokens=3))
+        engine.step()
+        passes += 1
+    assert long.completion is not None
+    assert passes < 300
+
+
+def test_a_big_request_that_waits_is_not_passed_by_small_ones():
+    engine = engine_of(pages=4, max_batch=8)
+    small = [engine.submit(request(n, prompt(20, n), max_new_tokens=30)) for n in range(3)]
+    engine.step()
+    big = engine.submit(request(10, prompt(380), max_new_tokens=100))
+    later = engine.submit(request(11, prompt(20, 7), max_new_tokens=5))
+    finish(engine, small)
+    assert not later.tokens
+    finish(engine, [big, later])
+
+
+def test_a_cancelled_request_frees_its_pages_at_once_and_keeps_what_it_has():
+    engine = engine_of()
+    running, waiting = engine.submit(request(0, max_new_tokens=50)), engine.submit(request(1))
+    other = engine.submit(request(2, prompt(40)))
+    for _ in range(5):
+        engine.step()
+    engine.cancel(running)
+    assert running.completion.stop_reason == "cancelled" and len(running.completion.tokens) == 5
+    assert running.completion.text == decode(running.completion.tokens)
+    engine.cancel(running)  # ended already: nothing happens
+    [same] = engine_of().generate([request(0, max_new_tokens=50)])
+    assert same.tokens[:5].tolist() == running.completion.tokens.tolist()
+    finish(engine, [other, waiting])
+    assert engine.stats()["pages_in_use"] == 0 and not engine.has_work
+
+
+def test_cancelling_one_who_waits_and_the_leader_of_a_shared_prompt_stops_nobody_else():
+    engine, shared = engine_of(chunk_tokens=32, max_batch=3), prompt(200)
+    group = [engine.submit(request(n, shared, max_new_tokens=4)) for n in range(5)]
+    engine.step()
+    engine.cancel(group[0])  # in the middle of the prompt that the others wait for
+    engine.cancel(group[4])
+    results = finish(engine, group[1:4])
+    assert results == [facts(engine_of().generate([request(n, shared, max_new_tokens=4)])[0]) for n in (1, 2, 3)]
+    assert len(group[4].completion.tokens) == 0 and engine.stats()["pages_in_use"] == 0
+
+
+def test_a_conversation_that_grows_computes_only_what_is_new():
+    model = CountingModel(MODEL)
+    engine, history = engine_of(model), prompt(150)
+    for turn in range(4):
+        [completion] = engine.generate([request(turn, history, max_new_tokens=10)])
+        if turn:
+            # the observation of 20 tokens, and the last sampled one, whose keys nobody had needed yet
+            assert model.passes[0] == 21
+        model.passes.clear()
+        history = np.concatenate([history, completion.tokens, prompt(20, turn)])
+    [fresh] = engine_of().generate([request(9, history)])
+    assert facts(engine.generate([request(9, history)])[0]) == facts(fresh)
+
+
+def test_a_prompt_found_in_the_cache_counts_as_cached():
+    engine, shared = engine_of(), prompt(300)
+    engine.generate([request(n, shared, max_new_tokens=2) for n in range(8)])
+    stats = engine.stats()
+    assert stats["prompt_tokens"] == 8 * 300 and stats["prompt_tokens_cached"] == 7 * 299
+
+
+@pytest.fixture
+def two_weights():
+    model, other = exact_model("qwen3"), exact_model("qwen3", seed=1)
+    old = {name: weight.clone() for name, weight in model.named_weights().items()}
+    return model, old, other.named_weights()
+
+
+def test_a_new_version_never_meets_old_keys(two_weights):
+    model, _, new = two_weights
+    engine, shared = engine_of(model), prompt(300)
+    engine.generate([request(0, shared)])
+    engine.apply(1, lambda: model.load_weights(new))
+    [completion] = engine.generate([request(0, shared)])
+    assert facts(completion)[:2] == facts(engine_of(exact_model("qwen3", seed=1)).generate([request(0, shared)])[0])[:2]
+    assert completion.weight_versions.tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("running", ["finish", "restart", "continue"])
+def test_requests_that_have_begun_are_finished_restarted_or_continued(two_weights, running):
+    model, _, new = two_weights
+    engine = engine_of(model)
+    begun = engine.submit(request(0, prompt(140), max_new_tokens=12))
+    for _ in range(5):
+        engine.step()
+    later = engine.submit(request(1))
+    done = engine.apply(1, lambda: model.load_weights(new), running)
+    assert done == ([begun] if running == "finish" else [])
+    finish(engine, [begun, later])
+    versions = {"finish": [0] * 12, "restart": [1] * 12, "continue": [0] * 5 + [1] * 7}
+    assert begun.completion.weight_versions.tolist() == versions[running]
+    assert later.completion.weight_versions.tolist() == [1] * 8
+    alone = [engine_of(exact_model("qwen3", seed=n)).generate([request(0, prompt(140), max_new_tokens=12)])[0].tokens.tolist()
+             for n in (0, 1)]  # fmt: skip
+    tokens = begun.completion.tokens.tolist()
+    assert tokens == {"finish": alone[0], "restart": alone[1]}.get(running, tokens)
+    assert running != "continue" or (tokens[:5] == alone[0][:5] and tokens != alone[0])
+
+
+def test_weights_that_change_under_a_running_request_without_apply_are_an_error(two_weights):
+    model, _, new = two_weights
+    engine = engine_of(model)
+    engine.submit(request())
+    engine.step()
+    model.load_weights(new)
+    with pytest.raises(RuntimeError, match="weights changed under running requests"):
+        engine.step()
+
+
+def test_the_weight_hash_is_that_of_the_weights(two_weights):
+    model, old, new = two_weights
+    engine = engine_of(model)
+    before = engine.weight_hash()
+    engine.apply(1, lambda: model.load_weights(new))
+    assert engine.weight_hash() != before
+    engine.apply(2, lambda: model.load_weights(old))
+    assert engine.weight_hash() == before
+
+
+def test_many_requests_through_a_small_cache_leave_no_page_in_use():
+    engine, rng = engine_of(pages=6, max_batch=5), np.random.default_rng(0)
+    for _ in range(10):
+        engine.generate([request(int(rng.integers(9)), prompt(int(rng.integers(1, 300)), int(rng.integers(3))),
+                                 max_new_tokens=int(rng.integers(1, 6))) for _ in range(12)])  # fmt: skip
+        stats = engine.stats()
+        assert stats["pages_in_use"] == stats["cache_bytes_in_use"] == 0
+        assert engine.cache.cached + len(engine.cache._free) == 6
