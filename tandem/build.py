@@ -67,11 +67,13 @@ def prepare_process(config: Config) -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
-def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer) -> Engine:
+def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **sizes: int) -> Engine:
+    """sizes: max_queue and chunk_tokens of the engine, where its defaults are not wanted."""
     if len(renderer.tokenizer) > model.config.vocab_size:
         raise UserError("the tokenizer is not this model's", where=f"model.path = {config.model.path}",
                         found=f"{len(renderer.tokenizer):,} tokens", expected=f"at most {model.config.vocab_size:,}")  # fmt: skip
-    return Engine(model, renderer.decode, cache_bytes=config.rollout.cache_mb << 20, max_batch=config.rollout.max_batch)
+    rollout = config.rollout
+    return Engine(model, renderer.decode, cache_bytes=rollout.cache_mb << 20, max_batch=rollout.max_batch, **sizes)
 
 
 def build_policy(config: Config, model: ExactModel, shape: Train | SFT, *, steps: int, reference: bool) -> Policy:

@@ -62,6 +62,10 @@ class Rollout(Section):
     )
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens of this total probability")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="keep tokens of at least this share of the likeliest one's probability"
+    )
+    repetition_penalty: float = Field(1.0, gt=0, description="weakens tokens seen before; 1: off")
     stop: list[str] = Field(
         [], description="stop strings in the decoded text (no special tokens), besides the end of turn"
     )

@@ -48,7 +48,8 @@ def evaluate(
 def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_k=rollout.top_k,
-        top_p=rollout.top_p, stop=tuple(rollout.stop), stop_token_ids=stop_token_ids,
+        top_p=rollout.top_p, min_p=rollout.min_p, repetition_penalty=rollout.repetition_penalty,
+        stop=tuple(rollout.stop), stop_token_ids=stop_token_ids,
     )  # fmt: skip
 
 

@@ -62,13 +62,15 @@ def sft(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> No
 @app.command()
 def rollout(
     recipe: Recipe, overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(help="folder for the episodes, Parquet")] = Path("runs/rollout"),
+    out: Annotated[Path | None, typer.Option(
+        help="FILE.jsonl, or a folder for Parquet files; default: runs/rollout", show_default=False)] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="start over; the old output is kept beside it")] = False,
 ) -> None:  # fmt: skip
-    """Generate and score episodes of the training problems, without training."""
+    """Generate and score episodes of the training problems. The same command resumes what was stopped."""
     config = load_config(recipe, overrides or [])
-    from tandem.cli import generation
+    from tandem.cli import rollout
 
-    generation.rollout(config, out)
+    rollout.rollout(config, out, fresh)
 
 
 @app.command("eval")
@@ -93,6 +95,27 @@ def export(
     from tandem.cli import training
 
     training.export_run(run, step, out)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Hugging Face model directory or hub name", show_default=False)],
+    host: Annotated[str, typer.Option(help="address to listen on; one that other machines reach needs a key")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8000,
+    api_key: Annotated[str, typer.Option(envvar="TANDEM_API_KEY", help="key that clients must send", show_default=False)] = "",
+    served_name: Annotated[str, typer.Option(help="name of the model for clients; default: MODEL", show_default=False)] = "",
+    cache_mb: Annotated[int, typer.Option(min=1, help="budget of the key/value cache, MiB")] = 1024,
+    max_batch: Annotated[int, typer.Option(min=1, help="most sequences decoded together")] = 64,
+    max_queue: Annotated[int, typer.Option(min=1, help="most sequences that wait; more are refused with 429")] = 256,
+    max_new_tokens_default: Annotated[int, typer.Option(min=1, help="completion length of requests without max_tokens")] = 256,
+) -> None:  # fmt: skip
+    """Serve a model over HTTP, compatible with OpenAI's clients: see docs/serving.md."""
+    from tandem.cli import serving
+
+    serving.serve(serving.Options(
+        model=model, host=host, port=port, api_key=api_key, served_name=served_name, cache_mb=cache_mb,
+        max_batch=max_batch, max_queue=max_queue, max_new_tokens=max_new_tokens_default,
+    ))  # fmt: skip
 
 
 @app.command()

@@ -13,9 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from tandem.config import Data
+from tandem.data.template import LONGEST_TEXT, ChatTemplate, TextTooLong
 from tandem.errors import UserError
 from tandem.types import Array, Message, Problem
 
@@ -117,6 +119,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, template: str, eos_ids: set[int], name: str):
         self.tokenizer, self.name = tokenizer, name
         self._template = FIXED_CLOCK + template if "strftime_now" in template else template
+        self._compiled: ChatTemplate | None = None
         self.stop_token_ids = tuple(sorted(eos_ids | self._end_of_turn()))
         if not self.stop_token_ids:
             expected, advice = "an end-of-sequence token", "name the eos_token in tokenizer_config.json"
@@ -166,13 +169,18 @@ class ChatRenderer:
     # ---- text and tokens
 
     def _text(self, messages: Sequence[Message], *, open_turn: bool) -> str:
-        import jinja2
-
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self._template, add_generation_prompt=open_turn, tokenize=False
-            )
-            return text
+            if self._compiled is None:
+                self._compiled = ChatTemplate(self._template)
+            special_tokens = self.tokenizer.special_tokens_map
+            return self._compiled.render(messages, open_turn=open_turn, special_tokens=special_tokens)
+        except TextTooLong:
+            raise UserError(
+                "the chat template writes too long a text",
+                where=f"chat template of {self.name}",
+                expected=f"at most {LONGEST_TEXT:,} characters for a chat",
+                next="shorten the chat, or see what the template repeats",
+            ) from None
         # The template is a program from someone else: besides its own errors it can divide by zero or miss a key.
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UserError(

@@ -9,7 +9,7 @@ What a request returns depends on the request and the weights only, never on its
 shared prefixes, preemption or order. One thread calls it. It knows no problem, reward or loss.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -26,7 +26,7 @@ from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter, Seen
 from tandem.model.paged import PAGE, PagedPlan
-from tandem.types import Completion, Request, SamplingParams
+from tandem.types import Completion, Request
 
 OnUpdate = Literal["finish", "restart", "continue"]
 
@@ -46,8 +46,6 @@ class Engine:
         self.weight_version = 0
         self.cache = PageCache(model, cache_bytes)
         self.scheduler = Scheduler(self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens)
-        self._kinds: dict[SamplingParams, int] = {}
-        self._params: list[SamplingParams] = []
         self._arrivals = self._generated = 0
         self._stamp = self._weights_stamp()
 
@@ -56,10 +54,7 @@ class Engine:
     def submit(self, request: Request) -> Running:
         """Queue a request. Raises UserError when it can never run and QueueFull when too many wait."""
         self.require_room(len(request.prompt) + request.params.max_new_tokens)
-        kind = self._kinds.setdefault(request.params, len(self._kinds))
-        if kind == len(self._params):
-            self._params.append(request.params)
-        running = Running(request=request, arrival=self._arrivals, kind=kind)
+        running = Running(request=request, arrival=self._arrivals, how=Filter.of(request.params))
         self.scheduler.submit(running)
         self._arrivals += 1
         return running
@@ -182,13 +177,14 @@ class Engine:
         """Append one token to each sequence; logits [B, V] are theirs."""
         keys = np.array([s.request.key for s in ready], np.uint64)
         draws = torch.from_numpy(uniforms(keys, np.array([len(s.tokens) for s in ready])))
-        kinds = np.array([s.kind for s in ready])
-        for kind in np.unique(kinds).tolist():
-            rows, how = np.flatnonzero(kinds == kind), self._params[kind]
-            members = [ready[row] for row in rows.tolist()]
-            part = slice(None) if len(rows) == len(ready) else torch.from_numpy(rows)
+        alike: dict[tuple[Filter, int], list[int]] = defaultdict(list)
+        for row, sequence in enumerate(ready):
+            alike[sequence.how, sequence.request.params.top_logprobs].append(row)
+        for (how, top_logprobs), rows in alike.items():
+            members = [ready[row] for row in rows]
+            part = slice(None) if len(rows) == len(ready) else torch.tensor(rows)
             seen = _seen(members) if how.repetition_penalty != 1.0 else None
-            drawn = sample(logits[part], Filter.of(how), draws[part], seen, how.top_logprobs)
+            drawn = sample(logits[part], how, draws[part], seen, top_logprobs)
             columns = (t.tolist() for t in (drawn.tokens, drawn.logprobs, drawn.top_tokens, drawn.top_logprobs))
             for sequence, token, logprob, top, theirs in zip(members, *columns, strict=True):
                 sequence.tokens.append(token)
@@ -206,7 +202,7 @@ class Engine:
 
     def _ending(self, sequence: Running) -> tuple[str, str] | None:
         """(text, stop reason) when the sequence has ended."""
-        params, tokens = self._params[sequence.kind], sequence.tokens
+        params, tokens = sequence.request.params, sequence.tokens
         if tokens[-1] in params.stop_token_ids:
             return self.decode(np.array(tokens[:-1], np.int64)), "stop"
         full = len(tokens) >= params.max_new_tokens
@@ -220,8 +216,7 @@ class Engine:
 
     def _end(self, sequence: Running, text: str, reason: str) -> None:
         self.scheduler.remove(sequence)
-        likeliest = self._params[sequence.kind].top_logprobs
-        shape = (len(sequence.top), likeliest)
+        shape = (len(sequence.top), sequence.request.params.top_logprobs)
         sequence.completion = Completion(
             tokens=np.array(sequence.tokens, np.int64),
             logprobs=np.array(sequence.logprobs, np.float32),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem.engine.pages import BEGINNING, NOTHING, Match, PageCache, past_after
+from tandem.model.logprobs import Filter
 from tandem.model.paged import PAGE
 from tandem.types import Completion, Request
 
@@ -29,7 +30,7 @@ class Running:
 
     request: Request
     arrival: int
-    kind: int  # number of its sampling parameters among the engine's
+    how: Filter
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)  # nats, float32 values
     weight_versions: list[int] = field(default_factory=list)

@@ -262,3 +262,77 @@ def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):
     message = error_of(load_renderer, make_model(tmp_path, template))
     assert message.startswith("the chat template refuses a chat")
     assert said in message
+
+
+# ---- the sandbox and its cap
+
+THOUGHTFUL = """
+{%- macro turn(m, open=true) %}<|im_start|>{{ m.role }}
+{{ m['content'] | trim }}{% if open %}<|im_end|>
+{% endif %}{% endmacro -%}
+{%- set ns = namespace(last=-1, text='') %}
+{% for m in messages %}
+    {% if loop.index0 > 50 %}{% break %}{% endif %}
+    {% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+    {% set ns.text = ns.text + m.content[:3] ~ '/' ~ loop.index %}
+{% endfor %}
+{% set head %}  {{ messages | length }} & <{{ dict(a=1, b='é<') | tojson }}>{{ {'z': [1, none]} | tojson(indent=1) }}{% endset %}
+{{ head | upper }}{{ ns.text }}|{{ ns.last * 2 }}{{ '-' * 3 }}{{ [1, 2] + [3] }}{{ bos_token }}{{ eos_token }}
+{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ turn(m) }}{% endgeneration %}{% else %}
+{{- turn(m) }}{% endif %}{% if m.reasoning_content is defined %}({{ m.reasoning_content }},{{ m.thinking }}){% endif %}
+{% endfor %}
+{% for m in messages recursive %}{{ m.role }}{% endfor %}
+{% call(x) twice() %}[{{ x }}]{% endcall %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}{{ tools is none }}{{ nothing is defined }}"""
+THOUGHTFUL = "{% macro twice() %}{{ caller(1) }}{{ caller('b') }}{% endmacro %}" + THOUGHTFUL
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETS_THOUGHTS, THOUGHTFUL], ids=["chatml", "thoughts", "everything"])
+@pytest.mark.parametrize("open_turn", [True, False])
+def test_a_capped_rendering_is_what_transformers_renders(tmp_path, template, open_turn):
+    renderer = load_renderer(make_model(tmp_path, template))
+    chats = [
+        [user("1 < 2 & é\n")],
+        [user("a"), {**assistant(" b "), "thinking": "hm"}, user("c"), {**assistant("d"), "reasoning": "so"}],
+        [{"role": "system", "content": "{{ 7 * 7 }}", "name": None}, user("{% raw %}"), *[user("x")] * 60],
+    ]
+    for chat in chats:
+        expected = renderer.tokenizer.apply_chat_template(chat, add_generation_prompt=open_turn, tokenize=False)
+        assert renderer._text(chat, open_turn=open_turn) == expected
+
+
+LONG = "{% for i in range(99999) %}{{ 'twelve bytes' * 9 }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LONG,
+        f"{{% macro all() %}}{LONG}{{% endmacro %}}{{{{ all() | length }}}}",
+        f"{{% set all %}}{LONG}{{% endset %}}{{{{ all | length }}}}",
+        f"{{% filter length %}}{LONG}{{% endfilter %}}",
+        f"{{% macro all() %}}{{{{ caller() | length }}}}{{% endmacro %}}{{% call all() %}}{LONG}{{% endcall %}}",
+        f"{{% generation %}}{LONG}{{% endgeneration %}}",
+        "{{ ('x' * 10 ** 12) | length }}",
+        "{{ (10 ** 12 * [1]) | length }}",
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    ],
+)
+def test_a_template_that_writes_too_much_is_stopped_on_the_way(tmp_path, template):
+    message = error_of(load_renderer, make_model(tmp_path, template))
+    assert message.startswith("the chat template writes too long a text")
+    assert "4,194,304 characters" in message
+
+
+def test_a_chat_of_almost_the_cap_is_rendered(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    assert len(renderer._text([user("x" * 4_194_200)], open_turn=True)) < 4_194_304
+    assert "too long a text" in error_of(renderer.prompt, [user("x" * 4_194_304)])
+
+
+@pytest.mark.parametrize("name", ["_x", "__init__"])
+def test_a_namespace_of_a_template_has_no_private_names(tmp_path, name):
+    template = f"{{% set n = namespace(**{{'{name}': 1}}) %}}" + CHATML
+    assert "SecurityError" in error_of(load_renderer, make_model(tmp_path, template))

@@ -91,7 +91,8 @@ def schedules():
     )
     acts = st.lists(st.one_of(ask, other), min_size=1, max_size=14).map(lambda acts: [Ask(2, 30, 2, 2), *acts])
     return st.builds(
-        Schedule, st.sampled_from(sorted(CONFIGS)), st.integers(5, 16), st.integers(1, 8), st.sampled_from([1, 5, 64, 200, 2048]), acts
+        Schedule, st.sampled_from(sorted(CONFIGS)), st.integers(5, 16), st.integers(1, 8),
+        st.sampled_from([1, 5, 64, 200, 2048]), acts,
     )  # fmt: skip
 
 

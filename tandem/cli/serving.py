@@ -1,0 +1,156 @@
+"""`tandem serve`: a model directory behind an OpenAI-compatible server. Cheapest check first, weights last."""
+
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tandem.config import Config, Model, Rollout
+from tandem.engine.gate import is_loopback
+from tandem.engine.openai_api import Served
+from tandem.errors import UserError
+from tandem.types import Array, Message
+
+if TYPE_CHECKING:  # torch, transformers and the server come after the checks that need none of them
+    from tandem.data.render import ChatRenderer
+    from tandem.engine.engine import Engine
+    from tandem.engine.server import Server
+
+OPTIONAL = ("starlette", "uvicorn")
+CHUNK_TOKENS = 256  # of a pass: a long prompt holds up those who stream by so much and no more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    model: str
+    host: str
+    port: int  # 0: any that is free
+    api_key: str  # empty: none
+    served_name: str  # empty: as the model
+    cache_mb: int
+    max_batch: int
+    max_queue: int
+    max_new_tokens: int  # of a request that does not say
+
+
+def serve(options: Options) -> None:
+    """Until SIGINT or SIGTERM."""
+    check_key(options)
+    make_server = _server_class()
+    with _bound(options.host, options.port) as sock:
+        engine, renderer = _load(options)
+        server = make_server(engine, RendererTexts(renderer), served(options, engine), api_key=options.api_key)
+        _listen(sock, options)
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
+            server.run(sock, lambda: print(f"serving {options.model} on {_url(sock)}", flush=True))
+
+
+def check_key(options: Options) -> None:
+    """Whoever can reach the port can use the model, so other machines need a key."""
+    if not options.api_key and not is_loopback(options.host):
+        raise UserError("a server that other machines can reach needs an API key", where=f"--host {options.host}",
+                        found="no key", expected="a key, or a loopback host such as 127.0.0.1",
+                        next="export TANDEM_API_KEY=$(openssl rand -hex 24)")  # fmt: skip
+
+
+def _server_class() -> "Callable[..., Server]":
+    try:
+        from tandem.engine.server import Server
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        raise UserError("the server's packages are not installed", found=f"no {error.name}",
+                        expected=" and ".join(OPTIONAL), next="pip install 'tandem-rl[serve]'") from None  # fmt: skip
+    return Server
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """The port, taken now and not after minutes of loading; connections are refused until the server listens."""
+    with _address_errors(host, port), ExitStack() as undo:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        sock = undo.enter_context(socket.socket(family, kind, protocol))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        undo.pop_all()
+    return sock
+
+
+def _listen(sock: socket.socket, options: Options) -> None:
+    with _address_errors(options.host, options.port):  # another server that was loading too may have been faster
+        sock.listen()
+
+
+@contextmanager
+def _address_errors(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError("the server cannot use this address", where=f"--host {host} --port {port}", found=str(error),
+                        expected="a free port of this machine", next="choose another --port; 0 takes any") from None  # fmt: skip
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
+    from tandem.build import build_engine, prepare_process
+    from tandem.data.render import load_renderer
+    from tandem.model.load import check_model, load_model
+
+    config = Config(
+        model=Model(path=options.model), rollout=Rollout(cache_mb=options.cache_mb, max_batch=options.max_batch)
+    )
+    prepare_process(config)
+    check_model(options.model)
+    renderer = load_renderer(options.model)
+    sizes = {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
+    return build_engine(config, load_model(options.model), renderer, **sizes), renderer
+
+
+def served(options: Options, engine: "Engine") -> Served:
+    from tandem.model.paged import PAGE
+
+    config = engine.model.config
+    return Served(
+        name=options.served_name or options.model,
+        context=min(config.max_position_embeddings, engine.cache.count * PAGE), vocabulary=config.vocab_size,
+        default_max_tokens=options.max_new_tokens, max_choices=options.max_queue,
+    )  # fmt: skip
+
+
+class RendererTexts:
+    """A ChatRenderer as the server wants it. Implements openai_api.Texts."""
+
+    def __init__(self, renderer: "ChatRenderer"):
+        tokenizer: Any = renderer.tokenizer
+        self.stop_token_ids = renderer.stop_token_ids
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.byte_tokens = frozenset(i for token, i in vocabulary.items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token))
+        self._renderer, self._tokenizer = renderer, tokenizer
+        self._texts: dict[int, str] = {}
+
+    def encode(self, text: str) -> Array:
+        """int64 [T]: plain text as the tokenizer has it, with the beginning of a text where it writes one."""
+        return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
+
+    def prompt(self, messages: Sequence[Message]) -> Array:
+        return self._renderer.prompt(messages)
+
+    def decode(self, tokens: Array) -> str:
+        return self._renderer.decode(tokens)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, special ones too, as it stands inside a text: a leading space is kept."""
+        if token not in self._texts:
+            once, twice = (self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
+            self._texts[token] = twice[len(once) :]
+        return self._texts[token]

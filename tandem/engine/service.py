@@ -1,0 +1,256 @@
+"""The engine for many clients at once: one thread steps it, an event loop waits for what it gives.
+
+    event loop                                                     engine thread
+    ----------                                                     -------------
+    submit(requests) --admit--+                              +---> _take: run what the inbox holds; waits there
+    ask(question) ------------+---> inbox (a SimpleQueue) ---+        while the engine has no work
+    Generation.cancel --------+                              |     |
+    stop --None---------------+                                    v
+                                                                   engine.step()
+    async for updates in generation <---+                          |
+    await ask(...)                  <---+--- call_soon_threadsafe -+ _deliver, one call a pass
+
+    who            takes                      waits for              what unblocks it
+    submit, ask    the answer                 its future             the thread's answer; _end when engine or server stops
+    Generation     the updates of a pass      its queue              _deliver; _end; nothing after the last update
+    engine thread  commands, then one step    the inbox, when idle   any command; None ends it
+    stop           -                          the thread, JOIN_S     the end of the pass that runs
+
+Everything but the inbox belongs to one side: the engine and `_live` to the thread, the rest to the loop. What crosses is
+copied. When the engine raises, everyone who waits gets EngineStopped and everyone after them too. It knows no HTTP.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from tandem.engine.scheduler import Running
+from tandem.types import Completion, Request
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 5.0  # how long a stop waits for the pass that runs
+
+T = TypeVar("T")
+
+
+class ServedEngine(Protocol):
+    """What a service needs of an engine; all of it is called from the engine thread."""
+
+    weight_version: int
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def submit(self, request: Request) -> Running: ...
+
+    def cancel(self, running: Running) -> None: ...
+
+    def step(self) -> list[Running]: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def weight_hash(self) -> str: ...
+
+
+class EngineStopped(Exception):
+    """The engine runs no more: it failed, or the server stops."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What a choice (a request of a generation) got since its last update."""
+
+    choice: int
+    tokens: list[int]
+    logprobs: list[float]  # nats
+    weight_versions: list[int]
+    top: list[tuple[list[int], list[float]]]  # likeliest tokens of each position, if asked for
+    completion: Completion | None  # set in the last one
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that runs, on the engine thread."""
+
+    generation: "Generation"
+    choice: int
+    sent: int = 0  # tokens that were delivered
+
+    def update(self, running: Running) -> Update:
+        new = slice(self.sent, len(running.tokens))
+        self.sent = len(running.tokens)
+        return Update(
+            choice=self.choice, tokens=running.tokens[new], logprobs=running.logprobs[new],
+            weight_versions=running.weight_versions[new], top=running.top[new], completion=running.completion,
+        )  # fmt: skip
+
+
+class Generation:
+    """Requests that run together for one client; iterate over the updates, and cancel in the end, always."""
+
+    def __init__(self, service: "EngineService", requests: Sequence[Request]):
+        self.requests = requests
+        self._service = service
+        self._unfinished = len(requests)
+        self._updates: asyncio.Queue[list[Update] | str] = asyncio.Queue()  # text: why there are no more
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> list[Update]:
+        """The updates of a pass, at least one. Raises EngineStopped."""
+        if not self._unfinished:
+            raise StopAsyncIteration
+        updates = await self._updates.get()
+        if isinstance(updates, str):
+            raise EngineStopped(updates)
+        self._unfinished -= sum(update.completion is not None for update in updates)
+        return updates
+
+    def deliver(self, updates: list[Update] | str) -> None:
+        self._updates.put_nowait(updates)
+
+    def cancel(self) -> None:
+        """Free what still runs; nothing when all has ended."""
+        self._service.cancel(self)
+
+
+class EngineService:
+    """Runs an engine in a thread of its own; every method is called on the event loop that started it."""
+
+    def __init__(self, engine: ServedEngine):
+        self.stopped = ""  # why, when it has
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._live: dict[Running, _Live] = {}
+        self._generations: set[Generation] = set()
+        self._questions: set[asyncio.Future[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- event loop
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Refuse what comes, end what runs, and wait for the thread."""
+        self._end("the server is stopping")
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, JOIN_S)
+        if self._thread.is_alive():
+            logger.warning("the engine is still in a pass after %g seconds and is left behind", JOIN_S)
+
+    async def submit(self, requests: Sequence[Request]) -> Generation:
+        """Take all of the requests or none. Raises what engine.submit raises, and EngineStopped."""
+        generation = Generation(self, requests)
+        self._generations.add(generation)
+        admitted = False
+        try:
+            await self.ask(partial(self._admit, generation))
+            admitted = True
+        finally:  # also when the client left before the answer came
+            if not admitted:
+                self.cancel(generation)
+        return generation
+
+    def cancel(self, generation: Generation) -> None:
+        if generation in self._generations:
+            self._generations.remove(generation)
+            self._inbox.put(partial(self._drop, generation))
+
+    async def ask(self, question: Callable[[ServedEngine], T]) -> T:
+        """Call question(engine) between two passes. Raises what it raises, and EngineStopped."""
+        if self.stopped:
+            raise EngineStopped(self.stopped)
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._questions.add(future)
+        self._inbox.put(partial(self._answer, question, future))
+        try:
+            return await future
+        finally:
+            self._questions.discard(future)
+
+    def _end(self, reason: str) -> None:
+        """Tell everyone who waits, and everyone who will come; the first reason stands."""
+        if self.stopped:
+            return
+        self.stopped = reason
+        for future in self._questions:
+            _settle(partial(future.set_exception, EngineStopped(reason)), future)
+        for generation in self._generations:
+            generation.deliver(reason)
+        self._generations.clear()
+
+    def _hand_out(self, updates: Mapping[Generation, list[Update]]) -> None:
+        for generation, its in updates.items():
+            if generation in self._generations:  # not cancelled meanwhile
+                generation.deliver(its)
+
+    # ---- engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._take():
+                self._deliver(self._engine.step())
+            for running in self._live:
+                self._engine.cancel(running)
+        except Exception as error:  # whatever the engine trips over, its clients must not wait for ever
+            logger.exception("the engine failed")
+            self._loop.call_soon_threadsafe(self._end, f"the engine failed: {type(error).__name__}: {error}")
+
+    def _take(self) -> bool:
+        """Run the commands that wait, and wait for one while there is nothing else to do; False when told to stop."""
+        while not (self._engine.has_work and self._inbox.empty()):
+            command = self._inbox.get()
+            if command is None:
+                return False
+            command()
+        return True
+
+    def _answer(self, question: Callable[[ServedEngine], T], future: asyncio.Future[T]) -> None:
+        try:
+            settle = partial(future.set_result, question(self._engine))
+        except Exception as error:  # belongs to who asked; the engine goes on
+            settle = partial(future.set_exception, error)
+        self._loop.call_soon_threadsafe(_settle, settle, future)
+
+    def _admit(self, generation: Generation, engine: ServedEngine) -> None:
+        with ExitStack() as undo:
+            runnings = []
+            for request in generation.requests:
+                runnings.append(engine.submit(request))
+                undo.callback(engine.cancel, runnings[-1])
+            undo.pop_all()
+        self._live |= {running: _Live(generation, choice) for choice, running in enumerate(runnings)}
+
+    def _drop(self, generation: Generation) -> None:
+        for running in [running for running, live in self._live.items() if live.generation is generation]:
+            del self._live[running]
+            self._engine.cancel(running)
+
+    def _deliver(self, runnings: Sequence[Running]) -> None:
+        updates: defaultdict[Generation, list[Update]] = defaultdict(list)
+        for running in runnings:
+            if running not in self._live:
+                continue  # the engine's owner runs requests of its own beside ours
+            live = self._live[running]
+            updates[live.generation].append(live.update(running))
+            if running.completion is not None:
+                del self._live[running]
+        if updates:
+            self._loop.call_soon_threadsafe(self._hand_out, updates)
+
+
+def _settle(settle: Callable[[], None], future: asyncio.Future[T]) -> None:
+    """Unless whoever asked has left."""
+    if not future.done():
+        settle()

@@ -1,0 +1,43 @@
+"""A server on a free loopback port, in a thread with an event loop of its own, for tests."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+
+from tandem.engine.server import Server
+
+
+@contextmanager
+def running(engine, texts, served, *, api_key=""):
+    """The URL; the server is stopped, and its threads are gone, on the way out."""
+    before = set(threading.enumerate())
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        server, ready = Server(engine, texts, served, api_key=api_key), threading.Event()
+        thread = threading.Thread(target=server.run, args=(sock, ready.set))
+        thread.start()
+        try:
+            assert ready.wait(10)
+            yield url
+        finally:
+            server.stop()
+            thread.join(15)
+            assert not thread.is_alive()
+            assert not [t for t in set(threading.enumerate()) - before if t.name in ("engine", thread.name)]
+
+
+def metric(url, name):
+    lines = httpx.get(f"{url}/metrics").raise_for_status().text.splitlines()
+    return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
+
+
+def eventually(holds, *, within_s=10.0):
+    """Whether it comes to hold."""
+    deadline = time.monotonic() + within_s
+    while not (result := holds()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return result
