@@ -152,14 +152,16 @@ class Engine:
         work = self.scheduler.schedule(only_started=only_started)
         if not work:
             return []
-        ready = [sequence for sequence, count in work if sequence.cached + count == sequence.length]
         hidden = self._forward(work)
         last = np.cumsum([count for _, count in work]) - 1
-        rows = last[[sequence.cached == sequence.length for sequence, _ in work]]
+        ready = [
+            (sequence, row) for (sequence, _), row in zip(work, last, strict=True) if sequence.cached == sequence.length
+        ]
         if ready:
-            self._sample(self.model.head(hidden.index_select(0, torch.from_numpy(rows))), ready)
-            self._retire(ready)
-        return ready
+            rows = torch.from_numpy(np.array([row for _, row in ready]))
+            self._sample(self.model.head(hidden.index_select(0, rows)), [sequence for sequence, _ in ready])
+            self._retire([sequence for sequence, _ in ready])
+        return [sequence for sequence, _ in ready]
 
     def _forward(self, work: Work) -> Tensor:
         """The last hidden states [T, D] of the new tokens, whose keys and values are in the cache afterwards."""

@@ -113,10 +113,15 @@ def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
     )
 
 
-def heads_first(t: Tensor, index: Tensor, heads: int) -> Tensor:
+def heads_first(picked: Tensor, run: int, heads: int) -> Tensor:
+    """[n * R, heads * g, E] -> [n, heads, R * g, E]"""
+    split = picked.reshape(-1, run, heads, picked.shape[1] // heads, picked.shape[-1])
+    return split.transpose(1, 2).reshape(len(split), heads, -1, picked.shape[-1])
+
+
+def _picked(t: Tensor, index: Tensor, heads: int) -> Tensor:
     """Rows of t [T, heads * g, E] picked by index [n, R] -> [n, heads, R * g, E]."""
-    picked = t.index_select(0, index.reshape(-1)).view(*index.shape, heads, -1, t.shape[-1])
-    return picked.transpose(1, 2).reshape(index.shape[0], heads, -1, t.shape[-1])
+    return heads_first(t.index_select(0, index.reshape(-1)), index.shape[1], heads)
 
 
 def rows_first(t: Tensor, run: int, heads: int) -> Tensor:
@@ -137,8 +142,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: floa
     heads, kv_heads = q.shape[1], k.shape[1]
     out = torch.zeros(q.shape)  # rows in no segment are padding
     for bucket in buckets:
-        keys, values = (heads_first(t, bucket.keys, kv_heads) for t in (k, v))
-        probs = _probabilities(heads_first(q, bucket.queries, kv_heads), keys, bucket, scale, window)
+        keys, values = (_picked(t, bucket.keys, kv_heads) for t in (k, v))
+        probs = _probabilities(_picked(q, bucket.queries, kv_heads), keys, bucket, scale, window)
         rows = rows_first(combine(probs, values), bucket.queries.shape[1], heads)
         out.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     return out
@@ -171,9 +176,9 @@ def _bucket_backward(
 ) -> None:  # fmt: skip
     (q, k, v), (grad_q, grad_k, grad_v) = saved, out
     heads, kv_heads = q.shape[1], k.shape[1]
-    query = heads_first(q, bucket.queries, kv_heads)
-    key, value = (heads_first(t, bucket.keys, kv_heads) for t in (k, v))
-    above = heads_first(grad, bucket.queries, kv_heads)
+    query = _picked(q, bucket.queries, kv_heads)
+    key, value = (_picked(t, bucket.keys, kv_heads) for t in (k, v))
+    above = _picked(grad, bucket.queries, kv_heads)
     padding = ~bucket.valid.view(bucket.queries.shape)
     above.view(*above.shape[:2], padding.shape[1], -1).masked_fill_(padding[:, None, :, None], 0.0)
     probs = _probabilities(query, key, bucket, scale, window)

@@ -68,5 +68,4 @@ def rotation_of(rotary: Any, positions: Tensor) -> Rotation:
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotary embedding of x [T, n, E]; the bits of x * cos + rotate_half(x) * sin."""
     cos, sin = rotation
-    half = x.shape[-1] // 2
-    return (x * cos).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(sin))
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))

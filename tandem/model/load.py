@@ -33,6 +33,7 @@ class ExactModel(nn.Module):
         self.module = module
         self.config = module.config
         self.head: ExactLinear = module.get_output_embeddings()
+        self._weights = list(module.parameters())
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         """tokens and positions int64 [T] -> last hidden states [T, D].
@@ -58,7 +59,7 @@ class ExactModel(nn.Module):
 
     def changes(self) -> int:
         """A number that grows with every change of a weight in place: what was computed at another one is stale."""
-        return sum(parameter._version for parameter in self.module.parameters())
+        return sum(weight._version for weight in self._weights)
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ PAGE = KEY_BLOCK
 class Bucket:
     """Runs of R query rows of several sequences, those with more pages first."""
 
-    rows: Tensor  # int64 [n, R]; padding repeats a run's last row
+    rows: Tensor  # int64 [n * R]; padding repeats a run's last row
     kept: Tensor | None  # int64, which of the n * R are no padding; None: all
     positions: Tensor  # int64 [n, R]
     columns: list[tuple[Tensor, int]]  # for each page column: pages int64 [m] of the first m sequences, keys used
@@ -58,16 +58,20 @@ class PagedPlan:
         self.positions = np.arange(counts.sum()) + (starts - firsts).repeat(counts)
         self.pages = table[np.arange(len(counts)).repeat(counts), self.positions // PAGE]
         self.offsets = self.positions % PAGE
-        self._page, self._offset = torch.from_numpy(self.pages), torch.from_numpy(self.offsets)
+        _, kv_heads, width, _ = keys[0].shape
+        head = self.pages[:, None] * kv_heads + np.arange(kv_heads)  # [T, K]
+        element = (head[:, :, None] * width + np.arange(width)) * PAGE + self.offsets[:, None, None]  # [T, K, E]
+        self._key_elements = torch.from_numpy(element.reshape(-1))
+        self._value_rows = torch.from_numpy((head * PAGE + self.offsets[:, None]).reshape(-1))
         self.buckets = _buckets(table, starts, counts, firsts, heads)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         keys, values, new = self.keys[layer], self.values[layer], len(self.pages)
-        keys[self._page, :, :, self._offset] = k[:new]
-        values[self._page, :, self._offset] = v[:new]
+        keys.view(-1).index_copy_(0, self._key_elements, k[:new].reshape(-1))
+        values.view(-1, values.shape[-1]).index_copy_(0, self._value_rows, v[:new].reshape(-1, values.shape[-1]))
         out = torch.zeros(q.shape)  # rows beyond the sequences' are padding
         for bucket in self.buckets:
-            part, rows = _attend(bucket, q, keys, values, scale, window), bucket.rows.view(-1)
+            part, rows = _attend(bucket, q, keys, values, scale, window), bucket.rows
             if bucket.kept is not None:
                 part, rows = part.index_select(0, bucket.kept), rows.index_select(0, bucket.kept)
             out.index_copy_(0, rows, part)
@@ -84,19 +88,26 @@ def _rectangle(tables: Sequence[Sequence[int]]) -> np.ndarray:
 
 def _attend(bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
     """[n * R, H, E]"""
-    n, run = bucket.rows.shape
+    n, run = bucket.positions.shape
     heads, kv_heads = q.shape[1], keys.shape[1]
-    query = heads_first(q, bucket.rows, kv_heads)
+    query = heads_first(q.index_select(0, bucket.rows), run, kv_heads)
     rows = query.shape[2]
-    query = F.pad(query, (0, 0, 0, -rows % 4))
-    columns = [(page, used, at * PAGE) for at, (page, used) in enumerate(bucket.columns)]
-    scores = query.new_empty(*query.shape[:3], columns[-1][2] + columns[-1][1])
-    for page, used, at in columns:
-        scores[: len(page), :, :, at : at + used] = query[: len(page)] @ keys.index_select(0, page)[..., :used]
+    if rows % 4:
+        query = F.pad(query, (0, 0, 0, -rows % 4))
+    (first, first_used), *others = bucket.columns
+    scores = query @ keys.index_select(0, first)[..., :first_used]
+    if others:
+        whole = query.new_empty(*query.shape[:3], len(others) * PAGE + others[-1][1])
+        whole[..., :PAGE] = scores
+        for at, (pages, used) in enumerate(others, 1):
+            part = query[: len(pages)] @ keys.index_select(0, pages)[..., :used]
+            whole[: len(pages), :, :, at * PAGE : at * PAGE + used] = part
+        scores = whole
     probs = weigh(scores.view(n, kv_heads, run, -1, scores.shape[-1]), bucket.mask(window), scale).view(scores.shape)
-    out = probs[..., :PAGE] @ values.index_select(0, columns[0][0])[:, :, : columns[0][1]]
-    for page, used, at in columns[1:]:
-        out[: len(page)] += probs[: len(page), :, :, at : at + used] @ values.index_select(0, page)[:, :, :used]
+    out = probs[..., :PAGE] @ values.index_select(0, first)[:, :, :first_used]
+    for at, (pages, used) in enumerate(others, 1):
+        part = probs[: len(pages), :, :, at * PAGE : at * PAGE + used]
+        out[: len(pages)] += part @ values.index_select(0, pages)[:, :, :used]
     return rows_first(out[:, :, :rows], run, heads)
 
 
@@ -111,28 +122,30 @@ def _buckets(table: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: 
     buckets = []
     for size in np.unique(padded).tolist():
         members = runs[padded == size]
-        members = members[np.argsort(-(members[:, 1] + members[:, 2]), kind="stable")]
+        pages = -(-(members[:, 1] + members[:, 2]) // PAGE)
+        members = members[np.argsort(-pages, kind="stable")]
         while len(members):
-            pages = -(-int(members[0, 1] + members[0, 2]) // PAGE)
-            limit = max(1, BUCKET_BYTES // (4 * heads * size * pages * PAGE))
+            longest = int(members[0, 1] + members[0, 2]) + PAGE
+            limit = max(1, BUCKET_BYTES // (4 * heads * size * longest))
             buckets.append(_bucket(size, members[:limit], table))
             members = members[limit:]
     return buckets
 
 
 def _bucket(size: int, runs: np.ndarray, table: np.ndarray) -> Bucket:
-    """runs int64 [n, 4]: first row, its position, rows, sequence; longest sequences first."""
+    """runs int64 [n, 4]: first row, its position, rows, sequence; those with more pages first."""
     first, start, count, owner = runs.T
     step = np.minimum(np.arange(size)[None], count[:, None] - 1)
     lengths = start + count
+    longest = int(lengths.max())
     columns = []
-    for at in range(0, int(lengths[0]), PAGE):
-        holders = owner[: int((lengths > at).sum())]
-        used = PAGE if lengths[0] - at >= PAGE else min(PAGE, ladder(int(lengths[0]) - at, 16))
-        columns.append((torch.from_numpy(table[holders, at // PAGE]), used))
+    for at in range(0, longest, PAGE):
+        m = int((lengths > at).sum())
+        used = min(PAGE, ladder(longest - at, 16))
+        columns.append((torch.from_numpy(table[owner[:m], at // PAGE]), used))
     padding = count.min() < size
     return Bucket(
-        rows=torch.from_numpy(first[:, None] + step),
+        rows=torch.from_numpy((first[:, None] + step).reshape(-1)),
         kept=torch.from_numpy(np.flatnonzero(np.arange(size)[None] < count[:, None])) if padding else None,
         positions=torch.from_numpy(start[:, None] + step),
         columns=columns,
