@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # One thread a process: several OpenMP processes beside each other slow each other down many times over.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: setup demo test check format lint types size invariants bench smollm2 learning figures clean
+.PHONY: setup demo test check format lint types size gpu invariants bench smollm2 learning figures clean
 
 setup: $(READY)
 
@@ -38,6 +38,10 @@ types: $(READY)
 
 size: $(READY)
 	@$(BIN)/python tools/size.py
+
+# The kernels' tests on a GPU; without one the same tests run in Triton's interpreter, as they do in `make test`.
+gpu: $(READY)
+	@$(BIN)/python -m pytest tests/gpu
 
 # The long proofs; their results are committed under docs/.
 invariants: $(READY)

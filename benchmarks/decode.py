@@ -1,58 +1,161 @@
-"""Generation of Tandem's engine against `generate` of transformers: same weights, same prompts, same number of tokens.
+"""Tandem's engine against transformers: same weights, same prompts, same number of sampled tokens, temperature 1.
 
-    python benchmarks/decode.py MODEL_DIR      prints one JSON line
+    python benchmarks/decode.py MODEL_DIR [steady] [ragged] [shared] [exact]      prints one JSON line
 
-Sampling at temperature 1 is included on both sides; no sequence stops early. Decode is the time of 48 tokens less that of one,
-so that prefill (64 tokens a sequence) is told apart. The floor is arithmetic: a decode step reads every weight once and does
-2 FLOPs a weight and sequence, so
-    floor tok/s = batch / max(4 bytes x parameters / bandwidth, 2 x parameters x batch / GEMM peak).
+steady   48 tokens of 1, 8, 32 and 64 prompts of 64 tokens. Decode is the time of 48 tokens less that of one.
+ragged   16 prompts x 8 samples whose lengths differ, the longest about 4 times the mean. `generate` runs the whole batch
+         until the longest has ended; `generate_batch` is transformers' own continuous batching. Tokens that were asked for
+         count.
+shared   a prompt of 512 tokens and 8 samples: time to the first token of all, and of 8 different prompts.
+exact    the same engine with stock linear and SiLU (MKL, no padding of rows), which are not exact.
+
+Sides alternate, so that a drift of the machine meets each; medians. Sampling is included, no sequence stops early.
 """
 
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from machine import ceilings
-from transformers import AutoModelForCausalLM
+from roofline import decode_floor, prefill_floor
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+import tandem.model.layers
+import tandem.model.linear
+import tandem.model.load
 from tandem.build import prepare_process
 from tandem.config import Config
 from tandem.engine.engine import Engine
-from tandem.model.load import load_model
+from tandem.model.load import ExactModel, load_model
 from tandem.types import Request, SamplingParams
 
 PROMPT, NEW, ROUNDS = 64, 48, 3
 
 
 def main() -> None:
-    path = sys.argv[1]
+    path, *parts = sys.argv[1:]
     stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model = load_model(path)
     prepare_process(Config())
-    parameters = sum(p.numel() for p in model.module.parameters())
-    limits = ceilings()
+    result = {"bench": "decode", **ceilings(), "parameters": sum(p.numel() for p in model.module.parameters())}
+    result["head_parameters"] = model.head.weight.numel()
+    sides = {"steady": steady, "ragged": ragged, "shared": shared, "exact": exact}
+    for part in parts or list(sides):
+        result[part] = sides[part](stock, model, result)
+    print(json.dumps(result))
+
+
+def steady(stock: torch.nn.Module, model: ExactModel, known: dict) -> dict:
     rows = {}
-    for batch in (1, 8, 32):
-        rng = np.random.default_rng(0)
-        prompts = rng.integers(0, 1000, (batch, PROMPT))
-        engine = Engine(model, lambda tokens: "", cache_bytes=1 << 30, max_batch=256)
+    for batch in (1, 8, 32, 64):
+        prompts = np.random.default_rng(0).integers(0, 1000, (batch, PROMPT))
+        engine = engine_of(model)
         sides = {"generate": partial(_generate, stock, prompts), "tandem": partial(_tandem, engine, prompts)}
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-        for _ in range(ROUNDS):  # alternating, so that a drift of the machine meets both
-            for name, side in sides.items():
-                seconds[name].append((side(1), side(NEW)))
-        weights_s = 4 * parameters / limits["read_gb_s"] / 1e9
-        row = {"floor_tok_s": batch / max(weights_s, 2 * parameters * batch / limits["gemm_gflops"] / 1e9)}
-        for name, times in seconds.items():
-            row[f"{name}_decode_tok_s"] = batch * (NEW - 1) / statistics.median(whole - first for first, whole in times)
-            row[f"{name}_prefill_s"] = statistics.median(first for first, _ in times)
-            row[f"{name}_s"] = statistics.median(whole for _, whole in times)
-        rows[batch] = row
-    print(json.dumps({"bench": "decode", **limits, "parameters": parameters, "batches": rows}))
+        rows[batch] = {"floor_tok_s": floor(known, engine, batch, PROMPT + NEW / 2)} | decode_speeds(sides, batch)
+    return rows
+
+
+def ragged(stock: torch.nn.Module, model: ExactModel, known: dict) -> dict:
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(0, 1000, (16, PROMPT)).repeat(8, 0)
+    lengths = np.minimum(np.maximum(rng.lognormal(3.2, 0.75, len(prompts)).astype(int), 1), 128)
+    lengths[7] = 128
+    engine = engine_of(model)
+    sides = {
+        "tandem": lambda: _tandem(engine, prompts, lengths),
+        "generate": lambda: _generate(stock, prompts, int(lengths.max())),
+        "generate_batch": lambda: _generate_batch(stock, prompts, lengths),
+    }
+    seconds = alternating(sides, rounds=1)
+    return {"tokens": int(lengths.sum()), "max_over_mean": float(lengths.max() / lengths.mean())} | {
+        f"{name}_s": value for name, value in seconds.items()
+    }
+
+
+def shared(stock: torch.nn.Module, model: ExactModel, known: dict) -> dict:
+    rng = np.random.default_rng(2)
+
+    def first_tokens(distinct: int) -> float:
+        prompts = rng.integers(0, 1000, (distinct, 512)).repeat(8 // distinct, 0)  # new ones each time: none is cached
+        return _tandem(engine_of(model), prompts, 1)
+
+    seconds = alternating({"shared": lambda: first_tokens(1), "unshared": lambda: first_tokens(8)}, rounds=ROUNDS)
+    sizes = {"parameters": known["parameters"], "head": known["head_parameters"], "gemm_gflops": known["gemm_gflops"]}
+    return {f"{name}_s": value for name, value in seconds.items()} | {"floor_s": prefill_floor(512, **sizes)}
+
+
+def exact(stock: torch.nn.Module, model: ExactModel, known: dict) -> dict:
+    rows = {}
+    for batch in (8, 32):
+        prompts = np.random.default_rng(0).integers(0, 1000, (batch, PROMPT))
+        engines = {"exact": engine_of(model), "inexact": engine_of(model)}
+
+        def side(name: str, new: int, prompts: np.ndarray = prompts, engines: dict = engines) -> float:
+            use_stock_operators(model, name == "inexact")
+            return _tandem(engines[name], prompts, new)
+
+        rows[batch] = decode_speeds({name: partial(side, name) for name in engines}, batch)
+    use_stock_operators(model, False)
+    return rows
+
+
+OURS = (
+    tandem.model.linear.pack,
+    tandem.model.linear.multiply,
+    tandem.model.layers.swiglu,
+    tandem.model.load.padded_rows,
+)
+
+
+def use_stock_operators(model: ExactModel, stock: bool) -> None:
+    """Put torch's linear and SiLU in the place of the exact ones, or take them out again; packs are made anew."""
+    theirs = (lambda weight: weight.detach(), F.linear, _stock_swiglu, lambda rows: rows)
+    linear, layers, load = tandem.model.linear, tandem.model.layers, tandem.model.load
+    linear.pack, linear.multiply, layers.swiglu, load.padded_rows = theirs if stock else OURS  # type: ignore[assignment]
+    model.load_weights({name: weight.clone() for name, weight in model.named_weights().items()})
+
+
+def _stock_swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def decode_speeds(sides: dict[str, Callable[[int], float]], batch: int) -> dict[str, float]:
+    times = {f"{name} {new}": partial(side, new) for name, side in sides.items() for new in (1, NEW)}
+    seconds = alternating(times, rounds=ROUNDS)
+    row = {}
+    for name in sides:
+        first, whole = seconds[f"{name} 1"], seconds[f"{name} {NEW}"]
+        row |= {
+            f"{name}_decode_tok_s": batch * (NEW - 1) / (whole - first),
+            f"{name}_prefill_s": first,
+            f"{name}_s": whole,
+        }
+    return row
+
+
+def alternating(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            seconds[name].append(side())
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def floor(known: dict, engine: Engine, batch: int, context: float) -> float:
+    per_token = engine.cache.page_bytes // 128
+    limits = {name: known[name] for name in ("parameters", "read_gb_s", "gemm_gflops")}
+    return decode_floor(batch, context=context, kv_bytes_per_token=per_token, **limits)
+
+
+def engine_of(model: ExactModel) -> Engine:
+    return Engine(model, lambda tokens: "", cache_bytes=1 << 30, max_batch=256)
 
 
 def _generate(stock: torch.nn.Module, prompts: np.ndarray, new: int) -> float:
@@ -63,17 +166,38 @@ def _generate(stock: torch.nn.Module, prompts: np.ndarray, new: int) -> float:
             ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
             min_new_tokens=new, max_new_tokens=new, pad_token_id=0,
         )  # fmt: skip
-    assert out.shape[1] == PROMPT + new
+    assert out.shape[1] == prompts.shape[1] + new
     return time.perf_counter() - start
 
 
-def _tandem(engine: Engine, prompts: np.ndarray, new: int) -> float:
-    params = SamplingParams(max_new_tokens=new)
-    requests = [Request(key=i, prompt=prompt.astype(np.int64), params=params) for i, prompt in enumerate(prompts)]
+def _generate_batch(stock: torch.nn.Module, prompts: np.ndarray, lengths: np.ndarray) -> float:
+    """transformers' continuous batching, each request with its own length."""
+    config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=128, eos_token_id=-1)
+    manager = stock.init_continuous_batching(generation_config=config)
+    manager.start()
     start = time.perf_counter()
-    out = engine.generate(requests)
-    assert all(len(c.tokens) == new for c in out)
-    return time.perf_counter() - start
+    for prompt, new in zip(prompts.tolist(), lengths.tolist(), strict=True):
+        manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1)
+    tokens = 0
+    for _ in lengths:
+        tokens += len(manager.get_result(timeout=600).generated_tokens)
+    seconds = time.perf_counter() - start
+    manager.stop(block=True)
+    assert tokens == lengths.sum(), f"{tokens} tokens, asked for {lengths.sum()}"
+    return seconds
+
+
+def _tandem(engine: Engine, prompts: np.ndarray, new: int | np.ndarray) -> float:
+    lengths = np.broadcast_to(new, len(prompts))
+    start = time.perf_counter()
+    out = engine.generate([
+        Request(key=i, prompt=prompt.astype(np.int64), params=SamplingParams(max_new_tokens=int(length)))
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ])  # fmt: skip
+    seconds = time.perf_counter() - start
+    assert [len(c.tokens) for c in out] == lengths.tolist()
+    engine.cache.flush()  # the next round finds nothing cached
+    return seconds
 
 
 if __name__ == "__main__":

@@ -108,19 +108,41 @@ def write_table(results: dict) -> None:
 
 
 def decode_table(result: dict) -> list[str]:
-    lines = ["## Generation, SmolLM2-135M, 64 prompt tokens, 48 sampled tokens, temperature 1", ""]
+    lines = ["## Generation, SmolLM2-135M", ""]
+    ceilings = f"{result['gemm_gflops']:.0f} GFLOP/s, {result['read_gb_s']:.1f} GB/s"
+    lines += [
+        f"Ceilings in the same run: {ceilings}. Floors are arithmetic, benchmarks/roofline.py. Sampling at temperature 1",
+        "",
+    ]
+    lines[-2] += " is included."
+    lines += ["64 prompt tokens, 48 sampled tokens:", ""]
     lines += [
         "| batch | decode, `generate` | decode, Tandem | ratio | share of the floor | with prefill |",
         "|---|---|---|---|---|---|",
     ]
-    for batch, row in result["batches"].items():
+    for batch, row in result["steady"].items():
         theirs, ours = row["generate_decode_tok_s"], row["tandem_decode_tok_s"]
         share, whole = ours / row["floor_tok_s"], row["generate_s"] / row["tandem_s"]
         lines.append(
             f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {ours / theirs:.2f}x | {share:.0%} | {whole:.2f}x |"
         )
-    ceilings = f"{result['gemm_gflops']:.0f} GFLOP/s, {result['read_gb_s']:.1f} GB/s"
-    return [*lines, "", f"Ceilings in the same run: {ceilings}; the floor's formula is in benchmarks/decode.py.", ""]
+    ragged, shared = result["ragged"], result["shared"]
+    of = f"{ragged['tokens']:,} tokens in all, the longest {ragged['max_over_mean']:.1f} times the mean"
+    lines += ["", f"Ragged rollout, 16 prompts x 8 samples, {of}:", ""]
+    lines += ["| engine | s | tok/s | Tandem is |", "|---|---|---|---|"]
+    for name in ("generate", "generate_batch", "tandem"):
+        seconds = ragged[f"{name}_s"]
+        times = "" if name == "tandem" else f"{seconds / ragged['tandem_s']:.2f}x"
+        lines.append(f"| `{name}` | {seconds:.1f} | {ragged['tokens'] / seconds:.0f} | {times} |")
+    ratio = shared["unshared_s"] / shared["shared_s"]
+    times = f"{shared['shared_s']:.2f} s shared, {shared['unshared_s']:.2f} s for 8 different prompts"
+    of = f"{ratio:.1f}x (floor of one prompt: {shared['floor_s']:.2f} s)"
+    lines += ["", f"A prompt of 512 tokens for 8 samples, to the first token of all: {times}: {of}.", ""]
+    parts = [
+        f"batch {batch} {row['exact_decode_tok_s'] / row['inexact_decode_tok_s']:.2f}x"
+        for batch, row in result["exact"].items()
+    ]
+    return [*lines, "The exact engine against itself with stock linear (MKL) and SiLU: " + ", ".join(parts) + ".", ""]
 
 
 def step_table(title: str, result: dict) -> list[str]:

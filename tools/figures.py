@@ -73,7 +73,7 @@ def measured() -> list[str]:
     performance = ROOT / "docs" / "performance.json"
     results = json.loads(performance.read_text()) if performance.exists() else {}
     source = "[docs/performance.md](docs/performance.md)"
-    for batch, row in results.get("decode", {}).get("batches", {}).items():
+    for batch, row in results.get("decode", {}).get("steady", {}).items():
         ratio = row["tandem_decode_tok_s"] / row["generate_decode_tok_s"]
         rows.append(
             f"| decode, SmolLM2-135M, batch {batch}, against transformers `generate` | {ratio:.2f}x | {source} |"

@@ -5,6 +5,7 @@ optimizer steps; the largest gap between engine and policy.
 P2: small runs killed with SIGKILL at a random moment, then finished; their bytes against an undisturbed run's.
 """
 
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -19,13 +20,25 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
+from tandem.engine.engine import Engine  # noqa: E402
+from tandem.engine.pages import PageCache  # noqa: E402
 from tandem.train.optimizer import Optimizer  # noqa: E402
+from tandem.types import Request, SamplingParams  # noqa: E402
 from tests.invariants.kills import fingerprint, interrupted, prepare, run  # noqa: E402
-from tests.invariants.parity import CONFIGS, engine_for, largest_gap, random_model, random_requests  # noqa: E402
+from tests.invariants.parity import (  # noqa: E402
+    CONFIGS,
+    VOCABULARY,
+    engine_for,
+    largest_gap,
+    random_model,
+    random_requests,
+    words,
+)
 from tests.invariants.schedules import Schedule, schedules  # noqa: E402
 from tests.invariants.schedules import run as live  # noqa: E402
 
 LIVES = 1000
+SOAK = 10_000  # requests
 SCHEDULES = 40  # for each architecture
 KILLS = {"train": 10, "sft": 4}
 
@@ -43,6 +56,11 @@ def main() -> int:
     lines += ["against themselves alone. Of what happened in them:", "", "| what | times |", "|---|---|"]
     lines += [f"| {what} | {count:,.0f} |" for what, count in sorted(happened.items())]
     lines += [f"| **largest log-prob gap** | **{worst}** |", ""]
+    in_use, before, after = soak()
+    lines += [
+        f"{SOAK:,} requests through a cache of 12 pages: {in_use} pages in use at the end; resident memory {before:.0f} MiB"
+    ]
+    lines += [f"after the first tenth, {after:.0f} MiB after the last.", ""]
     lines += ["Batches before and after optimizer steps, prompts to 1,800 tokens:", ""]
     lines += ["| architecture | schedules | sampled tokens | largest log-prob gap |", "|---|---|---|---|"]
     gaps = {name: parity(name) for name in CONFIGS}
@@ -84,6 +102,29 @@ def lives() -> tuple[float, Counter]:
 
     play()
     return max(gaps), happened
+
+
+def soak() -> tuple[int, float, float]:
+    """(pages in use at the end, resident MiB after a tenth of the requests, after all)"""
+    model, rng = random_model("qwen3"), np.random.default_rng(0)
+    engine = Engine(model, words, cache_bytes=12 * PageCache(model, 1 << 24).page_bytes, max_batch=16)
+    memory = []
+    for _ in range(10):
+        for start in range(0, SOAK // 10, 100):
+            requests = [
+                Request(
+                    key=start + n, prompt=rng.integers(0, VOCABULARY, int(rng.integers(1, 300))).astype(np.int64),
+                    params=SamplingParams(max_new_tokens=int(rng.integers(1, 9))),
+                )
+                for n in range(100)
+            ]  # fmt: skip
+            engine.generate(requests)
+        memory.append(resident_mib())
+    return int(engine.stats()["pages_in_use"]), memory[0], memory[-1]
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def parity(name: str) -> tuple[int, float]:

@@ -25,7 +25,7 @@ from tandem.errors import UserError
 from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter, Seen
-from tandem.model.paged import PAGE, PagedPlan
+from tandem.model.paged import PAGE, Runs
 from tandem.types import Completion, Request
 
 OnUpdate = Literal["finish", "restart", "continue"]
@@ -158,19 +158,20 @@ class Engine:
             (sequence, row) for (sequence, _), row in zip(work, last, strict=True) if sequence.cached == sequence.length
         ]
         if ready:
-            rows = torch.from_numpy(np.array([row for _, row in ready]))
+            rows = torch.from_numpy(np.array([row for _, row in ready])).to(self.model.device)
             self._sample(self.model.head(hidden.index_select(0, rows)), [sequence for sequence, _ in ready])
             self._retire([sequence for sequence, _ in ready])
         return [sequence for sequence, _ in ready]
 
     def _forward(self, work: Work) -> Tensor:
         """The last hidden states [T, D] of the new tokens, whose keys and values are in the cache afterwards."""
-        heads, cache = self.model.heads[0], self.cache
+        cache = self.cache
         starts, counts = np.array([s.cached for s, _ in work]), np.array([count for _, count in work])
         tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
-        plan = PagedPlan(cache.keys, cache.values, [s.pages for s, _ in work], starts, counts, heads)
-        hidden = self.model.hidden(torch.from_numpy(tokens), torch.from_numpy(plan.positions), plan)
-        cache.fill(plan.pages, plan.offsets, tokens)
+        runs = Runs([s.pages for s, _ in work], starts, counts)
+        plan = self.model.paged_plan(cache.keys, cache.values, runs)
+        hidden = self.model.hidden(torch.from_numpy(tokens), torch.from_numpy(runs.positions), plan)
+        cache.fill(runs.pages, runs.offsets, tokens)
         for sequence, count in work:
             sequence.cached += count
         return hidden
@@ -178,14 +179,14 @@ class Engine:
     def _sample(self, logits: Tensor, ready: list[Running]) -> None:
         """Append one token to each sequence; logits [B, V] are theirs."""
         keys = np.array([s.request.key for s in ready], np.uint64)
-        draws = torch.from_numpy(uniforms(keys, np.array([len(s.tokens) for s in ready])))
+        draws = torch.from_numpy(uniforms(keys, np.array([len(s.tokens) for s in ready]))).to(logits.device)
         alike: dict[tuple[Filter, int], list[int]] = defaultdict(list)
         for row, sequence in enumerate(ready):
             alike[sequence.how, sequence.request.params.top_logprobs].append(row)
         for (how, top_logprobs), rows in alike.items():
             members = [ready[row] for row in rows]
             part = slice(None) if len(rows) == len(ready) else torch.tensor(rows)
-            seen = _seen(members) if how.repetition_penalty != 1.0 else None
+            seen = _seen(members, logits.device) if how.repetition_penalty != 1.0 else None
             drawn = sample(logits[part], how, draws[part], seen, top_logprobs)
             columns = (t.tolist() for t in (drawn.tokens, drawn.logprobs, drawn.top_tokens, drawn.top_logprobs))
             for sequence, token, logprob, top, theirs in zip(members, *columns, strict=True):
@@ -241,8 +242,8 @@ class Engine:
         }  # fmt: skip
 
 
-def _seen(sequences: list[Running]) -> Seen:
+def _seen(sequences: list[Running], device: torch.device) -> Seen:
     """The distinct tokens of each sequence so far."""
     tokens = [np.unique(sequence.known()) for sequence in sequences]
     rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
-    return Seen(torch.from_numpy(rows), torch.from_numpy(np.concatenate(tokens)))
+    return Seen(torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(tokens)).to(device))

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from tandem.errors import UserError
+from tandem.model.kernels import triton_for
 from tandem.model.load import ExactModel
 from tandem.model.paged import PAGE
 
@@ -44,22 +44,25 @@ NOTHING = Match(pages=[], tail=0, tail_length=0, coming=0)
 
 
 class PageCache:
-    """As many pages as the budget in bytes holds, float32; raises UserError when it holds none.
+    """As many pages as the budget in bytes holds, of the weights' type; raises UserError when it holds none.
 
     keys: [layers, pages, K, E, PAGE]; values: [layers, pages, K, PAGE, E].
     """
 
     def __init__(self, model: ExactModel, budget: int):
-        layers, (_, kv_heads, size) = int(model.config.num_hidden_layers), model.heads
-        self.page_bytes = layers * 2 * kv_heads * size * 4 * PAGE
+        layers, (_, kv_heads, size), weight = int(model.config.num_hidden_layers), model.heads, model.head.weight
+        self.page_bytes = layers * 2 * kv_heads * size * weight.element_size() * PAGE
         count = budget // self.page_bytes
         if not count:
             raise UserError("the key/value cache cannot hold one page", where="rollout.cache_mb",
                             found=f"{budget / 2**20:.1f} MiB", next="raise rollout.cache_mb",
                             expected=f"at least {-(-self.page_bytes >> 20)} MiB for {PAGE} tokens of this model")  # fmt: skip
         # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
-        self._keys = torch.zeros(layers, count, kv_heads, size, PAGE)
-        self._values = torch.zeros(layers, count, kv_heads, PAGE, size)
+        by_token = weight.new_zeros(2, layers, count, kv_heads, PAGE, size, requires_grad=False)
+        self._values = by_token[1]
+        # oneDNN multiplies by keys that lie element by element faster, the Triton kernels want a token's side by side
+        by_element = by_token[0].view(layers, count, kv_heads, size, PAGE)
+        self._keys = by_token[0].transpose(-1, -2) if triton_for(weight) else by_element
         self.keys, self.values = self._keys.unbind(), self._values.unbind()
         self.count = count
         self.holders = np.zeros(count, np.int64)  # sequences that hold the page

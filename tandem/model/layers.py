@@ -58,9 +58,9 @@ def norm(module: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
 
 
-def rotation_of(rotary: Any, positions: Tensor) -> Rotation:
-    """Cosine and sine for int64 [T] positions; the first half of the sine is negated, so that `rotate` need not be."""
-    cos, sin = (t[0, :, None] for t in rotary(torch.empty(0), positions[None]))
+def rotation_of(rotary: Any, x: Tensor, positions: Tensor) -> Rotation:
+    """Cosine and sine of x's type for positions int64 [T]; the first half of the sine is negated for `rotate`."""
+    cos, sin = (t[0, :, None] for t in rotary(x, positions[None]))
     half = sin.shape[-1] // 2
     return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
 

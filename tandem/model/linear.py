@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tandem.model.kernels import triton_for
+
 # The one place where private PyTorch operators are looked for.
 HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _PACK_ROWS_HINT = 32
@@ -23,7 +25,7 @@ _PACK_ROWS_HINT = 32
 
 def pack(weight: Tensor) -> Tensor:
     """The weight [O, I] reordered for `multiply`; itself where there is nothing to reorder."""
-    if not HAS_PREPACKED or weight.device.type != "cpu":
+    if not HAS_PREPACKED or triton_for(weight):
         return weight.detach()
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS_HINT)
 
@@ -36,8 +38,10 @@ def padded_rows(rows: int) -> int:
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [N, I] -> [N, O]."""
+    if triton := triton_for(x):
+        return triton.matmul(x, packed, bias)  # type: ignore[no-any-return]
     rows = x.shape[0]
-    if HAS_PREPACKED and x.device.type == "cpu":
+    if HAS_PREPACKED:
         padded = padded_rows(rows)
         if padded != rows:
             x = F.pad(x, (0, 0, 0, padded - rows))

@@ -5,18 +5,22 @@ What cannot be exact is refused by name, before any work.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.errors import UserError
-from tandem.model.attention import Plan
+from tandem.model.attention import PackedPlan, Plan
 from tandem.model.experts import ExactExperts, ExactRouter
+from tandem.model.kernels import triton_for
 from tandem.model.layers import ExactLayer, norm, rotation_of
 from tandem.model.linear import ExactLinear, padded_rows
+from tandem.model.paged import PagedPlan, Runs
 
 EXACT_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -42,11 +46,24 @@ class ExactModel(nn.Module):
         """
         rows, inner = len(tokens), self.module.model
         padding = (0, padded_rows(rows) - rows)
-        rotation = rotation_of(inner.rotary_emb, F.pad(positions, padding))
-        x = inner.embed_tokens(F.pad(tokens, padding))
+        x = inner.embed_tokens(F.pad(tokens, padding).to(self.device))
+        rotation = rotation_of(inner.rotary_emb, x, F.pad(positions, padding).to(self.device))
         for layer in inner.layers:
             x = layer(x, rotation, plan)
         return norm(inner.norm, x)[:rows]
+
+    def packed_plan(self, segments: np.ndarray) -> Plan:
+        """Attention of packed segments, int64 [S, 4] as in types.Microbatch, where the weights are."""
+        if triton := triton_for(self.head.weight):
+            return triton.TritonPackedPlan(segments)  # type: ignore[no-any-return]
+        heads, kv_heads, _ = self.heads
+        return PackedPlan(segments, group=heads // kv_heads, kv_heads=kv_heads)
+
+    def paged_plan(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs) -> Plan:
+        """Attention of new tokens over a paged cache; see paged.PagedPlan."""
+        if triton := triton_for(self.head.weight):
+            return triton.TritonPagedPlan(keys, values, runs)  # type: ignore[no-any-return]
+        return PagedPlan(keys, values, runs, self.heads[0])
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -56,6 +73,10 @@ class ExactModel(nn.Module):
     def named_weights(self) -> dict[str, Tensor]:
         """Every parameter once, under its Hugging Face name (a tied head is its embedding)."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
 
     def changes(self) -> int:
         """A number that grows with every change of a weight in place: what was computed at another one is stale."""

@@ -71,7 +71,7 @@ def log_distribution(logits: Tensor, how: Filter, forced: Tensor | None = None) 
     on the first pass, where the sets are equal. Ties at the edge are all kept, so no sort order can matter.
     A row's bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
     """
-    logprobs = (logits / how.temperature).log_softmax(-1)
+    logprobs = (logits if how.temperature == 1.0 else logits / how.temperature).log_softmax(-1)
     if not how.top_k and how.top_p >= 1.0 and not how.min_p:
         return logprobs
     keep = torch.ones_like(logprobs, dtype=torch.bool)
@@ -113,9 +113,9 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, packed, targets)
         ctx.how, ctx.seen = how, seen
-        logprobs, entropy = hidden.new_empty(len(targets)), hidden.new_empty(len(targets))
+        logprobs, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
         for rows in _chunks(len(targets), weight.shape[0]):
-            logits = multiply(hidden[rows], packed)
+            logits = multiply(hidden[rows], packed).float()
             _penalize(logits, how, seen, rows)
             table = log_distribution(logits, how, targets[rows])
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
@@ -128,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, packed, targets = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         for rows in _chunks(len(targets), weight.shape[0]):
-            logits = multiply(hidden[rows], packed)
+            logits = multiply(hidden[rows], packed).float()
             penalized = _penalize(logits, ctx.how, ctx.seen, rows)
             # d logprob / d logits = (onehot - probs) / temperature on the kept set, 0 outside it
             slope = log_distribution(logits, ctx.how, targets[rows]).exp_().neg_()

@@ -40,34 +40,40 @@ class Bucket:
         return self.masks[window]
 
 
+class Runs:
+    """The new tokens of each sequence of a pass: counts[s] of them from position starts[s], in rows that follow each other.
+
+    tables[s] are the sequence's pages in order, with room for the new tokens. Made of it: table int64 [S, M], firsts
+    int64 [S] (first rows), and of each row positions, pages and offsets int64 [T].
+    """
+
+    def __init__(self, tables: Sequence[Sequence[int]], starts: np.ndarray, counts: np.ndarray):
+        self.starts, self.counts = starts, counts
+        self.table = _rectangle(tables)
+        self.firsts = np.cumsum(counts) - counts
+        self.positions = np.arange(counts.sum()) + (starts - self.firsts).repeat(counts)
+        self.pages = self.table[np.arange(len(counts)).repeat(counts), self.positions // PAGE]
+        self.offsets = self.positions % PAGE
+
+
 class PagedPlan:
     """Writes the new tokens' keys and values into their pages, then attends.
 
-    keys: per layer [pages, K, E, PAGE]; values: per layer [pages, K, PAGE, E]. Of sequence s, tables[s] are the pages in
-    order with room for the new tokens, starts[s] is the position of its first new token and counts[s] how many it has;
-    their rows follow each other. After it is made, `pages` and `offsets` int64 [T] say where each row's token is kept.
+    keys: per layer [pages, K, E, PAGE]; values: per layer [pages, K, PAGE, E]; heads: query heads.
     """
 
-    def __init__(
-        self, keys: Sequence[Tensor], values: Sequence[Tensor], tables: Sequence[Sequence[int]], starts: np.ndarray,
-        counts: np.ndarray, heads: int,
-    ):  # fmt: skip
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs, heads: int):
         self.keys, self.values = keys, values
-        table = _rectangle(tables)
-        firsts = np.cumsum(counts) - counts
-        self.positions = np.arange(counts.sum()) + (starts - firsts).repeat(counts)
-        self.pages = table[np.arange(len(counts)).repeat(counts), self.positions // PAGE]
-        self.offsets = self.positions % PAGE
-        _, kv_heads, width, _ = keys[0].shape
-        head = self.pages[:, None] * kv_heads + np.arange(kv_heads)  # [T, K]
-        element = (head[:, :, None] * width + np.arange(width)) * PAGE + self.offsets[:, None, None]  # [T, K, E]
-        self._key_elements = torch.from_numpy(element.reshape(-1))
-        self._value_rows = torch.from_numpy((head * PAGE + self.offsets[:, None]).reshape(-1))
-        self.buckets = _buckets(table, starts, counts, firsts, heads)
+        kv_heads = keys[0].shape[1]
+        head = runs.pages[:, None] * kv_heads + np.arange(kv_heads)  # [T, K]
+        self._page, self._offset = torch.from_numpy(runs.pages), torch.from_numpy(runs.offsets)
+        self._value_rows = torch.from_numpy((head * PAGE + runs.offsets[:, None]).reshape(-1))
+        self._new = len(runs.pages)
+        self.buckets = _buckets(runs, heads)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        keys, values, new = self.keys[layer], self.values[layer], len(self.pages)
-        keys.view(-1).index_copy_(0, self._key_elements, k[:new].reshape(-1))
+        keys, values, new = self.keys[layer], self.values[layer], self._new
+        keys[self._page, :, :, self._offset] = k[:new]
         values.view(-1, values.shape[-1]).index_copy_(0, self._value_rows, v[:new].reshape(-1, values.shape[-1]))
         out = torch.zeros(q.shape)  # rows beyond the sequences' are padding
         for bucket in self.buckets:
@@ -111,8 +117,9 @@ def _attend(bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: floa
     return rows_first(out[:, :, :rows], run, heads)
 
 
-def _buckets(table: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: np.ndarray, heads: int) -> list[Bucket]:
+def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:
     """Runs of at most QUERY_BLOCK queries, by padded size; a bucket's scores stay within BUCKET_BYTES."""
+    starts, counts, firsts = all_runs.starts, all_runs.counts, all_runs.firsts
     blocks = -(-counts // QUERY_BLOCK)
     owner = np.arange(len(counts)).repeat(blocks)
     offset = (np.arange(blocks.sum()) - (np.cumsum(blocks) - blocks).repeat(blocks)) * QUERY_BLOCK
@@ -127,7 +134,7 @@ def _buckets(table: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: 
         while len(members):
             longest = int(members[0, 1] + members[0, 2]) + PAGE
             limit = max(1, BUCKET_BYTES // (4 * heads * size * longest))
-            buckets.append(_bucket(size, members[:limit], table))
+            buckets.append(_bucket(size, members[:limit], all_runs.table))
             members = members[limit:]
     return buckets
 

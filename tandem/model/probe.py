@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.model.attention import PackedPlan
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import swiglu
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter, log_distribution
-from tandem.model.paged import PAGE, PagedPlan
+from tandem.model.paged import PAGE, Runs
 
 ROWS = (1, 2, 3, 5, 8, 13, 33)
 LENGTH = 320  # past two key blocks, with a partial third
@@ -57,15 +56,13 @@ def _linears(model: ExactModel) -> dict[tuple[int, ...], Callable[[Tensor], Tens
 
 def _layers_agree(model: ExactModel, noise: torch.Generator) -> bool:
     """A short sequence alone and behind another one: norms, rotary embedding, experts and all."""
-    heads, kv_heads, _ = model.heads
     tokens = torch.randint(0, model.config.vocab_size, (50,), generator=noise)
 
     def hidden(lengths: list[int]) -> Tensor:
         firsts = np.cumsum([0, *lengths[:-1]])
         segments = np.array([[first, length, 0, 0] for first, length in zip(firsts, lengths, strict=True)])
         positions = torch.cat([torch.arange(length) for length in lengths])
-        plan = PackedPlan(segments, group=heads // kv_heads, kv_heads=kv_heads)
-        return model.hidden(tokens[-sum(lengths) :], positions, plan)
+        return model.hidden(tokens[-sum(lengths) :], positions, model.packed_plan(segments))
 
     return torch.equal(hidden([13]), hidden([37, 13])[37:])
 
@@ -82,16 +79,15 @@ def _attention_agrees(model: ExactModel, noise: torch.Generator) -> bool:
     q = torch.randn(LENGTH, heads, size, generator=noise)
     k, v = (torch.randn(LENGTH, kv_heads, size, generator=noise) for _ in range(2))
     segments = np.array([[0, LENGTH, 0, 0]])
-    packed = PackedPlan(segments, group=heads // kv_heads, kv_heads=kv_heads).attend(0, q, k, v, size**-0.5, None)
+    packed = model.packed_plan(segments).attend(0, q, k, v, size**-0.5, None)
     for batch in (1, 3):
         # of the other sequences, each in pages of its own, the keys reach further
         pages = torch.arange(batch * -(-LENGTH // PAGE)).view(batch, -1)
         keys, values = (_in_pages(t, batch) for t in (k, v))
         for position in (0, 5, 100, 130, 257, LENGTH - 1):
             starts = np.array([position, *[LENGTH - 1] * (batch - 1)])
-            plan = PagedPlan(
-                [keys.transpose(2, 3).contiguous()], [values], pages.tolist(), starts, np.ones_like(starts), heads
-            )
+            runs = Runs(pages.tolist(), starts, np.ones_like(starts))
+            plan = model.paged_plan([keys.transpose(2, 3).contiguous()], [values], runs)
             one_q, one_k, one_v = (t[starts] for t in (q, k, v))
             if not torch.equal(plan.attend(0, one_q, one_k, one_v, size**-0.5, None)[0], packed[position]):
                 return False

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tandem.config import RL
-from tandem.model.attention import PackedPlan
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter, Seen, token_logprobs
 from tandem.rl.kl import kl_estimate
@@ -22,16 +21,15 @@ from tandem.types import Microbatch
 
 def batch_logprobs(model: ExactModel, batch: Microbatch, how: Filter) -> tuple[Tensor, Tensor]:
     """(log-probs, entropy) float32 [N] of the batch's targets under the model."""
-    heads, kv_heads, _ = model.heads
-    plan = PackedPlan(batch.segments, group=heads // kv_heads, kv_heads=kv_heads)
+    plan = model.packed_plan(batch.segments)
     hidden = model.hidden(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), plan)
-    picked = hidden.index_select(0, torch.from_numpy(batch.rows))
-    head, targets = model.head, torch.from_numpy(batch.targets)
-    seen = None if how.repetition_penalty == 1.0 else _seen(batch)
+    picked = hidden.index_select(0, torch.from_numpy(batch.rows).to(model.device))
+    head, targets = model.head, torch.from_numpy(batch.targets).to(model.device)
+    seen = None if how.repetition_penalty == 1.0 else _seen(batch, model.device)
     return token_logprobs(picked, head.weight, head.pack.of(head.weight), targets, how, seen)
 
 
-def _seen(batch: Microbatch) -> Seen:
+def _seen(batch: Microbatch, device: torch.device) -> Seen:
     """The tokens before each target: its segment's up to the row that predicts it, and the segment's prefix."""
     first, _, prefix_first, prefix = batch.segments.T
     owner = np.searchsorted(first, batch.rows, side="right") - 1  # segments are in the order of their rows
@@ -40,7 +38,7 @@ def _seen(batch: Microbatch) -> Seen:
         for s, row in zip(owner, batch.rows, strict=True)
     ]
     rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
-    return Seen(torch.from_numpy(rows), torch.from_numpy(np.concatenate(tokens)))
+    return Seen(torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(tokens)).to(device))
 
 
 class Policy:

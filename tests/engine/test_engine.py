@@ -22,7 +22,7 @@ class CountingModel:
 
     def __init__(self, model):
         self.model, self.config, self.heads, self.head = model, model.config, model.heads, model.head
-        self.changes = model.changes
+        self.changes, self.paged_plan, self.device = model.changes, model.paged_plan, model.device
         self.passes = []
 
     def hidden(self, tokens, positions, plan):

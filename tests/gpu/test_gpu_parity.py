@@ -1,0 +1,65 @@
+"""P1 on the GPU's kernels: engine and policy over Triton; in the interpreter where there is no GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tandem.draws import address
+from tandem.engine.engine import Engine
+from tandem.model.kernels import triton_everywhere
+from tandem.model.load import make_exact
+from tandem.model.logprobs import Filter
+from tandem.train.pack import pack
+from tandem.train.policy import batch_logprobs
+from tandem.types import Request, SamplingParams
+from tests.invariants.parity import _sample, words
+from tests.tiny import random_tokens, stock_model, tiny_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def triton_kernels():
+    with triton_everywhere(), torch.no_grad():
+        yield
+
+
+def model_of(kind, dtype):
+    return make_exact(
+        stock_model(tiny_config(kind, hidden_size=64, num_attention_heads=4, head_dim=16)).to(DEVICE, dtype)
+    )
+
+
+def asked():
+    rng = np.random.default_rng(0)
+    shared, long = random_tokens(rng, 20), random_tokens(rng, 140)
+    params = SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=3, temperature=0.8, top_p=0.9)
+    prompts = [shared, shared, long, shared[:9]]
+    return [Request(key=address("gpu", n), prompt=prompt, params=params[n % 2]) for n, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_engine_and_policy_agree_to_the_bit_over_triton(kind, dtype):
+    model, requests = model_of(kind, dtype), asked()
+    engine = Engine(model, words, cache_bytes=1 << 21, max_batch=3, chunk_tokens=100)
+    completions = engine.generate(requests)
+    assert engine.stats()["prompt_tokens_cached"] > 0
+    for params in {r.params for r in requests}:
+        samples = [
+            _sample(r, c, n) for n, (r, c) in enumerate(zip(requests, completions, strict=True)) if r.params == params
+        ]
+        for batch in pack(samples, 400):
+            logprobs, _ = batch_logprobs(model, batch, Filter.of(params))
+            assert np.abs(logprobs.cpu().numpy() - batch.engine_logprobs).max() == 0.0
+
+
+def test_the_kernels_agree_closely_with_those_of_the_cpu():
+    model = model_of("qwen3", torch.float32)
+    tokens, segments = torch.from_numpy(random_tokens(np.random.default_rng(1), 40)), np.array([[0, 40, 0, 0]])
+    ours = model.hidden(tokens, torch.arange(40), model.packed_plan(segments))
+    stock = stock_model(tiny_config("qwen3", hidden_size=64, num_attention_heads=4, head_dim=16))
+    theirs = stock.model(input_ids=tokens[None]).last_hidden_state[0]
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)
