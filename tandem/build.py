@@ -67,6 +67,31 @@ def prepare_process(config: Config) -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
+def build_generator(config: Config, renderer: ChatRenderer, problems: Sequence[Problem], report: Report) -> Engine:
+    """The engine of a command that only generates: the probe's finding is told, and every prompt has room."""
+    model = load_model(config.model.path)
+    tell_exactness(model, report)
+    engine = build_engine(config, model, renderer)
+    require_room(config, engine, renderer, problems)
+    return engine
+
+
+def require_room(config: Config, engine: Engine, renderer: ChatRenderer, problems: Sequence[Problem]) -> None:
+    """Now, and not at the step that first draws the longest prompt."""
+    longest = max(len(prompt) for prompt in renderer.prompts([problem.messages for problem in problems]))
+    engine.require_room(longest + config.rollout.max_new_tokens)
+
+
+def tell_exactness(model: ExactModel, report: Report) -> list[str]:
+    """Contract D7: say whether P1 holds on this machine; returns what is not exact."""
+    failures = what_is_not_exact(model)
+    if failures:
+        report(f"exactness probe: NOT exact on this machine: {', '.join(failures)}")
+    else:
+        report("exactness probe: engine and trainer agree to the last bit at this model's shapes")
+    return failures
+
+
 def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **sizes: int) -> Engine:
     """sizes: max_queue and chunk_tokens of the engine, where its defaults are not wanted."""
     if len(renderer.tokenizer) > model.config.vocab_size:
@@ -87,13 +112,9 @@ def build_policy(config: Config, model: ExactModel, shape: Train | SFT, *, steps
 
 
 def check_exactness(config: Config, model: ExactModel, report: Report) -> None:
-    """Contract D7: say whether P1 holds on this machine, and refuse to rely on it where it does not."""
-    failures = what_is_not_exact(model)
-    if not failures:
-        report("exactness probe: engine and trainer agree to the last bit at this model's shapes")
-        return
-    report(f"exactness probe: NOT exact on this machine: {', '.join(failures)}")
-    if not config.rl.importance_cap:
+    """Refuse to rely on P1 where it does not hold."""
+    failures = tell_exactness(model, report)
+    if failures and not config.rl.importance_cap:
         raise UserError("engine and trainer do not agree bit for bit on this machine", where="exactness probe",
                         found=", ".join(failures), expected="every operator exact, or an off-policy correction",
                         next="add rl.importance_cap=2 (truncated importance sampling)")  # fmt: skip
@@ -113,8 +134,7 @@ def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job
     steps = config.run.steps * config.rl.minibatches
     policy = build_policy(config, model, config.train, steps=steps, reference=config.rl.kl_coef > 0)
     engine = build_engine(config, model, renderer)
-    longest = max(len(prompt) for prompt in renderer.prompts([p.messages for p in [*problems, *held_out]]))
-    engine.require_room(longest + config.rollout.max_new_tokens)  # now, and not at the step that first draws it
+    require_room(config, engine, renderer, [*problems, *held_out])
     sync = InlineSync(engine)
     with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
         stages = Stages(

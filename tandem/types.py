@@ -149,7 +149,7 @@ class Generate(Protocol):
 
     weight_version: int
 
-    def apply(self, version: int) -> object:
+    def apply(self, version: int) -> None:
         """The weights in its memory are now those of that version: nothing computed with others is used again."""
         ...
 

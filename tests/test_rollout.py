@@ -353,7 +353,8 @@ def test_every_batch_has_its_line_and_the_summary_counts_all_starts(home, output
     output = copied(outputs["episodes.jsonl"], tmp_path)
     os.truncate(output.path, output.path.stat().st_size - 1)
     rollout(config(home), output.path)
-    lines = capsys.readouterr().out.splitlines()
+    probe, *lines = [line for line in capsys.readouterr().out.splitlines() if line[0].isalpha()]
+    assert probe.startswith("exactness probe: ")
     assert lines[0].startswith("batch 4 of 4: 2 episodes, mean reward ") and len(lines) == 2
     assert lines[1].startswith("done: 14 episodes, mean reward ")
     assert all("% truncated, " in line and line.endswith(" tokens/s") for line in lines)

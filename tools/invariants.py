@@ -81,6 +81,9 @@ def main() -> int:
     return int(
         any(equal < KILLS[command] for command, _, equal in results)
         or worst != 0
+        or in_use
+        or after > 1.05 * before
+        or not all(happened.values())
         or any(gap != 0 for _, gap in gaps.values())
     )
 

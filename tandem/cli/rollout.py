@@ -21,7 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tandem.build import build_engine, input_hashes, prepare_process, read_data
+from tandem.build import build_generator, input_hashes, prepare_process, read_data
 from tandem.cli.progress import console
 from tandem.config import Config
 from tandem.data.render import ChatRenderer, load_renderer
@@ -32,7 +32,7 @@ from tandem.errors import UserError
 from tandem.evaluate import sampling_params
 from tandem.loop import Clock, describe, score
 from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
-from tandem.model.load import check_model, load_model
+from tandem.model.load import check_model
 from tandem.rewards.pool import RewardPool
 from tandem.run import RunFolder, open_run
 from tandem.stream.journal import cut_episodes, episode_lines, write_episodes
@@ -73,7 +73,7 @@ def rollout(config: Config, out: Path | None, fresh: bool = False) -> None:
 
 @contextmanager
 def batch_maker(config: Config, problems: Sequence[Problem], renderer: ChatRenderer) -> Iterator[Make]:
-    engine = build_engine(config, load_model(config.model.path), renderer)
+    engine = build_generator(config, renderer, problems, console.print)
     params, size = sampling_params(config.rollout, renderer.stop_token_ids), config.rl.prompts_per_step
     with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
 

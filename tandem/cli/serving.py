@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def _url(sock: socket.socket) -> str:
 
 
 def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
-    from tandem.build import build_engine, prepare_process
+    from tandem.build import build_engine, prepare_process, tell_exactness
     from tandem.data.render import load_renderer
     from tandem.model.load import check_model, load_model
 
@@ -112,8 +113,9 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     prepare_process(config)
     check_model(options.model)
     renderer = load_renderer(options.model)
-    sizes = {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
-    return build_engine(config, load_model(options.model), renderer, **sizes), renderer
+    model, sizes = load_model(options.model), {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
+    tell_exactness(model, lambda line: print(line, file=sys.stderr))
+    return build_engine(config, model, renderer, **sizes), renderer
 
 
 def served(options: Options, engine: "Engine") -> Served:

@@ -46,6 +46,7 @@ class Engine:
         self.weight_version = 0
         self.cache = PageCache(model, cache_bytes)
         self.scheduler = Scheduler(self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens)
+        self._ended: list[Running] = []  # while weights were changed; the next step returns them
         self._arrivals = self._generated = 0
         self._stamp = self._weights_stamp()
 
@@ -66,7 +67,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._ended)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run every request to its end; results in request order. Errors as `submit`, before any work."""
@@ -98,18 +99,16 @@ class Engine:
 
     # ---- weights
 
-    def apply(
-        self, version: int, load: Callable[[], None] | None = None, running: OnUpdate = "finish"
-    ) -> list[Running]:
+    def apply(self, version: int, load: Callable[[], None] | None = None, running: OnUpdate = "finish") -> None:
         """Go over to weights of that version; load writes them into the model, where they are not there already.
 
-        Requests that have begun are finished under the old weights first ("finish", returned), begin anew ("restart"),
-        or go on under the new weights with their past computed again ("continue"). No cached key survives.
+        Requests that have begun are finished under the old weights first ("finish"; the next step returns them), begin
+        anew ("restart"), or go on under the new weights with their past computed again ("continue"). No cached key
+        survives.
         """
-        done: list[Running] = []
         if running == "finish":
             while any(sequence.tokens for sequence in self.scheduler.waiting) or self.scheduler.running:
-                done += [r for r in self._pass(only_started=True) if r.completion is not None]
+                self._ended += [r for r in self._pass(only_started=True) if r.completion is not None]
         self.scheduler.preempt_all()
         if running == "restart":
             for sequence in self.scheduler.waiting:
@@ -118,8 +117,7 @@ class Engine:
         if load is not None:
             load()
         self.weight_version = version
-        self._refresh()
-        return done
+        self._forget()
 
     def weight_hash(self) -> str:
         """SHA-256 over names, shapes and bytes of the weights it runs, as in a checkpoint."""
@@ -128,15 +126,18 @@ class Engine:
     def _weights_stamp(self) -> tuple[int, int]:
         return self.weight_version, self.model.changes()
 
-    def _refresh(self) -> None:
+    def _check_weights(self) -> None:
         """Drop every cached key and value when the weights are not those it was computed with."""
         if self._stamp == self._weights_stamp():
             return
-        if any(sequence.tokens for sequence in self.scheduler.running):
+        if any(sequence.tokens for sequence in (*self.scheduler.running, *self.scheduler.waiting)):
             raise RuntimeError(
                 "the weights changed under running requests; call Engine.apply, which says what becomes of them"
             )
         self.scheduler.preempt_all()
+        self._forget()
+
+    def _forget(self) -> None:
         self.cache.flush()
         self._stamp = self._weights_stamp()
 
@@ -144,14 +145,16 @@ class Engine:
 
     def step(self) -> list[Running]:
         """One forward pass; returns the sequences that got a token, with `completion` set on those that ended."""
-        return self._pass(only_started=False)
+        ended, self._ended = self._ended, []
+        return ended + self._pass(only_started=False)
 
     @torch.no_grad()
     def _pass(self, *, only_started: bool) -> list[Running]:
-        self._refresh()
+        self._check_weights()
         work = self.scheduler.schedule(only_started=only_started)
         if not work:
             return []
+        work.sort(key=lambda part: -len(part[0].pages))  # the order of paged attention: no rows are moved then
         hidden = self._forward(work)
         last = np.cumsum([count for _, count in work]) - 1
         ready = [

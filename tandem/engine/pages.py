@@ -12,11 +12,14 @@ The cache holds one weight version: `flush` empties it when the weights change. 
 """
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tandem.errors import UserError
 from tandem.model.kernels import triton_for
@@ -40,9 +43,6 @@ class Match:
         return len(self.pages) * PAGE + self.tail_length
 
 
-NOTHING = Match(pages=[], tail=0, tail_length=0, coming=0)
-
-
 class PageCache:
     """As many pages as the budget in bytes holds, of the weights' type; raises UserError when it holds none.
 
@@ -58,7 +58,7 @@ class PageCache:
                             found=f"{budget / 2**20:.1f} MiB", next="raise rollout.cache_mb",
                             expected=f"at least {-(-self.page_bytes >> 20)} MiB for {PAGE} tokens of this model")  # fmt: skip
         # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
-        by_token = weight.new_zeros(2, layers, count, kv_heads, PAGE, size, requires_grad=False)
+        by_token = _zeros((2, layers, count, kv_heads, PAGE, size), weight)
         self._values = by_token[1]
         # oneDNN multiplies by keys that lie element by element faster, the Triton kernels want a token's side by side
         by_element = by_token[0].view(layers, count, kv_heads, size, PAGE)
@@ -88,7 +88,7 @@ class PageCache:
             longer = past_after(past, tokens[at : at + PAGE])
             if not (holders := self._full.get(longer)):
                 break
-            pages.append(max(holders, key=lambda page: self._filled[page]))
+            pages.append(max(holders, key=lambda page: (self._filled[page], self.holders[page])))
             past = longer
         tail, held, coming = self._match_tail(tokens[len(pages) * PAGE : limit][:PAGE], past)
         coming += len(pages) * PAGE
@@ -192,6 +192,14 @@ class PageCache:
     def _forget_full(self, page: int) -> None:
         if self._planned[page] == PAGE:
             _discard(self._full, self.past_of_next(page), page)
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Of the type and on the device of like; on a CPU, memory that is only taken when it is first written."""
+    if like.is_cuda:
+        return like.new_zeros(shape, requires_grad=False)
+    raw = torch.from_numpy(np.zeros(math.prod(shape) * like.element_size(), np.uint8))
+    return raw.view(like.dtype).view(shape)
 
 
 def past_after(past: bytes, tokens: np.ndarray) -> bytes:

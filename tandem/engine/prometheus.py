@@ -46,7 +46,7 @@ class ServerMetrics:
             kind, full = ("counter", f"tandem_{name}_total") if name in COUNTERS else ("gauge", f"tandem_{name}")
             lines += [
                 *_header(full, kind, f"{name.replace('_', ' ').capitalize()} of the engine."),
-                f"{full} {value:g}",
+                f"{full} {value!r}",
             ]
         lines += _header("tandem_requests_total", "counter", "Answered requests.")
         for (path, status), count in sorted(self.requests.items()):

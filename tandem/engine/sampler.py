@@ -24,16 +24,14 @@ class Drawn:
 def sample(logits: Tensor, how: Filter, uniform: Tensor, seen: Seen | None = None, top: int = 0) -> Drawn:
     """logits [B, V] (overwritten), uniform float32 [B] in [0, 1) -> what was drawn, with its log-probs in nats.
 
-    Temperature 0 takes the likeliest token and reports its log-prob at temperature 1, without filters. seen is needed
-    with a repetition penalty.
+    Temperature 0 takes the likeliest token. seen is needed with a repetition penalty.
     """
     logits = logits.float()
     if how.repetition_penalty != 1.0:
         assert seen is not None, "a repetition penalty needs the tokens seen before"
         penalize(logits, how.repetition_penalty, seen)
-    greedy = how.temperature == 0
-    table = log_distribution(logits, Filter() if greedy else how)
-    tokens = table.argmax(-1) if greedy else _inverse_cdf(table, uniform)
+    table = log_distribution(logits, how)
+    tokens = table.argmax(-1) if how.temperature == 0 else _inverse_cdf(table, uniform)
     likeliest = table.topk(top, -1)
     return Drawn(tokens, table.gather(1, tokens[:, None])[:, 0], likeliest.indices, likeliest.values)
 

@@ -10,11 +10,11 @@ their keys and values again. It does not know the model.
 """
 
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tandem.engine.pages import BEGINNING, NOTHING, Match, PageCache, past_after
+from tandem.engine.pages import BEGINNING, Match, PageCache, past_after
 from tandem.model.logprobs import Filter
 from tandem.model.paged import PAGE
 from tandem.types import Completion, Request
@@ -111,13 +111,16 @@ class Scheduler:
             known = sequence.known()
             match = self.cache.match(known)
             if 2 * (match.coming - match.length) > len(known) - match.length:
-                continue  # an older one is computing most of what it needs: take it from there
-            if not self._place(sequence, known, match) and not self._place(sequence, known, NOTHING):
+                continue  # another one is computing most of what it needs: take it from there
+            if not self._place(sequence, known, match) and not self._place(
+                sequence, known, replace(match, tail_length=0)
+            ):
                 break
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=_arrival)
-            self.prompt_tokens += len(known)
-            self.prompt_tokens_cached += sequence.cached
+            if not sequence.tokens:
+                self.prompt_tokens += len(known)
+                self.prompt_tokens_cached += sequence.cached
             count = min(len(known) - sequence.cached, budget)
             budget -= count
             work.append((sequence, count))

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from tandem.engine.scheduler import Running
 from tandem.types import Completion, Request
@@ -56,6 +56,8 @@ class ServedEngine(Protocol):
     def step(self) -> list[Running]: ...
 
     def stats(self) -> dict[str, float]: ...
+
+    def apply(self, version: int, load: Callable[[], None], running: Literal["finish", "continue"]) -> None: ...
 
     def weight_hash(self) -> str: ...
 
@@ -179,6 +181,10 @@ class EngineService:
         finally:
             self._questions.discard(future)
 
+    async def apply(self, version: int, load: Callable[[], None], running: Literal["finish", "continue"]) -> None:
+        """Engine.apply between two passes; "restart" would take back what clients have already got."""
+        await self.ask(lambda engine: engine.apply(version, load, running))
+
     def _end(self, reason: str) -> None:
         """Tell everyone who waits, and everyone who will come; the first reason stands."""
         if self.stopped:
@@ -209,7 +215,9 @@ class EngineService:
 
     def _take(self) -> bool:
         """Run the commands that wait, and wait for one while there is nothing else to do; False when told to stop."""
-        while not (self._engine.has_work and self._inbox.empty()):
+        waiting = self._inbox.qsize()  # who comes meanwhile waits for a pass, so that questions cannot stop generation
+        while waiting or not self._engine.has_work:
+            waiting = max(waiting - 1, 0)
             command = self._inbox.get()
             if command is None:
                 return False

@@ -6,6 +6,7 @@ penalty, temperature, top-k, top-p and min-p included.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,9 @@ CHUNK_BYTES = 1 << 25  # logits held at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """How logits become the distribution sampled from, applied in this order but for the temperature, which is second.
+    """How logits become the distribution sampled from: repetition penalty, temperature, top-k, top-p, min-p, in this order.
 
+    Temperature 0 is greedy: its log-probs are those at temperature 1 without the filters, which would leave one token.
     Example: Filter(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     """
 
@@ -46,10 +48,8 @@ class Seen:
     rows: Tensor
     tokens: Tensor
 
-    def part(self, start: int, stop: int) -> "Seen":
-        """Of predictions start .. stop - 1; rows is ascending."""
-        first, last = torch.searchsorted(self.rows, torch.tensor([start, stop])).tolist()
-        return Seen(self.rows[first:last] - start, self.tokens[first:last])
+
+SeenBefore = Callable[[int, int], Seen]  # of predictions start .. stop - 1, made when they are computed
 
 
 def penalize(logits: Tensor, penalty: float, seen: Seen) -> Tensor:
@@ -71,8 +71,8 @@ def log_distribution(logits: Tensor, how: Filter, forced: Tensor | None = None) 
     on the first pass, where the sets are equal. Ties at the edge are all kept, so no sort order can matter.
     A row's bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
     """
-    logprobs = (logits if how.temperature == 1.0 else logits / how.temperature).log_softmax(-1)
-    if not how.top_k and how.top_p >= 1.0 and not how.min_p:
+    logprobs = (logits if how.temperature in (0.0, 1.0) else logits / how.temperature).log_softmax(-1)
+    if how.temperature == 0.0 or (not how.top_k and how.top_p >= 1.0 and not how.min_p):
         return logprobs
     keep = torch.ones_like(logprobs, dtype=torch.bool)
     if 0 < how.top_k < logprobs.shape[-1]:
@@ -89,12 +89,13 @@ def log_distribution(logits: Tensor, how: Filter, forced: Tensor | None = None) 
 def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
     """[N, 1]: the smallest log-prob inside the least set of likeliest tokens whose share reaches top_p."""
     ranked = logprobs.sort(-1, descending=True).values
-    before = ranked.softmax(-1).cumsum(-1) - ranked.softmax(-1)
+    probs = ranked.softmax(-1)
+    before = probs.cumsum(-1) - probs
     return ranked.masked_fill(before >= top_p, float("inf")).amin(-1, keepdim=True)
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: Seen | None = None
+    hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: SeenBefore | None = None
 ) -> tuple[Tensor, Tensor]:
     """(log-probs float32 [N], entropy float32 [N], both nats) of targets int64 [N] after hidden states [N, D].
 
@@ -109,7 +110,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: Seen | None
+        ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: SeenBefore | None
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, packed, targets)
         ctx.how, ctx.seen = how, seen
@@ -133,7 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # d logprob / d logits = (onehot - probs) / temperature on the kept set, 0 outside it
             slope = log_distribution(logits, ctx.how, targets[rows]).exp_().neg_()
             slope.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=slope.dtype))
-            slope.mul_(grads[0][rows, None] / ctx.how.temperature)
+            slope.mul_(grads[0][rows, None] / (ctx.how.temperature or 1.0))
             if penalized is not None:
                 seen, factor = penalized
                 slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
@@ -142,11 +143,11 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _penalize(logits: Tensor, how: Filter, seen: Seen | None, rows: slice) -> tuple[Seen, Tensor] | None:
+def _penalize(logits: Tensor, how: Filter, seen: SeenBefore | None, rows: slice) -> tuple[Seen, Tensor] | None:
     if how.repetition_penalty == 1.0:
         return None
     assert seen is not None, "a repetition penalty needs the tokens seen before"
-    part = seen.part(rows.start, rows.stop)
+    part = seen(rows.start, rows.stop)
     return part, penalize(logits, how.repetition_penalty, part)
 
 

@@ -23,7 +23,7 @@ PAGE = KEY_BLOCK
 class Bucket:
     """Runs of R query rows of several sequences, those with more pages first."""
 
-    rows: Tensor  # int64 [n * R]; padding repeats a run's last row
+    rows: Tensor | None  # int64 [n * R], padding repeats a run's last row; None: every row of the pass, in order
     kept: Tensor | None  # int64, which of the n * R are no padding; None: all
     positions: Tensor  # int64 [n, R]
     columns: list[tuple[Tensor, int]]  # for each page column: pages int64 [m] of the first m sequences, keys used
@@ -75,9 +75,14 @@ class PagedPlan:
         keys, values, new = self.keys[layer], self.values[layer], self._new
         keys[self._page, :, :, self._offset] = k[:new]
         values.view(-1, values.shape[-1]).index_copy_(0, self._value_rows, v[:new].reshape(-1, values.shape[-1]))
+        if self.buckets[0].rows is None:
+            out = _attend(self.buckets[0], q[:new], keys, values, scale, window)
+            return out if new == len(q) else F.pad(out, (0, 0, 0, 0, 0, len(q) - new))
         out = torch.zeros(q.shape)  # rows beyond the sequences' are padding
         for bucket in self.buckets:
-            part, rows = _attend(bucket, q, keys, values, scale, window), bucket.rows
+            rows = bucket.rows
+            assert rows is not None
+            part = _attend(bucket, q.index_select(0, rows), keys, values, scale, window)
             if bucket.kept is not None:
                 part, rows = part.index_select(0, bucket.kept), rows.index_select(0, bucket.kept)
             out.index_copy_(0, rows, part)
@@ -93,10 +98,10 @@ def _rectangle(tables: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _attend(bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """[n * R, H, E]"""
+    """The bucket's own queries [n * R, H, E] -> [n * R, H, E]"""
     n, run = bucket.positions.shape
     heads, kv_heads = q.shape[1], keys.shape[1]
-    query = heads_first(q.index_select(0, bucket.rows), run, kv_heads)
+    query = heads_first(q, run, kv_heads)
     rows = query.shape[2]
     if rows % 4:
         query = F.pad(query, (0, 0, 0, -rows % 4))
@@ -136,6 +141,10 @@ def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:
             limit = max(1, BUCKET_BYTES // (4 * heads * size * longest))
             buckets.append(_bucket(size, members[:limit], all_runs.table))
             members = members[limit:]
+    [first, *others] = buckets
+    assert first.rows is not None
+    if not others and torch.equal(first.rows, torch.arange(counts.sum())):
+        first.rows = None  # one token of each sequence, those with more pages first
     return buckets
 
 

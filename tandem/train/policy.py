@@ -5,6 +5,7 @@ is made for them; with `importance_cap` one is, for an engine that is not exact.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,20 +26,21 @@ def batch_logprobs(model: ExactModel, batch: Microbatch, how: Filter) -> tuple[T
     hidden = model.hidden(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), plan)
     picked = hidden.index_select(0, torch.from_numpy(batch.rows).to(model.device))
     head, targets = model.head, torch.from_numpy(batch.targets).to(model.device)
-    seen = None if how.repetition_penalty == 1.0 else _seen(batch, model.device)
+    seen = None if how.repetition_penalty == 1.0 else partial(_seen, batch, model.device)
     return token_logprobs(picked, head.weight, head.pack.of(head.weight), targets, how, seen)
 
 
-def _seen(batch: Microbatch, device: torch.device) -> Seen:
-    """The tokens before each target: its segment's up to the row that predicts it, and the segment's prefix."""
+def _seen(batch: Microbatch, device: torch.device, start: int, stop: int) -> Seen:
+    """The distinct tokens before targets start .. stop - 1: their segment's up to the row that predicts, and its prefix's."""
     first, _, prefix_first, prefix = batch.segments.T
-    owner = np.searchsorted(first, batch.rows, side="right") - 1  # segments are in the order of their rows
+    rows = batch.rows[start:stop]
+    owner = np.searchsorted(first, rows, side="right") - 1  # segments are in the order of their rows
     tokens = [
-        np.concatenate([batch.tokens[prefix_first[s] : prefix_first[s] + prefix[s]], batch.tokens[first[s] : row + 1]])
-        for s, row in zip(owner, batch.rows, strict=True)
+        np.union1d(batch.tokens[prefix_first[s] : prefix_first[s] + prefix[s]], batch.tokens[first[s] : row + 1])
+        for s, row in zip(owner, rows, strict=True)
     ]
-    rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
-    return Seen(torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(tokens)).to(device))
+    index = np.arange(len(tokens)).repeat([len(t) for t in tokens])
+    return Seen(torch.from_numpy(index).to(device), torch.from_numpy(np.concatenate(tokens)).to(device))
 
 
 class Policy:

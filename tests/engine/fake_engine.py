@@ -85,6 +85,10 @@ class FakeEngine:
     def stats(self):
         return {"running": len(self.running), "generated_tokens": self.steps}
 
+    def apply(self, version, load, running):
+        load()
+        self.weight_version = version
+
     def weight_hash(self):
         return "f" * 64
 

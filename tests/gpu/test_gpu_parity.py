@@ -35,7 +35,8 @@ def model_of(kind, dtype):
 def asked():
     rng = np.random.default_rng(0)
     shared, long = random_tokens(rng, 20), random_tokens(rng, 140)
-    params = SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=3, temperature=0.8, top_p=0.9)
+    filtered = SamplingParams(max_new_tokens=3, temperature=0.8, top_p=0.9, repetition_penalty=1.2)
+    params = SamplingParams(max_new_tokens=4), filtered
     prompts = [shared, shared, long, shared[:9]]
     return [Request(key=address("gpu", n), prompt=prompt, params=params[n % 2]) for n, prompt in enumerate(prompts)]
 

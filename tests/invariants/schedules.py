@@ -27,6 +27,7 @@ LIVES = (
     SamplingParams(max_new_tokens=40, temperature=0.7, top_p=0.8, top_logprobs=3),
     SamplingParams(max_new_tokens=12, temperature=1.3, top_k=10, stop=("9 9",)),
     SamplingParams(max_new_tokens=15, temperature=0.9, min_p=0.05),
+    SamplingParams(max_new_tokens=8, temperature=0.0, repetition_penalty=1.2),
     SamplingParams(max_new_tokens=20, repetition_penalty=1.3, top_k=40, top_p=0.95, min_p=0.01),
 )
 VERSIONS = 4

@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from tandem.model.linear import multiply, pack
-from tandem.model.logprobs import CHUNK_BYTES, Filter, log_distribution, token_logprobs
+from tandem.model.logprobs import CHUNK_BYTES, Filter, Seen, log_distribution, penalize, token_logprobs
 
 FILTERS = [
     Filter(),
     Filter(temperature=0.7),
     Filter(temperature=1.6),
+    Filter(temperature=0.0, top_k=3, top_p=0.2),  # greedy: the distribution at temperature 1, without filters
     Filter(top_k=5),
     Filter(top_p=0.6),
     Filter(temperature=1.3, top_k=12, top_p=0.8),
+    Filter(min_p=0.1),
+    Filter(temperature=1.7, top_k=20, top_p=0.95, min_p=0.02),
 ]
 WIDTH = 16
 
@@ -30,6 +33,8 @@ def logits(rows=8, vocabulary=40, seed=0):
 
 def kept_by_definition(row, how):
     """The indices that stay, for one row of logits without ties, in Python floats."""
+    if how.temperature == 0.0:
+        return set(range(len(row)))
     weights = [math.exp(float(x) / how.temperature) for x in row]
     ranked = sorted(range(len(row)), key=lambda i: -weights[i])
     if how.top_k:
@@ -40,13 +45,13 @@ def kept_by_definition(row, how):
             break
         kept.append(index)
         mass += weights[index]
-    return set(kept)
+    return {i for i in kept if weights[i] >= how.min_p * max(weights)}
 
 
 def by_definition(row, how, forced=None):
     """Log-probs of one row, -inf outside the kept set, in Python floats."""
     kept = kept_by_definition(row, how) | ({int(forced)} if forced is not None else set())
-    scaled = [float(x) / how.temperature for x in row]
+    scaled = [float(x) / (how.temperature or 1.0) for x in row]
     normalizer = math.log(math.fsum(math.exp(scaled[i]) for i in kept))
     return [scaled[i] - normalizer if i in kept else -math.inf for i in range(len(row))]
 
@@ -61,7 +66,7 @@ def test_the_distribution_is_the_definition_of_temperature_top_k_and_top_p(how):
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(len(table)))
 
 
-@pytest.mark.parametrize("how", FILTERS[3:], ids=str)
+@pytest.mark.parametrize("how", FILTERS[4:], ids=str)
 def test_a_forced_token_is_kept_and_the_rest_of_the_set_stays(how):
     table = logits()
     forced = table.argmin(-1)  # outside every filter
@@ -144,7 +149,7 @@ def test_the_gradient_is_that_of_log_softmax_over_the_kept_set(how):
     found, _ = token_logprobs(*ours, pack(weight), targets, how)
     (found * above).sum().backward()
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    scaled = theirs[0] @ theirs[1].t() / how.temperature
+    scaled = theirs[0] @ theirs[1].t() / (how.temperature or 1.0)
     outside = [
         [i not in kept_by_definition(row, how) | {int(t)} for i in range(40)]
         for row, t in zip((hidden @ weight.t()).tolist(), targets, strict=True)
@@ -173,3 +178,47 @@ def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
     found, _ = token_logprobs(hidden, weight, pack(weight), torch.zeros(0, dtype=torch.int64), Filter())
     found.sum().backward()
     assert len(found) == 0 and not weight.grad.any()
+
+
+def penalized_by_definition(row, penalty, seen):
+    return [x if i not in seen else x / penalty if x > 0 else x * penalty for i, x in enumerate(row)]
+
+
+def seen_by(rows):
+    index = torch.tensor([row for row, tokens in enumerate(rows) for _ in tokens])
+    return Seen(index, torch.tensor([token for tokens in rows for token in tokens]))
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_the_repetition_penalty_weakens_what_was_seen_before_and_nothing_else(penalty):
+    table, rows = logits(3), [[0, 5, 39, 5], [], [7]]
+    expected = [
+        penalized_by_definition(row, penalty, set(seen)) for row, seen in zip(table.tolist(), rows, strict=True)
+    ]
+    penalize(table, penalty, seen_by(rows))
+    torch.testing.assert_close(table, torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    "how", [Filter(repetition_penalty=1.4), Filter(repetition_penalty=1.4, temperature=0.7, top_k=15)], ids=str
+)
+def test_the_gradient_goes_through_the_repetition_penalty(how):
+    hidden, weight, targets = case(12, 40)
+    above, rows = noise(12, seed=3), [list(range(n, 40, n + 2)) for n in range(12)]
+    ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found, _ = token_logprobs(*ours, pack(weight), targets, how, lambda start, stop: seen_by(rows[start:stop]))
+    (found * above).sum().backward()
+    theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    raw, mask = theirs[0] @ theirs[1].t(), torch.zeros(12, 40, dtype=torch.bool)
+    for row, tokens in enumerate(rows):
+        mask[row, tokens] = True
+    weakened = torch.where(raw > 0, raw / how.repetition_penalty, raw * how.repetition_penalty)
+    scaled = torch.where(mask, weakened, raw)
+    outside = [[i not in kept_by_definition(row, how) | {int(t)} for i in range(40)]
+               for row, t in zip(scaled.tolist(), targets, strict=True)]  # fmt: skip
+    expected = (scaled / how.temperature).masked_fill(torch.tensor(outside), -math.inf).log_softmax(-1)
+    expected = expected.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    (expected * above).sum().backward()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad.float(), rtol=1e-4, atol=1e-5)

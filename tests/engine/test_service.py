@@ -1,0 +1,64 @@
+"""The engine's thread: weights that change under a client, and questions that must not stop generation."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tandem.engine.service import EngineService
+from tests.engine.test_engine import engine_of, request
+from tests.tiny import exact_model
+
+
+@asynccontextmanager
+async def service_of(engine):
+    service = EngineService(engine)
+    service.start()
+    try:
+        yield service
+    finally:
+        await service.stop()
+
+
+@pytest.mark.parametrize("running", ["finish", "continue"])
+def test_a_client_gets_every_token_once_when_the_weights_change_meanwhile(running):
+    model, new = exact_model("qwen3"), exact_model("qwen3", seed=1).named_weights()
+
+    async def life():
+        async with service_of(engine_of(model)) as service:
+            generation = await service.submit([request(max_new_tokens=40)])
+            tokens, versions, completion = [], [], None
+            async for [update] in generation:
+                tokens, versions, completion = (
+                    tokens + update.tokens,
+                    versions + update.weight_versions,
+                    update.completion,
+                )
+                if len(tokens) == 3:
+                    await service.apply(1, lambda: model.load_weights(new), running)
+            return tokens, versions, completion
+
+    tokens, versions, completion = asyncio.run(asyncio.wait_for(life(), 20))
+    assert tokens == completion.tokens.tolist() and len(tokens) == 40
+    assert versions == completion.weight_versions.tolist() == sorted(versions)
+    assert set(versions) == ({0} if running == "finish" else {0, 1})
+
+
+def test_clients_that_keep_asking_do_not_stop_generation():
+    async def life():
+        async with service_of(engine_of()) as service:
+            generation = await service.submit([request(max_new_tokens=20)])
+            ended = asyncio.Event()
+
+            async def ask_and_ask():
+                while not ended.is_set():
+                    await service.ask(lambda engine: time.sleep(0.005))
+
+            askers = [asyncio.create_task(ask_and_ask()) for _ in range(3)]
+            tokens = [token async for [update] in generation for token in update.tokens]
+            ended.set()
+            await asyncio.gather(*askers)
+            return tokens
+
+    assert len(asyncio.run(asyncio.wait_for(life(), 20))) == 20
