@@ -27,10 +27,10 @@ class ExactLayer(nn.Module):
         self.number, self.window = number, window
         attention = self.self_attn
         self.qkv = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.sparse = "experts" in dict(self.mlp.named_children())
+        self.sparse = type(self.mlp).__name__ == "Qwen3MoeSparseMoeBlock"
         self.gate_up = None if self.sparse else FusedLinear(self.mlp.gate_proj, self.mlp.up_proj)
         self.kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
-        self.normed = "q_norm" in dict(attention.named_children())
+        self.normed = type(attention).__name__ in ("Qwen3Attention", "Qwen3MoeAttention")
 
     def forward(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
         """x [T, D] -> [T, D]"""
