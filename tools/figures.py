@@ -82,7 +82,9 @@ def measured() -> list[str]:
         ragged, shared = results["decode"]["ragged"], results["decode"]["shared"]
         for name in ("generate", "generate_batch"):
             ratio = ragged[f"{name}_s"] / ragged["tandem_s"]
-            rows.append(f"| ragged rollout, 16 prompts x 8 samples, against transformers `{name}` | {ratio:.1f}x | {source} |")
+            rows.append(
+                f"| ragged rollout, 16 prompts x 8 samples, against transformers `{name}` | {ratio:.1f}x | {source} |"
+            )
         ratio = shared["unshared_s"] / shared["shared_s"]
         rows.append(f"| a prompt of 512 tokens shared by 8 samples, to their first tokens | {ratio:.1f}x | {source} |")
     for name, label in (("tiny", "1M parameters"), ("smollm2", "SmolLM2-135M")):
