@@ -67,6 +67,7 @@ def rollout(config: Config, out: Path | None, fresh: bool = False) -> None:
         batches = -(-len(problems) // config.rl.prompts_per_step)
         with batch_maker(config, problems, renderer) as make:
             write_batches(run.path, output, batches, inputs, make)
+        require_scores(run.path, config)
         console.print(f"done: {summary(run.path)}")
         run.log(f"done: {batches} batches in {output.path}")
 
@@ -107,6 +108,15 @@ def write_batches(folder: Path, output: "Output", batches: int, inputs: dict[str
             timings = clock.timings(tokens=int(metrics["generated_tokens"]))
             writer.write(number, metrics, timings | {"rss_mb": peak_rss_mb()})
             console.print(f"batch {number + 1} of {batches}: {told([metrics], [timings])}")
+
+
+def require_scores(folder: Path, config: Config) -> None:
+    """A reward function that fails on everything is a mistake and no result."""
+    rows = read_metrics(folder)
+    if all(row["reward_errors"] == row["episodes"] for row in rows):
+        raise UserError("not one episode could be scored", where=f"reward.function = {config.reward.function}",
+                        found="an error for each, see reward_error of the episodes", expected="a score",
+                        next="mend the function and start over with --fresh")  # fmt: skip
 
 
 def batch_metrics(groups: Sequence[Group]) -> Row:

@@ -121,10 +121,13 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
 def served(options: Options, engine: "Engine") -> Served:
     from tandem.model.paged import PAGE
 
-    config = engine.model.config
+    config, room = engine.model.config, engine.cache.count * PAGE
+    if room < config.max_position_embeddings:
+        print(f"the cache of {options.cache_mb} MiB holds {room:,} tokens, the model's context is "
+              f"{config.max_position_embeddings:,}; more with --cache-mb", file=sys.stderr)  # fmt: skip
     return Served(
         name=options.served_name or options.model,
-        context=min(config.max_position_embeddings, engine.cache.count * PAGE), vocabulary=config.vocab_size,
+        context=min(config.max_position_embeddings, room), vocabulary=config.vocab_size,
         default_max_tokens=options.max_new_tokens, max_choices=options.max_queue,
     )  # fmt: skip
 

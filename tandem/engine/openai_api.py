@@ -289,9 +289,7 @@ def _require_tokens(prompt: Array, field: str, served: Served) -> None:
     if not len(prompt):
         raise ApiError(400, f"{field}: the prompt has no tokens", param=field)
     if len(prompt) >= served.context:
-        message = (
-            f"{field}: {len(prompt)} tokens leave no room for a completion; the model's context is {served.context}"
-        )
+        message = f"{field}: {len(prompt)} tokens leave no room for a completion; the context is {served.context}"
         raise ApiError(400, message, param=field, code="context_length_exceeded")
     _require_known(prompt, field, served)
 
@@ -304,7 +302,7 @@ def _require_known(tokens: Sequence[int] | Array, field: str, served: Served) ->
 def _params(body: Body, prompt: Array, texts: Texts, served: Served) -> SamplingParams:
     room = served.context - len(prompt)
     if body.max_tokens is not None and body.max_tokens > room:
-        message = f"max_tokens: {len(prompt)} tokens of prompt leave {room} of the model's context of {served.context}"
+        message = f"max_tokens: {len(prompt)} tokens of prompt leave {room} of the context of {served.context}"
         raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
     return SamplingParams(
         max_new_tokens=body.max_tokens or min(served.default_max_tokens, room),

@@ -31,5 +31,10 @@ def test_another_seed_gives_other_bytes(undisturbed, tmp_path):
 def test_kills_leave_no_trace(undisturbed, tmp_path):
     command, expected, seconds = undisturbed
     moments = (np.random.default_rng(0).uniform(0.4, 0.95, 2) * seconds).tolist()
-    assert interrupted(command, tmp_path / "killed", moments) >= 1
-    assert fingerprint(tmp_path / "killed") == expected
+    for part in (1.0, 0.5, 0.25):  # a machine that was slower a moment ago has ended before the kill
+        killed = tmp_path / f"killed at {part}"
+        if interrupted(command, killed, [part * moment for moment in moments]):
+            break
+    else:
+        raise AssertionError("no kill hit a live run")
+    assert fingerprint(killed) == expected
