@@ -106,19 +106,19 @@ def _attend(bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: floa
     if rows % 4:
         query = F.pad(query, (0, 0, 0, -rows % 4))
     (first, first_used), *others = bucket.columns
-    scores = query @ keys.index_select(0, first)[..., :first_used]
+    scores = query @ keys[..., :first_used].index_select(0, first)
     if others:
         whole = query.new_empty(*query.shape[:3], len(others) * PAGE + others[-1][1])
         whole[..., :PAGE] = scores
         for at, (pages, used) in enumerate(others, 1):
-            part = query[: len(pages)] @ keys.index_select(0, pages)[..., :used]
+            part = query[: len(pages)] @ keys[..., :used].index_select(0, pages)
             whole[: len(pages), :, :, at * PAGE : at * PAGE + used] = part
         scores = whole
     probs = weigh(scores.view(n, kv_heads, run, -1, scores.shape[-1]), bucket.mask(window), scale).view(scores.shape)
-    out = probs[..., :PAGE] @ values.index_select(0, first)[:, :, :first_used]
+    out = probs[..., :PAGE] @ values[:, :, :first_used].index_select(0, first)
     for at, (pages, used) in enumerate(others, 1):
         part = probs[: len(pages), :, :, at * PAGE : at * PAGE + used]
-        out[: len(pages)] += part @ values.index_select(0, pages)[:, :, :used]
+        out[: len(pages)] += part @ values[:, :, :used].index_select(0, pages)
     return rows_first(out[:, :, :rows], run, heads)
 
 
