@@ -7,6 +7,7 @@ written by openai_answers. Knows no HTTP server and no engine.
 import itertools
 import json
 import secrets
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, Self, TypeVar
@@ -141,17 +142,17 @@ class Body(_Strict):
             raise ValueError("temperature is 0 (greedy) or at least 0.01: logits divided by less overflow")
         return self
 
+    @abstractmethod
     def top_logprobs_wanted(self) -> int | None:
         """How many of the likeliest tokens to report beside each token's log-prob; None: no log-probs at all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def source(self) -> tuple[str, int]:
         """The field that the prompts are in, and how many they are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prompts(self, texts: Texts) -> list[Array]:
         """int64 [T] each. Raises UserError when the chat template refuses the messages."""
-        raise NotImplementedError
 
 
 class CompletionBody(Body):

@@ -73,10 +73,9 @@ class PageCache:
         self._used = np.zeros(count, np.int64)  # a clock's time when it was last held; later pages of a sequence first
         self._clock = 0
         self._free = list(range(count - 1, -1, -1))
-        self._after: dict[bytes, set[int]] = defaultdict(set)  # the pages that follow a past
-        self._full: dict[bytes, set[int]] = defaultdict(
-            set
-        )  # the pages that end at a past: full ones, planned or filled
+        # the pages that follow a past, and those that end at one: full pages, planned or filled
+        self._after: dict[bytes, set[int]] = defaultdict(set)
+        self._full: dict[bytes, set[int]] = defaultdict(set)
 
     # ---- finding
 

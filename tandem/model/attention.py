@@ -69,7 +69,6 @@ class PackedPlan:
     """Attention of packed segments (types.Microbatch.segments), each seeing itself causally and its prefix."""
 
     def __init__(self, segments: np.ndarray, *, group: int, kv_heads: int):
-        self.group = group
         self.buckets = _buckets(segments, group * kv_heads)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
