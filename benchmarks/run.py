@@ -116,10 +116,10 @@ def write_table(results: dict) -> None:
 
 
 WHAT_HOLDS_IT = """\
-What holds it below the floor, from a profile of a decode step on the machine above: at batch 64 the linears take 94 of 146 ms and
-run at 95% of the GEMM ceiling, copying and multiplying cached keys and values 19 ms, sampling 4 ms, about 60 small operators a
-layer the rest. At batch 1 the linears take 19 of 35 ms, reading weights at less than half of the bandwidth (oneDNN at four
-rows), and the small operators, some 8 us each whatever the batch, most of the rest."""
+What holds it below the floor, measured apart by `python benchmarks/step_profile.py runs/smollm2/model BATCH`: at batch 64 the
+linears take 90 of 144 ms, which is 95% of the GEMM ceiling; copying and multiplying cached keys and values 26 ms. At batch 1 the
+linears take 19 of 35 ms and read the weights at 43% of the bandwidth; no other operator takes a full ms, so the rest is
+many small ones and their dispatch."""
 
 
 def decode_table(result: dict) -> list[str]:

@@ -159,7 +159,7 @@ class Player:
         assert all(r.completion is not None for r in self.asked), "a request is stuck"
         stats = self.engine.stats()
         assert stats["pages_in_use"] == stats["running"] == stats["waiting"] == 0, stats
-        self.seen["preemptions"] += stats["preemptions"]
+        self.seen["preemptions, those for new weights included"] += stats["preemptions"]
         self.seen["prompt tokens found in the cache"] += stats["prompt_tokens_cached"]
         self.seen["cancelled"] += sum(r.completion.stop_reason == "cancelled" for r in self.asked)
 
