@@ -16,7 +16,7 @@ $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	# torch first and exactly: whatever comes after finds its requirement met
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,serve,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,serve,lora,dev]'
 	@touch $@
 
 demo: $(READY)
@@ -52,17 +52,11 @@ figures: $(READY)
 	@$(BIN)/python tools/figures.py
 
 learning: $(READY)
-	@$(BIN)/python benchmarks/demo_seeds.py
+	@$(BIN)/python benchmarks/bias.py
+	@$(BIN)/python benchmarks/learning.py
 
-# The baseline has an environment of its own: Tandem does not depend on TRL.
-BENCH := .cache/bench-venv
-$(BENCH)/.ready: constraints.txt
-	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BENCH)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt trl==1.16.0 datasets
-	@touch $@
-
-bench: $(READY) $(BENCH)/.ready
+# The baselines (transformers, TRL) come with the development environment.
+bench: $(READY)
 	@$(BIN)/python benchmarks/run.py
 
 smollm2: $(READY)

@@ -12,15 +12,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from tandem.build import build_engine, build_policy, prepare_process, read_data
-from tandem.config import load_config
+from tandem.build import build_engine, learning_models, prepare_process, read_data, reward_pool
 from tandem.data.render import load_renderer
 from tandem.envs.single_turn import SingleTurn
 from tandem.evaluate import sampling_params
 from tandem.loop import Stages, train_step
 from tandem.metrics import peak_rss_mb
-from tandem.model.load import load_model
-from tandem.rewards.pool import RewardPool
+from tandem.recipe import load_config
 from tandem.weights.inline import InlineSync
 
 REWARD = str(Path(__file__).parent.parent / "examples" / "last_number.py") + ":score"
@@ -36,12 +34,12 @@ def main() -> None:
             "train.tokens_per_microbatch=1024" if "smollm2" in path else "train.tokens_per_microbatch=8192",
         ])  # fmt: skip
         prepare_process(config)
-        renderer, model = load_renderer(path), load_model(path)
-        engine = build_engine(config, model, renderer)
-        with RewardPool(config.reward.function) as reward:
+        renderer, models = load_renderer(path), learning_models(config)
+        engine = build_engine(config, models.policy.model, renderer)
+        with reward_pool(config) as reward:
             stages = Stages(
                 config=config, problems=read_data(config, "data.train")["data.train"], renderer=renderer, env=SingleTurn(),
-                engine=engine, reward=reward, policy=build_policy(config, model, config.train, steps=100, reference=False),
+                engine=engine, reward=reward, models=models, exact=True,
                 sync=InlineSync(engine), episodes=Path(folder) / "episodes",
                 params=sampling_params(config.rollout, () if fixed == "1" else renderer.stop_token_ids),
             )  # fmt: skip

@@ -1,6 +1,6 @@
 """`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this machine, in one run.
 
-    python benchmarks/run.py [decode] [tiny] [smollm2]     default: all; rewrites docs/performance.md
+    python benchmarks/run.py [decode] [trainer] [tiny] [smollm2]     default: all; rewrites docs/performance.md
 
 Refuses to judge while other processes use more than 10% of the CPU.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 import machine
 
 ROOT = Path(__file__).parent.parent
-TRL = ROOT / ".cache" / "bench-venv" / "bin" / "python"
 RESULTS = ROOT / "docs" / "performance.json"
 SMOLLM2 = ROOT / "runs" / "smollm2" / "model"
 TINY = ROOT / ".cache" / "bench-tiny"
@@ -23,11 +22,11 @@ TINY = ROOT / ".cache" / "bench-tiny"
 
 def main() -> int:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in sys.argv[1:] or ["decode", "tiny", "smollm2"]:
+    for name in sys.argv[1:] or SECTIONS:
         print(f"== {name}", flush=True)
         if not quiet():
             return 2
-        result = {"decode": decode, "tiny": tiny, "smollm2": smollm2}[name]()
+        result = SECTIONS[name]()
         if not quiet():  # then it was perhaps not while this was measured
             return 2
         results[name] = result
@@ -47,7 +46,7 @@ def quiet() -> bool:
 
 
 def decode() -> dict:
-    return run(sys.executable, "decode.py", str(model_with_examples()))
+    return run("decode.py", str(model_with_examples()))
 
 
 def tiny() -> dict:
@@ -63,11 +62,12 @@ def smollm2() -> dict:
     return paired([str(SMOLLM2), str(ROOT / "runs/smollm2/data/train.jsonl"), "4", "8", "64", "4", "0"], rounds=1)
 
 
+def trainer() -> dict:
+    return run("trainer.py", str(model_with_examples()))
+
+
 def paired(arguments: list[str], rounds: int) -> dict:
-    runs = [
-        (run(str(TRL), "grpo_trl.py", *arguments), run(sys.executable, "grpo_tandem.py", *arguments))
-        for _ in range(rounds)
-    ]
+    runs = [(run("grpo_trl.py", *arguments), run("grpo_tandem.py", *arguments)) for _ in range(rounds)]
     best = min(runs, key=lambda pair: pair[0]["step_s"] / pair[1]["step_s"])  # the round least kind to Tandem
     theirs, ours = best
     return {
@@ -76,9 +76,9 @@ def paired(arguments: list[str], rounds: int) -> dict:
     }  # fmt: skip
 
 
-def run(python: str, script: str, *arguments: str) -> dict:
+def run(script: str, *arguments: str) -> dict:
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [python, str(ROOT / "benchmarks" / script), *arguments]
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -107,6 +107,8 @@ def write_table(results: dict) -> None:
     ]
     if "decode" in results:
         lines += decode_table(results["decode"])
+    if "trainer" in results:
+        lines += trainer_table(results["trainer"])
     for name, title in (("tiny", "1.06M parameters, 32 prompts x 8 samples x 16 tokens"),
                         ("smollm2", "SmolLM2-135M, 4 prompts x 8 samples, at most 64 tokens")):  # fmt: skip
         if name in results:
@@ -165,6 +167,37 @@ def decode_table(result: dict) -> list[str]:
     ]
 
 
+def trainer_table(result: dict) -> list[str]:
+    ragged, logprobs, adamw = result["ragged"], result["logprobs"], result["adamw"]
+    lines = ["## The trainer's parts, SmolLM2-135M", ""]
+    lines += [
+        f"Forward and backward of {ragged['tokens']:,} tokens in 8 sequences, {ragged['fill']:.0%} of the longest on average; "
+    ]
+    lines[-1] += "log-probs of 4,096"
+    lines += [
+        "tokens over 49,152 with their gradients, memory above the inputs; an AdamW step with its gradient norm. Medians.",
+        "",
+    ]
+    lines += ["| what | usual way | Tandem | ratio |", "|---|---|---|---|"]
+    padded = ragged["padded_s"]
+    for name, label in (("packed", "packed"), ("checkpointed", "packed, activation checkpointing")):
+        seconds = ragged[f"{name}_s"]
+        lines.append(
+            f"| forward + backward, padded with SDPA / {label} | {padded:.1f} s | {seconds:.1f} s | {padded / seconds:.2f}x |"
+        )
+    full, chunks = logprobs["full_s"], logprobs["chunks_s"]
+    lines.append(
+        f"| log-probs, full logits / in chunks | {full:.2f} s | {chunks:.2f} s | {chunks / full:.2f} of the time |"
+    )
+    full, chunks = logprobs["full_mib"], logprobs["chunks_mib"]
+    lines.append(f"| the same, peak memory | {full:,.0f} MiB | {chunks:,.0f} MiB | {chunks / full:.0%} |")
+    theirs, ours = adamw["default_s"], adamw["tandem_s"]
+    lines.append(
+        f"| AdamW step, torch's default / Tandem's | {theirs * 1e3:.0f} ms | {ours * 1e3:.0f} ms | {theirs / ours:.2f}x |"
+    )
+    return [*lines, ""]
+
+
 def step_table(title: str, result: dict) -> list[str]:
     lines = [
         f"## One GRPO step, {title}",
@@ -185,6 +218,8 @@ def step_table(title: str, result: dict) -> list[str]:
         "",
     ]
 
+
+SECTIONS = {"decode": decode, "trainer": trainer, "tiny": tiny, "smollm2": smollm2}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from tandem.cli.progress import console
-from tandem.config import load_config
 from tandem.disk import disk_errors
 from tandem.errors import UserError
+from tandem.recipe import load_config
 
 BY_HAND = ".venv/bin/tandem"
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
@@ -45,10 +45,10 @@ def demo(folder: Path, seed: int, fresh: bool) -> None:
 
     overrides = recipe(folder, seed, "sft", model=folder / "model")
     say(f"warm start: {BY_HAND} sft recipes/demo.toml {' '.join(overrides)}")
-    warm_model = training.sft(load_config(RECIPE, overrides), folder / "sft", fresh)
+    warm_model = training.train("sft", load_config(RECIPE, overrides), folder / "sft", fresh)
     overrides = recipe(folder, seed, "train", model=warm_model)
     say(f"GRPO: {BY_HAND} train recipes/demo.toml {' '.join(overrides)}")
-    final = training.train(load_config(RECIPE, overrides), folder / "train", fresh)
+    final = training.train("train", load_config(RECIPE, overrides), folder / "train", fresh)
     report(folder, final)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all. Next:")
     console.print(f"  .venv/bin/tensorboard --logdir {folder}    curves")

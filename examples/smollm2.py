@@ -15,9 +15,9 @@ import zipfile
 from pathlib import Path
 
 from tandem.cli.progress import console
-from tandem.config import load_config
 from tandem.draws import permutation
 from tandem.errors import UserError
+from tandem.recipe import load_config
 
 FOLDER = Path("runs/smollm2")
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2.toml"
@@ -36,7 +36,7 @@ def main() -> int:
         from tandem.cli import training
 
         config = load_config(RECIPE, [f"model.path={model}", *args.overrides])
-        training.train(config, Path(config.run.folder or FOLDER / "train"))
+        training.train("train", config, Path(config.run.folder or FOLDER / "train"))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,33 +1,30 @@
-"""Build the stages of a command from its config, cheapest check first: data, tokenizer, model, and only then workers."""
+"""Make the parts of a command from its config: data, models, engine, optimizer, evaluation. jobs.py puts them together."""
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
 import torch
 
-from tandem.config import SFT, Config, Train
-from tandem.data.chats import read_chats
-from tandem.data.problems import problems_of_step, read_problems
-from tandem.data.render import ChatRenderer, load_renderer
-from tandem.drive import Job
+from tandem.config import Config
+from tandem.data.problems import read_problems
+from tandem.data.render import ChatRenderer
+from tandem.draws import address
 from tandem.engine.engine import Engine
 from tandem.envs.single_turn import SingleTurn
 from tandem.errors import UserError
-from tandem.evaluate import evaluate, sampling_params
-from tandem.loop import Clock, Stages, train_step
-from tandem.model.load import ExactModel, check_model, load_model
+from tandem.evaluate import evaluate
+from tandem.model.load import ExactModel, load_model
+from tandem.model.lora import Lora
 from tandem.model.probe import what_is_not_exact
 from tandem.rewards.pool import RewardPool
 from tandem.stream.journal import write_episodes
-from tandem.train.optimizer import Optimizer
-from tandem.train.pack import pack
-from tandem.train.policy import Policy
-from tandem.types import Problem, Reward, Row, Sample
-from tandem.weights.inline import InlineSync
+from tandem.train.learn import Models
+from tandem.train.learner import Learner
+from tandem.train.optimizer import Optimizer, Schedule
+from tandem.types import Problem, Reward, Row
 
 Report = Callable[[str], None]
 
@@ -45,8 +42,15 @@ def read_data(config: Config, *keys: str) -> dict[str, list[Problem]]:
 
 def input_hashes(config: Config) -> dict[str, str]:
     """SHA-256 of every data file, and of the weights in local model directories, that the config names; by key."""
-    paths = {"data.train": config.data.train, "eval.data": config.eval.data, "sft.train": config.sft.train}
-    for key, folder in (("model.path", config.model.path), ("model.reference", config.model.reference)):
+    paths = {
+        "data.train": config.data.train, "eval.data": config.eval.data, "sft.train": config.sft.train,
+        "preference.train": config.preference.train, "preference.test": config.preference.test,
+    }  # fmt: skip
+    models = {
+        "model.path": config.model.path, "model.reference": config.model.reference, "critic.path": config.critic.path,
+        "distill.teacher": config.distill.teacher,
+    }  # fmt: skip
+    for key, folder in models.items():
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
         paths |= {f"{key}/{file.name}": str(file) for file in files}
     return {key: _sha256(Path(path)) for key, path in paths.items() if Path(path).is_file()}
@@ -101,103 +105,90 @@ def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **si
     return Engine(model, renderer.decode, cache_bytes=rollout.cache_mb << 20, max_batch=rollout.max_batch, **sizes)
 
 
-def build_policy(config: Config, model: ExactModel, shape: Train | SFT, *, steps: int, reference: bool) -> Policy:
-    """The learning rates come from shape, the section of the command, and all else from [train]."""
+def lora_of(config: Config) -> Lora | None:
+    lora = config.lora
+    if not lora.rank:
+        return None
+    return Lora(
+        rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), seed=address(config.run.seed, "lora") >> 1
+    )
+
+
+def build_model(config: Config, path: str, *, head: Literal["tokens", "value"] = "tokens") -> ExactModel:
+    """A model to train: with adapters if the config says so, with activation checkpointing if it says so."""
+    model = load_model(path, lora_of(config), head=head)
+    model.checkpointing = config.train.activation_checkpointing
+    return model
+
+
+def build_learner(
+    config: Config, model: ExactModel, *, steps: int, learning_rate: float, schedule: Schedule, warmup_steps: int
+) -> Learner:
+    """The model with its AdamW; what is not an argument is in [train]."""
     optimizer = Optimizer(
-        dict(model.module.named_parameters()), learning_rate=shape.learning_rate, schedule=shape.schedule,
-        warmup_steps=shape.warmup_steps, total_steps=steps, weight_decay=config.train.weight_decay,
-        betas=(config.train.beta1, config.train.beta2), max_grad_norm=config.train.max_grad_norm,
+        model.trainable(), learning_rate=learning_rate, schedule=schedule, warmup_steps=warmup_steps, total_steps=steps,
+        weight_decay=config.train.weight_decay, betas=(config.train.beta1, config.train.beta2),
+        max_grad_norm=config.train.max_grad_norm,
     )  # fmt: skip
-    return Policy(model, optimizer, load_model(config.model.reference or config.model.path) if reference else None)
+    return Learner(model, optimizer)
 
 
-def check_exactness(config: Config, model: ExactModel, report: Report) -> None:
-    """Refuse to rely on P1 where it does not hold."""
+def build_reference(config: Config, policy: ExactModel) -> ExactModel:
+    """The frozen model of KL and DPO: the one that is named, the policy without its adapters, or the starting weights."""
+    if config.lora.rank and not config.model.reference:
+        return policy
+    return load_model(config.model.reference or config.model.path)
+
+
+def learning_models(config: Config) -> Models:
+    """Policy, and critic and reference where the algorithm has them."""
+    updates = config.rl.minibatches * config.rl.epochs
+    train, critic = config.train, config.critic
+    model = build_model(config, config.model.path)
+    policy = build_learner(
+        config, model, steps=(config.run.steps - critic.warmup_steps) * updates, learning_rate=train.learning_rate,
+        schedule=train.schedule, warmup_steps=train.warmup_steps,
+    )  # fmt: skip
+    reference = build_reference(config, model) if config.rl.kl_coef else None
+    if config.rl.advantage != "gae":
+        return Models(policy=policy, reference=reference)
+    values = build_model(config, critic.path or config.model.path, head="value")
+    learner = build_learner(
+        config, values, steps=config.run.steps * updates, learning_rate=critic.learning_rate, schedule=train.schedule,
+        warmup_steps=train.warmup_steps,
+    )  # fmt: skip
+    return Models(policy=policy, critic=learner, reference=reference)
+
+
+def student_and_teacher(config: Config) -> Models:
+    """The teacher stands where a reference does."""
+    train = config.train
+    student = build_model(config, config.model.path)
+    teacher = load_model(config.distill.teacher)
+    if teacher.config.vocab_size != student.config.vocab_size:
+        raise UserError("teacher and student do not share a vocabulary", where=f"distill.teacher = {config.distill.teacher}",
+                        found=f"{teacher.config.vocab_size:,} tokens", expected=f"{student.config.vocab_size:,}, as model.path",
+                        next="take a teacher of the same family")  # fmt: skip
+    learner = build_learner(
+        config, student, steps=config.run.steps * config.rl.minibatches, learning_rate=train.learning_rate,
+        schedule=train.schedule, warmup_steps=train.warmup_steps,
+    )  # fmt: skip
+    return Models(policy=learner, reference=teacher)
+
+
+def check_exactness(config: Config, model: ExactModel, report: Report) -> bool:
+    """Whether the policy can be held to P1; refuses to rely on it where it does not hold."""
     failures = tell_exactness(model, report)
-    if failures and not config.rl.importance_cap:
+    if failures and config.rl.correction == "none":
         raise UserError("engine and trainer do not agree bit for bit on this machine", where="exactness probe",
                         found=", ".join(failures), expected="every operator exact, or an off-policy correction",
-                        next="add rl.importance_cap=2 (truncated importance sampling)")  # fmt: skip
+                        next="add rl.correction=tis (truncated importance sampling)")  # fmt: skip
+    return not failures
 
 
-@contextmanager
-def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
-    """`tandem train`."""
-    prepare_process(config)
-    data = read_data(config, "data.train", "eval.data")
-    check_model(config.model.path)
-    renderer = load_renderer(config.model.path)
-    problems = renderer.check_lengths(data["data.train"], config.data)
-    held_out = renderer.check_lengths(data["eval.data"], config.data, key="eval.data") if data["eval.data"] else []
-    model = load_model(config.model.path)
-    check_exactness(config, model, report)
-    steps = config.run.steps * config.rl.minibatches
-    policy = build_policy(config, model, config.train, steps=steps, reference=config.rl.kl_coef > 0)
-    engine = build_engine(config, model, renderer)
-    require_room(config, engine, renderer, [*problems, *held_out])
-    sync = InlineSync(engine)
-    with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
-        stages = Stages(
-            config=config, problems=problems, renderer=renderer, env=SingleTurn(), engine=engine, reward=reward, policy=policy,
-            sync=sync, params=sampling_params(config.rollout, renderer.stop_token_ids), episodes=episodes,
-        )  # fmt: skip
-        yield Job(
-            data=input_hashes(config),
-            policy=policy, steps=config.run.steps, eval_every=config.eval.every, publish=sync.publish,
-            step=lambda done: train_step(stages, done),
-            evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
-        )  # fmt: skip
-
-
-@contextmanager
-def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
-    """`tandem sft`."""
-    prepare_process(config)
-    if not config.sft.train:
-        raise UserError(
-            "no chats are named",
-            where="sft.train",
-            expected="a JSONL or Parquet file of chats",
-            next="add sft.train=FILE",
-        )
-    chats = read_chats(config.sft.train, key="sft.train")
-    held_out = read_data(config, "eval.data")["eval.data"]
-    check_model(config.model.path)
-    renderer = load_renderer(config.model.path)
-    samples = [_chat_sample(tokens, mask) for tokens, mask in renderer.trainings(chats)]
-    model = load_model(config.model.path)
-    check_fit(samples, model.config.max_position_embeddings)
-    policy = build_policy(config, model, config.sft, steps=config.sft.steps, reference=False)
-    engine = build_engine(config, model, renderer)
-    sync = InlineSync(engine)
-
-    def step(done: int) -> tuple[Row, Row]:
-        clock = Clock()
-        with clock("learn_s"):
-            picked = problems_of_step(samples, done, config.sft.batch_size, config.run.seed, config.data.shuffle)
-            metrics = policy.fit(pack(picked, config.train.tokens_per_microbatch))
-        sync.publish(done + 1)
-        return metrics, clock.timings(tokens=0)
-
-    with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
-        yield Job(
-            data=input_hashes(config),
-            policy=policy, steps=config.sft.steps, eval_every=0, publish=sync.publish,
-            step=step, evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
-        )  # fmt: skip
-
-
-def check_fit(samples: Sequence[Sample], limit: int) -> None:
-    """Refuse chats that the model has no positions for."""
-    row, longest = max(enumerate(len(sample.tokens) for sample in samples), key=lambda pair: pair[1])
-    if longest > limit:
-        raise UserError("a chat is longer than the model can place", where=f"sft.train, chat {row + 1}",
-                        found=f"{longest:,} tokens", expected=f"at most {limit:,}", next="shorten or drop it")  # fmt: skip
-
-
-def _chat_sample(tokens: np.ndarray, mask: np.ndarray) -> Sample:
-    nothing = np.zeros(len(tokens), np.float32)
-    return Sample(tokens=tokens, loss_mask=mask, engine_logprobs=nothing, advantages=nothing)
+def reward_pool(config: Config) -> RewardPool:
+    how = config.reward
+    return RewardPool(how.functions, how.timeout_s, how.workers, weights=how.weights)
 
 
 def evaluator(

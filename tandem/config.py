@@ -1,17 +1,11 @@
 """The one typed tree: every field with its help, its default written once, checked once, frozen afterwards.
 
-A recipe is a short TOML file over these defaults; `key=value` arguments override it. All mistakes are reported
-together, each with its key and file. This module imports neither torch nor any stage.
+A recipe is a short TOML file over these defaults (recipe.py reads it). This module imports neither torch nor any stage.
 """
 
-import difflib
-import tomllib
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from tandem.errors import UserError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -76,32 +70,121 @@ class Rollout(Section):
 class Reward(Section):
     """How an episode is scored, in killable worker processes."""
 
-    function: str = Field("answer", description="`answer`, or your own as `module:function` or `file.py:function`")
+    function: str | list[str] = Field(
+        "answer", description="`answer`, or your own as `module:function` or `file.py:function`; or a list of several"
+    )
+    weights: list[float] = Field([], description="weight of each of several functions; empty: 1 each")
     timeout_s: float = Field(5.0, gt=0, description="wall clock for one episode; after it the worker is killed")
     workers: int = Field(1, ge=1, description="worker processes")
     overlong_penalty: float = Field(0.0, ge=0, description="subtracted when a completion was cut by max_new_tokens")
+    overlong_buffer: int = Field(
+        0, ge=0, description="last tokens before that limit over which the penalty grows (DAPO)"
+    )
+
+    @property
+    def functions(self) -> list[str]:
+        return [self.function] if isinstance(self.function, str) else self.function
+
+
+# What an algorithm means, as data: the settings of [rl] that it is made of. `rl.algorithm` fills them in where the
+# recipe says nothing, so each stays free to change. Equations, functions and papers: docs/algorithms.md.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "sequence_mean"},
+    "dr_grpo": {"advantage": "grpo_no_std", "loss": "ppo_clip", "aggregation": "fixed_length"},
+    "rloo": {"advantage": "rloo", "loss": "ppo_clip", "aggregation": "fixed_length", "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce": {"advantage": "ema", "loss": "reinforce", "aggregation": "fixed_length"},
+    "reinforce_pp": {
+        "advantage": "reinforce_pp", "loss": "ppo_clip", "aggregation": "token_mean", "kl_in": "reward", "kl_estimator": "k1",
+    },
+    "reinforce_pp_baseline": {
+        "advantage": "reinforce_pp_baseline", "loss": "ppo_clip", "aggregation": "token_mean", "kl_estimator": "k2",
+    },
+    "dapo": {
+        "advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "clip_high": 0.28, "max_gen_batches": 8,
+    },
+    "gspo": {
+        "advantage": "grpo", "loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4,
+    },
+    "cispo": {"advantage": "grpo", "loss": "cispo", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    "ppo": {"advantage": "gae", "loss": "ppo_clip", "aggregation": "token_mean", "kl_in": "reward", "kl_estimator": "k1"},
+}  # fmt: skip
 
 
 class RL(Section):
-    """The algorithm."""
+    """The algorithm: `algorithm` names a set of the other values, and each of them can be set by itself."""
 
+    algorithm: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "ppo"
+    ] = Field("grpo", description="fills in what is not set below; docs/algorithms.md has the table")
     prompts_per_step: int = Field(32, ge=1, description="problems of a step")
     group_size: int = Field(8, ge=1, description="episodes of a problem")
-    advantage: Literal["grpo", "grpo_no_std", "dr_grpo", "rloo"] = Field(
-        "grpo", description="how rewards become advantages"
+    minibatches: int = Field(1, ge=1, description="optimizer updates that one pass over a step's episodes makes")
+    epochs: int = Field(1, ge=1, description="passes over a step's episodes")
+    advantage: Literal[
+        "grpo", "grpo_no_std", "rloo", "ema", "max_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae"
+    ] = Field("grpo", description="how rewards become advantages")
+    k: int = Field(4, ge=1, description="max_at_k: the group is rewarded for the best of k episodes (pass@k)")
+    ema_decay: float = Field(0.9, ge=0, lt=1, description="ema: decay of the running mean reward that is the baseline")
+    gamma: float = Field(1.0, gt=0, le=1, description="gae, reinforce_pp: discount a sampled token")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="gae: lambda")
+    loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = Field("ppo_clip", description="policy loss")
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = Field(
+        "sequence_mean", description="how tokens' losses add up: fixed_length divides by episodes x max_new_tokens"
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="PPO clip: ratios below 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="PPO clip: ratios above 1 + clip_high")
-    minibatches: int = Field(1, ge=1, description="optimizer updates a step makes over its episodes")
-    kl_coef: float = Field(
-        0.0, ge=0, description="weight of the KL to the reference in the loss; 0: no reference is loaded"
+    clip_low: float = Field(0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
+    clip_high: float = Field(
+        0.2, gt=0, description="ratios above 1 + clip_high are clipped (larger: DAPO's clip-higher)"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of that KL")
-    importance_cap: float = Field(
-        0.0,
+    dual_clip: float = Field(0.0, ge=0, description="ppo_clip: bound of ratio x negative advantage, above 1; 0: off")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference; 0: no reference is loaded")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="where that KL goes")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="its estimator")
+    correction: Literal["none", "decoupled", "tis", "tis_sequence", "icepop", "mis"] = Field(
+        "none", description="off-policy correction by policy/engine probability; none: P1 makes it 1"
+    )
+    correction_cap: float = Field(
+        2.0, gt=0, description="largest ratio that tis truncates to, and icepop and mis accept"
+    )
+    correction_floor: float = Field(0.5, ge=0, lt=1, description="smallest ratio that icepop accepts")
+    max_logprob_error: float = Field(
+        0.0, ge=0, description="sequences whose mean exp|policy - engine| is above it carry no loss; 0: off"
+    )
+    max_gen_batches: int = Field(
+        0,
         ge=0,
-        description="truncated importance sampling: cap of policy/engine probability; 0: off, as P1 makes it 1",
+        description="dynamic sampling: batches drawn at most to fill a step with groups that have signal; 0: off",
     )
+    mask_truncated: bool = Field(False, description="episodes cut by max_new_tokens carry no loss")
+    curriculum: bool = Field(False, description="draw problems by success rate p with weight p (1 - p), not in epochs")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm(cls, given: Any) -> Any:
+        """The algorithm's values under the given ones; a wrong name is left to the field's own check."""
+        if not isinstance(given, dict):
+            return given
+        named = given.get("algorithm", cls.model_fields["algorithm"].default)
+        return {**ALGORITHMS[named], **given} if isinstance(named, str) and named in ALGORITHMS else given
+
+
+class Critic(Section):
+    """The value model of `rl.advantage = "gae"`."""
+
+    path: str = Field("", description="model it starts from, e.g. of `tandem rm`; empty: model.path with a new head")
+    learning_rate: float = Field(1e-5, gt=0, description="peak learning rate of its own AdamW")
+    warmup_steps: int = Field(0, ge=0, description="steps that train the critic only, before the policy's first update")
+    value_clip: float = Field(
+        0.2, ge=0, description="values move at most this far from the rollout's in one step; 0: off"
+    )
+
+
+class Lora(Section):
+    """Low-rank adapters in place of full training, for every command that trains."""
+
+    rank: int = Field(0, ge=0, description="rank of the adapters; 0: all weights are trained")
+    alpha: float = Field(16.0, gt=0, description="the adapter counts alpha / rank times")
+    targets: list[str] = Field(["all-linear"], description="modules that get one, e.g. q_proj, v_proj")
 
 
 class Train(Section):
@@ -115,17 +198,52 @@ class Train(Section):
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
     tokens_per_microbatch: int = Field(8192, ge=16, description="token budget of one forward and backward pass")
+    activation_checkpointing: bool = Field(
+        False, description="keep one activation a layer and compute the rest again: less memory, same bits, more time"
+    )
+    max_bad_steps: int = Field(3, ge=0, description="steps in a row that NaN or infinity may cost before the run stops")
 
 
 class SFT(Section):
     """`tandem sft`: supervised warm start on the same trainer."""
 
     train: str = Field("", description="chats, JSONL or Parquet, with `messages`, or with `prompt` and `response`")
+    loss_on: Literal["assistant", "all"] = Field(
+        "assistant", description="what carries loss: the assistant's turns, or all"
+    )
     steps: int = Field(100, ge=1, description="optimizer steps")
     batch_size: int = Field(64, ge=1, description="chats of a step")
     learning_rate: float = Field(1e-4, gt=0, description="peak learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field("linear", description="shape after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+
+
+class Preference(Section):
+    """`tandem dpo` and `tandem rm`: learning from pairs of a chosen and a rejected answer."""
+
+    train: str = Field("", description="pairs, JSONL or Parquet, with `prompt`, `chosen` and `rejected`")
+    test: str = Field("", description="held-out pairs, for the accuracy before and after")
+    steps: int = Field(100, ge=1, description="optimizer steps")
+    batch_size: int = Field(64, ge=1, description="pairs of a step")
+    learning_rate: float = Field(1e-6, gt=0, description="peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field("linear", description="shape after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    loss: Literal["dpo", "ipo"] = Field("dpo", description="dpo: loss of `tandem dpo`")
+    beta: float = Field(0.1, gt=0, description="dpo: strength of the KL to the reference")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="dpo: share of pairs assumed to be the wrong way round"
+    )
+    length_normalized: bool = Field(False, description="dpo: mean log-probs of a token in place of sums")
+
+
+class Distill(Section):
+    """`tandem distill`: on-policy distillation from a teacher, over the problems and steps of `tandem train`."""
+
+    teacher: str = Field("", description="Hugging Face directory or hub name of a model with the same tokenizer")
+    estimator: Literal["exact", "sampled"] = Field(
+        "exact",
+        description="reverse KL over the whole vocabulary at each sampled position, or at the sampled token only",
+    )
 
 
 class Eval(Section):
@@ -147,142 +265,105 @@ class Config(Section):
     data: Data = Data()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
-    rl: RL = RL()
+    rl: RL = Field(default_factory=RL)
+    critic: Critic = Critic()
+    lora: Lora = Lora()
     train: Train = Train()
     sft: SFT = SFT()
+    preference: Preference = Preference()
+    distill: Distill = Distill()
     eval: Eval = Eval()
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "Config":
-        problems = []
-        if "" in self.rollout.stop:
-            problems.append("rollout.stop: an empty string would end every completion at once")
-        if self.rl.group_size < 2:
-            problems.append(
-                f"rl.group_size: {self.rl.advantage} compares the episodes of a group, so it needs at least 2"
-            )
-        if self.rl.prompts_per_step % self.rl.minibatches:
-            problems.append("rl.minibatches: must divide rl.prompts_per_step, so that groups stay whole")
-        if self.model.reference and not self.rl.kl_coef:
-            problems.append("model.reference: is set but rl.kl_coef is 0, so it would never be used")
-        if problems:
-            raise ValueError("\n".join(problems))
+        mistakes = [reason for wrong, reason in _contradictions(self) if wrong]
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
         return self
 
 
-def load_config(recipe: str | Path, overrides: list[str]) -> Config:
-    """Read a TOML recipe, apply `key=value` overrides, validate. Raises UserError naming every mistake."""
-    path = Path(recipe)
-    if not path.is_file():
-        raise UserError("the recipe does not exist", where=str(path), expected="a TOML file", next="ls recipes/")
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            "the recipe is not valid TOML", where=str(path), found=str(error), expected="TOML, see recipes/demo.toml"
-        ) from None
-    origin: dict[str, str] = {}
-    for text in overrides:
-        _apply(tree, text, origin)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise _explain(error, str(path), origin) from None
+GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo", "max_at_k", "reinforce_pp_baseline")
 
 
-def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
-    """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string."""
-    key, sign, raw = text.partition("=")
-    section, _, field = key.partition(".")
-    if not (sign and section and field):
-        raise UserError(
-            "an override cannot be read",
-            where="command line",
-            found=text,
-            expected="section.field=value, e.g. rl.group_size=8",
-        )
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw
-    if not isinstance(tree.setdefault(section, {}), dict):
-        raise UserError(
-            "the recipe has a value where a section belongs",
-            where=section,
-            found=repr(tree[section]),
-            expected=f"[{section}]",
-        )
-    tree[section][field] = value
-    origin[f"{section}.{field}"] = "command line"
-
-
-def _section(name: str) -> type[Section]:
-    return Config.model_fields[name].annotation  # type: ignore[return-value]
-
-
-def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserError:
-    lines = []
-    for mistake in error.errors():
-        key = ".".join(str(part) for part in mistake["loc"])
-        where = origin.get(key, path)
-        if mistake["type"] == "extra_forbidden":
-            lines.append(f"{key} ({where}): unknown key{_nearest(key)}")
-        elif not key:
-            lines += [f"{line} ({path})" for line in mistake["msg"].removeprefix("Value error, ").splitlines()]
-        else:
-            lines.append(
-                f"{key} ({where}): found {mistake['input']!r}, {mistake['msg'][0].lower()}{mistake['msg'][1:]}"
-            )
-    return UserError(
-        f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
-        + "\n".join(f"  - {line}" for line in lines),
-        next="tandem plan --keys lists every key",
-    )
-
-
-def _nearest(key: str) -> str:
-    section, _, field = key.partition(".")
-    known = [f"{s}.{f}" for s in Config.model_fields for f in _section(s).model_fields]
-    if not field:
-        close = difflib.get_close_matches(section, Config.model_fields, 1, 0.5)
-        close = close or [k for k in known if k.endswith("." + section)][:1]
-    else:
-        close = [k for k in known if k.endswith("." + field)][:1] or difflib.get_close_matches(key, known, 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(Config.model_fields)}"
-
-
-def to_toml(config: Config) -> str:
-    """The resolved tree, every leaf, as TOML that load_config reads back to an equal Config."""
-    lines = []
-    for section, fields in config.model_dump().items():
-        lines.append(f"[{section}]")
-        lines += [f"{name} = {_toml_value(value)}" for name, value in fields.items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml_value(value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            return '"' + "".join(_escape(c) for c in value) + '"'
-        case list():
-            return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-        case _:
-            return repr(value)
-
-
-def _escape(char: str) -> str:
-    if char in '"\\':
-        return "\\" + char
-    return f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
-
-
-def describe() -> list[tuple[str, str, str]]:
-    """(key, default, help) of every leaf, in order."""
+def _contradictions(config: Config) -> list[tuple[bool, str]]:
+    """(is it so, why it cannot be) of settings that are valid each for itself and make no sense together."""
+    rl, rollout, reward, preference = config.rl, config.rollout, config.reward, config.preference
+    functions = reward.functions
     return [
-        (f"{section}.{name}", _toml_value(field.get_default()), field.description or "")
-        for section in Config.model_fields
-        for name, field in _section(section).model_fields.items()
+        *_algorithm_contradictions(rl),
+        ("" in rollout.stop, "rollout.stop: an empty string would end every completion at once"),
+        (
+            rl.curriculum and not config.data.shuffle,
+            "rl.curriculum: draws problems by success rate, which data.shuffle=false forbids",
+        ),
+        (
+            rl.advantage != "gae" and bool(config.critic.path or config.critic.warmup_steps),
+            f"critic: is configured but rl.advantage={rl.advantage} has no critic; use rl.algorithm=ppo",
+        ),
+        (
+            rl.advantage == "gae" and config.critic.warmup_steps >= config.run.steps,
+            "critic.warmup_steps: must be below run.steps, or the policy is never trained",
+        ),
+        (
+            len(set(functions)) != len(functions) or not functions,
+            "reward.function: names no function, or one of them twice",
+        ),
+        (
+            bool(reward.weights) and len(reward.weights) != len(functions),
+            f"reward.weights: {len(reward.weights)} weights for {len(functions)} functions",
+        ),
+        (
+            reward.overlong_buffer > 0 and not reward.overlong_penalty,
+            "reward.overlong_buffer: has no effect without reward.overlong_penalty",
+        ),
+        (
+            reward.overlong_buffer >= rollout.max_new_tokens,
+            "reward.overlong_buffer: must be below rollout.max_new_tokens, or every completion is penalized",
+        ),
+        (
+            preference.loss == "ipo" and preference.label_smoothing > 0,
+            "preference.label_smoothing: is defined for the dpo loss only",
+        ),
+    ]
+
+
+def _algorithm_contradictions(rl: RL) -> list[tuple[bool, str]]:
+    return [
+        (
+            rl.group_size < 2 and (rl.advantage in GROUP_RELATIVE or rl.max_gen_batches > 0),
+            f"rl.group_size: {rl.advantage} compares the episodes of a group, so it needs at least 2",
+        ),
+        (
+            rl.advantage == "max_at_k" and not 2 <= rl.k <= rl.group_size,
+            f"rl.k: max_at_k needs 2 <= k <= rl.group_size, found {rl.k} of {rl.group_size}",
+        ),
+        (
+            rl.prompts_per_step % rl.minibatches > 0,
+            "rl.minibatches: must divide rl.prompts_per_step, so that groups stay whole",
+        ),
+        (
+            rl.loss == "reinforce" and rl.minibatches * rl.epochs > 1,
+            "rl.loss: reinforce has no probability ratio, so a second update on a step's episodes (rl.minibatches, rl.epochs) "
+            "would be off policy without a correction; use ppo_clip",
+        ),
+        (
+            rl.dual_clip > 0 and (rl.dual_clip <= 1 or rl.loss != "ppo_clip"),
+            "rl.dual_clip: belongs to rl.loss=ppo_clip and is above 1 (3 in the paper), or 0 for off",
+        ),
+        (
+            rl.kl_coef > 0 and rl.kl_in == "loss" and rl.kl_estimator == "k1",
+            "rl.kl_estimator: the gradient of k1 as a loss is zero in expectation; use k2 or k3, or rl.kl_in=reward",
+        ),
+        (
+            rl.kl_coef > 0 and rl.kl_in == "reward" and rl.kl_estimator != "k1",
+            f"rl.kl_estimator: {rl.kl_estimator} in the reward can push the policy away from the reference; use k1",
+        ),
+        (
+            rl.correction == "icepop" and rl.correction_floor >= rl.correction_cap,
+            "rl.correction_floor: must be below rl.correction_cap, or icepop accepts no token",
+        ),
+        (
+            0 < rl.max_logprob_error < 1,
+            "rl.max_logprob_error: the mean of exp|difference| is at least 1, so a bound below 1 masks every sequence",
+        ),
     ]

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.config import Eval, Rollout
+from tandem.config import Reward as RewardConfig
 from tandem.envs.rollout import run_episodes
 from tandem.loop import score
 from tandem.types import Env, Generate, Group, Problem, Renderer, Reward, Row, SamplingParams
+
+NO_PENALTY = RewardConfig()  # shaping is for training
 
 
 def evaluate(
@@ -39,7 +42,7 @@ def evaluate(
             env=env,
             params=params,
         )
-        scored = score(problems, attempts, reward, 0.0)
+        scored = score(problems, attempts, reward, NO_PENALTY, rollout.max_new_tokens)
         metrics |= _summary(name, scored)
         groups[name] = scored
     return metrics, groups

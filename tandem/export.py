@@ -1,24 +1,66 @@
-"""A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config, tokenizer, card."""
+"""A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config, tokenizer, card.
+
+An adapter is merged into it, or exported by itself in PEFT's format.
+"""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from tandem import __version__
 from tandem.disk import disk_errors, os_error
+from tandem.errors import UserError
 from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
+from tandem.model.lora import write_adapter_config
 
 
 def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
-    """Write model, and the tokenizer of the model at `source`, into folder; it appears whole or not at all."""
+    """Write model, and the tokenizer of the model at `source`, into folder; it appears whole or not at all.
 
+    An adapter is merged into the weights.
+    """
+
+    def write(folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        model.module.save_pretrained(folder, state_dict=model.merged_weights())
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+    return _appear(folder, write, card)
+
+
+def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:
+    """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)` reads it; whole or not at all.
+
+    Of a value model the score goes with it. Raises UserError for a model without an adapter.
+    """
+    lora = model.lora
+    if lora is None:
+        raise UserError("the model has no adapter to export", where=str(folder), found="a model that was loaded without LoRA",
+                        expected="one with an adapter", next="export the whole model")  # fmt: skip
+    weights = {f"base_model.model.{name}": weight for name, weight in model.adapter_weights().items()}
+    scored = "score.weight" in model.trainable()
+    if scored:
+        weights["base_model.model.score.weight"] = model.head.weight.detach()
+
+    def write(folder: Path) -> None:
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_adapter_config(lora, list(model.adapted), source, folder, scored=scored)
+
+    return _appear(folder, write, card)
+
+
+def _appear(folder: Path, write: Callable[[Path], None], card: str) -> Path:
+    """Let write fill a directory, add the card, and put it at folder; what was there is replaced."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     with disk_errors(folder):
         try:
-            _write(model, source, temporary, card)
+            _fill(temporary, write, card)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise os_error(error, temporary) or error from None
@@ -31,13 +73,10 @@ def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
     return folder
 
 
-def _write(model: ExactModel, source: str, folder: Path, card: str) -> None:
-    from transformers import AutoTokenizer
-
+def _fill(folder: Path, write: Callable[[Path], None], card: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    model.module.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    write(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
     for file in folder.iterdir():
         file.chmod(0o644)  # safetensors writes files that only their owner can read
@@ -49,6 +88,6 @@ def model_card(model: ExactModel, *, base: str, command: str, step: int, metrics
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [tandem, reinforcement-learning]\n---\n"
         f"# {Path(base).name}, after `tandem {command}`\n\n"
-        f"Trained from `{base}` by Tandem {__version__}, {step} steps. Weight hash `{weight_hash(model.named_weights())}`.\n\n"
+        f"Trained from `{base}` by Tandem {__version__}, {step} steps. Weight hash `{weight_hash(model.merged_weights())}`.\n\n"
         f"Last metrics of the run:\n```json\n{numbers}\n```\n"
     )

@@ -1,11 +1,12 @@
-"""One synchronous GRPO step on one page. READ THIS FIRST: `train_step`.
+"""One synchronous RL step on one page. READ THIS FIRST: `train_step`.
 
-    problems -> episodes -> rewards -> journal -> samples -> update -> publish
-    data        envs       rewards    stream     rl         train     weights
+    problems -> episodes -> rewards -> journal -> advantages -> updates -> publish
+    data        envs       rewards    stream     rl            train      weights
                 engine
 
-`train` repeats it, with metrics, evaluation and checkpoints between the steps. A step is a pure function of the config,
-the seed, the data and the weights: killed anywhere and run again, the same bits come out.
+`drive` repeats it, with metrics, evaluation and checkpoints between the steps. A step is a pure function of the config,
+the seed, the data, the weights and the `Progress` of the steps before: killed anywhere and run again, the same bits
+come out.
 
     tandem train recipes/demo.toml
 """
@@ -13,66 +14,153 @@ the seed, the data and the weights: killed anywhere and run again, the same bits
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from tandem.config import Config
+from tandem.config import Config, Reward
 from tandem.data.problems import problems_of_step
+from tandem.draws import address, uniforms
 from tandem.envs.rollout import run_episodes
+from tandem.errors import UserError
 from tandem.model.logprobs import Filter
-from tandem.rl.advantages import advantages, loss_denominator
+from tandem.rl.advantages import running_mean
+from tandem.rl.filters import has_signal, learnability, overlong_penalty, pick
 from tandem.stream.journal import write_episodes
-from tandem.train.pack import pack
-from tandem.train.policy import Policy
-from tandem.types import Env, Episode, Generate, Group, Problem, Renderer, Reward, Row, Sample, SamplingParams
+from tandem.train.distill import distill
+from tandem.train.learn import Models, learn
+from tandem.types import Env, Episode, Generate, Group, Problem, Renderer, Row, SamplingParams
+from tandem.types import Reward as Scorer
 from tandem.weights.inline import InlineSync
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What a step leaves to the next besides weights. All but `carried` is in the checkpoint; those are in the journal."""
+
+    batches: int = 0  # batches of problems drawn: the data cursor
+    baseline: float | None = None  # running mean of rewards, for rl.advantage "ema"
+    rates: dict[str, float] = field(default_factory=dict)  # uid -> its last success rate, for rl.curriculum
+    carried: list[Group] = field(default_factory=list)  # survivors of dynamic sampling that no step had room for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What a step needs, built once by build.build_stages."""
+    """What a step needs, built once by jobs.training_job."""
 
     config: Config
     problems: Sequence[Problem]
     renderer: Renderer
     env: Env
     engine: Generate
-    reward: Reward
-    policy: Policy
+    reward: Scorer
+    models: Models
     sync: InlineSync
     params: SamplingParams  # of training rollouts
     episodes: Path  # the journal's folder
+    exact: bool  # the engine has been found to keep P1 here, so the policy is held to it
+    progress: Progress = field(default_factory=Progress)
 
 
 def train_step(stages: Stages, step: int) -> tuple[Row, Row]:
     """Step `step`, counted from 0. Returns its metrics, which are a pure function of the run, and its timings."""
-    config, clock = stages.config, Clock()
-    size = config.rl.group_size
-    with clock("rollout_s"):
-        problems = problems_of_step(
-            stages.problems, step, config.rl.prompts_per_step, config.run.seed, config.data.shuffle
-        )
-        attempts = run_episodes(
-            problems, group_size=size, place=(config.run.seed, "rollout", step), engine=stages.engine,
-            renderer=stages.renderer, env=stages.env, params=stages.params,
-        )  # fmt: skip
-    with clock("reward_s"):
-        groups = score(problems, attempts, stages.reward, config.reward.overlong_penalty)
+    config, progress, clock = stages.config, stages.progress, Clock()
+    sampled = collect(stages, step, clock)
     with clock("journal_s"):
-        write_episodes(stages.episodes, step + 1, groups)  # durable before anything is trained on it
+        write_episodes(stages.episodes, step + 1, sampled)  # durable before anything is trained on it
     with clock("learn_s"):
-        metrics = learn(stages, groups)
+        groups = [group for group in sampled if group.outcome == "train"]
+        rewards = np.array([group.rewards for group in groups])
+        metrics = learn(
+            stages.models, groups, config, Filter.of(stages.params), version=stages.engine.weight_version,
+            baseline=float(rewards.mean()) if progress.baseline is None else progress.baseline,
+            exact=stages.exact, train_policy=step >= config.critic.warmup_steps,
+        )  # fmt: skip
     with clock("sync_s"):
         stages.sync.publish(step + 1)
-    return {**describe(groups), **metrics}, clock.timings(
-        tokens=sum(int(e.loss_mask.sum()) for g in groups for e in g.episodes)
-    )
+    advance(progress, sampled, config)
+    return {**describe(sampled), **metrics}, clock.timings(tokens=_sampled_tokens(sampled))
+
+
+def distill_step(stages: Stages, step: int) -> tuple[Row, Row]:
+    """The same with a teacher in place of the reward, which is only reported."""
+    config, clock = stages.config, Clock()
+    teacher = stages.models.reference
+    assert teacher is not None, "jobs.distill_job gives one"
+    sampled = draw(stages, clock)
+    with clock("journal_s"):
+        write_episodes(stages.episodes, step + 1, sampled)
+    with clock("learn_s"):
+        metrics = distill(
+            stages.models.policy, teacher, sampled, config, Filter.of(stages.params), version=stages.engine.weight_version,
+            exact=stages.exact,
+        )  # fmt: skip
+    with clock("sync_s"):
+        stages.sync.publish(step + 1)
+    advance(stages.progress, sampled, config)
+    return {**describe(sampled), **metrics}, clock.timings(tokens=_sampled_tokens(sampled))
+
+
+def collect(stages: Stages, step: int, clock: "Clock") -> list[Group]:
+    """The step's groups, scored. With dynamic sampling those without signal stand beside the ones to train, batches are
+    drawn until the step is full, and survivors beyond that are carried to the next one."""
+    rl, progress = stages.config.rl, stages.progress
+    if not rl.max_gen_batches:
+        return draw(stages, clock)
+    groups = [replace(group, outcome="train") for group in progress.carried]
+    drawn = 0
+    while sum(group.outcome == "train" for group in groups) < rl.prompts_per_step:
+        if drawn == rl.max_gen_batches:
+            raise UserError(
+                "dynamic sampling could not fill a step", where=f"step {step + 1}, after {drawn} batches (rl.max_gen_batches)",
+                found=f"{sum(group.outcome == 'train' for group in groups)} groups whose rewards differ",
+                expected=f"{rl.prompts_per_step} (rl.prompts_per_step)",
+                next="raise rl.max_gen_batches, lower rl.prompts_per_step, or take problems that are neither solved nor hopeless",
+            )  # fmt: skip
+        fresh = draw(stages, clock)
+        groups += [g if has_signal(g.rewards) else replace(g, outcome="no_signal") for g in fresh]
+        drawn += 1
+    full = np.cumsum([group.outcome == "train" for group in groups]) > rl.prompts_per_step
+    return [
+        replace(group, outcome="carry") if late and group.outcome == "train" else group
+        for group, late in zip(groups, full, strict=True)
+    ]
+
+
+def draw(stages: Stages, clock: "Clock") -> list[Group]:
+    """The next batch of problems, sampled and scored."""
+    config, progress = stages.config, stages.progress
+    count, seed = config.rl.prompts_per_step, config.run.seed
+    with clock("rollout_s"):
+        if config.rl.curriculum:
+            rates = np.array([progress.rates.get(problem.uid, 0.5) for problem in stages.problems])
+            key = np.full(len(rates), address(seed, "curriculum", progress.batches), np.uint64)
+            chances = 1.0 - uniforms(key, np.arange(len(rates))).astype(np.float64)
+            problems = [stages.problems[i] for i in pick(learnability(rates), chances, count)]
+        else:
+            problems = problems_of_step(stages.problems, progress.batches, count, seed, config.data.shuffle)
+        attempts = run_episodes(
+            problems, group_size=config.rl.group_size, place=(seed, "rollout", progress.batches), engine=stages.engine,
+            renderer=stages.renderer, env=stages.env, params=stages.params,
+        )  # fmt: skip
+    progress.batches += 1
+    with clock("reward_s"):
+        return score(problems, attempts, stages.reward, config.reward, config.rollout.max_new_tokens)
+
+
+def advance(progress: Progress, sampled: Sequence[Group], config: Config) -> None:
+    """What the next step is to know of this one."""
+    trained = np.array([group.rewards for group in sampled if group.outcome == "train"])
+    progress.carried = [group for group in sampled if group.outcome == "carry"]
+    if config.rl.advantage == "ema":
+        progress.baseline = running_mean(progress.baseline, trained, config.rl.ema_decay)
+    if config.rl.curriculum:
+        progress.rates |= {g.problem.uid: float(np.clip(g.rewards.mean(), 0.0, 1.0)) for g in sampled}
 
 
 def score(
-    problems: Sequence[Problem], attempts: Sequence[Sequence[Episode]], reward: Reward, overlong_penalty: float
+    problems: Sequence[Problem], attempts: Sequence[Sequence[Episode]], reward: Scorer, how: Reward, max_tokens: int
 ) -> list[Group]:
     """Every episode with its reward; a scoring failure costs that episode's reward and is written on it."""
     pairs = [(problem, episode) for problem, episodes in zip(problems, attempts, strict=True) for episode in episodes]
@@ -81,8 +169,11 @@ def score(
     def scored(episode: Episode) -> Episode:
         verdict = next(scores)
         value, parts = verdict.reward, dict(verdict.parts)
-        if overlong_penalty and episode.stop_reason == "length":
-            value, parts["overlong"] = value - overlong_penalty, -overlong_penalty
+        cut = episode.stop_reason == "length"
+        length = max_tokens if cut else int(episode.loss_mask.sum())
+        share = overlong_penalty(length, max_tokens, how.overlong_buffer) if how.overlong_buffer else float(cut)
+        if cost := how.overlong_penalty * share:
+            value, parts["overlong"] = value - cost, -cost
         return replace(episode, reward=value, reward_parts=parts, reward_error=verdict.error)
 
     return [
@@ -91,56 +182,26 @@ def score(
     ]
 
 
-def to_samples(groups: Sequence[Group], config: Config) -> list[Sample]:
-    """Episodes with their advantages, group by group."""
-    rewards = np.array([[e.reward for e in g.episodes] for g in groups], np.float32)
-    table = advantages(config.rl.advantage, rewards)
-    return [
-        Sample(
-            tokens=e.tokens, loss_mask=e.loss_mask, engine_logprobs=e.engine_logprobs,
-            advantages=np.where(e.loss_mask, table[row, column], np.float32(0)), prefix=e.num_prompt_tokens, group=row,
-        )
-        for row, group in enumerate(groups)
-        for column, e in enumerate(group.episodes)
-    ]  # fmt: skip
-
-
-def learn(stages: Stages, groups: Sequence[Group]) -> Row:
-    """`rl.minibatches` updates over the step's groups; the gap between engine and policy is the first update's."""
-    config, policy = stages.config, stages.policy
-    how = Filter.of(stages.params)
-    samples = to_samples(groups, config)
-    per_update = len(samples) // config.rl.minibatches
-    updates = [samples[start : start + per_update] for start in range(0, len(samples), per_update)]
-    packed = [pack(update, config.train.tokens_per_microbatch) for update in updates]
-    proximal = [policy.proximal_logprobs(batches, how) if config.rl.importance_cap else None for batches in packed]
-    rows = []
-    for update, batches, before in zip(updates, packed, proximal, strict=True):
-        denominator = loss_denominator(
-            config.rl.advantage, num_loss_tokens=sum(len(b.targets) for b in batches),
-            num_episodes=len(update), max_new_tokens=config.rollout.max_new_tokens,
-        )  # fmt: skip
-        rows.append(policy.learn(batches, config.rl, how, denominator, before))
-    tokens = np.array([row["num_loss_tokens"] for row in rows])
-    means = {name: float(np.average([row[name] for row in rows], weights=tokens)) for name in rows[0]}
-    sums = {name: float(sum(row[name] for row in rows)) for name in ("num_loss_tokens", "skipped_updates")}
-    return means | sums | {"logprob_gap": rows[0]["logprob_gap"]}
-
-
 def describe(groups: Sequence[Group]) -> Row:
-    """What the step's episodes were like."""
+    """What the step's episodes were like, those that dynamic sampling leaves out included."""
     episodes = [e for g in groups for e in g.episodes]
-    rewards = np.array([[e.reward for e in g.episodes] for g in groups])
+    rewards = np.array([g.rewards for g in groups])
     parts = sorted({name for e in episodes for name in e.reward_parts})
+    outcomes = [g.outcome for g in groups]
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         **{f"reward_part/{n}": float(np.mean([e.reward_parts.get(n, 0.0) for e in episodes])) for n in parts},
-        "groups_without_signal": float((rewards.std(1) == 0).mean()),
+        "groups_without_signal": float(np.mean([not has_signal(r) for r in rewards])),
+        **{f"groups/{kind}": float(outcomes.count(kind)) for kind in sorted(set(outcomes) - {"train"})},
         "completion_tokens": float(np.mean([e.loss_mask.sum() for e in episodes])),
         "truncated": float(np.mean([e.stop_reason == "length" for e in episodes])),
         "reward_errors": float(sum(bool(e.reward_error) for e in episodes)),
     }
+
+
+def _sampled_tokens(groups: Sequence[Group]) -> int:
+    return sum(int(e.loss_mask.sum()) for g in groups for e in g.episodes)
 
 
 class Clock:

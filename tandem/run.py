@@ -18,15 +18,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tandem.config import Config, to_toml
+from tandem.config import Config
 from tandem.disk import append_line, disk_errors, write_atomic
 from tandem.errors import UserError
+from tandem.recipe import to_toml
 
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a run.
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
-_FREE = {"run.folder", "run.keep_checkpoints", "run.save_every", "run.threads", "reward.workers"}
+_FREE = {
+    "run.folder", "run.keep_checkpoints", "run.save_every", "run.threads", "reward.workers", "train.activation_checkpointing",
+}  # fmt: skip
+_BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}  # what stopped a run, and may grow from that value on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +221,7 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
             "the config differs from that of the run in the folder (its value -> the value now)\n"
             + "\n".join(f"  - {_change(key, old, new)}" for key in refused),
             where=str(folder / "config.toml"),
-            expected="the same config (run.steps may grow under a constant schedule)",
+            expected=f"the same config ({', '.join(_BOUNDS)} may grow, and run.steps under a constant schedule)",
             next="take the old values, another run.folder=PATH, or --fresh (the old run is kept beside it)",
         )
     if changed:
@@ -226,8 +230,13 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
 
 
 def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """More steps are the same run made longer, unless the learning rate of past steps was bent by their number."""
-    return key == "run.steps" and new[key] > old.get(key, 0) and new["train.schedule"] == "constant"
+    """More steps are the same run made longer, unless the learning rate of past steps was bent by their number.
+
+    And a larger bound on what stopped the run changes no step that was made under the smaller one.
+    """
+    if key == "run.steps":
+        return new[key] > old.get(key, 0) and new["train.schedule"] == "constant"
+    return key in _BOUNDS and new[key] > old.get(key, 0) >= _BOUNDS[key]
 
 
 def _change(key: str, old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -104,24 +104,27 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The G episodes of one problem."""
+    """The G episodes of one problem, and what becomes of them in the step that sampled them."""
 
     problem: Problem
     episodes: tuple[Episode, ...]
+    outcome: str = "train"  # "train"; with dynamic sampling also "carry" (trained in the next step) or "no_signal"
+
+    @property
+    def rewards(self) -> Array:
+        """float64 [G]"""
+        return np.array([episode.reward for episode in self.episodes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A flat sequence ready to train. Every array is aligned to tokens.
+    """A flat sequence to train on. What a loss needs besides (log-probs, advantages) is a column: see train/pack.py.
 
-    Example: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1], engine_logprobs [0, 0, 0, -0.3, -0.01],
-    advantages [0, 0, 0, 0.8, 0.8], prefix 3, group 0
+    Example: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1], prefix 3, group 0
     """
 
     tokens: Array  # int64 [T]
     loss_mask: Array  # bool [T]
-    engine_logprobs: Array  # float32 [T], nats
-    advantages: Array  # float32 [T]
     prefix: int = 0  # tokens[:prefix] are equal in all samples of the group, so they are trained once
     group: int = 0
 
@@ -132,7 +135,8 @@ class Microbatch:
 
     A segment is a run of rows that see each other causally and, before them, one prefix segment's rows.
     Example: prompt [5, 9, 2] with responses [7, 1] and [8, 1]: tokens [5, 9, 2, 7, 8], positions [0, 1, 2, 3, 3],
-    segments [[0, 3, 0, 0], [3, 1, 0, 3], [4, 1, 0, 3]], rows [2, 3, 2, 4], targets [7, 1, 8, 1]
+    segments [[0, 3, 0, 0], [3, 1, 0, 3], [4, 1, 0, 3]], rows [2, 3, 2, 4], targets [7, 1, 8, 1], samples [0, 1],
+    sequences [0, 0, 1, 1]
     """
 
     tokens: Array  # int64 [T]
@@ -140,8 +144,8 @@ class Microbatch:
     segments: Array  # int64 [S, 4]: first row, rows, first row of the prefix, rows of the prefix
     rows: Array  # int64 [N]: the row whose hidden state predicts targets[n]
     targets: Array  # int64 [N]: the tokens that carry loss
-    engine_logprobs: Array  # float32 [N], nats
-    advantages: Array  # float32 [N]
+    samples: Array  # int64 [B]: which samples these are, as numbers in the list that was packed
+    sequences: Array  # int64 [N]: place in `samples` of the sample that targets[n] is of
 
 
 class Generate(Protocol):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem import __version__
-from tandem.config import describe
+from tandem.recipe import describe
 
 ROOT = Path(__file__).parent.parent
 # The console script's entry point; a last line on stderr says whether torch was imported on the way.

@@ -1,13 +1,15 @@
 """The config tree: every mistake is named with its key, place and remedy; what is written reads back equal."""
 
 import tomllib
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config import Config, Eval, Run, describe, load_config, to_toml
+from tandem.config import ALGORITHMS, GROUP_RELATIVE, Config, Eval, Run, _contradictions
 from tandem.errors import UserError
+from tandem.recipe import describe, load_config, to_toml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # any character but half a surrogate pair
 
@@ -66,7 +68,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest_real_one(text, messag
         ("[rollout]\ntemperature = nan\n", "rollout.temperature", "nan"),
         ("[train]\nlearning_rate = inf\n", "train.learning_rate", "inf"),
         ("[rollout]\ntop_p = 1.5\n", "rollout.top_p", "1.5"),
-        ("[rl]\nadvantage = 'gae'\n", "rl.advantage", "'gae'"),
+        ("[rl]\nadvantage = 'dr_grpo'\n", "rl.advantage", "'dr_grpo'"),
         ("rl = 3\n", "rl", "3"),
     ],
 )
@@ -127,18 +129,116 @@ def test_a_value_where_a_section_belongs_is_a_users_error_with_an_override_too(t
         load(tmp_path, "rl = 3\n", "rl.group_size=8")
 
 
-@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("kind", GROUP_RELATIVE)
 def test_a_group_needs_two_episodes_to_be_compared(kind, tmp_path):
-    [line] = mistakes(tmp_path, f"[rl]\nadvantage = '{kind}'\ngroup_size = 1\n")
-    assert line.startswith("rl.group_size:")
+    [line] = mistakes(tmp_path, "", f"rl.advantage={kind}", "rl.group_size=1", "rl.k=1")[:1]
+    assert line.startswith(f"rl.group_size: {kind} ")
+
+
+@pytest.mark.parametrize("kind", ["ema", "reinforce_pp", "gae"])
+def test_one_episode_is_enough_where_nothing_is_compared(kind, tmp_path):
+    assert load(tmp_path, "", f"rl.advantage={kind}", "rl.group_size=1").rl.group_size == 1
 
 
 def test_keys_that_contradict_each_other_are_all_named(tmp_path):
-    lines = mistakes(
-        tmp_path, "[rl]\ngroup_size = 1\nprompts_per_step = 10\nminibatches = 4\n[model]\nreference = 'x'\n"
-    )
-    assert [line.split(":")[0] for line in lines] == ["rl.group_size", "rl.minibatches", "model.reference"]
-    assert load(tmp_path, "[rl]\nkl_coef = 0.1\nminibatches = 4\n[model]\nreference = 'x'\n").rl.kl_coef == 0.1
+    lines = mistakes(tmp_path, "[rl]\ngroup_size = 1\nprompts_per_step = 10\nminibatches = 4\ndual_clip = 0.5\n")
+    assert [line.split(":")[0] for line in lines] == ["rl.group_size", "rl.minibatches", "rl.dual_clip"]
+
+
+CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
+    ("rollout.stop", ['rollout.stop=["a", ""]'], ['rollout.stop=["a"]']),
+    ("rl.group_size", ["rl.group_size=1"], ["rl.group_size=2"]),
+    ("rl.group_size", ["rl.advantage=ema", "rl.max_gen_batches=2", "rl.group_size=1"], ["rl.group_size=2"]),
+    ("rl.k", ["rl.advantage=max_at_k", "rl.k=9"], ["rl.k=8"]),
+    ("rl.k", ["rl.advantage=max_at_k", "rl.k=1"], ["rl.k=2"]),
+    ("rl.minibatches", ["rl.prompts_per_step=10", "rl.minibatches=4"], ["rl.minibatches=5"]),
+    ("rl.loss", ["rl.loss=reinforce", "rl.minibatches=2"], ["rl.loss=ppo_clip"]),
+    ("rl.loss", ["rl.loss=reinforce", "rl.epochs=2"], ["rl.epochs=1"]),
+    ("rl.dual_clip", ["rl.dual_clip=1.0"], ["rl.dual_clip=3.0"]),
+    ("rl.dual_clip", ["rl.dual_clip=3.0", "rl.loss=cispo"], ["rl.dual_clip=0"]),
+    ("rl.kl_estimator", ["rl.kl_coef=0.1", "rl.kl_estimator=k1"], ["rl.kl_in=reward"]),
+    ("rl.kl_estimator", ["rl.kl_coef=0.1", "rl.kl_estimator=k1"], ["rl.kl_estimator=k2"]),
+    ("rl.correction_floor", ["rl.correction=icepop", "rl.correction_cap=0.5"], ["rl.correction_cap=0.6"]),
+    ("rl.max_logprob_error", ["rl.max_logprob_error=0.5"], ["rl.max_logprob_error=1.5"]),
+    ("rl.curriculum", ["rl.curriculum=true", "data.shuffle=false"], ["data.shuffle=true"]),
+    ("critic", ["critic.path=x"], ["rl.algorithm=ppo"]),
+    ("critic", ["critic.warmup_steps=2"], ["rl.advantage=gae"]),
+    ("reward.function", ['reward.function=["answer", "answer"]'], ['reward.function=["answer", "mine.py:score"]']),
+    ("critic.warmup_steps", ["rl.algorithm=ppo", "run.steps=4", "critic.warmup_steps=4"], ["critic.warmup_steps=3"]),
+    ("reward.function", ["reward.function=[]"], ["reward.function=answer"]),
+    ("reward.weights", ["reward.weights=[1.0, 2.0]"], ['reward.function=["answer", "mine.py:score"]']),
+    ("reward.overlong_buffer", ["reward.overlong_buffer=8"], ["reward.overlong_penalty=0.5"]),
+    (
+        "reward.overlong_buffer",
+        ["reward.overlong_buffer=64", "reward.overlong_penalty=1"],
+        ["reward.overlong_buffer=63"],
+    ),
+    (
+        "preference.label_smoothing",
+        ["preference.loss=ipo", "preference.label_smoothing=0.1"],
+        ["preference.loss=dpo"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "wrong", "mended"), CONTRADICTIONS, ids=[f"{k} {w[0]}" for k, w, _ in CONTRADICTIONS])
+def test_a_contradiction_is_named_by_its_key_and_gone_when_it_is_mended(key, wrong, mended, tmp_path):
+    [line] = mistakes(tmp_path, "", *wrong)
+    reasons = {reason for _, reason in _contradictions(Config()) if reason.startswith(f"{key}:")}
+    assert line.startswith(f"{key}: ") and line.endswith(f" ({tmp_path / 'recipe.toml'})")
+    assert key in ("rl.group_size", "rl.k", "critic", "reward.weights") or line.rsplit(" (", 1)[0] in reasons
+    load(tmp_path, "", *wrong, *mended)
+
+
+def test_every_contradiction_is_among_those_tested():
+    there = Counter(reason.partition(":")[0] for _, reason in _contradictions(Config()))
+    assert there - Counter(key for key, _, _ in CONTRADICTIONS) == Counter()
+
+
+def test_a_critic_may_be_configured_where_there_is_one(tmp_path):
+    assert load(tmp_path, "", "rl.algorithm=ppo", "critic.path=x", "critic.warmup_steps=9").critic.path == "x"
+
+
+def test_the_defaults_of_rl_are_the_algorithm_they_name():
+    assert ALGORITHMS["grpo"].items() <= Config().rl.model_dump().items()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_fills_in_its_values_wherever_it_is_named_and_survives_the_round_trip(name, tmp_path):
+    in_file = load(tmp_path, f"[rl]\nalgorithm = '{name}'\n")
+    assert in_file == load(tmp_path, "", f"rl.algorithm={name}")
+    assert {**Config().rl.model_dump(), "algorithm": name, **ALGORITHMS[name]} == in_file.rl.model_dump()
+    assert load(tmp_path, to_toml(in_file)) == in_file
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_on_the_command_line_replaces_another_one_of_the_recipe_whole(name, tmp_path):
+    expected = load(tmp_path, "", f"rl.algorithm={name}")
+    for other in ALGORITHMS:
+        resolved = to_toml(load(tmp_path, f"[rl]\nalgorithm = '{other}'\n"))
+        assert load(tmp_path, resolved, f"rl.algorithm={name}") == expected
+
+
+def test_a_value_that_is_given_wins_over_the_algorithms(tmp_path):
+    rl = load(tmp_path, "[rl]\nalgorithm = 'dapo'\nclip_high = 0.5\n", "rl.max_gen_batches=3").rl
+    assert (rl.clip_high, rl.max_gen_batches, rl.aggregation) == (0.5, 3, "token_mean")
+
+
+def test_an_algorithm_on_the_command_line_spares_what_is_no_algorithms_or_stands_beside_it(tmp_path):
+    text = "[rl]\nalgorithm = 'gspo'\nclip_low = 0.1\nclip_high = 0.1\nprompts_per_step = 6\nkl_coef = 0.2\n"
+    for overrides in (["rl.algorithm=dapo", "rl.clip_high=0.4"], ["rl.clip_high=0.4", "rl.algorithm=dapo"]):
+        rl = load(tmp_path, text, *overrides).rl
+        assert (rl.algorithm, rl.clip_low, rl.clip_high, rl.max_gen_batches) == ("dapo", 0.2, 0.4, 8)
+        assert (rl.prompts_per_step, rl.kl_coef) == (6, 0.2)
+    assert load(tmp_path, text, "rl.prompts_per_step=4").rl.clip_low == 0.1  # no algorithm named: the recipe's stays
+
+
+@pytest.mark.parametrize("found", ["'drgrpo'", "3", "['grpo']"])
+def test_a_wrong_algorithm_is_told_with_all_there_are(found, tmp_path):
+    for text, overrides in ((f"[rl]\nalgorithm = {found}\n", []), ("", [f"rl.algorithm={found}"])):
+        [line] = mistakes(tmp_path, text, *overrides)
+        assert line.startswith("rl.algorithm (") and f"found {found}" in line
+        assert all(f"'{name}'" in line for name in ALGORITHMS)
 
 
 def test_a_missing_recipe_is_a_users_error_that_names_it(tmp_path):
@@ -180,7 +280,7 @@ def test_any_value_survives_the_round_trip_through_toml(folder, seed, stop, temp
 
 def test_every_leaf_has_a_help_and_defaults_that_are_valid_by_themselves():
     leaves = describe()
-    assert len({key for key, _, _ in leaves}) == len(leaves) <= 120
+    assert len({key for key, _, _ in leaves}) == len(leaves) < 120
     assert all(help_text for _, _, help_text in leaves)
     Config.model_validate(Config().model_dump())  # a default that breaks its own bounds would be found here
 

@@ -60,7 +60,9 @@ def test_an_optional_stack_is_imported_in_one_file_each():
     assert {stack: files for stack, files in users.items() if len(files) > 1} == {}
 
 
-@pytest.mark.parametrize("package", ["types", "config", "errors", "draws", "disk", "envs", "data", "rewards", "stream"])
+@pytest.mark.parametrize(
+    "package", ["types", "config", "recipe", "errors", "draws", "disk", "envs", "data", "rewards", "stream"]
+)
 def test_what_needs_no_tensor_does_not_import_torch(package):
     path = PACKAGE / package
     files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import Config, load_config, to_toml
+from tandem.config import Config
 from tandem.disk import DISK, write_atomic
 from tandem.errors import UserError
+from tandem.recipe import load_config, to_toml
 from tandem.run import open_run
 from tests.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
 
@@ -261,3 +262,15 @@ def test_nothing_is_lost_when_the_body_of_a_run_raises(tmp_path):
     started = time.monotonic()
     assert start(tmp_path).resumed and time.monotonic() - started < 5
     assert "took over" not in log_of(tmp_path) and to_toml(config()) == (tmp_path / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(("key", "before", "after"), [("rl.max_gen_batches", 2, 5), ("train.max_bad_steps", 0, 4)])
+def test_a_bound_that_stopped_a_run_may_grow_and_not_shrink(tmp_path, key, before, after):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("")
+    smaller, larger = (load_config(recipe, [f"{key}={value}"]) for value in (before, after))
+    for config in (smaller, larger):
+        with open_run(tmp_path / "run", config, fresh=False, command="train") as run:
+            (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(UserError, match=key), open_run(tmp_path / "run", smaller, fresh=False, command="train"):
+        pass

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -72,6 +73,19 @@ def twins(kind="llama", seed=0, **changes):
     return exact_model(kind, seed, **changes), stock_model(tiny_config(kind, **changes), seed=seed)
 
 
+def value_twins(kind="llama", seed=0, *, score=0.1, **changes):
+    """(exact, stock) value models of one number a token; score is the size of their random head."""
+    models = []
+    for _ in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = tiny_config(kind, num_labels=1, **changes)
+            model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").float().eval()
+            torch.nn.init.normal_(model.score.weight, std=score)
+        models.append(model)
+    return make_exact(models[0]), models[1]
+
+
 def stock_logits(model, tokens):
     return model(input_ids=torch.as_tensor(tokens)[None]).logits[0]
 
@@ -92,13 +106,8 @@ def random_tokens(rng, length):
     return rng.integers(0, VOCAB, length).astype(np.int64)
 
 
-def make_sample(tokens, mask, *, prefix=0, group=0, advantage=1.0, engine_logprobs=None):
-    tokens, mask = np.asarray(tokens, np.int64), np.asarray(mask, bool)
-    return Sample(
-        tokens=tokens, loss_mask=mask, prefix=prefix, group=group,
-        engine_logprobs=np.zeros(len(tokens), np.float32) if engine_logprobs is None else engine_logprobs,
-        advantages=np.where(mask, np.float32(advantage), np.float32(0)),
-    )  # fmt: skip
+def make_sample(tokens, mask, *, prefix=0, group=0):
+    return Sample(tokens=np.asarray(tokens, np.int64), loss_mask=np.asarray(mask, bool), prefix=prefix, group=group)
 
 
 def random_samples(rng, groups, *, longest=24):
@@ -111,5 +120,5 @@ def random_samples(rng, groups, *, longest=24):
             own = 1 if prefix and number == 0 else int(rng.integers(2, longest))
             tokens = np.concatenate([prompt, random_tokens(rng, own)])
             mask = np.arange(len(tokens)) >= max(prefix, 1)
-            samples.append(make_sample(tokens, mask, prefix=prefix, group=group, advantage=rng.normal()))
+            samples.append(make_sample(tokens, mask, prefix=prefix, group=group))
     return samples

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tandem.build import build_generator, evaluator, prepare_process, read_data
+from tandem.build import build_generator, evaluator, prepare_process, read_data, reward_pool
 from tandem.cli.progress import console
 from tandem.config import Config
 from tandem.data.render import load_renderer
 from tandem.errors import UserError
 from tandem.model.load import check_model
-from tandem.rewards.pool import RewardPool
 
 
 def evaluate(config: Config, out: Path | None) -> dict[str, float]:
@@ -35,7 +34,7 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
     renderer = load_renderer(config.model.path)
     problems = renderer.check_lengths(problems, config.data, key="eval.data")
     engine = build_generator(config, renderer, problems, console.print)
-    with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
+    with reward_pool(config) as reward:
         metrics = evaluator(config, problems, engine, renderer, reward, None)(0)
     table = Table("metric", "value", title=f"{config.model.path} on {len(problems)} problems")
     for name, value in metrics.items():

@@ -57,7 +57,7 @@ def _exactness() -> tuple[bool, str]:
     with torch.random.fork_rng(devices=[]):
         failures = what_is_not_exact(make_exact(AutoModelForCausalLM.from_config(config).float()))
     if failures:
-        return False, f"not exact on this machine: {', '.join(failures)}; set rl.importance_cap in recipes"
+        return False, f"not exact on this machine: {', '.join(failures)}; set rl.correction in recipes"
     return True, "an output row is the same whatever rows are beside it: engine = trainer, bit for bit"
 
 

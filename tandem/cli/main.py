@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from tandem import __version__
-from tandem.config import Config, load_config
+from tandem.config import Config
 from tandem.errors import UserError
+from tandem.recipe import load_config
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -43,20 +44,39 @@ def run_folder(config: Config, recipe: str, command: str) -> Path:
 
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
-    """Reinforcement learning (GRPO and relatives). The same command resumes a run that was stopped."""
-    config = load_config(recipe, overrides or [])
-    from tandem.cli import training
-
-    training.train(config, run_folder(config, recipe, "train"), fresh)
+    """Reinforcement learning: GRPO, PPO and relatives. The same command resumes a run that was stopped."""
+    _train("train", recipe, overrides, fresh)
 
 
 @app.command()
 def sft(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
-    """Supervised fine-tuning on chats. The same command resumes a run that was stopped."""
+    """Supervised fine-tuning on chats."""
+    _train("sft", recipe, overrides, fresh)
+
+
+@app.command()
+def dpo(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Preference optimization (DPO, IPO) on pairs of a chosen and a rejected answer."""
+    _train("dpo", recipe, overrides, fresh)
+
+
+@app.command()
+def rm(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """A reward model on pairs (Bradley-Terry), as a sequence classifier with one label."""
+    _train("rm", recipe, overrides, fresh)
+
+
+@app.command()
+def distill(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """On-policy distillation: the model samples, a teacher grades every token."""
+    _train("distill", recipe, overrides, fresh)
+
+
+def _train(command: str, recipe: str, overrides: list[str] | None, fresh: bool) -> None:
     config = load_config(recipe, overrides or [])
     from tandem.cli import training
 
-    training.sft(config, run_folder(config, recipe, "sft"), fresh)
+    training.train(command, config, run_folder(config, recipe, command), fresh)
 
 
 @app.command()
@@ -89,12 +109,13 @@ def evaluate(
 def export(
     run: Annotated[Path, typer.Argument(help="run folder")],
     step: Annotated[int | None, typer.Option(help="checkpoint to export; default: the newest")] = None,
-    out: Annotated[Path | None, typer.Option(help="target; default: <run>/hf/step_N")] = None,
+    out: Annotated[Path | None, typer.Option(help="target; default: <run>/hf/step_N, or <run>/adapter/step_N")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="the LoRA adapter alone, in PEFT's format")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
+    """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM; adapters are merged in."""
     from tandem.cli import training
 
-    training.export_run(run, step, out)
+    training.export_run(run, step, out, adapter)
 
 
 @app.command()

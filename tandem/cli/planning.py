@@ -5,7 +5,8 @@ from typing import Any
 from rich.table import Table
 
 from tandem.cli.progress import console
-from tandem.config import Config, describe, to_toml
+from tandem.config import Config
+from tandem.recipe import describe, to_toml
 
 
 def show_keys() -> None:
@@ -20,8 +21,8 @@ def plan(config: Config) -> None:
     from tandem.model.load import check_model
 
     check_model(config.model.path)
-    parameters, model_config = _parameters(config.model.path)
-    rows = memory(parameters, config, reference=bool(config.rl.kl_coef))
+    parameters, adapters, model_config = _parameters(config)
+    rows = memory(parameters, adapters, config)
     table = Table("memory", "GiB", "how", title=f"{model_config.model_type}, {parameters / 1e6:,.1f}M parameters")
     for name, count, how in rows:
         table.add_row(name, f"{count / 2**30:.2f}", how)
@@ -29,27 +30,40 @@ def plan(config: Config) -> None:
     console.print(table)
     episodes = config.rl.prompts_per_step * config.rl.group_size
     console.print(f"a step: {episodes} episodes, at most {episodes * config.rollout.max_new_tokens:,} sampled tokens, "
-                  f"{config.rl.minibatches} optimizer update(s)")  # fmt: skip
+                  f"{config.rl.minibatches * config.rl.epochs} optimizer update(s)")  # fmt: skip
 
 
-def memory(parameters: int, config: Config, *, reference: bool) -> list[tuple[str, int, str]]:
-    """(what, bytes, formula) of what a training run holds, in float32."""
+def memory(parameters: int, adapters: int, config: Config) -> list[tuple[str, int, str]]:
+    """(what, bytes, formula) of what `tandem train` holds, in float32; adapters: their parameters, 0 without LoRA."""
+    trained = adapters or parameters
     rows = [
         ("weights", 4 * parameters, "4 bytes x parameters, shared by engine and trainer"),
-        ("packed weights", 4 * parameters, "the linear layers again, in oneDNN's order"),
-        ("gradients", 4 * parameters, "4 bytes x parameters"),
-        ("Adam moments", 8 * parameters, "8 bytes x parameters"),
+        ("packed weights", 4 * parameters, "the linear layers again, in oneDNN's order, adapters merged in"),
+        ("gradients", 4 * trained, "4 bytes x trained parameters"),
+        ("Adam moments", 8 * trained, "8 bytes x trained parameters"),
         ("key/value cache", config.rollout.cache_mb << 20, "at most rollout.cache_mb"),
     ]
-    return [*rows, ("reference", 8 * parameters, "weights and packs of the frozen model")] if reference else rows
+    if adapters:
+        rows.append(("adapters", 4 * adapters, f"4 bytes x (inputs + outputs) x {config.lora.rank} of each linear"))
+    if config.rl.kl_coef and adapters and not config.model.reference:
+        rows.append(("reference", 4 * parameters, "packs of the weights without adapters"))
+    elif config.rl.kl_coef:
+        rows.append(("reference", 8 * parameters, "weights and packs of the frozen model"))
+    if config.rl.advantage == "gae":
+        rows.append(("critic", 8 * parameters + 12 * trained, "weights, packs, gradients and moments of its own"))
+    return rows
 
 
-def _parameters(path: str) -> tuple[int, Any]:
-    """Counted on the meta device: shapes without storage."""
+def _parameters(config: Config) -> tuple[int, int, Any]:
+    """(parameters, those of adapters, model config), counted on the meta device: shapes without storage."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path)
+    shape = AutoConfig.from_pretrained(config.model.path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters()), config
+        model = AutoModelForCausalLM.from_config(shape)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    targets = config.lora.targets
+    chosen = [m for n, m in linears.items() if targets == ["all-linear"] or n.rpartition(".")[2] in targets]
+    adapters = config.lora.rank * sum(m.in_features + m.out_features for m in chosen)
+    return sum(p.numel() for p in model.parameters()), adapters, shape

@@ -38,8 +38,8 @@ class StepProgress:
 
     def __call__(self, done: int, metrics: Row, timings: Row) -> None:
         self.bar.update(self.task, completed=done, text=summary(metrics, timings))
-        if "eval/sampled" in metrics:
-            console.print(f"step {done:4d}  {evaluation(metrics)}")
+        if text := evaluation(metrics):
+            console.print(f"step {done:4d}  {text}")
         elif not console.is_terminal and (done % max(1, self.steps // 20) == 0):
             console.print(f"step {done:4d}  {summary(metrics, timings)}")
         for warning in self._warnings(metrics):
@@ -48,7 +48,8 @@ class StepProgress:
                 console.print(f"warning at step {done}: {warning}", style="yellow")
 
     def _warnings(self, metrics: Row) -> list[str]:
-        broken = [(metrics.get("skipped_updates", 0) > 0, "an update with a gradient that is not finite was skipped")]
+        bad = sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
+        broken = [(bool(bad), f"an update was skipped, not finite: {', '.join(bad)}")]
         if "reward" not in metrics:
             return [text for hit, text in broken if hit]
         self.recent.append(metrics["reward"])
@@ -56,7 +57,7 @@ class StepProgress:
         self.best = max(self.best, average) if len(self.recent) == WINDOW else self.best
         checks = [
             *broken,
-            (metrics["logprob_gap"] != 0, "engine and trainer disagree: logprob_gap is not 0"),
+            (metrics.get("logprob_gap", 0) != 0, "engine and trainer disagree: logprob_gap is not 0"),
             (
                 average < self.best - 0.2,
                 "the reward is falling: a lower train.learning_rate or more rl.prompts_per_step may help",
@@ -75,6 +76,9 @@ def summary(metrics: Row, timings: Row) -> str:
     shown = [
         ("reward", "reward {:.3f}"),
         ("nll", "nll {:.3f}"),
+        ("loss", "loss {:.3f}"),
+        ("accuracy", "accuracy {:.3f}"),
+        ("teacher_kl", "KL to the teacher {:.3f}"),
         ("entropy", "entropy {:.2f}"),
         ("logprob_gap", "gap {:.1e}"),
     ]
@@ -87,5 +91,12 @@ def summary(metrics: Row, timings: Row) -> str:
 
 
 def evaluation(metrics: Row) -> str:
-    text = f"held-out reward: sampled {metrics['eval/sampled']:.3f} ± {metrics['eval/sampled_interval']:.3f}"
-    return text + (f", greedy {metrics['eval/greedy']:.3f}" if "eval/greedy" in metrics else "")
+    """The held-out figures of a row in one line; empty where it has none."""
+    parts = []
+    if "eval/accuracy" in metrics:
+        parts.append(f"held-out pairs: accuracy {metrics['eval/accuracy']:.3f}, loss {metrics['eval/loss']:.3f}")
+    if "eval/sampled" in metrics:
+        parts.append(f"held-out reward: sampled {metrics['eval/sampled']:.3f} ± {metrics['eval/sampled_interval']:.3f}")
+    if "eval/greedy" in metrics:
+        parts.append(f"greedy {metrics['eval/greedy']:.3f}")
+    return ", ".join(parts)

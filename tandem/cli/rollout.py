@@ -21,7 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tandem.build import build_generator, input_hashes, prepare_process, read_data
+from tandem.build import build_generator, input_hashes, prepare_process, read_data, reward_pool
 from tandem.cli.progress import console
 from tandem.config import Config
 from tandem.data.render import ChatRenderer, load_renderer
@@ -33,7 +33,6 @@ from tandem.evaluate import sampling_params
 from tandem.loop import Clock, describe, score
 from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.model.load import check_model
-from tandem.rewards.pool import RewardPool
 from tandem.run import RunFolder, open_run
 from tandem.stream.journal import cut_episodes, episode_lines, write_episodes
 from tandem.types import Group, Problem, Row
@@ -76,7 +75,7 @@ def rollout(config: Config, out: Path | None, fresh: bool = False) -> None:
 def batch_maker(config: Config, problems: Sequence[Problem], renderer: ChatRenderer) -> Iterator[Make]:
     engine = build_generator(config, renderer, problems, console.print)
     params, size = sampling_params(config.rollout, renderer.stop_token_ids), config.rl.prompts_per_step
-    with RewardPool(config.reward.function, config.reward.timeout_s, config.reward.workers) as reward:
+    with reward_pool(config) as reward:
 
         def make(number: int, clock: Clock) -> list[Group]:
             part = problems[number * size : (number + 1) * size]
@@ -86,7 +85,7 @@ def batch_maker(config: Config, problems: Sequence[Problem], renderer: ChatRende
                     engine=engine, renderer=renderer, env=SingleTurn(), params=params,
                 )  # fmt: skip
             with clock("reward_s"):
-                return score(part, attempts, reward, config.reward.overlong_penalty)
+                return score(part, attempts, reward, config.reward, config.rollout.max_new_tokens)
 
         yield make
 
@@ -268,9 +267,11 @@ def open_output(output: Output, config: Config, fresh: bool) -> Iterator[RunFold
 
 def hashes(config: Config) -> dict[str, str]:
     """SHA-256 by key of what the episodes are a function of, besides the config: problems, model, reward function."""
-    source, _, _ = config.reward.function.rpartition(":")
+    sources = [function.rpartition(":")[0] or "none" for function in config.reward.functions]
     texts = [file for file in sorted(Path(config.model.path or "none").glob("*")) if file.suffix in TEXT_FILES]
-    files = {f"model.path/{file.name}": file for file in texts} | {"reward.function": Path(source or "none")}
+    files = {f"model.path/{file.name}": file for file in texts} | {
+        f"reward.function/{name}": Path(name) for name in sources
+    }
     kept = {key: value for key, value in input_hashes(config).items() if key.startswith(("data.train", "model.path/"))}
     return kept | {key: hashlib.sha256(file.read_bytes()).hexdigest() for key, file in files.items() if file.is_file()}
 

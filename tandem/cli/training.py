@@ -1,34 +1,33 @@
-"""`tandem train`, `tandem sft` and `tandem export`."""
+"""The commands that train, and `tandem export`."""
 
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tandem.build import Report, sft_job, training_job
+from tandem.build import Report, build_model
 from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint, step_name
 from tandem.cli.progress import StepProgress, console, evaluation
-from tandem.config import Config, load_config
+from tandem.config import Config
 from tandem.drive import Job, drive
 from tandem.errors import UserError
-from tandem.export import export, model_card
+from tandem.export import export, export_adapter, model_card
+from tandem.jobs import distill_job, dpo_job, rm_job, sft_job, training_job
 from tandem.metrics import read_metrics
-from tandem.model.load import load_model
+from tandem.recipe import load_config
 from tandem.run import open_run
 
 JobMaker = Callable[[Config, Path, Report], AbstractContextManager[Job]]
 
 
-def train(config: Config, folder: Path, fresh: bool = False) -> Path:
-    return _run(config, folder, fresh, "train", training_job)
+JOBS: dict[str, JobMaker] = {
+    "train": training_job, "sft": sft_job, "dpo": dpo_job, "rm": rm_job, "distill": distill_job,
+}  # fmt: skip
 
 
-def sft(config: Config, folder: Path, fresh: bool = False) -> Path:
-    return _run(config, folder, fresh, "sft", sft_job)
-
-
-def _run(config: Config, folder: Path, fresh: bool, command: str, make: JobMaker) -> Path:
-    """Run to the end, export the result; returns the Hugging Face directory."""
+def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
+    """Run a command of JOBS to its end, export the result; returns the Hugging Face directory."""
+    make = JOBS[command]
     with open_run(folder, config, fresh=fresh, command=command) as run:
 
         def report(text: str) -> None:
@@ -39,19 +38,17 @@ def _run(config: Config, folder: Path, fresh: bool, command: str, make: JobMaker
             digest = drive(run, job, progress)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(job.steps)
-            card = model_card(
-                job.policy.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1]
-            )
-            export(job.policy.model, config.model.path, target, card)
+            card = model_card(job.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1])
+            export(job.model, config.model.path, target, card)
         report(f"done: {job.steps} steps, weights {digest[:16]}, model in {target}")
-        evals = [row for row in rows if "eval/sampled" in row]
+        evals = [text for row in rows if (text := evaluation(row))]
         if evals:
-            report(f"before: {evaluation(evals[0])}")
-            report(f"after:  {evaluation(evals[-1])}")
+            report(f"before: {evals[0]}")
+            report(f"after:  {evals[-1]}")
     return target
 
 
-def export_run(folder: Path, step: int | None, out: Path | None) -> None:
+def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) -> None:
     if not (folder / "config.toml").is_file():
         raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
                         expected="a folder made by `tandem train` or `tandem sft`", next="ls runs/")  # fmt: skip
@@ -62,13 +59,16 @@ def export_run(folder: Path, step: int | None, out: Path | None) -> None:
         )
     path = _checkpoint(folder / "checkpoints", step)
     tensors, _ = load_checkpoint(path)
-    model = load_model(config.model.path)
-    model.load_weights(tensors["policy"])
+    command = json.loads((folder / "run.json").read_text())["command"]
+    scorer = command == "rm"
+    model = build_model(config, config.model.path, head="value" if scorer else "tokens")
+    model.load_weights(tensors["scorer" if scorer else "policy"])
     done = checkpoint_step(path)
     rows = [row for row in read_metrics(folder) if row["step"] == done] or [{"step": done}]
-    command = json.loads((folder / "run.json").read_text())["command"]
     card = model_card(model, base=config.model.path, command=command, step=done, metrics=rows[-1])
-    console.print(f"model in {export(model, config.model.path, out or folder / 'hf' / step_name(done), card)}")
+    target = out or folder / ("adapter" if adapter else "hf") / step_name(done)
+    write = export_adapter if adapter else export
+    console.print(f"model in {write(model, config.model.path, target, card)}")
 
 
 def _checkpoint(folder: Path, step: int | None) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import numpy as np
@@ -24,6 +24,7 @@ from tandem.types import Array, Message, Problem
 logger = logging.getLogger(__name__)
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+Loss = Literal["assistant", "last", "all"]  # where a training chat carries loss; see ChatRenderer.training
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
 
 # Templates that print today's date (Llama 3.2, Mistral, SmolLM3) would give a resumed run other prompts on the next
@@ -133,17 +134,21 @@ class ChatRenderer:
         """prompt of every chat, tokenized together."""
         return self._encode([self._text(messages, open_turn=True) for messages in chats])
 
-    def training(self, messages: Sequence[Message]) -> tuple[Array, Array]:
-        """(tokens int64 [T], loss_mask bool [T]): the whole chat, with loss on what the assistant says.
+    def training(self, messages: Sequence[Message], loss: Loss = "assistant") -> tuple[Array, Array]:
+        """(tokens int64 [T], loss_mask bool [T]): the whole chat, and which of its tokens carry loss.
 
-        A turn's loss covers what an engine would have sampled: from the end of the turn's header to the first stop
-        token, that one included. Raises UserError where the template does not keep earlier tokens as they were.
+        "assistant": what the assistant says, in every turn. A turn's loss covers what an engine would have sampled:
+        from the end of the turn's header to the first stop token, that one included. "last": its last turn only.
+        "all": every token but the first, which nothing predicts.
+        Raises UserError where the template does not keep earlier tokens as they were; for "last", where it does not
+        keep the last turn's prompt and what that turn says.
         """
-        return self.trainings([messages])[0]
+        return self.trainings([messages], loss)[0]
 
-    def trainings(self, chats: Sequence[Sequence[Message]]) -> list[tuple[Array, Array]]:
+    def trainings(self, chats: Sequence[Sequence[Message]], loss: Loss = "assistant") -> list[tuple[Array, Array]]:
         """training of every chat, tokenized together."""
-        return [sample for at in range(0, len(chats), CHUNK) for sample in self._trainings(chats[at : at + CHUNK])]
+        chunks = [chats[at : at + CHUNK] for at in range(0, len(chats), CHUNK)]
+        return [sample for chunk in chunks for sample in self._trainings(chunk, loss)]
 
     def decode(self, tokens: Array) -> str:
         """The text of the tokens, without special tokens."""
@@ -209,48 +214,58 @@ class ChatRenderer:
 
     # ---- the loss mask
 
-    def _trainings(self, chats: Sequence[Sequence[Message]]) -> list[tuple[Array, Array]]:
-        texts = [self._growing_texts(messages) for messages in chats]
+    def _trainings(self, chats: Sequence[Sequence[Message]], loss: Loss) -> list[tuple[Array, Array]]:
+        turns = [_assistant_turns(messages)[-1 if loss == "last" else 0 :] for messages in chats]
+        texts = [self._growing_texts(messages, at) for messages, at in zip(chats, turns, strict=True)]
         tokens = iter(self._encode([text for chat in texts for text in chat]))
         samples = []
-        for messages, chat in zip(chats, texts, strict=True):
-            samples.append(self._sample(messages, [_Rendering(text, next(tokens)) for text in chat]))
+        for at, chat in zip(turns, texts, strict=True):
+            tokens_of_chat, loss_mask = self._sample(at, [_Rendering(text, next(tokens)) for text in chat])
+            if loss == "all":
+                loss_mask = np.arange(len(tokens_of_chat)) > 0
+            samples.append((tokens_of_chat, loss_mask))
         return samples
 
-    def _growing_texts(self, messages: Sequence[Message]) -> list[str]:
-        """The chat up to the header of each assistant's turn and up to its end, in turns; then the whole chat."""
+    def _growing_texts(self, messages: Sequence[Message], turns: list[int]) -> list[str]:
+        """The chat up to the header of each of the assistant's turns and up to its end; then the whole chat."""
         texts = []
-        for i in _assistant_turns(messages):
+        for i in turns:
             texts += [self._text(messages[:i], open_turn=True), self._text(messages[: i + 1], open_turn=False)]
         return texts if messages[-1]["role"] == "assistant" else [*texts, self._text(messages, open_turn=False)]
 
-    def _sample(self, messages: Sequence[Message], renderings: list[_Rendering]) -> tuple[Array, Array]:
+    def _sample(self, turns: list[int], renderings: list[_Rendering]) -> tuple[Array, Array]:
+        """(tokens int64 [T], loss_mask bool [T]) of the last rendering, with loss on what is sampled in these turns."""
         for n, (before, after) in enumerate(pairwise(renderings)):
-            self._require_prefix(before, after, messages, n)
+            self._require_prefix(before, after, turns[n // 2], n)
         tokens = renderings[-1].tokens
         loss_mask = np.zeros(len(tokens), bool)
-        stop_tokens = ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))))
-        for n, i in enumerate(_assistant_turns(messages)):
+        for n, turn in enumerate(turns):
             start, end = len(renderings[2 * n].tokens), len(renderings[2 * n + 1].tokens)
-            stops = np.flatnonzero(np.isin(tokens[start:end], self.stop_token_ids))
-            if not len(stops):
-                raise UserError(
-                    "the chat template does not end the assistant's turn, so the model would never learn to stop",
-                    where=f"chat template of {self.name}, message {i + 1}",
-                    found=repr(self.tokenizer.decode(tokens[start:end].tolist())[-40:]),
-                    expected=f"a stop token: {stop_tokens}",
-                    next="write eos_token after the assistant's content in the template",
-                )
-            loss_mask[start : start + stops[0] + 1] = True
+            loss_mask[start : self._end_of_sampling(tokens, start, end, turn)] = True
         return tokens, loss_mask
 
-    def _require_prefix(self, before: _Rendering, after: _Rendering, messages: Sequence[Message], n: int) -> None:
-        """before's tokens must be after's first tokens; otherwise name the first difference."""
+    def _end_of_sampling(self, tokens: Array, start: int, end: int, turn: int) -> int:
+        """The place behind the first stop token of a turn's tokens[start:end]."""
+        stops = np.flatnonzero(np.isin(tokens[start:end], self.stop_token_ids))
+        if not len(stops):
+            stop_tokens = self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
+            raise UserError(
+                "the chat template does not end the assistant's turn, so the model would never learn to stop",
+                where=f"chat template of {self.name}, message {turn + 1}",
+                found=repr(self.tokenizer.decode(tokens[start:end].tolist())[-40:]),
+                expected=f"a stop token: {', '.join(map(str, stop_tokens))}",
+                next="write eos_token after the assistant's content in the template",
+            )
+        return start + int(stops[0]) + 1
+
+    def _require_prefix(self, before: _Rendering, after: _Rendering, turn: int, n: int) -> None:
+        """before's tokens must be after's first tokens; otherwise name the first difference.
+
+        Of the pairs n, even ones add the message of the turn to its header, odd ones add what follows it.
+        """
         size = len(before.tokens)
         if np.array_equal(before.tokens, after.tokens[:size]):
             return
-        # Of the pairs, even ones add the assistant's message to its header, odd ones add what follows it.
-        turn = _assistant_turns(messages)[n // 2]
         if after.text.startswith(before.text):
             what = "a message merges with the chat template's text before it, so its first token is never sampled"
             advice = "strip the spaces and line ends at the start of that message"

@@ -5,12 +5,14 @@ count but one: with AVX-512 and more than 1,024 inputs a *single* row takes anot
 kernel for every row count it meets (about 0.5 ms and 1 MB each), so counts are rounded up to a ladder (`padded_rows`)
 that starts at 4: four rows are no slower than one.
 
-Backward is plain matmul: gradients are deterministic, not batch-invariant. The pack follows the weight's version
-counter, so a stale pack cannot be used. Where oneDNN's operators are missing, rows are padded to a multiple of 4 for
-plain `F.linear`; `probe` says whether that is exact on the machine at hand.
+Backward is plain matmul: gradients are deterministic, not batch-invariant, and made only for what wants one. The pack
+follows the version counters of the weight and of its adapter, so a stale pack cannot be used. Where oneDNN's operators
+are missing, rows are padded to a multiple of 4 for plain `F.linear`; `probe` says whether that is exact on the machine
+at hand.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,20 +51,33 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(F.pad(x, (0, 0, 0, -rows % 4)), packed, bias)[:rows]
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return multiply(x, packed, bias)
+class Adapter(NamedTuple):
+    """A low-rank update of a weight, scaling * b @ a, with a [r, I] and b [O, r] (LoRA, Hu et al. 2021, section 4.1)."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0]
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+class Part(NamedTuple):
+    """One linear among those that share an input: weight [O, I], bias [O], adapter; the last two may be absent."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    adapter: Adapter | None = None
+
+    def merged(self) -> Tensor:
+        """The weight [O, I] that is run, detached; the weight itself where there is no adapter."""
+        if self.adapter is None:
+            return self.weight.detach()
+        a, b, scaling = self.adapter
+        return torch.addmm(self.weight.detach(), b.detach(), a.detach(), alpha=scaling)
+
+    def version(self) -> tuple[int, ...]:
+        """The write counters of all that the merged weight is made of."""
+        if self.adapter is None:
+            return (self.weight._version,)
+        return self.weight._version, self.adapter.a._version, self.adapter.b._version
 
 
 class PackedWeight:
@@ -73,31 +88,49 @@ class PackedWeight:
         self._packed: Tensor | None = None
 
     def of(self, *weights: Tensor) -> Tensor:
-        versions = tuple(weight._version for weight in weights)
+        return self.of_parts([Part(weight) for weight in weights])
+
+    def of_parts(self, parts: Sequence[Part]) -> Tensor:
+        """The pack of the merged weights: an adapter costs a forward pass nothing, and no merged weight is kept beside it."""
+        versions = tuple(version for part in parts for version in part.version())
         if self._packed is None or self._versions != versions:
             self._packed, self._versions = None, versions  # the old pack goes before the new one is made
-            self._packed = pack(weights[0] if len(weights) == 1 else torch.cat([w.detach() for w in weights]))
+            merged = [part.merged() for part in parts]
+            self._packed = pack(merged[0] if len(merged) == 1 else torch.cat(merged))
         return self._packed
 
 
 class ExactLinear(nn.Module):
-    """nn.Linear with the exact forward; it takes over the parameters, so names and ties stay."""
+    """nn.Linear with the exact forward; it takes over the parameters, so names and ties stay.
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None):
+    With an adapter (lora_A, lora_B) it runs the merged weight; while `base_only` is set it runs the base weight alone, from
+    a pack of its own that is kept. `base_only` is for linears with an adapter: the others have one pack.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None = None,
+        lora_A: nn.Linear | None = None, lora_B: nn.Linear | None = None, scaling: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.pack = PackedWeight()
+        self.lora_A, self.lora_B, self.scaling = lora_A, lora_B, scaling
+        self.pack, self.base_pack = PackedWeight(), PackedWeight()
+        self.base_only = False
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        return linear(flat, self.weight, self.bias, self.pack.of(self.weight)).view(*x.shape[:-1], -1)
+        flat, parts = x.reshape(-1, x.shape[-1]), (self.part(),)
+        packed = (self.base_pack if self.base_only else self.pack).of_parts(parts)
+        return side_by_side(flat, parts, packed).view(*x.shape[:-1], -1)
 
+    def part(self) -> Part:
+        """What it runs now."""
+        return Part(self.weight, self.bias) if self.base_only else self.whole()
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
-    """x [N, I], weight [O, I] -> [N, O]; differentiable when gradients are on, lean when they are off."""
-    if torch.is_grad_enabled():
-        return _Linear.apply(x, weight, bias, packed)  # type: ignore[no-any-return]
-    return multiply(x, packed, bias)
+    def whole(self) -> Part:
+        """What it runs with its adapter, if it has one."""
+        if self.lora_A is None or self.lora_B is None:
+            return Part(self.weight, self.bias)
+        return Part(self.weight, self.bias, Adapter(self.lora_A.weight, self.lora_B.weight, self.scaling))
 
 
 class FusedLinear:
@@ -105,33 +138,85 @@ class FusedLinear:
 
     def __init__(self, *parts: ExactLinear):
         self.parts = parts
-        self.pack = PackedWeight()
+        self.pack, self.base_pack = PackedWeight(), PackedWeight()
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights = [part.weight for part in self.parts]
-        biases: list[Tensor] = [part.bias for part in self.parts if part.bias is not None]
-        packed = self.pack.of(*weights)
-        if torch.is_grad_enabled():
-            return _Fused.apply(x, packed, len(weights), *weights, *biases)  # type: ignore[no-any-return]
-        return multiply(x, packed, torch.cat(biases) if biases else None)
+        parts = [linear.part() for linear in self.parts]
+        base_only = any(linear.base_only for linear in self.parts)
+        return side_by_side(x, parts, (self.base_pack if base_only else self.pack).of_parts(parts))
 
 
-class _Fused(torch.autograd.Function):
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
+    """x [N, I], weight [O, I] -> [N, O]; differentiable when gradients are on, lean when they are off."""
+    return side_by_side(x, (Part(weight, bias),), packed)
+
+
+def side_by_side(x: Tensor, parts: Sequence[Part], packed: Tensor) -> Tensor:
+    """x [N, I] -> [N, sum of O]: the parts' outputs, in their order; packed is the pack of their merged weights."""
+    if torch.is_grad_enabled():
+        adapters = [part.adapter or (None, None, 0.0) for part in parts]
+        tensors = [t for part, (a, b, _) in zip(parts, adapters, strict=True) for t in (part.weight, part.bias, a, b)]
+        return _SideBySide.apply(x, packed, [scaling for *_, scaling in adapters], *tensors)  # type: ignore[no-any-return]
+    return multiply(x, packed, _bias(parts))
+
+
+def _bias(parts: Sequence[Part]) -> Tensor | None:
+    biases = [part.bias for part in parts if part.bias is not None]
+    return torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
+
+
+class _SideBySide(torch.autograd.Function):
+    """Takes the four tensors of each part one after another, and makes the gradients of those that want one."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, count: int, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *parameters[:count])
-        ctx.biases = len(parameters) - count
-        return multiply(x, packed, torch.cat(parameters[count:]) if ctx.biases else None)
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scalings: list[float], *tensors: Tensor | None) -> Tensor:
+        # what is frozen does not hold the activations
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *tensors)
+        ctx.scalings = scalings
+        return multiply(x, packed, _bias(_parts(tensors, scalings)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        parts = grads[0].split([len(weight) for weight in weights], 1)
-        grad_x = parts[0] @ weights[0]
-        for part, weight in zip(parts[1:], weights[1:], strict=True):
-            grad_x.addmm_(part, weight)
-        grad_biases = [part.sum(0) for part in parts[: ctx.biases]]
-        return grad_x, None, None, *(part.t() @ x for part in parts), *grad_biases
+        x, *tensors = ctx.saved_tensors
+        parts, wanted = _parts(tensors, ctx.scalings), ctx.needs_input_grad
+        above = grads[0].split([len(part.weight) for part in parts], 1)
+        grad_x = _input_gradient(above, parts) if wanted[0] else None
+        own = [
+            gradient
+            for number, (grad, part) in enumerate(zip(above, parts, strict=True))
+            for gradient in _part_gradients(x, grad, part, wanted[3 + 4 * number : 7 + 4 * number])
+        ]
+        return grad_x, None, None, *own
+
+
+def _parts(tensors: Sequence[Any], scalings: Sequence[float]) -> list[Part]:
+    """The parts again, of (weight, bias, a, b) one after another."""
+    parts = []
+    for n, scaling in enumerate(scalings):
+        weight, bias, a, b = tensors[4 * n : 4 * n + 4]
+        parts.append(Part(weight, bias, None if a is None else Adapter(a, b, scaling)))
+    return parts
+
+
+def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
+    """The gradient [N, I] from those of the outputs, [N, O] each: the sum of g W + scaling * (g B) A, B A never formed."""
+    total = above[0] @ parts[0].weight
+    for grad, part in zip(above[1:], parts[1:], strict=True):
+        total.addmm_(grad, part.weight)
+    for grad, part in zip(above, parts, strict=True):
+        if part.adapter is not None:
+            total.addmm_(grad @ part.adapter.b, part.adapter.a, alpha=part.adapter.scaling)
+    return total
+
+
+def _part_gradients(x: Tensor, grad: Tensor, part: Part, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Gradients of weight, bias, a and b, where wanted, from x [N, I] and the output's gradient [N, O]."""
+    own = grad.t() @ x if wanted[0] else None, grad.sum(0) if wanted[1] else None
+    if part.adapter is None:
+        return *own, None, None
+    a, b, scaling = part.adapter
+    grad_a = ((grad @ b).t() @ x).mul_(scaling) if wanted[2] else None
+    return *own, grad_a, (grad.t() @ (x @ a.t())).mul_(scaling) if wanted[3] else None
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -157,6 +242,9 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        gate, up = ctx.saved_tensors[0].chunk(2, -1)
-        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
-        return torch.cat((grad_gate, grads[0] * F.silu(gate)), -1)
+        x = ctx.saved_tensors[0]
+        (gate, up), grad = x.chunk(2, -1), torch.empty_like(x)
+        grad_gate, grad_up = grad.chunk(2, -1)  # written in place: at few features this is memory traffic only
+        torch.ops.aten.silu_backward.grad_input(torch.mul(grads[0], up, out=grad_up), gate, grad_input=grad_gate)
+        torch.mul(grads[0], F.silu(gate), out=grad_up)
+        return grad

@@ -1,25 +1,30 @@
 """Load a Hugging Face causal language model, made exact: transformers' parts, in Tandem's layer, linear and attention.
 
+With `head="value"` the same for a value model, whose head gives one number a token and which no engine runs.
+
 The module stays transformers' own, parameter names included, so a checkpoint is a plain Hugging Face directory.
 What cannot be exact is refused by name, before any work.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tandem.errors import UserError
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.kernels import triton_for
-from tandem.model.layers import ExactLayer, norm, rotation_of
+from tandem.model.layers import ExactLayer, Rotation, norm, rotation_of
 from tandem.model.linear import ExactLinear, padded_rows
+from tandem.model.lora import Lora, add_adapter, exact_adapted
 from tandem.model.paged import PagedPlan, Runs
 
 EXACT_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -29,15 +34,21 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 class ExactModel(nn.Module):
     """A causal language model whose logits of a token depend on that token's own prefix and the weights only.
 
-    `hidden` and `head` are the two halves that engine and trainer share.
+    `hidden` and `head` are the two halves that engine and trainer share; a value model's head is its `score`, [1, D].
+    `checkpointing` keeps only the layers' inputs for the backward pass and runs each layer once more in it (Chen et al.
+    2016, arXiv 1604.06174): memory for time, the gradients are the same to the last bit.
     """
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Any, lora: Lora | None = None):
         super().__init__()
-        self.module = module
+        self.module, self.lora = module, lora
         self.config = module.config
-        self.head: ExactLinear = module.get_output_embeddings()
+        self.head: ExactLinear = module.get_output_embeddings() or module.score
+        self.checkpointing = False
         self._weights = list(module.parameters())
+        linears = {name: part for name, part in module.named_modules() if isinstance(part, ExactLinear)}
+        self.adapted = {name: part for name, part in linears.items() if part.lora_A is not None}
+        self._base_only = False
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         """tokens and positions int64 [T] -> last hidden states [T, D].
@@ -49,8 +60,17 @@ class ExactModel(nn.Module):
         x = inner.embed_tokens(F.pad(tokens, padding).to(self.device))
         rotation = rotation_of(inner.rotary_emb, x, F.pad(positions, padding).to(self.device))
         for layer in inner.layers:
-            x = layer(x, rotation, plan)
+            x = self._layer(layer, x, rotation, plan)
         return norm(inner.norm, x)[:rows]
+
+    def _layer(self, layer: ExactLayer, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
+        if not (self.checkpointing and torch.is_grad_enabled()):
+            return layer(x, rotation, plan)  # type: ignore[no-any-return]
+        base_only = self._base_only  # a backward pass may run outside the `adapter_off` of its forward pass
+        return checkpoint(  # type: ignore[no-any-return]
+            layer, x, rotation, plan, use_reentrant=False, preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), self._running(base_only=base_only)),
+        )  # fmt: skip
 
     def packed_plan(self, segments: np.ndarray) -> Plan:
         """Attention of packed segments, int64 [S, 4] as in types.Microbatch, where the weights are."""
@@ -71,41 +91,113 @@ class ExactModel(nn.Module):
         return self.config.num_attention_heads, self.config.num_key_value_heads, head_size(self.config)
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Every parameter once, under its Hugging Face name (a tied head is its embedding)."""
+        """Every parameter once, under its Hugging Face name (a tied head is its embedding).
+
+        An adapter's are `....q_proj.lora_A.weight` and `....q_proj.lora_B.weight`, beside the base's `....q_proj.weight`.
+        """
         return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def merged_weights(self) -> dict[str, Tensor]:
+        """What the model runs with its adapter, under plain Hugging Face names: the very weights that are packed."""
+        adapter = self.adapter_weights()
+        base = {name: weight for name, weight in self.named_weights().items() if name not in adapter}
+        return base | {f"{name}.weight": part.whole().merged() for name, part in self.adapted.items()}
+
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The factors of the adapter under their names in `named_weights`; empty without one."""
+        ends = ("lora_A.weight", "lora_B.weight")
+        names = {f"{name}.{end}" for name in self.adapted for end in ends}
+        return {name: weight for name, weight in self.named_weights().items() if name in names}
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that an optimizer may change, under their names in `named_weights`."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """Run the base weights alone, to the bits of the model without an adapter: a reference that costs no second model.
+
+        The adapted linears keep a pack of their base weight from then on.
+        """
+        with self._running(base_only=True):
+            yield
+
+    @contextmanager
+    def _running(self, *, base_only: bool) -> Iterator[None]:
+        before = self._base_only
+        self._run(base_only=base_only)
+        try:
+            yield
+        finally:
+            self._run(base_only=before)
+
+    def _run(self, *, base_only: bool) -> None:
+        self._base_only = base_only
+        for part in self.adapted.values():
+            part.base_only = base_only
 
     @property
     def device(self) -> torch.device:
         return self.head.weight.device
 
     def changes(self) -> int:
-        """A number that grows with every change of a weight in place: what was computed at another one is stale."""
-        return sum(weight._version for weight in self._weights)
+        """What was computed at another number is stale: it grows with every change of a weight in place, by two.
+
+        It is odd inside `adapter_off`, so that no engine mixes the keys of both.
+        """
+        return 2 * sum(weight._version for weight in self._weights) + (self._base_only and bool(self.adapted))
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """In place, so that an engine's and an optimizer's tensors are still the same ones."""
-        for name, parameter in self.module.named_parameters():
-            parameter.copy_(weights[name])
+        """In place, so that an engine's and an optimizer's tensors are still the same ones.
+
+        Weights that are not named stay: an adapter's checkpoint holds the adapter only. Raises UserError for a name that
+        the model does not have, or has in another shape, before anything is written.
+        """
+        parameters = dict(self.module.named_parameters())
+        shapes = {name: list(weight.shape) for name, weight in weights.items()}
+        wrong = [name for name in shapes if name not in parameters or shapes[name] != list(parameters[name].shape)]
+        if wrong:
+            raise UserError("the weights are not this model's", where=", ".join(wrong[:3]),
+                            found=f"{len(wrong)} of {len(weights)} names that it lacks or has in another shape",
+                            expected="the model, and the adapter, that the weights were saved from")  # fmt: skip
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)
 
 
-def load_model(path: str) -> ExactModel:
-    """A directory or hub name -> the exact model in float32. Raises UserError when it is missing or not exact."""
+def load_model(path: str, lora: Lora | None = None, *, head: Literal["tokens", "value"] = "tokens") -> ExactModel:
+    """A directory or hub name -> the exact model in float32, with an untrained adapter if lora is given.
+
+    A value model of a directory without `score.weight`, a language model's, starts with a score of exactly zero. Raises
+    UserError when the model is missing or not exact.
+    """
     check_model(path)
+    return make_exact(_stock_model(path, head), lora)
+
+
+def _stock_model(path: str, head: Literal["tokens", "value"]) -> Any:
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, logging
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    how: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        if head == "value":
+            module, report = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **how)
+        else:
+            module, report = AutoModelForCausalLM.from_pretrained(path, **how)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError("the model cannot be loaded", where=path, found=str(error).splitlines()[0],
                         expected="weights in safetensors beside config.json") from None  # fmt: skip
-    if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
+    missing = set(report["missing_keys"])  # transformers would fill them with random numbers
+    if head == "value" and "score.weight" in missing:
+        missing.remove("score.weight")
+        nn.init.zeros_(module.score.weight)
+    if missing:
         raise UserError("the model cannot be loaded", where=path, expected="a tensor for every parameter of config.json",
-                        found=f"no weights for {len(missing)} parameters: {', '.join(missing[:3])}")  # fmt: skip
-    return make_exact(module)
+                        found=f"no weights for {len(missing)} parameters: {', '.join(sorted(missing)[:3])}")  # fmt: skip
+    return module
 
 
 def check_model(path: str) -> None:
@@ -157,15 +249,17 @@ def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def make_exact(module: Any) -> ExactModel:
-    """Put the exact parts into a transformers module, in place."""
+def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
+    """Put the exact parts into a transformers module, in place; with lora, PEFT's new adapter too."""
+    if lora is not None:
+        add_adapter(module, lora)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             setattr(parent, name, _exact(child))
     config, layers = module.config, module.model.layers
     for number, layer in enumerate(layers):
         layers[number] = ExactLayer(layer, number, window_of(config, number))
-    return ExactModel(module.eval())
+    return ExactModel(module.eval(), lora)
 
 
 def window_of(config: Any, layer: int) -> int | None:
@@ -177,6 +271,8 @@ def window_of(config: Any, layer: int) -> int | None:
 
 def _exact(child: Any) -> nn.Module:
     match type(child).__name__:
+        case "Linear" if not isinstance(child, nn.Linear):  # PEFT's lora Linear has the same name
+            return exact_adapted(child)
         case "Linear":
             return ExactLinear(child.weight, child.bias)
         case "Qwen3MoeTopKRouter":

@@ -99,8 +99,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log-probs float32 [N], entropy float32 [N], both nats) of targets int64 [N] after hidden states [N, D].
 
-    weight [V, D] is the output projection and packed its pack; seen is needed with a repetition penalty. The log-probs
-    are differentiable, the entropy is not.
+    weight [V, D] is the output projection and packed its pack; seen is needed with a repetition penalty. Both are
+    differentiable.
     """
     return _TokenLogprobs.apply(hidden, weight, packed, targets, how, seen)  # type: ignore[no-any-return]
 
@@ -112,35 +112,53 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: SeenBefore | None
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, packed, targets)
         ctx.how, ctx.seen = how, seen
         logprobs, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
-        for rows in _chunks(len(targets), weight.shape[0]):
+        for rows in chunks(len(targets), weight.shape[0]):
             logits = multiply(hidden[rows], packed).float()
             _penalize(logits, how, seen, rows)
             table = log_distribution(logits, how, targets[rows])
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
             entropy[rows] = -(table.exp() * table.clamp_min(-1e4)).sum(-1)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, packed, targets, entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, packed, targets = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        for rows in _chunks(len(targets), weight.shape[0]):
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, packed, targets, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for rows in chunks(len(targets), weight.shape[0]):
             logits = multiply(hidden[rows], packed).float()
             penalized = _penalize(logits, ctx.how, ctx.seen, rows)
-            # d logprob / d logits = (onehot - probs) / temperature on the kept set, 0 outside it
-            slope = log_distribution(logits, ctx.how, targets[rows]).exp_().neg_()
-            slope.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=slope.dtype))
-            slope.mul_(grads[0][rows, None] / (ctx.how.temperature or 1.0))
+            table = log_distribution(logits, ctx.how, targets[rows])
+            slope = _slope(table, targets[rows], entropy[rows], *(None if g is None else g[rows, None] for g in grads))
+            if ctx.how.temperature not in (0.0, 1.0):
+                slope.div_(ctx.how.temperature)
             if penalized is not None:
                 seen, factor = penalized
                 slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
             grad_hidden[rows] = slope @ weight
-            grad_weight.addmm_(slope.t(), hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(slope.t(), hidden[rows])
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _slope(
+    table: Tensor, targets: Tensor, entropy: Tensor, above: Tensor | None, above_entropy: Tensor | None
+) -> Tensor:
+    """d loss / d tempered logits [N, V], from the gradients [N, 1] of the log-probs and of the entropy.
+
+    d logprob = onehot - p and d entropy = -p (log p + entropy) on the kept set, 0 outside it.
+    """
+    if above_entropy is None:
+        slope = table.exp_().mul_(-above)  # type: ignore[operator]
+    else:
+        probs = table.exp()
+        slope = table.clamp_min_(-1e4).add_(entropy[:, None]).mul_(-above_entropy)
+        slope = (slope if above is None else slope.sub_(above)).mul_(probs)
+    return slope if above is None else slope.scatter_add_(1, targets[:, None], above)
 
 
 def _penalize(logits: Tensor, how: Filter, seen: SeenBefore | None, rows: slice) -> tuple[Seen, Tensor] | None:
@@ -151,6 +169,7 @@ def _penalize(logits: Tensor, how: Filter, seen: SeenBefore | None, rows: slice)
     return part, penalize(logits, how.repetition_penalty, part)
 
 
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
+def chunks(rows: int, vocabulary: int) -> list[slice]:
+    """Runs of rows whose logits [n, V] fit CHUNK_BYTES."""
     size = max(16, CHUNK_BYTES // (4 * vocabulary))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -26,7 +26,7 @@ class Bucket:
     rows: Tensor | None  # int64 [n * R], padding repeats a run's last row; None: every row of the pass, in order
     kept: Tensor | None  # int64, which of the n * R are no padding; None: all
     positions: Tensor  # int64 [n, R]
-    columns: list[tuple[Tensor, int]]  # for each page column: pages int64 [m] of the first m sequences, keys used
+    columns: list[tuple[slice | Tensor, int]]  # for each page column: pages [m] of the first m sequences, keys used
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
@@ -106,20 +106,25 @@ def _attend(bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: floa
     if rows % 4:
         query = F.pad(query, (0, 0, 0, -rows % 4))
     (first, first_used), *others = bucket.columns
-    scores = query @ keys[..., :first_used].index_select(0, first)
+    scores = query @ _pages(keys[..., :first_used], first)
     if others:
         whole = query.new_empty(*query.shape[:3], len(others) * PAGE + others[-1][1])
         whole[..., :PAGE] = scores
         for at, (pages, used) in enumerate(others, 1):
-            part = query[: len(pages)] @ keys[..., :used].index_select(0, pages)
-            whole[: len(pages), :, :, at * PAGE : at * PAGE + used] = part
+            held = _pages(keys[..., :used], pages)
+            whole[: len(held), :, :, at * PAGE : at * PAGE + used] = query[: len(held)] @ held
         scores = whole
     probs = weigh(scores.view(n, kv_heads, run, -1, scores.shape[-1]), bucket.mask(window), scale).view(scores.shape)
-    out = probs[..., :PAGE] @ values[:, :, :first_used].index_select(0, first)
+    out = probs[..., :PAGE] @ _pages(values[:, :, :first_used], first)
     for at, (pages, used) in enumerate(others, 1):
-        part = probs[: len(pages), :, :, at * PAGE : at * PAGE + used]
-        out[: len(pages)] += part @ values[:, :, :used].index_select(0, pages)
+        held = _pages(values[:, :, :used], pages)
+        out[: len(held)] += probs[: len(held), :, :, at * PAGE : at * PAGE + used] @ held
     return rows_first(out[:, :, :rows], run, heads)
+
+
+def _pages(cache: Tensor, pages: slice | Tensor) -> Tensor:
+    """[m, K, ...]: pages that follow each other are read where they lie, others are gathered."""
+    return cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
 
 
 def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:
@@ -158,7 +163,9 @@ def _bucket(size: int, runs: np.ndarray, table: np.ndarray) -> Bucket:
     for at in range(0, longest, PAGE):
         m = int((lengths > at).sum())
         used = min(PAGE, ladder(longest - at, 16))
-        columns.append((torch.from_numpy(table[owner[:m], at // PAGE]), used))
+        pages = table[owner[:m], at // PAGE]
+        row = slice(int(pages[0]), int(pages[0]) + m)
+        columns.append((row if (np.diff(pages) == 1).all() else torch.from_numpy(pages), used))
     padding = count.min() < size
     return Bucket(
         rows=torch.from_numpy((first[:, None] + step).reshape(-1)),

@@ -5,7 +5,7 @@ own score only. Scores come back in the order of the items, whichever worker mad
 
     caller's thread                                      worker process (1 .. workers), own session
     ---------------                                      ------------------------------------------
-    _spawn   -> starter thread -> Popen                  load the function
+    _spawn   -> starter thread -> Popen                  load the functions
     _turn    <- selector <- stdout                <-     {"id": -1, "ready": true}
     _feed    -> outgoing -> stdin                 ->     read one line, score, answer, read the next
     _turn    <- selector <- stdout, _settle       <-     {"id": 7, "reward": 1.0, ...}
@@ -13,7 +13,8 @@ own score only. Scores come back in the order of the items, whichever worker mad
 
     _turn   waits for: a readable or writable pipe, the nearest deadline, or 0.25 s.
     worker  waits for: its stdin. Unblocked by a line, or by its end when we are gone.
-    The item in flight of a worker is its oldest unanswered one; it has timeout_s from the moment it became the oldest.
+    The item in flight of a worker is its oldest unanswered one; it has timeout_s, for all functions together, from the
+    moment it became the oldest.
     The starter thread only calls Popen: Linux kills a worker when the *thread* that started it ends, and the caller's
     thread may be short-lived, while this one lives as long as the pool.
 """
@@ -37,6 +38,7 @@ from typing import Any, Self
 import numpy as np
 
 from tandem.errors import UserError
+from tandem.rewards.worker import HELLO, check_functions, part_name
 from tandem.types import Problem, Score
 
 TEXT_CHARS = 20_000  # what of a text travels: its end, where the answer is
@@ -48,7 +50,6 @@ POLL_S = 0.25
 WINDOW = 16  # items sent ahead to a worker, so that it never waits for us
 MAX_FAILED_STARTS = 3
 NOT_AN_ANSWER = "worker died: it wrote what is not an answer"
-HELLO = -1  # the id of a worker's first message, as in worker.py
 
 
 @dataclass(slots=True, eq=False)
@@ -61,10 +62,12 @@ class _Worker:
     outgoing: bytearray = field(default_factory=bytearray)
     incoming: bytearray = field(default_factory=bytearray)
     loading_notes: int = 2  # how many more are believed: the import begins, and has ended
+    at: int = 0  # the function that scores unanswered[0], or is being loaded
 
     def next_item(self, timeout_s: float) -> None:
         """unanswered[0] is answered; the clock of the one behind it starts."""
         self.unanswered.popleft()
+        self.at = 0
         self.deadline = time.monotonic() + timeout_s
 
     def late(self) -> bool:
@@ -98,16 +101,24 @@ class _Batch:
 
 
 class RewardPool:
-    """Scores completions with FUNCTION (`answer`, `module:function`, `file.py:function`; see worker.py).
+    """Scores completions with functions (`answer`, `module:function`, `file.py:function`; see worker.py).
 
     Example: RewardPool("answer", timeout_s=5.0, workers=1).score(problem, ["Answer: 3"]) gives
-    [Score(reward=1.0, parts={"answer": 1.0})]. A text that cannot be scored has reward 0 and says why in its error;
-    failures counts those by kind. Raises UserError if the function cannot be loaded. One caller at a time.
+    [Score(reward=1.0, parts={"answer": 1.0})]. With several functions, or weights, the reward is the sum of
+    weight x reward in their order, and each function's reward and parts are parts (worker.weigh has their names).
+    A text that cannot be scored has reward 0 and says why in its error, and in which of several functions; failures
+    counts those by kind. Raises UserError if a function cannot be loaded. One caller at a time.
     """
 
-    def __init__(self, function: str, timeout_s: float = 5.0, workers: int = 1, *, memory_mb: int = 2048):
+    def __init__(
+        self, functions: str | Sequence[str], timeout_s: float = 5.0, workers: int = 1, *,
+        weights: Sequence[float] = (), memory_mb: int = 2048,
+    ):  # fmt: skip
         self.failures = {"timeout": 0, "died": 0, "exception": 0, "bad_value": 0}
-        self._function, self._timeout_s, self._max_workers, self._memory_mb = function, timeout_s, workers, memory_mb
+        self._functions = (functions,) if isinstance(functions, str) else tuple(functions)
+        self._weights = tuple(weights)
+        self._timeout_s, self._max_workers, self._memory_mb = timeout_s, workers, memory_mb
+        check_functions(self._functions, self._weights)
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._selector = selectors.DefaultSelector()
@@ -161,7 +172,8 @@ class RewardPool:
             self._spawn()
 
     def _spawn(self) -> None:
-        process = self._starter.submit(_popen, self._function, str(self._memory_mb), str(os.getpid())).result()
+        what = json.dumps(self._functions), json.dumps(self._weights)
+        process = self._starter.submit(_popen, *what, str(self._memory_mb), str(os.getpid())).result()
         worker = _Worker(process, time.monotonic() + START_S)
         os.set_blocking(worker.stdin, False)
         os.set_blocking(worker.stdout, False)
@@ -193,11 +205,12 @@ class RewardPool:
         if worker.unanswered:
             index = worker.unanswered.popleft()
             if index != HELLO:
-                self._fail(batch, index, kind, error)
+                plain = len(self._functions) == 1 and not self._weights
+                self._fail(batch, index, kind, error if plain else f"{part_name(self._functions[worker.at])}: {error}")
             else:
                 self._failed_starts += 1
                 if self._failed_starts == MAX_FAILED_STARTS or kind == "timeout":
-                    raise self._cannot_load(f"while it was being loaded: {error}", "")
+                    raise _cannot_load(self._functions[worker.at], f"while it was being loaded: {error}", "")
         self._replace(worker, batch)
 
     def _died(self, worker: _Worker, batch: _Batch) -> None:
@@ -224,16 +237,6 @@ class RewardPool:
             elif worker.late():
                 limit = START_S if worker.unanswered[0] == HELLO else self._timeout_s
                 self._blame(worker, batch, "timeout", f"timeout after {limit} s")
-
-    def _cannot_load(self, found: str, place: str) -> UserError:
-        source = self._function.rpartition(":")[0] or "tandem.rewards.answer"
-        return UserError(
-            "the reward function cannot be loaded",
-            where=f"reward.function = {self._function}" + (f" ({place})" if place else ""),
-            found=found,
-            expected="`answer`, `module:function` or `file.py:function`, called as score(problem, completion)",
-            next=f"python {source}" if source.endswith(".py") else f'python -c "import {source}"',
-        )
 
     # ------------------------------------------------------------ messages
 
@@ -295,9 +298,11 @@ class RewardPool:
         message = _decode(line)
         if not worker.unanswered or message.get("id") != worker.unanswered[0]:
             self._blame(worker, batch, "died", NOT_AN_ANSWER)
+        elif message.get("at") == worker.at + 1 < len(self._functions):
+            worker.at += 1
         elif message["id"] == HELLO:
             if "failed" in message:
-                raise self._cannot_load(str(message["failed"]), str(message["where"]))
+                raise _cannot_load(self._functions[worker.at], str(message["failed"]), str(message["where"]))
             self._failed_starts = 0
             worker.next_item(self._timeout_s)
         elif "loading" in message and worker.loading_notes:
@@ -321,6 +326,17 @@ class RewardPool:
     def _fail(self, batch: _Batch, index: int, kind: str, error: str) -> None:
         self.failures[kind] += 1
         batch.settle(index, Score(reward=0.0, parts={}, error=error))
+
+
+def _cannot_load(function: str, found: str, place: str) -> UserError:
+    source = function.rpartition(":")[0] or "tandem.rewards.answer"
+    return UserError(
+        "the reward function cannot be loaded",
+        where=f"reward.function = {function}" + (f" ({place})" if place else ""),
+        found=found,
+        expected="`answer`, `module:function` or `file.py:function`, called as score(problem, completion)",
+        next=f"python {source}" if source.endswith(".py") else f'python -c "import {source}"',
+    )
 
 
 def _popen(*arguments: str) -> subprocess.Popen[bytes]:

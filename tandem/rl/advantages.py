@@ -1,46 +1,100 @@
-"""How the rewards of a group become advantages. Rewards float32 [P, G], one row a problem; the same shape comes back."""
+"""How the rewards of a step become advantages, one function an idea. Rewards float64 [P, G], one row a problem.
+
+What gives every token of an episode the same advantage is here; what looks at single tokens is in returns.py.
+"""
 
 from typing import Literal
 
 import numpy as np
 
-Advantage = Literal["grpo", "grpo_no_std", "dr_grpo", "rloo"]
+GroupAdvantage = Literal["grpo", "grpo_no_std", "rloo", "max_at_k", "reinforce_pp_baseline", "ema"]
 
 
 def grpo(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
-    """(r - mean) / (std + epsilon) in each group (GRPO, arXiv 2402.03300, eq. 3; std with G in the denominator)."""
-    centred = rewards - rewards.mean(1, keepdims=True)
-    return centred / (rewards.std(1, keepdims=True) + epsilon)
+    """(r - mean) / (std + epsilon) in each group (GRPO, arXiv 2402.03300, section 4.1.2; std with G in the denominator)."""
+    return centred(rewards) / (centred(rewards).std(1, keepdims=True) + epsilon)
 
 
 def centred(rewards: np.ndarray) -> np.ndarray:
-    """r - mean in each group (Dr.GRPO, arXiv 2503.20783: dividing by std favours problems that are nearly solved)."""
-    return rewards - rewards.mean(1, keepdims=True)
+    """r - mean in each group (Dr.GRPO, arXiv 2503.20783, section 3.2: dividing by std favours problems nearly solved).
+
+    Its expectation is (G - 1) / G of the policy gradient: the baseline holds the episode itself. Exactly 0 where all rewards
+    of a group are equal, whatever they are.
+    """
+    shifted = rewards - rewards[:, :1]
+    return shifted - shifted.mean(1, keepdims=True)
 
 
 def rloo(rewards: np.ndarray) -> np.ndarray:
-    """r minus the mean of the *other* episodes (RLOO, arXiv 2402.14740, eq. 8) = G / (G - 1) times `centred`."""
-    others = (rewards.sum(1, keepdims=True) - rewards) / (rewards.shape[1] - 1)
-    return rewards - others
+    """r minus the mean of the *other* episodes (RLOO, arXiv 2402.14740, eq. 7), G >= 2; unbiased.
+
+    That is G / (G - 1) times `centred`.
+    """
+    size = rewards.shape[1]
+    return centred(rewards) * (size / (size - 1))
 
 
-def advantages(kind: Advantage, rewards: np.ndarray) -> np.ndarray:
-    """float32 [P, G] -> float32 [P, G], computed in float64."""
+def reinforce_pp_baseline(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
+    """`centred` in each group, then divided by the std of the whole step (REINFORCE++-baseline, arXiv 2501.03262, section 3.2).
+
+    The group's own std is not used, so that an easy and a hard problem weigh alike (in a step of one group it is `grpo`).
+    """
+    return centred(rewards) / (centred(rewards).std() + epsilon)
+
+
+def max_at_k(rewards: np.ndarray, k: int) -> np.ndarray:
+    """The gradient weights of E[max reward of k episodes], which is pass@k where rewards are 0 or 1 (PKPO, arXiv 2505.15201).
+
+    k times the mean, over all sets J of k - 1 other episodes, of max(r, max J) - max J: unbiased, with max J as the
+    baseline. Needs 2 <= k <= G. Sets are not enumerated: of G - 1 sorted episodes the one of rank j (from 0) is the
+    largest of C(j, k - 2).
+    """
+    groups, size = rewards.shape
+    order = np.argsort(rewards, 1, kind="stable")
+    ranked = np.take_along_axis(rewards, order, 1)
+    largest = _chance_of_largest(size - 1, k - 1)
+    gains = np.zeros((groups, size))
+    for i in range(size):
+        others = np.delete(ranked, i, 1)  # [P, G - 1], still sorted
+        gains[:, i] = (np.maximum(ranked[:, i : i + 1], others) - others) @ largest
+    result = np.empty((groups, size))
+    np.put_along_axis(result, order, k * gains, 1)
+    return result
+
+
+def _chance_of_largest(count: int, size: int) -> np.ndarray:
+    """float64 [count]: the share of all subsets of that size in which the item of each rank (from 0) is the largest."""
+    share = np.zeros(count)
+    share[-1] = size / count
+    for rank in range(count - 2, size - 2, -1):  # C(rank, size - 1) / C(count, size), downwards
+        share[rank] = share[rank + 1] * (rank + 2 - size) / (rank + 1)
+    return share
+
+
+def against(rewards: np.ndarray, baseline: float) -> np.ndarray:
+    """r - baseline, a number fixed before the step, e.g. a running mean of earlier rewards (REINFORCE, Williams 1992)."""
+    return rewards - baseline
+
+
+def running_mean(before: float | None, rewards: np.ndarray, decay: float) -> float:
+    """The exponential moving average of the mean reward after one more step; the first step's mean starts it."""
+    mean = float(rewards.mean())
+    return mean if before is None else decay * before + (1 - decay) * mean
+
+
+def group_advantages(kind: GroupAdvantage, rewards: np.ndarray, *, k: int, baseline: float) -> np.ndarray:
+    """[P, G] -> float64 [P, G]. k is that of max_at_k, baseline that of ema."""
     exact = rewards.astype(np.float64)
     match kind:
         case "grpo":
-            result = grpo(exact)
-        case "grpo_no_std" | "dr_grpo":
-            result = centred(exact)
+            return grpo(exact)
+        case "grpo_no_std":
+            return centred(exact)
         case "rloo":
-            result = rloo(exact)
-    return result.astype(np.float32)
-
-
-def loss_denominator(kind: Advantage, *, num_loss_tokens: int, num_episodes: int, max_new_tokens: int) -> float:
-    """What the token sum of a whole update is divided by.
-
-    The tokens themselves (token mean), or for Dr.GRPO the constant length that makes a token of a long episode
-    weigh as much as one of a short (arXiv 2503.20783, section 3.2).
-    """
-    return float(num_episodes * max_new_tokens) if kind == "dr_grpo" else float(max(num_loss_tokens, 1))
+            return rloo(exact)
+        case "max_at_k":
+            return max_at_k(exact, k)
+        case "reinforce_pp_baseline":
+            return reinforce_pp_baseline(exact)
+        case "ema":
+            return against(exact, baseline)

@@ -8,8 +8,11 @@ from torch import Tensor
 def kl_estimate(kind: Literal["k1", "k2", "k3"], policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """float32 [N] -> [N], exactly 0 where the two are equal.
 
-    k1 = d (unbiased value, but its gradient as a loss is zero in expectation), k2 = d^2 / 2 (right gradient),
-    k3 = exp(-d) - 1 + d (unbiased, never negative), with d = policy - reference.
+    With d = policy - reference, at tokens that the policy sampled:
+    k1 = d                 unbiased. As a loss its gradient is zero in expectation; in the reward it is the one that is right.
+    k2 = d^2 / 2           biased. As a loss its gradient is that of each token's own KL.
+    k3 = exp(-d) - 1 + d   unbiased, never negative. As a loss its gradient is that of KL(reference || policy).
+    k2 and k3 in the reward give a gradient that can point away from the reference (tests/rl/test_expectation.py).
     """
     d = policy_logprobs - reference_logprobs
     match kind:

@@ -1,7 +1,8 @@
-"""Losses over the loss tokens of a microbatch; sums divided by a denominator that the caller fixed for the update.
+"""Policy and value losses of single tokens, one function an idea; `aggregation` says how they add up.
 
-All inputs are float32 [N], aligned. Because the denominator is global, microbatches, accumulation and data
-parallelism add up to the same gradient.
+All inputs are float32 [N] and aligned, N loss tokens of whole sequences; `sequences` int64 [N] tells which one a token
+is of. A function returns the tokens' losses [N] and metrics as sums over tokens. `proximal_logprobs` are those of the
+policy at the start of the step: with P1 they are the engine's own, and at the first update the ratio is exactly 1.
 """
 
 import numpy as np
@@ -13,41 +14,98 @@ Metrics = dict[str, float]  # sums over tokens; the caller divides by the update
 
 def total(values: Tensor) -> float:
     """The sum in float64 in one fixed order, whatever the number of threads."""
-    return float(values.detach().to(torch.float64).numpy().sum(dtype=np.float64))
+    return float(values.detach().to("cpu", torch.float64).numpy().sum(dtype=np.float64))
+
+
+def sequence_sums(values: Tensor, sequences: Tensor) -> Tensor:
+    """[N] -> [S]: the sum over each sequence's tokens; sequences ascend from 0 without a gap."""
+    count = int(sequences[-1]) + 1 if len(sequences) else 0
+    return values.new_zeros(count).index_add(0, sequences, values)
+
+
+def sequence_means(values: Tensor, sequences: Tensor) -> Tensor:
+    """[N] -> [S]: the mean over each sequence's tokens."""
+    return sequence_sums(values, sequences) / sequence_sums(torch.ones_like(values), sequences)
+
+
+def reinforce(policy_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Metrics]:
+    """-A log p (REINFORCE, Williams 1992; RLOO, arXiv 2402.14740). On policy only: there is no ratio."""
+    terms = -advantages * policy_logprobs
+    return terms, {"policy_loss": total(terms)}
 
 
 def ppo_clip(
-    policy_logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, *, denominator: float,
-    clip_low: float, clip_high: float, weights: Tensor | None = None,
+    policy_logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float,
+    dual_clip: float = 0.0,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = policy / behaviour (PPO, arXiv 1707.06347, eq. 7).
+    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = policy / proximal (PPO, arXiv 1707.06347, eq. 7).
 
-    Asymmetric bounds are DAPO's clip-higher (arXiv 2503.14476, eq. 10). weights multiply each token's term (an
-    off-policy correction). No value loss and no entropy bonus.
+    Bounds that differ are DAPO's clip-higher (arXiv 2503.14476, eq. 10). dual_clip c > 1 bounds the loss where A < 0
+    by -c A, so that a large ratio cannot blow it up (arXiv 1912.09729, eq. 5).
     """
-    log_ratio = policy_logprobs - behaviour_logprobs
+    log_ratio = _bounded(policy_logprobs - proximal_logprobs)
     ratio = log_ratio.exp()
     plain = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    terms = torch.minimum(plain, clipped)
-    if weights is not None:
-        terms = terms * weights
-    return -terms.sum() / denominator, {
-        "policy_loss": -total(terms),
-        "ratio": total(ratio),
-        "clip_share": total((clipped < plain).float()),
+    objective = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return -objective, _ratio_metrics(-objective, log_ratio, objective != plain)
+
+
+def gspo(
+    policy_logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, sequences: Tensor, *, clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
+    """PPO's clip on the ratio of a sequence, the geometric *mean* of its tokens' ratios (GSPO, arXiv 2507.18071, eq. 5-7).
+
+    Every token of a sequence carries the same ratio, so sequence_mean gives the paper's objective. Their sum in place of
+    the mean would make a long sequence's ratio vanish (TRL #5814). The paper has one advantage for a whole sequence; where
+    tokens have their own, each keeps it.
+    """
+    log_ratio = _bounded(sequence_means(policy_logprobs - proximal_logprobs, sequences)[sequences])
+    ratio = log_ratio.exp()
+    plain = ratio * advantages
+    objective = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    return -objective, _ratio_metrics(-objective, log_ratio, objective != plain)
+
+
+def cispo(
+    policy_logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Metrics]:
+    """-clip(r) A log p with no gradient through clip(r): no token loses its gradient (CISPO, arXiv 2506.13585, eq. 4-5)."""
+    log_ratio = _bounded(policy_logprobs - proximal_logprobs).detach()
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    terms = -weight * advantages * policy_logprobs
+    return terms, _ratio_metrics(terms, log_ratio, weight != ratio)
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    """Within 20 nats: beyond them exp overflows float32, and infinity times an advantage of 0 is not a number."""
+    return log_ratio.clamp(-20.0, 20.0)
+
+
+def _ratio_metrics(terms: Tensor, log_ratio: Tensor, clipped: Tensor) -> Metrics:
+    return {
+        "policy_loss": total(terms),
+        "ratio": total(log_ratio.exp()),
+        "clip_share": total(clipped.float()),
         "approx_kl": total((-log_ratio).expm1() + log_ratio),
     }
 
 
-def truncated_importance(proximal_logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """min(proximal / engine, cap), no gradient: corrects a rollout engine that is not exact (TIS, Yao et al. 2025).
+def value_clip(values: Tensor, rollout_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Metrics]:
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 (the value loss of PPO's code, arXiv 2005.12729, section 3).
 
-    With P1 it is 1 everywhere.
+    clip 0: (V - R)^2 / 2.
     """
-    return (proximal_logprobs - engine_logprobs).exp().clamp(max=cap).detach()
+    error = (values - returns).square()
+    if clip:
+        near = rollout_values + (values - rollout_values).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return error / 2, {"value_loss": total(error) / 2, "value": total(values), "return": total(returns)}
 
 
-def negative_log_likelihood(policy_logprobs: Tensor, *, denominator: float) -> tuple[Tensor, Metrics]:
-    """Supervised fine-tuning: the token mean of -log p."""
-    return -policy_logprobs.sum() / denominator, {"nll": total(-policy_logprobs)}
+def negative_log_likelihood(policy_logprobs: Tensor) -> tuple[Tensor, Metrics]:
+    """Supervised fine-tuning: -log p."""
+    return -policy_logprobs, {"nll": total(-policy_logprobs)}

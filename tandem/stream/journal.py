@@ -9,7 +9,8 @@ and as lines of JSON. It does not know how an episode came about or what it is u
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,9 @@ import pyarrow.parquet as pq
 
 from tandem.disk import DISK, Disk, disk_errors, write_atomic
 from tandem.errors import UserError
-from tandem.types import Array, Episode, Group
+from tandem.types import Array, Episode, Group, Problem
 
-_ARRAYS = {
-    "tokens": pa.int64(),
-    "loss_mask": pa.bool_(),
-    "engine_logprobs": pa.float32(),
-    "weight_versions": pa.int32(),
-}
+_ARRAYS = {"tokens": np.int64, "loss_mask": np.bool_, "engine_logprobs": np.float32, "weight_versions": np.int32}
 _SCALARS = {
     "num_prompt_tokens": pa.int64(),
     "text": pa.string(),
@@ -42,6 +38,7 @@ SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("group", pa.int64()),  # place of the problem in the step
+        ("outcome", pa.string()),  # Group.outcome: trained here, carried to the next step, or without signal
         ("uid", pa.string()),
         ("sample_index", pa.int64()),
         ("category", pa.string()),
@@ -50,11 +47,11 @@ SCHEMA = pa.schema(
         ("metadata", pa.string()),
         *_SCALARS.items(),
         ("reward_parts", _PARTS),
-        *((name, pa.list_(kind)) for name, kind in _ARRAYS.items()),
+        *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, kind in _ARRAYS.items()),
     ]
 )
 # Where values repeat; of the others a dictionary would be as large as they are.
-_DICTIONARY = ["uid", "category", "answer", "messages", "metadata", "stop_reason", "reward_error"]
+_DICTIONARY = ["outcome", "uid", "category", "answer", "messages", "metadata", "stop_reason", "reward_error"]
 
 
 def write_episodes(folder: Path, step: int, groups: Sequence[Group], kind: str = "train", *, disk: Disk = DISK) -> Path:
@@ -79,7 +76,22 @@ def episode_lines(step: int, groups: Sequence[Group]) -> bytes:
 
 def read_episodes(path: Path) -> list[Episode]:
     """The episodes as they were written, to the bit, in their order. Raises UserError for a damaged file."""
+    return _episodes(_read(path))
+
+
+def read_groups(path: Path, problems: Mapping[str, Problem], outcome: str) -> list[Group]:
+    """The groups of a file that had this outcome, in their order. Raises UserError for a damaged file."""
     table = _read(path)
+    members: dict[int, list[Episode]] = defaultdict(list)
+    for group, kind, episode in zip(
+        table.column("group").to_pylist(), table.column("outcome").to_pylist(), _episodes(table), strict=True
+    ):
+        if kind == outcome:
+            members[group].append(episode)
+    return [Group(problem=problems[e[0].uid], episodes=tuple(e), outcome=outcome) for e in members.values()]
+
+
+def _episodes(table: pa.Table) -> list[Episode]:
     columns: dict[str, list[Any]] = {
         **{name: table.column(name).to_pylist() for name in ("uid", "sample_index", *_SCALARS)},
         **{name: _split(table.column(name).combine_chunks(), kind) for name, kind in _ARRAYS.items()},
@@ -111,6 +123,7 @@ def _table(step: int, groups: Sequence[Group]) -> pa.Table:
     columns = {
         "step": [step] * len(rows),
         "group": [index for index, _, _ in rows],
+        "outcome": [groups[index].outcome for index, _, _ in rows],
         **{name: [getattr(problem, name) for _, problem, _ in rows] for name in ("uid", "category", "answer")},
         "messages": [json.dumps(list(problem.messages)) for _, problem, _ in rows],
         "metadata": [json.dumps(problem.metadata, default=str) for _, problem, _ in rows],
@@ -128,19 +141,19 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **texts, "reward_parts": dict(row["reward_parts"]), "engine_logprobs": logprobs}
 
 
-def _lists(arrays: Sequence[Array], kind: pa.DataType) -> pa.ListArray:
+def _lists(arrays: Sequence[Array], kind: type[np.generic]) -> pa.ListArray:
     """A list column from arrays of the column's own dtype; another dtype is refused, as a cast could change a value."""
-    dtype = np.dtype(kind.to_pandas_dtype())
+    dtype = np.dtype(kind)
     for array in arrays:
         if array.dtype != dtype or array.ndim != 1:
             raise TypeError(f"an array of an episode is {array.dtype} {list(array.shape)}; expected {dtype} [T]")
     offsets = np.cumsum([0, *(len(array) for array in arrays)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([np.empty(0, dtype), *arrays]), kind))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([np.empty(0, dtype), *arrays])))
 
 
-def _split(column: pa.ListArray, kind: pa.DataType) -> list[Array]:
+def _split(column: pa.ListArray, kind: type[np.generic]) -> list[Array]:
     offsets = column.offsets.to_numpy()
-    values = column.values.to_numpy(zero_copy_only=False).astype(kind.to_pandas_dtype(), copy=True)
+    values = column.values.to_numpy(zero_copy_only=False).astype(kind, copy=True)
     return [values[start:stop] for start, stop in pairwise(offsets)]
 
 

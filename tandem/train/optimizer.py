@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+Schedule = Literal["constant", "linear", "cosine"]
+
 
 class Optimizer:
     """AdamW over named parameters. `update` clips, steps and clears the gradients."""
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], *, learning_rate: float, schedule: Literal["constant", "linear", "cosine"],
+        self, parameters: dict[str, nn.Parameter], *, learning_rate: float, schedule: Schedule,
         warmup_steps: int, total_steps: int, weight_decay: float, betas: tuple[float, float], max_grad_norm: float,
     ):  # fmt: skip
         self.parameters, self.max_grad_norm = parameters, max_grad_norm
@@ -24,12 +26,13 @@ class Optimizer:
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True)
 
-    def update(self) -> dict[str, float]:
+    def update(self, *, skip: bool = False) -> dict[str, float]:
         """One step; returns grad_norm (before clipping) and learning_rate. A norm that is not finite changes nothing."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = global_norm(grads)
         rate = self.learning_rate * factor(self.schedule, self.step, self.warmup_steps, self.total_steps)
-        if math.isfinite(norm):
+        skip = skip or not math.isfinite(norm)
+        if not skip:
             if norm > self.max_grad_norm:
                 torch._foreach_mul_(grads, self.max_grad_norm / norm)
             for group in self.adam.param_groups:
@@ -39,7 +42,7 @@ class Optimizer:
             torch.autograd.graph.increment_version(list(self.parameters.values()))
         self.step += 1
         self.adam.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, "learning_rate": rate, "skipped_updates": float(not math.isfinite(norm))}
+        return {"grad_norm": norm, "learning_rate": rate, "skipped_updates": float(skip)}
 
     def state(self) -> dict[str, Tensor]:
         """Moments by parameter name; empty before the first update."""
@@ -57,7 +60,7 @@ class Optimizer:
         self.step = step
 
 
-def factor(schedule: Literal["constant", "linear", "cosine"], step: int, warmup: int, total: int) -> float:
+def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
     """Share of the peak learning rate at a step counted from 0; it ends at 0 for linear and cosine."""
     if step < warmup:
         return (step + 1) / (warmup + 1)

@@ -1,7 +1,9 @@
-"""Samples -> microbatches without padding. Samples of a group share one copy of their prompt's rows.
+"""Samples -> microbatches without padding, evenly filled. Samples of a group share one copy of their prompt's rows.
 
 A prompt is trained once for its group and not once for each sample: exact, because a response attends to the same
-keys at the same positions. Knows no model and no loss.
+keys at the same positions. Whatever else belongs to a loss token (log-probs, advantages, weights) is a *column*: one
+array for each sample in the order of its loss tokens, or one for each microbatch in the order of its targets; `join`
+and `split` turn one into the other. Knows no model and no loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,13 +11,17 @@ from itertools import groupby
 
 import numpy as np
 
-from tandem.types import Microbatch, Sample
+from tandem.types import Array, Microbatch, Sample
+
+Cluster = list[int]  # samples that share a prefix, by number
 
 
-def pack(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[Microbatch]:
-    """Fill microbatches in order, up to the token budget; a single longer sample gets a microbatch of its own.
+def pack(samples: Sequence[Sample], tokens_per_microbatch: int, *, keep_groups: bool = False) -> list[Microbatch]:
+    """As few microbatches as the token budget allows, of nearly equal size, each in the order of its samples.
 
-    Raises ValueError for a sample without a token after its prefix, or with loss where nothing predicts it.
+    keep_groups: the samples of a group stay in one microbatch; otherwise a group larger than the budget is split. What
+    cannot be split and is larger than the budget gets a microbatch of its own. Raises ValueError for a sample without a
+    token after its prefix, or with loss where nothing predicts it.
     """
     for sample in samples:
         start = max(sample.prefix, 1)
@@ -23,47 +29,79 @@ def pack(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[Microbat
             raise ValueError(
                 f"sample of group {sample.group}: {len(sample.tokens)} tokens, prefix {sample.prefix}, loss before {start}"
             )
-    batches, rows = [], 0
-    current: list[list[Sample]] = []
-    for cluster in _clusters(samples, tokens_per_microbatch):
-        needed = _rows(cluster)
-        if current and rows + needed > tokens_per_microbatch:
-            batches.append(_microbatch(current))
-            current, rows = [], 0
-        current.append(cluster)
-        rows += needed
-    return [*batches, _microbatch(current)] if current else batches
+    clusters = list(_clusters(samples, tokens_per_microbatch, keep_groups))
+    sizes = [_rows([samples[i] for i in cluster]) for cluster in clusters]
+    return [
+        _microbatch(samples, [clusters[c] for c in sorted(members)])
+        for members in _balance(sizes, tokens_per_microbatch)
+    ]
 
 
-def _clusters(samples: Sequence[Sample], budget: int) -> Iterator[list[Sample]]:
-    """Neighbours of one group that share a prefix and fit the budget together."""
-    for _, members in groupby(samples, key=lambda s: (s.group, s.prefix)):
-        cluster: list[Sample] = []
-        for sample in members:
-            if cluster and (not sample.prefix or _rows([*cluster, sample]) > budget):
+def join(batches: Sequence[Microbatch], columns: Sequence[Array]) -> list[Array]:
+    """Columns by sample -> by microbatch."""
+    return [np.concatenate([columns[i] for i in batch.samples]) for batch in batches]
+
+
+def split(batches: Sequence[Microbatch], columns: Sequence[Array]) -> dict[int, Array]:
+    """Columns by microbatch -> by sample, under the samples' numbers."""
+    result: dict[int, Array] = {}
+    for batch, column in zip(batches, columns, strict=True):
+        ends = np.cumsum(np.bincount(batch.sequences, minlength=len(batch.samples)))[:-1]
+        result |= dict(zip(batch.samples.tolist(), np.split(column, ends), strict=True))
+    return result
+
+
+def _clusters(samples: Sequence[Sample], budget: int, keep_groups: bool) -> Iterator[Cluster]:
+    """Neighbours of one group that share a prefix and fit the budget together, or must stay together."""
+    for _, members in groupby(range(len(samples)), key=lambda i: (samples[i].group, samples[i].prefix)):
+        cluster: Cluster = []
+        rows = 0
+        for i in members:
+            own = len(samples[i].tokens) - 1 - samples[i].prefix
+            if cluster and not keep_groups and (not samples[i].prefix or rows + own > budget):
                 yield cluster
-                cluster = []
-            cluster.append(sample)
+                cluster, rows = [], 0
+            rows += own if cluster else own + samples[i].prefix
+            cluster.append(i)
         yield cluster
 
 
-def _rows(cluster: list[Sample]) -> int:
+def _rows(cluster: Sequence[Sample]) -> int:
     """Input rows: the prefix once, then each sample's own tokens but the last, which nothing follows."""
     prefix = cluster[0].prefix
     return prefix + sum(len(s.tokens) - 1 - prefix for s in cluster)
 
 
-def _microbatch(clusters: list[list[Sample]]) -> Microbatch:
-    tokens, positions, segments, rows, targets, logprobs, advantages = ([] for _ in range(7))  # type: ignore[var-annotated]
+def _balance(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Places of the sizes in bins of at most the budget: the largest first, each into the emptiest bin."""
+    if not sizes:
+        return []
+    fitting = [size for size in sizes if size <= budget]
+    count = len(sizes) - len(fitting) + -(-sum(fitting) // budget)
+    largest_first = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for i in largest_first:
+            emptiest = filled.index(min(filled))
+            bins[emptiest].append(i)
+            filled[emptiest] += sizes[i]
+        if all(rows <= budget or len(members) == 1 for rows, members in zip(filled, bins, strict=True)):
+            return sorted(sorted(members) for members in bins if members)
+        count += 1
+
+
+def _microbatch(samples: Sequence[Sample], clusters: Sequence[Cluster]) -> Microbatch:
+    tokens, positions, segments, rows, targets = ([] for _ in range(5))  # type: ignore[var-annotated]
     first = 0
     for cluster in clusters:
-        prefix, prefix_first = cluster[0].prefix, first
+        prefix, prefix_first = samples[cluster[0]].prefix, first
         if prefix:
-            tokens.append(cluster[0].tokens[:prefix])
+            tokens.append(samples[cluster[0]].tokens[:prefix])
             positions.append(np.arange(prefix))
             segments.append((first, prefix, 0, 0))
             first += prefix
-        for sample in cluster:
+        for sample in (samples[i] for i in cluster):
             own = len(sample.tokens) - 1 - prefix
             if own:
                 tokens.append(sample.tokens[prefix:-1])
@@ -73,11 +111,9 @@ def _microbatch(clusters: list[list[Sample]]) -> Microbatch:
             before = places - 1
             rows.append(np.where(before < prefix, prefix_first + before, first + before - prefix))
             targets.append(sample.tokens[places])
-            logprobs.append(sample.engine_logprobs[places])
-            advantages.append(sample.advantages[places])
             first += own
     return Microbatch(
         tokens=np.concatenate(tokens), positions=np.concatenate(positions), segments=np.array(segments, np.int64),
-        rows=np.concatenate(rows), targets=np.concatenate(targets), engine_logprobs=np.concatenate(logprobs),
-        advantages=np.concatenate(advantages),
+        rows=np.concatenate(rows), targets=np.concatenate(targets), samples=np.concatenate(clusters),
+        sequences=np.repeat(np.arange(len(targets)), [len(t) for t in targets]),
     )  # fmt: skip

@@ -146,6 +146,49 @@ def test_a_template_that_forgets_thoughts_serves_one_turn_and_is_refused_for_two
     assert "found:    'stant\\nyo<|im_end|>" in message
 
 
+@pytest.mark.parametrize("after", [[], [user("ok")]], ids=["to the end", "with a message behind"])
+def test_the_loss_of_the_last_turn_is_on_that_turn_only(tmp_path, after):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye\n\n!"), *after]
+    tokens, loss_mask = renderer.training(messages, "last")
+    assert text_of(renderer, tokens[loss_mask]) == "bye\n\n!<|im_end|>"
+    assert np.array_equal(tokens[: int(np.argmax(loss_mask))], renderer.prompt(messages[:3]))
+    assert np.array_equal(tokens, renderer.training(messages)[0])
+
+
+def test_the_loss_of_all_is_on_every_token_but_the_first(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
+    tokens, loss_mask = renderer.training(messages, "all")
+    assert loss_mask.dtype == bool
+    assert loss_mask.tolist() == [False] + [True] * (len(tokens) - 1)
+    assert np.array_equal(tokens, renderer.training(messages)[0])
+
+
+@pytest.mark.parametrize("loss", ["assistant", "last", "all"])
+def test_the_loss_of_a_chat_does_not_depend_on_the_chats_beside_it(tmp_path, loss):
+    renderer = load_renderer(make_model(tmp_path))
+    chats = [[user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))] for n in range(1, 9)]
+    for (tokens, loss_mask), chat in zip(renderer.trainings(chats, loss), chats, strict=True):
+        alone, alone_mask = renderer.training(chat, loss)
+        assert np.array_equal(tokens, alone)
+        assert np.array_equal(loss_mask, alone_mask)
+
+
+def test_the_last_turn_can_be_trained_where_the_template_rewrites_earlier_ones_but_not_all(tmp_path):
+    renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
+    tokens, loss_mask = renderer.training(messages, "last")
+    assert text_of(renderer, tokens[loss_mask]) == "<think></think>bye<|im_end|>"
+    assert np.array_equal(
+        tokens[~loss_mask][:-1], renderer.prompt(messages[:3])
+    )  # but for the line end behind the turn
+    assert "rewrites an earlier turn" in error_of(renderer.training, messages, "all")
+    rewritten = error_of(renderer.training, [*messages, user("ok")], "last")
+    assert "rewrites an earlier turn" in rewritten
+    assert "message 5, token" in rewritten
+
+
 def test_a_template_whose_prompt_is_no_start_of_the_whole_chat_is_refused(tmp_path):
     message = error_of(load_renderer(make_model(tmp_path, OPENS_THOUGHT)).training, [user("hi"), assistant("yo")])
     assert message.startswith("the chat template writes the assistant's header differently")

@@ -11,10 +11,10 @@ from tandem.engine.engine import Engine
 from tandem.model.kernels import triton_everywhere
 from tandem.model.load import make_exact
 from tandem.model.logprobs import Filter
-from tandem.train.pack import pack
-from tandem.train.policy import batch_logprobs
+from tandem.train.forward import batch_logprobs
+from tandem.train.pack import join, pack
 from tandem.types import Request, SamplingParams
-from tests.invariants.parity import _sample, words
+from tests.invariants.parity import sample_of, words
 from tests.tiny import random_tokens, stock_model, tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,12 +49,11 @@ def test_engine_and_policy_agree_to_the_bit_over_triton(kind, dtype):
     completions = engine.generate(requests)
     assert engine.stats()["prompt_tokens_cached"] > 0
     for params in {r.params for r in requests}:
-        samples = [
-            _sample(r, c, n) for n, (r, c) in enumerate(zip(requests, completions, strict=True)) if r.params == params
-        ]
-        for batch in pack(samples, 400):
+        mine = [(r, c) for r, c in zip(requests, completions, strict=True) if r.params == params]
+        batches = pack([sample_of(r, c, group) for group, (r, c) in enumerate(mine)], 400)
+        for batch, engine in zip(batches, join(batches, [c.logprobs for _, c in mine]), strict=True):
             logprobs, _ = batch_logprobs(model, batch, Filter.of(params))
-            assert np.abs(logprobs.cpu().numpy() - batch.engine_logprobs).max() == 0.0
+            assert np.abs(logprobs.cpu().numpy() - engine).max() == 0.0
 
 
 def test_the_kernels_agree_closely_with_those_of_the_cpu():

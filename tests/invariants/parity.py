@@ -8,8 +8,8 @@ from tandem.draws import address
 from tandem.engine.engine import Engine
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import Filter
-from tandem.train.pack import pack
-from tandem.train.policy import batch_logprobs
+from tandem.train.forward import batch_logprobs
+from tandem.train.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
 
 VOCABULARY = 97
@@ -65,29 +65,21 @@ def largest_gap(
     gap = 0.0
     for params in FILTERS:
         how = Filter(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-        samples = [_sample(r, c, by_prompt[r.prompt.tobytes()]) for r, c in pairs if r.params == params]
-        for batch in pack(samples, budget):
+        mine = [(r, c) for r, c in pairs if r.params == params]
+        batches = pack([sample_of(r, c, by_prompt[r.prompt.tobytes()]) for r, c in mine], budget)
+        for batch, engine in zip(batches, join(batches, [c.logprobs for _, c in mine]), strict=True):
             with torch.set_grad_enabled(gradients):
                 logprobs, _ = batch_logprobs(model, batch, how)
             if gradients:
                 logprobs.sum().backward()
-            gap = float(
-                np.max([gap, np.abs(logprobs.detach().numpy() - batch.engine_logprobs).max()])
-            )  # a NaN must show
+            gap = float(np.max([gap, np.abs(logprobs.detach().numpy() - engine).max()]))  # np: a NaN must show
     return gap
 
 
-def _sample(request: Request, completion: Completion, group: int) -> Sample:
-    before, count = len(request.prompt), len(completion.tokens)
-    nothing = np.zeros(before, np.float32)
-    return Sample(
-        tokens=np.concatenate([request.prompt, completion.tokens]),
-        loss_mask=np.arange(before + count) >= before,
-        engine_logprobs=np.concatenate([nothing, completion.logprobs]),
-        advantages=np.zeros(before + count, np.float32),
-        prefix=before,
-        group=group,
-    )
+def sample_of(request: Request, completion: Completion, group: int) -> Sample:
+    before = len(request.prompt)
+    tokens = np.concatenate([request.prompt, completion.tokens])
+    return Sample(tokens=tokens, loss_mask=np.arange(len(tokens)) >= before, prefix=before, group=group)
 
 
 def engine_for(model: ExactModel, *, max_batch: int = 256) -> Engine:

@@ -16,8 +16,8 @@ from tandem.draws import address
 from tandem.engine.engine import Engine
 from tandem.engine.pages import PageCache
 from tandem.model.logprobs import Filter
-from tandem.train.pack import pack
-from tandem.train.policy import batch_logprobs
+from tandem.train.forward import batch_logprobs
+from tandem.train.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
 from tests.invariants.parity import CONFIGS, VOCABULARY, random_model, words
 
@@ -185,21 +185,21 @@ def gap_under(player: Player, version: int, pairs: list[tuple[Request, Completio
     player.model.load_weights(player.weights[version])
     gaps = []
     for life in {r.params for r, _ in mine}:
-        samples = [sample_of(r, c, version) for r, c in mine if r.params == life]
-        for batch in pack(samples, 2000):
+        lived = [(r, c) for r, c in mine if r.params == life]
+        batches = pack([sample_of(r, c, version) for r, c in lived], 2000)
+        columns = [c.logprobs[c.weight_versions == version] for _, c in lived]
+        for batch, engine in zip(batches, join(batches, columns), strict=True):
             logprobs, _ = batch_logprobs(player.model, batch, Filter.of(life))
-            gaps.append(np.abs(logprobs.detach().numpy() - batch.engine_logprobs).max())
+            gaps.append(np.abs(logprobs.detach().numpy() - engine).max())
     return float(np.max(gaps))  # a NaN must show
 
 
 def sample_of(request: Request, completion: Completion, version: int) -> Sample:
-    before = np.zeros(len(request.prompt), np.float32)
-    logprobs = np.concatenate([before, completion.logprobs])
+    prompt = np.zeros(len(request.prompt), bool)
     return Sample(
         tokens=np.concatenate([request.prompt, completion.tokens]),
-        loss_mask=np.concatenate([before > 0, completion.weight_versions == version]),
-        engine_logprobs=logprobs, advantages=np.zeros(len(logprobs), np.float32),
-    )  # fmt: skip
+        loss_mask=np.concatenate([prompt, completion.weight_versions == version]),
+    )
 
 
 def same_alone(player: Player, pairs: list[tuple[Request, Completion]]) -> None:

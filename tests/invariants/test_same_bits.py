@@ -3,29 +3,44 @@
 import numpy as np
 import pytest
 
-from tests.invariants.kills import fingerprint, interrupted, prepare, run
+from tandem.metrics import read_metrics
+from tests.invariants.kills import Forks, fingerprint, interrupted, prepare, run
+
+STEPS = 5  # a checkpoint after 3; the kill at the row of step 4 costs a step that had been told
+KINDS = [
+    "sft",
+    "dpo",
+    "dapo, ema, curriculum",
+    "ppo, lora",
+]  # each by itself, and more: python -m tests.invariants.kills
 
 
-@pytest.fixture(scope="module", params=["train", "sft"])
-def undisturbed(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def forks():
+    return Forks()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    command = prepare(folder, command=request.param)
+    command = prepare(folder)
     _, seconds = run(command, folder / "run")
     return command, fingerprint(folder / "run"), seconds
 
 
-def test_two_runs_with_one_seed_are_the_same_bytes(undisturbed, tmp_path):
+def test_two_runs_with_one_seed_are_the_same_bytes(forks, undisturbed, tmp_path):
     command, expected, _ = undisturbed
-    run(command, tmp_path / "again")
+    forks.run(command, tmp_path / "again")
     assert fingerprint(tmp_path / "again") == expected
 
 
-def test_another_seed_gives_other_bytes(undisturbed, tmp_path):
+def test_another_seed_gives_other_bytes(forks, undisturbed, tmp_path):
     command, expected, _ = undisturbed
-    run([*command, "run.seed=1"], tmp_path / "other")
+    forks.run([*command, "run.seed=1"], tmp_path / "other")
     other = fingerprint(tmp_path / "other")
     assert other.keys() == expected.keys()
-    assert other["metrics.jsonl"] != expected["metrics.jsonl"]
+    weights = [name for name in other if name.startswith(("checkpoints", "hf"))]
+    assert not [name for name in (*weights, "metrics.jsonl") if other[name] == expected[name]]
 
 
 def test_kills_leave_no_trace(undisturbed, tmp_path):
@@ -38,3 +53,15 @@ def test_kills_leave_no_trace(undisturbed, tmp_path):
     else:
         raise AssertionError("no kill hit a live run")
     assert fingerprint(killed) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_after_a_checkpoint_leaves_no_trace_whatever_a_step_leaves_to_the_next(kind, forks, tmp_path):
+    command = prepare(tmp_path, steps=STEPS, command=kind)
+    assert forks.run(command, tmp_path / "whole") == 0
+    assert forks.run(command, tmp_path / "killed", kill_at_row=STEPS) != 0
+    assert forks.run(command, tmp_path / "killed") == 0
+    assert "resumed from step_000003" in (tmp_path / "killed/log.txt").read_text()
+    assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "whole")
+    learned = [row for row in read_metrics(tmp_path / "whole") if row.get("grad_norm", 0) > 0]
+    assert len(learned) >= STEPS - 1  # the step of a critic's warm-up has none

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tandem.model.linear import ExactLinear, FusedLinear, PackedWeight, linear, multiply, pack, padded_rows, swiglu
 
@@ -146,3 +147,92 @@ def test_the_pack_of_fused_linears_follows_each_of_their_weights():
         before = fused(x)
         parts[1].weight.mul_(2.0)
         assert torch.equal(fused(x), torch.cat([before[:, :8], 2 * before[:, 8:]], 1))
+
+
+def adapted(outputs, inputs=96, *, rank=0, bias=False, frozen=True, seed=0):
+    """An ExactLinear of random numbers; rank 0 is one without an adapter."""
+    factors = (nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)) if rank else (None, None)
+    weight, added = (nn.Parameter(noise(*shape, seed=seed + 1)) for shape in ((outputs, inputs), (outputs,)))
+    exact = ExactLinear(weight.requires_grad_(not frozen), added if bias else None, *factors, scaling=0.5)
+    for number, factor in enumerate(factors):
+        if factor is not None:
+            factor.weight = nn.Parameter(noise(*factor.weight.shape, seed=seed + 2 + number))
+    return exact
+
+
+def by_formula(x, part):
+    """float64: x (W + 0.5 B A)^T + b, from leaves of its own; returns (output, leaves by name)."""
+    leaves = {name: p.detach().double().requires_grad_() for name, p in part.named_parameters()}
+    weight = leaves["weight"]
+    if "lora_A.weight" in leaves:
+        weight = weight + 0.5 * leaves["lora_B.weight"] @ leaves["lora_A.weight"]
+    return F.linear(x, weight, leaves.get("bias")), leaves
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("ranks", [(0, 0, 0), (3, 0, 0), (0, 3, 2), (1, 5, 3)])
+def test_adapters_on_none_some_or_all_parts_run_and_learn_by_the_formula(ranks, bias, frozen):
+    parts = [adapted(o, rank=r, bias=bias, frozen=frozen, seed=9 * o) for o, r in zip((24, 8, 16), ranks, strict=True)]
+    x, above = noise(7, 96), noise(7, 48, seed=5)
+    for run, members in ((FusedLinear(*parts), parts), (parts[0], parts[:1])):
+        ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+        outputs = [by_formula(theirs, part) for part in members]
+        expected, out = torch.cat([y for y, _ in outputs], 1), run(ours)
+        torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-4)
+        with torch.no_grad():
+            assert torch.equal(run(x), out)
+        (out * above[:, : out.shape[1]]).sum().backward()
+        (expected * above[:, : out.shape[1]]).sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad.float(), rtol=1e-5, atol=1e-4)
+        for part, (_, leaves) in zip(members, outputs, strict=True):
+            for name, parameter in part.named_parameters():
+                if parameter.requires_grad:
+                    torch.testing.assert_close(parameter.grad, leaves[name].grad.float(), rtol=1e-5, atol=1e-4)
+                else:
+                    assert parameter.grad is None
+            part.zero_grad()
+
+
+def test_the_names_of_an_adapters_factors_come_behind_the_weights():
+    assert [name for name, _ in adapted(8, rank=2, bias=True).named_parameters()] == [
+        "weight", "bias", "lora_A.weight", "lora_B.weight",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["weight", "lora_A.weight", "lora_B.weight"])
+def test_the_packs_of_an_adapted_linear_follow_each_of_its_tensors(name):
+    parts = [adapted(8, rank=2, seed=seed) for seed in (10, 20)]
+    x = noise(4, 96)
+    for run in (parts[0], FusedLinear(*parts)):
+        with torch.no_grad():
+            before = run(x)
+            dict(parts[0].named_parameters())[name].mul_(1.5)
+            torch.testing.assert_close(run(x)[:, :8], by_formula(x.double(), parts[0])[0].float(), rtol=1e-5, atol=1e-4)
+            assert not torch.equal(run(x), before)
+
+
+def test_base_only_runs_the_base_weights_and_no_adapter_learns_from_it():
+    parts = [adapted(8, rank=2, bias=True, seed=10), adapted(8, bias=True, seed=20)]
+    plain = FusedLinear(*[ExactLinear(part.weight, part.bias) for part in parts])
+    fused, x = FusedLinear(*parts), noise(4, 96).requires_grad_()
+    whole, base = fused(x), plain(x)
+    parts[0].base_only = True
+    assert torch.equal(fused(x), base) and torch.equal(parts[0](x), base[:, :8])
+    fused(x).sum().backward()
+    assert parts[0].lora_A.weight.grad is None and parts[0].bias.grad is not None
+    parts[0].base_only = False
+    assert torch.equal(fused(x), whole) and not torch.equal(whole, base)
+
+
+def test_a_frozen_linear_holds_no_activations_and_spends_nothing_on_its_weight():
+    x, held = noise(64, 96).requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()) or t, lambda t: t):
+        frozen, learning = (adapted(32, frozen=f)(x).sum() for f in (True, False))
+    assert held.count(x.data_ptr()) == 1  # the learning one's
+    costs = []
+    for loss in (frozen, learning):
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        costs.append(counter.get_total_flops())
+    assert costs == [2 * 64 * 96 * 32, 2 * 2 * 64 * 96 * 32]

@@ -1,6 +1,7 @@
 """What loads, what is refused by name before any weight is read, and logits against stock transformers."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, GPT2Config, MambaConfig
 
 from tandem.errors import UserError
-from tandem.model.load import check_model, load_model, why_not_exact
+from tandem.model.attention import PackedPlan
+from tandem.model.load import check_model, load_model, make_exact, why_not_exact
+from tandem.model.lora import Lora
 from tests.tiny import (
     CONFIGS,
     SHAPE,
@@ -77,6 +80,77 @@ def test_loading_weights_keeps_the_tensors_and_their_ties():
     assert {name: w.data_ptr() for name, w in model.named_weights().items()} == places
     assert model.head.weight is model.module.get_input_embeddings().weight
     assert all(torch.equal(w, other.named_weights()[name]) for name, w in model.named_weights().items())
+
+
+def test_weights_that_are_not_named_stay_and_names_that_are_not_there_are_refused_before_anything_is_written():
+    model, other = exact_model("llama", seed=0), exact_model("llama", seed=1)
+    before = {name: w.clone() for name, w in model.named_weights().items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    new = other.named_weights()[name]
+    for wrong in ({name: new, "model.norm.bias": torch.ones(96)}, {name: new, "model.norm.weight": torch.ones(1)}):
+        with pytest.raises(UserError, match="not this model's") as error:
+            model.load_weights(wrong)
+        assert error.value.where == list(wrong)[1] and error.value.found.startswith("1 of 2 names")
+        assert torch.equal(model.named_weights()[name], before[name])
+    model.load_weights({name: new})
+    assert [n for n, w in model.named_weights().items() if not torch.equal(w, before[n])] == [name]
+    assert torch.equal(model.named_weights()[name], new)
+
+
+def test_every_parameter_of_a_plain_model_is_trainable_and_merged_is_what_it_is():
+    model = exact_model("qwen3")
+    assert model.trainable() == dict(model.module.named_parameters()) and model.adapter_weights() == {}
+    merged = model.merged_weights()
+    assert list(merged) == list(model.named_weights())
+    assert all(w.data_ptr() == merged[name].data_ptr() for name, w in model.named_weights().items())  # no copy is made
+
+
+class CountingPlan:
+    """A packed plan that counts the layers that attend through it."""
+
+    def __init__(self, length):
+        self.inner, self.layers = PackedPlan(np.array([[0, length, 0, 0]]), group=3, kv_heads=2), []
+
+    def attend(self, layer, *rest):
+        self.layers.append(layer)
+        return self.inner.attend(layer, *rest)
+
+
+def gradients_of(model, *, checkpointing, off=nullcontext):
+    """(gradients by name, the layers that were run, in order) of a packed pass of 30 tokens; backward outside of off."""
+    model.checkpointing, plan = checkpointing, CountingPlan(30)
+    model.zero_grad()
+    with off():
+        out = model.head(
+            model.hidden(torch.from_numpy(random_tokens(np.random.default_rng(0), 30)), torch.arange(30), plan)
+        )
+    out.log_softmax(-1)[:, 3].sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None}
+    return grads, plan.layers
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=0)], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_with_checkpointing_each_layer_runs_twice_and_no_bit_of_a_gradient_changes(kind, lora):
+    model = make_exact(stock_model(tiny_config(kind)), lora)
+    model.load_weights({name: w + 0.1 for name, w in model.adapter_weights().items()})
+    plain, once = gradients_of(model, checkpointing=False)
+    checkpointed, twice = gradients_of(model, checkpointing=True)
+    assert (once, twice) == ([0, 1], [0, 1, 1, 0])
+    assert plain.keys() == checkpointed.keys() == model.trainable().keys()
+    assert all(torch.equal(grad, checkpointed[name]) for name, grad in plain.items())
+
+
+def test_checkpointing_runs_a_layer_again_as_it_ran_first_though_the_adapter_was_off_then():
+    model = make_exact(stock_model(tiny_config()), Lora(rank=4, alpha=8.0, targets=("q_proj",), seed=0))
+    model.load_weights({name: w + 0.1 for name, w in model.adapter_weights().items()})
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    plain, _ = gradients_of(model, checkpointing=False, off=model.adapter_off)
+    checkpointed, _ = gradients_of(model, checkpointing=True, off=model.adapter_off)
+    assert plain.keys() == checkpointed.keys() and not any("lora" in name for name in plain)
+    assert all(torch.equal(grad, checkpointed[name]) for name, grad in plain.items())
+    assert not torch.equal(plain["model.norm.weight"], gradients_of(model, checkpointing=True)[0]["model.norm.weight"])
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Log-probs of the distribution sampled from: chunked = whole, filters = their definition, gradients = autograd's."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.model.linear import multiply, pack
 from tandem.model.logprobs import CHUNK_BYTES, Filter, Seen, log_distribution, penalize, token_logprobs
@@ -172,6 +174,64 @@ def test_the_entropy_is_that_of_the_distribution_sampled_from(how):
     np.testing.assert_allclose(entropy, expected, rtol=1e-4, atol=1e-5)
 
 
+def tables_in_float64(hidden, weight, targets, how):
+    """(leaves, log-probs [N, V]) after temperature and filters, for autograd; -inf outside the kept sets."""
+    leaves = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    scaled = leaves[0] @ leaves[1].t() / (how.temperature or 1.0)
+    if how.temperature == 0.0:
+        return leaves, scaled.log_softmax(-1)
+    ranked, order = scaled.detach().sort(-1, descending=True)
+    place = torch.arange(scaled.shape[1])
+    probs = ranked.masked_fill(place >= (how.top_k or len(place)), -math.inf).softmax(-1)
+    kept = (
+        (probs > 0) & (probs.cumsum(-1) - probs < how.top_p) & (ranked >= ranked[:, :1] + math.log(how.min_p or 1e-300))
+    )
+    outside = torch.empty_like(kept).scatter_(1, order, ~kept).scatter_(1, targets[:, None], False)
+    return leaves, scaled.masked_fill(outside, -math.inf).log_softmax(-1)
+
+
+def assert_gradients_with_entropy(hidden, weight, targets, how, *, of_logprobs):
+    """Of logprobs x noise (or 0) + entropy x other noise, ours against autograd's."""
+    above, above_entropy = noise(len(targets), seed=3) * of_logprobs, noise(len(targets), seed=4)
+    ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found, entropy = token_logprobs(*ours, pack(weight), targets, how)
+    loss = (entropy * above_entropy).sum()
+    (loss + (found * above).sum() if of_logprobs else loss).backward()
+    theirs, table = tables_in_float64(hidden, weight, targets, how)
+    terms = table.exp() * table.masked_fill(table.isinf(), 0.0)
+    chosen = table.gather(1, targets[:, None])[:, 0]
+    (-(terms.sum(-1) * above_entropy).sum() + (chosen * above).sum()).backward()
+    for one, other in zip(ours, theirs, strict=True):
+        scale = float(other.grad.abs().max())
+        # float32 sums over the vocabulary; measured: under 3e-6 of the largest entry
+        torch.testing.assert_close(one.grad, other.grad.float(), rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("of_logprobs", [0.0, 1.0], ids=["entropy alone", "with log-probs"])
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+def test_the_gradient_of_the_entropy_is_autograds(how, of_logprobs):
+    assert_gradients_with_entropy(*case(12, 40), how, of_logprobs=of_logprobs)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("how", [Filter(temperature=0.7), Filter(temperature=0.7, top_k=50, top_p=0.9)], ids=str)
+def test_the_gradient_of_the_entropy_is_autograds_at_the_edge_of_a_chunk(how, beyond):
+    vocabulary = 40_000
+    assert_gradients_with_entropy(*case(CHUNK_BYTES // (4 * vocabulary) + beyond, vocabulary), how, of_logprobs=1.0)
+
+
+def test_an_entropy_that_is_not_used_changes_the_gradient_of_the_logprobs_by_rounding_only():
+    gradients = []
+    for share in (None, 0.0):
+        hidden, weight, targets = case(12, 40)
+        hidden.requires_grad_(), weight.requires_grad_()
+        found, entropy = token_logprobs(hidden, weight, pack(weight.detach()), targets, Filter(temperature=0.7))
+        (found.sum() if share is None else found.sum() + share * entropy.sum()).backward()
+        gradients.append((hidden.grad, weight.grad))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # p (0 - g) + g and g - p g are rounded apart
+
+
 def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
     hidden, weight, _ = case(0, 40)
     weight.requires_grad_()
@@ -222,3 +282,25 @@ def test_the_gradient_goes_through_the_repetition_penalty(how):
     (expected * above).sum().backward()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_nothing_is_spent_on_the_gradient_of_a_frozen_output_projection(frozen):
+    hidden, weight = noise(8, WIDTH).requires_grad_(), noise(40, WIDTH, seed=1).requires_grad_(not frozen)
+    logprobs, _ = token_logprobs(hidden, weight, pack(weight), torch.arange(8), Filter())
+    with Operators() as run:
+        logprobs.sum().backward()
+    assert hidden.grad.any() and (weight.grad is None) == frozen
+    assert run.counts["aten.addmm_.default"] == (0 if frozen else 1)

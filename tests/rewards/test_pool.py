@@ -158,6 +158,187 @@ def test_a_call_without_items_has_no_scores():
         assert pool.score_all([]) == []
 
 
+# ---------------------------------------------------------------- several functions
+
+MINE = """
+import os, time
+from contextlib import suppress
+
+ONCE = []
+
+def length(problem, completion):
+    return len(completion)
+
+def format(problem, completion):
+    ONCE.append(completion)
+    return {"answer": 0.5, "brief": len(ONCE)}
+
+def style(problem, completion):
+    return {"reward": 3.0, "style": 0.25, "length": 7.0}
+
+def once(problem, completion):
+    return len(ONCE)
+
+def spoil(problem, completion):
+    problem.metadata.clear()
+    problem.messages[0]["content"] = "spoiled"
+    return 0.0
+
+def clean(problem, completion):
+    return problem.metadata["level"] if problem.messages[0]["content"] == "?" else -1.0
+
+def large(problem, completion):
+    return 1e308 if completion else 0.0
+
+huge = large
+
+def one(problem, completion):
+    return 1
+
+def forge(problem, completion):
+    for fd in range(3, 20):
+        with suppress(OSError):
+            os.write(fd, b'{"id": 0, "at": 1}\\n')
+    time.sleep(60)
+
+def odd(problem, completion):
+    return {"b.x": 1.0, "x": 1.0}
+
+def b(problem, completion):
+    return {"x": 1.0}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return lambda *names: [f"{file}:{name}" for name in names]
+
+
+@pytest.mark.parametrize("functions", [HOSTILE, [HOSTILE], (HOSTILE,)], ids=["text", "list", "tuple"])
+def test_one_function_without_weights_keeps_its_reward_parts_and_errors_as_they_are(functions):
+    with RewardPool(functions, timeout_s=30.0) as pool:
+        fine, parts, nan = pool.score(PROBLEM, ["fine", "parts", "nan"])
+    assert (fine.reward, fine.parts) == (0.25, {"score": 0.25})
+    assert (parts.reward, parts.parts) == (1.5, {"format": 0.5, "answer": 1.0})
+    assert nan.error == "the reward is nan, expected a finite number"
+
+
+def test_the_reward_of_several_functions_is_their_weighted_sum_and_their_parts_are_told_apart(mine):
+    functions = ["answer", *mine("length", "format", "style")]
+    problem = Problem(uid="p", messages=(), answer="7")
+    parts = {"answer": 1.0, "length": 9.0, "format": 1.5, "style": 3.0}  # each function's own reward
+    parts |= {"format.answer": 0.5, "brief": 1.0, "style.style": 0.25, "style.length": 7.0}
+    for weights, reward in [((), 1.0 + 9.0 + 1.5 + 3.0), ((2.0, -0.5, 0.0, 1.0), 2.0 - 4.5 + 0.0 + 3.0)]:
+        with RewardPool(functions, timeout_s=30.0, weights=weights) as pool:
+            [score] = pool.score(problem, ["Answer: 7"])
+        assert (score.reward, score.parts, score.error) == (reward, parts, "")
+
+
+def test_the_weighted_sum_is_made_in_the_order_of_the_functions(mine):
+    functions = mine("one", "length", "b")  # each gives 1 for "x"
+    for order, weights in [(functions, (0.1, 0.2, 0.3)), (functions[::-1], (0.3, 0.2, 0.1))]:
+        with RewardPool(order, timeout_s=30.0, weights=weights) as pool:
+            assert pool.score(PROBLEM, ["x"])[0].reward == weights[0] + weights[1] + weights[2]
+    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
+
+
+def test_a_weight_of_one_function_weighs_its_reward_and_not_its_parts():
+    with RewardPool([HOSTILE], timeout_s=30.0, weights=[0.5]) as pool:
+        fine, total, died = pool.score(PROBLEM, ["fine", "total", "exit"])
+    assert (fine.reward, fine.parts) == (0.125, {"score": 0.25})
+    assert (total.reward, total.parts) == (1.0, {"score": 2.0, "format": 0.5})
+    assert died.error == "score: worker died: exit 7"
+
+
+def test_functions_of_one_file_share_its_module_and_no_problem(mine):
+    with RewardPool(mine("format", "once", "spoil", "clean"), timeout_s=30.0) as pool:
+        [score] = pool.score(PROBLEM, ["x"])
+    assert (score.parts["once"], score.parts["clean"]) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
+@pytest.mark.parametrize("harm", ["loop", "exit", "forge", "raise", "raise long", "nan", "inf part", "string"])
+def test_one_failing_function_fails_the_text_and_is_named(mine, harm, first):
+    functions = [HOSTILE, *mine("length")] if first else [*mine("length"), HOSTILE]
+    with RewardPool(functions, timeout_s=1.0, workers=1) as pool:
+        before, failed, after = pool.score(PROBLEM, ["fine", harm, "fine"])
+    said, kind = HARMS[harm]
+    assert (failed.reward, failed.parts) == (0.0, {})
+    assert failed.error.startswith(f"score: {said}")
+    assert len(failed.error) <= 500
+    assert pool.failures == {"timeout": 0, "died": 0, "exception": 0, "bad_value": 0} | {kind: 1}
+    assert before == after
+    assert (after.reward, after.error) == (4.25, "")
+
+
+def test_a_forged_place_behind_the_last_function_does_not_get_through(mine):
+    with RewardPool(mine("forge"), timeout_s=30.0) as pool:
+        assert pool.score(PROBLEM, ["x"])[0].error == "worker died: it wrote what is not an answer"
+
+
+def test_the_name_of_a_failure_is_that_of_its_own_text(mine):
+    """The text before got as far as the second function; this one dies in the first."""
+    with RewardPool([HOSTILE, *mine("length")], timeout_s=30.0, weights=[1.0, 1.0]) as pool:
+        errors = [score.error for score in pool.score(PROBLEM, ["fine", "exit"] * 3)]
+    assert errors == ["", "score: worker died: exit 7"] * 3
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"), [((10.0, 1.0), "is inf"), ((10.0, -10.0), "is nan"), ((1.0, 1.0), "is inf")]
+)
+def test_a_weighted_sum_that_is_not_finite_is_a_failure(mine, weights, found):
+    with RewardPool(mine("large", "huge"), timeout_s=30.0, weights=weights) as pool:
+        bad, good = pool.score(PROBLEM, ["x", ""])
+    expected = f"the weighted sum of the rewards {found}, expected a finite number"
+    assert (bad.reward, bad.parts, bad.error) == (0.0, {}, expected)
+    assert (good.reward, good.error, pool.failures["bad_value"]) == (0.0, "", 1)
+
+
+def test_parts_that_cannot_be_told_apart_are_a_failure(mine):
+    with RewardPool(mine("odd", "b"), timeout_s=30.0) as pool:
+        [score] = pool.score(PROBLEM, ["x"])
+    assert (score.reward, score.error) == (0.0, "two parts are named 'b.x', expected one")
+
+
+def test_three_workers_give_the_scores_of_one_with_several_functions(mine):
+    acts = [act for act, (_, kind) in HARMS.items() if kind != "timeout" and act != "forge"] + list(HARMLESS)
+    runs = []
+    for workers in (1, 3):
+        with RewardPool([HOSTILE, *mine("length", "style")], 30.0, workers, weights=[1.0, 0.1, 0.3]) as pool:
+            runs.append((pool.score(PROBLEM, acts * 3), pool.failures))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "where"),
+    [
+        ([], (), "reward.function"),
+        (["answer", "answer"], (), "reward.function"),
+        ([HOSTILE, "elsewhere.py:score"], (), "reward.function"),
+        (["answer", HOSTILE], (1.0,), "reward.weights"),
+        ("answer", (1.0, 2.0), "reward.weights"),
+        (["answer", HOSTILE], (1.0, float("nan")), "reward.weights"),
+    ],
+)
+def test_functions_of_one_name_and_weights_that_do_not_fit_are_user_errors(functions, weights, where):
+    with pytest.raises(UserError) as error:
+        RewardPool(functions, weights=weights)
+    assert error.value.where == where
+    assert error.value.found and error.value.expected
+
+
+@pytest.mark.parametrize("source", ["import no_such_module\n", "import os\nos._exit(3)\n"])
+def test_of_several_functions_the_one_that_cannot_be_loaded_is_named(tmp_path, mine, source):
+    bad = tmp_path / "bad.py"
+    bad.write_text(source)
+    with pytest.raises(UserError) as error:
+        RewardPool([*mine("length"), f"{bad}:score", "answer"])
+    assert error.value.where.startswith(f"reward.function = {bad}:score")
+    assert error.value.next == f"python {bad}"
+
+
 # ---------------------------------------------------------------- the verifier that hangs
 
 

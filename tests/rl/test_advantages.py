@@ -1,5 +1,6 @@
-"""Advantages against loops written from the papers' formulas."""
+"""Advantages of episodes against loops written from the papers' formulas, and against the gradients they estimate."""
 
+import itertools
 import math
 from typing import get_args
 
@@ -7,85 +8,230 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from tandem.rl.advantages import Advantage, advantages, loss_denominator
+from tandem.rl.advantages import (
+    GroupAdvantage,
+    against,
+    centred,
+    group_advantages,
+    grpo,
+    max_at_k,
+    reinforce_pp_baseline,
+    rloo,
+    running_mean,
+)
 
-KINDS = get_args(Advantage)
-REWARDS = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+KINDS = get_args(GroupAdvantage)
+IN_GROUP = [kind for kind in KINDS if kind != "reinforce_pp_baseline"]  # these look at no other group
+BASELINE_FROM_GROUP = [kind for kind in KINDS if kind != "ema"]
+EPSILON = 1e-6
+K, BASELINE = 3, 0.25
+# two problems with equal rewards, solved and failed, between those of mixed ones; the last row has ties
+REWARDS = np.array([*np.random.default_rng(0).normal(size=(5, 5)), [1.0] * 5, [0.0] * 5, [1.0, 0.0, 1.0, 1.0, 0.0]])
 
 
-def by_formula(kind, group):
-    """The advantages of one group, in Python floats."""
-    size, mean = len(group), math.fsum(group) / len(group)
-    std = math.sqrt(math.fsum((r - mean) ** 2 for r in group) / size)
-    out = []
-    for number, reward in enumerate(group):
-        others = [r for i, r in enumerate(group) if i != number]
-        out.append(
-            {
-                "grpo": (reward - mean) / (std + 1e-6),
-                "grpo_no_std": reward - mean,
-                "dr_grpo": reward - mean,
-                "rloo": reward - math.fsum(others) / len(others),
-            }[kind]
-        )
-    return out
+def advantages(kind, rewards, k=K):
+    return group_advantages(kind, rewards, k=k, baseline=BASELINE)
+
+
+def mean(values):
+    return math.fsum(values) / len(values)
+
+
+def std(values):
+    """With the count in the denominator."""
+    return math.sqrt(math.fsum((v - mean(values)) ** 2 for v in values) / len(values))
+
+
+def mean_gain(reward, others, k):
+    """The mean over all sets J of k - 1 others of max(r, max J) - max J, set by set."""
+    sets = list(itertools.combinations(others, k - 1))
+    return math.fsum(max(reward, *chosen) - max(chosen) for chosen in sets) / len(sets)
+
+
+def by_formula(kind, table, k=K):
+    """The advantages of a step, in Python floats."""
+    table = [[float(r) for r in group] for group in table]
+    step_std = std([r - mean(group) for group in table for r in group])
+    rows = []
+    for group in table:
+        row = []
+        for place, reward in enumerate(group):
+            others = group[:place] + group[place + 1 :]
+            row.append(
+                {
+                    "grpo": lambda r, g, o: (r - mean(g)) / (std(g) + EPSILON),
+                    "grpo_no_std": lambda r, g, o: r - mean(g),
+                    "rloo": lambda r, g, o: r - mean(o),
+                    "max_at_k": lambda r, g, o: k * mean_gain(r, o, k),
+                    "reinforce_pp_baseline": lambda r, g, o: (r - mean(g)) / (step_std + EPSILON),
+                    "ema": lambda r, g, o: r - BASELINE,
+                }[kind](reward, group, others)
+            )
+        rows.append(row)
+    return rows
+
+
+def expected_gradient(advantage, probs, rewards, size):
+    """[M]: the exact expectation of mean_i A_i d log p(x_i) / d logits over all groups of that size, by enumeration."""
+    total = np.zeros(len(probs))
+    for outcome in itertools.product(range(len(probs)), repeat=size):
+        values = advantage(np.array([[rewards[o] for o in outcome]]))[0]
+        scores = np.eye(len(probs))[list(outcome)] - probs
+        total += np.prod([probs[o] for o in outcome]) * (values[:, None] * scores).mean(0)
+    return total
+
+
+def gradient_of_the_expected_max(probs, rewards, k):
+    """[M]: d E[max reward of k draws] / d logits of the softmax, by enumeration."""
+    total = np.zeros(len(probs))
+    for outcome in itertools.product(range(len(probs)), repeat=k):
+        scores = sum(np.eye(len(probs))[o] - probs for o in outcome)
+        total += np.prod([probs[o] for o in outcome]) * max(rewards[o] for o in outcome) * scores
+    return total
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_advantages_equal_the_formula_for_every_group(kind):
     table = advantages(kind, REWARDS)
-    expected = [by_formula(kind, [float(r) for r in group]) for group in REWARDS]
-    assert table.dtype == np.float32 and table.shape == REWARDS.shape
-    # both are float64 inside and differ in the order of a sum; what is left is the rounding to float32
-    np.testing.assert_allclose(table, expected, rtol=1e-6, atol=1e-7)
+    assert table.dtype == np.float64 and table.shape == REWARDS.shape
+    # the order of a sum differs; next to the equal rewards the difference is that of 0 and 1e-16 / epsilon
+    np.testing.assert_allclose(table, by_formula(kind, REWARDS), rtol=1e-12, atol=1e-14)
+
+
+@given(rewards=arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 6)), elements=st.floats(-100, 100)))
+def test_advantages_equal_the_formula_for_any_rewards(rewards):
+    for kind in KINDS:
+        expected = by_formula(kind, rewards, k=2)
+        # a spread near epsilon turns the rounding of the mean, 1e-14 for rewards of 100, into 1e-8
+        atol = 1e-7 if kind in ("grpo", "reinforce_pp_baseline") else 1e-11
+        np.testing.assert_allclose(advantages(kind, rewards, k=2), expected, rtol=1e-9, atol=atol)
 
 
 def test_advantages_of_a_plain_case_are_the_numbers_of_a_hand_calculation():
-    rewards = np.array([[1, 0, 0, 1], [1, 0, 0, 0]], np.float32)
-    assert advantages("dr_grpo", rewards).tolist() == [[0.5, -0.5, -0.5, 0.5], [0.75, -0.25, -0.25, -0.25]]
-    assert advantages("rloo", rewards)[1].tolist() == [1.0, *[np.float32(-1 / 3)] * 3]
-    np.testing.assert_allclose(advantages("grpo", rewards)[0], [1, -1, -1, 1], rtol=3e-6)  # std 0.5, epsilon 1e-6
-    # std of [1, 0, 0, 0] is sqrt(3) / 4 with G in the denominator; 1 / 2 with G - 1
-    np.testing.assert_allclose(advantages("grpo", rewards)[1, 0], 0.75 / (math.sqrt(3) / 4), rtol=3e-6)
+    rewards = np.array([[1.0, 0, 0, 1], [1, 0, 0, 0]])
+    assert centred(rewards).tolist() == [[0.5, -0.5, -0.5, 0.5], [0.75, -0.25, -0.25, -0.25]]
+    assert rloo(rewards)[1].tolist() == [1.0, -1 / 3, -1 / 3, -1 / 3]
+    # std of [1, 0, 0, 1] is 1/2 and that of [1, 0, 0, 0] sqrt(3) / 4, with G in the denominator
+    np.testing.assert_allclose(grpo(rewards)[:, 0], [0.5 / (0.5 + EPSILON), 0.75 / (math.sqrt(3) / 4 + EPSILON)])
+    # squares: 4 x 1/4 in the first group, 9/16 + 3/16 in the second, over 8 episodes
+    np.testing.assert_allclose(reinforce_pp_baseline(rewards)[0, 0], 0.5 / (math.sqrt(1.75 / 8) + EPSILON))
+    # one success in four: alone it lifts the max of every pair by 1, so k = 2 gives 2; failures lift nothing
+    assert max_at_k(rewards, 2)[1].tolist() == [2.0, 0.0, 0.0, 0.0]
+    # two successes: one is redundant where the other is drawn, which is in 1 of 3 pairs
+    np.testing.assert_allclose(max_at_k(rewards, 2)[0], [4 / 3, 0, 0, 4 / 3])
+    assert against(rewards, 0.25).tolist() == [[0.75, -0.25, -0.25, 0.75], [0.75, -0.25, -0.25, -0.25]]
 
 
-@given(reward=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 64), kind=st.sampled_from(KINDS))
-def test_a_group_of_equal_rewards_has_exactly_zero_advantages(reward, size, kind):
-    assert not advantages(kind, np.full((1, size), reward, np.float32)).any()
+@pytest.mark.parametrize("kind", KINDS)
+def test_integer_and_float32_rewards_are_computed_in_float64(kind):
+    exact = REWARDS.round(1)
+    assert advantages(kind, exact.astype(np.float32)).dtype == np.float64
+    np.testing.assert_array_equal(advantages(kind, REWARDS[5:].astype(np.int64)), advantages(kind, REWARDS[5:]))
+
+
+@pytest.mark.parametrize("kind", BASELINE_FROM_GROUP)
+@given(reward=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 64))
+def test_a_group_of_equal_rewards_in_float32_has_exactly_zero_advantages(kind, reward, size):
+    assert not advantages(kind, np.full((2, size), reward), k=2).any()
+
+
+def test_a_group_of_equal_rewards_in_float64_has_exactly_zero_advantages():
+    """Exactly: where no group has signal, an optimizer that divides by the gradient's size makes a full step of 1e-11."""
+    for reward, size in ((0.1, 3), (0.9, 3), (0.9, 7), (1000.1, 7)):
+        rewards = np.full((2, size), reward)
+        assert {kind: advantages(kind, rewards).any() for kind in BASELINE_FROM_GROUP} == dict.fromkeys(
+            BASELINE_FROM_GROUP, False
+        )
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "reinforce_pp_baseline"])
+def test_a_group_of_one_episode_has_advantage_zero(kind):
+    assert advantages(kind, np.array([[0.7], [-2.0]])).tolist() == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_rloo_is_the_centred_reward_times_g_over_g_minus_1(size):
     rewards = REWARDS.reshape(-1)[: size * 4].reshape(4, size)
-    expected = advantages("dr_grpo", rewards).astype(np.float64) * size / (size - 1)
-    np.testing.assert_allclose(advantages("rloo", rewards), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(rloo(rewards), centred(rewards) * size / (size - 1), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_does_not_see_the_other_groups_nor_the_order_of_its_episodes(kind):
+def test_the_order_of_episodes_does_not_matter(kind):
+    order = np.random.default_rng(1).permutation(REWARDS.shape[1])
+    np.testing.assert_allclose(
+        advantages(kind, REWARDS[:, order]), advantages(kind, REWARDS)[:, order], rtol=1e-12, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("kind", IN_GROUP)
+def test_a_group_does_not_see_the_other_groups(kind):
     table = advantages(kind, REWARDS)
     for row, group in enumerate(REWARDS):
-        assert np.array_equal(advantages(kind, group[None])[0], table[row])
-    order = np.random.default_rng(1).permutation(REWARDS.shape[1])
-    np.testing.assert_allclose(advantages(kind, REWARDS[:, order]), table[:, order], rtol=1e-6, atol=1e-7)
+        # not array_equal: a matrix product of one row may sum in another order, by one ulp
+        np.testing.assert_allclose(advantages(kind, group[None])[0], table[row], rtol=1e-14)
 
 
-def test_only_grpo_divides_by_the_spread_of_the_rewards():
-    big = advantages("grpo", REWARDS * 1024)
-    np.testing.assert_allclose(big, advantages("grpo", REWARDS), rtol=1e-5)
-    for kind in set(KINDS) - {"grpo"}:
+def test_reinforce_pp_baseline_sees_the_other_groups_through_one_scale_only():
+    alone, together = (reinforce_pp_baseline(part) for part in (REWARDS[:1], REWARDS))
+    ratios = together[0] / alone[0]
+    np.testing.assert_allclose(ratios, ratios[0])
+    assert abs(ratios[0] - 1) > 0.1
+    np.testing.assert_allclose(together.std(), 1.0, rtol=1e-5)  # epsilon
+
+
+def test_only_what_divides_by_a_spread_forgets_the_scale_of_the_rewards():
+    for kind in ("grpo", "reinforce_pp_baseline"):
+        np.testing.assert_allclose(advantages(kind, REWARDS * 1024), advantages(kind, REWARDS), rtol=1e-5, atol=1e-9)
+    for kind in ("grpo_no_std", "rloo", "max_at_k"):
         assert np.array_equal(advantages(kind, REWARDS * 1024), advantages(kind, REWARDS) * 1024)
 
 
-def test_the_rewards_are_left_as_they_were():
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rewards_are_left_as_they_were(kind):
     rewards = REWARDS.copy()
-    for kind in KINDS:
-        advantages(kind, rewards)
+    advantages(kind, rewards)
     assert np.array_equal(rewards, REWARDS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_denominator_is_the_tokens_and_for_dr_grpo_a_constant(kind):
-    of = {count: loss_denominator(kind, num_loss_tokens=count, num_episodes=6, max_new_tokens=50) for count in (0, 40)}
-    assert of == ({0: 300.0, 40: 300.0} if kind == "dr_grpo" else {0: 1.0, 40: 40.0})
+@pytest.mark.parametrize(("size", "k"), [(g, k) for g in range(2, 8) for k in range(2, g + 1)])
+def test_max_at_k_equals_the_enumeration_of_all_sets_for_every_k_up_to_the_group(size, k):
+    rewards = np.random.default_rng(size).integers(0, 4, (3, size)).astype(float)  # with ties
+    np.testing.assert_allclose(max_at_k(rewards, k), by_formula("max_at_k", rewards, k), rtol=1e-12, atol=1e-14)
+
+
+def test_max_at_k_of_a_large_group_stays_finite_where_the_binomials_do_not():
+    """C(2999, 1499) is about 1e900; of many equal failures one success lifts every set by one."""
+    rewards = np.zeros((1, 3000))
+    rewards[0, 17] = 1.0
+    found = max_at_k(rewards, 1500)
+    np.testing.assert_allclose(found[0, 17], 1500.0, rtol=1e-10)
+    assert np.count_nonzero(found) == 1
+
+
+PROBS, OUTCOMES = np.array([0.5, 0.3, 0.2]), np.array([0.0, 0.6, 1.0])
+
+
+def test_rloo_is_an_unbiased_gradient_of_the_expected_reward_and_grpo_no_std_is_short_by_one_part_in_g():
+    exact = gradient_of_the_expected_max(PROBS, OUTCOMES, 1)
+    np.testing.assert_allclose(expected_gradient(rloo, PROBS, OUTCOMES, 3), exact, rtol=1e-12)
+    np.testing.assert_allclose(expected_gradient(centred, PROBS, OUTCOMES, 3), exact * 2 / 3, rtol=1e-12)
+    fixed = expected_gradient(lambda rewards: against(rewards, 0.3), PROBS, OUTCOMES, 2)
+    np.testing.assert_allclose(fixed, exact, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "k"), [(2, 2), (3, 2), (4, 2), (4, 3), (4, 4)])
+def test_max_at_k_is_an_unbiased_gradient_of_the_expected_maximum(size, k):
+    found = expected_gradient(lambda rewards: max_at_k(rewards, k), PROBS, OUTCOMES, size)
+    np.testing.assert_allclose(found, gradient_of_the_expected_max(PROBS, OUTCOMES, k), rtol=1e-12, atol=1e-15)
+
+
+def test_the_running_mean_starts_at_the_first_mean_and_forgets_by_the_decay():
+    steps, decay = [REWARDS[:2], REWARDS[2:4] + 1, REWARDS[4:] - 3], 0.9
+    found = None
+    for step in steps:
+        found = running_mean(found, step, decay)
+    means = [mean(step.reshape(-1).tolist()) for step in steps]
+    assert found == pytest.approx(decay**2 * means[0] + decay * (1 - decay) * means[1] + (1 - decay) * means[2])
+    assert running_mean(0.0, REWARDS, decay) == pytest.approx(0.1 * REWARDS.mean())  # 0 is a value, not an absence

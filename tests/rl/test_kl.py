@@ -13,6 +13,7 @@ from tandem.rl.kl import kl_estimate
 
 KINDS = ("k1", "k2", "k3")
 FORMULA = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+SLOPE = {"k1": lambda d: 1.0, "k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d)}
 
 
 def logprobs(seed, size=50):
@@ -20,10 +21,21 @@ def logprobs(seed, size=50):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_estimate_equals_its_formula_token_by_token(kind):
-    policy, reference = logprobs(0), logprobs(1)
-    expected = [FORMULA[kind](p - r) for p, r in zip(policy.tolist(), reference.tolist(), strict=True)]
-    np.testing.assert_allclose(kl_estimate(kind, policy, reference), expected, rtol=1e-12)
+def test_an_estimate_and_its_slope_equal_the_formula_token_by_token(kind):
+    policy, reference = logprobs(0).requires_grad_(), logprobs(1)
+    estimate = kl_estimate(kind, policy, reference)
+    estimate.sum().backward()
+    distances = [p - r for p, r in zip(policy.tolist(), reference.tolist(), strict=True)]
+    np.testing.assert_allclose(estimate.detach(), [FORMULA[kind](d) for d in distances], rtol=1e-11)
+    np.testing.assert_allclose(policy.grad, [SLOPE[kind](d) for d in distances], rtol=1e-11)
+
+
+@given(st.floats(-20, 0), st.floats(-20, 0))
+def test_an_estimate_equals_the_formula_for_any_token(policy, reference):
+    for kind in KINDS:
+        found = kl_estimate(kind, torch.tensor([policy], dtype=torch.float64), torch.tensor([reference]).double())
+        distance = policy - torch.tensor(reference).double().item()
+        assert found.item() == pytest.approx(FORMULA[kind](distance), rel=1e-9, abs=1e-14)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,6 +53,15 @@ def test_k2_and_k3_are_never_negative(policy, reference):
         assert kl_estimate(kind, torch.tensor([policy]), torch.tensor([reference]))[0] >= 0
 
 
+def test_k3_keeps_its_digits_where_the_models_are_close():
+    """In float32 exp(-d) is rounded by 6e-8, an eighth of the k3 of d = 1e-3; expm1(-d) by a thousandth of that."""
+    distances = torch.linspace(0.9e-3, 1.1e-3, 20)
+    expected = [FORMULA["k3"](d) for d in distances.tolist()]
+    np.testing.assert_allclose(kl_estimate("k3", distances, torch.zeros(20)), expected, rtol=1e-3)
+    naive = (-distances).exp() - 1 + distances
+    assert np.abs(naive.numpy() / expected - 1).max() > 0.02
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_is_that_of_the_formula(kind):
     reference = logprobs(1)
@@ -54,8 +75,16 @@ def test_k1_and_k3_have_the_kl_as_their_expectation_and_k2_has_its_gradient():
     logits = logprobs(2, 9).requires_grad_()
     policy, reference = logits.log_softmax(-1), logprobs(3, 9).log_softmax(-1)
     kl = (policy.exp() * (policy - reference)).sum()
-    for kind in ("k1", "k3"):
-        assert (policy.exp() * kl_estimate(kind, policy, reference)).sum().item() == pytest.approx(kl.item(), rel=1e-12)
-    [expected] = torch.autograd.grad(kl, logits, retain_graph=True)
-    [found] = torch.autograd.grad((policy.exp().detach() * kl_estimate("k2", policy, reference)).sum(), logits)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    [exact] = torch.autograd.grad(kl, logits, retain_graph=True)
+    gradients = {}
+    for kind in KINDS:
+        estimate = kl_estimate(kind, policy, reference)
+        if kind != "k2":
+            assert (policy.exp() * estimate).sum().item() == pytest.approx(kl.item(), rel=1e-12)
+        # as a loss on sampled tokens: the draw itself carries no gradient
+        [gradients[kind]] = torch.autograd.grad((policy.exp().detach() * estimate).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(gradients["k2"], exact, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients["k1"], torch.zeros(9, dtype=torch.float64), rtol=0, atol=1e-14)
+    # k3's is the gradient of the other direction, KL(reference || policy)
+    [other] = torch.autograd.grad((reference.exp() * (reference - policy)).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(gradients["k3"], other, rtol=1e-12, atol=1e-14)

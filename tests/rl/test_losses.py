@@ -1,53 +1,146 @@
-"""The losses against loops written from the formulas, their gradients against finite differences."""
+"""The losses against loops written from the papers' formulas, their gradients against finite differences."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tandem.rl.losses import negative_log_likelihood, ppo_clip, total, truncated_importance
+from tandem.rl.distillation import sampled_advantages
+from tandem.rl.losses import (
+    cispo,
+    gspo,
+    negative_log_likelihood,
+    ppo_clip,
+    reinforce,
+    sequence_means,
+    sequence_sums,
+    total,
+    value_clip,
+)
 
 RNG = np.random.default_rng(0)
-N = 60
-BEHAVIOUR = torch.from_numpy(RNG.uniform(-4, 0, N))
-POLICY = BEHAVIOUR + torch.from_numpy(RNG.normal(0, 0.4, N))
+LENGTHS = [1, 7, 2, 1, 30, 19]
+N = sum(LENGTHS)
+SEQUENCES = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+PROXIMAL = torch.from_numpy(RNG.uniform(-4, 0, N))
+# a part of the noise is common to a sequence, so that the ratios of sequences leave the clip range as well
+POLICY = PROXIMAL + torch.from_numpy(RNG.normal(0, 0.4, N) + RNG.normal(0, 0.3, len(LENGTHS))[SEQUENCES])
 ADVANTAGES = torch.from_numpy(RNG.normal(size=N))
-WEIGHTS = torch.from_numpy(RNG.uniform(0.2, 2.0, N))
+ADVANTAGES[3] = 0.0
+OF_SEQUENCE = torch.tensor([1.0, -0.5, 2.0, -1.0, 0.7, -0.3], dtype=torch.float64)[SEQUENCES]
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+RATIO_METRICS = ("policy_loss", "ratio", "clip_share", "approx_kl")
+
+logprobs = st.floats(-8, 0)
+tokens = st.lists(st.tuples(logprobs, logprobs, st.sampled_from([0.0, 1.0, -1.0, 0.3, -2.5])), min_size=1, max_size=8)
 
 
-def ppo_by_formula(policy, behaviour, advantages, low, high, weights):
-    """The sum over tokens of PPO's eq. 7, in Python floats; and the shares that are reported."""
-    loss = ratios = clipped = kl = 0.0
-    for p, b, a, w in zip(policy.tolist(), behaviour.tolist(), advantages.tolist(), weights.tolist(), strict=True):
-        ratio = math.exp(p - b)
-        bounded = min(max(ratio, 1 - low), 1 + high)
-        loss -= w * min(ratio * a, bounded * a)
-        ratios += ratio
-        clipped += bounded * a < ratio * a
-        kl += 1 / ratio - 1 + math.log(ratio)
-    return {"policy_loss": loss, "ratio": ratios, "clip_share": clipped, "approx_kl": kl}
+def clamp(x, low, high):
+    return min(max(x, low), high)
 
 
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_the_clipped_loss_equals_the_formula(weights):
-    loss, metrics = ppo_clip(POLICY, BEHAVIOUR, ADVANTAGES, denominator=37.0, weights=weights, **CLIP)
-    ones = torch.ones(N, dtype=torch.float64)
-    expected = ppo_by_formula(POLICY, BEHAVIOUR, ADVANTAGES, 0.2, 0.28, ones if weights is None else weights)
-    assert metrics == pytest.approx(expected, rel=1e-12)
-    assert 0 < metrics["clip_share"] < N  # both branches were taken
-    assert loss.item() == pytest.approx(expected["policy_loss"] / 37.0, rel=1e-12)
+def ratio_metrics(losses, ratios, clipped):
+    kl = [1 / r - 1 + math.log(r) for r in ratios]
+    return dict(zip(RATIO_METRICS, (math.fsum(losses), math.fsum(ratios), sum(clipped), math.fsum(kl)), strict=True))
 
 
-def test_the_gradient_of_the_clipped_loss_is_right_on_both_sides_of_every_bound():
-    def loss(policy):
-        return ppo_clip(policy, BEHAVIOUR, ADVANTAGES, denominator=37.0, weights=WEIGHTS, **CLIP)[0]
+def ppo_by_formula(policy, proximal, advantages, *, clip_low, clip_high, dual_clip=0.0):
+    """Eq. 7 of PPO token by token, with eq. 5 of dual clip, in Python floats; and the sums that are reported."""
+    losses, ratios, clipped = [], [], []
+    for p, q, a in zip(policy.tolist(), proximal.tolist(), advantages.tolist(), strict=True):
+        ratio = math.exp(p - q)
+        objective = min(ratio * a, clamp(ratio, 1 - clip_low, 1 + clip_high) * a)
+        if dual_clip and a < 0:
+            objective = max(objective, dual_clip * a)
+        losses.append(-objective)
+        ratios.append(ratio)
+        clipped.append(objective != ratio * a)
+    return losses, ratio_metrics(losses, ratios, clipped)
 
-    ratio = (POLICY - BEHAVIOUR).exp()
+
+def gspo_by_formula(policy, proximal, advantages, lengths, *, clip_low, clip_high):
+    """Eq. 5-7 of GSPO: s = (product of ratios)^(1 / |y|), clipped for the sequence; one entry a token."""
+    losses, ratios, clipped, start = [], [], [], 0
+    for length in lengths:
+        product = 1.0
+        for t in range(start, start + length):
+            product *= math.exp(policy[t].item() - proximal[t].item())
+        s = product ** (1 / length)
+        for a in advantages[start : start + length].tolist():
+            bounded = clamp(s, 1 - clip_low, 1 + clip_high)
+            losses.append(-min(s * a, bounded * a))
+            clipped.append(bounded * a < s * a)
+        ratios += [s] * length
+        start += length
+    return losses, ratio_metrics(losses, ratios, clipped)
+
+
+def cispo_by_formula(policy, proximal, advantages, *, clip_low, clip_high):
+    """Eq. 4-5 of CISPO, token by token."""
+    losses, ratios, clipped = [], [], []
+    for p, q, a in zip(policy.tolist(), proximal.tolist(), advantages.tolist(), strict=True):
+        ratio = math.exp(p - q)
+        weight = clamp(ratio, 1 - clip_low, 1 + clip_high)
+        losses.append(-weight * a * p)
+        ratios.append(ratio)
+        clipped.append(weight != ratio)
+    return losses, ratio_metrics(losses, ratios, clipped)
+
+
+def value_by_formula(values, rollout_values, returns, clip):
+    losses = []
+    for v, old, ret in zip(values.tolist(), rollout_values.tolist(), returns.tolist(), strict=True):
+        near = clamp(v, old - clip, old + clip) if clip else v
+        losses.append(max((v - ret) ** 2, (near - ret) ** 2) / 2)
+    return losses
+
+
+def check(found, expected):
+    (terms, metrics), (losses, sums) = found, expected
+    np.testing.assert_allclose(terms.detach(), losses, rtol=1e-10, atol=1e-12)
+    assert metrics == pytest.approx(sums, rel=1e-10, abs=1e-12)
+
+
+def gradient(loss, policy):
+    policy = policy.clone().requires_grad_()
+    loss(policy)[0].sum().backward()
+    return policy.grad
+
+
+def token(value):
+    return torch.tensor([value], dtype=torch.float64)
+
+
+# --- clipped ratio of tokens
+
+
+@pytest.mark.parametrize("dual_clip", [0.0, 1.5, 3.0])
+def test_the_clipped_loss_equals_the_formula(dual_clip):
+    found = ppo_clip(POLICY, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP)
+    check(found, ppo_by_formula(POLICY, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP))
+    assert found[0].shape == (N,) and 0 < found[1]["clip_share"] < N
+
+
+@given(tokens, st.floats(0, 0.9), st.floats(0, 3), st.sampled_from([0.0, 1.5, 10.0]))
+def test_the_clipped_loss_equals_the_formula_for_any_tokens_and_bounds(rows, low, high, dual_clip):
+    columns = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    terms, _ = ppo_clip(*columns, clip_low=low, clip_high=high, dual_clip=dual_clip)
+    expected, _ = ppo_by_formula(*columns, clip_low=low, clip_high=high, dual_clip=dual_clip)
+    np.testing.assert_allclose(terms, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dual_clip", [0.0, 1.5])
+def test_the_gradient_of_the_clipped_loss_is_right_on_both_sides_of_every_bound(dual_clip):
+    ratio = (POLICY - PROXIMAL).exp()
     for side in (ratio < 0.8, (ratio > 0.8) & (ratio < 1.28), ratio > 1.28):
         assert (ADVANTAGES[side] > 0).any() and (ADVANTAGES[side] < 0).any()
-    assert torch.autograd.gradcheck(loss, POLICY.clone().requires_grad_())
+    assert ((ratio > 1.5) & (ADVANTAGES < 0)).any()
+    assert torch.autograd.gradcheck(
+        lambda p: ppo_clip(p, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP)[0], POLICY.clone().requires_grad_()
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,63 +156,243 @@ def test_the_gradient_of_the_clipped_loss_is_right_on_both_sides_of_every_bound(
     ],
 )
 def test_clipping_is_asymmetric_and_never_stops_the_way_back(ratio, advantage, low, high, passes):
-    policy = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss, metrics = ppo_clip(
-        policy, torch.zeros(1), torch.tensor([advantage]), denominator=1.0, clip_low=low, clip_high=high
-    )
-    loss.backward()
-    assert metrics["clip_share"] == (not passes)
-    assert policy.grad.item() == (pytest.approx(-ratio * advantage) if passes else 0.0)
+    def loss(policy):
+        return ppo_clip(policy, token(0.0), token(advantage), clip_low=low, clip_high=high)
+
+    policy = token(math.log(ratio))
+    assert loss(policy)[1]["clip_share"] == (not passes)
+    assert gradient(loss, policy).item() == (pytest.approx(-ratio * advantage) if passes else 0.0)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(("scale", "passes"), [(1.0, True), (1 + 1e-9, True), (1 - 1e-9, False)])
+def test_a_ratio_exactly_at_a_bound_is_not_yet_clipped(advantage, scale, passes):
+    """The bound that matters: above for A > 0, below for A < 0. 1 +- clip is exact, as the ratio is within [1/2, 2]."""
+    policy = token(math.log(1 + 0.25 * advantage))
+    ratio = policy.exp().item()
+    clip = abs(ratio - 1) * scale
+
+    def loss(p):
+        return ppo_clip(p, token(0.0), token(advantage), clip_low=clip, clip_high=clip)
+
+    assert loss(policy)[1]["clip_share"] == (not passes)
+    assert loss(policy)[0].item() == pytest.approx(-ratio * advantage)
+    assert gradient(loss, policy).item() == (-ratio * advantage if passes else 0.0)
+
+
+@pytest.mark.parametrize(("ratio", "passes"), [(1.0, True), (2.9, True), (3.1, False), (50.0, False)])
+def test_dual_clip_stops_a_failure_that_got_far_too_likely_and_nothing_else(ratio, passes):
+    def loss(policy, advantage, dual_clip=3.0):
+        return ppo_clip(policy, token(0.0), token(advantage), dual_clip=dual_clip, **CLIP)
+
+    policy = token(math.log(ratio))
+    assert loss(policy, -2.0)[0].item() == pytest.approx(min(ratio, 3.0) * 2.0)
+    assert loss(policy, -2.0)[1]["clip_share"] == (not passes)
+    found = gradient(lambda p: loss(p, -2.0), policy).item()
+    assert found == (pytest.approx(ratio * 2.0) if passes else 0.0)
+    for advantage in (0.0, 2.0):
+        assert torch.equal(loss(policy, advantage)[0], loss(policy, advantage, 0.0)[0])
 
 
 def test_on_policy_the_ratio_is_exactly_one_and_the_gradient_is_the_advantage():
-    policy = BEHAVIOUR.float().requires_grad_()
-    loss, metrics = ppo_clip(policy, policy.detach().clone(), ADVANTAGES.float(), denominator=64.0, **CLIP)
-    loss.backward()
+    policy, advantages = PROXIMAL.float().requires_grad_(), OF_SEQUENCE.float()
+    clipped, metrics = ppo_clip(policy, policy.detach().clone(), advantages, dual_clip=2.0, **CLIP)
+    clipped.sum().backward()
     assert (metrics["ratio"], metrics["clip_share"], metrics["approx_kl"]) == (N, 0.0, 0.0)
-    assert metrics["policy_loss"] == -total(ADVANTAGES.float())
-    assert torch.equal(policy.grad, -ADVANTAGES.float() / 64.0)
+    assert torch.equal(clipped.detach(), -advantages)
+    assert torch.equal(policy.grad, -advantages)
+    for loss in (lambda p: cispo(p, p.detach(), advantages, **CLIP), lambda p: reinforce(p, advantages)):
+        assert torch.equal(gradient(loss, policy.detach()), -advantages)
 
 
-@pytest.mark.parametrize("name", ["ppo", "nll"])
-def test_microbatches_add_up_to_the_whole_batch(name):
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
+def test_an_advantage_of_zero_has_neither_loss_nor_gradient_nor_is_it_clipped(name):
+    zero, policy = torch.zeros(N, dtype=torch.float64), POLICY + 1.0
+
+    def loss(p):
+        return {
+            "ppo": lambda: ppo_clip(p, PROXIMAL, zero, dual_clip=1.5, **CLIP),
+            "gspo": lambda: gspo(p, PROXIMAL, zero, SEQUENCES, **CLIP),
+            "cispo": lambda: cispo(p, PROXIMAL, zero, **CLIP),
+            "reinforce": lambda: reinforce(p, zero),
+        }[name]()
+
+    assert not loss(policy)[0].any() and not gradient(loss, policy).any()
+    if name in ("ppo", "gspo"):
+        assert loss(policy)[1]["clip_share"] == 0
+
+
+# --- clipped ratio of sequences
+
+
+def test_the_sequence_loss_equals_the_formula():
+    found = gspo(POLICY, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP)
+    check(found, gspo_by_formula(POLICY, PROXIMAL, OF_SEQUENCE, LENGTHS, **CLIP))
+    assert 0 < found[1]["clip_share"] < N
+
+
+@given(st.lists(st.lists(st.tuples(logprobs, logprobs), min_size=1, max_size=5), min_size=1, max_size=4), st.randoms())
+def test_the_sequence_loss_equals_the_formula_for_any_lengths(rows, random):
+    lengths = [len(row) for row in rows]
+    policy, proximal = torch.tensor([pair for row in rows for pair in row], dtype=torch.float64).unbind(1)
+    sequences = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+    advantages = torch.tensor([random.choice([-1.0, 0.0, 2.0]) for _ in rows], dtype=torch.float64)[sequences]
+    terms, _ = gspo(policy, proximal, advantages, sequences, **CLIP)
+    expected, _ = gspo_by_formula(policy, proximal, advantages, lengths, **CLIP)
+    np.testing.assert_allclose(terms, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_gradient_of_the_sequence_loss_is_that_of_the_formula():
+    assert torch.autograd.gradcheck(
+        lambda p: gspo(p, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP)[0], POLICY.clone().requires_grad_()
+    )
+
+
+def test_a_clipped_sequence_has_no_gradient_and_the_others_share_theirs_evenly():
+    """Eq. 10: every token of a sequence gets s A / |y|; in the sequence mean that |y| is the only one."""
+    found = gradient(lambda p: gspo(p, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP), POLICY)
+    ratios = sequence_means(POLICY - PROXIMAL, SEQUENCES).exp().tolist()
+    stopped = 0
+    for i, s in enumerate(ratios):
+        a = OF_SEQUENCE[i == SEQUENCES][0].item()
+        clipped = s > 1.28 if a > 0 else s < 0.8
+        stopped += clipped
+        # the terms of a sequence's |y| tokens are equal, so the sum of them has |y| times the gradient of one
+        np.testing.assert_allclose(found[i == SEQUENCES], 0.0 if clipped else -s * a, rtol=1e-12)
+    assert 0 < stopped < len(LENGTHS)
+
+
+def test_sequences_of_one_token_are_clipped_like_tokens():
+    each = torch.arange(N)
+    assert torch.equal(
+        gspo(POLICY, PROXIMAL, ADVANTAGES, each, **CLIP)[0], ppo_clip(POLICY, PROXIMAL, ADVANTAGES, **CLIP)[0]
+    )
+
+
+def test_sums_and_means_of_sequences_equal_a_loop():
+    values, start = POLICY.tolist(), 0
+    sums = []
+    for length in LENGTHS:
+        sums.append(math.fsum(values[start : start + length]))
+        start += length
+    np.testing.assert_allclose(sequence_sums(POLICY, SEQUENCES), sums, rtol=1e-13)
+    means = [s / length for s, length in zip(sums, LENGTHS, strict=True)]
+    np.testing.assert_allclose(sequence_means(POLICY, SEQUENCES), means, rtol=1e-13)
+
+
+def test_no_tokens_are_no_sequences():
+    none, numbers = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    assert sequence_sums(none, numbers).shape == sequence_means(none, numbers).shape == (0,)
+    assert gspo(none, none, none, numbers, **CLIP)[0].shape == (0,)
+
+
+# --- losses whose ratio is a weight, or absent
+
+
+def test_cispo_equals_the_formula():
+    found = cispo(POLICY, PROXIMAL, ADVANTAGES, **CLIP)
+    check(found, cispo_by_formula(POLICY, PROXIMAL, ADVANTAGES, **CLIP))
+    assert 0 < found[1]["clip_share"] < N
+
+
+def test_the_gradient_of_cispo_is_the_clipped_ratio_times_the_advantage_on_every_token():
+    """Not that of the loss's value, whose ratio also moves: eq. 4 stops the gradient there."""
+    found = gradient(lambda p: cispo(p, PROXIMAL, ADVANTAGES, **CLIP), POLICY)
+    ratios = [math.exp(p - q) for p, q in zip(POLICY.tolist(), PROXIMAL.tolist(), strict=True)]
+    expected = [-clamp(r, 0.8, 1.28) * a for r, a in zip(ratios, ADVANTAGES.tolist(), strict=True)]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert torch.equal(found == 0, ADVANTAGES == 0)
+
+
+def test_reinforce_equals_the_formula_and_its_gradient_is_the_advantage():
+    terms, metrics = reinforce(POLICY, ADVANTAGES)
+    expected = [-a * p for a, p in zip(ADVANTAGES.tolist(), POLICY.tolist(), strict=True)]
+    assert terms.tolist() == expected
+    assert metrics == pytest.approx({"policy_loss": math.fsum(expected)}, rel=1e-12)
+    assert torch.autograd.gradcheck(lambda p: reinforce(p, ADVANTAGES)[0], POLICY.clone().requires_grad_())
+
+
+def test_the_likelihood_loss_is_minus_the_log_prob_with_a_constant_gradient():
+    terms, metrics = negative_log_likelihood(POLICY)
+    assert terms.tolist() == [-p for p in POLICY.tolist()]
+    assert metrics["nll"] == pytest.approx(-math.fsum(POLICY.tolist()), rel=1e-12)
+    assert torch.equal(gradient(negative_log_likelihood, POLICY), torch.full_like(POLICY, -1.0))
+
+
+def test_a_teachers_advantages_give_the_gradient_of_the_reverse_kl():
+    """Over a vocabulary of 7 and weighted by the student: no sampling, so no noise."""
+    logits = POLICY[:7].clone().requires_grad_()
+    student, teacher = logits.log_softmax(-1), PROXIMAL[:7].log_softmax(-1)
+    [expected] = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
+    advantages = sampled_advantages(student.detach(), teacher)
+    assert advantages.tolist() == [t - s for t, s in zip(teacher.tolist(), student.tolist(), strict=True)]
+    [found] = torch.autograd.grad((student.detach().exp() * reinforce(student, advantages)[0]).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+# --- values
+
+RETURNS, ROLLOUT_VALUES = ADVANTAGES, PROXIMAL
+VALUES = PROXIMAL + torch.from_numpy(RNG.normal(0, 0.3, N))
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2, 1e6])
+def test_the_value_loss_equals_the_formula(clip):
+    terms, metrics = value_clip(VALUES, ROLLOUT_VALUES, RETURNS, clip)
+    losses = value_by_formula(VALUES, ROLLOUT_VALUES, RETURNS, clip)
+    np.testing.assert_allclose(terms, losses, rtol=1e-12)
+    sums = {"value_loss": math.fsum(losses), "value": math.fsum(VALUES.tolist()), "return": math.fsum(RETURNS.tolist())}
+    assert metrics == pytest.approx(sums, rel=1e-12)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_the_gradient_of_the_value_loss_is_that_of_the_formula(clip):
+    assert torch.autograd.gradcheck(
+        lambda v: value_clip(v, ROLLOUT_VALUES, RETURNS, clip)[0], VALUES.clone().requires_grad_()
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "slope"),
+    [
+        (1.5, 3.0, 0.0),  # moved beyond the clip towards the return: the clipped error is the larger, and constant
+        (1.5, -3.0, 4.5),  # moved away from the return: always pulled back
+        (1.1, 3.0, -1.9),  # inside the clip: plain regression
+    ],
+)
+def test_a_value_that_moved_too_far_towards_its_return_has_no_gradient(value, target, slope):
+    """The rollout's value is 1 and the clip 0.2."""
+    found = gradient(lambda v: value_clip(v, token(1.0), token(target), 0.2), token(value))
+    assert found.item() == pytest.approx(slope, abs=1e-12)
+
+
+# --- all
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce", "nll", "value"])
+def test_microbatches_of_whole_sequences_add_up_to_the_whole_batch(name):
     def loss(policy, part):
-        if name == "nll":
-            return negative_log_likelihood(policy[part], denominator=float(N))
-        weights = WEIGHTS[part]
-        return ppo_clip(policy[part], BEHAVIOUR[part], ADVANTAGES[part], denominator=float(N), weights=weights, **CLIP)
+        sequences = SEQUENCES[part] - (SEQUENCES[part][0] if len(SEQUENCES[part]) else 0)
+        return {
+            "ppo": lambda: ppo_clip(policy[part], PROXIMAL[part], ADVANTAGES[part], dual_clip=1.5, **CLIP),
+            "gspo": lambda: gspo(policy[part], PROXIMAL[part], OF_SEQUENCE[part], sequences, **CLIP),
+            "cispo": lambda: cispo(policy[part], PROXIMAL[part], ADVANTAGES[part], **CLIP),
+            "reinforce": lambda: reinforce(policy[part], ADVANTAGES[part]),
+            "nll": lambda: negative_log_likelihood(policy[part]),
+            "value": lambda: value_clip(policy[part], ROLLOUT_VALUES[part], RETURNS[part], 0.2),
+        }[name]()
 
     whole = POLICY.clone().requires_grad_()
-    value, metrics = loss(whole, slice(None))
-    value.backward()
+    terms, metrics = loss(whole, slice(None))
+    terms.sum().backward()
     split = POLICY.clone().requires_grad_()
-    parts = [loss(split, slice(a, b)) for a, b in ((0, 1), (1, 20), (20, 20), (20, N))]
+    parts = [loss(split, slice(a, b)) for a, b in ((0, 1), (1, 10), (10, 10), (10, N))]
     for part, _ in parts:
-        part.backward()
+        part.sum().backward()
+    assert torch.equal(torch.cat([part for part, _ in parts]), terms)
     assert torch.equal(whole.grad, split.grad)
-    # the value is a sum in another order; the gradient above is exact
-    assert sum(part.item() for part, _ in parts) == pytest.approx(value.item(), rel=1e-12)
+    # the metrics are sums in another order; terms and gradients above are exact
     assert {k: sum(m[k] for _, m in parts) for k in metrics} == pytest.approx(metrics, rel=1e-12)
-
-
-def test_truncated_importance_is_exactly_one_for_equal_logprobs():
-    assert torch.equal(truncated_importance(BEHAVIOUR.float(), BEHAVIOUR.float(), 2.0), torch.ones(N))
-
-
-def test_truncated_importance_is_the_ratio_up_to_the_cap_and_carries_no_gradient():
-    weights = truncated_importance(POLICY.clone().requires_grad_(), BEHAVIOUR, 1.3)
-    expected = [min(math.exp(p - b), 1.3) for p, b in zip(POLICY.tolist(), BEHAVIOUR.tolist(), strict=True)]
-    np.testing.assert_allclose(weights, expected, rtol=1e-12)
-    assert weights.max() == 1.3 and not weights.requires_grad
-
-
-def test_the_likelihood_loss_is_the_token_mean_with_a_constant_gradient():
-    policy = POLICY.clone().requires_grad_()
-    loss, metrics = negative_log_likelihood(policy, denominator=64.0)
-    loss.backward()
-    assert metrics["nll"] == pytest.approx(-math.fsum(POLICY.tolist()), rel=1e-12)
-    assert loss.item() == pytest.approx(metrics["nll"] / 64.0, rel=1e-12)
-    assert torch.equal(policy.grad, torch.full_like(POLICY, -1 / 64.0))
 
 
 def test_a_total_has_the_same_bits_for_one_and_two_threads():
@@ -130,3 +403,23 @@ def test_a_total_has_the_same_bits_for_one_and_two_threads():
         sums.append(total(values))
     torch.set_num_threads(before)
     assert sums[0] == sums[1]
+
+
+def test_a_total_is_summed_in_float64():
+    """In float32 the ones vanish beside 2^24."""
+    values = torch.cat([torch.tensor([2.0**24]), torch.ones(1000)])
+    assert total(values) == 2.0**24 + 1000
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("proximal", [-100.0, -700.0])
+def test_a_ratio_too_large_for_float32_leaves_loss_and_gradient_finite(advantage, proximal):
+    policy = torch.tensor([-0.5, -0.5], requires_grad=True)
+    terms, metrics = ppo_clip(
+        policy, torch.full((2,), proximal), torch.full((2,), advantage), clip_low=0.2, clip_high=0.2, dual_clip=3.0
+    )
+    terms.sum().backward()
+    assert (
+        torch.isfinite(terms).all() and torch.isfinite(policy.grad).all() and np.isfinite(list(metrics.values())).all()
+    )
+    assert not policy.grad.any()

@@ -1,6 +1,7 @@
 """The journal: what is written is what is read, to the bit, by Tandem and by pyarrow alone."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pytest
 
 from tandem.disk import Disk
 from tandem.errors import UserError
-from tandem.stream.journal import cut_episodes, read_episodes, write_episodes
+from tandem.stream.journal import cut_episodes, read_episodes, read_groups, write_episodes
 from tandem.types import Episode, Group, Problem
 
 
@@ -69,6 +70,45 @@ def test_episodes_come_back_to_the_bit_and_in_order(tmp_path):
     path = write_episodes(tmp_path / "episodes", 12, groups)
     assert path == tmp_path / "episodes" / "train_step_000012.parquet"
     assert_same(read_episodes(path), [e for g in groups for e in g.episodes])
+
+
+def test_groups_come_back_by_outcome_with_their_problems_to_the_bit_and_in_order(tmp_path):
+    rng = np.random.default_rng(0)
+    outcomes = ["train", "carry", "no_signal", "train", "carry", "carry"]
+    lengths = [[3, 1], [2], [5, 5, 5], [4], [1, 2, 3], [7]]
+    groups = [
+        replace(group(rng, f"p{n % 4}", sizes), outcome=outcome)  # p0 and p1 come twice, once in each outcome
+        for n, (outcome, sizes) in enumerate(zip(outcomes, lengths, strict=True))
+    ]
+    problems = {g.problem.uid: g.problem for g in groups}
+    path = write_episodes(tmp_path, 3, groups)
+    for kind in ("train", "carry", "no_signal", "another"):
+        found, wanted = read_groups(path, problems, kind), [g for g in groups if g.outcome == kind]
+        assert [(g.problem, g.outcome) for g in found] == [(g.problem, g.outcome) for g in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one.episodes, other.episodes)
+
+
+def test_two_groups_of_one_problem_and_outcome_stay_two(tmp_path):
+    rng = np.random.default_rng(0)
+    groups = [replace(group(rng, "p", [3, 1]), outcome="carry") for _ in range(2)]
+    found = read_groups(write_episodes(tmp_path, 1, groups), {"p": groups[0].problem}, "carry")
+    assert [len(g.episodes) for g in found] == [2, 2]
+    assert_same([e for g in found for e in g.episodes], [e for g in groups for e in g.episodes])
+
+
+def test_a_groups_outcome_is_a_plain_column(tmp_path):
+    groups = [replace(g, outcome=kind) for g, kind in zip(some_groups(), ("train", "no_signal"), strict=True)]
+    table = pq.read_table(write_episodes(tmp_path, 1, groups))
+    assert table.column("outcome").to_pylist() == ["train"] * 3 + ["no_signal"] * 3
+    assert table.column("group").to_pylist() == [0] * 3 + [1] * 3
+
+
+def test_groups_of_a_damaged_file_are_an_error_for_the_user(tmp_path):
+    path = write_episodes(tmp_path, 1, some_groups())
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_groups(path, {}, "carry")
 
 
 def test_zeros_of_both_signs_and_nans_of_one_column_stay_apart(tmp_path):

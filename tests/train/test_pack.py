@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.train.pack import pack
+from tandem.train.pack import join, pack, split
 from tests.tiny import make_sample, random_samples
 
 
@@ -17,36 +17,45 @@ def seen_by(batch, row):
 
 
 def by_definition(samples):
-    """(context, target, engine log-prob, advantage) of every loss token, sample by sample."""
-    return [
-        (s.tokens[:place].tolist(), s.tokens[place], s.engine_logprobs[place], s.advantages[place])
-        for s in samples
-        for place in np.flatnonzero(s.loss_mask)
-    ]
+    """(context, target) of every loss token, by sample."""
+    return {
+        number: [(s.tokens[:place].tolist(), s.tokens[place]) for place in np.flatnonzero(s.loss_mask)]
+        for number, s in enumerate(samples)
+    }
 
 
 def unpacked(batches):
-    found = []
+    """The same, out of the microbatches; every sample is in one of them, once."""
+    found = {}
     for batch in batches:
-        for number, row in enumerate(batch.rows.tolist()):
-            context, positions = seen_by(batch, row)
-            assert positions == list(range(len(context)))
-            found.append((context, batch.targets[number], batch.engine_logprobs[number], batch.advantages[number]))
+        for place, number in enumerate(batch.samples.tolist()):
+            assert number not in found
+            found[number] = []
+            for row, target in zip(
+                *(part[batch.sequences == place] for part in (batch.rows, batch.targets)), strict=True
+            ):
+                context, positions = seen_by(batch, row)
+                assert positions == list(range(len(context)))
+                found[number].append((context, target))
     return found
 
 
-def distinct_values(samples):
-    """Replace what a sample carries by values that tell every token of every sample apart."""
-    out, start = [], 1
+def own_rows(sample):
+    return len(sample.tokens) - 1 - sample.prefix
+
+
+def clusters(samples, keep_groups, budget):
+    """Rows of what cannot be split, by definition: neighbours of a group behind one prefix, as many as fit."""
+    sizes, last = [], None
     for sample in samples:
-        values = np.arange(start, start + len(sample.tokens), dtype=np.float32)
-        start += len(values)
-        out.append(
-            make_sample(
-                sample.tokens, sample.loss_mask, prefix=sample.prefix, group=sample.group, engine_logprobs=-values
-            )
-        )
-    return out
+        key = (sample.group, sample.prefix)
+        joined = key == last and (keep_groups or (sample.prefix and sizes[-1] + own_rows(sample) <= budget))
+        if joined:
+            sizes[-1] += own_rows(sample)
+        else:
+            sizes.append(sample.prefix + own_rows(sample))
+        last = key
+    return sizes
 
 
 @st.composite
@@ -61,20 +70,63 @@ def groups_of_samples(draw):
             mask = draw(st.lists(st.booleans(), min_size=len(own), max_size=len(own)))
             mask[0] = mask[0] and prefix > 0  # nothing predicts the first token of a sequence
             samples.append(make_sample(prompt + own, [False] * prefix + mask, prefix=prefix, group=group))
-    return distinct_values(samples)
+    return samples
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60))
-def test_every_loss_token_is_packed_once_in_order_and_sees_exactly_its_own_prefix(samples, budget):
+def test_every_sample_is_packed_once_and_each_loss_token_sees_exactly_its_own_prefix(samples, budget):
     assert unpacked(pack(samples, budget)) == by_definition(samples)
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60))
 def test_the_budget_is_kept_unless_a_single_sample_is_longer(samples, budget):
     for batch in pack(samples, budget):
-        if len(batch.tokens) > budget:
-            first, *own = batch.segments.tolist()
-            assert not own or own == [[first[1], len(batch.tokens) - first[1], 0, first[1]]]
+        assert len(batch.tokens) <= budget or len(batch.samples) == 1
+
+
+@given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
+def test_the_fullest_and_the_emptiest_microbatch_differ_by_no_more_than_the_largest_piece(samples, budget, keep_groups):
+    pieces = clusters(samples, keep_groups, budget)
+    sizes = [len(batch.tokens) for batch in pack(samples, budget, keep_groups=keep_groups)]
+    assert sum(sizes) == sum(pieces) and max(sizes) - min(sizes) <= max(pieces)
+
+
+@given(samples=groups_of_samples(), budget=st.integers(1, 60))
+def test_kept_groups_are_whole_and_over_the_budget_only_where_a_group_is(samples, budget):
+    batches = pack(samples, budget, keep_groups=True)
+    assert unpacked(batches) == by_definition(samples)
+    for batch in batches:
+        groups = {samples[number].group for number in batch.samples}
+        members = [number for number, sample in enumerate(samples) if sample.group in groups]
+        assert batch.samples.tolist() == members  # in their order, too: the loss of pairs relies on it
+        assert len(batch.tokens) <= budget or len(groups) == 1
+
+
+@given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
+def test_joined_columns_lie_beside_their_targets_and_split_is_the_way_back(samples, budget, keep_groups):
+    batches = pack(samples, budget, keep_groups=keep_groups)
+    columns = [s.tokens[s.loss_mask] + 1000 * number for number, s in enumerate(samples)]
+    joined = join(batches, columns)
+    for batch, column in zip(batches, joined, strict=True):
+        assert np.array_equal(column, batch.targets + 1000 * batch.samples[batch.sequences])
+    back = split(batches, joined)
+    assert sorted(back) == list(range(len(samples)))
+    assert all(np.array_equal(back[number], column) for number, column in enumerate(columns))
+
+
+def test_one_long_sample_does_not_spread_the_others_thin():
+    samples = [make_sample(range(n), [False] + [True] * (n - 1)) for n in (1001, *[11] * 50)]
+    sizes = sorted(len(batch.tokens) for batch in pack(samples, 100))
+    assert sizes == [100] * 5 + [1000]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "prefix"),
+    [([5, 9], [False, False], 2), ([5, 9], [True, False], 0), ([5, 9, 2], [False, True, True], 2), ([5], [False], 1)],
+)
+def test_a_sample_that_cannot_be_trained_is_refused(tokens, mask, prefix):
+    with pytest.raises(ValueError, match="sample of group 7"):
+        pack([make_sample(tokens, mask, prefix=prefix, group=7)], 100)
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60))
@@ -85,20 +137,15 @@ def test_every_row_belongs_to_exactly_one_segment(samples, budget):
 
 
 def test_the_example_of_the_docstring_is_what_comes_out():
-    logprobs = np.array([0, 0, 0, -0.5, -0.25], np.float32)
     mask = [False, False, False, True, True]
-    samples = [
-        make_sample([5, 9, 2, 7, 1], mask, prefix=3, engine_logprobs=logprobs, advantage=0.75),
-        make_sample([5, 9, 2, 8, 1], mask, prefix=3, engine_logprobs=logprobs, advantage=-0.75),
-    ]
+    samples = [make_sample([5, 9, 2, response, 1], mask, prefix=3) for response in (7, 8)]
     [batch] = pack(samples, 100)
     assert batch.tokens.tolist() == [5, 9, 2, 7, 8]
     assert batch.positions.tolist() == [0, 1, 2, 3, 3]
     assert batch.segments.tolist() == [[0, 3, 0, 0], [3, 1, 0, 3], [4, 1, 0, 3]]
     assert batch.rows.tolist() == [2, 3, 2, 4]
     assert batch.targets.tolist() == [7, 1, 8, 1]
-    assert batch.engine_logprobs.tolist() == [-0.5, -0.25] * 2
-    assert batch.advantages.tolist() == [0.75, 0.75, -0.75, -0.75]
+    assert (batch.samples.tolist(), batch.sequences.tolist()) == ([0, 1], [0, 0, 1, 1])
 
 
 def test_a_shared_prefix_appears_once_for_its_group_and_not_across_groups():

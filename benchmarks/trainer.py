@@ -1,0 +1,172 @@
+"""The trainer's parts against the usual way of doing them: same weights, same tokens, one thread count.
+
+    python benchmarks/trainer.py MODEL_DIR        prints one JSON line
+
+ragged    forward + backward of 8 sequences whose mean length is 45% of the longest: packed, against transformers with padding
+          and SDPA, token mean of -log p in both. With and without activation checkpointing.
+logprobs  log-probs of 4,096 tokens and their gradients over a vocabulary of 49,152: in chunks, against full logits. Time in one
+          process, alternating; peak memory (above what the inputs take) each in a process of its own.
+adamw     an AdamW step over the model's shapes: Tandem's optimizer, norm included, against torch's default.
+
+Sides alternate; medians.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from machine import ceilings
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tandem.build import prepare_process
+from tandem.config import Config
+from tandem.metrics import peak_rss_mb
+from tandem.model.linear import pack as pack_weight
+from tandem.model.load import ExactModel, load_model
+from tandem.model.logprobs import Filter, token_logprobs
+from tandem.train.forward import batch_logprobs
+from tandem.train.optimizer import Optimizer
+from tandem.train.pack import pack
+from tandem.types import Microbatch, Sample
+
+ROUNDS = 3
+TOKENS, VOCABULARY, WIDTH = 4096, 49152, 576  # SmolLM2-135M's head
+LENGTHS = (256, 180, 144, 104, 88, 64, 48, 38)  # mean 115 = 45% of the longest
+
+
+def main() -> None:
+    if sys.argv[1] == "--peak":
+        print(json.dumps(peak(sys.argv[2])))
+        return
+    prepare_process(Config())
+    result = {"bench": "trainer", **ceilings(), "ragged": ragged(sys.argv[1]), "logprobs": logprobs()}
+    print(json.dumps({**result, "adamw": adamw(sys.argv[1])}))
+
+
+def alternate(sides: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Median seconds of each side after one warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            if number:
+                times[name].append(time.perf_counter() - start)
+    return {f"{name}_s": statistics.median(values) for name, values in times.items()}
+
+
+def ragged(path: str) -> dict[str, float]:
+    stock, model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train(), load_model(path)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(5, 49000, length) for length in LENGTHS]
+    samples = [Sample(tokens=d, loss_mask=np.arange(len(d)) > 0, group=i) for i, d in enumerate(documents)]
+    [batch] = pack(samples, 1 << 20)
+    losses: dict[str, float] = {}
+    sides = {
+        "padded": lambda: losses.update(padded=padded_step(stock, documents)),
+        "packed": lambda: losses.update(packed=packed_step(model, batch, checkpointing=False)),
+        "checkpointed": lambda: losses.update(checkpointed=packed_step(model, batch, checkpointing=True)),
+    }
+    seconds = alternate(sides)
+    assert max(losses.values()) - min(losses.values()) < 1e-4, losses
+    return {**seconds, "tokens": sum(LENGTHS), "fill": sum(LENGTHS) / len(LENGTHS) / max(LENGTHS)}
+
+
+def padded_step(model: torch.nn.Module, documents: list[np.ndarray]) -> float:
+    longest = max(map(len, documents))
+    tokens = torch.zeros(len(documents), longest, dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for row, document in enumerate(documents):
+        tokens[row, : len(document)] = torch.from_numpy(document)
+        mask[row, : len(document)] = 1
+    loss = model(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return float(loss)
+
+
+def packed_step(model: ExactModel, batch: Microbatch, *, checkpointing: bool) -> float:
+    model.checkpointing = checkpointing
+    loss = -batch_logprobs(model, batch, Filter())[0].mean()
+    loss.backward()
+    model.module.zero_grad(set_to_none=True)
+    return float(loss)
+
+
+def head() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, output projection, targets, and the gradients that arrive at the log-probs."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH) / 24
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(VOCABULARY, (TOKENS,)), torch.randn(TOKENS)
+
+
+def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
+    token_logprobs(hidden, weight, pack_weight(weight), targets, Filter())[0].backward(above)
+    hidden.grad = weight.grad = None
+
+
+def in_full(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
+    logprobs = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    logprobs.backward(above)
+    hidden.grad = weight.grad = None
+
+
+SIDES = {"chunks": in_chunks, "full": in_full}
+
+
+def logprobs() -> dict[str, float]:
+    inputs = head()
+    seconds = alternate({name: lambda side=side: side(*inputs) for name, side in SIDES.items()})
+    peaks = {}
+    for name in SIDES:
+        done = subprocess.run([sys.executable, __file__, "--peak", name], capture_output=True, text=True, check=True)
+        peaks[f"{name}_mib"] = json.loads(done.stdout)
+    return {**seconds, **peaks}
+
+
+def peak(name: str) -> float:
+    """MiB above inputs, gradients and the pack, which both sides hold or could hold."""
+    inputs = head()
+    warm = (inputs[0][:64].detach().requires_grad_(), inputs[1], inputs[2][:64], inputs[3][:64])
+    SIDES[name](*warm)
+    before = peak_rss_mb()
+    SIDES[name](*inputs)
+    return peak_rss_mb() - before
+
+
+def adamw(path: str) -> dict[str, float]:
+    model = load_model(path)
+    shapes = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.module.named_parameters()}
+    theirs = torch.optim.AdamW([torch.nn.Parameter(p.detach().clone()) for p in shapes.values()], lr=1e-6)
+    ours = Optimizer(shapes, learning_rate=1e-6, schedule="constant", warmup_steps=0, total_steps=1, weight_decay=0.01,
+                     betas=(0.9, 0.999), max_grad_norm=1.0)  # fmt: skip
+    gradients = [torch.randn_like(p) for p in shapes.values()]
+
+    def step_ours() -> None:
+        for p, gradient in zip(shapes.values(), gradients, strict=True):
+            p.grad = gradient
+        ours.update()
+
+    def step_theirs() -> None:
+        for p, gradient in zip(theirs.param_groups[0]["params"], gradients, strict=True):
+            p.grad = gradient
+        torch.nn.utils.clip_grad_norm_(theirs.param_groups[0]["params"], 1.0)
+        theirs.step()
+        theirs.zero_grad(set_to_none=True)
+
+    def fused_alone() -> None:
+        for p, gradient in zip(shapes.values(), gradients, strict=True):
+            p.grad = gradient
+        ours.adam.step()
+
+    return alternate({"default": step_theirs, "tandem": step_ours, "fused_alone": fused_alone})
+
+
+if __name__ == "__main__":
+    main()

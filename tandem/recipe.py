@@ -1,0 +1,140 @@
+"""Recipes: TOML over the defaults of config.py, with `key=value` overrides; and the tree written back as TOML.
+
+All mistakes are reported together, each with its key and file, an unknown key with the nearest real one.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tandem.config import ALGORITHMS, Config, Section
+from tandem.errors import UserError
+
+
+def load_config(recipe: str | Path, overrides: list[str]) -> Config:
+    """Read a TOML recipe, apply `key=value` overrides, validate. Raises UserError naming every mistake.
+
+    An override of rl.algorithm takes the place of all that the file sets of an algorithm: one value changes it.
+    """
+    path = Path(recipe)
+    if not path.is_file():
+        raise UserError("the recipe does not exist", where=str(path), expected="a TOML file", next="ls recipes/")
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            "the recipe is not valid TOML", where=str(path), found=str(error), expected="TOML, see recipes/demo.toml"
+        ) from None
+    origin: dict[str, str] = {}
+    in_file = set(tree["rl"]) if isinstance(tree.get("rl"), dict) else set()
+    for text in overrides:
+        _apply(tree, text, origin)
+    if "rl.algorithm" in origin:  # an algorithm named later replaces what the file says of another one
+        for name in in_file & {name for values in ALGORITHMS.values() for name in values}:
+            if f"rl.{name}" not in origin:
+                del tree["rl"][name]
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, str(path), origin) from None
+
+
+def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
+    """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string."""
+    key, sign, raw = text.partition("=")
+    section, _, field = key.partition(".")
+    if not (sign and section and field):
+        raise UserError(
+            "an override cannot be read",
+            where="command line",
+            found=text,
+            expected="section.field=value, e.g. rl.group_size=8",
+        )
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    if not isinstance(tree.setdefault(section, {}), dict):
+        raise UserError(
+            "the recipe has a value where a section belongs",
+            where=section,
+            found=repr(tree[section]),
+            expected=f"[{section}]",
+        )
+    tree[section][field] = value
+    origin[f"{section}.{field}"] = "command line"
+
+
+def _section(name: str) -> type[Section]:
+    return Config.model_fields[name].annotation  # type: ignore[return-value]
+
+
+def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserError:
+    lines = []
+    for mistake in error.errors():
+        key = ".".join(str(part) for part in mistake["loc"])
+        where = origin.get(key, path)
+        if mistake["type"] == "extra_forbidden":
+            lines.append(f"{key} ({where}): unknown key{_nearest(key)}")
+        elif not key:
+            lines += [f"{line} ({path})" for line in mistake["msg"].removeprefix("Value error, ").splitlines()]
+        else:
+            lines.append(
+                f"{key} ({where}): found {mistake['input']!r}, {mistake['msg'][0].lower()}{mistake['msg'][1:]}"
+            )
+    return UserError(
+        f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
+        + "\n".join(f"  - {line}" for line in lines),
+        next="tandem plan --keys lists every key",
+    )
+
+
+def _nearest(key: str) -> str:
+    section, _, field = key.partition(".")
+    known = [f"{s}.{f}" for s in Config.model_fields for f in _section(s).model_fields]
+    if not field:
+        close = difflib.get_close_matches(section, Config.model_fields, 1, 0.5)
+        close = close or [k for k in known if k.endswith("." + section)][:1]
+    else:
+        close = [k for k in known if k.endswith("." + field)][:1] or difflib.get_close_matches(key, known, 1, 0.5)
+    return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(Config.model_fields)}"
+
+
+def to_toml(config: Config) -> str:
+    """The resolved tree, every leaf, as TOML that load_config reads back to an equal Config."""
+    lines = []
+    for section, fields in config.model_dump().items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {_toml_value(value)}" for name, value in fields.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return '"' + "".join(_escape(c) for c in value) + '"'
+        case list():
+            return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+        case _:
+            return repr(value)
+
+
+def _escape(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
+
+
+def describe() -> list[tuple[str, str, str]]:
+    """(key, default, help) of every leaf, in order."""
+    return [
+        (f"{section}.{name}", _toml_value(field.get_default()), field.description or "")
+        for section in Config.model_fields
+        for name, field in _section(section).model_fields.items()
+    ]

@@ -1,0 +1,55 @@
+"""On-policy distillation: the student's own episodes, graded token by token by a teacher; no reward is needed."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.config import Config
+from tandem.model.load import ExactModel
+from tandem.model.logprobs import Filter
+from tandem.rl.distillation import sampled_advantages
+from tandem.rl.losses import Metrics, total
+from tandem.train.forward import reference_logprobs, teacher_kl
+from tandem.train.learn import Models, annotate, correct, merge, start, update_policy
+from tandem.train.learner import Learner
+from tandem.types import Group, Microbatch, Row
+
+
+def distill(
+    student: Learner,
+    teacher: ExactModel,
+    groups: Sequence[Group],
+    config: Config,
+    how: Filter,
+    *,
+    version: int,
+    exact: bool,
+) -> Row:
+    """The step's updates towards the teacher; "teacher_kl" is the student's mean reverse KL, nats a token."""
+    step = start(groups, config)
+    if not step.places:
+        return {"num_loss_tokens": 0.0, "skipped_updates": 1.0}
+    if config.distill.estimator == "exact":
+        return merge([_fit_exact(student, teacher, batches, how) for batches in step.updates])
+    annotate(step, Models(policy=student), config.rl, how)
+    graded = step.ask(lambda batch: reference_logprobs(teacher, batch, how))
+    pairs = zip(step.engine, graded, strict=True)
+    step.advantages = [sampled_advantages(torch.from_numpy(own), torch.from_numpy(held)).numpy() for own, held in pairs]
+    correct(step, config.rl)
+    rows = [
+        update_policy(student, batches, step, config, how, version, exact and number == 0)
+        for number, batches in enumerate(step.updates)
+    ]
+    return {**merge(rows), "teacher_kl": -float(np.mean(np.concatenate(step.advantages)))}
+
+
+def _fit_exact(student: Learner, teacher: ExactModel, batches: Sequence[Microbatch], how: Filter) -> Metrics:
+    tokens = sum(len(batch.targets) for batch in batches)
+
+    def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
+        terms = teacher_kl(student.model, teacher, batch, how.temperature)
+        return terms.sum() / tokens, {"teacher_kl": total(terms)}
+
+    return student.update(batches, loss)

@@ -1,0 +1,93 @@
+"""Learning from fixed data: chats (SFT), and pairs of a chosen and a rejected answer (DPO, reward models).
+
+The samples of pair i are 2 i (chosen) and 2 i + 1 (rejected), one group with the prompt as their shared prefix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.config import Preference
+from tandem.model.load import ExactModel
+from tandem.model.logprobs import Filter
+from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums
+from tandem.rl.preference import bradley_terry, dpo, ipo, margins
+from tandem.train.forward import batch_logprobs, batch_values, reference_logprobs
+from tandem.train.learner import Learner
+from tandem.types import Array, Microbatch, Sample
+
+
+def answer_pair(pair: int, chosen: tuple[Array, Array], rejected: tuple[Array, Array]) -> list[Sample]:
+    """Two renderings (tokens, mask of the answer) as the samples of a pair; what they share before it is their prefix."""
+    size = min(int(np.argmax(mask)) for _, mask in (chosen, rejected))
+    different = np.flatnonzero(chosen[0][:size] != rejected[0][:size])
+    prefix = int(different[0]) if len(different) else size
+    return [Sample(tokens=tokens, loss_mask=mask, prefix=prefix, group=pair) for tokens, mask in (chosen, rejected)]
+
+
+def scored_pair(pair: int, chosen: tuple[Array, Array], rejected: tuple[Array, Array]) -> list[Sample]:
+    """The same for a reward model, which reads its score at the last token: a token nobody reads follows it."""
+    samples = []
+    for sample in answer_pair(pair, chosen, rejected):
+        tokens = np.append(sample.tokens, 0)
+        last = np.arange(len(tokens)) == len(sample.tokens)
+        samples.append(replace(sample, tokens=tokens, loss_mask=last))
+    return samples
+
+
+def fit(policy: Learner, batches: Sequence[Microbatch]) -> Metrics:
+    """One optimizer step of supervised fine-tuning, token mean over all batches."""
+    tokens = sum(len(batch.targets) for batch in batches)
+
+    def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
+        terms, metrics = negative_log_likelihood(batch_logprobs(policy.model, batch, Filter())[0])
+        return terms.sum() / tokens, metrics
+
+    return policy.update(batches, loss)
+
+
+def fit_pairs(policy: Learner, reference: ExactModel, batches: Sequence[Microbatch], how: Preference) -> Metrics:
+    """One optimizer step of DPO or IPO, mean over pairs."""
+    count = _pairs(batches)
+
+    def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
+        losses, metrics = pair_loss(policy.model, reference, batch, how)
+        return losses.sum() / count, metrics
+
+    return policy.update(batches, loss, count=count)
+
+
+def pair_loss(model: ExactModel, reference: ExactModel, batch: Microbatch, how: Preference) -> tuple[Tensor, Metrics]:
+    """DPO or IPO of a microbatch of whole pairs: losses [B / 2] and sums over pairs."""
+    sequences = torch.from_numpy(batch.sequences)
+    add = sequence_means if how.length_normalized else sequence_sums
+    own = add(batch_logprobs(model, batch, Filter())[0], sequences)
+    held = add(reference_logprobs(reference, batch, Filter()), sequences)
+    margin = margins(own[0::2], own[1::2], held[0::2], held[1::2])
+    if how.loss == "ipo":
+        return ipo(margin, beta=how.beta)
+    return dpo(margin, beta=how.beta, label_smoothing=how.label_smoothing)
+
+
+def fit_scores(scorer: Learner, batches: Sequence[Microbatch]) -> Metrics:
+    """One optimizer step of a Bradley-Terry reward model, mean over pairs."""
+    count = _pairs(batches)
+
+    def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
+        losses, metrics = score_loss(scorer.model, batch)
+        return losses.sum() / count, metrics
+
+    return scorer.update(batches, loss, count=count)
+
+
+def score_loss(model: ExactModel, batch: Microbatch) -> tuple[Tensor, Metrics]:
+    """Bradley-Terry of a microbatch of whole pairs: losses [B / 2] and sums over pairs."""
+    scores = batch_values(model, batch)
+    return bradley_terry(scores[0::2], scores[1::2])
+
+
+def _pairs(batches: Sequence[Microbatch]) -> int:
+    return sum(len(batch.samples) for batch in batches) // 2

@@ -1,0 +1,360 @@
+"""LoRA: engine and trainer share bits, gradients are PEFT's, no pack is stale, and both exports are read by others."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tandem.errors import UserError
+from tandem.export import export, export_adapter, model_card
+from tandem.model.load import load_model, make_exact
+from tandem.model.lora import Lora
+from tandem.model.tiny import make_tokenizer
+from tandem.train.optimizer import Optimizer
+from tests.invariants.parity import engine_for, largest_gap, random_requests
+from tests.tiny import exact_logits, exact_model, random_tokens, stock_logits, stock_model, tiny_config
+
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def stock(kind="llama", **changes):
+    """transformers starts biases at zero, where a wrong one would not show."""
+    model = stock_model(tiny_config(kind, **changes))
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    return model
+
+
+def adapted(kind="llama", lora=LORA, *, moved=True, **changes):
+    """An exact model with an adapter; moved: B is no longer zero."""
+    model = make_exact(stock(kind, **changes), lora)
+    if moved:
+        noise = torch.Generator().manual_seed(1)
+        model.load_weights({
+            name: 0.1 * torch.randn(w.shape, generator=noise)
+            for name, w in model.adapter_weights().items() if "lora_B" in name
+        })  # fmt: skip
+    return model
+
+
+def adam(model):
+    return Optimizer(
+        model.trainable(), learning_rate=1e-2, schedule="constant", warmup_steps=0, total_steps=9, weight_decay=0.0,
+        betas=(0.9, 0.95), max_grad_norm=1.0,
+    )  # fmt: skip
+
+
+def documents():
+    return [random_tokens(np.random.default_rng(n), n) for n in (1, 17, 40)]
+
+
+@torch.no_grad()
+def logits(model):
+    return torch.cat(exact_logits(model, documents()))
+
+
+def loss_of(model):
+    """A loss in which every logit counts, each differently."""
+    out = torch.cat(exact_logits(model, documents()))
+    return (out.log_softmax(-1) * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum()
+
+
+# ---- P1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engine_and_trainer_agree_to_the_last_bit_while_the_adapter_is_trained(kind):
+    model = adapted(kind, moved=False)
+    optimizer, engine = adam(model), engine_for(model)
+    base = {name: w.clone() for name, w in model.named_weights().items() if "lora" not in name}
+    seen = []
+    for step in range(3):
+        requests = random_requests(np.random.default_rng(step), prompts=4, longest=60, group=2)
+        completions = engine.generate(requests)
+        assert largest_gap(model, requests, completions, 300, gradients=True) == 0.0
+        assert largest_gap(model, requests, completions, 5000, gradients=False) == 0.0
+        seen.append(logits(model))
+        optimizer.update()
+    assert all(w.any() for name, w in model.named_weights().items() if "lora_B" in name)
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])  # the updates did reach the packs
+    assert all(torch.equal(w, base[name]) for name, w in model.named_weights().items() if name in base)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_adapter_changes_no_bit(kind):
+    assert torch.equal(logits(adapted(kind, moved=False)), logits(make_exact(stock(kind))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_the_adapter_off_the_bits_are_those_of_the_model_without_one(kind):
+    model, plain = adapted(kind), make_exact(stock(kind))
+    whole, base = logits(model), logits(plain)
+    for _ in range(2):
+        with model.adapter_off():
+            assert torch.equal(logits(model), base)
+            assert torch.equal(torch.cat(exact_logits(model, documents())).detach(), base)  # with gradients on
+        assert torch.equal(logits(model), whole) and not torch.equal(whole, base)
+    with pytest.raises(ZeroDivisionError), model.adapter_off():
+        _ = 1 / 0
+    assert torch.equal(logits(model), whole)
+
+
+def test_the_base_has_a_pack_of_its_own_that_is_kept_and_the_other_linears_have_one():
+    model = adapted(lora=Lora(rank=4, alpha=8.0, targets=("q_proj", "o_proj"), seed=0))
+    layer = model.module.model.layers[0]
+    both = [layer.qkv, layer.self_attn.o_proj]
+    logits(model)
+    merged = [part.pack._packed for part in both]
+    assert [part.base_pack._packed for part in both] == [None, None]  # who never asks for the base does not pay for it
+    with model.adapter_off():
+        logits(model)
+    base = [part.base_pack._packed for part in both]
+    logits(model)
+    with model.adapter_off():
+        logits(model)
+    for part, one, other in zip(both, merged, base, strict=True):
+        assert part.pack._packed is one is not None and part.base_pack._packed is other is not None
+    others = [layer.gate_up, layer.mlp.down_proj, model.head]
+    assert [part.base_pack._packed for part in others] == [None] * 3
+
+
+def test_without_an_adapter_turning_it_off_does_nothing():
+    model = exact_model("qwen3")
+    before, changes = logits(model), model.changes()
+    with model.adapter_off():
+        assert torch.equal(logits(model), before) and model.changes() == changes
+
+
+def test_an_engine_does_not_mix_the_keys_of_model_and_base():
+    model = adapted()
+    engine, fresh = engine_for(model), engine_for(make_exact(stock()))
+    [request] = random_requests(np.random.default_rng(0), prompts=1, longest=60, group=1)
+    before = engine.generate([request])[0].logprobs
+    with model.adapter_off():
+        assert np.array_equal(engine.generate([request])[0].logprobs, fresh.generate([request])[0].logprobs)
+    assert np.array_equal(engine.generate([request])[0].logprobs, before)
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_are_hugging_faces_and_pefts_and_only_the_adapter_is_trained(kind):
+    model = adapted(kind, moved=False)
+    plain = [name for name, _ in stock(kind).named_parameters()]
+    assert [name for name in model.named_weights() if "lora" not in name] == plain == list(model.merged_weights())
+    assert {f"base_model.model.{name}".replace(".weight", ".default.weight") for name in model.trainable()} == {
+        name for name in PeftModel(stock(kind), peft_config(kind)).state_dict() if "lora" in name
+    }
+    assert model.adapter_weights().keys() == model.trainable().keys()
+    assert len(model.adapted) == 2 * (4 if kind == "qwen3_moe" else 7)
+    assert not any(name.startswith("lm_head.lora") for name in model.trainable())
+
+
+def peft_config(kind):
+    targets = ATTENTION if kind == "qwen3_moe" else [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+    return LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def test_the_same_seed_gives_the_same_bits_and_touches_no_other_random_number():
+    before = torch.get_rng_state()
+    one, same, other = (
+        adapted(lora=Lora(rank=4, alpha=8.0, targets=("v_proj",), seed=s), moved=False) for s in (3, 3, 4)
+    )
+    name = "model.layers.1.self_attn.v_proj.lora_A.weight"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(w, same.named_weights()[name]) for name, w in one.named_weights().items())
+    assert not torch.equal(one.named_weights()[name], other.named_weights()[name])
+    assert one.named_weights()[name].any() and not one.named_weights()[name.replace("_A", "_B")].any()
+
+
+@pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
+def test_a_change_in_place_of_either_factor_is_run_at_once(factor):
+    model = adapted()
+    before = logits(model)
+    names = [name for name in model.trainable() if factor in name]
+    for name in names:  # one linear at a time, by an optimizer
+        optimizer = torch.optim.SGD([model.trainable()[name]], lr=1.0)
+        model.trainable()[name].grad = torch.full_like(model.trainable()[name], 0.1)
+        optimizer.step()
+        after = logits(model)
+        assert not torch.equal(after, before), name
+        before = after
+    assert torch.equal(before, logits(unmerged_copy(model)))
+
+
+def unmerged_copy(model):
+    """A new model with the same adapter, whose packs were never anything else."""
+    copy = adapted(moved=False)
+    copy.load_weights(model.named_weights())
+    return copy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_are_those_that_are_packed(kind):
+    model, plain = adapted(kind), make_exact(stock(kind))
+    plain.load_weights(model.merged_weights())
+    assert torch.equal(logits(plain), logits(model))
+    with model.adapter_off():  # merged is merged
+        assert all(torch.equal(w, plain.named_weights()[name]) for name, w in model.merged_weights().items())
+
+
+def test_a_checkpoint_of_an_adapter_holds_the_adapter_only():
+    model, other = adapted("qwen3"), adapted("qwen3", moved=False)
+    other.load_weights(model.adapter_weights())
+    assert torch.equal(logits(other), logits(model))
+    with pytest.raises(UserError, match="not this model's") as error:
+        exact_model("qwen3").load_weights(model.adapter_weights())
+    assert "lora_A" in error.value.where
+
+
+def test_targets_can_be_some_linears_by_the_end_of_their_names():
+    model = adapted(lora=Lora(rank=2, alpha=8.0, targets=("v_proj", "layers.1.mlp.up_proj"), seed=0), moved=False)
+    assert list(model.adapted) == [
+        "model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj", "model.layers.1.mlp.up_proj",
+    ]  # fmt: skip
+    assert {part.scaling for part in model.adapted.values()} == {4.0}
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "wq"), ("lm_head",), ("proj",), ("mlp",), ()])
+def test_a_target_that_is_not_there_is_a_users_error_that_names_those_that_are(targets):
+    with pytest.raises(UserError, match="targets are not in this model") as error:
+        adapted(lora=Lora(rank=4, alpha=8.0, targets=targets, seed=0))
+    assert error.value.expected.endswith("down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
+    assert error.value.found == (targets[-1] if targets else "none")
+
+
+def test_in_a_mixture_of_experts_the_names_of_the_mlp_are_not_linears_even_in_a_dense_layer():
+    """PEFT would take them for the experts, whose linears are exact only as they are."""
+    with pytest.raises(UserError) as error:
+        adapted("qwen3_moe", Lora(rank=4, alpha=8.0, targets=("up_proj",), seed=0), mlp_only_layers=[1])
+    assert error.value.expected.endswith("k_proj, o_proj, q_proj, v_proj")
+    assert len(adapted("qwen3_moe", mlp_only_layers=[1]).adapted) == 8
+
+
+def test_without_peft_the_error_says_how_to_get_it():
+    code = """
+import sys
+sys.modules["peft"] = None  # as if it were not installed
+from tandem.errors import UserError
+from tandem.model.lora import Lora
+from tests.tiny import exact_model, make_exact, stock_model, tiny_config
+exact_model()  # without an adapter nobody misses it
+try:
+    make_exact(stock_model(tiny_config()), Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=0))
+except UserError as error:
+    print(error.next)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "pip install 'tandem-rl[lora]'"
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_pefts_own_unmerged_module(kind):
+    model, theirs = adapted(kind), inject_adapter_in_model(peft_config(kind), stock(kind))
+    parameters = {name.replace(".default", ""): p for name, p in theirs.named_parameters() if p.requires_grad}
+    assert parameters.keys() == model.trainable().keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(model.trainable()[name])
+    loss_of(model).backward()
+    out = torch.cat([stock_logits(theirs, document) for document in documents()])
+    torch.testing.assert_close(logits(model), out.detach(), rtol=1e-5, atol=5e-5)
+    (out.log_softmax(-1) * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
+    for name, parameter in parameters.items():
+        scale = parameter.grad.abs().max()
+        # float32 sums in another order, through two layers
+        torch.testing.assert_close(model.trainable()[name].grad, parameter.grad, rtol=0, atol=1e-4 * scale, msg=name)
+    assert all(p.grad is None for p in model.module.parameters() if not p.requires_grad)
+
+
+# ---- exports
+
+
+def saved(kind, folder):
+    """A model directory with its tokenizer."""
+    stock(kind).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def check_same_logits(model, other):
+    with torch.no_grad():
+        theirs = torch.cat([stock_logits(other, document) for document in documents()])
+    torch.testing.assert_close(logits(model), theirs, rtol=1e-5, atol=5e-5)
+
+
+def trained(kind, source):
+    model = load_model(source, LORA)
+    model.load_weights(adapted(kind).adapter_weights())
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
+    source = saved(kind, tmp_path / "source")
+    model = trained(kind, source)
+    card = model_card(model, base=source, command="train", step=3, metrics={})
+    folder = export(model, source, tmp_path / "out", card)
+    files = {p.name for p in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
+    assert not any("adapter" in name for name in files)
+    assert not any("lora" in name for name in load_file(folder / "model.safetensors"))
+    check_same_logits(model, AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"))
+    assert torch.equal(logits(load_model(str(folder))), logits(model))
+    assert not torch.equal(logits(load_model(source)), logits(model))
+    again = model_card(load_model(str(folder)), base=source, command="train", step=3, metrics={})
+    assert again == card  # the hash on it is that of the weights beside it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_adapter_is_read_by_peft(kind, tmp_path):
+    source = saved(kind, tmp_path / "source")
+    model = trained(kind, source)
+    folder = export_adapter(model, source, tmp_path / "adapter", "card")
+    assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == source
+    base = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+    check_same_logits(model, PeftModel.from_pretrained(base, folder))
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_the_files_of_an_exported_adapter_are_those_that_peft_writes(tmp_path):
+    source = saved("llama", tmp_path / "source")
+    folder = export_adapter(trained("llama", source), source, tmp_path / "ours", "card")
+    base = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+    PeftModel.from_pretrained(base, folder).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ours, theirs = (json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("ours", "theirs"))
+    assert ours | {"target_modules": 0} == theirs | {"target_modules": 0}
+    assert ours["target_modules"] == sorted(theirs["target_modules"])
+
+
+def test_a_failed_export_leaves_what_was_there(tmp_path):
+    source = saved("llama", tmp_path / "source")
+    model = trained("llama", source)
+    export_adapter(model, source, tmp_path / "out", "first")
+    with pytest.raises(UserError):
+        export_adapter(model, source, tmp_path / "source" / "config.json" / "out", "no directory can be made there")
+    export_adapter(model, source, tmp_path / "out", "second")
+    assert (tmp_path / "out" / "README.md").read_text() == "second"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_a_model_without_an_adapter_has_none_to_export(tmp_path):
+    with pytest.raises(UserError, match="no adapter to export"):
+        export_adapter(exact_model(), "source", tmp_path / "out", "card")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,140 @@
+"""Value models: a head of one number a token, exactly zero at the start, and a directory that stock transformers loads."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from tandem.errors import UserError
+from tandem.export import export, export_adapter
+from tandem.model.load import load_model
+from tandem.model.lora import Lora
+from tandem.model.tiny import make_tokenizer
+from tests.tiny import exact_logits, random_tokens, stock_model, tiny_config
+
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
+
+
+@pytest.fixture
+def language_model(tmp_path):
+    return save_language_model(tmp_path / "language", "llama")
+
+
+def save_language_model(folder, kind):
+    stock_model(tiny_config(kind)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def documents():
+    return [random_tokens(np.random.default_rng(n), n) for n in (1, 17, 40)]
+
+
+def values(model):
+    """float32 [T, 1]"""
+    return torch.cat(exact_logits(model, documents()))
+
+
+def set_score(model):
+    score = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(2))
+    model.load_weights({"score.weight": score})
+
+
+def stock_values(folder):
+    """The value after each prefix: a classifier reads the last token only."""
+    stock = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+    return last_values(stock)
+
+
+@torch.no_grad()
+def last_values(stock):
+    prefixes = [document[: n + 1] for document in documents() for n in range(len(document))]
+    return torch.cat([stock(input_ids=torch.as_tensor(prefix)[None]).logits for prefix in prefixes])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_model_of_a_language_model_starts_at_exactly_zero(kind, tmp_path):
+    source = save_language_model(tmp_path / "language", kind)
+    model, tokens = load_model(source, head="value"), load_model(source)
+    assert model.head.weight.shape == (1, 96) and not model.head.weight.any()
+    out = values(model)
+    assert out.shape == (58, 1) and not out.any()
+    named = tokens.named_weights()
+    assert model.named_weights().keys() == named.keys() - {"lm_head.weight"} | {"score.weight"}
+    assert all(torch.equal(w, named[name]) for name, w in model.named_weights().items() if name != "score.weight")
+
+
+def test_the_gradient_reaches_the_score_at_once_and_the_backbone_when_the_score_is_not_zero(language_model):
+    model = load_model(language_model, head="value")
+    values(model).sum().backward()
+    assert model.head.weight.grad.any()
+    assert not any(p.grad.any() for name, p in model.trainable().items() if name != "score.weight")
+    set_score(model)
+    model.zero_grad()
+    values(model).sum().backward()
+    assert all(p.grad.any() for name, p in model.trainable().items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_value_model_is_a_classifier_of_stock_transformers(kind, tmp_path):
+    source = save_language_model(tmp_path / "language", kind)
+    model = load_model(source, head="value")
+    set_score(model)
+    folder = export(model, source, tmp_path / "out", "card")
+    assert AutoModelForSequenceClassification.from_pretrained(folder).config.num_labels == 1
+    assert json.loads((folder / "config.json").read_text())["id2label"] == {"0": "LABEL_0"}
+    with torch.no_grad():
+        torch.testing.assert_close(values(model), stock_values(folder), rtol=1e-5, atol=5e-5)
+        assert torch.equal(values(load_model(str(folder), head="value")), values(model))
+
+
+def test_a_value_does_not_depend_on_the_tokens_beside_it(language_model):
+    model = load_model(language_model, head="value")
+    set_score(model)
+    with torch.no_grad():
+        alone = torch.cat([exact_logits(model, [document])[0] for document in documents()])
+        assert torch.equal(alone, values(model))
+    x = torch.randn(70, 96, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert all(torch.equal(model.head(x[:rows]), model.head(x)[:rows]) for rows in range(1, 71))
+
+
+def test_any_other_missing_weight_is_still_an_error(language_model, tmp_path):
+    weights = load_file(tmp_path / "language" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "language" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="cannot be loaded") as error:
+        load_model(language_model, head="value")
+    assert error.value.found == "no weights for 1 parameters: model.norm.weight"
+
+
+def test_a_language_model_lacks_no_score_and_a_classifier_of_many_labels_is_no_value_model(language_model, tmp_path):
+    model = load_model(language_model, head="value")
+    folder = export(model, language_model, tmp_path / "value", "card")
+    with pytest.raises(UserError, match="cannot be loaded") as error:
+        load_model(str(folder))
+    assert "lm_head.weight" in error.value.found
+    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=3)).save_pretrained(tmp_path / "many")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(str(tmp_path / "many"), head="value")
+
+
+def test_with_an_adapter_the_score_is_trained_too_and_goes_with_it(language_model, tmp_path):
+    model = load_model(language_model, LORA, head="value")
+    assert model.trainable().keys() == model.adapter_weights().keys() | {"score.weight"}
+    set_score(model)
+    model.load_weights({name: torch.full_like(w, 0.01) for name, w in model.adapter_weights().items()})
+    folder = export_adapter(model, language_model, tmp_path / "adapter", "card")
+    base = AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1, attn_implementation="eager")
+    with torch.no_grad():
+        found = last_values(PeftModel.from_pretrained(base, folder).eval())
+        torch.testing.assert_close(values(model), found, rtol=1e-5, atol=5e-5)
+        merged = export(model, language_model, tmp_path / "merged", "card")
+        torch.testing.assert_close(values(model), stock_values(merged), rtol=1e-5, atol=5e-5)
+        with model.adapter_off():
+            assert not torch.equal(values(model), found)

@@ -1,0 +1,83 @@
+"""The weights of tokens against the papers' means, written as loops; and their independence of how a batch is split."""
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.rl.aggregation import Aggregation, sequence_weights
+
+KINDS = get_args(Aggregation)
+MAX_TOKENS = 50
+LENGTHS = np.array([3, 1, 50, 0, 12, 1])
+TERMS = [np.random.default_rng(i).normal(size=n) for i, n in enumerate(LENGTHS)]
+
+
+def by_formula(kind, sequences, max_tokens):
+    """One number from the losses of tokens, a list a sequence."""
+    sums = [math.fsum(s) for s in sequences]
+    return {
+        "token_mean": lambda: math.fsum(sums) / sum(len(s) for s in sequences),
+        "sequence_mean": lambda: (
+            math.fsum(x / len(s) for x, s in zip(sums, sequences, strict=True) if len(s)) / len(sums)
+        ),
+        "fixed_length": lambda: math.fsum(x / max_tokens for x in sums) / len(sums),
+    }[kind]()
+
+
+def weighted_sum(weights, sequences):
+    return math.fsum(w * x for w, s in zip(weights.tolist(), sequences, strict=True) for x in s)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weighted_sum_is_the_papers_mean(kind):
+    weights = sequence_weights(kind, LENGTHS, MAX_TOKENS)
+    assert weights.shape == LENGTHS.shape and weights.dtype == np.float64
+    assert weighted_sum(weights, TERMS) == pytest.approx(by_formula(kind, TERMS, MAX_TOKENS), rel=1e-12)
+
+
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=6))
+def test_the_weighted_sum_is_the_papers_mean_for_any_lengths(sequences):
+    lengths = np.array([len(s) for s in sequences])
+    for kind in KINDS:
+        found = weighted_sum(sequence_weights(kind, lengths, 6), sequences)
+        assert found == pytest.approx(by_formula(kind, sequences, 6), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", [1 / 67] * 6),
+        ("sequence_mean", [1 / 18, 1 / 6, 1 / 300, 1 / 6, 1 / 72, 1 / 6]),
+        ("fixed_length", [1 / 300] * 6),
+    ],
+)
+def test_the_weights_of_a_plain_case(kind, expected):
+    np.testing.assert_allclose(sequence_weights(kind, LENGTHS, MAX_TOKENS), expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_whose_sequences_are_all_masked_has_finite_weights(kind):
+    assert np.isfinite(sequence_weights(kind, np.zeros(4, np.int64), MAX_TOKENS)).all()
+
+
+def test_tokens_weigh_one_together_in_the_two_means():
+    lengths = LENGTHS[LENGTHS > 0]
+    for kind in ("token_mean", "sequence_mean"):
+        assert (sequence_weights(kind, lengths, MAX_TOKENS) * lengths).sum() == pytest.approx(1.0, rel=1e-14)
+
+
+def test_sequences_of_one_length_weigh_alike_in_every_mean():
+    lengths = np.full(4, MAX_TOKENS)
+    for kind in KINDS:
+        np.testing.assert_allclose(sequence_weights(kind, lengths, MAX_TOKENS), 1 / 200, rtol=1e-15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_sequences_does_not_change_their_weights(kind):
+    order = np.random.default_rng(0).permutation(len(LENGTHS))
+    weights = sequence_weights(kind, LENGTHS, MAX_TOKENS)
+    assert np.array_equal(sequence_weights(kind, LENGTHS[order], MAX_TOKENS), weights[order])

@@ -1,0 +1,147 @@
+"""The off-policy corrections against loops over tokens and sequences, and against the bias they are to remove."""
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.rl.corrections import Correction, correction, sequence_errors
+
+KINDS = get_args(Correction)
+BOUNDS = {"low": 0.5, "cap": 2.0}
+LENGTHS = [1, 4, 12, 1, 6, 9]
+RNG = np.random.default_rng(0)
+SEQUENCES = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+ENGINE = torch.from_numpy(RNG.uniform(-4, 0, sum(LENGTHS)))
+PROXIMAL = ENGINE + torch.from_numpy(RNG.normal(0, 0.7, sum(LENGTHS)))
+
+logprobs = st.floats(-6, 0)
+sequences_of_pairs = st.lists(st.lists(st.tuples(logprobs, logprobs), min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+def by_formula(kind, rows, low, cap):
+    """One weight a token, from lists of (proximal, engine) log-probs, one list a sequence."""
+    weights = []
+    for row in rows:
+        product = math.prod(math.exp(p) / math.exp(e) for p, e in row)
+        for p, e in row:
+            ratio = math.exp(p) / math.exp(e)
+            weights.append(
+                {
+                    "none": 1.0,
+                    "decoupled": ratio,
+                    "tis": min(ratio, cap),
+                    "tis_sequence": min(product, cap),
+                    "icepop": ratio if low <= ratio <= cap else 0.0,
+                    "mis": product if product <= cap else 0.0,
+                }[kind]
+            )
+    return weights
+
+
+def rows_of(proximal, engine, lengths):
+    pairs = iter(zip(proximal.tolist(), engine.tolist(), strict=True))
+    return [[next(pairs) for _ in range(length)] for length in lengths]
+
+
+def flat(rows):
+    proximal, engine = torch.tensor([pair for row in rows for pair in row], dtype=torch.float64).unbind(1)
+    return proximal, engine, torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row) for row in rows]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_correction_equals_its_formula(kind):
+    found = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **BOUNDS)
+    np.testing.assert_allclose(found, by_formula(kind, rows_of(PROXIMAL, ENGINE, LENGTHS), 0.5, 2.0), rtol=1e-12)
+    assert found.shape == PROXIMAL.shape
+
+
+def test_the_examples_fall_on_both_sides_of_every_bound():
+    ratio = (PROXIMAL - ENGINE).exp()
+    assert (ratio < 0.5).any() and (ratio > 2.0).any() and ((ratio > 0.5) & (ratio < 2.0)).any()
+    masked = correction("mis", PROXIMAL, ENGINE, SEQUENCES, **BOUNDS) == 0
+    assert masked.any() and not masked.all()
+
+
+@given(sequences_of_pairs, st.floats(0.1, 1.0), st.floats(1.0, 5.0))
+def test_a_correction_equals_its_formula_for_any_sequences(rows, low, cap):
+    for kind in KINDS:
+        expected = by_formula(kind, rows, low, cap)
+        found = correction(kind, *flat(rows), low=low, cap=cap).tolist()
+        for x, y in zip(found, expected, strict=True):
+            # at a bound the rounding of exp decides, and both sides are right: the ratio itself or 0
+            assert x == pytest.approx(y, rel=1e-9) or min(abs(max(x, y) - low), abs(max(x, y) - cap)) < 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exact_engine_makes_every_weight_exactly_one(kind):
+    engine = ENGINE.float()
+    assert torch.equal(
+        correction(kind, engine, engine.clone(), SEQUENCES, low=1.0, cap=1.0), torch.ones(len(engine))
+    )  # even with no room at all between the bounds
+    assert torch.equal(sequence_errors(engine, engine.clone(), SEQUENCES), torch.ones(len(LENGTHS)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_passes_through_a_correction(kind):
+    found = correction(kind, PROXIMAL.clone().requires_grad_(), ENGINE.clone().requires_grad_(), SEQUENCES, **BOUNDS)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_corrections_of_microbatches_are_those_of_the_whole(kind):
+    whole = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **BOUNDS)
+    cut = sum(LENGTHS[:3])
+    parts = [
+        correction(kind, PROXIMAL[part], ENGINE[part], SEQUENCES[part] - SEQUENCES[part][0], **BOUNDS)
+        for part in (slice(0, cut), slice(cut, None))
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_ratio_exactly_at_a_bound_is_kept():
+    """exp(0) = 1 is the one ratio that is exact whatever the library's rounding."""
+    one = (torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), torch.tensor([0, 0, 1]))
+    for low, cap in ((1.0, 2.0), (0.5, 1.0)):
+        assert correction("icepop", *one, low=low, cap=cap).tolist() == [1.0] * 3
+    assert correction("mis", *one, low=0.0, cap=1.0).tolist() == [1.0] * 3
+    assert correction("icepop", *one, low=1 + 1e-12, cap=2.0).tolist() == [0.0] * 3
+    assert correction("mis", *one, low=0.0, cap=1 - 1e-12).tolist() == [0.0] * 3
+
+
+def test_a_product_beyond_every_float_is_capped_or_masked_and_not_a_nan():
+    far = torch.full((200,), 1.0)  # exp(200) is infinite in float32
+    sequences = torch.zeros(200, dtype=torch.int64)
+    capped = correction("tis_sequence", far, torch.zeros(200), sequences, **BOUNDS)
+    masked = correction("mis", far, torch.zeros(200), sequences, **BOUNDS)
+    assert (capped == 2.0).all() and (masked == 0.0).all()
+
+
+def test_the_error_of_a_sequence_is_the_mean_distance_of_its_probabilities():
+    expected = [
+        math.fsum(math.exp(abs(p - e)) for p, e in row) / len(row) for row in rows_of(PROXIMAL, ENGINE, LENGTHS)
+    ]
+    np.testing.assert_allclose(sequence_errors(PROXIMAL, ENGINE, SEQUENCES), expected, rtol=1e-12)
+    np.testing.assert_allclose(sequence_errors(ENGINE, PROXIMAL, SEQUENCES), expected, rtol=1e-12)  # of both signs
+
+
+def test_the_full_ratio_is_unbiased_and_truncation_is_biased_by_what_it_cuts():
+    """All tokens of a vocabulary of 9, weighted by the engine: E_engine[r f] = E_policy[f]."""
+    engine, policy = ENGINE[:9].log_softmax(-1), PROXIMAL[:9].log_softmax(-1)
+    values = torch.from_numpy(np.random.default_rng(1).normal(size=9))
+    one_each = torch.arange(9)
+
+    def expectation(kind, cap):
+        weights = correction(kind, policy, engine, one_each, low=0.0, cap=cap)
+        return (engine.exp() * weights * values).sum().item()
+
+    exact = (policy.exp() * values).sum().item()
+    assert expectation("decoupled", 0.0) == pytest.approx(exact, rel=1e-12)
+    assert expectation("tis", 1e9) == pytest.approx(exact, rel=1e-12)
+    excess = (policy.exp() - 1.2 * engine.exp()).clamp_min(0)
+    assert expectation("tis", 1.2) == pytest.approx(exact - (excess * values).sum().item(), rel=1e-12)
+    assert expectation("none", 0.0) != pytest.approx(exact, rel=0.01)

@@ -1,0 +1,614 @@
+"""What each estimator is an estimator of: its mean over *every* group of episodes against the enumerated gradient.
+
+Nothing is sampled, so an unbiased estimator equals its gradient to rounding, and a bias is a number. The last tests
+sample, where a group is too large to enumerate.
+"""
+
+import math
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import bias
+from tandem.rl import advantages as adv
+from tandem.rl.aggregation import sequence_weights
+from tandem.rl.corrections import correction, importance
+from tandem.rl.distillation import sampled_advantages
+from tandem.rl.kl import kl_estimate
+from tandem.rl.losses import cispo, gspo, ppo_clip, reinforce, value_clip
+from tandem.rl.returns import gae, returns_to_go, token_rewards, whiten
+from tests.rl import toy
+
+WORLDS = {
+    "table, real rewards": toy.world(toy.process(3, 3), toy.table_policy, binary=False, seed=0),
+    "table, 0/1 rewards": toy.world(toy.process(4, 2), toy.table_policy, binary=True, seed=1),
+    "two layers, real rewards": toy.world(toy.process(3, 3), toy.two_layer_policy, binary=False, seed=2),
+    "two layers, 0/1 rewards": toy.world(toy.process(3, 4), toy.two_layer_policy, binary=True, seed=3),
+}
+SMALL = toy.world(toy.process(3, 2), toy.table_policy, binary=False, seed=4)  # 7 sequences
+TINY = toy.world(toy.process(2, 3), toy.table_policy, binary=False, seed=5)  # 4 sequences: steps of several groups
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+NO_CLIP = {"clip_low": 1.0, "clip_high": 1e9}
+HUGE = 1e9
+
+every_world = pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
+
+
+def group_cases(kept):
+    """Every group of 2, and of 3 where there are at most 15 sequences, of the worlds whose name passes."""
+    return pytest.mark.parametrize(
+        ("world", "size"),
+        [
+            pytest.param(world, size, id=f"{name}, G={size}")
+            for name, world in WORLDS.items()
+            for size in (2, 3)
+            if kept in name and len(world.rewards) ** size < 4000
+        ],
+    )
+
+
+every_group = group_cases("")
+
+
+@cache
+def groups_of(world, size):
+    return toy.all_groups(world, size)
+
+
+def rewards_of(world, batch):
+    """float64 [M, G]"""
+    return world.rewards[batch.picks].numpy()
+
+
+def weights_of(batch, aggregation="fixed_length"):
+    """[N]; max_tokens 1, so that fixed_length is the mean over episodes of the sum over tokens."""
+    return batch.per_token(np.stack([sequence_weights(aggregation, lengths, 1) for lengths in batch.lengths]))
+
+
+def policy_gradient(world, batch, advantages, *, aggregation="fixed_length", behaviour=None, corrections=1.0):
+    """The mean estimate of `reinforce` with advantages [N]."""
+    values = toy.estimates(
+        world, batch, lambda p: reinforce(p, advantages)[0], weights_of(batch, aggregation) * corrections
+    )
+    return toy.expectation(world, batch, values, behaviour)
+
+
+def group_gradient(world, size, advantages, **how):
+    """The mean estimate of `reinforce` with a group's advantages, a function [M, G] -> [M, G]."""
+    batch = groups_of(world, size)
+    return policy_gradient(world, batch, batch.per_token(advantages(rewards_of(world, batch))), **how)
+
+
+def token_gradient(world, advantages):
+    """The mean estimate of `reinforce` from single episodes with an advantage for every step, [T]."""
+    batch = groups_of(world, 1)
+    return policy_gradient(world, batch, torch.as_tensor(advantages)[batch.rows])
+
+
+def loss_gradient(world, losses):
+    """The mean gradient of a loss of single episodes' tokens; losses: log-probs [N], rows [N] -> [N]."""
+    batch = groups_of(world, 1)
+    return -toy.expectation(
+        world, batch, toy.estimates(world, batch, lambda p: losses(p, batch.rows), weights_of(batch))
+    )
+
+
+def each_sequence(world, function, *tables):
+    """[T]: function(reward, *tables' entries of the sequence's steps), sequence by sequence."""
+    sizes = world.process.lengths.tolist()
+    parts = zip(*(np.split(np.asarray(table), np.cumsum(sizes)[:-1]) for table in tables), strict=True)
+    return np.concatenate([function(r, *part) for r, part in zip(world.rewards.tolist(), parts, strict=True)])
+
+
+def another(world, seed=7):
+    """Another policy's log-probs [prefixes, V]: a reference, a teacher."""
+    return world.table(toy.parameters(world.process, world.policy, seed=seed)).detach()
+
+
+def stale(world, distance=0.5):
+    """The parameters of an older policy."""
+    move = toy.parameters(world.process, world.policy, seed=11)
+    return world.parameters + distance * move
+
+
+def assert_equal(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def relative_bias(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def cosine(a, b):
+    return float(torch.nn.functional.cosine_similarity(a, b, 0))
+
+
+# The enumeration itself.
+
+
+@every_world
+def test_the_chances_of_all_sequences_and_of_all_groups_add_up_to_one(world):
+    assert world.chances().sum().item() == pytest.approx(1, abs=1e-14)
+    assert world.chances()[groups_of(world, 2).picks].prod(1).sum().item() == pytest.approx(1, abs=1e-14)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_the_closed_form_of_the_best_of_k_is_the_mean_over_all_groups(k):
+    for world in (SMALL, WORLDS["table, 0/1 rewards"]):
+        picks = groups_of(world, k).picks
+        by_groups = world.chances()[picks].prod(1) @ world.rewards[picks].amax(1)
+        assert toy.best_of(world, k)(world.parameters).item() == pytest.approx(by_groups.item(), rel=1e-12)
+
+
+# Advantages of whole episodes.
+
+
+@every_world
+def test_reinforce_is_unbiased_with_any_baseline_that_was_fixed_before(world):
+    expected = world.gradient(toy.expected_reward(world))
+    for baseline in (0.0, 0.7, -3.0):
+        assert_equal(group_gradient(world, 1, partial(adv.against, baseline=baseline)), expected)
+
+
+@every_group
+def test_rloo_is_unbiased(world, size):
+    assert_equal(group_gradient(world, size, adv.rloo), world.gradient(toy.expected_reward(world)))
+
+
+@every_group
+def test_the_centred_reward_gives_exactly_g_minus_1_over_g_of_the_gradient(world, size):
+    expected = world.gradient(toy.expected_reward(world)) * (size - 1) / size
+    assert_equal(group_gradient(world, size, adv.centred), expected)
+
+
+@every_group
+def test_max_at_k_is_unbiased_for_the_best_of_k(world, size):
+    for k in range(2, size + 1):
+        found = group_gradient(world, size, partial(adv.max_at_k, k=k))
+        assert_equal(found, world.gradient(toy.best_of(world, k)))
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_max_at_k_of_four_episodes_is_unbiased_for_the_best_of_k_and_not_for_another(k):
+    found = group_gradient(SMALL, 4, partial(adv.max_at_k, k=k))
+    assert_equal(found, SMALL.gradient(toy.best_of(SMALL, k)))
+    assert relative_bias(found, SMALL.gradient(toy.best_of(SMALL, k - 1))) > 0.05
+
+
+@group_cases("0/1 rewards")
+def test_grpo_of_0_1_rewards_goes_along_the_gradient_scaled_by_the_mean_std_of_a_group(world, size):
+    """E[std of the group] / (p (1 - p)) times the gradient of p, which is 1 / std in the limit of large groups."""
+    p = float(world.chances() @ world.rewards)
+    batch = groups_of(world, size)
+    std = torch.from_numpy(rewards_of(world, batch).std(1))
+    mean = float(world.chances()[batch.picks].prod(1) @ (std**2 / (std + 1e-6)))
+    found = group_gradient(world, size, adv.grpo)
+    assert_equal(found, world.gradient(toy.expected_reward(world)) * mean / (p * (1 - p)))
+
+
+@group_cases("real rewards")
+def test_grpo_of_real_rewards_is_biased_in_direction_and_still_climbs(world, size):
+    assert 0.5 < cosine(group_gradient(world, size, adv.grpo), world.gradient(toy.expected_reward(world))) < 0.999
+
+
+def step_gradient(world, groups_a_step, size, advantages):
+    """The mean estimate of steps of several groups, whose advantages are a function [P, G] -> [P, G] of a whole step."""
+    batch = groups_of(world, groups_a_step * size)
+    steps = rewards_of(world, batch).reshape(-1, groups_a_step, size)
+    return policy_gradient(world, batch, batch.per_token(np.stack([advantages(step) for step in steps])))
+
+
+def test_reinforce_pp_baseline_is_grpo_for_one_group_and_turns_to_the_gradient_as_the_step_grows():
+    """The std is of the step that it scales: a bias of the direction that only a large step makes small."""
+    gradient = TINY.gradient(toy.expected_reward(TINY))
+    found = [step_gradient(TINY, count, 2, adv.reinforce_pp_baseline) for count in (1, 2, 3)]
+    assert_equal(found[0], group_gradient(TINY, 2, adv.grpo))
+    angles = [1 - cosine(estimate, gradient) for estimate in found]
+    assert angles[0] > 1.5 * angles[1] > 1.5 * 1.5 * angles[2] > 0
+
+
+def test_rloo_of_a_step_of_several_groups_is_as_unbiased_as_of_one():
+    assert_equal(step_gradient(TINY, 3, 2, adv.rloo), TINY.gradient(toy.expected_reward(TINY)))
+
+
+def test_whitening_the_returns_biases_a_small_step_and_less_a_larger_one():
+    """The mean and the std of a step hold the episode itself."""
+    gradient = TINY.gradient(toy.expected_reward(TINY))
+    returns = np.split(each_sequence(TINY, undiscounted, TINY.logprobs()), np.cumsum(TINY.process.lengths)[:-1])
+
+    def whitened(batch):
+        return np.concatenate([np.concatenate(whiten([returns[i] for i in step])) for step in batch.picks.tolist()])
+
+    angles = []
+    for episodes in (2, 4, 6):
+        batch = groups_of(TINY, episodes)
+        angles.append(1 - cosine(policy_gradient(TINY, batch, torch.from_numpy(whitened(batch))), gradient))
+    assert angles[0] > angles[1] > angles[2] > 0
+
+
+def undiscounted(reward, logprobs):
+    return returns_to_go(token_rewards(reward, np.zeros(len(logprobs)), 0.0), 1.0)
+
+
+# Advantages of single tokens.
+
+
+def gae_gradient(world, values, lam):
+    """values [prefixes]: what the critic says of each."""
+
+    def advantages(reward, values):
+        return gae(token_rewards(reward, np.zeros(len(values)), 0.0), values, 1.0, lam)[0]
+
+    return token_gradient(world, each_sequence(world, advantages, values[world.process.place]))
+
+
+def wrong_values(world):
+    return torch.from_numpy(np.random.default_rng(9).normal(size=len(world.process.prefixes)))
+
+
+def exact_values(world):
+    return toy.state_values(world, world.rewards[world.process.owner])
+
+
+@every_world
+def test_gae_with_lambda_1_is_unbiased_whatever_the_values(world):
+    assert_equal(gae_gradient(world, wrong_values(world), 1.0), world.gradient(toy.expected_reward(world)))
+
+
+@every_world
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
+def test_gae_with_the_exact_value_function_is_unbiased_for_any_lambda(world, lam):
+    assert_equal(gae_gradient(world, exact_values(world), lam), world.gradient(toy.expected_reward(world)))
+
+
+@every_world
+def test_gae_with_wrong_values_is_the_more_biased_the_smaller_lambda(world):
+    gradient = world.gradient(toy.expected_reward(world))
+    biases = [relative_bias(gae_gradient(world, wrong_values(world), lam), gradient) for lam in (0.0, 0.5, 0.9, 1.0)]
+    assert biases[0] > biases[1] > biases[2] > 0.01 and biases[3] < 1e-9
+
+
+@every_world
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_the_exact_value_function_is_where_the_critic_comes_to_rest(world, lam):
+    """The mean of GAE's returns at every prefix is its value, so the mean gradient of the value loss there is 0."""
+    exact = exact_values(world)[world.process.place]
+
+    def returns(reward, values):
+        return gae(token_rewards(reward, np.zeros(len(values)), 0.0), values, 1.0, lam)[1]
+
+    targets = torch.from_numpy(each_sequence(world, returns, exact))
+    assert_equal(toy.state_values(world, targets), exact_values(world))
+    values = exact.clone().requires_grad_()
+    [slope] = torch.autograd.grad(value_clip(values, values.detach(), targets, 0.0)[0].sum(), values)
+    assert_equal(toy.state_values(world, slope), torch.zeros(len(world.process.prefixes), dtype=torch.float64))
+
+
+def kl_in_reward(world, reference, kind, beta):
+    def advantages(reward, kl):
+        return returns_to_go(token_rewards(reward, kl, beta), 1.0)
+
+    kl = kl_estimate(kind, world.logprobs(), world.steps(reference))
+    return token_gradient(world, each_sequence(world, advantages, kl))
+
+
+@every_world
+def test_returns_with_k1_as_a_token_reward_give_the_gradient_of_the_reward_minus_beta_kl(world):
+    reference, beta = another(world), 0.3
+    expected = world.gradient(lambda p: toy.expected_reward(world)(p) - beta * toy.reverse_kl(world, reference)(p))
+    assert_equal(kl_in_reward(world, reference, "k1", beta), expected)
+
+
+@every_world
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_k2_and_k3_as_a_token_reward_do_not_give_the_gradient_of_the_kl(world, kind):
+    """Their own dependence on the policy is lost; k3's has a mean that k1's does not have."""
+    reference = another(world)
+    gradient = world.gradient(toy.reverse_kl(world, reference))
+    only_kl = kl_in_reward(world, reference, kind, 0.0) - kl_in_reward(world, reference, kind, 1.0)
+    assert relative_bias(only_kl, gradient) > 0.1
+
+
+# Policy losses.
+
+
+@every_group
+def test_on_policy_the_clipped_losses_move_each_update_exactly_as_reinforce_does(world, size):
+    batch = groups_of(world, size)
+    advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
+    proximal = world.logprobs()[batch.rows]
+
+    def moves(losses):
+        return toy.estimates(world, batch, losses, weights_of(batch))
+
+    expected = moves(lambda p: reinforce(p, advantages)[0])
+    assert_equal(moves(lambda p: ppo_clip(p, proximal, advantages, **CLIP, dual_clip=3.0)[0]), expected)
+    assert_equal(moves(lambda p: cispo(p, proximal, advantages, **CLIP)[0]), expected)
+
+
+@every_group
+def test_on_policy_gspo_is_reinforce_with_sequence_means(world, size):
+    """Of gspo every token has the mean gradient of its sequence, so for sequence_mean the two are one estimate."""
+    batch = groups_of(world, size)
+    advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
+    proximal, weights = world.logprobs()[batch.rows], weights_of(batch, "sequence_mean")
+    expected = toy.estimates(world, batch, lambda p: reinforce(p, advantages)[0], weights)
+    found = toy.estimates(world, batch, lambda p: gspo(p, proximal, advantages, batch.episodes, **CLIP)[0], weights)
+    assert_equal(found, expected)
+
+
+@every_world
+def test_off_policy_ppo_and_cispo_without_a_bound_are_reinforce_with_the_token_ratio(world):
+    batch, behaviour = groups_of(world, 2), stale(world)
+    engine = world.logprobs(behaviour)[batch.rows]
+    advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
+    ratio = importance(world.logprobs()[batch.rows] - engine)
+    expected = policy_gradient(world, batch, advantages, behaviour=behaviour, corrections=ratio)
+    for loss in (ppo_clip, cispo):
+        moves = toy.estimates(
+            world, batch, lambda p, loss=loss: loss(p, engine, advantages, **NO_CLIP)[0], weights_of(batch)
+        )
+        assert_equal(toy.expectation(world, batch, moves, behaviour), expected)
+
+
+# Aggregation.
+
+
+@every_group
+def test_fixed_length_is_unbiased_up_to_its_constant(world, size):
+    batch, horizon = groups_of(world, size), world.process.horizon
+    advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
+    weights = np.stack([sequence_weights("fixed_length", lengths, horizon) for lengths in batch.lengths])
+    moves = toy.estimates(world, batch, lambda p: reinforce(p, advantages)[0], batch.per_token(weights))
+    assert_equal(horizon * toy.expectation(world, batch, moves), world.gradient(toy.expected_reward(world)))
+
+
+@every_world
+@pytest.mark.parametrize("baseline", [0.0, 0.7])
+def test_sequence_mean_climbs_the_advantage_a_token_so_that_a_baseline_pulls_at_lengths(world, baseline):
+    found = group_gradient(world, 1, partial(adv.against, baseline=baseline), aggregation="sequence_mean")
+    a_token = (world.rewards - baseline) / torch.from_numpy(world.process.lengths)
+    assert_equal(found, world.gradient(toy.mean_of(world, a_token)))
+
+
+@every_group
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_weighing_by_length_biases_the_direction(world, size, aggregation):
+    found = group_gradient(world, size, adv.rloo, aggregation=aggregation)
+    assert 0.5 < cosine(found, world.gradient(toy.expected_reward(world))) < 0.9999  # a part in 10,000 is one degree
+
+
+def test_the_bias_of_token_mean_vanishes_as_the_update_grows_and_that_of_sequence_mean_stays():
+    angles = {}
+    for aggregation in ("token_mean", "sequence_mean"):
+        found = [
+            group_gradient(TINY, size, partial(adv.against, baseline=0.5), aggregation=aggregation)
+            for size in (1, 3, 6)
+        ]
+        angles[aggregation] = [1 - cosine(f, TINY.gradient(toy.expected_reward(TINY))) for f in found]
+    assert angles["token_mean"][0] == pytest.approx(angles["sequence_mean"][0], rel=1e-9)  # one sequence: the same
+    assert angles["token_mean"][0] > 4 * angles["token_mean"][1] > 8 * angles["token_mean"][2] > 0
+    np.testing.assert_allclose(angles["sequence_mean"], angles["sequence_mean"][0], rtol=1e-9)
+
+
+# KL estimators and distillation.
+
+
+@every_world
+def test_k1_and_k3_are_unbiased_for_the_kl_and_k2_is_not(world):
+    reference = another(world)
+    kl = toy.reverse_kl(world, reference)(world.parameters)
+    found = {
+        kind: world.chances() @ world.process.spread(kl_estimate(kind, world.logprobs(), world.steps(reference)))
+        for kind in ("k1", "k2", "k3")
+    }
+    assert_equal(found["k1"], kl)
+    assert_equal(found["k3"], kl)
+    assert abs(found["k2"] / kl - 1) > 0.03
+
+
+def kl_loss_gradient(world, kind, reference):
+    return loss_gradient(world, lambda p, rows: kl_estimate(kind, p, world.steps(reference)[rows]))
+
+
+@every_world
+def test_the_mean_gradient_of_k1_as_a_loss_is_zero(world):
+    assert_equal(kl_loss_gradient(world, "k1", another(world)), torch.zeros_like(world.parameters))
+
+
+@every_world
+def test_the_gradient_of_k2_as_a_loss_is_that_of_every_tokens_own_reverse_kl(world):
+    reference = another(world)
+    found = kl_loss_gradient(world, "k2", reference)
+    assert_equal(found, world.gradient(toy.own_reverse_kl(world, reference)))
+    # which is not the gradient of the KL of sequences: a token changes which prefixes come after it
+    assert relative_bias(found, world.gradient(toy.reverse_kl(world, reference))) > 0.05
+
+
+@every_world
+def test_k2_of_whole_sequences_has_the_gradient_of_their_kl(world):
+    reference = another(world)
+    batch = groups_of(world, 1)
+
+    def losses(logprobs):
+        theirs = world.steps(reference)[batch.rows]
+        sums = [logprobs.new_zeros(len(batch.picks)).index_add(0, batch.episodes, x) for x in (logprobs, theirs)]
+        return kl_estimate("k2", *sums)[batch.episodes] / batch.per_token(batch.lengths)
+
+    moves = toy.estimates(world, batch, losses, weights_of(batch))
+    assert_equal(-toy.expectation(world, batch, moves), world.gradient(toy.reverse_kl(world, reference)))
+
+
+@every_world
+def test_the_gradient_of_k3_as_a_loss_is_that_of_the_forward_kl_at_the_policys_prefixes(world):
+    """KL(reference || policy), although its value estimates KL(policy || reference)."""
+    reference = another(world)
+    found = kl_loss_gradient(world, "k3", reference)
+    assert_equal(found, world.gradient(toy.own_forward_kl(world, reference)))
+    assert relative_bias(found, world.gradient(toy.own_reverse_kl(world, reference))) > 0.1
+
+
+@every_world
+def test_k2_to_the_uniform_distribution_has_minus_the_gradient_of_every_tokens_entropy(world):
+    uniform = torch.zeros_like(world.table()).log_softmax(-1)
+    assert_equal(kl_loss_gradient(world, "k2", uniform), -world.gradient(toy.own_entropy(world)))
+
+
+@every_world
+def test_sampled_distillation_descends_every_tokens_own_kl_to_the_teacher(world):
+    teacher = another(world)
+    advantages = sampled_advantages(world.logprobs(), world.steps(teacher))
+    assert_equal(token_gradient(world, advantages), -world.gradient(toy.own_reverse_kl(world, teacher)))
+
+
+@every_world
+def test_sampled_distillation_with_returns_to_go_descends_the_kl_of_whole_sequences(world):
+    teacher = another(world)
+    rewards = sampled_advantages(world.logprobs(), world.steps(teacher))
+    advantages = each_sequence(world, lambda _, rewards: returns_to_go(rewards, 1.0), rewards)
+    assert_equal(token_gradient(world, advantages), -world.gradient(toy.reverse_kl(world, teacher)))
+
+
+# Off-policy corrections: episodes of an older policy.
+
+
+def corrected_gradient(world, size, advantages, kind, *, cap=HUGE, low=0.0):
+    batch, behaviour = groups_of(world, size), stale(world)
+    engine = world.logprobs(behaviour)[batch.rows]
+    weights = correction(kind, world.logprobs()[batch.rows], engine, batch.episodes, low=low, cap=cap)
+    return group_gradient(world, size, advantages, behaviour=behaviour, corrections=weights)
+
+
+@every_group
+@pytest.mark.parametrize("kind", ["tis_sequence", "mis"])
+def test_a_sequence_ratio_without_a_cap_is_unbiased_for_episodes_of_any_other_policy(world, size, kind):
+    assert_equal(corrected_gradient(world, size, adv.rloo, kind), world.gradient(toy.expected_reward(world)))
+
+
+@every_group
+def test_a_sequence_ratio_without_a_cap_keeps_the_centred_rewards_scale(world, size):
+    expected = world.gradient(toy.expected_reward(world)) * (size - 1) / size
+    assert_equal(corrected_gradient(world, size, adv.centred, "tis_sequence"), expected)
+
+
+@every_world
+@pytest.mark.parametrize("kind", ["none", "decoupled", "tis", "icepop"])
+def test_no_token_ratio_is_unbiased_for_episodes_of_another_policy_even_without_a_cap(world, kind):
+    gradient = world.gradient(toy.expected_reward(world))
+    assert relative_bias(corrected_gradient(world, 2, adv.rloo, kind), gradient) > 0.03
+
+
+@every_world
+@pytest.mark.parametrize("kind", ["tis_sequence", "mis"])
+def test_the_cap_of_a_sequence_ratio_is_paid_for_with_a_bias(world, kind):
+    gradient = world.gradient(toy.expected_reward(world))
+    biases = [relative_bias(corrected_gradient(world, 2, adv.rloo, kind, cap=cap), gradient) for cap in (1.0, HUGE)]
+    assert biases[0] > 0.02 and biases[1] < 1e-9
+
+
+@every_world
+def test_the_token_ratio_climbs_the_surrogate_with_the_behaviours_prefixes_and_values(world):
+    """sum over prefixes of the behaviour's visits x E_policy[the behaviour's action value] (Kakade, Langford 2002)."""
+    behaviour = stale(world)
+    visits, values = toy.visits(world, behaviour), toy.action_values(world, behaviour)
+    expected = world.gradient(lambda p: (visits[:, None] * world.table(p).exp() * values).sum())
+    assert_equal(corrected_gradient(world, 1, partial(adv.against, baseline=0.4), "decoupled"), expected)
+
+
+def test_for_sequences_of_one_token_the_token_ratio_is_unbiased():
+    world = toy.world(toy.process(4, 1), toy.table_policy, binary=False, seed=6)
+    batch, behaviour = toy.all_groups(world, 2), stale(world)
+    weights = importance(world.logprobs()[batch.rows] - world.logprobs(behaviour)[batch.rows])
+    advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
+    found = policy_gradient(world, batch, advantages, behaviour=behaviour, corrections=weights)
+    assert_equal(found, world.gradient(toy.expected_reward(world)))
+
+
+# What docs/bias.md shows.
+
+
+@cache
+def stale_worlds():
+    return bias.measure_all()
+
+
+def stale_biases(name):
+    """[worlds, staleness]"""
+    return np.array([[entry.bias for entry in measured.rows[name]] for measured in stale_worlds()])
+
+
+TOKEN_ROWS = ("`decoupled`", "`tis`", "`icepop`")
+UNCAPPED = "`tis_sequence` without a cap"
+
+
+def test_every_correction_is_unbiased_for_fresh_episodes_and_the_full_sequence_ratio_for_stale_ones_too():
+    for name in bias.ROWS:
+        assert stale_biases(name)[:, 0].max() < 1e-9, name
+    assert stale_biases(UNCAPPED).max() < 1e-9
+
+
+def test_without_the_sequence_ratio_one_stale_step_is_a_bias_in_every_world():
+    for name in (bias.NOTHING, *TOKEN_ROWS, "none, `ppo_clip` around the engine's", "`max_logprob_error`, `reinforce`"):
+        assert stale_biases(name)[:, 1].min() > 1e-3, name
+
+
+def test_the_bias_of_stale_episodes_is_ordered_as_the_table_says():
+    last = {name: bias.medians(stale_worlds(), name)[-1].bias for name in bias.ROWS}
+    clipped = last["none, `ppo_clip` around the engine's"]
+    assert last["`decoupled`"] < last["`tis`"] < last["`icepop`"] < clipped
+    assert last["`tis`"] < last[bias.NOTHING] < last["`max_logprob_error`, `reinforce`"] < clipped
+    assert 0.1 < last["`tis_sequence`"] < last["`decoupled`"] and last["`tis_sequence`"] < last["`mis`"] < clipped
+
+
+def test_the_clip_around_the_engine_is_the_largest_bias_once_it_binds():
+    for back in (2, 3, 4):  # 2, 4 and 8 steps
+        medians = {name: bias.medians(stale_worlds(), name)[back].bias for name in bias.ROWS}
+        assert max(medians, key=medians.get) == "none, `ppo_clip` around the engine's"
+
+
+def test_the_token_ratio_is_less_biased_than_none_in_most_worlds_and_not_in_all():
+    assert 10 < bias.less_biased(stale_worlds(), "`decoupled`") < 20
+
+
+def test_the_full_sequence_ratio_pays_for_its_unbiasedness_with_noise():
+    noise = [entry.noise for entry in bias.medians(stale_worlds(), UNCAPPED)]
+    assert noise[-1] > noise[-2] > noise[1]
+    assert noise[-1] > max(bias.medians(stale_worlds(), name)[-1].noise for name in bias.ROWS if name != UNCAPPED)
+
+
+# Sampled, where a group is too large to enumerate: every coordinate of the mean within BOUND standard errors.
+
+DRAWS, SIZE, BOUND = 40_000, 8, 6.0  # 4 tests of at most 40 coordinates, P(|z| > 6) is 2e-9: 3e-7 in all
+REAL, BINARY = WORLDS["table, real rewards"], WORLDS["two layers, 0/1 rewards"]
+
+
+def assert_sampled_mean_is(world, advantages, expected):
+    """And that it would not be if the estimate were 5% longer or shorter."""
+    batch = toy.sampled_groups(world, DRAWS, SIZE, seed=0)
+    table = batch.per_token(advantages(rewards_of(world, batch)))
+    moves = toy.estimates(world, batch, lambda p: reinforce(p, table)[0], weights_of(batch))
+    z = {scale: z_scores(scale * moves, expected) for scale in (0.95, 1.0, 1.05)}
+    assert z[1.0] < BOUND < min(z[0.95], z[1.05]), z
+
+
+def z_scores(moves, expected):
+    return float(((moves.mean(0) - expected).abs() / (moves.std(0) / len(moves) ** 0.5 + 1e-12)).max())
+
+
+def test_rloo_of_eight_episodes_is_unbiased():
+    assert_sampled_mean_is(REAL, adv.rloo, REAL.gradient(toy.expected_reward(REAL)))
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_max_at_k_of_eight_episodes_is_unbiased(k):
+    assert_sampled_mean_is(REAL, partial(adv.max_at_k, k=k), REAL.gradient(toy.best_of(REAL, k)))
+
+
+def test_grpo_of_eight_episodes_and_0_1_rewards_is_the_gradient_over_the_std():
+    p = float(BINARY.chances() @ BINARY.rewards)
+    solved = np.arange(SIZE + 1) / SIZE
+    chances = [math.comb(SIZE, n) * p**n * (1 - p) ** (SIZE - n) for n in range(SIZE + 1)]
+    scale = float(np.sqrt(solved * (1 - solved)) @ chances) / (p * (1 - p))
+    assert_sampled_mean_is(BINARY, adv.grpo, scale * BINARY.gradient(toy.expected_reward(BINARY)))

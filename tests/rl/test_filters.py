@@ -1,0 +1,95 @@
+"""Filters against their definitions; drawing without replacement against its law."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.rl.filters import has_signal, learnability, overlong_penalty, pick
+
+
+def penalty_by_formula(length, max_tokens, buffer):
+    """Eq. 13 of DAPO, with the sign of a penalty."""
+    if length <= max_tokens - buffer:
+        return 0.0
+    return (length - (max_tokens - buffer)) / buffer if length <= max_tokens else 1.0
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 0.1, -2.5]), min_size=1, max_size=6))
+def test_a_group_has_signal_when_two_rewards_differ(rewards):
+    assert has_signal(np.array(rewards)) == any(a != b for a, b in itertools.combinations(rewards, 2))
+
+
+def test_the_place_of_the_odd_one_does_not_matter_nor_how_small_its_oddity():
+    for place in range(4):
+        rewards = np.ones(4)
+        assert not has_signal(rewards)
+        rewards[place] = np.nextafter(1.0, 2.0)
+        assert has_signal(rewards)
+    assert not has_signal(np.array([0.3]))
+
+
+@given(st.integers(0, 250), st.integers(1, 100), st.data())
+def test_the_overlong_penalty_equals_the_formula(length, max_tokens, data):
+    buffer = data.draw(st.integers(1, max_tokens))
+    expected = penalty_by_formula(length, max_tokens, buffer)
+    assert overlong_penalty(length, max_tokens, buffer) == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("length", "buffer", "penalty"),
+    [
+        (80, 20, 0.0), (81, 20, 0.05), (90, 20, 0.5), (100, 20, 1.0), (130, 20, 1.0), (0, 100, 0.0), (1, 100, 0.01),
+        (99, 1, 0.0), (100, 1, 1.0), (99, 0, 0.0), (100, 0, 1.0), (101, 0, 1.0),
+    ],
+)  # fmt: skip
+def test_the_penalty_of_a_completion_of_at_most_100_tokens(length, buffer, penalty):
+    assert overlong_penalty(length, 100, buffer) == penalty
+
+
+def test_a_problem_is_learnable_by_the_variance_of_its_outcomes_above_a_floor():
+    rates = np.array([0.0, 0.125, 0.5, 0.75, 1.0])
+    expected = []
+    for p in rates.tolist():
+        outcomes = [(1.0, p), (0.0, 1 - p)]
+        expected.append(sum(weight * (x - p) ** 2 for x, weight in outcomes) + 0.01)
+    np.testing.assert_allclose(learnability(rates), expected, rtol=1e-14)
+    assert (learnability(rates) > 0).all() and learnability(rates).argmax() == 2
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.001, 0.999)), min_size=1, max_size=12), st.data())
+def test_picks_are_the_largest_of_uniform_to_the_power_of_one_over_weight(rows, data):
+    count = data.draw(st.integers(0, len(rows)))
+    weights, uniforms = np.array(rows).T
+    keys = [math.log(u) / w for w, u in rows]  # u^(1/w) without its underflow
+    expected = sorted(range(len(rows)), key=lambda i: (-keys[i], i))[:count]
+    assert pick(weights, uniforms, count).tolist() == expected
+
+
+def chance_of(order, weights):
+    """Without replacement: each by its share of the weight that is left."""
+    left, chance = sum(weights), 1.0
+    for place in order:
+        chance *= weights[place] / left
+        left -= weights[place]
+    return chance
+
+
+def test_every_order_is_drawn_as_often_as_drawing_without_replacement_by_weight_draws_it():
+    weights, draws = np.array([1.0, 2.0, 5.0]), 20_000
+    uniforms = np.random.default_rng(0).uniform(size=(draws, 3))
+    found = [tuple(pick(weights, row, 2).tolist()) for row in uniforms]
+    for order in itertools.permutations(range(3), 2):
+        chance = chance_of(order, weights.tolist())
+        spread = math.sqrt(chance * (1 - chance) / draws)
+        assert abs(found.count(order) / draws - chance) < 4 * spread
+
+
+def test_no_place_is_drawn_twice_and_no_more_than_there_are():
+    uniforms = np.random.default_rng(1).uniform(size=50)
+    weights = np.random.default_rng(2).uniform(0.01, 1, size=50)
+    assert sorted(pick(weights, uniforms, 50).tolist()) == list(range(50))
+    assert len(pick(weights, uniforms, 0)) == 0

@@ -1,0 +1,123 @@
+"""Token rewards, returns, GAE and whitening against double sums written from the definitions."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from tandem.rl.returns import gae, returns_to_go, token_rewards, whiten
+
+numbers = arrays(np.float64, st.integers(1, 12), elements=st.floats(-10, 10))
+shares = st.floats(0, 1)
+
+
+def discounted_sum(rewards, start, gamma):
+    return math.fsum(gamma ** (t - start) * float(rewards[t]) for t in range(start, len(rewards)))
+
+
+def gae_by_formula(rewards, values, gamma, lam):
+    """Eq. 16 as the sum it is: A_t = sum_l (gamma lam)^l delta_{t + l}; the state after the last token is worth 0."""
+    values = [*values.tolist(), 0.0]
+    deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards.tolist())]
+    return [discounted_sum(deltas, t, gamma * lam) for t in range(len(deltas))]
+
+
+def gae_as_a_mean_of_returns(rewards, values, gamma, lam):
+    """Eq. 16's other side: (1 - lam) (A^(1) + lam A^(2) + ...), A^(n) the n-step return minus V_t."""
+    count, values = len(rewards), [*values.tolist(), 0.0]
+    result = []
+    for t in range(count):
+        steps = [
+            math.fsum(gamma**i * rewards[t + i] for i in range(n)) + gamma**n * values[t + n] - values[t]
+            for n in range(1, count - t + 1)
+        ]
+        # the last one is the whole return: all longer ones equal it, and their weights add up
+        weights = [(1 - lam) * lam ** (n - 1) for n in range(1, len(steps))] + [lam ** (len(steps) - 1)]
+        result.append(math.fsum(w * s for w, s in zip(weights, steps, strict=True)))
+    return result
+
+
+@given(kl=numbers, reward=st.floats(-5, 5), coef=shares)
+def test_token_rewards_are_the_penalty_everywhere_and_the_reward_at_the_last(kl, reward, coef):
+    before = kl.copy()
+    found = token_rewards(reward, kl, coef)
+    expected = [-coef * x + (reward if t == len(kl) - 1 else 0.0) for t, x in enumerate(kl.tolist())]
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+    assert found.dtype == np.float64 and np.array_equal(kl, before)
+
+
+def test_token_rewards_of_float32_kl_are_computed_in_float64():
+    found = token_rewards(1.0, np.array([0.1, 0.2], np.float32), 0.1)
+    expected = [-0.1 * float(np.float32(0.1)), 1 - 0.1 * float(np.float32(0.2))]
+    assert found.tolist() == pytest.approx(expected, rel=1e-15)
+
+
+@given(rewards=numbers, gamma=shares)
+def test_returns_are_discounted_sums_of_what_is_ahead(rewards, gamma):
+    expected = [discounted_sum(rewards, t, gamma) for t in range(len(rewards))]
+    np.testing.assert_allclose(returns_to_go(rewards, gamma), expected, rtol=1e-12, atol=1e-12)
+
+
+@given(rewards=numbers, gamma=shares, lam=shares, data=st.data())
+def test_gae_equals_the_sum_of_discounted_errors_and_the_mean_of_returns(rewards, gamma, lam, data):
+    values = data.draw(arrays(np.float64, len(rewards), elements=st.floats(-10, 10)))
+    advantages, returns = gae(rewards, values, gamma, lam)
+    np.testing.assert_allclose(advantages, gae_by_formula(rewards, values, gamma, lam), rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(
+        advantages, gae_as_a_mean_of_returns(rewards, values, gamma, lam), rtol=1e-10, atol=1e-10
+    )
+    np.testing.assert_allclose(returns, advantages + values, rtol=1e-15)
+
+
+def test_gae_of_a_plain_case_is_the_hand_calculation():
+    """gamma 1/2, lam 1/2: deltas 0 + 2 - 1, 0 + 1 - 4, 1 - 2; then -1, -3 - 1/4, 1 - 3.25/4."""
+    advantages, returns = gae(np.array([0.0, 0.0, 1.0]), np.array([1.0, 4.0, 2.0]), 0.5, 0.5)
+    assert advantages.tolist() == [0.1875, -3.25, -1.0]
+    assert returns.tolist() == [1.1875, 0.75, 1.0]
+
+
+def test_the_ends_of_lambda_are_the_monte_carlo_and_the_one_step_advantage():
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=9), rng.normal(size=9)
+    np.testing.assert_allclose(gae(rewards, values, 0.9, 1.0)[1], returns_to_go(rewards, 0.9), rtol=1e-10)
+    one_step = [r + 0.9 * v for r, v in zip(rewards, [*values[1:], 0.0], strict=True)]
+    np.testing.assert_allclose(gae(rewards, values, 0.9, 0.0)[1], one_step, rtol=1e-10)
+
+
+def test_an_episode_of_one_token_has_its_reward_minus_its_value():
+    for gamma, lam in ((1.0, 1.0), (0.9, 0.5), (0.0, 0.0)):
+        advantages, returns = gae(np.array([2.0]), np.array([0.5]), gamma, lam)
+        assert (advantages.tolist(), returns.tolist()) == ([1.5], [2.0])
+        assert returns_to_go(np.array([2.0]), gamma).tolist() == [2.0]
+
+
+def test_a_reward_at_the_end_reaches_every_token_whole_without_discount():
+    rewards = token_rewards(3.0, np.zeros(6), 0.1)
+    assert returns_to_go(rewards, 1.0).tolist() == [3.0] * 6
+    assert gae(rewards, np.zeros(6), 1.0, 1.0)[0].tolist() == [3.0] * 6
+
+
+def test_no_tokens_have_no_returns():
+    none = np.zeros(0)
+    assert returns_to_go(none, 0.9).shape == (0,)
+    assert [a.shape for a in gae(none, none, 0.9, 0.9)] == [(0,), (0,)]
+
+
+def test_whitening_uses_the_mean_and_std_of_all_tokens_together():
+    rng = np.random.default_rng(1)
+    arrays_ = [rng.normal(3, 5, size) for size in (4, 1, 7)]
+    tokens = [float(x) for array in arrays_ for x in array]
+    mean = math.fsum(tokens) / 12
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in tokens) / 12)
+    found = whiten(arrays_)
+    assert [len(a) for a in found] == [4, 1, 7]
+    for array, before in zip(found, arrays_, strict=True):
+        np.testing.assert_allclose(array, [(float(x) - mean) / (std + 1e-8) for x in before], rtol=1e-12)
+
+
+def test_whitening_equal_tokens_gives_exactly_zero():
+    assert [a.tolist() for a in whiten([np.full(3, 0.5), np.full(1, 0.5)])] == [[0.0] * 3, [0.0]]
+    assert whiten([np.array([7.0])])[0].tolist() == [0.0]

@@ -1,0 +1,137 @@
+"""Distillation against whole logits of stock student and teacher: the exact KL, and its estimate by the sampled tokens."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tandem.config import Config, Distill
+from tandem.errors import UserError
+from tandem.train.distill import distill
+from tests.tiny import exact_model, twins
+from tests.train import dense
+from tests.train.episodes import (
+    HOW,
+    MAX_NEW_TOKENS,
+    adapted_model,
+    bits,
+    changed,
+    engine_of,
+    episodes_of,
+    perturbed,
+    recorded,
+    sampled_groups,
+    settings,
+    trained,
+)
+
+
+def config_of(estimator, budget=60, **rl):
+    plain = settings(budget, **rl)
+    return Config(rl=plain.rl, train=plain.train, rollout=plain.rollout, distill=Distill(estimator=estimator))
+
+
+def once(student, teacher, groups, config, *, exact=True):
+    learner = recorded(student)
+    row = distill(learner, teacher, groups, config, HOW, version=0, exact=exact)
+    return row, learner.optimizer.updates
+
+
+def dense_kl(stock, stock_teacher, episode):
+    """At each sampled position, over the vocabulary."""
+    rows = torch.from_numpy(episode.loss_mask).nonzero()[:, 0] - 1
+    own = dense.table(stock, episode.tokens, HOW.temperature)[rows]
+    gap = own - dense.table(stock_teacher, episode.tokens, HOW.temperature)[rows].detach()
+    return (own.exp() * gap).sum(-1)
+
+
+def test_the_exact_estimator_has_the_value_and_the_gradient_of_the_kl_over_whole_logits():
+    (student, stock), (teacher, stock_teacher) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = sampled_groups(student, turns=2)
+    row, [gradients] = once(student, teacher, groups, config_of("exact"))
+    loss = torch.cat([dense_kl(stock, stock_teacher, episode) for episode in episodes_of(groups)]).mean()
+    loss.backward()
+    dense.assert_gradients(gradients, stock)
+    assert row["teacher_kl"] == pytest.approx(loss.item(), rel=1e-5)
+    assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
+
+
+def test_the_sampled_estimator_weighs_each_token_by_what_the_teacher_thinks_more_of_it():
+    (student, stock), (teacher, stock_teacher) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = sampled_groups(student, turns=2)
+    config = config_of("sampled", aggregation="token_mean")
+    row, [gradients] = once(student, teacher, groups, config)
+    terms, kl = [], []
+    for episode in episodes_of(groups):
+        own, held = (
+            dense.logprobs(m, episode.tokens, episode.loss_mask, HOW.temperature) for m in (stock, stock_teacher)
+        )
+        kl.append((own - held).detach())
+        terms.append(dense.policy_terms(config.rl, own, engine_of(episode), -kl[-1]))
+    dense.aggregate("token_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    assert row["teacher_kl"] == pytest.approx(torch.cat(kl).mean().item(), rel=1e-4)
+    assert row["logprob_gap"] == 0.0 and row["ratio"] == 1.0
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+def test_a_teacher_equal_to_the_student_is_at_a_distance_of_exactly_zero(estimator):
+    row, _ = once(
+        exact_model("qwen3"), exact_model("qwen3"), sampled_groups(exact_model("qwen3")), config_of(estimator)
+    )
+    assert row["teacher_kl"] == 0.0
+
+
+def test_the_kl_to_another_teacher_falls_and_the_teacher_is_left_alone():
+    student, teacher = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
+    before = {name: w.clone() for name, w in teacher.named_weights().items()}
+    groups, config = sampled_groups(student.model), config_of("exact")
+    kl = [distill(student, teacher, groups, config, HOW, version=0, exact=True)["teacher_kl"] for _ in range(10)]
+    assert all(after < earlier for earlier, after in pairwise(kl)) and kl[-1] < 0.5 * kl[0]
+    assert all(torch.equal(w, before[name]) for name, w in teacher.named_weights().items())
+    assert all(p.grad is None for p in teacher.module.parameters())
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+def test_minibatches_are_updates_of_their_own_and_an_adapter_is_all_that_they_train(estimator):
+    student, teacher = trained(adapted_model()), exact_model("qwen3", seed=5)
+    before = bits(student)
+    for version in range(2):
+        groups = sampled_groups(student.model, version=version)
+        row = distill(student, teacher, groups, config_of(estimator, minibatches=3), HOW, version=version, exact=True)
+        assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
+    after = bits(student)
+    changes = {name for name in student.model.named_weights() if after[name] != before[name]}
+    assert changes == student.model.adapter_weights().keys() and student.optimizer.step == 6
+
+
+def test_an_engine_that_is_not_the_students_is_told_before_any_weight_changes():
+    student = trained(exact_model("qwen3"))
+    before = bits(student)
+    groups = perturbed(sampled_groups(student.model), 1e-4)
+    with pytest.raises(UserError, match="engine and policy do not agree"):
+        distill(student, exact_model("qwen3", seed=5), groups, config_of("sampled"), HOW, version=0, exact=True)
+    assert bits(student) == before
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+def test_a_teacher_that_is_not_finite_changes_no_weight(estimator):
+    student, teacher = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
+    with torch.no_grad():
+        teacher.module.model.norm.weight[0] = math.nan
+    before = bits(student)
+    row = distill(student, teacher, sampled_groups(student.model), config_of(estimator), HOW, version=0, exact=True)
+    assert row["bad/loss"] == row["skipped_updates"] == 1.0 and bits(student) == before
+
+
+@pytest.mark.parametrize("estimator", ["exact", "sampled"])
+def test_where_every_episode_is_truncated_nothing_is_updated(estimator):
+    student = trained(exact_model("qwen3"))
+    groups = sampled_groups(student.model, size=1)
+    for number in range(len(groups)):
+        groups = changed(groups, (number, 0), stop_reason="length")
+    before = bits(student)
+    config = config_of(estimator, mask_truncated=True)
+    row = distill(student, exact_model("qwen3", seed=5), groups, config, HOW, version=0, exact=True)
+    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} and bits(student) == before

@@ -1,0 +1,391 @@
+"""A step of learning against its definition on stock transformers: every loss, aggregation, correction and KL."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config import ALGORITHMS
+from tandem.errors import UserError
+from tandem.model.logprobs import Filter
+from tandem.train.learn import Models, annotate, learn, start, token_advantages
+from tests.tiny import exact_model, twins, value_twins
+from tests.train import dense
+from tests.train.episodes import (
+    HOW,
+    MAX_NEW_TOKENS,
+    adapted_model,
+    bits,
+    changed,
+    engine_of,
+    episodes_of,
+    perturbed,
+    recorded,
+    sampled_groups,
+    settings,
+    trained,
+)
+
+
+def stock_logprobs(stock, episode):
+    return dense.logprobs(stock, episode.tokens, episode.loss_mask, HOW.temperature)
+
+
+def grpo_of(groups):
+    return [advantage for group in groups for advantage in dense.group_relative(group.rewards.tolist())]
+
+
+def learn_once(model, groups, config, *, exact=False, **models):
+    """(row, gradients) of one update that changes nothing."""
+    policy = recorded(model)
+    row = learn(Models(policy=policy, **models), groups, config, HOW, version=0, exact=exact)
+    [gradients] = policy.optimizer.updates
+    return row, gradients
+
+
+# ---- on policy
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_first_update_of_every_algorithm_is_on_policy_to_the_bit_and_moves_every_weight(algorithm):
+    policy = trained(exact_model("qwen3"))
+    config = settings(algorithm=algorithm, kl_coef=0.1)
+    critic = trained(value_twins("qwen3")[0]) if config.rl.advantage == "gae" else None
+    models = Models(policy=policy, critic=critic, reference=exact_model("qwen3"))
+    before = bits(policy)
+    groups = sampled_groups(policy.model, turns=2)
+    row = learn(models, groups, config, HOW, version=0, baseline=0.1)
+    assert row["logprob_gap"] == row["reference_kl"] == row["skipped_updates"] == 0.0
+    assert all(math.isfinite(value) for value in row.values())
+    assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
+    ratios = {name: row[name] for name in ("ratio", "clip_share", "approx_kl") if name in row}
+    assert ratios == ({} if config.rl.loss == "reinforce" else {"ratio": 1.0, "clip_share": 0.0, "approx_kl": 0.0})
+    after = bits(policy)
+    assert all(after[name] != before[name] for name in before)
+
+
+def test_an_engine_that_is_one_ulp_off_is_told_before_any_weight_changes():
+    policy = trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model)
+    learn(Models(policy=policy), groups, settings(), HOW, version=0)
+    before = bits(policy)
+    groups = sampled_groups(policy.model, seed=1, version=1)
+    last = groups[-1].episodes[-1]
+    off = last.engine_logprobs.copy()
+    off[-1] = np.nextafter(off[-1], np.float32(0))
+    wrong = changed(groups, (2, 2), engine_logprobs=off)
+    with pytest.raises(UserError, match="engine and policy do not agree") as error:
+        learn(Models(policy=policy), wrong, settings(), HOW, version=1)
+    assert "nats" in error.value.found and bits(policy) == before
+    row = learn(Models(policy=policy), wrong, settings(), HOW, version=1, exact=False)
+    assert 0.0 < row["logprob_gap"] < 1e-5
+    # tokens of older weights are not held to these
+    assert learn(Models(policy=policy), wrong, settings(), HOW, version=2)["logprob_gap"] == 0.0
+
+
+# ---- the losses
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
+def test_the_gradient_of_every_loss_and_aggregation_is_that_of_its_formula_on_whole_logits(loss, aggregation):
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = perturbed(sampled_groups(exact, turns=2), 0.3)
+    config = settings(
+        44, loss=loss, aggregation=aggregation, clip_low=0.02, clip_high=0.04, entropy_coef=0.2, kl_coef=0.3,
+        dual_clip=1.2 if loss == "ppo_clip" else 0.0,
+    )  # fmt: skip
+    order = [number for batch in start(groups, config).batches for number in batch.samples]
+    assert order != sorted(order)  # what belongs to an episode must follow it
+    row, gradients = learn_once(exact, groups, config, reference=reference)
+    terms = []
+    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
+        logprobs = stock_logprobs(stock, episode)
+        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, HOW.temperature)
+        part = dense.policy_terms(config.rl, logprobs, engine_of(episode), torch.full((len(logprobs),), advantage))
+        held = stock_logprobs(stock_reference, episode).detach()
+        terms.append(part - 0.2 * entropy + 0.3 * dense.k3(logprobs, held))
+    dense.aggregate(aggregation, terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    assert loss == "reinforce" or 0.0 < row["clip_share"] < 1.0
+    assert row["reference_kl"] > 0.0 and row["logprob_gap"] > 0.1
+
+
+def test_tokens_that_nobody_sampled_carry_no_loss_whatever_their_columns_say():
+    gradients = []
+    for fill in (0.0, -7.0):
+        model = exact_model("qwen3")
+        groups = sampled_groups(model, turns=3)
+        for place, episode in enumerate(groups[0].episodes):
+            column = np.where(episode.loss_mask, episode.engine_logprobs, np.float32(fill))
+            groups = changed(groups, (0, place), engine_logprobs=column)
+        gradients.append(learn_once(model, groups, settings(), exact=True)[1])
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+# ---- updates and microbatches
+
+
+def test_minibatches_are_updates_on_their_own_groups_one_after_the_other():
+    config, alone = settings(prompts_per_step=4, minibatches=2), settings(prompts_per_step=2)
+    policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model, prompts=4)
+    row = learn(Models(policy=policy), groups, config, HOW, version=0)
+    parts = [
+        learn(Models(policy=twin), part, alone, HOW, version=0, exact=exact)
+        for part, exact in ((groups[:2], True), (groups[2:], False))
+    ]
+    assert bits(policy) == bits(twin) and policy.optimizer.step == 2
+    tokens = [part["num_loss_tokens"] for part in parts]
+    assert row["num_loss_tokens"] == sum(tokens) and row["logprob_gap"] == 0.0 < parts[1]["logprob_gap"]
+    assert row["ratio"] == pytest.approx(np.average([part["ratio"] for part in parts], weights=tokens), rel=1e-12)
+    assert parts[0]["ratio"] == 1.0 != parts[1]["ratio"]
+
+
+def test_an_epoch_goes_through_all_minibatches_before_the_next():
+    policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model, prompts=4)
+    learn(Models(policy=policy), groups, settings(prompts_per_step=4, minibatches=2, epochs=2), HOW, version=0)
+    for part in (groups[:2], groups[2:]) * 2:
+        learn(Models(policy=twin), part, settings(prompts_per_step=2), HOW, version=0, exact=False)
+    assert bits(policy) == bits(twin) and policy.optimizer.step == 4
+
+
+def test_epochs_are_updates_on_the_same_episodes_against_the_policy_of_the_start():
+    policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model)
+    learn(Models(policy=policy), groups, settings(epochs=2), HOW, version=0)
+    for exact in (True, False):
+        learn(Models(policy=twin), groups, settings(), HOW, version=0, exact=exact)
+    assert bits(policy) == bits(twin) and policy.optimizer.step == 2
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+def test_many_microbatches_have_the_gradient_of_one_and_the_same_bits_every_time(loss):
+    model = exact_model("qwen3")
+    groups = perturbed(sampled_groups(model, turns=2), 0.2)
+    found = [learn_once(model, groups, settings(budget, loss=loss))[1] for budget in (16, 16, 64, 10_000)]
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name])
+        for other in found[2:]:
+            # the rows' contributions are added in another order; the tolerance is that of dense.GRADIENT
+            atol = dense.GRADIENT * gradient.abs().max()
+            torch.testing.assert_close(other[name], gradient, rtol=0, atol=atol, msg=name)
+
+
+def test_the_same_steps_leave_the_same_bits():
+    policies = [trained(exact_model("qwen3_moe")) for _ in range(2)]
+    for policy in policies:
+        groups = sampled_groups(policy.model)
+        learn(Models(policy=policy), groups, settings(epochs=2, entropy_coef=0.01), HOW, version=0)
+    assert bits(policies[0]) == bits(policies[1])
+
+
+# ---- truncated episodes
+
+
+def truncated(groups, *places):
+    for place in places:
+        groups = changed(groups, place, stop_reason="length")
+    return groups
+
+
+def test_a_truncated_episode_carries_no_loss_but_counts_in_its_groups_baseline():
+    exact, stock = twins("qwen3")
+    groups = truncated(sampled_groups(exact), (0, 1), (2, 0), (2, 2))
+    config = settings(mask_truncated=True)
+    row, gradients = learn_once(exact, groups, config, exact=True)
+    pairs = zip(episodes_of(groups), grpo_of(groups), strict=True)
+    kept = [(episode, advantage) for episode, advantage in pairs if episode.stop_reason == "stop"]
+    terms = []
+    for episode, advantage in kept:
+        logprobs = stock_logprobs(stock, episode)
+        terms.append(dense.policy_terms(config.rl, logprobs, engine_of(episode), torch.full_like(logprobs, advantage)))
+    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    assert len(kept) == 6 and row["num_loss_tokens"] == sum(len(t) for t in terms)
+
+
+def test_where_every_episode_is_truncated_nothing_is_updated():
+    policy = trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model, size=2)
+    groups = truncated(groups, *((row, place) for row in range(3) for place in range(2)))
+    before = bits(policy)
+    row = learn(Models(policy=policy), groups, settings(mask_truncated=True), HOW, version=0)
+    assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} and bits(policy) == before
+
+
+def test_a_minibatch_of_truncated_episodes_is_left_out():
+    policy = trained(exact_model("qwen3"))
+    groups = truncated(sampled_groups(policy.model), (1, 0), (1, 1), (1, 2))
+    row = learn(Models(policy=policy), groups, settings(mask_truncated=True, minibatches=3), HOW, version=0)
+    assert policy.optimizer.step == 2 and row["skipped_updates"] == 0.0
+
+
+# ---- the reference
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("advantage", ["rloo", "reinforce_pp"])
+def test_the_kl_to_identical_weights_is_exactly_zero_and_changes_no_bit(kl_in, adapter, advantage):
+    make = adapted_model if adapter else lambda: exact_model("qwen3")
+    policy, twin = trained(make()), trained(make())
+    reference = policy.model if adapter else exact_model("qwen3")
+    groups = sampled_groups(policy.model)
+    config = settings(kl_coef=0.5, kl_in=kl_in, kl_estimator="k3" if kl_in == "loss" else "k1", advantage=advantage)
+    row = learn(Models(policy=policy, reference=reference), groups, config, HOW, version=0)
+    learn(Models(policy=twin), groups, settings(advantage=advantage), HOW, version=0)
+    assert row["reference_kl"] == 0.0 and bits(policy) == bits(twin)
+    # and it is a KL to where the policy was: after the update it is not zero any more
+    assert learn(Models(policy=policy, reference=reference), groups, config, HOW, version=1)["reference_kl"] != 0.0
+
+
+def test_the_reference_is_left_alone():
+    policy, reference = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
+    before = {name: w.clone() for name, w in reference.named_weights().items()}
+    groups = sampled_groups(policy.model)
+    learn(Models(policy=policy, reference=reference), groups, settings(kl_coef=0.1), HOW, version=0)
+    assert all(torch.equal(w, before[name]) for name, w in reference.named_weights().items())
+    assert all(p.grad is None for p in reference.module.parameters())
+
+
+def kl_of_episodes(stock, stock_reference, groups):
+    """Each token's k1, in Python floats."""
+    with torch.no_grad():
+        return [(stock_logprobs(stock, e) - stock_logprobs(stock_reference, e)).tolist() for e in episodes_of(groups)]
+
+
+def advantages_of(config, groups, exact, reference):
+    models = Models(policy=recorded(exact), reference=reference)
+    step = start(groups, config)
+    annotate(step, models, config.rl, HOW)
+    return token_advantages(step, config.rl, 0.0)[0]
+
+
+def test_a_kl_in_the_reward_of_an_episode_is_subtracted_before_the_group_is_compared():
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = sampled_groups(exact, turns=2)
+    config = settings(advantage="grpo", kl_in="reward", kl_coef=0.05, kl_estimator="k1")
+    kl = [sum(part) for part in kl_of_episodes(stock, stock_reference, groups)]
+    found = advantages_of(config, groups, exact, reference)
+    for row, group in enumerate(groups):
+        rewards = [r - 0.05 * k for r, k in zip(group.rewards.tolist(), kl[3 * row : 3 * row + 3], strict=True)]
+        for column, advantage in zip(found[3 * row : 3 * row + 3], dense.group_relative(rewards), strict=True):
+            np.testing.assert_allclose(column, advantage, rtol=1e-3, atol=1e-4)  # sums of float32 log-probs
+    assert [len(column) for column in found] == [e.loss_mask.sum() for e in episodes_of(groups)]
+
+
+def test_a_kl_in_the_reward_of_reinforce_pp_counts_at_its_own_token():
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = sampled_groups(exact, turns=3)
+    config = settings(algorithm="reinforce_pp", kl_coef=0.05, gamma=0.9)
+    returns = []
+    for episode, kl in zip(episodes_of(groups), kl_of_episodes(stock, stock_reference, groups), strict=True):
+        rewards = [-0.05 * k for k in kl]
+        rewards[-1] += episode.reward
+        returns.append([sum(0.9 ** (u - t) * rewards[u] for u in range(t, len(kl))) for t in range(len(kl))])
+    for found, expected in zip(advantages_of(config, groups, exact, reference), dense.whitened(returns), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+# ---- an engine that is not exact
+
+FLOOR, CAP = 0.9, 1.1
+
+
+def by_hand(kind, ratios):
+    """The correction of one episode's tokens."""
+    match kind:
+        case "decoupled":
+            return ratios
+        case "tis":
+            return [min(r, CAP) for r in ratios]
+        case "tis_sequence":
+            return [min(math.prod(ratios), CAP)] * len(ratios)
+        case "icepop":
+            return [r if FLOOR <= r <= CAP else 0.0 for r in ratios]
+        case "mis":
+            return [math.prod(ratios) if math.prod(ratios) <= CAP else 0.0] * len(ratios)
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "tis", "tis_sequence", "icepop", "mis"])
+def test_a_correction_weighs_each_token_as_computed_by_hand_and_the_ratio_starts_at_one(kind):
+    exact, stock = twins("qwen3")
+    groups = perturbed(sampled_groups(exact, turns=2), 0.1)
+    config = settings(correction=kind, correction_cap=CAP, correction_floor=FLOOR)
+    row, gradients = learn_once(exact, groups, config)
+    terms, factors = [], []
+    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
+        logprobs = stock_logprobs(stock, episode)
+        ratios = (logprobs.detach() - engine_of(episode)).double().exp().tolist()
+        factors.append(torch.tensor(by_hand(kind, ratios), dtype=torch.float32))
+        part = dense.policy_terms(config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage))
+        terms.append(part * factors[-1])
+    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    weights = torch.cat(factors)
+    assert len(weights.unique()) > 3 and (kind == "decoupled" or not torch.equal(weights, weights.clamp(FLOOR, 1.099)))
+    assert row["ratio"] == 1.0 and row["logprob_gap"] > 0.1
+    assert row["correction"] == pytest.approx(float(weights.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["none", "decoupled", "tis", "tis_sequence", "icepop", "mis"])
+def test_every_correction_of_an_exact_engine_is_one_and_changes_no_bit(kind):
+    policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model)
+    config = settings(correction=kind, max_logprob_error=1.0)
+    row = learn(Models(policy=policy), groups, config, HOW, version=0)
+    learn(Models(policy=twin), groups, settings(), HOW, version=0)
+    assert bits(policy) == bits(twin)
+    names = ("logprob_error_mean", "logprob_error_max", "masked_sequences", "correction")
+    assert [row[name] for name in names] == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_sequences_with_a_large_logprob_error_and_no_others_carry_no_loss():
+    exact, stock = twins("qwen3")
+    groups = sampled_groups(exact)
+    wrong = {(0, 2): 0.5, (1, 0): -0.6}
+    for (row, place), shift in {**wrong, (2, 1): 0.1}.items():
+        episode = groups[row].episodes[place]
+        off = np.where(episode.loss_mask, episode.engine_logprobs + np.float32(shift), np.float32(0))
+        groups = changed(groups, (row, place), engine_logprobs=off)
+    config = settings(max_logprob_error=1.2)
+    row, gradients = learn_once(exact, groups, config)
+    terms = []
+    for number, (episode, advantage) in enumerate(zip(episodes_of(groups), grpo_of(groups), strict=True)):
+        logprobs = stock_logprobs(stock, episode)
+        part = dense.policy_terms(config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage))
+        terms.append(part * float(divmod(number, 3) not in wrong))
+    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    errors = [1.0] * 6 + [math.exp(0.5), math.exp(0.6), math.exp(0.1)]
+    assert row["masked_sequences"] == 2.0
+    assert row["logprob_error_max"] == pytest.approx(max(errors), rel=1e-5)
+    assert row["logprob_error_mean"] == pytest.approx(sum(errors) / 9, rel=1e-5)
+
+
+# ---- adapters
+
+
+def test_with_an_adapter_only_its_weights_change_and_the_policy_is_still_its_engines():
+    policy = trained(adapted_model())
+    adapter = policy.model.adapter_weights().keys()
+    for version in range(2):
+        before = bits(policy)
+        groups = sampled_groups(policy.model, version=version)
+        row = learn(Models(policy=policy), groups, settings(), HOW, version=version)
+        after = bits(policy)
+        assert row["logprob_gap"] == 0.0 and row["ratio"] == 1.0
+        changes = {name for name in policy.model.named_weights() if after[name] != before[name]}
+        # A's gradient is zero while B is
+        assert changes == (adapter if version else {name for name in adapter if "lora_B" in name})
+
+
+def test_without_filters_and_with_them_the_first_update_is_on_policy():
+    for how in (Filter(), Filter(top_k=20, top_p=0.9, temperature=0.8), Filter(repetition_penalty=1.2, min_p=0.01)):
+        policy = trained(exact_model("qwen3"))
+        groups = sampled_groups(policy.model, how=how)
+        row = learn(Models(policy=policy), groups, settings(epochs=2), how, version=0)
+        assert row["logprob_gap"] == 0.0 and math.isfinite(row["ratio"])
