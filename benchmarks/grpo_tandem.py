@@ -21,6 +21,7 @@ from tandem.metrics import peak_rss_mb
 from tandem.recipe import load_config
 from tandem.weights.inline import InlineSync
 
+LARGE = ("train.tokens_per_microbatch=1024", "train.activation_checkpointing=true")
 REWARD = str(Path(__file__).parent.parent / "examples" / "last_number.py") + ":score"
 
 
@@ -31,7 +32,7 @@ def main() -> None:
         config = load_config(Path(folder) / "empty.toml", [
             f"model.path={path}", f"data.train={data}", f"rl.prompts_per_step={prompts}", f"rl.group_size={group}",
             f"rollout.max_new_tokens={new}", "train.learning_rate=1e-6", f"reward.function={REWARD}",
-            "train.tokens_per_microbatch=1024" if "smollm2" in path else "train.tokens_per_microbatch=8192",
+            *LARGE * ("smollm2" in path),
         ])  # fmt: skip
         prepare_process(config)
         renderer, models = load_renderer(path), learning_models(config)

@@ -185,6 +185,10 @@ def trainer_table(result: dict) -> list[str]:
         lines.append(
             f"| forward + backward, padded with SDPA / {label} | {padded:.1f} s | {seconds:.1f} s | {padded / seconds:.2f}x |"
         )
+    shared = result["shared"]
+    each, once = shared["each_s"], shared["once_s"]
+    rows = f"{shared['rows_each']:,} rows / once a group, {shared['rows_once']:,}"
+    lines.append(f"| forward + backward, prompt trained once a sample, {rows} | {each:.1f} s | {once:.1f} s | {each / once:.2f}x |")
     full, chunks = logprobs["full_s"], logprobs["chunks_s"]
     lines.append(
         f"| log-probs, full logits / in chunks | {full:.2f} s | {chunks:.2f} s | {chunks / full:.2f} of the time |"

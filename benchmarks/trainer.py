@@ -4,6 +4,8 @@
 
 ragged    forward + backward of 8 sequences whose mean length is 45% of the longest: packed, against transformers with padding
           and SDPA, token mean of -log p in both. With and without activation checkpointing.
+shared    forward + backward of 4 groups of 8 samples, prompts of 64 tokens and answers of 43: each prompt packed once for its
+          group, against once for each sample.
 logprobs  log-probs of 4,096 tokens and their gradients over a vocabulary of 49,152: in chunks, against full logits. Time in one
           process, alternating; peak memory (above what the inputs take) each in a process of its own.
 adamw     an AdamW step over the model's shapes: Tandem's optimizer, norm included, against torch's default.
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -45,7 +48,8 @@ def main() -> None:
         print(json.dumps(peak(sys.argv[2])))
         return
     prepare_process(Config())
-    result = {"bench": "trainer", **ceilings(), "ragged": ragged(sys.argv[1]), "logprobs": logprobs()}
+    result = {"bench": "trainer", **ceilings(), "ragged": ragged(sys.argv[1]), "shared": shared(sys.argv[1])}
+    result["logprobs"] = logprobs()
     print(json.dumps({**result, "adamw": adamw(sys.argv[1])}))
 
 
@@ -76,6 +80,26 @@ def ragged(path: str) -> dict[str, float]:
     seconds = alternate(sides)
     assert max(losses.values()) - min(losses.values()) < 1e-4, losses
     return {**seconds, "tokens": sum(LENGTHS), "fill": sum(LENGTHS) / len(LENGTHS) / max(LENGTHS)}
+
+
+def shared(path: str) -> dict[str, float]:
+    model, rng = load_model(path), np.random.default_rng(0)
+    samples = []
+    for group in range(4):
+        prompt = rng.integers(5, 49000, 64)
+        for _ in range(8):
+            tokens = np.concatenate([prompt, rng.integers(5, 49000, 43)])
+            samples.append(Sample(tokens=tokens, loss_mask=np.arange(107) >= 64, prefix=64, group=group))
+    [once] = pack(samples, 1 << 20)
+    [each] = pack([replace(sample, prefix=0) for sample in samples], 1 << 20)
+    losses: dict[str, float] = {}
+    sides = {
+        "each": lambda: losses.update(each=packed_step(model, each, checkpointing=False)),
+        "once": lambda: losses.update(once=packed_step(model, once, checkpointing=False)),
+    }
+    seconds = alternate(sides)
+    assert losses["once"] == losses["each"], losses
+    return {**seconds, "rows_each": len(each.tokens), "rows_once": len(once.tokens)}
 
 
 def padded_step(model: torch.nn.Module, documents: list[np.ndarray]) -> float:

@@ -4,11 +4,11 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from tandem.config import Config
+from tandem.config import SFT, Config, Preference, Train
 from tandem.data.problems import read_problems
 from tandem.data.render import ChatRenderer
 from tandem.draws import address
@@ -16,14 +16,14 @@ from tandem.engine.engine import Engine
 from tandem.envs.single_turn import SingleTurn
 from tandem.errors import UserError
 from tandem.evaluate import evaluate
-from tandem.model.load import ExactModel, load_model
-from tandem.model.lora import Lora
+from tandem.model.load import ExactModel, check_model, load_model
+from tandem.model.lora import Lora, require_peft
 from tandem.model.probe import what_is_not_exact
 from tandem.rewards.pool import RewardPool
 from tandem.stream.journal import write_episodes
 from tandem.train.learn import Models
 from tandem.train.learner import Learner
-from tandem.train.optimizer import Optimizer, Schedule
+from tandem.train.optimizer import Optimizer
 from tandem.types import Problem, Reward, Row
 
 Report = Callable[[str], None]
@@ -121,13 +121,11 @@ def build_model(config: Config, path: str, *, head: Literal["tokens", "value"] =
     return model
 
 
-def build_learner(
-    config: Config, model: ExactModel, *, steps: int, learning_rate: float, schedule: Schedule, warmup_steps: int
-) -> Learner:
-    """The model with its AdamW; what is not an argument is in [train]."""
+def build_learner(config: Config, model: ExactModel, rates: Train | SFT | Preference, steps: int) -> Learner:
+    """The model with its AdamW; learning rate, schedule and warm-up are those of a section, the rest is in [train]."""
     optimizer = Optimizer(
-        model.trainable(), learning_rate=learning_rate, schedule=schedule, warmup_steps=warmup_steps, total_steps=steps,
-        weight_decay=config.train.weight_decay, betas=(config.train.beta1, config.train.beta2),
+        model.trainable(), learning_rate=rates.learning_rate, schedule=rates.schedule, warmup_steps=rates.warmup_steps,
+        total_steps=steps, weight_decay=config.train.weight_decay, betas=(config.train.beta1, config.train.beta2),
         max_grad_norm=config.train.max_grad_norm,
     )  # fmt: skip
     return Learner(model, optimizer)
@@ -140,40 +138,45 @@ def build_reference(config: Config, policy: ExactModel) -> ExactModel:
     return load_model(config.model.reference or config.model.path)
 
 
+def check_models(config: Config, *others: str) -> Any:
+    """Before any weights are loaded: model.path and the other keys name models that are there, exact, and of one vocabulary.
+
+    Returns the transformers config of model.path.
+    """
+    paths = {
+        "model.reference": config.model.reference, "critic.path": config.critic.path, "distill.teacher": config.distill.teacher,
+    }  # fmt: skip
+    shape = check_model(config.model.path)
+    size = shape.vocab_size
+    for key in others:
+        if paths[key] and (found := check_model(paths[key], key).vocab_size) != size:
+            raise UserError("two models do not share a vocabulary", where=f"{key} = {paths[key]}", found=f"{found:,} tokens",
+                            expected=f"{size:,}, as model.path", next="take a model of the same family")  # fmt: skip
+    if config.lora.rank:
+        require_peft()
+    return shape
+
+
 def learning_models(config: Config) -> Models:
     """Policy, and critic and reference where the algorithm has them."""
-    updates = config.rl.minibatches * config.rl.epochs
-    train, critic = config.train, config.critic
+    updates, critic = config.rl.minibatches * config.rl.epochs, config.critic
+    alone = critic.warmup_steps if config.rl.advantage == "gae" else 0
     model = build_model(config, config.model.path)
-    policy = build_learner(
-        config, model, steps=(config.run.steps - critic.warmup_steps) * updates, learning_rate=train.learning_rate,
-        schedule=train.schedule, warmup_steps=train.warmup_steps,
-    )  # fmt: skip
+    policy = build_learner(config, model, config.train, (config.run.steps - alone) * updates)
     reference = build_reference(config, model) if config.rl.kl_coef else None
     if config.rl.advantage != "gae":
         return Models(policy=policy, reference=reference)
     values = build_model(config, critic.path or config.model.path, head="value")
-    learner = build_learner(
-        config, values, steps=config.run.steps * updates, learning_rate=critic.learning_rate, schedule=train.schedule,
-        warmup_steps=train.warmup_steps,
-    )  # fmt: skip
-    return Models(policy=policy, critic=learner, reference=reference)
+    rates = config.train.model_copy(update={"learning_rate": critic.learning_rate})
+    return Models(
+        policy=policy, reference=reference, critic=build_learner(config, values, rates, config.run.steps * updates)
+    )
 
 
 def student_and_teacher(config: Config) -> Models:
-    """The teacher stands where a reference does."""
-    train = config.train
-    student = build_model(config, config.model.path)
-    teacher = load_model(config.distill.teacher)
-    if teacher.config.vocab_size != student.config.vocab_size:
-        raise UserError("teacher and student do not share a vocabulary", where=f"distill.teacher = {config.distill.teacher}",
-                        found=f"{teacher.config.vocab_size:,} tokens", expected=f"{student.config.vocab_size:,}, as model.path",
-                        next="take a teacher of the same family")  # fmt: skip
-    learner = build_learner(
-        config, student, steps=config.run.steps * config.rl.minibatches, learning_rate=train.learning_rate,
-        schedule=train.schedule, warmup_steps=train.warmup_steps,
-    )  # fmt: skip
-    return Models(policy=learner, reference=teacher)
+    steps = config.run.steps * config.rl.minibatches * config.rl.epochs
+    student = build_learner(config, build_model(config, config.model.path), config.train, steps)
+    return Models(policy=student, teacher=load_model(config.distill.teacher))
 
 
 def check_exactness(config: Config, model: ExactModel, report: Report) -> bool:

@@ -17,7 +17,7 @@ class Run(Section):
 
     folder: str = Field("", description="run folder; empty: runs/<recipe name>-<command>")
     seed: int = Field(0, ge=0, description="every random draw of the run is addressed from it")
-    steps: int = Field(100, ge=1, description="optimization steps of `tandem train`")
+    steps: int = Field(100, ge=1, description="steps of `tandem train` and `tandem distill`")
     save_every: int = Field(10, ge=1, description="steps between checkpoints; the last step is always saved")
     keep_checkpoints: int = Field(2, ge=2, description="newest checkpoints kept")
     threads: int = Field(0, ge=0, description="torch threads; 0: one for each core")
@@ -29,7 +29,7 @@ class Model(Section):
     path: str = Field(
         "", description="Hugging Face directory or hub name of a causal language model with its tokenizer"
     )
-    reference: str = Field("", description="frozen reference model for the KL term; empty: the starting weights")
+    reference: str = Field("", description="frozen reference of the KL term and of DPO; empty: the starting weights")
 
 
 class Data(Section):
@@ -144,7 +144,9 @@ class RL(Section):
         "none", description="off-policy correction by policy/engine probability; none: P1 makes it 1"
     )
     correction_cap: float = Field(
-        2.0, gt=0, description="largest ratio that tis truncates to, and icepop and mis accept"
+        2.0,
+        gt=0,
+        description="largest ratio: tis and tis_sequence truncate to it, icepop and mis leave out what is above",
     )
     correction_floor: float = Field(0.5, ge=0, lt=1, description="smallest ratio that icepop accepts")
     max_logprob_error: float = Field(
@@ -156,7 +158,9 @@ class RL(Section):
         description="dynamic sampling: batches drawn at most to fill a step with groups that have signal; 0: off",
     )
     mask_truncated: bool = Field(False, description="episodes cut by max_new_tokens carry no loss")
-    curriculum: bool = Field(False, description="draw problems by success rate p with weight p (1 - p), not in epochs")
+    curriculum: bool = Field(
+        False, description="draw problems by p (1 - p), p the last mean reward, of 0 to 1; no epochs"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -250,9 +254,7 @@ class Eval(Section):
     """Held-out evaluation."""
 
     data: str = Field("", description="problems, as data.train")
-    every: int = Field(
-        0, ge=0, description="steps between evaluations of `train`; 0: only before and after, as `sft` does"
-    )
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after, as `sft` always does")
     samples: int = Field(4, ge=1, description="sampled episodes of each problem")
     greedy: bool = Field(True, description="also one greedy episode of each problem")
 
@@ -297,10 +299,6 @@ def _contradictions(config: Config) -> list[tuple[bool, str]]:
             "rl.curriculum: draws problems by success rate, which data.shuffle=false forbids",
         ),
         (
-            rl.advantage != "gae" and bool(config.critic.path or config.critic.warmup_steps),
-            f"critic: is configured but rl.advantage={rl.advantage} has no critic; use rl.algorithm=ppo",
-        ),
-        (
             rl.advantage == "gae" and config.critic.warmup_steps >= config.run.steps,
             "critic.warmup_steps: must be below run.steps, or the policy is never trained",
         ),
@@ -330,8 +328,17 @@ def _contradictions(config: Config) -> list[tuple[bool, str]]:
 def _algorithm_contradictions(rl: RL) -> list[tuple[bool, str]]:
     return [
         (
-            rl.group_size < 2 and (rl.advantage in GROUP_RELATIVE or rl.max_gen_batches > 0),
+            rl.group_size < 2 and rl.advantage in GROUP_RELATIVE,
             f"rl.group_size: {rl.advantage} compares the episodes of a group, so it needs at least 2",
+        ),
+        (
+            rl.max_gen_batches > 0 and rl.advantage not in GROUP_RELATIVE,
+            f"rl.max_gen_batches: drops groups of equal rewards, which do have advantages under rl.advantage={rl.advantage}",
+        ),
+        (
+            rl.max_gen_batches > 0 and rl.loss == "reinforce" and rl.correction == "none",
+            "rl.max_gen_batches: survivors are trained a step later, off policy, for which rl.loss=reinforce has no ratio; "
+            "use ppo_clip, or a correction",
         ),
         (
             rl.advantage == "max_at_k" and not 2 <= rl.k <= rl.group_size,

@@ -68,7 +68,7 @@ def drive(run: RunFolder, job: Job, show: Callable[[int, Row, Row], None]) -> st
             if last or done % run.config.run.save_every == 0:
                 save(run, job, done, bad_steps)
             show(done, metrics, timings)
-    return weight_hash(job.model.named_weights())
+    return weight_hash(job.model.merged_weights())
 
 
 def save(run: RunFolder, job: Job, done: int, bad_steps: int) -> None:

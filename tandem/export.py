@@ -84,9 +84,10 @@ def _fill(folder: Path, write: Callable[[Path], None], card: str) -> None:
 
 def model_card(model: ExactModel, *, base: str, command: str, step: int, metrics: dict[str, object]) -> str:
     """The README.md of an exported model: where it comes from and what was measured."""
+    task, method = ("text-classification", "reward-model") if command == "rm" else ("text-generation", command)
     numbers = json.dumps({k: v for k, v in metrics.items() if k.startswith("eval/") or k == "step"}, indent=2)
     return (
-        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [tandem, reinforcement-learning]\n---\n"
+        f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n---\n"
         f"# {Path(base).name}, after `tandem {command}`\n\n"
         f"Trained from `{base}` by Tandem {__version__}, {step} steps. Weight hash `{weight_hash(model.merged_weights())}`.\n\n"
         f"Last metrics of the run:\n```json\n{numbers}\n```\n"

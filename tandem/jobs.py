@@ -22,6 +22,7 @@ from tandem.build import (
     build_model,
     build_reference,
     check_exactness,
+    check_models,
     evaluator,
     input_hashes,
     learning_models,
@@ -33,7 +34,7 @@ from tandem.build import (
 )  # fmt: skip
 from tandem.config import Config
 from tandem.data.chats import read_chats
-from tandem.data.preferences import Preference, read_preferences
+from tandem.data.preferences import read_preferences
 from tandem.data.problems import problems_of_step
 from tandem.data.render import ChatRenderer, load_renderer
 from tandem.drive import Job
@@ -41,7 +42,7 @@ from tandem.envs.single_turn import SingleTurn
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
 from tandem.loop import Clock, Progress, Stages, distill_step, train_step
-from tandem.model.load import ExactModel, check_model
+from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
 from tandem.stream.journal import read_groups
 from tandem.train.fixed import answer_pair, fit, fit_pairs, fit_scores, pair_loss, score_loss, scored_pair
@@ -59,7 +60,8 @@ def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job
     if config.model.reference and not config.rl.kl_coef:
         raise UserError("a setting that would never be used", where=f"model.reference = {config.model.reference}",
                         found="rl.kl_coef = 0", expected="a KL term", next="set rl.kl_coef, or drop it")  # fmt: skip
-    with _problems_job(config, episodes, report, learning_models, train_step) as job:
+    others = ("model.reference", *(["critic.path"] if config.rl.advantage == "gae" else []))
+    with _problems_job(config, episodes, report, others, learning_models, train_step) as job:
         yield job
 
 
@@ -68,23 +70,27 @@ def distill_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]
     """`tandem distill`."""
     if not config.distill.teacher:
         raise _missing("no teacher is named", "distill.teacher", "a Hugging Face directory or hub name")
-    check_model(config.distill.teacher)
-    with _problems_job(config, episodes, report, student_and_teacher, distill_step) as job:
+    if config.rl.kl_coef or config.rl.max_gen_batches:
+        raise UserError("distillation has no reference and no groups to choose from", where="tandem distill",
+                        found=f"rl.kl_coef = {config.rl.kl_coef}, rl.max_gen_batches = {config.rl.max_gen_batches}",
+                        expected="0 for both", next="add rl.kl_coef=0 rl.max_gen_batches=0")  # fmt: skip
+    with _problems_job(config, episodes, report, ("distill.teacher",), student_and_teacher, distill_step) as job:
         yield job
 
 
 @contextmanager
 def _problems_job(
-    config: Config, episodes: Path, report: Report, make: Callable[[Config], Models],
+    config: Config, episodes: Path, report: Report, others: Sequence[str], make: Callable[[Config], Models],
     step: Callable[[Stages, int], tuple[Row, Row]],
 ) -> Iterator[Job]:  # fmt: skip
     """A job whose episodes are sampled on the way."""
     prepare_process(config)
-    data = read_data(config, "data.train", "eval.data")
-    check_model(config.model.path)
+    data = read_data(config, "data.train")["data.train"]
+    held_out = read_data(config, "eval.data")["eval.data"]
+    check_models(config, *others)
     renderer = load_renderer(config.model.path)
-    problems = renderer.check_lengths(data["data.train"], config.data)
-    held_out = renderer.check_lengths(data["eval.data"], config.data, key="eval.data") if data["eval.data"] else []
+    problems = renderer.check_lengths(data, config.data)
+    held_out = _of_fitting_length(held_out, renderer, config)
     _check_curriculum(config, problems)
     models = make(config)
     exact = check_exactness(config, models.policy.model, report)
@@ -132,19 +138,16 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     settings = config.sft
     if not settings.train:
         raise _missing("no chats are named", "sft.train", "a JSONL or Parquet file of chats")
-    chats = read_chats(settings.train, key="sft.train")
-    check_model(config.model.path)
-    renderer = load_renderer(config.model.path)
+    chats, held_out = read_chats(settings.train, key="sft.train"), read_data(config, "eval.data")["eval.data"]
+    shape, renderer = check_models(config), load_renderer(config.model.path)
     samples = [Sample(tokens=t, loss_mask=mask) for t, mask in renderer.trainings(chats, loss=settings.loss_on)]
-    model = build_model(config, config.model.path)
-    check_fit(samples, model.config.max_position_embeddings, "sft.train, chat")
-    policy = build_learner(config, model, steps=settings.steps, learning_rate=settings.learning_rate,
-                           schedule=settings.schedule, warmup_steps=settings.warmup_steps)  # fmt: skip
+    _check_fit(samples, shape, "a chat", "sft.train, chat")
+    policy = build_learner(config, build_model(config, config.model.path), settings, settings.steps)
 
     def step(picked: list[Sample]) -> Metrics:
         return fit(policy, pack(picked, config.train.tokens_per_microbatch))
 
-    with _generating(config, model, renderer, episodes) as (publish, evaluate):
+    with _generating(config, policy.model, renderer, held_out, episodes) as (publish, evaluate):
         yield Job(
             learners={"policy": policy}, data=input_hashes(config), steps=settings.steps, eval_every=0, publish=publish,
             step=_step(config, samples, settings.batch_size, step, publish), evaluate=evaluate,
@@ -155,25 +158,22 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
 def dpo_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     """`tandem dpo`."""
     prepare_process(config)
-    settings = config.preference
-    train, test, renderer = _pairs(config)
-    samples, held_out = _pair_samples(train, renderer, answer_pair), _pair_samples(test, renderer, answer_pair)
-    model = build_model(config, config.model.path)
-    _check_pairs(config, samples, held_out, model)
-    policy = build_learner(config, model, steps=settings.steps, learning_rate=settings.learning_rate,
-                           schedule=settings.schedule, warmup_steps=settings.warmup_steps)  # fmt: skip
-    reference = build_reference(config, model)
+    settings, held_out = config.preference, read_data(config, "eval.data")["eval.data"]
+    train, test, renderer = _pairs(config, answer_pair, "model.reference")
+    policy = build_learner(config, build_model(config, config.model.path), settings, settings.steps)
+    reference = build_reference(config, policy.model)
 
     def step(picked: list[list[Sample]]) -> Metrics:
         return fit_pairs(policy, reference, _pack_pairs(picked, config), settings)
 
-    with _generating(config, model, renderer, episodes) as (publish, evaluate):
+    def accuracy() -> Row:
+        return _pair_accuracy(test, config, lambda batch: pair_loss(policy.model, reference, batch, settings))
+
+    with _generating(config, policy.model, renderer, held_out, episodes) as (publish, evaluate):
         yield Job(
             learners={"policy": policy}, data=input_hashes(config), steps=settings.steps, eval_every=config.eval.every,
-            publish=publish, step=_step(config, samples, settings.batch_size, step, publish),
-            evaluate=lambda done: {
-                **_pair_accuracy(held_out, config, lambda batch: pair_loss(model, reference, batch, settings)), **evaluate(done)
-            },
+            publish=publish, step=_step(config, train, settings.batch_size, step, publish),
+            evaluate=lambda done: {**accuracy(), **evaluate(done)},
         )  # fmt: skip
 
 
@@ -182,32 +182,41 @@ def rm_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     """`tandem rm`: a sequence classifier with one label, its score read at the last token."""
     prepare_process(config)
     settings = config.preference
-    train, test, renderer = _pairs(config)
-    samples, held_out = _pair_samples(train, renderer, scored_pair), _pair_samples(test, renderer, scored_pair)
-    model = build_model(config, config.model.path, head="value")
-    _check_pairs(config, samples, held_out, model)
-    scorer = build_learner(config, model, steps=settings.steps, learning_rate=settings.learning_rate,
-                           schedule=settings.schedule, warmup_steps=settings.warmup_steps)  # fmt: skip
+    train, test, renderer = _pairs(config, scored_pair)
+    padding = renderer.tokenizer.pad_token_id
+    if padding in {int(sample.tokens[-2]) for pair in [*train, *test] for sample in pair}:
+        raise UserError(
+            "the chat template ends with the padding token, so transformers would read a score one token early",
+            where=f"tokenizer of {config.model.path}", found=repr(renderer.tokenizer.pad_token),
+            expected="a padding token of its own", next="name another pad_token in its tokenizer_config.json",
+        )  # fmt: skip
+    scorer = build_learner(config, build_model(config, config.model.path, head="value"), settings, settings.steps)
+    scorer.model.config.pad_token_id = padding  # by which stock transformers finds the last token
 
     def step(picked: list[list[Sample]]) -> Metrics:
         return fit_scores(scorer, _pack_pairs(picked, config))
 
     yield Job(
         learners={"scorer": scorer}, data=input_hashes(config), steps=settings.steps, eval_every=config.eval.every,
-        publish=_to_nobody, step=_step(config, samples, settings.batch_size, step, _to_nobody),
-        evaluate=lambda done: _pair_accuracy(held_out, config, lambda batch: score_loss(model, batch)),
+        publish=_to_nobody, step=_step(config, train, settings.batch_size, step, _to_nobody),
+        evaluate=lambda done: _pair_accuracy(test, config, lambda batch: score_loss(scorer.model, batch)),
     )  # fmt: skip
+
+
+def _of_fitting_length(held_out: Sequence[Problem], renderer: ChatRenderer, config: Config) -> list[Problem]:
+    return renderer.check_lengths(held_out, config.data, key="eval.data") if held_out else []
 
 
 @contextmanager
 def _generating(
-    config: Config, model: ExactModel, renderer: ChatRenderer, episodes: Path
+    config: Config, model: ExactModel, renderer: ChatRenderer, held_out: Sequence[Problem], episodes: Path
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int], Row]]]:
     """(publish, evaluate on eval.data) of an engine over the model, for jobs that sample nothing else."""
-    held_out = read_data(config, "eval.data")["eval.data"]
     engine = build_engine(config, model, renderer)
+    if fitting := _of_fitting_length(held_out, renderer, config):
+        require_room(config, engine, renderer, fitting)
     with reward_pool(config) as reward:
-        yield InlineSync(engine).publish, evaluator(config, held_out, engine, renderer, reward, episodes)
+        yield InlineSync(engine).publish, evaluator(config, fitting, engine, renderer, reward, episodes)
 
 
 def _to_nobody(version: int) -> None:
@@ -229,21 +238,23 @@ def _step(
     return step
 
 
-def _pairs(config: Config) -> tuple[list[Preference], list[Preference], ChatRenderer]:
+def _pairs(
+    config: Config, make: Callable[..., list[Sample]], *others: str
+) -> tuple[list[list[Sample]], list[list[Sample]], ChatRenderer]:
+    """(pairs to train on, held-out pairs, renderer); `make` makes the samples of a pair, others are models to look at."""
+    paths = {"preference.train": config.preference.train, "preference.test": config.preference.test}
     if not config.preference.train:
         raise _missing("no pairs are named", "preference.train", "a JSONL or Parquet file of prompt, chosen, rejected")
-    train = read_preferences(config.preference.train, key="preference.train")
-    test = read_preferences(config.preference.test, key="preference.test") if config.preference.test else []
-    check_model(config.model.path)
-    return train, test, load_renderer(config.model.path)
-
-
-def _pair_samples(
-    pairs: Sequence[Preference], renderer: ChatRenderer, make: Callable[..., list[Sample]]
-) -> list[list[Sample]]:
-    chats = [(*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
-    rendered = renderer.trainings(chats, loss="last")
-    return [make(number, *rendered[2 * number : 2 * number + 2]) for number in range(len(pairs))]
+    read = {key: read_preferences(path, key=key) if path else [] for key, path in paths.items()}
+    shape, renderer = check_models(config, *others), load_renderer(config.model.path)
+    made = []
+    for key, pairs in read.items():
+        chats = [(*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+        rendered = renderer.trainings(chats, loss="last")
+        made.append([make(number, *rendered[2 * number : 2 * number + 2]) for number in range(len(pairs))])
+        for half in (0, 1):
+            _check_fit([pair[half] for pair in made[-1]], shape, "an answer", f"{key}, pair")
+    return made[0], made[1], renderer
 
 
 def _pack_pairs(pairs: Sequence[Sequence[Sample]], config: Config) -> list[Microbatch]:
@@ -262,21 +273,13 @@ def _pair_accuracy(
     return {f"eval/{name}": part / len(pairs) for name, part in sums.items()}
 
 
-def check_fit(samples: Sequence[Sample], limit: int, what: str) -> None:
-    """Refuse what the model has no positions for."""
-    row, longest = max(enumerate(len(sample.tokens) for sample in samples), key=lambda pair: pair[1])
-    if longest > limit:
-        raise UserError(f"a {what.rpartition(' ')[2]} is longer than the model can place", where=f"{what} {row + 1}",
-                        found=f"{longest:,} tokens", expected=f"at most {limit:,}", next="shorten or drop it")  # fmt: skip
-
-
-def _check_pairs(
-    config: Config, train: Sequence[Sequence[Sample]], test: Sequence[Sequence[Sample]], model: ExactModel
-) -> None:
-    for name, pairs in (("train", train), ("test", test)):
-        for half in range(2) if pairs else ():
-            limit = model.config.max_position_embeddings + 1
-            check_fit([pair[half] for pair in pairs], limit, f"preference.{name}, pair")
+def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> None:
+    """Refuse what the model has no positions for; nothing follows the last token, so it needs none."""
+    limit = shape.max_position_embeddings + 1
+    longest = max(range(len(samples)), key=lambda i: len(samples[i].tokens), default=0)
+    if samples and (size := len(samples[longest].tokens)) > limit:
+        raise UserError(f"{what} is longer than the model can place", where=f"{where} {longest + 1}",
+                        found=f"{size:,} tokens", expected=f"at most {limit:,}", next="shorten or drop it")  # fmt: skip
 
 
 def _missing(what: str, key: str, expected: str) -> UserError:

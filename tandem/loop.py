@@ -66,6 +66,7 @@ class Stages:
 def train_step(stages: Stages, step: int) -> tuple[Row, Row]:
     """Step `step`, counted from 0. Returns its metrics, which are a pure function of the run, and its timings."""
     config, progress, clock = stages.config, stages.progress, Clock()
+    carried = len(progress.carried)
     sampled = collect(stages, step, clock)
     with clock("journal_s"):
         write_episodes(stages.episodes, step + 1, sampled)  # durable before anything is trained on it
@@ -75,18 +76,22 @@ def train_step(stages: Stages, step: int) -> tuple[Row, Row]:
         metrics = learn(
             stages.models, groups, config, Filter.of(stages.params), version=stages.engine.weight_version,
             baseline=float(rewards.mean()) if progress.baseline is None else progress.baseline,
-            exact=stages.exact, train_policy=step >= config.critic.warmup_steps,
+            exact=stages.exact, train_policy=stages.models.critic is None or step >= config.critic.warmup_steps,
         )  # fmt: skip
     with clock("sync_s"):
         stages.sync.publish(step + 1)
-    advance(progress, sampled, config)
-    return {**describe(sampled), **metrics}, clock.timings(tokens=_sampled_tokens(sampled))
+    fresh = sampled[carried:]  # those that an earlier step carried here were described there
+    advance(progress, sampled, fresh, config)
+    flow = (
+        {"batches": float(progress.batches), "groups/carried_in": float(carried)} if config.rl.max_gen_batches else {}
+    )
+    return {**describe(fresh), **metrics, **flow}, clock.timings(tokens=_sampled_tokens(fresh))
 
 
 def distill_step(stages: Stages, step: int) -> tuple[Row, Row]:
     """The same with a teacher in place of the reward, which is only reported."""
     config, clock = stages.config, Clock()
-    teacher = stages.models.reference
+    teacher = stages.models.teacher
     assert teacher is not None, "jobs.distill_job gives one"
     sampled = draw(stages, clock)
     with clock("journal_s"):
@@ -98,7 +103,7 @@ def distill_step(stages: Stages, step: int) -> tuple[Row, Row]:
         )  # fmt: skip
     with clock("sync_s"):
         stages.sync.publish(step + 1)
-    advance(stages.progress, sampled, config)
+    advance(stages.progress, sampled, sampled, config)
     return {**describe(sampled), **metrics}, clock.timings(tokens=_sampled_tokens(sampled))
 
 
@@ -149,14 +154,15 @@ def draw(stages: Stages, clock: "Clock") -> list[Group]:
         return score(problems, attempts, stages.reward, config.reward, config.rollout.max_new_tokens)
 
 
-def advance(progress: Progress, sampled: Sequence[Group], config: Config) -> None:
-    """What the next step is to know of this one."""
-    trained = np.array([group.rewards for group in sampled if group.outcome == "train"])
+def advance(progress: Progress, sampled: Sequence[Group], fresh: Sequence[Group], config: Config) -> None:
+    """What the next step is to know of this one; rewards that are not finite are no statistics."""
     progress.carried = [group for group in sampled if group.outcome == "carry"]
-    if config.rl.advantage == "ema":
-        progress.baseline = running_mean(progress.baseline, trained, config.rl.ema_decay)
+    rewards = np.array([group.rewards for group in sampled if group.outcome == "train"])
+    if config.rl.advantage == "ema" and np.isfinite(rewards).all():
+        progress.baseline = running_mean(progress.baseline, rewards, config.rl.ema_decay)
     if config.rl.curriculum:
-        progress.rates |= {g.problem.uid: float(np.clip(g.rewards.mean(), 0.0, 1.0)) for g in sampled}
+        means = {group.problem.uid: float(group.rewards.mean()) for group in fresh}
+        progress.rates |= {uid: min(max(mean, 0.0), 1.0) for uid, mean in means.items() if np.isfinite(mean)}
 
 
 def score(
@@ -171,8 +177,7 @@ def score(
         value, parts = verdict.reward, dict(verdict.parts)
         cut = episode.stop_reason == "length"
         length = max_tokens if cut else int(episode.loss_mask.sum())
-        share = overlong_penalty(length, max_tokens, how.overlong_buffer) if how.overlong_buffer else float(cut)
-        if cost := how.overlong_penalty * share:
+        if cost := how.overlong_penalty * (cut or overlong_penalty(length, max_tokens, how.overlong_buffer)):
             value, parts["overlong"] = value - cost, -cost
         return replace(episode, reward=value, reward_parts=parts, reward_error=verdict.error)
 
@@ -183,7 +188,9 @@ def score(
 
 
 def describe(groups: Sequence[Group]) -> Row:
-    """What the step's episodes were like, those that dynamic sampling leaves out included."""
+    """What the episodes that the step sampled were like, those that dynamic sampling leaves out included."""
+    if not groups:
+        return {}
     episodes = [e for g in groups for e in g.episodes]
     rewards = np.array([g.rewards for g in groups])
     parts = sorted({name for e in episodes for name in e.reward_parts})

@@ -207,7 +207,7 @@ def test_a_pair_is_accepted_up_to_the_last_place_of_the_model_and_named_one_toke
     last = places + (command == "dpo")  # the last token of an answer has a place only where a score is read at it
     write(last + 1)
     text = mistake(command, home / "recipe.toml", f"run.folder={tmp_path}/run", *overrides)
-    assert f"preference.{key}, pair 7" in text and "a pair is longer than the model can place" in text
+    assert f"preference.{key}, pair 7" in text and "an answer is longer than the model can place" in text
     write(last)
     done(command, home, tmp_path / "run", *overrides)
 

@@ -347,7 +347,7 @@ def test_distillation_learns_from_every_group_of_one_batch_and_only_reports_the_
     for reward in (0.0, 1.0):
         folder = tmp_path / str(reward)
         stages = stages_in(folder, config(rl__max_gen_batches=2), reward=ConstantReward(reward))
-        models = replace(stages.models, reference=exact_model("qwen3", seed=1))
+        models = replace(stages.models, teacher=exact_model("qwen3", seed=1))
         metrics, _ = distill_step(replace(stages, models=models), 0)
         assert metrics["num_loss_tokens"] == 6 * PARAMS.max_new_tokens and metrics["reward"] == reward
         assert metrics["grad_norm"] > 0 and stages.progress.batches == stages.engine.weight_version == 1
@@ -363,6 +363,9 @@ def journal(folder, step):
     return {kind: read_groups(path, BY_UID, kind) for kind in ("train", "carry", "no_signal")}
 
 
+EMA = {"rl__advantage": "ema", "rl__max_gen_batches": 0}  # groups without signal do have advantages under it
+
+
 def keys_of(groups):
     """Each group by the texts of its episodes, which are the keys of their draws."""
     return [tuple(int(e.text) for e in group.episodes) for group in groups]
@@ -374,7 +377,7 @@ def loss_tokens(groups):
 
 def dynamic(folder, limit=50, **changes):
     """Stages with dynamic sampling, three groups of two in a step; each has signal with a chance of 2/3."""
-    how = config(rl__max_gen_batches=limit, rl__prompts_per_step=3, rl__group_size=2, **changes)
+    how = config(**{"rl__max_gen_batches": limit, "rl__prompts_per_step": 3, "rl__group_size": 2} | changes)
     return stages_in(folder, how, engine=AddressedEngine(), reward=KeyReward())
 
 
@@ -423,7 +426,7 @@ def test_a_carried_group_is_trained_as_it_was_sampled_by_the_weights_of_the_step
     assert ages == {0, 1}
 
 
-@pytest.mark.parametrize("changes", [{}, {"rl__curriculum": True}, {"rl__advantage": "ema"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"rl__curriculum": True}, EMA], ids=str)
 def test_a_run_resumed_at_any_step_goes_on_like_one_never_stopped(changes, tmp_path):
     whole = dynamic(tmp_path / "whole", **changes)
     states = []

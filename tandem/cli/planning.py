@@ -28,9 +28,12 @@ def plan(config: Config) -> None:
         table.add_row(name, f"{count / 2**30:.2f}", how)
     table.add_row("sum", f"{sum(count for _, count, _ in rows) / 2**30:.2f}", "activations of a microbatch come on top")
     console.print(table)
-    episodes = config.rl.prompts_per_step * config.rl.group_size
-    console.print(f"a step: {episodes} episodes, at most {episodes * config.rollout.max_new_tokens:,} sampled tokens, "
-                  f"{config.rl.minibatches * config.rl.epochs} optimizer update(s)")  # fmt: skip
+    episodes = config.rl.prompts_per_step * config.rl.group_size * max(1, config.rl.max_gen_batches)
+    bound = "at most " if config.rl.max_gen_batches else ""
+    tokens, updates = episodes * config.rollout.max_new_tokens, config.rl.minibatches * config.rl.epochs
+    console.print(
+        f"a step: {bound}{episodes} episodes, at most {tokens:,} sampled tokens, {updates} optimizer update(s)"
+    )
 
 
 def memory(parameters: int, adapters: int, config: Config) -> list[tuple[str, int, str]]:
@@ -59,11 +62,11 @@ def _parameters(config: Config) -> tuple[int, int, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from tandem.model.lora import chosen_linears
+
     shape = AutoConfig.from_pretrained(config.model.path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
-    targets = config.lora.targets
-    chosen = [m for n, m in linears.items() if targets == ["all-linear"] or n.rpartition(".")[2] in targets]
-    adapters = config.lora.rank * sum(m.in_features + m.out_features for m in chosen)
+    adapted = chosen_linears(model, config.lora.targets)
+    adapters = config.lora.rank * sum(linear.in_features + linear.out_features for linear in adapted)
     return sum(p.numel() for p in model.parameters()), adapters, shape

@@ -51,7 +51,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) -> None:
     if not (folder / "config.toml").is_file():
         raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
-                        expected="a folder made by `tandem train` or `tandem sft`", next="ls runs/")  # fmt: skip
+                        expected="a folder made by a command that trains", next="ls runs/")  # fmt: skip
     config = load_config(folder / "config.toml", [])
     if out is not None and out.exists():
         raise UserError(

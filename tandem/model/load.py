@@ -200,29 +200,33 @@ def _stock_model(path: str, head: Literal["tokens", "value"]) -> Any:
     return module
 
 
-def check_model(path: str) -> None:
-    """Refuse, without loading weights, what is not there or cannot be exact."""
+def check_model(path: str, key: str = "model.path") -> Any:
+    """The model's transformers config; refuses, without loading weights, what is not there or cannot be exact.
+
+    key: the config key that names it.
+    """
     from transformers import AutoConfig
 
     if not path:
-        raise UserError("no model is named", where="model.path", expected="a Hugging Face directory or hub name",
+        raise UserError("no model is named", where=key, expected="a Hugging Face directory or hub name",
                         next="tandem train RECIPE model.path=DIR")  # fmt: skip
     folder = Path(path)
     looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not (folder / "config.json").is_file():
         found = "no such directory" if not folder.is_dir() else f"a directory without config.json: {_names(folder)}"
-        raise UserError("the model directory does not exist", where=f"model.path = {path}", found=found,
+        raise UserError("the model directory does not exist", where=f"{key} = {path}", found=found,
                         expected="a Hugging Face model directory (config.json, model.safetensors, tokenizer.json)",
                         next="`make demo` makes one; or give a hub name such as Qwen/Qwen3-0.6B")  # fmt: skip
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise UserError("the model's config cannot be read", where=f"model.path = {path}", found=str(error).splitlines()[0],
+        raise UserError("the model's config cannot be read", where=f"{key} = {path}", found=str(error).splitlines()[0],
                         expected="a Hugging Face config.json, or a hub name that can be reached from here") from None  # fmt: skip
     reasons = why_not_exact(config)
     if reasons:
-        raise UserError("this model cannot run exactly", where=f"model.path = {path}", found="; ".join(reasons),
+        raise UserError("this model cannot run exactly", where=f"{key} = {path}", found="; ".join(reasons),
                         expected=f"one of {', '.join(EXACT_ARCHITECTURES)} with SiLU and a static rotary embedding")  # fmt: skip
+    return config
 
 
 def _names(folder: Path) -> str:

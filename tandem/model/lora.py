@@ -38,7 +38,7 @@ def add_adapter(module: Any, lora: Lora) -> None:
 
     The same seed gives the same bits, and no other random number is touched. Raises UserError for a target that is not there.
     """
-    peft = _peft()
+    peft = require_peft()
     there = _linear_names(module)
     _check_targets(lora, there)
     config = _config(peft, lora, there)
@@ -60,6 +60,14 @@ def _check_targets(lora: Lora, there: Sequence[str]) -> None:
     if unknown or not lora.targets:
         raise UserError("LoRA targets are not in this model", where="lora.targets", found=", ".join(unknown) or "none",
                         expected=f"{ALL_LINEAR}, or some of its linear modules: {', '.join(_last_names(there))}")  # fmt: skip
+
+
+def chosen_linears(module: Any, targets: Sequence[str]) -> list[nn.Linear]:
+    """The linears of a stock transformers module that the targets name."""
+    named = dict(module.named_modules())
+    there = _linear_names(module)
+    names = there if ALL_LINEAR in targets else [name for target in targets for name in _ends_of(there, target)]
+    return [named[name] for name in dict.fromkeys(names)]
 
 
 def _ends_of(names: Sequence[str], target: str) -> list[str]:
@@ -91,7 +99,7 @@ def write_adapter_config(lora: Lora, adapted: Sequence[str], source: str, folder
     adapted are the names of the linears with an adapter, source is the base model, scored says that a `score` was trained
     beside it.
     """
-    config = _config(_peft(), lora, adapted)
+    config = _config(require_peft(), lora, adapted)
     config.base_model_name_or_path, config.inference_mode = source, True
     if scored:
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
@@ -108,7 +116,8 @@ def _config(peft: Any, lora: Lora, linears: Sequence[str]) -> Any:
     )  # fmt: skip
 
 
-def _peft() -> Any:
+def require_peft() -> Any:
+    """The package; raises UserError where it is not installed."""
     try:
         import peft
     except ImportError:

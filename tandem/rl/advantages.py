@@ -12,7 +12,8 @@ GroupAdvantage = Literal["grpo", "grpo_no_std", "rloo", "max_at_k", "reinforce_p
 
 def grpo(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
     """(r - mean) / (std + epsilon) in each group (GRPO, arXiv 2402.03300, section 4.1.2; std with G in the denominator)."""
-    return centred(rewards) / (centred(rewards).std(1, keepdims=True) + epsilon)
+    gains = centred(rewards)
+    return gains / (gains.std(1, keepdims=True) + epsilon)
 
 
 def centred(rewards: np.ndarray) -> np.ndarray:
@@ -39,7 +40,8 @@ def reinforce_pp_baseline(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndar
 
     The group's own std is not used, so that an easy and a hard problem weigh alike (in a step of one group it is `grpo`).
     """
-    return centred(rewards) / (centred(rewards).std() + epsilon)
+    gains = centred(rewards)
+    return gains / (gains.std() + epsilon)
 
 
 def max_at_k(rewards: np.ndarray, k: int) -> np.ndarray:

@@ -4,10 +4,10 @@ The exact reverse KL over the vocabulary needs both models' logits and is `model
 estimator that needs the teacher's log-prob of the sampled token only.
 """
 
-from torch import Tensor
+import numpy as np
 
 
-def sampled_advantages(engine_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+def sampled_advantages(student_logprobs: np.ndarray, teacher_logprobs: np.ndarray) -> np.ndarray:
     """teacher - student at each sampled token, float32 [N]: with a policy loss, the score-function estimator of the
     gradient of sum_t KL(student || teacher) where each token answers for its own term only (discount 0)."""
-    return teacher_logprobs - engine_logprobs
+    return teacher_logprobs - student_logprobs

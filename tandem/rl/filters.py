@@ -4,18 +4,20 @@ import numpy as np
 
 
 def has_signal(rewards: np.ndarray) -> bool:
-    """Rewards [G] of one group that are not all equal: others have advantage 0 (dynamic sampling, arXiv 2503.14476, eq. 11)."""
+    """Rewards [G] of one group that are not all equal (dynamic sampling, arXiv 2503.14476, eq. 11).
+
+    Of others every group-relative advantage is 0. The rewards are those trained on, length penalty included; the paper's
+    are right or wrong.
+    """
     return bool((rewards != rewards[0]).any())
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
     """0 to 1: how far a completion reaches into the last `buffer` tokens before its limit (DAPO, arXiv 2503.14476, eq. 13).
 
-    Without a buffer only a completion at the limit is penalized.
+    0 without a buffer; that a completion was cut is the caller's to know.
     """
-    if not buffer:
-        return float(length >= max_tokens)
-    return float(np.clip((length - (max_tokens - buffer)) / buffer, 0.0, 1.0))
+    return float(np.clip((length - (max_tokens - buffer)) / buffer, 0.0, 1.0)) if buffer else 0.0
 
 
 def learnability(rates: np.ndarray) -> np.ndarray:

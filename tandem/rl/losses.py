@@ -44,9 +44,7 @@ def ppo_clip(
     by -c A, so that a large ratio cannot blow it up (arXiv 1912.09729, eq. 5).
     """
     log_ratio = _bounded(policy_logprobs - proximal_logprobs)
-    ratio = log_ratio.exp()
-    plain = ratio * advantages
-    objective = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    objective, plain = _clipped(log_ratio, advantages, clip_low, clip_high)
     if dual_clip:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
     return -objective, _ratio_metrics(-objective, log_ratio, objective != plain)
@@ -62,10 +60,11 @@ def gspo(
     the mean would make a long sequence's ratio vanish (TRL #5814). The paper has one advantage for a whole sequence; where
     tokens have their own, each keeps it.
     """
-    log_ratio = _bounded(sequence_means(policy_logprobs - proximal_logprobs, sequences)[sequences])
-    ratio = log_ratio.exp()
-    plain = ratio * advantages
-    objective = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    means = sequence_means(policy_logprobs - proximal_logprobs, sequences)
+    log_ratio = _bounded(
+        means.index_select(0, sequences)
+    )  # not means[sequences], whose gradient is summed in any order
+    objective, plain = _clipped(log_ratio, advantages, clip_low, clip_high)
     return -objective, _ratio_metrics(-objective, log_ratio, objective != plain)
 
 
@@ -83,6 +82,13 @@ def cispo(
 def _bounded(log_ratio: Tensor) -> Tensor:
     """Within 20 nats: beyond them exp overflows float32, and infinity times an advantage of 0 is not a number."""
     return log_ratio.clamp(-20.0, 20.0)
+
+
+def _clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(min(r A, clip(r) A), r A)"""
+    ratio = log_ratio.exp()
+    plain = ratio * advantages
+    return torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantages), plain
 
 
 def _ratio_metrics(terms: Tensor, log_ratio: Tensor, clipped: Tensor) -> Metrics:

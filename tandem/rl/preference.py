@@ -33,8 +33,6 @@ def bradley_terry(chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
 
 
 def _pair_metrics(losses: Tensor, margin: Tensor) -> Metrics:
-    return {
-        "loss": total(losses),
-        "accuracy": total((margin > 0).to(torch.float32)),
-        "margin": total(margin),
-    }
+    """A tie, which every pair is before the first update, counts as half right."""
+    right = (margin > 0).to(torch.float32) + 0.5 * (margin == 0)
+    return {"loss": total(losses), "accuracy": total(right), "margin": total(margin)}

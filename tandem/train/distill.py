@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tandem.config import Config
@@ -27,22 +26,22 @@ def distill(
     version: int,
     exact: bool,
 ) -> Row:
-    """The step's updates towards the teacher; "teacher_kl" is the student's mean reverse KL, nats a token."""
+    """The step's updates towards the teacher; "teacher_kl" is the student's mean reverse KL, nats a token.
+
+    The exact estimator is that of the tempered distributions, whatever top-k, top-p or min-p left out when sampling.
+    """
     step = start(groups, config)
     if not step.places:
         return {"num_loss_tokens": 0.0, "skipped_updates": 1.0}
+    updates = list(enumerate(step.updates * config.rl.epochs))
     if config.distill.estimator == "exact":
-        return merge([_fit_exact(student, teacher, batches, how) for batches in step.updates])
+        return merge([_fit_exact(student, teacher, batches, how) for _, batches in updates])
     annotate(step, Models(policy=student), config.rl, how)
     graded = step.ask(lambda batch: reference_logprobs(teacher, batch, how))
-    pairs = zip(step.engine, graded, strict=True)
-    step.advantages = [sampled_advantages(torch.from_numpy(own), torch.from_numpy(held)).numpy() for own, held in pairs]
-    correct(step, config.rl)
-    rows = [
-        update_policy(student, batches, step, config, how, version, exact and number == 0)
-        for number, batches in enumerate(step.updates)
-    ]
-    return {**merge(rows), "teacher_kl": -float(np.mean(np.concatenate(step.advantages)))}
+    step.advantages = [sampled_advantages(own, held) for own, held in zip(step.proximal, graded, strict=True)]
+    metrics = correct(step, config.rl)
+    rows = [update_policy(student, b, step, config, how, version, exact and number == 0) for number, b in updates]
+    return {**metrics, **merge(rows), "teacher_kl": -float(np.mean(np.concatenate(step.advantages)))}
 
 
 def _fit_exact(student: Learner, teacher: ExactModel, batches: Sequence[Microbatch], how: Filter) -> Metrics:

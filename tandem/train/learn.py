@@ -40,6 +40,7 @@ class Models:
     policy: Learner
     critic: Learner | None = None
     reference: ExactModel | None = None
+    teacher: ExactModel | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,10 @@ class Step:
     places: list[tuple[int, int]]  # (group, episode of it) of each sample
     updates: list[list[Microbatch]]
     engine: Column
-    proximal: Column  # log-probs under the policy at the start of the step; the engine's where those are exact
+    proximal: Column  # the denominator of the ratio: the engine's log-probs, with a correction the recomputed ones
+    recomputed: Column = field(
+        default_factory=list
+    )  # the policy's own at the start; empty where the engine's are taken
     reference: Column = field(default_factory=list)  # empty without a reference
     values: Column = field(default_factory=list)  # empty without a critic
     advantages: Column = field(default_factory=list)
@@ -143,7 +147,9 @@ def start(groups: Sequence[Group], config: Config) -> Step:
 def annotate(step: Step, models: Models, rl: RL, how: Filter) -> None:
     """One forward pass of each model whose word is needed before the first update."""
     if rl.correction != "none" or rl.max_logprob_error:
-        step.proximal = step.ask(lambda batch: batch_logprobs(models.policy.model, batch, how)[0])
+        step.recomputed = step.ask(lambda batch: batch_logprobs(models.policy.model, batch, how)[0])
+    if rl.correction != "none":
+        step.proximal = step.recomputed
     if models.reference is not None:
         reference = models.reference
         step.reference = step.ask(lambda batch: reference_logprobs(reference, batch, how))
@@ -199,12 +205,12 @@ def _not_finite(step: Step) -> Metrics:
 
 def correct(step: Step, rl: RL) -> Metrics:
     """Fill in the off-policy factor of every token; returns what the sequences' log-prob errors are like."""
-    if step.proximal is step.engine:
+    if not step.recomputed:
         step.corrections = [np.ones(len(column), np.float32) for column in step.engine]
         return {}
     errors = []
-    for sample, (proximal, engine) in enumerate(zip(step.proximal, step.engine, strict=True)):
-        policy, sampled = torch.from_numpy(proximal), torch.from_numpy(engine)
+    for sample, (recomputed, engine) in enumerate(zip(step.recomputed, step.engine, strict=True)):
+        policy, sampled = torch.from_numpy(recomputed), torch.from_numpy(engine)
         one = torch.zeros(len(policy), dtype=torch.int64)
         factor = correction(rl.correction, policy, sampled, one, low=rl.correction_floor, cap=rl.correction_cap)
         errors.append(float(sequence_errors(policy, sampled, one)[0]))
@@ -224,19 +230,24 @@ def update_policy(
 ) -> Row:
     """One optimizer step of the policy; with `exact`, only if it gives fresh tokens the very log-probs of the engine."""
     columns = policy_columns(step, batches, config, version)
-    gaps = []
+    gaps = []  # between policy and engine, nats, of tokens that these very weights sampled
 
     def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
         logprobs, entropy = batch_logprobs(policy.model, batch, how)
-        gaps.append(engine_gap(logprobs.detach(), columns[index]))
-        if exact and gaps[-1] > 0:
+        gap = (logprobs.detach() - columns[index].engine)[columns[index].fresh].abs()
+        gaps.append(gap)
+        if exact and (gap > 0).any():
             raise UserError("engine and policy do not agree on the tokens just sampled", where="log-prob gap of a first update",
-                            found=f"{gaps[-1]:.3g} nats", expected="exactly 0: one model code, one set of weights (P1)",
+                            found=f"{float(gap.max()):.3g} nats", expected="exactly 0: one model code, one set of weights (P1)",
                             next="tandem doctor; or set rl.correction=tis, and report this")  # fmt: skip
         return policy_loss(config.rl, columns[index], logprobs, entropy)
 
     metrics = policy.update(batches, loss)
-    return {**metrics, "logprob_gap": float(np.max(gaps))}  # np: a NaN must show
+    compared = torch.cat(gaps).numpy()
+    return {
+        **metrics,
+        **({"logprob_gap": float(compared.max())} if len(compared) else {}),
+    }  # numpy's max: a NaN must show
 
 
 def policy_columns(step: Step, batches: Sequence[Microbatch], config: Config, version: int) -> list[Columns]:
@@ -244,28 +255,21 @@ def policy_columns(step: Step, batches: Sequence[Microbatch], config: Config, ve
     samples = [sample for batch in batches for sample in batch.samples.tolist()]
     lengths = np.array([len(step.engine[sample]) for sample in samples])
     shares = sequence_weights(config.rl.aggregation, lengths, config.rollout.max_new_tokens)
-    weight = {i: 0.0 if i in step.masked else share for i, share in zip(samples, shares, strict=True)}
-
-    def by_batch(column: Column) -> list[Tensor]:
-        return [torch.from_numpy(part) for part in join(batches, column)]
-
-    weights = [torch.tensor([weight[i] for i in b.samples.tolist()], dtype=torch.float32)[b.sequences] for b in batches]
+    shares[[sample in step.masked for sample in samples]] = 0.0
+    weights = {i: np.full(n, w, np.float32) for i, n, w in zip(samples, lengths, shares, strict=True)}
     fresh = [e.weight_versions[e.loss_mask] == version for e in map(step.episode, range(len(step.places)))]
+
+    def of(batch: Microbatch, column: Sequence[Array] | dict[int, Array]) -> Tensor:
+        return torch.from_numpy(np.concatenate([column[sample] for sample in batch.samples.tolist()]))
+
     return [
-        Columns(engine=engine, proximal=proximal, advantages=advantages, weights=weight, corrections=corrections,
-                fresh=tokens, sequences=torch.from_numpy(batch.sequences), reference=reference)
-        for batch, engine, proximal, advantages, weight, corrections, tokens, reference in zip(
-            batches, by_batch(step.engine), by_batch(step.proximal), by_batch(step.advantages), weights,
-            by_batch(step.corrections), by_batch(fresh), by_batch(step.reference) if step.reference else [None] * len(batches),
-            strict=True,
+        Columns(
+            engine=of(batch, step.engine), proximal=of(batch, step.proximal), advantages=of(batch, step.advantages),
+            weights=of(batch, weights), corrections=of(batch, step.corrections), fresh=of(batch, fresh),
+            sequences=torch.from_numpy(batch.sequences), reference=of(batch, step.reference) if step.reference else None,
         )
+        for batch in batches
     ]  # fmt: skip
-
-
-def engine_gap(logprobs: Tensor, columns: Columns) -> float:
-    """The largest difference between policy and engine, nats, over tokens that these very weights sampled."""
-    gaps = (logprobs - columns.engine)[columns.fresh].abs()
-    return float(gaps.max()) if len(gaps) else 0.0
 
 
 def policy_loss(rl: RL, columns: Columns, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:

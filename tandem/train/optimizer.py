@@ -40,7 +40,7 @@ class Optimizer:
             self.adam.step()
             # the fused kernel does not count its writes, and the linear packs are renewed by that count
             torch.autograd.graph.increment_version(list(self.parameters.values()))
-        self.step += 1
+            self.step += 1
         self.adam.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "learning_rate": rate, "skipped_updates": float(skip)}
 

@@ -60,7 +60,7 @@ KINDS = {  # name: command and overrides
     "ema": ["train", "rl.algorithm=reinforce", "rl.group_size=2"],
     "curriculum": ["train", "rl.curriculum=true"],
     "ppo": ["train", "rl.algorithm=ppo", "rl.epochs=2", "critic.warmup_steps=1"],
-    "dapo, ema, curriculum": ["train", "rl.algorithm=dapo", "rl.advantage=ema", "rl.curriculum=true"],
+    "dapo, curriculum": ["train", "rl.algorithm=dapo", "rl.curriculum=true"],
     "lora": ["train", "lora.rank=4", "rl.kl_coef=0.05"],
     "ppo, lora": ["train", "rl.algorithm=ppo", "critic.warmup_steps=1", "lora.rank=4", "rl.kl_coef=0.05"],
 }

@@ -10,7 +10,7 @@ STEPS = 5  # a checkpoint after 3; the kill at the row of step 4 costs a step th
 KINDS = [
     "sft",
     "dpo",
-    "dapo, ema, curriculum",
+    "dapo, curriculum",
     "ppo, lora",
 ]  # each by itself, and more: python -m tests.invariants.kills
 

@@ -348,10 +348,10 @@ def test_the_overlong_penalty_is_trls_with_the_other_sign(limit, buffer):
     assert [-overlong_penalty(n, limit, buffer) for n in lengths] == pytest.approx(theirs, rel=1e-15)
 
 
-def test_without_a_buffer_a_completion_at_the_limit_is_penalized_here_and_never_in_trl():
-    """Deliberate: none can be longer than the limit, so TRL's penalty of a buffer of 0 would be none at all."""
+def test_without_a_buffer_the_length_of_a_completion_costs_nothing():
+    """Deliberate: TRL penalizes what is longer than the limit, and nothing can be; here `loop.score` knows what was cut."""
     theirs = trl_rewards.get_soft_overlong_punishment(10, 0)([[0] * n for n in (9, 10, 11)])
-    assert (theirs, [overlong_penalty(n, 10, 0) for n in (9, 10, 11)]) == ([0, 0, -1], [0, 1, 1])
+    assert (theirs, [overlong_penalty(n, 10, 0) for n in (9, 10, 11)]) == ([0, 0, -1], [0, 0, 0])
 
 
 # --- advantages and engine corrections, through trainers over a tiny model

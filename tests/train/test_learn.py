@@ -81,7 +81,7 @@ def test_an_engine_that_is_one_ulp_off_is_told_before_any_weight_changes():
     row = learn(Models(policy=policy), wrong, settings(), HOW, version=1, exact=False)
     assert 0.0 < row["logprob_gap"] < 1e-5
     # tokens of older weights are not held to these
-    assert learn(Models(policy=policy), wrong, settings(), HOW, version=2)["logprob_gap"] == 0.0
+    assert "logprob_gap" not in learn(Models(policy=policy), wrong, settings(), HOW, version=2)
 
 
 # ---- the losses
@@ -356,7 +356,8 @@ def test_sequences_with_a_large_logprob_error_and_no_others_carry_no_loss():
     terms = []
     for number, (episode, advantage) in enumerate(zip(episodes_of(groups), grpo_of(groups), strict=True)):
         logprobs = stock_logprobs(stock, episode)
-        part = dense.policy_terms(config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage))
+        engine = torch.from_numpy(episode.engine_logprobs[episode.loss_mask])  # the mask does not change the ratio
+        part = dense.policy_terms(config.rl, logprobs, engine, torch.full_like(logprobs, advantage))
         terms.append(part * float(divmod(number, 3) not in wrong))
     dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
     dense.assert_gradients(gradients, stock)

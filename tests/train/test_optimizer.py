@@ -87,7 +87,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_untouched(bad)
     metrics = ours.update()
     assert metrics["skipped_updates"] == 1.0 and not math.isfinite(metrics["grad_norm"])
     assert bits(weights) == before and all(torch.equal(v, moments[k]) for k, v in ours.state().items())
-    assert ours.step == 2 and all(p.grad is None for p in weights.values())
+    assert ours.step == 1 and all(p.grad is None for p in weights.values())
 
 
 def test_gradients_are_cleared_and_the_version_counters_rise_with_every_update():
