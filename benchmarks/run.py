@@ -188,7 +188,9 @@ def trainer_table(result: dict) -> list[str]:
     shared = result["shared"]
     each, once = shared["each_s"], shared["once_s"]
     rows = f"{shared['rows_each']:,} rows / once a group, {shared['rows_once']:,}"
-    lines.append(f"| forward + backward, prompt trained once a sample, {rows} | {each:.1f} s | {once:.1f} s | {each / once:.2f}x |")
+    lines.append(
+        f"| forward + backward, prompt once a sample, {rows} | {each:.1f} s | {once:.1f} s | {each / once:.2f}x |"
+    )
     full, chunks = logprobs["full_s"], logprobs["chunks_s"]
     lines.append(
         f"| log-probs, full logits / in chunks | {full:.2f} s | {chunks:.2f} s | {chunks / full:.2f} of the time |"
