@@ -310,11 +310,12 @@ def update_critic(critic: Learner, batches: Sequence[Microbatch], step: Step, cl
 
 
 def merge(rows: Sequence[Row]) -> Row:
-    """One row of a step's updates: means over loss tokens, sums of counts; the gap is the first update's."""
+    """One row of a step's updates: means over loss tokens, sums of counts. The gap is the first update's, before any weight
+    has moved, and is left out where that one had no fresh token."""
     if not rows:
         return {}
     tokens = np.array([row["num_loss_tokens"] for row in rows])
-    names = sorted({name for row in rows for name in row})
+    names = sorted({name for row in rows for name in row} - {"logprob_gap"})
     merged: Row = {}
     for name in names:
         values = np.array([row.get(name, 0.0) for row in rows])

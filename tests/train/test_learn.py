@@ -9,7 +9,7 @@ import torch
 from tandem.config import ALGORITHMS
 from tandem.errors import UserError
 from tandem.model.logprobs import Filter
-from tandem.train.learn import Models, annotate, learn, start, token_advantages
+from tandem.train.learn import Models, annotate, learn, merge, start, token_advantages
 from tests.tiny import exact_model, twins, value_twins
 from tests.train import dense
 from tests.train.episodes import (
@@ -82,6 +82,12 @@ def test_an_engine_that_is_one_ulp_off_is_told_before_any_weight_changes():
     assert 0.0 < row["logprob_gap"] < 1e-5
     # tokens of older weights are not held to these
     assert "logprob_gap" not in learn(Models(policy=policy), wrong, settings(), HOW, version=2)
+
+
+def test_the_gap_of_a_step_is_that_of_its_first_update_and_of_no_later_one():
+    counts = {"num_loss_tokens": 4.0, "skipped_updates": 0.0}
+    assert merge([{**counts, "logprob_gap": 0.0}, {**counts, "logprob_gap": 1.0}])["logprob_gap"] == 0.0
+    assert "logprob_gap" not in merge([counts, {**counts, "logprob_gap": 1.0}])  # the first had survivors only
 
 
 # ---- the losses
