@@ -191,16 +191,19 @@ def trainer_table(result: dict) -> list[str]:
     lines.append(
         f"| forward + backward, prompt once a sample, {rows} | {each:.1f} s | {once:.1f} s | {each / once:.2f}x |"
     )
-    full, chunks = logprobs["full_s"], logprobs["chunks_s"]
-    lines.append(
-        f"| log-probs, full logits / in chunks | {full:.2f} s | {chunks:.2f} s | {chunks / full:.2f} of the time |"
-    )
+    full = logprobs["full_s"]
+    for name, label in (("chunks", "gradient expected"), ("again", "logits computed again")):
+        seconds = logprobs[f"{name}_s"]
+        lines.append(
+            f"| log-probs, full logits / in chunks, {label} | {full:.2f} s | {seconds:.2f} s | {seconds / full:.2f} of the time |"
+        )
     full, chunks = logprobs["full_mib"], logprobs["chunks_mib"]
     lines.append(f"| the same, peak memory | {full:,.0f} MiB | {chunks:,.0f} MiB | {chunks / full:.0%} |")
-    theirs, ours = adamw["default_s"], adamw["tandem_s"]
-    lines.append(
-        f"| AdamW step, torch's default / Tandem's | {theirs * 1e3:.0f} ms | {ours * 1e3:.0f} ms | {theirs / ours:.2f}x |"
-    )
+    for suffix, label in (("_alone", "alone"), ("", "with gradient clipping")):
+        theirs, ours = (adamw[f"{side}{suffix}_s"] * 1e3 for side in ("default", "tandem"))
+        lines.append(
+            f"| AdamW step, torch's default / fused, {label} | {theirs:.0f} ms | {ours:.0f} ms | {theirs / ours:.2f}x |"
+        )
     return [*lines, ""]
 
 

@@ -6,9 +6,10 @@ ragged    forward + backward of 8 sequences whose mean length is 45% of the long
           and SDPA, token mean of -log p in both. With and without activation checkpointing.
 shared    forward + backward of 4 groups of 8 samples, prompts of 64 tokens and answers of 43: each prompt packed once for its
           group, against once for each sample.
-logprobs  log-probs of 4,096 tokens and their gradients over a vocabulary of 49,152: in chunks, against full logits. Time in one
-          process, alternating; peak memory (above what the inputs take) each in a process of its own.
-adamw     an AdamW step over the model's shapes: Tandem's optimizer, norm included, against torch's default.
+logprobs  log-probs of 4,096 tokens and their gradients over a vocabulary of 49,152: in chunks (the gradient expected, as on
+          policy, or the logits computed again), against full logits. Time in one process, alternating; peak memory (above
+          what the inputs take) each in a process of its own.
+adamw     an AdamW step over the model's shapes: fused, against torch's default; each alone, and with clipping.
 
 Sides alternate; medians.
 """
@@ -18,8 +19,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,7 +31,6 @@ from transformers import AutoModelForCausalLM
 
 from tandem.build import prepare_process
 from tandem.config import Config
-from tandem.metrics import peak_rss_mb
 from tandem.model.linear import pack as pack_weight
 from tandem.model.load import ExactModel, load_model
 from tandem.model.logprobs import Filter, token_logprobs
@@ -117,7 +118,8 @@ def padded_step(model: torch.nn.Module, documents: list[np.ndarray]) -> float:
 
 def packed_step(model: ExactModel, batch: Microbatch, *, checkpointing: bool) -> float:
     model.checkpointing = checkpointing
-    loss = -batch_logprobs(model, batch, Filter())[0].mean()
+    known = -(torch.ones(len(batch.targets)) / len(batch.targets))
+    loss = -batch_logprobs(model, batch, Filter(), known)[0].sum() / len(batch.targets)
     loss.backward()
     model.module.zero_grad(set_to_none=True)
     return float(loss)
@@ -131,6 +133,11 @@ def head() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
+    token_logprobs(hidden, weight, pack_weight(weight), targets, Filter(), None, above)[0].backward(above)
+    hidden.grad = weight.grad = None
+
+
+def computed_again(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
     token_logprobs(hidden, weight, pack_weight(weight), targets, Filter())[0].backward(above)
     hidden.grad = weight.grad = None
 
@@ -141,7 +148,7 @@ def in_full(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> N
     hidden.grad = weight.grad = None
 
 
-SIDES = {"chunks": in_chunks, "full": in_full}
+SIDES = {"chunks": in_chunks, "again": computed_again, "full": in_full}
 
 
 def logprobs() -> dict[str, float]:
@@ -159,37 +166,39 @@ def peak(name: str) -> float:
     inputs = head()
     warm = (inputs[0][:64].detach().requires_grad_(), inputs[1], inputs[2][:64], inputs[3][:64])
     SIDES[name](*warm)
-    before = peak_rss_mb()
+    before = high_water()
     SIDES[name](*inputs)
-    return peak_rss_mb() - before
+    return high_water() - before
+
+
+def high_water() -> float:
+    """MiB; not getrusage, which a process inherits from the one that started it."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
 
 
 def adamw(path: str) -> dict[str, float]:
-    model = load_model(path)
-    shapes = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.module.named_parameters()}
-    theirs = torch.optim.AdamW([torch.nn.Parameter(p.detach().clone()) for p in shapes.values()], lr=1e-6)
+    weights = {name: p.detach().clone() for name, p in load_model(path).module.named_parameters()}
+    shapes = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
     ours = Optimizer(shapes, learning_rate=1e-6, schedule="constant", warmup_steps=0, total_steps=1, weight_decay=0.01,
                      betas=(0.9, 0.999), max_grad_norm=1.0)  # fmt: skip
-    gradients = [torch.randn_like(p) for p in shapes.values()]
+    copies = [torch.nn.Parameter(weight.clone()) for weight in weights.values()]
+    theirs = torch.optim.AdamW(copies, lr=1e-6)
+    gradients = [torch.randn_like(p) for p in copies]
 
-    def step_ours() -> None:
-        for p, gradient in zip(shapes.values(), gradients, strict=True):
+    def given(parameters: Iterable[torch.nn.Parameter]) -> None:
+        for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
-        ours.update()
 
-    def step_theirs() -> None:
-        for p, gradient in zip(theirs.param_groups[0]["params"], gradients, strict=True):
-            p.grad = gradient
-        torch.nn.utils.clip_grad_norm_(theirs.param_groups[0]["params"], 1.0)
+    def clipped() -> None:
+        torch.nn.utils.clip_grad_norm_(copies, 1.0)
         theirs.step()
-        theirs.zero_grad(set_to_none=True)
 
-    def fused_alone() -> None:
-        for p, gradient in zip(shapes.values(), gradients, strict=True):
-            p.grad = gradient
-        ours.adam.step()
-
-    return alternate({"default": step_theirs, "tandem": step_ours, "fused_alone": fused_alone})
+    sides = {
+        "default": (copies, clipped), "tandem": (shapes.values(), ours.update),
+        "default_alone": (copies, theirs.step), "tandem_alone": (shapes.values(), ours.adam.step),
+    }  # fmt: skip
+    return alternate({name: lambda side=side: (given(side[0]), side[1]()) for name, side in sides.items()}, rounds=7)
 
 
 if __name__ == "__main__":

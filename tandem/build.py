@@ -41,7 +41,7 @@ def read_data(config: Config, *keys: str) -> dict[str, list[Problem]]:
 
 
 def input_hashes(config: Config) -> dict[str, str]:
-    """SHA-256 of every data file, and of the weights in local model directories, that the config names; by key."""
+    """SHA-256 of every data file, reward file, and of the weights in local model directories, that the config names; by key."""
     paths = {
         "data.train": config.data.train, "eval.data": config.eval.data, "sft.train": config.sft.train,
         "preference.train": config.preference.train, "preference.test": config.preference.test,
@@ -53,6 +53,8 @@ def input_hashes(config: Config) -> dict[str, str]:
     for key, folder in models.items():
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
         paths |= {f"{key}/{file.name}": str(file) for file in files}
+    sources = [function.rpartition(":")[0] for function in config.reward.functions]
+    paths |= {f"reward.function/{source}": source for source in sources if source}
     return {key: _sha256(Path(path)) for key, path in paths.items() if Path(path).is_file()}
 
 

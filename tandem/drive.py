@@ -116,7 +116,7 @@ def _same_data(saved: dict[str, str], now: dict[str, str]) -> None:
     changed = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
     if changed:
         raise UserError(
-            "a data file or the starting model has changed since the run began",
+            "a data file, the reward function or the starting model has changed since the run began",
             where=", ".join(changed),
             expected="the same bytes: the rest of the run would not be the same run",
             next="restore it, take another run.folder=PATH, or start over with --fresh (the old run is kept beside it)",

@@ -36,7 +36,7 @@ from tandem.config import Config
 from tandem.data.chats import read_chats
 from tandem.data.preferences import read_preferences
 from tandem.data.problems import problems_of_step
-from tandem.data.render import ChatRenderer, load_renderer
+from tandem.data.render import ChatRenderer, load_renderer, load_tokenizer
 from tandem.drive import Job
 from tandem.envs.single_turn import SingleTurn
 from tandem.errors import UserError
@@ -74,6 +74,11 @@ def distill_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]
         raise UserError("distillation has no reference and no groups to choose from", where="tandem distill",
                         found=f"rl.kl_coef = {config.rl.kl_coef}, rl.max_gen_batches = {config.rl.max_gen_batches}",
                         expected="0 for both", next="add rl.kl_coef=0 rl.max_gen_batches=0")  # fmt: skip
+    check_models(config, "distill.teacher")
+    if load_tokenizer(config.distill.teacher).get_vocab() != load_tokenizer(config.model.path).get_vocab():
+        raise UserError("teacher and student do not read the same tokens", where=f"distill.teacher = {config.distill.teacher}",
+                        found="another tokenizer", expected=f"that of {config.model.path}",
+                        next="take a teacher of the same family")  # fmt: skip
     with _problems_job(config, episodes, report, ("distill.teacher",), student_and_teacher, distill_step) as job:
         yield job
 

@@ -35,6 +35,8 @@ class StepProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bar.stop()
+        if kind is KeyboardInterrupt:
+            console.print("interrupted; the same command goes on from the last checkpoint")
 
     def __call__(self, done: int, metrics: Row, timings: Row) -> None:
         self.bar.update(self.task, completed=done, text=summary(metrics, timings))
@@ -67,7 +69,10 @@ class StepProgress:
                 "over 90% of the groups have equal rewards: nothing to learn from them",
             ),
             (metrics["truncated"] > 0.5, "over half of the completions hit rollout.max_new_tokens"),
-            (metrics["reward_errors"] > 0, "some episodes could not be scored; see reward_error in episodes/"),
+            (
+                metrics["reward_errors"] > 0,
+                f"{metrics['reward_errors']:.0f} episodes could not be scored; see reward_error in episodes/",
+            ),
         ]
         return [text for hit, text in checks if hit]
 

@@ -267,12 +267,10 @@ def open_output(output: Output, config: Config, fresh: bool) -> Iterator[RunFold
 
 def hashes(config: Config) -> dict[str, str]:
     """SHA-256 by key of what the episodes are a function of, besides the config: problems, model, reward function."""
-    sources = [function.rpartition(":")[0] or "none" for function in config.reward.functions]
     texts = [file for file in sorted(Path(config.model.path or "none").glob("*")) if file.suffix in TEXT_FILES]
-    files = {f"model.path/{file.name}": file for file in texts} | {
-        f"reward.function/{name}": Path(name) for name in sources
-    }
-    kept = {key: value for key, value in input_hashes(config).items() if key.startswith(("data.train", "model.path/"))}
+    files = {f"model.path/{file.name}": file for file in texts}
+    own = ("data.train", "model.path/", "reward.function/")
+    kept = {key: value for key, value in input_hashes(config).items() if key.startswith(own)}
     return kept | {key: hashlib.sha256(file.read_bytes()).hexdigest() for key, file in files.items() if file.is_file()}
 
 

@@ -39,7 +39,7 @@ FIXED_CLOCK = (
 def load_renderer(model_path: str) -> "ChatRenderer":
     """The renderer of a model directory or hub name. Raises UserError without directory, tokenizer or chat template."""
     _require_model(model_path)
-    tokenizer = _load_tokenizer(model_path)
+    tokenizer = load_tokenizer(model_path)
     try:
         template = tokenizer.get_chat_template()
     except ValueError:
@@ -73,7 +73,7 @@ def _require_model(model_path: str) -> None:
         )
 
 
-def _load_tokenizer(model_path: str) -> Any:
+def load_tokenizer(model_path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:

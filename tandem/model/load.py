@@ -222,6 +222,10 @@ def check_model(path: str, key: str = "model.path") -> Any:
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise UserError("the model's config cannot be read", where=f"{key} = {path}", found=str(error).splitlines()[0],
                         expected="a Hugging Face config.json, or a hub name that can be reached from here") from None  # fmt: skip
+    if key != "critic.path" and (config.architectures or [""])[0].endswith("ForSequenceClassification"):
+        raise UserError("this is a reward model, which has no tokens to say", where=f"{key} = {path}",
+                        found=config.architectures[0], expected="a causal language model",
+                        next="a reward model can be the critic: critic.path")  # fmt: skip
     reasons = why_not_exact(config)
     if reasons:
         raise UserError("this model cannot run exactly", where=f"{key} = {path}", found="; ".join(reasons),

@@ -6,7 +6,7 @@ penalty, temperature, top-k, top-p and min-p included.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,54 +95,78 @@ def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: SeenBefore | None = None
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: SeenBefore | None = None,
+    expected: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(log-probs float32 [N], entropy float32 [N], both nats) of targets int64 [N] after hidden states [N, D].
 
     weight [V, D] is the output projection and packed its pack; seen is needed with a repetition penalty. Both are
-    differentiable.
+    differentiable. expected float32 [N] is the gradient that the log-probs are going to receive, where the loss tells it
+    beforehand: the gradients are then made with the logits at hand, and the backward pass has nothing to compute again. If
+    another one arrives, the backward pass computes it as ever.
     """
-    return _TokenLogprobs.apply(hidden, weight, packed, targets, how, seen)  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(hidden, weight, packed, targets, how, seen, expected)  # type: ignore[no-any-return]
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Saves the hidden states; the backward pass computes each chunk's logits again, one matmul more."""
+    """Saves the hidden states; the backward pass computes each chunk's logits again, one matmul more, unless `expected` held."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: SeenBefore | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: SeenBefore | None,
+        expected: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.how, ctx.seen = how, seen
         logprobs, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
+        wanted = ctx.needs_input_grad if expected is not None else (False, False)
+        grads = _Gradients(hidden, weight, wanted)
         for rows in chunks(len(targets), weight.shape[0]):
             logits = multiply(hidden[rows], packed).float()
-            _penalize(logits, how, seen, rows)
+            penalized = _penalize(logits, how, seen, rows)
             table = log_distribution(logits, how, targets[rows])
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
             entropy[rows] = -(table.exp() * table.clamp_min(-1e4)).sum(-1)
-        ctx.save_for_backward(hidden, weight, packed, targets, entropy)
+            if expected is not None and any(wanted):
+                grads.add(rows, _slope(table, targets[rows], entropy[rows], expected[rows, None], None), how, penalized)
+        ctx.save_for_backward(hidden, weight, packed, targets, entropy, expected, grads.hidden, grads.weight)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, packed, targets, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+    def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, packed, targets, entropy, expected, grad_hidden, grad_weight = ctx.saved_tensors
+        if expected is not None and above[1] is None and above[0] is not None and torch.equal(above[0], expected):
+            return grad_hidden, grad_weight, None, None, None, None, None
+        grads = _Gradients(hidden, weight, ctx.needs_input_grad)
         for rows in chunks(len(targets), weight.shape[0]):
             logits = multiply(hidden[rows], packed).float()
             penalized = _penalize(logits, ctx.how, ctx.seen, rows)
             table = log_distribution(logits, ctx.how, targets[rows])
-            slope = _slope(table, targets[rows], entropy[rows], *(None if g is None else g[rows, None] for g in grads))
-            if ctx.how.temperature not in (0.0, 1.0):
-                slope.div_(ctx.how.temperature)
-            if penalized is not None:
-                seen, factor = penalized
-                slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
-            grad_hidden[rows] = slope @ weight
-            if grad_weight is not None:
-                grad_weight.addmm_(slope.t(), hidden[rows])
-        return grad_hidden, grad_weight, None, None, None, None
+            slope = _slope(table, targets[rows], entropy[rows], *(None if g is None else g[rows, None] for g in above))
+            grads.add(rows, slope, ctx.how, penalized)
+        return grads.hidden, grads.weight, None, None, None, None, None
+
+
+class _Gradients:
+    """Those of the hidden states [N, D] and of the output projection [V, D], as far as wanted, chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]):
+        self.inputs = hidden, weight
+        self.hidden = torch.empty_like(hidden) if wanted[0] else None
+        self.weight = torch.zeros_like(weight) if wanted[1] else None
+
+    def add(self, rows: slice, slope: Tensor, how: Filter, penalized: tuple[Seen, Tensor] | None) -> None:
+        """slope [n, V]: d loss / d tempered logits of these rows; it is used up."""
+        hidden, weight = self.inputs
+        if how.temperature not in (0.0, 1.0):
+            slope.div_(how.temperature)
+        if penalized is not None:
+            seen, factor = penalized
+            slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
+        if self.hidden is not None:
+            self.hidden[rows] = slope @ weight
+        if self.weight is not None:
+            self.weight.addmm_(slope.t(), hidden[rows])
 
 
 def _slope(

@@ -43,7 +43,8 @@ def fit(policy: Learner, batches: Sequence[Microbatch]) -> Metrics:
     tokens = sum(len(batch.targets) for batch in batches)
 
     def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
-        terms, metrics = negative_log_likelihood(batch_logprobs(policy.model, batch, Filter())[0])
+        known = -(torch.ones(len(batch.targets)) / tokens)  # what the mean below sends back
+        terms, metrics = negative_log_likelihood(batch_logprobs(policy.model, batch, Filter(), known)[0])
         return terms.sum() / tokens, metrics
 
     return policy.update(batches, loss)

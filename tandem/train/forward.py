@@ -12,12 +12,14 @@ from tandem.model.logprobs import Filter, Seen, token_logprobs
 from tandem.types import Microbatch
 
 
-def batch_logprobs(model: ExactModel, batch: Microbatch, how: Filter) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropy) float32 [N] of the batch's targets under the model."""
+def batch_logprobs(
+    model: ExactModel, batch: Microbatch, how: Filter, expected: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropy) float32 [N] of the batch's targets under the model; expected as in token_logprobs."""
     hidden, weight, packed = _head(model, batch)
     targets = torch.from_numpy(batch.targets).to(model.device)
     seen = None if how.repetition_penalty == 1.0 else partial(_seen, batch, model.device)
-    return token_logprobs(hidden, weight, packed, targets, how, seen)
+    return token_logprobs(hidden, weight, packed, targets, how, seen, expected)
 
 
 @torch.no_grad()

@@ -233,7 +233,8 @@ def update_policy(
     gaps = []  # between policy and engine, nats, of tokens that these very weights sampled
 
     def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
-        logprobs, entropy = batch_logprobs(policy.model, batch, how)
+        expected = expected_gradient(config.rl, columns[index]) if exact else None
+        logprobs, entropy = batch_logprobs(policy.model, batch, how, expected)
         gap = (logprobs.detach() - columns[index].engine)[columns[index].fresh].abs()
         gaps.append(gap)
         if exact and (gap > 0).any():
@@ -270,6 +271,13 @@ def policy_columns(step: Step, batches: Sequence[Microbatch], config: Config, ve
         )
         for batch in batches
     ]  # fmt: skip
+
+
+def expected_gradient(rl: RL, columns: Columns) -> Tensor | None:
+    """[N]: what the log-probs receive from `policy_loss` while every ratio is 1; None where more than the ratio says it."""
+    if rl.loss == "gspo" or rl.entropy_coef or (columns.reference is not None and rl.kl_in == "loss"):
+        return None
+    return -(columns.weights * columns.corrections * columns.advantages)
 
 
 def policy_loss(rl: RL, columns: Columns, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:

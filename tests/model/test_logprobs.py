@@ -304,3 +304,33 @@ def test_nothing_is_spent_on_the_gradient_of_a_frozen_output_projection(frozen):
         logprobs.sum().backward()
     assert hidden.grad.any() and (weight.grad is None) == frozen
     assert run.counts["aten.addmm_.default"] == (0 if frozen else 1)
+
+
+@pytest.mark.parametrize("how", [Filter(), Filter(temperature=0.7, top_k=9)], ids=["plain", "filtered"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+def test_a_gradient_that_was_expected_gives_the_same_bits_and_another_one_its_own(how, frozen):
+    rng = torch.Generator().manual_seed(0)
+    rows, vocabulary, width = 40, 300_000, 8  # several chunks
+    weight = torch.randn(vocabulary, width, generator=rng).requires_grad_(not frozen)
+    targets, above = torch.randint(vocabulary, (rows,), generator=rng), torch.randn(rows, generator=rng)
+    start = torch.randn(rows, width, generator=rng)
+
+    def gradients(expected, arriving):
+        hidden = start.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(hidden, weight, pack(weight), targets, how, None, expected)
+        logprobs.backward(arriving)
+        head, weight.grad = weight.grad, None
+        return logprobs.detach(), entropy.detach(), hidden.grad, head
+
+    for expected, arriving in ((above, above), (above + 1, above), (torch.zeros(rows), above)):
+        for found, truth in zip(gradients(expected, arriving), gradients(None, arriving), strict=True):
+            assert (found is None and truth is None and frozen) or torch.equal(found, truth)
+
+
+@pytest.mark.parametrize(("shift", "products"), [(0.0, 0), (1.0, 1)])
+def test_the_backward_pass_computes_no_logits_again_where_the_gradient_was_expected(shift, products):
+    hidden, weight, above = torch.randn(6, 8).requires_grad_(), torch.randn(50, 8).requires_grad_(), torch.randn(6)
+    logprobs, _ = token_logprobs(hidden, weight, pack(weight), torch.arange(6), Filter(), None, above + shift)
+    with Operators() as ran:
+        logprobs.backward(above)
+    assert sum(count for name, count in ran.counts.items() if "linear" in name) == products

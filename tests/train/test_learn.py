@@ -9,7 +9,17 @@ import torch
 from tandem.config import ALGORITHMS
 from tandem.errors import UserError
 from tandem.model.logprobs import Filter
-from tandem.train.learn import Models, annotate, learn, merge, start, token_advantages
+from tandem.train.learn import (
+    Columns,
+    Models,
+    annotate,
+    expected_gradient,
+    learn,
+    merge,
+    policy_loss,
+    start,
+    token_advantages,
+)
 from tests.tiny import exact_model, twins, value_twins
 from tests.train import dense
 from tests.train.episodes import (
@@ -88,6 +98,31 @@ def test_the_gap_of_a_step_is_that_of_its_first_update_and_of_no_later_one():
     counts = {"num_loss_tokens": 4.0, "skipped_updates": 0.0}
     assert merge([{**counts, "logprob_gap": 0.0}, {**counts, "logprob_gap": 1.0}])["logprob_gap"] == 0.0
     assert "logprob_gap" not in merge([counts, {**counts, "logprob_gap": 1.0}])  # the first had survivors only
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce"])
+def test_the_gradient_expected_on_policy_is_the_one_that_arrives_to_the_last_bit(loss):
+    rng = np.random.default_rng(0)
+    engine, advantages, weights, corrections = (
+        torch.from_numpy(rng.normal(size=50).astype(np.float32)) for _ in range(4)
+    )
+    columns = Columns(
+        engine=engine, proximal=engine, advantages=advantages, weights=weights.abs(), corrections=corrections.abs(),
+        fresh=torch.ones(50, dtype=torch.bool), sequences=torch.zeros(50, dtype=torch.int64), reference=None,
+    )  # fmt: skip
+    rl = settings(loss=loss, dual_clip=3.0 if loss == "ppo_clip" else 0.0).rl
+    logprobs = engine.clone().requires_grad_()
+    policy_loss(rl, columns, logprobs, torch.zeros(50))[0].backward()
+    assert torch.equal(logprobs.grad, expected_gradient(rl, columns))
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss": "gspo"}, {"entropy_coef": 0.1}, {"mask_truncated": True}], ids=str)
+def test_expecting_the_gradient_changes_no_bit_of_an_update(changes):
+    policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model)
+    learn(Models(policy=policy), groups, settings(**changes), HOW, version=0, exact=True)
+    learn(Models(policy=twin), groups, settings(**changes), HOW, version=0, exact=False)
+    assert bits(policy) == bits(twin)
 
 
 # ---- the losses
