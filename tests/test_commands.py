@@ -219,3 +219,32 @@ def test_a_curriculum_over_too_few_problems_is_told_before_a_model_is_loaded(hom
     assert "cannot be loaded" in mistake(*command)
     text = mistake(*command, "rl.curriculum=true", "rl.prompts_per_step=49")
     assert "rl.prompts_per_step" in text and "49, of 48 problems" in text and "next:     rl.prompts_per_step=48" in text
+
+
+def test_a_teacher_with_another_tokenizer_of_the_same_size_is_a_users_error(home, tmp_path):
+    shutil.copytree(home / "teacher", tmp_path / "teacher")
+    tree = json.loads((tmp_path / "teacher/tokenizer.json").read_text())
+    for item in [*tree["added_tokens"], *([tree["model"]["vocab"]])]:
+        if "x" in item and "y" in item:
+            item["x"], item["y"] = item["y"], item["x"]
+    (tmp_path / "teacher/tokenizer.json").write_text(json.dumps(tree))
+    text = mistake("distill", home / "recipe.toml", f"run.folder={tmp_path}/run", f"distill.teacher={tmp_path}/teacher")
+    assert "do not read the same tokens" in text
+
+
+def test_a_reward_model_is_no_policy(home, tmp_path):
+    shutil.copytree(home / "model", tmp_path / "scorer")
+    config = json.loads((tmp_path / "scorer/config.json").read_text())
+    config["architectures"] = ["Qwen3ForSequenceClassification"]
+    (tmp_path / "scorer/config.json").write_text(json.dumps(config))
+    text = mistake("train", home / "recipe.toml", f"run.folder={tmp_path}/run", f"model.path={tmp_path}/scorer")
+    assert "reward model" in text and "critic.path" in text
+
+
+def test_a_run_whose_reward_function_has_changed_is_not_gone_on_with(home, tmp_path):
+    reward = tmp_path / "mine.py"
+    reward.write_text("def score(problem, completion):\n    return float(len(completion) % 2)\n")
+    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run", f"reward.function={reward}:score"]
+    assert invoke(*command).exit_code == 0
+    reward.write_text("def score(problem, completion):\n    return -3.0\n")
+    assert f"reward.function/{reward}" in mistake(*command, f"run.steps={STEPS + 1}")
