@@ -206,7 +206,8 @@ def algorithm_table(results: dict[str, list[dict]]) -> list[str]:
         rises = [row["after"] - row["before"] for row in own]
         cells = " | ".join(f"{row['before']:.3f} -> {row['after']:.3f}" for row in own)
         episodes = np.mean([row["episodes"] for row in own])
-        gap = max(row["gap"] for row in own)
+        gaps = [row["gap"] for row in own]
+        gap = "not measured" if None in gaps else max(gaps)
         lines.append(f"| `{name}` | {cells} | {np.mean(rises):+.3f} | {gap} | {episodes:,.0f} |")
     return [*lines, ""]
 
