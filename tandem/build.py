@@ -140,7 +140,7 @@ def build_reference(config: Config, policy: ExactModel) -> ExactModel:
     return load_model(config.model.reference or config.model.path)
 
 
-def check_models(config: Config, *others: str) -> Any:
+def check_models(config: Config, *others: str, head: Literal["tokens", "value"] = "tokens") -> Any:
     """Before any weights are loaded: model.path and the other keys name models that are there, exact, and of one vocabulary.
 
     Returns the transformers config of model.path.
@@ -148,10 +148,11 @@ def check_models(config: Config, *others: str) -> Any:
     paths = {
         "model.reference": config.model.reference, "critic.path": config.critic.path, "distill.teacher": config.distill.teacher,
     }  # fmt: skip
-    shape = check_model(config.model.path)
+    shape = check_model(config.model.path, head=head)
     size = shape.vocab_size
     for key in others:
-        if paths[key] and (found := check_model(paths[key], key).vocab_size) != size:
+        kind: Literal["tokens", "value"] = "value" if key == "critic.path" else "tokens"
+        if paths[key] and (found := check_model(paths[key], key, head=kind).vocab_size) != size:
             raise UserError("two models do not share a vocabulary", where=f"{key} = {paths[key]}", found=f"{found:,} tokens",
                             expected=f"{size:,}, as model.path", next="take a model of the same family")  # fmt: skip
     if config.lora.rank:

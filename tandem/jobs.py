@@ -251,7 +251,8 @@ def _pairs(
     if not config.preference.train:
         raise _missing("no pairs are named", "preference.train", "a JSONL or Parquet file of prompt, chosen, rejected")
     read = {key: read_preferences(path, key=key) if path else [] for key, path in paths.items()}
-    shape, renderer = check_models(config, *others), load_renderer(config.model.path)
+    shape = check_models(config, *others, head="value" if make is scored_pair else "tokens")
+    renderer = load_renderer(config.model.path)
     made = []
     for key, pairs in read.items():
         chats = [(*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]

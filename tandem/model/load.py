@@ -171,7 +171,7 @@ def load_model(path: str, lora: Lora | None = None, *, head: Literal["tokens", "
     A value model of a directory without `score.weight`, a language model's, starts with a score of exactly zero. Raises
     UserError when the model is missing or not exact.
     """
-    check_model(path)
+    check_model(path, head=head)
     return make_exact(_stock_model(path, head), lora)
 
 
@@ -200,10 +200,10 @@ def _stock_model(path: str, head: Literal["tokens", "value"]) -> Any:
     return module
 
 
-def check_model(path: str, key: str = "model.path") -> Any:
+def check_model(path: str, key: str = "model.path", *, head: Literal["tokens", "value"] = "tokens") -> Any:
     """The model's transformers config; refuses, without loading weights, what is not there or cannot be exact.
 
-    key: the config key that names it.
+    key: the config key that names it; head as in load_model: a value model may start from a language model, not the reverse.
     """
     from transformers import AutoConfig
 
@@ -222,7 +222,7 @@ def check_model(path: str, key: str = "model.path") -> Any:
     except (OSError, ValueError, json.JSONDecodeError) as error:
         raise UserError("the model's config cannot be read", where=f"{key} = {path}", found=str(error).splitlines()[0],
                         expected="a Hugging Face config.json, or a hub name that can be reached from here") from None  # fmt: skip
-    if key != "critic.path" and (config.architectures or [""])[0].endswith("ForSequenceClassification"):
+    if head == "tokens" and (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         raise UserError("this is a reward model, which has no tokens to say", where=f"{key} = {path}",
                         found=config.architectures[0], expected="a causal language model",
                         next="a reward model can be the critic: critic.path")  # fmt: skip
