@@ -39,7 +39,7 @@ def main() -> None:
         engine = build_engine(config, models.policy.model, renderer)
         with reward_pool(config) as reward:
             stages = Stages(
-                config=config, problems=read_data(config, "data.train")["data.train"], renderer=renderer, env=SingleTurn(),
+                config=config, problems=read_data(config, "data.train"), renderer=renderer, env=SingleTurn(),
                 engine=engine, reward=reward, models=models, exact=True,
                 sync=InlineSync(engine), episodes=Path(folder) / "episodes",
                 params=sampling_params(config.rollout, () if fixed == "1" else renderer.stop_token_ids),

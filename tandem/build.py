@@ -31,13 +31,13 @@ Report = Callable[[str], None]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def read_data(config: Config, *keys: str) -> dict[str, list[Problem]]:
-    """The problems of "data.train" and "eval.data", as named; an eval set that is not configured is empty."""
-    paths = {"data.train": config.data.train, "eval.data": config.eval.data}
-    if "data.train" in keys and not config.data.train:
-        raise UserError("no training problems are named", where="data.train", expected="a JSONL or Parquet file",
+def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> list[Problem]:
+    """The problems that a key names; an eval set that is not configured is empty."""
+    path = config.data.train if key == "data.train" else config.eval.data
+    if key == "data.train" and not path:
+        raise UserError("no training problems are named", where=key, expected="a JSONL or Parquet file",
                         next="add data.train=FILE")  # fmt: skip
-    return {key: read_problems(paths[key], config.data, key=key) if paths[key] else [] for key in keys}
+    return read_problems(path, config.data, key=key) if path else []
 
 
 def input_hashes(config: Config) -> dict[str, str]:

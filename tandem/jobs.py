@@ -90,8 +90,8 @@ def _problems_job(
 ) -> Iterator[Job]:  # fmt: skip
     """A job whose episodes are sampled on the way."""
     prepare_process(config)
-    data = read_data(config, "data.train")["data.train"]
-    held_out = read_data(config, "eval.data")["eval.data"]
+    data = read_data(config, "data.train")
+    held_out = read_data(config, "eval.data")
     check_models(config, *others)
     renderer = load_renderer(config.model.path)
     problems = renderer.check_lengths(data, config.data)
@@ -143,7 +143,7 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     settings = config.sft
     if not settings.train:
         raise _missing("no chats are named", "sft.train", "a JSONL or Parquet file of chats")
-    chats, held_out = read_chats(settings.train, key="sft.train"), read_data(config, "eval.data")["eval.data"]
+    chats, held_out = read_chats(settings.train, key="sft.train"), read_data(config, "eval.data")
     shape, renderer = check_models(config), load_renderer(config.model.path)
     samples = [Sample(tokens=t, loss_mask=mask) for t, mask in renderer.trainings(chats, loss=settings.loss_on)]
     _check_fit(samples, shape, "a chat", "sft.train, chat")
@@ -163,7 +163,7 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
 def dpo_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     """`tandem dpo`."""
     prepare_process(config)
-    settings, held_out = config.preference, read_data(config, "eval.data")["eval.data"]
+    settings, held_out = config.preference, read_data(config, "eval.data")
     train, test, renderer = _pairs(config, answer_pair, "model.reference")
     policy = build_learner(config, build_model(config, config.model.path), settings, settings.steps)
     reference = build_reference(config, policy.model)

@@ -22,7 +22,7 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
             next=f"mkdir -p {out.parent}",
         )
     prepare_process(config)
-    problems = read_data(config, "eval.data")["eval.data"]
+    problems = read_data(config, "eval.data")
     if not problems:
         raise UserError(
             "no held-out problems are named",

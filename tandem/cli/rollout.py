@@ -53,7 +53,7 @@ def rollout(config: Config, out: Path | None, fresh: bool = False) -> None:
     output = output_at(out or DEFAULT_OUT)
     output.check()
     prepare_process(config)
-    problems = read_data(config, "data.train")["data.train"]
+    problems = read_data(config, "data.train")
     with open_output(output, config, fresh) as run:
         inputs = hashes(config)
         if is_complete(run.path, output, inputs):

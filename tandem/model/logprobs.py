@@ -96,16 +96,18 @@ def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: SeenBefore | None = None,
-    expected: Tensor | None = None,
+    expected: Tensor | None = None, entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(log-probs float32 [N], entropy float32 [N], both nats) of targets int64 [N] after hidden states [N, D].
+
+    The entropy is left at zero unless it is asked for: it takes three passes over the logits.
 
     weight [V, D] is the output projection and packed its pack; seen is needed with a repetition penalty. Both are
     differentiable. expected float32 [N] is the gradient that the log-probs are going to receive, where the loss tells it
     beforehand: the gradients are then made with the logits at hand, and the backward pass has nothing to compute again. If
     another one arrives, the backward pass computes it as ever.
     """
-    return _TokenLogprobs.apply(hidden, weight, packed, targets, how, seen, expected)  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(hidden, weight, packed, targets, how, seen, expected, entropy)  # type: ignore[no-any-return]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -114,10 +116,10 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, packed: Tensor, targets: Tensor, how: Filter, seen: SeenBefore | None,
-        expected: Tensor | None,
+        expected: Tensor | None, with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.how, ctx.seen = how, seen
-        logprobs, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
+        logprobs, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(2))
         wanted = ctx.needs_input_grad if expected is not None else (False, False)
         grads = _Gradients(hidden, weight, wanted)
         for rows in chunks(len(targets), weight.shape[0]):
@@ -125,7 +127,8 @@ class _TokenLogprobs(torch.autograd.Function):
             penalized = _penalize(logits, how, seen, rows)
             table = log_distribution(logits, how, targets[rows])
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
-            entropy[rows] = -(table.exp() * table.clamp_min(-1e4)).sum(-1)
+            if with_entropy:
+                entropy[rows] = -(table.exp() * table.clamp_min(-1e4)).sum(-1)
             if expected is not None and any(wanted):
                 grads.add(rows, _slope(table, targets[rows], entropy[rows], expected[rows, None], None), how, penalized)
         ctx.save_for_backward(hidden, weight, packed, targets, entropy, expected, grads.hidden, grads.weight)
@@ -136,7 +139,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, packed, targets, entropy, expected, grad_hidden, grad_weight = ctx.saved_tensors
         if expected is not None and above[1] is None and above[0] is not None and torch.equal(above[0], expected):
-            return grad_hidden, grad_weight, None, None, None, None, None
+            return grad_hidden, grad_weight, *[None] * 6
         grads = _Gradients(hidden, weight, ctx.needs_input_grad)
         for rows in chunks(len(targets), weight.shape[0]):
             logits = multiply(hidden[rows], packed).float()
@@ -144,7 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
             table = log_distribution(logits, ctx.how, targets[rows])
             slope = _slope(table, targets[rows], entropy[rows], *(None if g is None else g[rows, None] for g in above))
             grads.add(rows, slope, ctx.how, penalized)
-        return grads.hidden, grads.weight, None, None, None, None, None
+        return grads.hidden, grads.weight, *[None] * 6
 
 
 class _Gradients:

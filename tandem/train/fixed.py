@@ -44,7 +44,7 @@ def fit(policy: Learner, batches: Sequence[Microbatch]) -> Metrics:
 
     def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
         known = -(torch.ones(len(batch.targets)) / tokens)  # what the mean below sends back
-        terms, metrics = negative_log_likelihood(batch_logprobs(policy.model, batch, Filter(), known)[0])
+        terms, metrics = negative_log_likelihood(batch_logprobs(policy.model, batch, Filter(), known, entropy=False)[0])
         return terms.sum() / tokens, metrics
 
     return policy.update(batches, loss)
@@ -65,7 +65,7 @@ def pair_loss(model: ExactModel, reference: ExactModel, batch: Microbatch, how: 
     """DPO or IPO of a microbatch of whole pairs: losses [B / 2] and sums over pairs."""
     sequences = torch.from_numpy(batch.sequences)
     add = sequence_means if how.length_normalized else sequence_sums
-    own = add(batch_logprobs(model, batch, Filter())[0], sequences)
+    own = add(batch_logprobs(model, batch, Filter(), entropy=False)[0], sequences)
     held = add(reference_logprobs(reference, batch, Filter()), sequences)
     margin = margins(own[0::2], own[1::2], held[0::2], held[1::2])
     if how.loss == "ipo":

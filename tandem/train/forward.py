@@ -13,20 +13,20 @@ from tandem.types import Microbatch
 
 
 def batch_logprobs(
-    model: ExactModel, batch: Microbatch, how: Filter, expected: Tensor | None = None
+    model: ExactModel, batch: Microbatch, how: Filter, expected: Tensor | None = None, *, entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropy) float32 [N] of the batch's targets under the model; expected as in token_logprobs."""
+    """(log-probs, entropy) float32 [N] of the batch's targets under the model; the rest as in token_logprobs."""
     hidden, weight, packed = _head(model, batch)
     targets = torch.from_numpy(batch.targets).to(model.device)
     seen = None if how.repetition_penalty == 1.0 else partial(_seen, batch, model.device)
-    return token_logprobs(hidden, weight, packed, targets, how, seen, expected)
+    return token_logprobs(hidden, weight, packed, targets, how, seen, expected, entropy)
 
 
 @torch.no_grad()
 def reference_logprobs(reference: ExactModel, batch: Microbatch, how: Filter) -> Tensor:
     """float32 [N]; of a policy with adapters, the reference is the same model without them."""
     with reference.adapter_off():
-        return batch_logprobs(reference, batch, how)[0]
+        return batch_logprobs(reference, batch, how, entropy=False)[0]
 
 
 def batch_values(model: ExactModel, batch: Microbatch) -> Tensor:

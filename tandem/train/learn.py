@@ -7,7 +7,7 @@ With P1 the engine's log-probs are the behaviour policy's: no forward pass is ma
 the ratio of every fresh token is exactly 1, which is checked. Knows no environment and no engine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -66,9 +66,7 @@ class Step:
     updates: list[list[Microbatch]]
     engine: Column
     proximal: Column  # the denominator of the ratio: the engine's log-probs, with a correction the recomputed ones
-    recomputed: Column = field(
-        default_factory=list
-    )  # the policy's own at the start; empty where the engine's are taken
+    recomputed: Column = field(default_factory=list)  # the policy's own at the start; empty where the engine's hold
     reference: Column = field(default_factory=list)  # empty without a reference
     values: Column = field(default_factory=list)  # empty without a critic
     advantages: Column = field(default_factory=list)
@@ -147,7 +145,7 @@ def start(groups: Sequence[Group], config: Config) -> Step:
 def annotate(step: Step, models: Models, rl: RL, how: Filter) -> None:
     """One forward pass of each model whose word is needed before the first update."""
     if rl.correction != "none" or rl.max_logprob_error:
-        step.recomputed = step.ask(lambda batch: batch_logprobs(models.policy.model, batch, how)[0])
+        step.recomputed = step.ask(lambda batch: batch_logprobs(models.policy.model, batch, how, entropy=False)[0])
     if rl.correction != "none":
         step.proximal = step.recomputed
     if models.reference is not None:
@@ -244,11 +242,8 @@ def update_policy(
         return policy_loss(config.rl, columns[index], logprobs, entropy)
 
     metrics = policy.update(batches, loss)
-    compared = torch.cat(gaps).numpy()
-    return {
-        **metrics,
-        **({"logprob_gap": float(compared.max())} if len(compared) else {}),
-    }  # numpy's max: a NaN must show
+    compared = torch.cat(gaps).numpy()  # numpy, whose max lets a NaN show
+    return {**metrics, **({"logprob_gap": float(compared.max())} if len(compared) else {})}
 
 
 def policy_columns(step: Step, batches: Sequence[Microbatch], config: Config, version: int) -> list[Columns]:
@@ -260,8 +255,8 @@ def policy_columns(step: Step, batches: Sequence[Microbatch], config: Config, ve
     weights = {i: np.full(n, w, np.float32) for i, n, w in zip(samples, lengths, shares, strict=True)}
     fresh = [e.weight_versions[e.loss_mask] == version for e in map(step.episode, range(len(step.places)))]
 
-    def of(batch: Microbatch, column: Sequence[Array] | dict[int, Array]) -> Tensor:
-        return torch.from_numpy(np.concatenate([column[sample] for sample in batch.samples.tolist()]))
+    def of(batch: Microbatch, column: Sequence[Array] | Mapping[int, Array]) -> Tensor:
+        return torch.from_numpy(join([batch], column)[0])
 
     return [
         Columns(

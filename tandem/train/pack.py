@@ -6,7 +6,7 @@ array for each sample in the order of its loss tokens, or one for each microbatc
 and `split` turn one into the other. Knows no model and no loss.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -37,7 +37,7 @@ def pack(samples: Sequence[Sample], tokens_per_microbatch: int, *, keep_groups: 
     ]
 
 
-def join(batches: Sequence[Microbatch], columns: Sequence[Array]) -> list[Array]:
+def join(batches: Sequence[Microbatch], columns: Sequence[Array] | Mapping[int, Array]) -> list[Array]:
     """Columns by sample -> by microbatch."""
     return [np.concatenate([columns[i] for i in batch.samples]) for batch in batches]
 
