@@ -12,9 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tandem.build import build_engine, learning_models, prepare_process, read_data, reward_pool
+from tandem.build import build_engine, learning_models, playground, prepare_process, read_data
 from tandem.data.render import load_renderer
-from tandem.envs.single_turn import SingleTurn
 from tandem.evaluate import sampling_params
 from tandem.loop import Stages, train_step
 from tandem.metrics import peak_rss_mb
@@ -37,10 +36,10 @@ def main() -> None:
         prepare_process(config)
         renderer, models = load_renderer(path), learning_models(config)
         engine = build_engine(config, models.policy.model, renderer)
-        with reward_pool(config) as reward:
+        with playground(config) as player_of:
             stages = Stages(
-                config=config, problems=read_data(config, "data.train"), renderer=renderer, env=SingleTurn(),
-                engine=engine, reward=reward, models=models, exact=True,
+                config=config, problems=read_data(config, "data.train"), player=player_of(engine, renderer), models=models,
+                exact=True,
                 sync=InlineSync(engine), episodes=Path(folder) / "episodes",
                 params=sampling_params(config.rollout, () if fixed == "1" else renderer.stop_token_ids),
             )  # fmt: skip

@@ -2,60 +2,75 @@
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from tandem.config import SFT, Config, Preference, Train
+from tandem.data import sources
 from tandem.data.problems import read_problems
-from tandem.data.render import ChatRenderer
+from tandem.data.render import ChatRenderer, load_renderer
 from tandem.draws import address
 from tandem.engine.engine import Engine
-from tandem.envs.single_turn import SingleTurn
+from tandem.envs.load import load_env, source_files
+from tandem.envs.rollout import World
 from tandem.errors import UserError
 from tandem.evaluate import evaluate
+from tandem.loop import Grade, Player
 from tandem.model.load import ExactModel, check_model, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.probe import what_is_not_exact
 from tandem.rewards.pool import RewardPool
 from tandem.stream.journal import write_episodes
+from tandem.train.fixed import scores
 from tandem.train.learn import Models
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
-from tandem.types import Problem, Reward, Row
+from tandem.types import Episode, Generate, Problem, Renderer, Row
 
 Report = Callable[[str], None]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> list[Problem]:
+def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequence[Problem]:
     """The problems that a key names; an eval set that is not configured is empty."""
-    path = config.data.train if key == "data.train" else config.eval.data
-    if key == "data.train" and not path:
-        raise UserError("no training problems are named", where=key, expected="a JSONL or Parquet file",
+    source, weights = (config.data.train, config.data.weights) if key == "data.train" else (config.eval.data, [])
+    if key == "data.train" and not source:
+        raise UserError("no training problems are named", where=key, expected="a source of problems, see docs/data.md",
                         next="add data.train=FILE")  # fmt: skip
-    return read_problems(path, config.data, key=key) if path else []
+    return read_problems(source, config.data, key=key, weights=weights) if source else []
 
 
 def input_hashes(config: Config) -> dict[str, str]:
     """SHA-256 of every data file, reward file, and of the weights in local model directories, that the config names; by key."""
-    paths = {
+    data = {
         "data.train": config.data.train, "eval.data": config.eval.data, "sft.train": config.sft.train,
         "preference.train": config.preference.train, "preference.test": config.preference.test,
     }  # fmt: skip
     models = {
         "model.path": config.model.path, "model.reference": config.model.reference, "critic.path": config.critic.path,
-        "distill.teacher": config.distill.teacher,
+        "distill.teacher": config.distill.teacher, "reward.model": config.reward.model,
     }  # fmt: skip
+    paths: dict[str, Path] = {}
+    for key, source in data.items():
+        files = [file for name in _names(source) for file in sources.source_files(name, key)]
+        paths |= {key if len(files) == 1 else f"{key}/{file}": file for file in files}
     for key, folder in models.items():
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
-        paths |= {f"{key}/{file.name}": str(file) for file in files}
-    sources = [function.rpartition(":")[0] for function in config.reward.functions]
-    paths |= {f"reward.function/{source}": source for source in sources if source}
-    return {key: _sha256(Path(path)) for key, path in paths.items() if Path(path).is_file()}
+        paths |= {f"{key}/{file.name}": file for file in files}
+    modules = [function.rpartition(":")[0] for function in config.reward.functions]
+    paths |= {f"reward.function/{module}": Path(module) for module in modules if module}
+    paths |= {f"env/{file}": file for file in source_files(config.env)}
+    return {key: _sha256(path) for key, path in paths.items() if path.is_file()}
+
+
+def _names(source: str | list[str]) -> list[str]:
+    return [source] * bool(source) if isinstance(source, str) else source
 
 
 def _sha256(path: Path) -> str:
@@ -104,7 +119,10 @@ def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **si
         raise UserError("the tokenizer is not this model's", where=f"model.path = {config.model.path}",
                         found=f"{len(renderer.tokenizer):,} tokens", expected=f"at most {model.config.vocab_size:,}")  # fmt: skip
     rollout = config.rollout
-    return Engine(model, renderer.decode, cache_bytes=rollout.cache_mb << 20, max_batch=rollout.max_batch, **sizes)
+    return Engine(
+        model, renderer.decode, cache_bytes=rollout.cache_mb << 20, max_batch=rollout.max_batch,
+        **{"max_queue": max(1024, config.env.concurrency), **sizes},
+    )  # fmt: skip
 
 
 def lora_of(config: Config) -> Lora | None:
@@ -194,21 +212,69 @@ def check_exactness(config: Config, model: ExactModel, report: Report) -> bool:
 
 def reward_pool(config: Config) -> RewardPool:
     how = config.reward
-    return RewardPool(how.functions, how.timeout_s, how.workers, weights=how.weights)
+    options = dict(how.options)
+    if "code" in how.functions:
+        options["code"] = {**options.get("code", {}), "sandbox": config.sandbox.model_dump()}
+    return RewardPool(how.functions, how.timeout_s, how.workers, weights=how.weights, options=options)
+
+
+@contextmanager
+def playground(config: Config) -> Iterator[Callable[[Generate, Renderer], Player]]:
+    """Environment and reward workers, checked before anything expensive is loaded and alive as long as the context; it
+    yields what makes a Player of them with an engine and a renderer."""
+    world = World(make=load_env(config.env, config.sandbox), limits=config.env)
+    if config.reward.model:
+        check_model(config.reward.model, "reward.model", head="value")
+    with reward_pool(config) as reward:
+        yield lambda engine, renderer: Player(
+            engine=engine, renderer=renderer, world=world, reward=reward, grade=grader(config)
+        )
+
+
+def grader(config: Config) -> Grade | None:
+    """What lets the reward model of the config, if any, have its word: it reads each chat up to the model's last turn."""
+    if not config.reward.model:
+        return None
+    scorer, renderer = load_model(config.reward.model, head="value"), load_renderer(config.reward.model)
+
+    def grade(problems: Sequence[Problem], attempts: Sequence[tuple[Episode, ...]]) -> list[tuple[Episode, ...]]:
+        pairs = [(row, e) for row, group in enumerate(attempts) for e in group if e.num_turns]
+        chats = [(*problems[row].messages, *e.messages[: 1 + _last_said(e)]) for row, e in pairs]
+        values = scores(
+            scorer, [tokens for tokens, _ in renderer.trainings(chats, loss="last")], config.train.tokens_per_microbatch
+        )
+        word = {(row, e.sample_index): value for (row, e), value in zip(pairs, values, strict=True)}
+        return [
+            tuple(
+                replace(e, given={**e.given, "reward_model": word[row, e.sample_index]}) if e.num_turns else e
+                for e in group
+            )
+            for row, group in enumerate(attempts)
+        ]
+
+    return grade
+
+
+def _last_said(episode: Episode) -> int:
+    return max(i for i, message in enumerate(episode.messages) if message["role"] == "assistant")
 
 
 def evaluator(
-    config: Config, problems: Sequence[Problem], engine: Engine, renderer: ChatRenderer, reward: Reward, episodes: Path | None
-) -> Callable[[int], Row]:  # fmt: skip
+    config: Config, problems: Sequence[Problem], player: Player, stop_token_ids: tuple[int, ...], episodes: Path | None
+) -> Callable[[int], Row]:
     """A function of the steps done; it journals its episodes, and returns no metrics where there is nothing to evaluate."""
 
     def run(done: int) -> Row:
         if not problems:
             return {}
         metrics, groups = evaluate(
-            problems, seed=config.run.seed, how=config.eval, rollout=config.rollout, stop_token_ids=renderer.stop_token_ids,
-            engine=engine, renderer=renderer, env=SingleTurn(), reward=reward,
-        )  # fmt: skip
+            player,
+            problems,
+            seed=config.run.seed,
+            how=config.eval,
+            rollout=config.rollout,
+            stop_token_ids=stop_token_ids,
+        )
         if episodes is not None:
             for kind, part in groups.items():
                 write_episodes(episodes, done, part, kind=f"eval_{kind}")

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tandem.contradictions import contradictions
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -35,7 +37,12 @@ class Model(Section):
 class Data(Section):
     """Problems to train on."""
 
-    train: str = Field("", description="problems, JSONL or Parquet; columns as in docs/data.md or verl's row schema")
+    train: str | list[str] = Field(
+        "", description="problems (docs/data.md): JSONL, Parquet, CSV, a Hugging Face dataset; or a list of several"
+    )
+    weights: list[float] = Field(
+        [], description="share of each of several sources in the data; empty: all rows of each"
+    )
     prompt_column: str = Field("prompt", description="column with the messages, or with the user's text")
     answer_column: str = Field(
         "answer", description="column with the answer; verl's reward_model.ground_truth is found by itself"
@@ -67,13 +74,51 @@ class Rollout(Section):
     max_batch: int = Field(256, ge=1, description="most sequences decoded together")
 
 
+class Env(Section):
+    """The world that an episode plays in. `env = "NAME"` is short for `env.name`."""
+
+    name: str = Field(
+        "single_turn",
+        description="single_turn, tools, python, guess, gymnasium, verifiers or agent; or your own as `file.py:Class`",
+    )
+    options: dict[str, Any] = Field({}, description="passed to the class, e.g. {limit = 10}")
+    max_turns: int = Field(8, ge=1, description="most turns of the model in an episode")
+    max_tokens: int = Field(0, ge=0, description="longest episode, observations included; 0: what the model can place")
+    timeout_s: float = Field(60.0, gt=0, description="wall clock that the environment itself may take for one episode")
+    concurrency: int = Field(512, ge=1, description="most episodes under way at once")
+    on_error: Literal["mask", "zero"] = Field(
+        "mask", description="an episode whose environment failed or took too long: no loss, or reward 0"
+    )
+    penalty_mode: Literal["lower", "set"] = Field(
+        "lower",
+        description="a turn that the environment penalizes: advantage lowered by the penalty, or set to minus it",
+    )
+    bad_thinking: float = Field(
+        0.0, ge=0, description="penalty of a turn with malformed <think> tags; 0: not looked at"
+    )
+
+
+class Sandbox(Section):
+    """Where code that a model wrote runs: bubblewrap on this machine, or a server."""
+
+    url: str = Field("", description="a SandboxFusion server, e.g. http://127.0.0.1:8080; empty: bubblewrap here")
+    run_untrusted_code_without_isolation: bool = Field(
+        False, description="run code of the model as a plain process of yours, where there is no sandbox"
+    )
+
+
 class Reward(Section):
-    """How an episode is scored, in killable worker processes."""
+    """How an episode is scored, in killable worker processes. `reward = "NAME"` is short for `reward.function`."""
 
     function: str | list[str] = Field(
-        "answer", description="`answer`, or your own as `module:function` or `file.py:function`; or a list of several"
+        "answer",
+        description="a built-in (docs/environments.md) or your own as `file.py:function`; or a list of several",
     )
     weights: list[float] = Field([], description="weight of each of several functions; empty: 1 each")
+    options: dict[str, dict[str, Any]] = Field(
+        {}, description="keyword arguments by function name, e.g. {numeric = {tolerance = 0.01}}"
+    )
+    model: str = Field("", description="model of the function `reward_model`, e.g. of `tandem rm`")
     timeout_s: float = Field(5.0, gt=0, description="wall clock for one episode; after it the worker is killed")
     workers: int = Field(1, ge=1, description="worker processes")
     overlong_penalty: float = Field(0.0, ge=0, description="subtracted when a completion was cut by max_new_tokens")
@@ -255,8 +300,12 @@ class Eval(Section):
 
     data: str = Field("", description="problems, as data.train")
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after, as `sft` always does")
-    samples: int = Field(4, ge=1, description="sampled episodes of each problem")
+    samples: int = Field(4, ge=1, description="sampled episodes of each problem; pass@k is reported for k up to it")
+    success: float = Field(1.0, description="least reward that counts as passed, for pass@k")
     greedy: bool = Field(True, description="also one greedy episode of each problem")
+
+
+SHORTHANDS = {"env": "name", "reward": "function"}  # in a recipe, `env = "guess"` stands for this key of the section
 
 
 class Config(Section):
@@ -266,6 +315,8 @@ class Config(Section):
     model: Model = Model()
     data: Data = Data()
     rollout: Rollout = Rollout()
+    env: Env = Env()
+    sandbox: Sandbox = Sandbox()
     reward: Reward = Reward()
     rl: RL = Field(default_factory=RL)
     critic: Critic = Critic()
@@ -278,99 +329,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "Config":
-        mistakes = [reason for wrong, reason in _contradictions(self) if wrong]
+        mistakes = [reason for wrong, reason in contradictions(self) if wrong]
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self
-
-
-GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo", "max_at_k", "reinforce_pp_baseline")
-
-
-def _contradictions(config: Config) -> list[tuple[bool, str]]:
-    """(is it so, why it cannot be) of settings that are valid each for itself and make no sense together."""
-    rl, rollout, reward, preference = config.rl, config.rollout, config.reward, config.preference
-    functions = reward.functions
-    return [
-        *_algorithm_contradictions(rl),
-        ("" in rollout.stop, "rollout.stop: an empty string would end every completion at once"),
-        (
-            rl.curriculum and not config.data.shuffle,
-            "rl.curriculum: draws problems by success rate, which data.shuffle=false forbids",
-        ),
-        (
-            rl.advantage == "gae" and config.critic.warmup_steps >= config.run.steps,
-            "critic.warmup_steps: must be below run.steps, or the policy is never trained",
-        ),
-        (
-            len(set(functions)) != len(functions) or not functions,
-            "reward.function: names no function, or one of them twice",
-        ),
-        (
-            bool(reward.weights) and len(reward.weights) != len(functions),
-            f"reward.weights: {len(reward.weights)} weights for {len(functions)} functions",
-        ),
-        (
-            reward.overlong_buffer > 0 and not reward.overlong_penalty,
-            "reward.overlong_buffer: has no effect without reward.overlong_penalty",
-        ),
-        (
-            reward.overlong_buffer >= rollout.max_new_tokens,
-            "reward.overlong_buffer: must be below rollout.max_new_tokens, or every completion is penalized",
-        ),
-        (
-            preference.loss == "ipo" and preference.label_smoothing > 0,
-            "preference.label_smoothing: is defined for the dpo loss only",
-        ),
-    ]
-
-
-def _algorithm_contradictions(rl: RL) -> list[tuple[bool, str]]:
-    return [
-        (
-            rl.group_size < 2 and rl.advantage in GROUP_RELATIVE,
-            f"rl.group_size: {rl.advantage} compares the episodes of a group, so it needs at least 2",
-        ),
-        (
-            rl.max_gen_batches > 0 and rl.advantage not in GROUP_RELATIVE,
-            f"rl.max_gen_batches: drops groups of equal rewards, which do have advantages under rl.advantage={rl.advantage}",
-        ),
-        (
-            rl.max_gen_batches > 0 and rl.loss == "reinforce" and rl.correction == "none",
-            "rl.max_gen_batches: survivors are trained a step later, off policy, for which rl.loss=reinforce has no ratio; "
-            "use ppo_clip, or a correction",
-        ),
-        (
-            rl.advantage == "max_at_k" and not 2 <= rl.k <= rl.group_size,
-            f"rl.k: max_at_k needs 2 <= k <= rl.group_size, found {rl.k} of {rl.group_size}",
-        ),
-        (
-            rl.prompts_per_step % rl.minibatches > 0,
-            "rl.minibatches: must divide rl.prompts_per_step, so that groups stay whole",
-        ),
-        (
-            rl.loss == "reinforce" and rl.minibatches * rl.epochs > 1,
-            "rl.loss: reinforce has no probability ratio, so a second update on a step's episodes (rl.minibatches, rl.epochs) "
-            "would be off policy without a correction; use ppo_clip",
-        ),
-        (
-            rl.dual_clip > 0 and (rl.dual_clip <= 1 or rl.loss != "ppo_clip"),
-            "rl.dual_clip: belongs to rl.loss=ppo_clip and is above 1 (3 in the paper), or 0 for off",
-        ),
-        (
-            rl.kl_coef > 0 and rl.kl_in == "loss" and rl.kl_estimator == "k1",
-            "rl.kl_estimator: the gradient of k1 as a loss is zero in expectation; use k2 or k3, or rl.kl_in=reward",
-        ),
-        (
-            rl.kl_coef > 0 and rl.kl_in == "reward" and rl.kl_estimator != "k1",
-            f"rl.kl_estimator: {rl.kl_estimator} in the reward can push the policy away from the reference; use k1",
-        ),
-        (
-            rl.correction == "icepop" and rl.correction_floor >= rl.correction_cap,
-            "rl.correction_floor: must be below rl.correction_cap, or icepop accepts no token",
-        ),
-        (
-            0 < rl.max_logprob_error < 1,
-            "rl.max_logprob_error: the mean of exp|difference| is at least 1, so a bound below 1 masks every sequence",
-        ),
-    ]

@@ -1,29 +1,28 @@
 """Held-out evaluation: greedy and sampled, by category, with an interval. Draws are the same at every step.
 
-It knows problems, an engine and a reward; nothing of training.
+It knows problems and a player; nothing of training.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import comb
 
 import numpy as np
 
 from tandem.config import Eval, Rollout
 from tandem.config import Reward as RewardConfig
-from tandem.envs.rollout import run_episodes
-from tandem.loop import score
-from tandem.types import Env, Generate, Group, Problem, Renderer, Reward, Row, SamplingParams
+from tandem.loop import Clock, Player, play
+from tandem.types import Group, Problem, Row, SamplingParams
 
 NO_PENALTY = RewardConfig()  # shaping is for training
 
 
 def evaluate(
-    problems: Sequence[Problem], *, seed: int, how: Eval, rollout: Rollout, stop_token_ids: tuple[int, ...],
-    engine: Generate, renderer: Renderer, env: Env, reward: Reward,
+    player: Player, problems: Sequence[Problem], *, seed: int, how: Eval, rollout: Rollout, stop_token_ids: tuple[int, ...]
 ) -> tuple[Row, dict[str, list[Group]]]:  # fmt: skip
     """(metrics, every episode by the pass it is of: "sampled", "greedy").
 
-    Sampled rewards come with a 95% interval over problems and by category.
+    Sampled rewards come with a 95% interval over problems, by category, and with pass@k.
     """
     sampled = sampling_params(rollout, stop_token_ids)
     greedy = SamplingParams(
@@ -33,19 +32,27 @@ def evaluate(
     metrics: Row = {}
     groups: dict[str, list[Group]] = {}
     for name, params, count in passes:
-        attempts = run_episodes(
+        groups[name] = play(
+            player,
             problems,
             group_size=count,
             place=(seed, "eval", name),
-            engine=engine,
-            renderer=renderer,
-            env=env,
             params=params,
+            shaping=NO_PENALTY,
+            clock=Clock(),
         )
-        scored = score(problems, attempts, reward, NO_PENALTY, rollout.max_new_tokens)
-        metrics |= _summary(name, scored)
-        groups[name] = scored
-    return metrics, groups
+        metrics |= _summary(name, groups[name])
+    return metrics | _pass_rates(groups["sampled"], how.success), groups
+
+
+def _pass_rates(groups: Sequence[Group], success: float) -> Row:
+    """eval/pass@k for k = 1, 2, 4, ... up to the samples: the chance that one of k passes, without bias (arXiv 2107.03374)."""
+    size = len(groups[0].episodes)
+    passed = [sum(e.reward >= success for e in group.episodes) for group in groups]
+    return {
+        f"eval/pass@{k}": float(np.mean([1.0 - comb(size - n, k) / comb(size, k) for n in passed]))
+        for k in (2**i for i in range(size.bit_length()))
+    }
 
 
 def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -65,5 +72,5 @@ def _summary(name: str, groups: Sequence[Group]) -> Row:
     row = {f"eval/{name}": float(means.mean()), f"eval/{name}_interval": float(half)}
     if len(by_category) > 1:
         row |= {f"eval/{name}/{category}": float(np.mean(values)) for category, values in sorted(by_category.items())}
-    truncated = [e.stop_reason == "length" for g in groups for e in g.episodes]
+    truncated = [e.stop_reason in ("length", "tokens") for g in groups for e in g.episodes]
     return row | {f"eval/{name}_truncated": float(np.mean(truncated))}

@@ -26,19 +26,18 @@ from tandem.build import (
     evaluator,
     input_hashes,
     learning_models,
+    playground,
     prepare_process,
     read_data,
     require_room,
-    reward_pool,
     student_and_teacher,
 )  # fmt: skip
 from tandem.config import Config
 from tandem.data.chats import read_chats
+from tandem.data.mixture import only, problems_of_step
 from tandem.data.preferences import read_preferences
-from tandem.data.problems import problems_of_step
 from tandem.data.render import ChatRenderer, load_renderer, load_tokenizer
 from tandem.drive import Job
-from tandem.envs.single_turn import SingleTurn
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
 from tandem.loop import Clock, Progress, Stages, distill_step, train_step
@@ -94,24 +93,24 @@ def _problems_job(
     held_out = read_data(config, "eval.data")
     check_models(config, *others)
     renderer = load_renderer(config.model.path)
-    problems = renderer.check_lengths(data, config.data)
+    problems = only(data, renderer.check_lengths(data, config.data))
     held_out = _of_fitting_length(held_out, renderer, config)
     _check_curriculum(config, problems)
-    models = make(config)
-    exact = check_exactness(config, models.policy.model, report)
-    engine = build_engine(config, models.policy.model, renderer)
-    require_room(config, engine, renderer, [*problems, *held_out])
-    sync = InlineSync(engine)
-    with reward_pool(config) as reward:
+    with playground(config) as player_of:
+        models = make(config)
+        exact = check_exactness(config, models.policy.model, report)
+        engine = build_engine(config, models.policy.model, renderer)
+        require_room(config, engine, renderer, [*problems, *held_out])
+        player, sync = player_of(engine, renderer), InlineSync(engine)
         stages = Stages(
-            config=config, problems=problems, renderer=renderer, env=SingleTurn(), engine=engine, reward=reward, models=models,
-            sync=sync, params=sampling_params(config.rollout, renderer.stop_token_ids), episodes=episodes, exact=exact,
+            config=config, problems=problems, player=player, models=models, sync=sync, episodes=episodes, exact=exact,
+            params=sampling_params(config.rollout, renderer.stop_token_ids),
         )  # fmt: skip
         critic = {} if models.critic is None else {"critic": models.critic}
         yield Job(
             learners={"policy": models.policy, **critic}, data=input_hashes(config), steps=config.run.steps,
             eval_every=config.eval.every, publish=sync.publish, step=lambda done: step(stages, done),
-            evaluate=evaluator(config, held_out, engine, renderer, reward, episodes),
+            evaluate=evaluator(config, held_out, player, renderer.stop_token_ids, episodes),
             state=lambda: _state(stages.progress), restore=lambda done, state: _restore(stages, done, state),
         )  # fmt: skip
 
@@ -220,8 +219,9 @@ def _generating(
     engine = build_engine(config, model, renderer)
     if fitting := _of_fitting_length(held_out, renderer, config):
         require_room(config, engine, renderer, fitting)
-    with reward_pool(config) as reward:
-        yield InlineSync(engine).publish, evaluator(config, fitting, engine, renderer, reward, episodes)
+    with playground(config) as player_of:
+        player = player_of(engine, renderer)
+        yield InlineSync(engine).publish, evaluator(config, fitting, player, renderer.stop_token_ids, episodes)
 
 
 def _to_nobody(version: int) -> None:

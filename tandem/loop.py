@@ -12,7 +12,9 @@ come out.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from tandem.config import Config, Reward
-from tandem.data.problems import problems_of_step
+from tandem.data.mixture import problems_of_step
 from tandem.draws import address, uniforms
-from tandem.envs.rollout import run_episodes
+from tandem.envs.rollout import World, run_episodes
 from tandem.errors import UserError
 from tandem.model.logprobs import Filter
 from tandem.rl.advantages import running_mean
@@ -30,7 +32,7 @@ from tandem.rl.filters import has_signal, learnability, overlong_penalty, pick
 from tandem.stream.journal import write_episodes
 from tandem.train.distill import distill
 from tandem.train.learn import Models, learn
-from tandem.types import Env, Episode, Generate, Group, Problem, Renderer, Row, SamplingParams
+from tandem.types import Attempt, Episode, Generate, Group, Problem, Renderer, Row, SamplingParams, Score
 from tandem.types import Reward as Scorer
 from tandem.weights.inline import InlineSync
 
@@ -45,16 +47,27 @@ class Progress:
     carried: list[Group] = field(default_factory=list)  # survivors of dynamic sampling that no step had room for
 
 
+Grade = Callable[[Sequence[Problem], Sequence[tuple[Episode, ...]]], list[tuple[Episode, ...]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """What plays episodes and has them scored: training, evaluation and `tandem rollout` share it."""
+
+    engine: Generate
+    renderer: Renderer
+    world: World
+    reward: Scorer
+    grade: Grade | None = None  # a reward model: writes its word into the episodes' `given`, before they are scored
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stages:
     """What a step needs, built once by jobs.training_job."""
 
     config: Config
     problems: Sequence[Problem]
-    renderer: Renderer
-    env: Env
-    engine: Generate
-    reward: Scorer
+    player: Player
     models: Models
     sync: InlineSync
     params: SamplingParams  # of training rollouts
@@ -74,7 +87,7 @@ def train_step(stages: Stages, step: int) -> tuple[Row, Row]:
         groups = [group for group in sampled if group.outcome == "train"]
         rewards = np.array([group.rewards for group in groups])
         metrics = learn(
-            stages.models, groups, config, Filter.of(stages.params), version=stages.engine.weight_version,
+            stages.models, groups, config, Filter.of(stages.params), version=stages.player.engine.weight_version,
             baseline=float(rewards.mean()) if progress.baseline is None else progress.baseline,
             exact=stages.exact, train_policy=stages.models.critic is None or step >= config.critic.warmup_steps,
         )  # fmt: skip
@@ -98,7 +111,7 @@ def distill_step(stages: Stages, step: int) -> tuple[Row, Row]:
         write_episodes(stages.episodes, step + 1, sampled)
     with clock("learn_s"):
         metrics = distill(
-            stages.models.policy, teacher, sampled, config, Filter.of(stages.params), version=stages.engine.weight_version,
+            stages.models.policy, teacher, sampled, config, Filter.of(stages.params), version=stages.player.engine.weight_version,
             exact=stages.exact,
         )  # fmt: skip
     with clock("sync_s"):
@@ -137,21 +150,19 @@ def draw(stages: Stages, clock: "Clock") -> list[Group]:
     """The next batch of problems, sampled and scored."""
     config, progress = stages.config, stages.progress
     count, seed = config.rl.prompts_per_step, config.run.seed
-    with clock("rollout_s"):
-        if config.rl.curriculum:
-            rates = np.array([progress.rates.get(problem.uid, 0.5) for problem in stages.problems])
-            key = np.full(len(rates), address(seed, "curriculum", progress.batches), np.uint64)
-            chances = 1.0 - uniforms(key, np.arange(len(rates))).astype(np.float64)
-            problems = [stages.problems[i] for i in pick(learnability(rates), chances, count)]
-        else:
-            problems = problems_of_step(stages.problems, progress.batches, count, seed, config.data.shuffle)
-        attempts = run_episodes(
-            problems, group_size=config.rl.group_size, place=(seed, "rollout", progress.batches), engine=stages.engine,
-            renderer=stages.renderer, env=stages.env, params=stages.params,
-        )  # fmt: skip
+    if config.rl.curriculum:
+        rates = np.array([progress.rates.get(problem.uid, 0.5) for problem in stages.problems])
+        key = np.full(len(rates), address(seed, "curriculum", progress.batches), np.uint64)
+        chances = 1.0 - uniforms(key, np.arange(len(rates))).astype(np.float64)
+        problems = [stages.problems[i] for i in pick(learnability(rates), chances, count)]
+    else:
+        problems = problems_of_step(stages.problems, progress.batches, count, seed, config.data.shuffle)
+    groups = play(
+        stages.player, problems, group_size=config.rl.group_size, place=(seed, "rollout", progress.batches),
+        params=stages.params, shaping=config.reward, clock=clock,
+    )  # fmt: skip
     progress.batches += 1
-    with clock("reward_s"):
-        return score(problems, attempts, stages.reward, config.reward, config.rollout.max_new_tokens)
+    return groups
 
 
 def advance(progress: Progress, sampled: Sequence[Group], fresh: Sequence[Group], config: Config) -> None:
@@ -165,26 +176,60 @@ def advance(progress: Progress, sampled: Sequence[Group], fresh: Sequence[Group]
         progress.rates |= {uid: min(max(mean, 0.0), 1.0) for uid, mean in means.items() if np.isfinite(mean)}
 
 
-def score(
-    problems: Sequence[Problem], attempts: Sequence[Sequence[Episode]], reward: Scorer, how: Reward, max_tokens: int
-) -> list[Group]:
-    """Every episode with its reward; a scoring failure costs that episode's reward and is written on it."""
-    pairs = [(problem, episode) for problem, episodes in zip(problems, attempts, strict=True) for episode in episodes]
-    scores = iter(reward.score_all([(problem, episode.text) for problem, episode in pairs]))
+def play(
+    player: Player, problems: Sequence[Problem], *, group_size: int, place: tuple[int | str, ...], params: SamplingParams,
+    shaping: Reward, clock: "Clock",
+) -> list[Group]:  # fmt: skip
+    """G scored episodes of each problem. An episode is scored while the others are still generated; one whose scoring
+    fails costs its reward only, and says so."""
+    verdicts: dict[tuple[int, int], Future[Score]] = {}
 
-    def scored(episode: Episode) -> Episode:
-        verdict = next(scores)
-        value, parts = verdict.reward, dict(verdict.parts)
-        cut = episode.stop_reason == "length"
-        length = max_tokens if cut else int(episode.loss_mask.sum())
-        if cost := how.overlong_penalty * (cut or overlong_penalty(length, max_tokens, how.overlong_buffer)):
-            value, parts["overlong"] = value - cost, -cost
-        return replace(episode, reward=value, reward_parts=parts, reward_error=verdict.error)
+    def submit(row: int, episode: Episode) -> None:
+        verdicts[row, episode.sample_index] = player.reward.submit(problems[row], attempt_of(episode))
 
-    return [
-        Group(problem=problem, episodes=tuple(scored(e) for e in episodes))
-        for problem, episodes in zip(problems, attempts, strict=True)
-    ]
+    with clock("rollout_s"):
+        attempts = run_episodes(
+            problems, group_size=group_size, place=place, engine=player.engine, renderer=player.renderer, world=player.world,
+            params=params, ended=None if player.grade else submit,
+        )  # fmt: skip
+    with clock("reward_s"):
+        if player.grade:
+            attempts = player.grade(problems, attempts)
+            for row, episodes in enumerate(attempts):
+                for episode in episodes:
+                    submit(row, episode)
+        return [
+            Group(
+                problem=problem,
+                episodes=tuple(
+                    scored(e, verdicts[row, e.sample_index].result(), shaping, params.max_new_tokens) for e in episodes
+                ),
+            )
+            for row, (problem, episodes) in enumerate(zip(problems, attempts, strict=True))
+        ]
+
+
+def attempt_of(episode: Episode) -> Attempt:
+    return Attempt(
+        text=episode.text, messages=episode.messages, stop_reason=episode.stop_reason, given=episode.given
+    )  # fmt: skip
+
+
+def scored(episode: Episode, verdict: Score, shaping: Reward, max_tokens: int) -> Episode:
+    """The episode with its reward; one that failed in its environment has reward 0, whatever its text is worth."""
+    if episode.env_error:
+        return replace(episode, reward=0.0)
+    value, parts = verdict.reward, dict(verdict.parts)
+    cut = episode.stop_reason == "length"
+    length = max_tokens if cut else _last_turn(episode)
+    if cost := shaping.overlong_penalty * (cut or overlong_penalty(length, max_tokens, shaping.overlong_buffer)):
+        value, parts["overlong"] = value - cost, -cost
+    return replace(episode, reward=value, reward_parts=parts, reward_error=verdict.error)
+
+
+def _last_turn(episode: Episode) -> int:
+    """Tokens sampled in it."""
+    return int(np.argmin(np.append(episode.loss_mask[::-1], False)))
 
 
 def describe(groups: Sequence[Group]) -> Row:
@@ -202,9 +247,22 @@ def describe(groups: Sequence[Group]) -> Row:
         "groups_without_signal": float(np.mean([not has_signal(r) for r in rewards])),
         **{f"groups/{kind}": float(outcomes.count(kind)) for kind in sorted(set(outcomes) - {"train"})},
         "completion_tokens": float(np.mean([e.loss_mask.sum() for e in episodes])),
-        "truncated": float(np.mean([e.stop_reason == "length" for e in episodes])),
+        "truncated": float(np.mean([e.stop_reason in ("length", "tokens") for e in episodes])),
         "reward_errors": float(sum(bool(e.reward_error) for e in episodes)),
+        **_played(episodes),
     }
+
+
+def _played(episodes: Sequence[Episode]) -> Row:
+    """How the episodes went in their environment; nothing for single turns that went well."""
+    row: Row = {}
+    if any(e.num_turns > 1 for e in episodes):
+        row["turns"] = float(np.mean([e.num_turns for e in episodes]))
+    if any(e.penalties.any() for e in episodes):
+        row["penalized"] = float(np.mean([e.penalties.any() for e in episodes]))
+    stopped = Counter(e.stop_reason for e in episodes)
+    names = {"turns": "turn_limit", "tokens": "token_limit", "error": "env_errors", "time": "env_timeouts"}
+    return row | {name: float(stopped[reason]) for reason, name in names.items() if stopped[reason]}
 
 
 def _sampled_tokens(groups: Sequence[Group]) -> int:

@@ -10,24 +10,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tandem.config import ALGORITHMS, Config, Section
+from tandem.config import ALGORITHMS, SHORTHANDS, Config, Section
 from tandem.errors import UserError
 
 
-def load_config(recipe: str | Path, overrides: list[str]) -> Config:
-    """Read a TOML recipe, apply `key=value` overrides, validate. Raises UserError naming every mistake.
+def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
+    """Read a TOML recipe (None: an empty one), apply `key=value` overrides, validate. Raises UserError naming every mistake.
 
     An override of rl.algorithm takes the place of all that the file sets of an algorithm: one value changes it.
     """
-    path = Path(recipe)
-    if not path.is_file():
-        raise UserError("the recipe does not exist", where=str(path), expected="a TOML file", next="ls recipes/")
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            "the recipe is not valid TOML", where=str(path), found=str(error), expected="TOML, see recipes/demo.toml"
-        ) from None
+    tree = {} if recipe is None else _read(Path(recipe))
+    tree |= {name: {key: tree[name]} for name, key in SHORTHANDS.items() if isinstance(tree.get(name), str | list)}
     origin: dict[str, str] = {}
     in_file = set(tree["rl"]) if isinstance(tree.get("rl"), dict) else set()
     for text in overrides:
@@ -39,12 +32,25 @@ def load_config(recipe: str | Path, overrides: list[str]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, str(path), origin) from None
+        raise _explain(error, str(recipe or "command line"), origin) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError("the recipe does not exist", where=str(path), expected="a TOML file", next="ls recipes/")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            "the recipe is not valid TOML", where=str(path), found=str(error), expected="TOML, see recipes/demo.toml"
+        ) from None
 
 
 def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
-    """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string."""
+    """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string. A field that holds a
+    table is reached into: env.options.limit=3."""
     key, sign, raw = text.partition("=")
+    key = f"{key}.{SHORTHANDS[key]}" if key in SHORTHANDS else key
     section, _, field = key.partition(".")
     if not (sign and section and field):
         raise UserError(
@@ -64,7 +70,10 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
             found=repr(tree[section]),
             expected=f"[{section}]",
         )
-    tree[section][field] = value
+    table, path = tree[section], field.split(".") if field.startswith("options.") else [field]
+    for name in path[:-1]:
+        table = table.setdefault(name, {})
+    table[path[-1]] = value
     origin[f"{section}.{field}"] = "command line"
 
 
@@ -119,6 +128,8 @@ def _toml_value(value: Any) -> str:
             return str(value).lower()
         case str():
             return '"' + "".join(_escape(c) for c in value) + '"'
+        case dict():
+            return "{" + ", ".join(f"{_toml_value(str(k))} = {_toml_value(v)}" for k, v in value.items()) + "}"
         case list():
             return "[" + ", ".join(_toml_value(v) for v in value) + "]"
         case _:

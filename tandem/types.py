@@ -5,6 +5,7 @@ microbatches. This file knows numpy and nothing else: no torch, no model, no fil
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import numpy as np
 
 Array = np.ndarray
 Message = dict[str, str]
+Tool = dict[str, Any]  # a function's JSON schema, as OpenAI and chat templates have it
 Row = dict[str, float]  # metrics or timings of a step, by name
 
 
@@ -28,6 +30,7 @@ class Problem:
     answer: str  # ground truth, as the reward function wants it
     category: str = ""  # evaluation is also reported by category
     metadata: dict[str, Any] = field(default_factory=dict)
+    conversational: bool = True  # its row's prompt was messages, not text: TRL's reward functions are told alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +58,10 @@ class Request:
     Example: Request(key=0x9E3779B97F4A7C15, prompt=np.array([5, 9, 2], np.int64), params=SamplingParams(...))
     """
 
-    key: int  # 64-bit address of its random draws (draws.address); position t draws uniform(key, t)
+    key: int  # 64-bit address of its random draws (draws.address); position t draws uniform(key, drawn + t)
     prompt: Array  # int64 [T]
     params: SamplingParams
+    drawn: int = 0  # tokens sampled under this key before, in earlier turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +97,32 @@ class Episode:
     loss_mask: Array  # bool [T], true where the model sampled the token
     engine_logprobs: Array  # float32 [T], nats; 0 where loss_mask is false
     weight_versions: Array  # int32 [T]; -1 where loss_mask is false
+    penalties: Array  # float32 [T]; what the environment found wrong with the turn a token is of, 0 for nothing
     num_prompt_tokens: int  # tokens[:num_prompt_tokens] are equal in all episodes of the group
-    text: str  # the last completion, decoded
-    stop_reason: str
-    num_turns: int = 1
+    messages: tuple[Message, ...]  # the chat behind the prompt: completions as the assistant's, and what answered them
+    stop_reason: (
+        str  # "stop": of itself; "length": a turn was cut; "turns", "tokens", "time": a limit; "error": see env_error
+    )
+    given: dict[str, float] = field(default_factory=dict)  # what the environment gave: "env", and its parts
+    env_error: str = ""  # how the environment failed
+    masked: bool = False  # it failed and carries no loss (env.on_error)
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_error: str = ""  # why scoring failed, empty when it did not
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any token of it carries loss."""
+        return not self.masked and bool(self.loss_mask.any())
+
+    @property
+    def text(self) -> str:
+        """The last completion, decoded; empty if there is none."""
+        return next((m["content"] for m in reversed(self.messages) if m["role"] == "assistant"), "")
+
+    @property
+    def num_turns(self) -> int:
+        return sum(message["role"] == "assistant" for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +135,12 @@ class Group:
 
     @property
     def rewards(self) -> Array:
-        """float64 [G]"""
-        return np.array([episode.reward for episode in self.episodes])
+        """float64 [G]; a masked episode counts as an average one of its group, so it moves no other's advantage."""
+        rewards = np.array([episode.reward for episode in self.episodes], np.float64)
+        masked = np.array([episode.masked for episode in self.episodes], bool)
+        if masked.any():
+            rewards[masked] = 0.0 if masked.all() else rewards[~masked].mean()
+        return rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,47 +175,119 @@ class Microbatch:
     sequences: Array  # int64 [N]: place in `samples` of the sample that targets[n] is of
 
 
+class Ticket(Protocol):
+    """A request on its way; `completion` is None until it has ended."""
+
+    completion: Completion | None
+
+
 class Generate(Protocol):
     """The engine, as environments and publication see it. weight_version: the version of the weights it runs now."""
 
     weight_version: int
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of one sequence, prompt and completion."""
+        ...
+
     def apply(self, version: int) -> None:
         """The weights in its memory are now those of that version: nothing computed with others is used again."""
         ...
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Run every request to its end; the result depends on each request and the weights only."""
+    def submit(self, request: Request) -> Ticket:
+        """Take a request; what it returns depends on the request and the weights only."""
+        ...
+
+    def step(self) -> Sequence[Ticket]:
+        """Do some work; returns those that got further, with `completion` set on those that ended."""
+        ...
+
+    def cancel(self, ticket: Any) -> None:
+        """End a request now, with what it has."""
         ...
 
 
 class Renderer(Protocol):
     """Turns chats into tokens; text for a person comes back."""
 
-    def prompts(self, chats: Sequence[Sequence[Message]]) -> list[Array]:
+    stop_token_ids: tuple[int, ...]
+
+    def prompts(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
         """int64 [T] for each chat: the chat and the header of the assistant's turn."""
         ...
 
-
-class Env(Protocol):
-    """The world of an episode; single-turn for now: it asks, and the first completion ends the episode."""
-
-    def reset(self, problem: Problem) -> Sequence[Message]:
-        """The chat that the episode starts with."""
+    def turn(self, messages: Sequence[Message]) -> Array:
+        """int64 [T]: what follows an assistant's text when these messages answer it: the stop token that ends its turn,
+        the messages, and the header of the assistant's next turn."""
         ...
 
 
-class Reward(Protocol):
-    """Scores completions; never raises for a bad one, but says so in the score's error."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """How an environment answers a turn of the model.
 
-    def score_all(self, items: Sequence[tuple[Problem, str]]) -> list["Score"]:
-        """The scores, in the order of the items."""
+    Example: Observation(messages=({"role": "user", "content": "higher"},)), and in the end
+    Observation(done=True, reward=1.0, parts={"turns": 3.0})
+    """
+
+    messages: Sequence[Message] = ()  # what the model reads next; needed unless done
+    done: bool = False
+    reward: float = 0.0  # added to what the environment gave before
+    parts: dict[str, float] = field(default_factory=dict)  # reported beside the reward; later ones replace earlier ones
+    penalty: float = (
+        0.0  # at least 0: what is wrong with the turn itself; lowers its tokens' advantage (env.penalty_mode)
+    )
+
+
+class Env:
+    """The world of one episode; an instance is made for each. As it stands: a single turn.
+
+    A subclass overrides what it needs. Its methods may be `async def`, and then wait for others as long as they like;
+    plain ones run in a thread of their own, so they may block. Randomness comes from the problem: all episodes of a
+    problem must begin alike. What a method raises costs its own episode only (env.on_error).
+    """
+
+    tools: Sequence[Tool] = ()  # JSON schemas that the chat template shows the model, known after reset
+
+    async def reset(self, problem: Problem) -> Sequence[Message]:
+        """The chat that the episode starts with."""
+        return problem.messages
+
+    async def step(self, text: str) -> Observation:
+        """The answer to what the model said."""
+        return Observation(done=True)
+
+    async def close(self) -> None:
+        """The episode is over, however it ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What a reward function can know of an episode.
+
+    Example: Attempt(text="Answer: 3", messages=({"role": "assistant", "content": "Answer: 3"},))
+    """
+
+    text: str  # the last completion
+    messages: tuple[Message, ...] = ()  # the chat behind the prompt, as Episode.messages
+    stop_reason: str = "stop"
+    given: dict[str, float] = field(
+        default_factory=dict
+    )  # rewards that are known already, by function: "env", and its parts
+
+
+class Reward(Protocol):
+    """Scores attempts, in the background; never raises for a bad one, but says so in the score's error."""
+
+    def submit(self, problem: Problem, attempt: Attempt) -> "Future[Score]":
+        """The score, in time."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The verdict on one text. Example: Score(reward=1.0, parts={"answer": 1.0}, error="")"""
+    """The verdict on one attempt. Example: Score(reward=1.0, parts={"answer": 1.0}, error="")"""
 
     reward: float
     parts: dict[str, float]

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import PeftModel
@@ -88,6 +89,28 @@ def test_a_reward_model_learns_its_pairs_and_is_a_sequence_classifier_with_one_l
     assert stock_logits(target, AutoModelForSequenceClassification).shape == (1, 1)
     assert invoke("export", tmp_path / "run", "--out", tmp_path / "again").exit_code == 0
     assert same(weights(tmp_path / "again"), weights(target))
+
+
+def test_a_reward_model_scores_whole_conversations_as_stock_transformers_does(home, tmp_path):
+    pairs = [f"preference.train={home}/pairs.jsonl", "preference.learning_rate=1e-2"]
+    _, scorer = done("rm", home, tmp_path / "rm", *pairs)
+    how = [f"env.name={home}/env.py:Chat", "reward.weights=[1.0, 0.5]", 'reward.function=["reward_model", "env"]']
+    done("train", home, tmp_path / "run", *how, f"reward.model={scorer}", 'rollout.stop=["a", "e", "1", "x", "Z"]')
+    stock = AutoModelForSequenceClassification.from_pretrained(scorer).eval()
+    tokenizer, found = AutoTokenizer.from_pretrained(scorer), []
+    for row in pq.read_table(tmp_path / "run/episodes/train_step_000001.parquet").to_pylist():
+        said = json.loads(row["transcript"])
+        while said[-1]["role"] != "assistant":
+            said.pop()  # what the model no longer answered, at a limit
+        text = tokenizer.apply_chat_template([*json.loads(row["messages"]), *said], tokenize=False)
+        tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            value = float(stock(tokens).logits[0, 0])
+        parts = dict(row["reward_parts"])
+        assert parts["reward_model"] == pytest.approx(value, abs=1e-5)
+        assert row["reward"] == pytest.approx(parts["reward_model"] + 0.5 * parts["env"])
+        found.append(len(said))
+    assert max(found) > 2 and len({row for row in found}) > 1  # conversations of several turns among them
 
 
 @pytest.mark.parametrize("estimator", ["exact", "sampled"])

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config import ALGORITHMS, GROUP_RELATIVE, Config, Eval, Run, _contradictions
+from tandem.config import ALGORITHMS, Config, Eval, Run
+from tandem.contradictions import GROUP_RELATIVE, contradictions
 from tandem.errors import UserError
 from tandem.recipe import describe, load_config, to_toml
 
@@ -118,6 +119,15 @@ def test_an_override_that_cannot_be_read_is_refused_with_an_example(override, tm
     assert error.value.found == override and "rl.group_size=8" in error.value.expected
 
 
+@pytest.mark.parametrize("text", ["env = 'guess'\nreward = 'my.py:score'\n", ""])
+def test_a_section_s_name_alone_stands_for_its_main_key(text, tmp_path):
+    overrides = [] if text else ["env=guess", "reward=my.py:score"]
+    config = load(tmp_path, text, *overrides, "env.max_turns=3", "env.options.limit=4", "reward.options.score.by=[0.5]")
+    assert (config.env.name, config.env.max_turns, config.env.options) == ("guess", 3, {"limit": 4})
+    assert (config.reward.functions, config.reward.options) == (["my.py:score"], {"score": {"by": [0.5]}})
+    assert load(tmp_path, to_toml(config)) == config
+
+
 def test_an_unknown_key_on_the_command_line_is_named_like_one_in_the_recipe(tmp_path):
     for override in ("rl.grop_size=8", "rll.group_size=8", "rl.deep.group_size=8"):
         [line] = mistakes(tmp_path, "", override)
@@ -176,6 +186,13 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
         ["reward.overlong_buffer=64", "reward.overlong_penalty=1"],
         ["reward.overlong_buffer=63"],
     ),
+    ("reward.function", ["reward=env"], ["env=guess"]),
+    ("reward.model", ["reward=reward_model"], ["reward.model=rm"]),
+    ("reward.model", ["reward.model=rm"], ["reward=reward_model"]),
+    ("reward.options", ["reward.options.numeric.tolerance=0.1"], ["reward=numeric"]),
+    ("data.weights", ["data.weights=[1.0, 2.0]"], ['data.train=["a.jsonl", "b.jsonl"]']),
+    ("data.weights", ["data.weights=[0.0]"], ["data.weights=[1.0]"]),
+    ("data.weights", ["data.weights=[1.0]", "rl.curriculum=true"], ["rl.curriculum=false"]),
     (
         "preference.label_smoothing",
         ["preference.loss=ipo", "preference.label_smoothing=0.1"],
@@ -187,16 +204,17 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
 @pytest.mark.parametrize(("key", "wrong", "mended"), CONTRADICTIONS, ids=[f"{k} {w[0]}" for k, w, _ in CONTRADICTIONS])
 def test_a_contradiction_is_named_by_its_key_and_gone_when_it_is_mended(key, wrong, mended, tmp_path):
     [line] = mistakes(tmp_path, "", *wrong)
-    reasons = {reason for _, reason in _contradictions(Config()) if reason.startswith(f"{key}:")}
+    reasons = {reason for _, reason in contradictions(Config()) if reason.startswith(f"{key}:")}
     assert line.startswith(f"{key}: ") and line.endswith(f" ({tmp_path / 'recipe.toml'})")
     assert (
-        key in ("rl.group_size", "rl.k", "rl.max_gen_batches", "reward.weights") or line.rsplit(" (", 1)[0] in reasons
+        key in ("rl.group_size", "rl.k", "rl.max_gen_batches", "reward.weights", "reward.options", "data.weights")
+        or line.rsplit(" (", 1)[0] in reasons
     )
     load(tmp_path, "", *wrong, *mended)
 
 
 def test_every_contradiction_is_among_those_tested():
-    there = Counter(reason.partition(":")[0] for _, reason in _contradictions(Config()))
+    there = Counter(reason.partition(":")[0] for _, reason in contradictions(Config()))
     assert there - Counter(key for key, _, _ in CONTRADICTIONS) == Counter()
 
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +12,11 @@ import torch
 from tandem.config import Config
 from tandem.config import Reward as RewardConfig
 from tandem.engine.engine import Engine
-from tandem.envs.single_turn import SingleTurn
+from tandem.envs.rollout import World
 from tandem.errors import UserError
 from tandem.evaluate import evaluate
 from tandem.jobs import _restore, _state
-from tandem.loop import Clock, Stages, describe, distill_step, draw, score, train_step
+from tandem.loop import Clock, Player, Stages, describe, distill_step, draw, scored, train_step
 from tandem.model.logprobs import Filter
 from tandem.rl.advantages import group_advantages
 from tandem.stream.journal import read_episodes, read_groups
@@ -24,8 +24,9 @@ from tandem.train.forward import batch_logprobs
 from tandem.train.learn import Models, learn, start, token_advantages
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
-from tandem.types import Completion, Episode, Group, Problem, SamplingParams, Score
+from tandem.types import Completion, Env, Episode, Group, Problem, SamplingParams, Score
 from tandem.weights.inline import InlineSync
+from tests.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
 from tests.tiny import exact_model
 
 PROBLEMS = [Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n)) for n in range(5)]
@@ -34,24 +35,10 @@ PARAMS = SamplingParams(max_new_tokens=6)
 BROKEN = "text 4"
 
 
-class DigitRenderer:
-    """A chat is its digits, each a token, after token 90 for every message."""
-
-    def prompts(self, chats):
-        return [np.array([t for m in chat for t in (90, *map(int, m["content"]))], np.int64) for chat in chats]
-
-
-class ScriptedEngine:
-    """Answers the n-th request with tokens [n + 1] * (n % 3 + 1); keeps what it was asked. Log-probs are -0.5."""
-
-    def __init__(self):
-        self.weight_version, self.requests = 0, []
-
-    def apply(self, version):
-        self.weight_version = version
+class NumberedEngine(ScriptedEngine):
+    """Answers the n-th request of a pass with tokens [n + 1] * (n % 3 + 1). Log-probs are -0.5."""
 
     def generate(self, requests):
-        self.requests += requests
         return [self.completion(n, n % 3 + 1) for n in range(len(requests))]
 
     def completion(self, number, count):
@@ -62,43 +49,37 @@ class ScriptedEngine:
         )  # fmt: skip
 
 
-class ScriptedReward:
-    """The n-th item it scores gets reward n % 3; keeps what it was given, and fails on the text BROKEN."""
-
-    def __init__(self):
-        self.items = []
-
-    def score_all(self, items):
-        self.items += items
-        return [
-            Score(reward=0.0, parts={}, error="it broke")
-            if text == BROKEN
-            else Score(reward=n % 3, parts={"answer": n % 3})
-            for n, (_, text) in enumerate(items)
-        ]
-
-
-class AddressedEngine(ScriptedEngine):
+class AddressedEngine(NumberedEngine):
     """What it answers is a function of the request's key and the version alone; the text is that key."""
 
     def generate(self, requests):
-        self.requests += requests
         return [replace(self.completion(r.key % 80, r.key % 3 + 1), text=str(r.key)) for r in requests]
 
 
-class KeyReward:
+class NumberedReward(ScriptedReward):
+    """The n-th item it scores gets reward n % 3, but it fails on the text BROKEN."""
+
+    def score(self, problem, attempt):
+        value = (len(self.items) - 1) % 3
+        if attempt.text == BROKEN:
+            return Score(reward=0.0, parts={}, error="it broke")
+        return Score(reward=value, parts={"answer": value})
+
+
+class KeyReward(ScriptedReward):
     """0, 1/2 or 1, by the key: of the groups of two, a third has no signal."""
 
-    def score_all(self, items):
-        return [Score(reward=int(text) % 3 / 2, parts={}) for _, text in items]
+    def score(self, problem, attempt):
+        return Score(reward=int(attempt.text) % 3 / 2, parts={})
 
 
-@dataclass
-class ConstantReward:
-    reward: float
+class ConstantReward(ScriptedReward):
+    def __init__(self, reward):
+        super().__init__()
+        self.reward = reward
 
-    def score_all(self, items):
-        return [Score(reward=self.reward, parts={}) for _ in items]
+    def score(self, problem, attempt):
+        return Score(reward=self.reward, parts={})
 
 
 class WatchingLearner(Learner):
@@ -134,8 +115,11 @@ def stages_in(folder, how, *, engine=None, reward=None, seed=0):
     exact = engine is None  # a scripted engine's log-probs are no model's
     engine = engine or Engine(model, lambda tokens: str(tokens), cache_bytes=1 << 24, max_batch=8)
     return Stages(
-        config=how, problems=PROBLEMS, renderer=DigitRenderer(), env=SingleTurn(), engine=engine,
-        reward=reward or ScriptedReward(), models=Models(policy=WatchingLearner(model, optimizer, folder, engine)),
+        config=how, problems=PROBLEMS,
+        player=Player(
+            engine=engine, renderer=DigitRenderer(), world=World(make=Env, limits=how.env), reward=reward or NumberedReward()
+        ),
+        models=Models(policy=WatchingLearner(model, optimizer, folder, engine)),
         sync=InlineSync(engine), params=PARAMS, episodes=folder, exact=exact,
     )  # fmt: skip
 
@@ -148,7 +132,8 @@ def episode(uid="p", sample=0, *, prompt=2, count=3, stop_reason="stop", reward=
     total = prompt + count
     mask = np.arange(total) >= prompt
     return Episode(
-        uid=uid, sample_index=sample, tokens=np.arange(total), loss_mask=mask, num_prompt_tokens=prompt, text=text,
+        uid=uid, sample_index=sample, tokens=np.arange(total), loss_mask=mask, num_prompt_tokens=prompt,
+        messages=({"role": "assistant", "content": text},), penalties=np.zeros(total, np.float32),
         engine_logprobs=np.where(mask, np.float32(-0.5), np.float32(0)), weight_versions=np.where(mask, 3, -1).astype(np.int32),
         stop_reason=stop_reason, reward=reward, reward_parts=parts or {}, reward_error=error,
     )  # fmt: skip
@@ -164,12 +149,16 @@ def groups_with(*rewards, **more):
 
 
 def test_a_step_samples_its_problems_and_pairs_every_answer_with_its_own_problem(tmp_path):
-    stages = stages_in(tmp_path, config(data__shuffle=False), engine=ScriptedEngine())
+    stages = stages_in(tmp_path, config(data__shuffle=False), engine=NumberedEngine())
     stages.progress.batches = 1
     train_step(stages, 1)  # problems 2 and 3
-    assert [r.prompt.tolist() for r in stages.engine.requests] == [[90, 2]] * 3 + [[90, 3]] * 3
-    assert len({r.key for r in stages.engine.requests}) == 6 and {r.params for r in stages.engine.requests} == {PARAMS}
-    assert [(p.uid, text) for p, text in stages.reward.items] == [(f"p{2 + n // 3}", f"text {n}") for n in range(6)]
+    assert [r.prompt.tolist() for r in stages.player.engine.requests] == [[90, 2]] * 3 + [[90, 3]] * 3
+    assert len({r.key for r in stages.player.engine.requests}) == 6 and {
+        r.params for r in stages.player.engine.requests
+    } == {PARAMS}
+    assert [(p.uid, text) for p, text in stages.player.reward.items] == [
+        (f"p{2 + n // 3}", f"text {n}") for n in range(6)
+    ]
     episodes = read_episodes(tmp_path / "train_step_000002.parquet")
     assert [(e.uid, e.sample_index) for e in episodes] == [(f"p{2 + n // 3}", n % 3) for n in range(6)]
     for n, found in enumerate(episodes):
@@ -182,10 +171,10 @@ def test_a_step_samples_its_problems_and_pairs_every_answer_with_its_own_problem
 
 
 def test_the_journal_is_written_before_learning_and_the_version_published_after(tmp_path):
-    stages = stages_in(tmp_path, config(), engine=ScriptedEngine())
+    stages = stages_in(tmp_path, config(), engine=NumberedEngine())
     for step in range(2):
         train_step(stages, step)
-        assert stages.engine.weight_version == step + 1
+        assert stages.player.engine.weight_version == step + 1
     first, second = "train_step_000001.parquet", "train_step_000002.parquet"
     assert stages.models.policy.saw == [([first], 0), ([first, second], 1)]
 
@@ -193,17 +182,17 @@ def test_the_journal_is_written_before_learning_and_the_version_published_after(
 def test_the_draws_of_a_step_are_its_own_and_the_same_again(tmp_path):
     keys = []
     for batch, seed in ((0, 0), (0, 0), (1, 0), (0, 1)):
-        stages = stages_in(tmp_path / f"{len(keys)}", config(run__seed=seed), engine=ScriptedEngine())
+        stages = stages_in(tmp_path / f"{len(keys)}", config(run__seed=seed), engine=NumberedEngine())
         stages.progress.batches = batch
         train_step(stages, 0)
-        keys.append(tuple(r.key for r in stages.engine.requests))
+        keys.append(tuple(r.key for r in stages.player.engine.requests))
     assert keys[0] == keys[1] and not set(keys[0]) & set(keys[2]) and not set(keys[0]) & set(keys[3])
 
 
 def test_a_problem_that_comes_twice_in_a_step_is_sampled_anew(tmp_path):
-    stages = stages_in(tmp_path, config(rl__prompts_per_step=10, data__shuffle=False), engine=ScriptedEngine())
+    stages = stages_in(tmp_path, config(rl__prompts_per_step=10, data__shuffle=False), engine=NumberedEngine())
     train_step(stages, 0)
-    assert len({r.key for r in stages.engine.requests}) == len(stages.engine.requests) == 30
+    assert len({r.key for r in stages.player.engine.requests}) == len(stages.player.engine.requests) == 30
 
 
 def test_with_the_real_engine_a_step_is_on_policy_to_the_last_bit_and_moves_the_weights(tmp_path):
@@ -236,9 +225,9 @@ def test_minibatches_are_that_many_updates_of_whole_groups_and_only_the_first_is
     assert metrics["logprob_gap"] == 0.0 and metrics["ratio"] != 1.0  # the gap is the first update's
 
 
-def test_scores_land_on_their_episodes_and_a_failed_one_is_written_on_it():
-    attempts = [[episode(f"p{row}", n, text=f"text {3 * row + n}") for n in range(3)] for row in range(2)]
-    groups = score(PROBLEMS[:2], attempts, ScriptedReward(), RewardConfig(), 6)
+def test_scores_land_on_their_episodes_and_a_failed_one_is_written_on_it(tmp_path):
+    stages = stages_in(tmp_path, config(data__shuffle=False), engine=NumberedEngine())
+    groups = draw(stages, Clock())
     assert [g.problem for g in groups] == PROBLEMS[:2]
     found = [(e.uid, e.sample_index, e.reward, e.reward_parts, e.reward_error) for g in groups for e in g.episodes]
     assert found == [
@@ -249,10 +238,10 @@ def test_scores_land_on_their_episodes_and_a_failed_one_is_written_on_it():
 
 def shaped(episodes, **how):
     """What the overlong penalty leaves of a reward of 1, by episode; at most 10 tokens."""
-    [group] = score(PROBLEMS[:1], [episodes], ConstantReward(1.0), RewardConfig(**how), 10)
-    for made in group.episodes:
-        assert made.reward_parts == ({} if made.reward == 1.0 else {"overlong": made.reward - 1.0})
-    return [made.reward for made in group.episodes]
+    made = [scored(episode, Score(reward=1.0, parts={}), RewardConfig(**how), 10) for episode in episodes]
+    for each in made:
+        assert each.reward_parts == ({} if each.reward == 1.0 else {"overlong": each.reward - 1.0})
+    return [each.reward for each in made]
 
 
 def test_without_a_buffer_the_overlong_penalty_is_taken_from_cut_completions_only_and_whole():
@@ -268,28 +257,20 @@ def test_with_a_buffer_the_overlong_penalty_grows_linearly_over_the_last_tokens(
 
 
 def test_the_overlong_penalty_stands_beside_the_other_parts_of_a_reward():
-    attempts = [[episode(stop_reason="stop"), episode(stop_reason="length"), episode(stop_reason="length")]]
-    [group] = score(PROBLEMS[:1], attempts, ScriptedReward(), RewardConfig(overlong_penalty=0.25), 6)
-    assert [(e.reward, e.reward_parts) for e in group.episodes] == [
-        (0, {"answer": 0}), (0.75, {"answer": 1, "overlong": -0.25}), (1.75, {"answer": 2, "overlong": -0.25}),
+    verdict = Score(reward=2.0, parts={"answer": 2.0})
+    made = [scored(episode(stop_reason=r), verdict, RewardConfig(overlong_penalty=0.25), 6) for r in ("stop", "length")]
+    assert [(e.reward, e.reward_parts) for e in made] == [
+        (2.0, {"answer": 2.0}), (1.75, {"answer": 2.0, "overlong": -0.25})
     ]  # fmt: skip
 
 
 def test_a_step_is_shaped_and_an_evaluation_is_not(tmp_path):
     how = config(eval__samples=2, rollout__max_new_tokens=6, reward__overlong_penalty=1.0)
-    stages = stages_in(tmp_path, how, engine=ScriptedEngine(), reward=ConstantReward(1.0))  # it cuts every other one
+    stages = stages_in(tmp_path, how, engine=NumberedEngine(), reward=ConstantReward(1.0))  # it cuts every other one
     assert train_step(stages, 0)[0]["reward_part/overlong"] == -0.5
-    metrics, groups = evaluate(
-        PROBLEMS, seed=0, how=how.eval, rollout=how.rollout, stop_token_ids=(), engine=stages.engine,
-        renderer=stages.renderer, env=stages.env, reward=stages.reward,
-    )  # fmt: skip
+    metrics, groups = evaluate(stages.player, PROBLEMS, seed=0, how=how.eval, rollout=how.rollout, stop_token_ids=())
     assert metrics["eval/sampled_truncated"] == 0.5 and metrics["eval/sampled"] == metrics["eval/greedy"] == 1.0
     assert not any(e.reward_parts for kind in groups.values() for g in kind for e in g.episodes)
-
-
-def test_scoring_refuses_attempts_that_do_not_match_the_problems():
-    with pytest.raises(ValueError, match="zip"):
-        score(PROBLEMS[:2], [[episode()]], ScriptedReward(), RewardConfig(), 6)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "grpo_no_std"])
@@ -306,7 +287,7 @@ def test_every_loss_token_carries_the_advantage_of_its_own_episode(kind):
 
 
 def test_groups_without_signal_change_no_weight(tmp_path):
-    stages = stages_in(tmp_path, config(), engine=ScriptedEngine())
+    stages = stages_in(tmp_path, config(), engine=NumberedEngine())
     before = weights_of(stages)
     groups = groups_with([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
     assert learn(stages.models, groups, stages.config, Filter(), version=3, exact=False)["grad_norm"] == 0.0
@@ -317,14 +298,14 @@ def test_with_a_correction_the_ratio_is_to_the_trainers_own_logprobs(tmp_path):
     """The scripted engine's log-probs are not the policy's: a gap, but with TIS the first ratio is still 1."""
     rows = []
     for kind in ("none", "tis"):
-        stages = stages_in(tmp_path / kind, config(rl__correction=kind), engine=ScriptedEngine())
+        stages = stages_in(tmp_path / kind, config(rl__correction=kind), engine=NumberedEngine())
         rows.append(train_step(stages, 0)[0])
     assert rows[0]["logprob_gap"] == rows[1]["logprob_gap"] > 0
     assert rows[0]["ratio"] != 1.0 and rows[1]["ratio"] == 1.0
 
 
 def test_an_engine_held_to_the_policy_that_differs_from_it_stops_the_run_before_a_weight_moves(tmp_path):
-    stages = replace(stages_in(tmp_path, config(), engine=ScriptedEngine()), exact=True)
+    stages = replace(stages_in(tmp_path, config(), engine=NumberedEngine()), exact=True)
     before = weights_of(stages)
     with pytest.raises(UserError, match="engine and policy do not agree"):
         train_step(stages, 0)
@@ -350,7 +331,7 @@ def test_distillation_learns_from_every_group_of_one_batch_and_only_reports_the_
         models = replace(stages.models, teacher=exact_model("qwen3", seed=1))
         metrics, _ = distill_step(replace(stages, models=models), 0)
         assert metrics["num_loss_tokens"] == 6 * PARAMS.max_new_tokens and metrics["reward"] == reward
-        assert metrics["grad_norm"] > 0 and stages.progress.batches == stages.engine.weight_version == 1
+        assert metrics["grad_norm"] > 0 and stages.progress.batches == stages.player.engine.weight_version == 1
         assert len(journal(folder, 0)["train"]) == 2
 
 
@@ -409,7 +390,7 @@ def test_dynamic_sampling_fills_a_step_with_groups_that_have_signal_and_trains_e
                 fates[group] = [*fates.get(group, []), kind]
         carried = now["carry"]
         assert keys_of(stages.progress.carried) == carried
-    assert sorted(key for group in fates for key in group) == sorted(r.key for r in stages.engine.requests)
+    assert sorted(key for group in fates for key in group) == sorted(r.key for r in stages.player.engine.requests)
     assert all(fate in (["train"], ["no_signal"], ["carry", "train"], ["carry"]) for fate in fates.values())
     assert [group for group, fate in fates.items() if fate == ["carry"]] == carried
     assert ["carry", "train"] in fates.values() and ["no_signal"] in fates.values()  # both have happened
@@ -488,7 +469,7 @@ def test_a_curriculum_remembers_the_last_success_rate_of_every_problem_sampled(t
     stages = dynamic(tmp_path, rl__curriculum=True)
     for step in range(4):
         train_step(stages, step)
-    order = {r.key: n for n, r in enumerate(stages.engine.requests)}
+    order = {r.key: n for n, r in enumerate(stages.player.engine.requests)}
     sampled = {keys_of([g])[0]: g for step in range(4) for groups in journal(tmp_path, step).values() for g in groups}
     last = {
         sampled[keys].problem.uid: sampled[keys].rewards.mean() for keys in sorted(sampled, key=lambda k: order[k[0]])
@@ -508,7 +489,7 @@ def test_a_success_rate_is_between_0_and_1_whatever_the_rewards(tmp_path):
 def test_the_baseline_is_the_running_mean_of_the_steps_before_and_starts_with_the_first_steps_own(tmp_path):
     reward = ConstantReward(1.0)
     stages = stages_in(
-        tmp_path, config(rl__advantage="ema", rl__ema_decay=0.75), engine=ScriptedEngine(), reward=reward
+        tmp_path, config(rl__advantage="ema", rl__ema_decay=0.75), engine=NumberedEngine(), reward=reward
     )
     norms = [train_step(stages, 0)[0]["grad_norm"], train_step(stages, 1)[0]["grad_norm"]]
     assert norms == [0.0, 0.0] and stages.progress.baseline == 1.0  # always as good as expected

@@ -38,7 +38,8 @@ def episode(rng, uid, sample, length):
     return Episode(
         uid=uid, sample_index=sample, tokens=rng.integers(0, 90, length), loss_mask=np.arange(length) >= 2,
         engine_logprobs=-rng.random(length).astype(np.float32), weight_versions=np.zeros(length, np.int32),
-        num_prompt_tokens=2, text=f'x = {sample}\n\u2028é "数"', stop_reason="length" if sample else "stop",
+        num_prompt_tokens=2, penalties=np.zeros(length, np.float32),
+        messages=({"role": "assistant", "content": f'x = {sample}\n\u2028é "数"'},), stop_reason="length" if sample else "stop",
         reward=float(rng.random()), reward_parts={"answer": 1.0, "overlong": -0.5} if sample else {},
         reward_error="" if sample else "timeout",
     )  # fmt: skip
@@ -168,8 +169,8 @@ def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
     wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert len(rows) == len(wanted) == 4 * BATCHES
     for row, other in zip(rows, wanted, strict=True):
-        texts = {name: json.loads(other[name]) for name in ("messages", "metadata")}
-        assert row == {**other, **texts, "reward_parts": dict(other["reward_parts"])}
+        texts = {name: json.loads(other[name]) for name in ("messages", "metadata", "transcript")}
+        assert row == {**other, **texts, **{name: dict(other[name]) for name in ("reward_parts", "given")}}
         assert list(row) == SCHEMA.names
     assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5} and rows[1]["loss_mask"][:3] == [
         False,
@@ -265,7 +266,7 @@ def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
     files = sorted(outputs["episodes"].path.glob("*.parquet"))
     assert [file.name for file in files] == [f"rollout_step_{n:06d}.parquet" for n in range(4)]
     wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
-    for name in set(SCHEMA.names) - {"messages", "metadata", "reward_parts"}:
+    for name in set(SCHEMA.names) - {"messages", "metadata", "transcript", "reward_parts", "given"}:
         assert [row[name] for row in rows] == [row[name] for row in wanted]
 
 

@@ -40,7 +40,8 @@ from tests.invariants.schedules import run as live  # noqa: E402
 LIVES = 1000
 SOAK = 10_000  # requests
 SCHEDULES = 40  # for each architecture
-KILLS = {"train": 10, "sft": 4, "dpo": 4, "rm": 4, "distill": 4, "dapo, curriculum": 6, "ema": 4, "ppo, lora": 6}
+KILLS = {"train": 10, "sft": 4, "dpo": 4, "rm": 4, "distill": 4, "dapo, curriculum": 6, "ema": 4, "ppo, lora": 6,
+         "multi-turn": 8}  # fmt: skip
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tandem.build import build_generator, evaluator, prepare_process, read_data, reward_pool
+from tandem.build import build_generator, evaluator, playground, prepare_process, read_data
 from tandem.cli.progress import console
 from tandem.config import Config
 from tandem.data.render import load_renderer
@@ -33,9 +33,9 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
     check_model(config.model.path)
     renderer = load_renderer(config.model.path)
     problems = renderer.check_lengths(problems, config.data, key="eval.data")
-    engine = build_generator(config, renderer, problems, console.print)
-    with reward_pool(config) as reward:
-        metrics = evaluator(config, problems, engine, renderer, reward, None)(0)
+    with playground(config) as player_of:
+        player = player_of(build_generator(config, renderer, problems, console.print), renderer)
+        metrics = evaluator(config, problems, player, renderer.stop_token_ids, None)(0)
     table = Table("metric", "value", title=f"{config.model.path} on {len(problems)} problems")
     for name, value in metrics.items():
         table.add_row(name.removeprefix("eval/"), f"{value:.3f}")

@@ -18,6 +18,7 @@ def doctor() -> int:
         ("transformers", _transformers),
         ("exactness", _exactness),
         ("reward workers", _rewards),
+        ("sandbox", _sandbox),
         ("disk", _disk),
     ]
     passed = True
@@ -63,15 +64,23 @@ def _exactness() -> tuple[bool, str]:
 
 def _rewards() -> tuple[bool, str]:
     from tandem.rewards.pool import RewardPool
-    from tandem.types import Problem
+    from tandem.types import Attempt, Problem
 
     problem = Problem(uid="doctor", messages=({"role": "user", "content": "1/2?"},), answer="1/2")
     try:
         with RewardPool("answer") as pool:
-            [score] = pool.score_all([(problem, "Answer: 0.5")])
+            score = pool.submit(problem, Attempt(text="Answer: 0.5")).result()
     except UserError as error:
         return False, str(error)
     return score.reward == 1.0, f"a worker scored `Answer: 0.5` against 1/2 as {score.reward}"
+
+
+def _sandbox() -> tuple[bool, str]:
+    """Only code of a model needs it, so nothing fails without."""
+    from tandem.config import Sandbox
+    from tandem.sandbox import sandbox_state
+
+    return True, sandbox_state(Sandbox())
 
 
 def _disk() -> tuple[bool, str]:

@@ -85,12 +85,50 @@ def rollout(
     out: Annotated[Path | None, typer.Option(
         help="FILE.jsonl, or a folder for Parquet files; default: runs/rollout", show_default=False)] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="start over; the old output is kept beside it")] = False,
+    keep: Annotated[str, typer.Option(metavar="LOW:HIGH", help="also write the problems whose mean reward lies in that range, "
+        "as <out>.kept.jsonl", show_default=False)] = "",
 ) -> None:  # fmt: skip
     """Generate and score episodes of the training problems. The same command resumes what was stopped."""
     config = load_config(recipe, overrides or [])
-    from tandem.cli import rollout
+    from tandem.cli import keeping, rollout
 
-    rollout.rollout(config, out, fresh)
+    rollout.rollout(config, out, fresh, keeping.parse_range(keep) if keep else None)
+
+
+@app.command()
+def generate(
+    task: Annotated[str, typer.Argument(help="algebra, arithmetic, countdown, guess, calculator, or reasoning_gym:NAME,NAME")],
+    out: Annotated[Path, typer.Option(help="FILE.jsonl", show_default=False)],
+    count: Annotated[int, typer.Option(min=1, help="how many problems")] = 1000,
+    difficulty: Annotated[int | None, typer.Option(help="from 1 on; default: the task's own", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed gives the same problems")] = 0,
+    split: Annotated[str, typer.Option(help="train or test, which never share a problem")] = "train",
+    weights: Annotated[str, typer.Option(help="of several reasoning_gym data sets, e.g. 2,1", show_default=False)] = "",
+    force: Annotated[bool, typer.Option("--force", help="replace the file")] = False,
+) -> None:  # fmt: skip
+    """Generate the problems of a built-in task, or of reasoning-gym."""
+    from tandem.cli import generate
+
+    generate.generate(
+        task, out, count=count, difficulty=difficulty, seed=seed, split=split, weights=weights, force=force
+    )
+
+
+@app.command("try")
+def try_out(
+    what: Annotated[str, typer.Argument(help="a reward function (my.py:score, answer) or an environment (my.py:Shop, guess)")],
+    overrides: Overrides = None,
+    data: Annotated[str, typer.Option(help="problems", show_default=False)] = "",
+    model: Annotated[str, typer.Option(help="model that answers; default: you do", show_default=False)] = "",
+    answer: Annotated[list[str] | None, typer.Option(help="an answer instead of typing one")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="how many rows")] = 3,
+    recipe: Annotated[str | None, typer.Option(help="TOML recipe for everything else", show_default=False)] = None,
+) -> None:  # fmt: skip
+    """Try a reward function or an environment on a few rows: its score, the parts of it, and the time."""
+    from tandem.cli import trying
+
+    given = [f"data.train={data}"] * bool(data) + [f"model.path={model}"] * bool(model)
+    trying.try_out(load_config(recipe, [*trying.setting(what), *given, *(overrides or [])]), answer or [], rows)
 
 
 @app.command("eval")

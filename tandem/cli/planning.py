@@ -18,9 +18,12 @@ def show_keys() -> None:
 
 def plan(config: Config) -> None:
     console.print(to_toml(config), markup=False)
+    from tandem.build import playground
     from tandem.model.load import check_model
 
     check_model(config.model.path)
+    with playground(config):  # environment and reward functions can be loaded
+        pass
     parameters, adapters, model_config = _parameters(config)
     rows = memory(parameters, adapters, config)
     table = Table("memory", "GiB", "how", title=f"{model_config.model_type}, {parameters / 1e6:,.1f}M parameters")

@@ -21,20 +21,19 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tandem.build import build_generator, input_hashes, prepare_process, read_data, reward_pool
+from tandem.build import build_generator, input_hashes, playground, prepare_process, read_data
+from tandem.cli.keeping import keep, kept_path, success_rates
 from tandem.cli.progress import console
 from tandem.config import Config
 from tandem.data.render import ChatRenderer, load_renderer
 from tandem.disk import DISK, append_line, disk_errors, write_atomic
-from tandem.envs.rollout import run_episodes
-from tandem.envs.single_turn import SingleTurn
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
-from tandem.loop import Clock, describe, score
+from tandem.loop import Clock, describe, play
 from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.model.load import check_model
 from tandem.run import RunFolder, open_run
-from tandem.stream.journal import cut_episodes, episode_lines, write_episodes
+from tandem.stream.journal import cut_episodes, episode_lines, read_episodes, write_episodes
 from tandem.types import Group, Problem, Row
 
 Make = Callable[[int, Clock], list[Group]]  # the scored episodes of a batch, counted from 0
@@ -45,7 +44,17 @@ ABOUT = "rollout.json"  # how many batches there will be, and the hashes of what
 TEXT_FILES = (".json", ".jinja", ".model", ".txt")  # of a model directory: tokenizer, chat template, configs
 
 
-def rollout(config: Config, out: Path | None, fresh: bool = False) -> None:
+def rollout(config: Config, out: Path | None, fresh: bool = False, bounds: tuple[float, float] | None = None) -> None:
+    """Generate what is missing; with bounds also the data file of the problems whose success rate lies within them."""
+    generate(config, out, fresh)
+    if bounds is not None:
+        output = output_at(out or DEFAULT_OUT)
+        problems = {problem.uid: problem for problem in read_data(config, "data.train")}
+        rates = success_rates(output.rewards())
+        console.print(keep([problems[uid] for uid in rates], rates, bounds, kept_path(output.path)), markup=False)
+
+
+def generate(config: Config, out: Path | None, fresh: bool) -> None:
     """Raises UserError for an output that is somebody else's, or of another config, data file or model."""
     if out is not None and not out.parent.is_dir():
         raise UserError("the folder of the output does not exist", where=str(out.parent), expected="a folder",
@@ -73,19 +82,15 @@ def rollout(config: Config, out: Path | None, fresh: bool = False) -> None:
 
 @contextmanager
 def batch_maker(config: Config, problems: Sequence[Problem], renderer: ChatRenderer) -> Iterator[Make]:
-    engine = build_generator(config, renderer, problems, console.print)
     params, size = sampling_params(config.rollout, renderer.stop_token_ids), config.rl.prompts_per_step
-    with reward_pool(config) as reward:
+    with playground(config) as player_of:
+        player = player_of(build_generator(config, renderer, problems, console.print), renderer)
 
         def make(number: int, clock: Clock) -> list[Group]:
-            part = problems[number * size : (number + 1) * size]
-            with clock("rollout_s"):
-                attempts = run_episodes(
-                    part, group_size=config.rl.group_size, place=(config.run.seed, "rollout only", number),
-                    engine=engine, renderer=renderer, env=SingleTurn(), params=params,
-                )  # fmt: skip
-            with clock("reward_s"):
-                return score(part, attempts, reward, config.reward, config.rollout.max_new_tokens)
+            return play(
+                player, problems[number * size : (number + 1) * size], group_size=config.rl.group_size,
+                place=(config.run.seed, "rollout only", number), params=params, shaping=config.reward, clock=clock,
+            )  # fmt: skip
 
         yield make
 
@@ -165,6 +170,11 @@ class ParquetOutput:
         """How many of the batches that have a row are here."""
         return sum(1 for _ in takewhile(lambda row: self._file(row).exists(), rows))
 
+    def rewards(self) -> Iterator[tuple[str, float]]:
+        """(uid, reward) of every episode that is here."""
+        for row in read_metrics(self.path):
+            yield from ((episode.uid, episode.reward) for episode in read_episodes(self._file(row)))
+
     def begin(self) -> None:
         """Nothing stands where the episodes go: open_run has taken the folder."""
 
@@ -203,6 +213,11 @@ class JsonlOutput:
         """How many of the batches that have a row are here."""
         size = self._size()
         return sum(1 for _ in takewhile(lambda row: row["file_bytes"] <= size, rows))
+
+    def rewards(self) -> Iterator[tuple[str, float]]:
+        """(uid, reward) of every episode that is here."""
+        with self.path.open(encoding="utf-8") as lines:
+            yield from ((row["uid"], row["reward"]) for row in map(json.loads, lines))
 
     def begin(self) -> None:
         """A file that is there is the one before --fresh, or a user's: it steps aside."""

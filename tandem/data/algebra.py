@@ -25,6 +25,14 @@ Row = dict[str, Any]
 _ATTEMPTS = 2000  # a template whose 2,000th draw is not new has, for practical purposes, run out
 
 
+def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
+    """generate with the level as a number, as the other tasks have it: 1 is easy, 2 is school."""
+    if not 1 <= difficulty <= len(LEVELS):
+        expected = " or ".join(f"{number} ({level})" for number, level in enumerate(LEVELS, start=1))
+        raise UserError("there is no such difficulty of algebra", found=str(difficulty), expected=expected)
+    return generate(split, count, seed, list(LEVELS)[difficulty - 1])
+
+
 def generate(split: str, count: int, seed: int, level: str) -> list[Row]:
     """count different problems of a split, the templates in turn. Raises UserError where a template runs out.
 

@@ -7,7 +7,8 @@ carries loss is decided in render.py.
 from typing import Any
 
 from tandem.data.messages import chat_messages, prompt_messages
-from tandem.data.rows import Row, RowError, column, read_rows, show
+from tandem.data.mistakes import RowError, show
+from tandem.data.rows import Row, column, read_rows
 from tandem.types import Message
 
 

@@ -1,55 +1,81 @@
-"""Problems from a file, and which of them a step trains on.
+"""Problems from files: whatever a row calls its prompt and its answer becomes a Problem.
 
-Reads Tandem's own rows and verl's (docs/data.md). The order of problems is a function of (seed, step) alone, so the
-step number is the whole data cursor and a resume cannot skip or repeat data. Does not know tokens, templates or models.
+Reads Tandem's own rows and verl's (docs/data.md). Does not know file formats (sources.py), tokens, templates or models.
 """
 
 from collections.abc import Sequence
-from decimal import Decimal
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-
-from tandem import draws
 from tandem.config import Data
 from tandem.data.messages import prompt_messages
-from tandem.data.rows import Row, RowError, column, exact_number, read_rows, show
-from tandem.types import Array, Message, Problem
-
-T = TypeVar("T")  # a problem, or whatever else a step takes from a list
+from tandem.data.mistakes import RowError, show
+from tandem.data.mixture import Mixture
+from tandem.data.rows import Row, column, exact_number, read_rows
+from tandem.data.sources import uid_prefixes
+from tandem.errors import UserError
+from tandem.types import Message, Problem
 
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default
 VERL_ANSWER = ("reward_model", "ground_truth")
 
+Uids = dict[str, int]  # of a source: uid -> row
 
-def read_problems(path: str, config: Data, *, key: str) -> list[Problem]:
-    """The problems of a JSONL or Parquet file, in file order. key: the config key that names it, e.g. "data.train".
 
-    Raises UserError with every kind of mistake in the file, up to ten.
+def read_problems(
+    source: str | Sequence[str], config: Data, *, key: str, weights: Sequence[float] = ()
+) -> Sequence[Problem]:
+    """The problems of a source, or of several in turn, in their order; with weights a Mixture of them.
+
+    key: the config key that names them, e.g. "data.train". Raises UserError with every kind of mistake in a source, up to
+    ten, and for a uid that comes twice in all of them.
     """
-    seen: dict[str, int] = {}  # uid -> row
-    return read_rows(path, partial(_problem, config=config, stem=Path(path).stem, seen=seen), key=key)
+    names = [source] if isinstance(source, str) else list(source)
+    _check_weights(names, weights, key)
+    earlier: dict[str, Uids] = {}
+    parts = []
+    for name, prefix in zip(names, uid_prefixes(names, key), strict=True):
+        uids: Uids = {}
+        build = partial(_problem, config=config, prefix=prefix, uids=uids, earlier=dict(earlier))
+        parts.append(read_rows(name, build, key=key))
+        earlier[name] = uids
+    return Mixture(parts, weights, names) if weights else [problem for part in parts for problem in part]
 
 
-def _problem(row: Row, *, config: Data, stem: str, seen: dict[str, int]) -> Problem:
+def _check_weights(names: Sequence[str], weights: Sequence[float], key: str) -> None:
+    if not names:
+        raise UserError(f"{key} names no file", where=key, found="an empty list", expected="at least one source")
+    if weights and (len(weights) != len(names) or min(weights) <= 0):
+        found = f"{len(weights)} for {len(names)} sources" if len(weights) != len(names) else str(list(weights))
+        raise UserError("the weights do not fit the sources", where="data.weights", found=found,
+                        expected="a number above 0 for each source, or none")  # fmt: skip
+
+
+def _problem(row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]) -> Problem:
     prompt = column(row, config.prompt_column, rename="set data.prompt_column={}")
     messages = prompt_messages(prompt, field=config.prompt_column)
     answer_path = _answer_path(row, config.answer_column)
     problem = Problem(
-        uid=_uid(row, stem),
+        uid=_uid(row, prefix),
         messages=_with_system(messages, config.system),
         answer=_answer(row, answer_path),
         category=_category(row, config.category_column),
-        metadata=_metadata(row, (config.prompt_column, config.category_column, "uid"), answer_path),
+        metadata=_metadata(row, config, answer_path),
+        conversational=not isinstance(prompt, str),
     )
-    first = seen.setdefault(problem.uid, row.number)
-    if first != row.number:
-        # A uid addresses the random draws of its problem: two problems with one uid would be sampled alike.
-        raise RowError(f"{show(problem.uid)}, as in row {first}", "a uid that no other row has", field="uid")
+    _refuse_known_uid(problem.uid, row.number, uids, earlier)
     return problem
+
+
+def _refuse_known_uid(uid: str, number: int, uids: Uids, earlier: dict[str, Uids]) -> None:
+    """A uid addresses the random draws of its problem: two problems with one uid would be sampled alike."""
+    first = uids.setdefault(uid, number)
+    place = "" if first == number else f"row {first}"
+    for name, known in earlier.items():
+        place = f"row {known[uid]} of {name}" if uid in known else place
+    if place:
+        raise RowError(f"{show(uid)}, as in {place}", "a uid that no other row has", field="uid")
 
 
 def _answer_path(row: Row, name: str) -> tuple[str, ...]:
@@ -68,7 +94,7 @@ def _answer(row: Row, path: tuple[str, ...]) -> str:
         value = value[name]
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return exact_number(row, *path)
     raise RowError(show(value), "text or a number", field=".".join(path))
 
@@ -100,32 +126,15 @@ def _with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, .
     return ({"role": "system", "content": system}, *messages)
 
 
-def _metadata(row: Row, used: tuple[str, ...], answer_path: tuple[str, ...]) -> dict[str, Any]:
-    """Every column that has no other place, so that a reward function finds all of its row."""
-    rest = {name: value for name, value in row.values.items() if name not in used and name != answer_path[0]}
+def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str, Any]:
+    """Every column that has no other place, so that a reward function finds all of its row; an answer or a category
+    whose column the config names stays here too, for functions that ask for columns by name."""
+    placed = {config.prompt_column, "uid"}
+    placed |= {DEFAULT_ANSWER} if answer_path == (DEFAULT_ANSWER,) else set()
+    placed |= {DEFAULT_CATEGORY} if config.category_column == DEFAULT_CATEGORY else set()
+    rest = {name: value for name, value in row.values.items() if name not in placed}
     if answer_path == VERL_ANSWER:
         reward_model = {name: value for name, value in row.values["reward_model"].items() if name != "ground_truth"}
+        del rest["reward_model"]
         rest |= {"reward_model": reward_model} if reward_model else {}
     return rest
-
-
-def epoch_order(num_problems: int, seed: int, epoch: int, shuffle: bool) -> Array:
-    """int64 [num_problems]: the indices of the problems in the order in which the epoch visits them."""
-    if not shuffle:
-        return np.arange(num_problems, dtype=np.int64)
-    return draws.permutation(num_problems, seed, "epoch order", epoch)
-
-
-def problems_of_step(problems: Sequence[T], step: int, per_step: int, seed: int, shuffle: bool) -> list[T]:
-    """The problems of a step, counted from 0. Epochs follow each other without a gap, also inside a step.
-
-    A problem can come twice in one step: always when per_step exceeds the number of problems, and where a step spans
-    the end of an epoch, because the next epoch has its own shuffle.
-    """
-    size, first = len(problems), step * per_step
-    chosen = []
-    for epoch in range(first // size, (first + per_step - 1) // size + 1):
-        order = epoch_order(size, seed, epoch, shuffle)
-        start, end = first - epoch * size, first + per_step - epoch * size
-        chosen += [problems[i] for i in order[max(0, start) : end].tolist()]
-    return chosen

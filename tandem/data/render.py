@@ -5,6 +5,7 @@ which that is not so is refused. Does not know files, rewards or weights. transf
 loaded, not with this module.
 """
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,23 @@ import numpy as np
 from tandem.config import Data
 from tandem.data.template import LONGEST_TEXT, ChatTemplate, TextTooLong
 from tandem.errors import UserError
-from tandem.types import Array, Message, Problem
+from tandem.types import Array, Message, Problem, Tool
 
 logger = logging.getLogger(__name__)
+
+_SAID = "tandem"
+_EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _SAID})  # any, to see what follows
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 Loss = Literal["assistant", "last", "all"]  # where a training chat carries loss; see ChatRenderer.training
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
+
+TOOLS_TEXT = (  # as the templates of Hermes and Qwen have it
+    "# Tools\n\nYou may call one or more functions. You are provided with function signatures within <tools></tools> XML "
+    "tags:\n<tools>\n{}\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+)
 
 # Templates that print today's date (Llama 3.2, Mistral, SmolLM3) would give a resumed run other prompts on the next
 # day. They get Llama's default day instead. `+%}` keeps the template's own first newline.
@@ -130,9 +141,28 @@ class ChatRenderer:
         """int64 [T]: the chat and the header of the assistant's turn."""
         return self.prompts([messages])[0]
 
-    def prompts(self, chats: Sequence[Sequence[Message]]) -> list[Array]:
-        """prompt of every chat, tokenized together."""
-        return self._encode([self._text(messages, open_turn=True) for messages in chats])
+    def prompts(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
+        """prompt of every chat, tokenized together; a template that knows no tools gets them as a system message."""
+        if tools and "tools" not in self._template:
+            chats, tools = [with_tools(messages, tools) for messages in chats], ()
+        return self._encode([self._text(messages, open_turn=True, tools=tools) for messages in chats])
+
+    def turn(self, messages: Sequence[Message]) -> Array:
+        """int64 [T]: what follows an assistant's text when these messages answer it: the stop token that ends its turn,
+        the messages, and the header of the assistant's next turn. It does not depend on what came before."""
+        chat = [*_EXCHANGE, *messages]
+        [tokens] = self._encode([self._text(chat, open_turn=True).partition(_SAID)[2]])
+        return tokens[self._end_of_sampling(tokens, 0, len(tokens), 1) - 1 :]
+
+    def difference(self, messages: Sequence[Message], tokens: Array, tools: Sequence[Tool] = ()) -> str:
+        """Where the template's rendering of a whole chat first differs from an episode's tokens; empty if nowhere."""
+        if tools and "tools" not in self._template:
+            messages, tools = with_tools(messages, tools), ()
+        [whole] = self._encode([self._text(messages, open_turn=False, tools=tools)])
+        at = _first_difference(whole, tokens)
+        if at == len(tokens):
+            return ""
+        return f"token {at}: the episode has {self._around(tokens, at)}, the chat template writes {self._around(whole, at)}"
 
     def training(self, messages: Sequence[Message], loss: Loss = "assistant") -> tuple[Array, Array]:
         """(tokens int64 [T], loss_mask bool [T]): the whole chat, and which of its tokens carry loss.
@@ -173,12 +203,12 @@ class ChatRenderer:
 
     # ---- text and tokens
 
-    def _text(self, messages: Sequence[Message], *, open_turn: bool) -> str:
+    def _text(self, messages: Sequence[Message], *, open_turn: bool, tools: Sequence[Tool] = ()) -> str:
         try:
             if self._compiled is None:
                 self._compiled = ChatTemplate(self._template)
             special_tokens = self.tokenizer.special_tokens_map
-            return self._compiled.render(messages, open_turn=open_turn, special_tokens=special_tokens)
+            return self._compiled.render(messages, open_turn=open_turn, special_tokens=special_tokens, tools=tools)
         except TextTooLong:
             raise UserError(
                 "the chat template writes too long a text",
@@ -207,9 +237,7 @@ class ChatRenderer:
 
     def _end_of_turn(self) -> set[int]:
         """The first added token that the template writes after an assistant's text, if any."""
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "tandem"}]
-        text = self._text(chat, open_turn=False)
-        [tail] = self._encode([text.rpartition("tandem")[2]])
+        [tail] = self._encode([self._text(_EXCHANGE, open_turn=False).rpartition(_SAID)[2]])
         return set([t for t in tail.tolist() if t in self.tokenizer.added_tokens_decoder][:1])
 
     # ---- the loss mask
@@ -286,6 +314,15 @@ class ChatRenderer:
 
     def _around(self, tokens: Array, at: int) -> str:
         return repr(self.tokenizer.decode(tokens[max(0, at - 6) : at + 6].tolist(), clean_up_tokenization_spaces=False))
+
+
+def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The chat with the tools told in a system message, in Hermes' way, for templates that have no place for them."""
+    told = TOOLS_TEXT.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    first, rest = ("", list(messages))
+    if rest and rest[0]["role"] == "system":
+        first, rest = rest[0]["content"] + "\n\n", rest[1:]
+    return [{"role": "system", "content": first + told}, *rest]
 
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:

@@ -20,7 +20,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tandem.types import Message
+from tandem.types import Message, Tool
 
 LONGEST_TEXT = 4 << 20  # characters of one rendered chat, or of a part of it
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts; templates read the first
@@ -36,13 +36,16 @@ class ChatTemplate:
     def __init__(self, source: str):
         self._template = _Environment().from_string(source)
 
-    def render(self, messages: Sequence[Message], *, open_turn: bool, special_tokens: Mapping[str, object]) -> str:
+    def render(
+        self, messages: Sequence[Message], *, open_turn: bool, special_tokens: Mapping[str, object],
+        tools: Sequence[Tool] = (),
+    ) -> str:  # fmt: skip
         """The text of the chat. Raises TextTooLong, and whatever the template's own errors are."""
         if not messages:
             raise ValueError("a chat without messages")
         pieces = self._template.generate(
             **{**special_tokens, "messages": [_plain(message) for message in messages]},
-            tools=None, documents=None, add_generation_prompt=open_turn,
+            tools=list(tools) or None, documents=None, add_generation_prompt=open_turn,
         )  # fmt: skip
         return "".join(_capped(pieces))
 

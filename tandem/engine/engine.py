@@ -83,6 +83,11 @@ class Engine:
                 results.append(completion)
         return results
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of one sequence, by the model's positions and by the cache."""
+        return min(self.model.config.max_position_embeddings, self.cache.count * PAGE)
+
     def require_room(self, longest: int) -> None:
         """UserError when a sequence of that many tokens fits neither the cache nor the model's positions."""
         limit, needed = self.model.config.max_position_embeddings, -(-longest // PAGE)
@@ -182,7 +187,9 @@ class Engine:
     def _sample(self, logits: Tensor, ready: list[Running]) -> None:
         """Append one token to each sequence; logits [B, V] are theirs."""
         keys = np.array([s.request.key for s in ready], np.uint64)
-        draws = torch.from_numpy(uniforms(keys, np.array([len(s.tokens) for s in ready]))).to(logits.device)
+        draws = torch.from_numpy(uniforms(keys, np.array([s.request.drawn + len(s.tokens) for s in ready]))).to(
+            logits.device
+        )
         alike: dict[tuple[Filter, int], list[int]] = defaultdict(list)
         for row, sequence in enumerate(ready):
             alike[sequence.how, sequence.request.params.top_logprobs].append(row)

@@ -151,6 +151,14 @@ def parse_number(text: str) -> Number | None:
     return None if value is None else Number(value, percent, name, unit)
 
 
+_IN_PROSE = re.compile(rf"(?<![\w.,/])[+-]?{_UNSIGNED}(?:/{_UNSIGNED})?%?")
+
+
+def written_numbers(text: str) -> list[str]:
+    """The numbers that stand in the end of the text, for parse_number: "2 cats and -3.5 dogs." has "2" and "-3.5"."""
+    return _IN_PROSE.findall(re.sub(r"[−–]", "-", text[-TEXT_CHARS:]))
+
+
 def _fraction(text: str) -> Fraction | None:
     if match := _PLAIN.fullmatch(text):
         return _decimal(match[1])

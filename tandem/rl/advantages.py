@@ -84,6 +84,15 @@ def running_mean(before: float | None, rewards: np.ndarray, decay: float) -> flo
     return mean if before is None else decay * before + (1 - decay) * mean
 
 
+def penalize(advantages: np.ndarray, penalties: np.ndarray, mode: Literal["lower", "set"]) -> np.ndarray:
+    """[N]: tokens of a penalized turn (penalty > 0) get advantage - penalty, or -penalty whatever they had."""
+    match mode:
+        case "lower":
+            return advantages - penalties
+        case "set":
+            return np.where(penalties > 0, -penalties, advantages)
+
+
 def group_advantages(kind: GroupAdvantage, rewards: np.ndarray, *, k: int, baseline: float) -> np.ndarray:
     """[P, G] -> float64 [P, G]. k is that of max_at_k, baseline that of ema."""
     exact = rewards.astype(np.float64)

@@ -23,16 +23,21 @@ from tandem.disk import DISK, Disk, disk_errors, write_atomic
 from tandem.errors import UserError
 from tandem.types import Array, Episode, Group, Problem
 
-_ARRAYS = {"tokens": np.int64, "loss_mask": np.bool_, "engine_logprobs": np.float32, "weight_versions": np.int32}
+_ARRAYS = {
+    "tokens": np.int64, "loss_mask": np.bool_, "engine_logprobs": np.float32, "weight_versions": np.int32,
+    "penalties": np.float32,
+}  # fmt: skip
 _SCALARS = {
     "num_prompt_tokens": pa.int64(),
-    "text": pa.string(),
     "stop_reason": pa.string(),
-    "num_turns": pa.int64(),
+    "env_error": pa.string(),
+    "masked": pa.bool_(),
     "reward": pa.float64(),
     "reward_error": pa.string(),
 }
-_PARTS = pa.map_(pa.string(), pa.float64())
+_SEEN = {"text": pa.string(), "num_turns": pa.int64()}  # follow from the others; for whoever reads the file
+_MAPS = ("reward_parts", "given")
+_JSON = ("messages", "metadata", "transcript")
 
 SCHEMA = pa.schema(
     [
@@ -43,15 +48,25 @@ SCHEMA = pa.schema(
         ("sample_index", pa.int64()),
         ("category", pa.string()),
         ("answer", pa.string()),
-        ("messages", pa.string()),
-        ("metadata", pa.string()),
+        *((name, pa.string()) for name in _JSON),  # transcript: Episode.messages, what followed the problem's
         *_SCALARS.items(),
-        ("reward_parts", _PARTS),
+        *_SEEN.items(),
+        *((name, pa.map_(pa.string(), pa.float64())) for name in _MAPS),
         *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, kind in _ARRAYS.items()),
     ]
 )
 # Where values repeat; of the others a dictionary would be as large as they are.
-_DICTIONARY = ["outcome", "uid", "category", "answer", "messages", "metadata", "stop_reason", "reward_error"]
+_DICTIONARY = [
+    "outcome",
+    "uid",
+    "category",
+    "answer",
+    "messages",
+    "metadata",
+    "stop_reason",
+    "env_error",
+    "reward_error",
+]
 
 
 def write_episodes(folder: Path, step: int, groups: Sequence[Group], kind: str = "train", *, disk: Disk = DISK) -> Path:
@@ -95,7 +110,8 @@ def _episodes(table: pa.Table) -> list[Episode]:
     columns: dict[str, list[Any]] = {
         **{name: table.column(name).to_pylist() for name in ("uid", "sample_index", *_SCALARS)},
         **{name: _split(table.column(name).combine_chunks(), kind) for name, kind in _ARRAYS.items()},
-        "reward_parts": [dict(row) for row in table.column("reward_parts").to_pylist()],
+        **{name: [dict(row) for row in table.column(name).to_pylist()] for name in _MAPS},
+        "messages": [tuple(json.loads(text)) for text in table.column("transcript").to_pylist()],
     }
     return [Episode(**{name: values[row] for name, values in columns.items()}) for row in range(table.num_rows)]
 
@@ -127,8 +143,9 @@ def _table(step: int, groups: Sequence[Group]) -> pa.Table:
         **{name: [getattr(problem, name) for _, problem, _ in rows] for name in ("uid", "category", "answer")},
         "messages": [json.dumps(list(problem.messages)) for _, problem, _ in rows],
         "metadata": [json.dumps(problem.metadata, default=str) for _, problem, _ in rows],
-        "reward_parts": [list(episode.reward_parts.items()) for _, _, episode in rows],
-        **{name: [getattr(episode, name) for _, _, episode in rows] for name in ("sample_index", *_SCALARS)},
+        "transcript": [json.dumps(list(episode.messages)) for _, _, episode in rows],
+        **{name: [list(getattr(episode, name).items()) for _, _, episode in rows] for name in _MAPS},
+        **{name: [getattr(episode, name) for _, _, episode in rows] for name in ("sample_index", *_SCALARS, *_SEEN)},
     }
     arrays = {name: _lists([getattr(e, name) for _, _, e in rows], kind) for name, kind in _ARRAYS.items()}
     plain = {name: pa.array(values, SCHEMA.field(name).type) for name, values in columns.items()}
@@ -136,9 +153,9 @@ def _table(step: int, groups: Sequence[Group]) -> pa.Table:
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    texts = {name: json.loads(row[name]) for name in ("messages", "metadata")}
+    texts = {name: json.loads(row[name]) for name in _JSON}
     logprobs = [value if math.isfinite(value) else None for value in row["engine_logprobs"]]
-    return {**row, **texts, "reward_parts": dict(row["reward_parts"]), "engine_logprobs": logprobs}
+    return {**row, **texts, **{name: dict(row[name]) for name in _MAPS}, "engine_logprobs": logprobs}
 
 
 def _lists(arrays: Sequence[Array], kind: type[np.generic]) -> pa.ListArray:

@@ -17,6 +17,7 @@ from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, s
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
 from tandem.train.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.train.learner import Learner
+from tandem.train.pack import pack, split
 from tandem.types import Array, Microbatch, Sample
 
 
@@ -29,13 +30,23 @@ def answer_pair(pair: int, chosen: tuple[Array, Array], rejected: tuple[Array, A
 
 
 def scored_pair(pair: int, chosen: tuple[Array, Array], rejected: tuple[Array, Array]) -> list[Sample]:
-    """The same for a reward model, which reads its score at the last token: a token nobody reads follows it."""
-    samples = []
-    for sample in answer_pair(pair, chosen, rejected):
-        tokens = np.append(sample.tokens, 0)
-        last = np.arange(len(tokens)) == len(sample.tokens)
-        samples.append(replace(sample, tokens=tokens, loss_mask=last))
-    return samples
+    """The same for a reward model, which reads its score at the last token."""
+    return [_scored(sample) for sample in answer_pair(pair, chosen, rejected)]
+
+
+def _scored(sample: Sample) -> Sample:
+    """A token nobody reads follows the last one, so that there is something to predict where the score is read."""
+    tokens = np.append(sample.tokens, 0)
+    return replace(sample, tokens=tokens, loss_mask=np.arange(len(tokens)) == len(sample.tokens))
+
+
+@torch.no_grad()
+def scores(scorer: ExactModel, chats: Sequence[Array], budget: int) -> list[float]:
+    """A reward model's score of each chat, tokens int64 [T]; budget: tokens of a forward pass."""
+    samples = [_scored(Sample(tokens=tokens, loss_mask=np.zeros(len(tokens), bool))) for tokens in chats]
+    batches = pack(samples, budget)
+    found = split(batches, [batch_values(scorer, batch).numpy() for batch in batches])
+    return [float(found[number][0]) for number in range(len(chats))]
 
 
 def fit(policy: Learner, batches: Sequence[Microbatch]) -> Metrics:

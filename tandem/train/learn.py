@@ -10,6 +10,7 @@ the ratio of every fresh token is exactly 1, which is checked. Knows no environm
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from tandem.config import RL, Config
 from tandem.errors import UserError
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter
-from tandem.rl.advantages import group_advantages
+from tandem.rl.advantages import group_advantages, penalize
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.corrections import correction, sequence_errors
 from tandem.rl.kl import kl_estimate
@@ -102,6 +103,7 @@ def learn(
         return {"num_loss_tokens": 0.0, "skipped_updates": 1.0}
     annotate(step, models, config.rl, how)
     step.advantages, step.returns = token_advantages(step, config.rl, baseline)
+    step.advantages = penalized(step, config.env.penalty_mode)
     if bad := _not_finite(step):
         return {"num_loss_tokens": 0.0, "skipped_updates": 1.0, **bad}
     metrics = correct(step, config.rl)
@@ -124,7 +126,7 @@ def start(groups: Sequence[Group], config: Config) -> Step:
         (row, column)
         for row, group in enumerate(groups)
         for column, episode in enumerate(group.episodes)
-        if not (config.rl.mask_truncated and episode.stop_reason == "length")
+        if episode.trainable and not (config.rl.mask_truncated and episode.stop_reason in ("length", "tokens"))
     ]
     episodes = [groups[row].episodes[column] for row, column in places]
     samples = [
@@ -182,6 +184,12 @@ def token_advantages(step: Step, rl: RL, baseline: float) -> tuple[Column, Colum
             table = group_advantages(kind, rewards, k=rl.k, baseline=baseline)
             advantages = [np.full(len(e), table[at]) for at, e in zip(step.places, step.engine, strict=True)]
     return [a.astype(np.float32) for a in advantages], returns
+
+
+def penalized(step: Step, mode: Literal["lower", "set"]) -> Column:
+    """The advantages after what environments found wrong with single turns."""
+    episodes = map(step.episode, range(len(step.places)))
+    return [penalize(a, e.penalties[e.loss_mask], mode) for a, e in zip(step.advantages, episodes, strict=True)]
 
 
 def _kl_rewards(step: Step, rl: RL) -> Column:

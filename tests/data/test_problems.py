@@ -5,13 +5,13 @@ import subprocess
 import sys
 from decimal import Decimal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tandem.config import Data
-from tandem.data.problems import epoch_order, problems_of_step, read_problems
+from tandem.data.mixture import problems_of_step
+from tandem.data.problems import read_problems
 from tandem.errors import UserError
 from tandem.types import Problem
 
@@ -57,8 +57,16 @@ def test_a_row_with_text_becomes_a_users_message(tmp_path):
             messages=({"role": "user", "content": "1 + 1 ="},),
             answer="2",
             metadata={"level": 1, "note": None},
+            conversational=False,
         )
     ]
+
+
+def test_messages_are_told_from_text(tmp_path):
+    rows = [GOOD, GOOD | {"prompt": [{"role": "user", "content": "1 + 1 ="}]}]
+    text, messages = read(jsonl(tmp_path / "c.jsonl", *rows), system="Be brief.")
+    assert (text.conversational, messages.conversational) == (False, True)
+    assert text.messages == messages.messages
 
 
 def test_a_row_of_verl_is_read_as_it_is(tmp_path):
@@ -92,7 +100,14 @@ def test_columns_are_named_by_the_config(tmp_path):
     path = jsonl(tmp_path / "q.jsonl", {"question": "1 + 1 =", "label": "2", "kind": "sums", "prompt": "unused"})
     [problem] = read(path, prompt_column="question", answer_column="label", category_column="kind")
     assert (problem.messages[0]["content"], problem.answer, problem.category) == ("1 + 1 =", "2", "sums")
-    assert problem.metadata == {"prompt": "unused"}
+    assert problem.metadata == {"prompt": "unused", "label": "2", "kind": "sums"}
+
+
+def test_a_column_that_the_config_passes_over_stays_in_the_metadata(tmp_path):
+    row = {"prompt": "?", "answer": "2", "data_source": "sums", "label": 3, "kind": "easy", "uid": "a"}
+    [problem] = read(jsonl(tmp_path / "q.jsonl", row), answer_column="label", category_column="kind")
+    assert (problem.answer, problem.category) == ("3", "easy")
+    assert problem.metadata == {"answer": "2", "data_source": "sums", "label": 3, "kind": "easy"}
 
 
 @pytest.mark.parametrize("number", ["3", "-0", "0.10", "3.0", "1e2", "123456789012345678901.5", "1" * 400])
@@ -147,7 +162,7 @@ def test_a_missing_file_is_told_with_its_key(tmp_path):
         "data.train names no file",
         "  where:    data.train",
         f"  found:    '{tmp_path}/no.jsonl', which does not exist",
-        "  expected: a JSONL or Parquet file",
+        "  expected: a JSONL, Parquet or CSV file, a Hugging Face dataset folder, or OWNER/NAME of one on the hub",
         f"  next:     ls {tmp_path}",
     ]
     assert "set data.train=FILE" in error_of("")
@@ -160,7 +175,7 @@ def test_a_missing_file_is_told_with_its_key(tmp_path):
         ("e.jsonl", b"\n \n", "no rows"),
         ("e.parquet", b"", "cannot be read as Parquet"),
         ("e.parquet", b"PAR1 but not really PAR1", "cannot be read as Parquet"),
-        ("e.csv", b"a,b\n", "found:    suffix '.csv'"),
+        ("e.txt", b"a,b\n", "found:    suffix '.txt'"),
         ("e.json", b'[{"prompt": "?"}]', "jq -c '.[]'"),
         ("e.jsonl", b"\xff\xfe{\x00", "UTF-16"),
     ],
@@ -279,42 +294,60 @@ def test_reading_stops_after_ten_different_mistakes(tmp_path):
     assert "(reading stopped there)" in message
 
 
-# ---- the order of problems
+# ---- several sources
 
 
-def some(n):
-    return [Problem(uid=f"p/{i}", messages=({"role": "user", "content": "?"},), answer="") for i in range(n)]
+def test_several_sources_are_read_in_turn_and_rows_without_a_uid_keep_apart(tmp_path):
+    paths = [tmp_path / name for name in ("a/train.jsonl", "b/train.jsonl", "b/train.json", "c.jsonl")]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        jsonl(path, GOOD)
+    problems = read_problems([str(path) for path in paths], Data(), key="data.train")
+    assert [problem.uid for problem in problems] == ["a/train.jsonl/1", "b/train.jsonl/1", "train.json/1", "c/1"]
 
 
-def test_every_epoch_visits_each_problem_once_in_its_own_order():
-    orders = [epoch_order(50, 3, epoch, True) for epoch in range(3)]
-    assert all(sorted(order.tolist()) == list(range(50)) for order in orders)
-    assert len({tuple(order.tolist()) for order in orders}) == 3
-    assert not np.array_equal(orders[0], epoch_order(50, 4, 0, True))
-    assert np.array_equal(epoch_order(5, 3, 1, False), np.arange(5))
+def test_one_file_beside_another_of_the_same_name_in_a_folder_below_keeps_its_uids_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    paths = [jsonl(tmp_path / "a.jsonl", GOOD), jsonl(tmp_path / "x/a.jsonl", GOOD)]
+    problems = read_problems(["a.jsonl", "x/a.jsonl"], Data(), key="data.train")
+    assert [problem.uid for problem in problems] == ["a.jsonl/1", "x/a.jsonl/1"]
+    assert len({problem.uid for problem in read_problems(paths, Data(), key="data.train")}) == 2
 
 
-@pytest.mark.parametrize(("n", "per_step"), [(10, 5), (10, 4), (10, 10), (7, 3), (3, 8), (1, 4)])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_steps_cut_the_endless_sequence_of_epochs_without_gap_or_repeat(n, per_step, shuffle):
-    problems = some(n)
-    steps = [problem for step in range(9) for problem in problems_of_step(problems, step, per_step, 5, shuffle)]
-    epochs = [problems[i] for epoch in range(80) for i in epoch_order(n, 5, epoch, shuffle)]
-    assert steps == epochs[: 9 * per_step]
+def test_a_uid_of_another_source_is_refused_with_both_places(tmp_path):
+    paths = [jsonl(tmp_path / f"{n}.jsonl", GOOD, GOOD | {"uid": "x"}) for n in "ab"]
+    with pytest.raises(UserError) as caught:
+        read_problems(paths, Data(), key="data.train")
+    assert f"{tmp_path}/b.jsonl:2, uid" in str(caught.value)
+    assert f'"x", as in row 2 of {tmp_path}/a.jsonl' in str(caught.value)
 
 
-def test_a_step_depends_on_its_number_only():
-    problems = some(10)
-    later_first = problems_of_step(problems, 6, 4, 0, True)
-    for step in range(6):
-        problems_of_step(problems, step, 4, 0, True)
-    assert problems_of_step(problems, 6, 4, 0, True) == later_first
+@pytest.mark.parametrize(
+    ("names", "weights", "said"),
+    [
+        ([], (), "an empty list"),
+        (["a.jsonl", "./a.jsonl"], (), "names a source twice"),
+        (["a.jsonl", "b.jsonl"], (1.0,), "1 for 2 sources"),
+        (["a.jsonl", "b.jsonl"], (1.0, 0.0), "a number above 0"),
+        (["a.jsonl", ""], (), "no path"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused(tmp_path, monkeypatch, names, weights, said):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        jsonl(tmp_path / f"{name}.jsonl", GOOD)
+    with pytest.raises(UserError) as caught:
+        read_problems(names, Data(), key="data.train", weights=weights)
+    assert said in str(caught.value)
 
 
-def test_a_step_larger_than_the_data_takes_problems_again():
-    uids = [problem.uid for problem in problems_of_step(some(3), 1, 8, 0, True)]
-    assert len(uids) == 8
-    assert len(set(uids)) == 3
+def test_with_weights_the_problems_are_a_mixture_of_their_sources(tmp_path):
+    paths = [jsonl(tmp_path / f"{n}.jsonl", *[GOOD] * 3) for n in "ab"]
+    mixed = read_problems(paths, Data(), key="data.train", weights=(3.0, 1.0))
+    assert list(mixed) == read_problems(paths, Data(), key="data.train")
+    step = problems_of_step(mixed, 5, 8, 0, True)
+    assert [problem.uid[0] for problem in step].count("a") == 6
 
 
 def test_reading_data_imports_neither_torch_nor_transformers():

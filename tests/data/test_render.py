@@ -379,3 +379,97 @@ def test_a_chat_of_almost_the_cap_is_rendered(tmp_path):
 def test_a_namespace_of_a_template_has_no_private_names(tmp_path, name):
     template = f"{{% set n = namespace(**{{'{name}': 1}}) %}}" + CHATML
     assert "SecurityError" in error_of(load_renderer, make_model(tmp_path, template))
+
+
+# ---- turns, one after the other
+
+LLAMA = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}<|bos|>\n\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|bos|>\n\n{% endif %}"
+)
+# The user's turn in brackets, the assistant's ended by eos after a space, nothing written as its header.
+BRACKETS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }} <|im_end|>{% else %}[{{ m['content'] }}]"
+    "{% endif %}{% endfor %}"
+)
+# As Qwen's: tool answers next to each other share one user's turn, and the tools stand in the system message.
+GROUPED_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user\n{% endif %}"
+    "<tool_response>{{ m['content'] }}</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
+CONVERSATION = [
+    user("q"),
+    assistant("one\n"),
+    tool("<b> é"),
+    tool("again"),
+    assistant("tandem"),
+    user("tandem\n\n"),
+    assistant("x"),
+]
+
+
+def grown(renderer, messages, tools=()):
+    """The tokens of a chat as an episode has them: each of the assistant's texts encoded alone, and turns appended."""
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    tokens = list(renderer.prompts([messages[: turns[0]]], tools)[0])
+    for n, i in enumerate(turns):
+        tokens += renderer.tokenizer(messages[i]["content"], add_special_tokens=False)["input_ids"]
+        if i + 1 < len(messages):
+            tokens += list(renderer.turn(messages[i + 1 : turns[n + 1]]))
+    return np.array([*tokens, renderer.tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, GROUPED_TOOLS], ids=["chatml", "llama", "grouped"])
+def test_turns_that_are_appended_are_the_chat_as_the_template_writes_it(tmp_path, template):
+    renderer = load_renderer(make_model(tmp_path, template))
+    messages = CONVERSATION if template is not LLAMA else [{**m, "content": m["content"].strip()} for m in CONVERSATION]
+    for end in (2, 5, 7):
+        chat = messages[:end]
+        assert renderer.difference(chat, grown(renderer, chat)) == ""
+        whole, _ = renderer.training(chat, loss="all")
+        assert np.array_equal(whole[: len(grown(renderer, chat))], grown(renderer, chat))
+
+
+def test_the_tools_stand_where_the_template_has_them_and_else_in_a_system_message(tmp_path):
+    renderer = load_renderer(make_model(tmp_path / "a", GROUPED_TOOLS))
+    assert text_of(renderer, renderer.prompts([[user("q")]], [TOOL])[0]).startswith('<|im_start|>system\n[{"type"')
+    assert renderer.difference(CONVERSATION, grown(renderer, CONVERSATION, [TOOL]), [TOOL]) == ""
+    plain = load_renderer(make_model(tmp_path / "b"))
+    for chat in ([user("q")], [{"role": "system", "content": "Be kind."}, user("q")]):
+        text = text_of(plain, plain.prompts([chat], [TOOL])[0])
+        assert text.count("<|im_start|>system\n") == 1 and json.dumps(TOOL) in text and "<tool_call>" in text
+        assert text.startswith("<|im_start|>system\n" + "Be kind.\n\n" * (len(chat) - 1) + "# Tools")
+    assert plain.difference(CONVERSATION, grown(plain, CONVERSATION, [TOOL]), [TOOL]) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "chat"),
+    [
+        (FORGETS_THOUGHTS, [user("q"), assistant("a"), user("r"), assistant("b")]),
+        (OPENS_THOUGHT, CONVERSATION[:2]),
+        (BRACKETS, CONVERSATION[:2]),
+    ],
+    ids=["forgets", "opens", "brackets"],
+)
+def test_where_a_template_writes_a_chat_differently_the_first_difference_is_named(tmp_path, template, chat):
+    renderer = load_renderer(make_model(tmp_path, template))
+    tokens = grown(renderer, chat)
+    [whole] = renderer._encode([renderer._text(chat, open_turn=False)])
+    at = next(n for n, (a, b) in enumerate(zip(whole, tokens, strict=False)) if a != b)
+    assert renderer.difference(chat, tokens).startswith(f"token {at}: the episode has '")
+
+
+def test_a_turn_of_a_template_that_never_ends_one_is_refused(tmp_path):
+    renderer = load_renderer(make_model(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}"))
+    assert "does not end the assistant's turn" in error_of(renderer.turn, [user("b")])

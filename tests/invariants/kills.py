@@ -50,6 +50,21 @@ REWARD = """
 def score(problem, completion):
     return float(sum(map(ord, completion)) % 2)
 """
+# Answers each turn by what it heard, after a time that nobody foresees.
+ENVIRONMENT = """
+import os, time
+from tandem.types import Env, Observation
+
+class Chat(Env):
+    turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        time.sleep(os.urandom(1)[0] / 20_000)
+        done = self.turns == 3
+        messages = [{"role": "user", "content": f"{text[:8]}?"}]
+        return Observation(messages=messages, done=done, reward=float(sum(map(ord, text)) % 2), penalty=0.1 * (len(text) % 2))
+"""
 KINDS = {  # name: command and overrides
     "train": ["train", "rl.advantage=grpo_no_std", "rl.minibatches=2"],
     "sft": ["sft"],
@@ -62,6 +77,12 @@ KINDS = {  # name: command and overrides
     "ppo": ["train", "rl.algorithm=ppo", "rl.epochs=2", "critic.warmup_steps=1"],
     "dapo, curriculum": ["train", "rl.algorithm=dapo", "rl.curriculum=true"],
     "lora": ["train", "lora.rank=4", "rl.kl_coef=0.05"],
+    "multi-turn": [
+        "train",
+        "env.name=FOLDER/env.py:Chat",
+        "reward.function=env",
+        'rollout.stop=["a", "e", "1", "x", "Z"]',
+    ],
     "ppo, lora": ["train", "rl.algorithm=ppo", "critic.warmup_steps=1", "lora.rank=4", "rl.kl_coef=0.05"],
 }
 
@@ -73,6 +94,7 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     make_tiny(folder / "teacher", hidden=32, layers=2, intermediate=64, seed=1)
     (folder / "pairs.jsonl").write_text("".join(f"{pair(number)}\n" for number in range(24)))
     (folder / "reward.py").write_text(REWARD)
+    (folder / "env.py").write_text(ENVIRONMENT)
     (folder / "recipe.toml").write_text(RECIPE.format(steps=steps))
     inputs = {
         "data.train": "data/train.jsonl",
@@ -85,6 +107,7 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     }
     name, *changes = KINDS[command]
     overrides = [f"{key}={folder / place}" for key, place in inputs.items()]
+    changes = [change.replace("FOLDER", str(folder)) for change in changes]
     return [sys.executable, "-m", "tandem", name, str(folder / "recipe.toml"), *overrides, *changes]
 
 

@@ -12,6 +12,7 @@ KINDS = [
     "dpo",
     "dapo, curriculum",
     "ppo, lora",
+    "multi-turn",
 ]  # each by itself, and more: python -m tests.invariants.kills
 
 

@@ -90,8 +90,9 @@ def _episode(rng, model, prompt, uid, place, turns, version, how):
     tokens, mask = np.concatenate(tokens), np.concatenate(mask)
     return Episode(
         uid=uid, sample_index=place, tokens=tokens, loss_mask=mask, engine_logprobs=own_logprobs(model, tokens, mask, how),
-        weight_versions=np.where(mask, version, -1).astype(np.int32), num_prompt_tokens=len(prompt), text="",
-        stop_reason="stop", num_turns=turns, reward=float(rng.normal()),
+        weight_versions=np.where(mask, version, -1).astype(np.int32), num_prompt_tokens=len(prompt),
+        penalties=np.zeros(len(mask), np.float32), messages=({"role": "assistant", "content": ""},) * turns,
+        stop_reason="stop", reward=float(rng.normal()),
     )  # fmt: skip
 
 

@@ -1,0 +1,125 @@
+"""The sandbox measured: what the hostile programs got, and what a run costs; writes docs/sandbox.json and its table.
+
+    python benchmarks/sandbox.py     # two to three minutes; bubblewrap must be installed
+
+Every program of tests/hostile runs under bubblewrap, and those that are safe to try also as plain processes, which
+shows that they are able to do what they try. Times alternate with a bare interpreter's in the same run.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import machine  # noqa: E402
+
+from tandem.rewards.code import code_reward  # noqa: E402
+from tandem.sandbox import Bubblewrap, Unisolated, run_python  # noqa: E402
+from tandem.types import Problem  # noqa: E402
+from tests.hostile.cheats import CHEATS, TESTS, solution  # noqa: E402
+from tests.hostile.escapes import ESCAPES  # noqa: E402
+from tests.hostile.world import World  # noqa: E402
+
+RUNS = 200
+RESULTS, DOCUMENT = ROOT / "docs" / "sandbox.json", ROOT / "docs" / "sandbox.md"
+
+
+def main():
+    busy = machine.others_cpu_share()
+    figures = {
+        "machine": machine.describe(),
+        "date": str(date.today()),
+        "others_cpu_share": round(busy, 2),
+        "times_ms": times(),
+        "escapes": escapes(),
+        "cheats": cheats(),
+    }
+    RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+    text = table(figures)
+    before, mark, rest = DOCUMENT.read_text().partition("<!-- measured -->\n")
+    DOCUMENT.write_text(before + mark + text + "<!-- /measured -->" + rest.partition("<!-- /measured -->")[2])
+    print(text)
+
+
+def times():
+    """Median and 90th percentile, ms, of a run of `pass` and of what it is compared with."""
+    sandbox, python = Bubblewrap(), Bubblewrap().python
+    kinds = {
+        "bare": lambda: subprocess.run([python, "-I", "-S", "-c", "pass"], check=True),
+        "run": lambda: run_python(sandbox, "pass"),
+        "run_bare": lambda: sandbox.run(["python", "-I", "-S", "-c", "pass"]),
+    }
+    samples = {kind: [] for kind in kinds}
+    for _ in range(RUNS):
+        for kind, act in kinds.items():
+            start = time.perf_counter()
+            act()
+            samples[kind].append((time.perf_counter() - start) * 1e3)
+    return {k: {"median": statistics.median(v), "p90": statistics.quantiles(v, n=10)[-1]} for k, v in samples.items()}
+
+
+def escapes():
+    rows = []
+    with World() as world:
+        for hostile in ESCAPES:
+            inside = world.attack(Bubblewrap(), hostile)
+            outside = world.attack(Unisolated(), hostile) if hostile.open else None
+            rows.append(
+                {
+                    "name": hostile.name,
+                    "ran": inside.ran,
+                    "escapes": list(inside.escapes),
+                    "stop_reason": inside.stop_reason,
+                    "stopped_as_expected": inside.stop_reason in hostile.stops,
+                    "without_a_sandbox": outside and bool(outside.escapes),
+                }
+            )
+    return rows
+
+
+def cheats():
+    rows = []
+    for cheat in CHEATS:
+        for form, tests in TESTS.items():
+            problem = Problem(uid="bench", messages=(), answer="", metadata={"tests": tests})
+            reward = code_reward(problem, solution(cheat), sandbox=Bubblewrap(), test_timeout_s=0.5)["reward"]
+            rows.append({"name": cheat.name, "form": form, "reward": reward})
+    return rows
+
+
+def table(figures):
+    spent, rows, cheated = figures["times_ms"], figures["escapes"], figures["cheats"]
+    tried = [row for row in rows if row["without_a_sandbox"] is not None]
+    lines = [
+        f"`python benchmarks/sandbox.py` on {figures['machine']}, {figures['date']}; other processes used "
+        f"{figures['others_cpu_share']:.0%} of the cores at the start.",
+        "",
+        "| what | figure |",
+        "|---|---|",
+        f"| hostile programs, and how many of them ran | {len(rows)}, {sum(row['ran'] for row in rows)} |",
+        f"| that got out or took more than their share | {sum(bool(row['escapes']) for row in rows)} |",
+        f"| that ended for the expected reason | {sum(row['stopped_as_expected'] for row in rows)} |",
+        f"| the same as plain processes: tried, and got through | {len(tried)}, {sum(r['without_a_sandbox'] for r in tried)} |",
+        f"| cheats x forms of tests | {len({row['name'] for row in cheated})} x {len({row['form'] for row in cheated})} |",
+        f"| of these with any reward | {sum(row['reward'] > 0 for row in cheated)} |",
+        *(f"| {what} | {spent[k]['median']:.1f} ms, p90 {spent[k]['p90']:.1f} ms |" for k, what in KINDS.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+KINDS = {
+    "run": "a run of `pass` as a script",
+    "run_bare": "a run of `python -I -S -c pass`",
+    "bare": "`python -I -S -c pass` without a sandbox",
+}
+
+
+if __name__ == "__main__":
+    main()

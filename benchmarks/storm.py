@@ -1,0 +1,145 @@
+"""Rewards in a storm: a tenth of the samples is hostile. What do the others notice?
+
+    python benchmarks/storm.py [--samples 10000] [--cost-ms 5] [--timeout-s 1] [--workers 2] [--rounds 3] [--write]
+
+A clean round scores `samples` harmless ones, each `cost-ms` of processor time; a storm round the same with every tenth
+replaced by one of eight harms in turn. Rounds alternate in one pool; the medians are compared:
+
+    throughput   samples a second, until the last score of the round is there, its last timeouts included
+    clean ones   harmless samples a second, until the last score of a harmless one is there
+
+Processes and memory (of this process and of the pool's) are compared before the first storm and after the last.
+--write adds the row to docs/storm.json.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from datetime import date
+from pathlib import Path
+
+import machine
+
+from tandem.rewards.pool import RewardPool
+from tandem.types import Attempt, Problem
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "storm.json"
+FUNCTIONS = ("answer", f"{Path(__file__).with_name('storm_reward.py')}:reward")
+HARMS = ("power", "factorial", "loop", "allocate", "nan", "wrong length", "exception", "100 MB")
+FACTORIAL = r"\boxed{\frac{3000000!}{2999999!}}"
+LONG = "x" * (100 * 2**20) + "Answer: 3"
+
+
+def main() -> int:
+    how = arguments()
+    with RewardPool(FUNCTIONS, timeout_s=how.timeout_s, workers=how.workers) as pool:
+        score(
+            pool, samples(how.samples // 10, how.cost_ms, hostile=True)
+        )  # everything is warm, everyone has been forked
+        before = footprint()
+        rounds = [
+            (
+                score(pool, samples(how.samples, how.cost_ms, False)),
+                score(pool, samples(how.samples, how.cost_ms, True)),
+            )
+            for _ in range(how.rounds)
+        ]
+        after = footprint()
+        failures = pool.failures
+    row = {**vars(how), **summary(rounds, how.samples), "before": before, "after": after, "failures": failures}
+    row |= {"left": processes(), "machine": machine.describe(), "date": str(date.today())}
+    print(json.dumps(row, indent=1))
+    if how.write:
+        rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+        RESULTS.write_text(json.dumps([*rows, row], indent=1) + "\n")
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--cost-ms", type=float, default=5.0)
+    parser.add_argument("--timeout-s", type=float, default=1.0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true")
+    return parser.parse_args()
+
+
+def samples(count: int, cost_ms: float, hostile: bool) -> list[tuple[Problem, str, bool]]:
+    """(problem, text, harmless)"""
+    harmless, metadata = "so 3. Answer: 3", {"cost_s": cost_ms / 1000}
+    number = Problem(uid="number", messages=({"role": "user", "content": "1+2?"},), answer="3", metadata=metadata,
+                     conversational=False)  # fmt: skip
+    formula = Problem(uid="formula", messages=number.messages, answer="x+1", metadata=metadata, conversational=False)
+    found: list[tuple[Problem, str, bool]] = []
+    for index in range(count):
+        match HARMS[index // 10 % len(HARMS)] if hostile and index % 10 == 0 else "none":
+            case "none":
+                found.append((number, harmless, True))
+            case "factorial":
+                found.append((formula, FACTORIAL, False))
+            case "100 MB":
+                found.append((number, LONG, False))
+            case harm:
+                found.append((number, f"Answer: 3 harm: {harm}", False))
+    return found
+
+
+def score(pool: RewardPool, items: list[tuple[Problem, str, bool]]) -> tuple[float, float]:
+    """Seconds until the last score, and until the last one of a harmless sample. Those keep their reward."""
+    ends: list[float] = []
+    start = time.perf_counter()
+    futures = [pool.submit(problem, Attempt(text=text)) for problem, text, _ in items]
+    for future, (_, _, harmless) in zip(futures, items, strict=True):
+        if harmless:
+            future.add_done_callback(lambda _: ends.append(time.perf_counter()))
+    scores = [future.result() for future in futures]
+    end = time.perf_counter()
+    spoiled = [score for score, item in zip(scores, items, strict=True) if item[2] and score.reward != 1.5]
+    assert not spoiled, f"{len(spoiled)} harmless samples lost their reward, e.g. {spoiled[0]}"
+    return end - start, max(ends) - start
+
+
+def summary(rounds: list[tuple[tuple[float, float], tuple[float, float]]], count: int) -> dict[str, float]:
+    clean_s = statistics.median(clean[0] for clean, _ in rounds)
+    storm_s = statistics.median(storm[0] for _, storm in rounds)
+    harmless_s = statistics.median(storm[1] for _, storm in rounds)
+    harmless = count - len(range(0, count, 10))
+    return {
+        "clean_per_s": count / clean_s,
+        "storm_per_s": count / storm_s,
+        "throughput_kept": clean_s / storm_s,
+        "clean_ones_kept": (harmless / harmless_s) / (count / clean_s),
+    }
+
+
+def processes() -> list[int]:
+    """Those that come from this one, itself included; zombies too."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = [int(Path("/proc/self").readlink().name)]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def footprint() -> dict[str, float]:
+    """Processes, and their proportional memory in MB, when they are at rest."""
+    time.sleep(0.5)
+    there = processes()
+    lines = [line for pid in there for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    return {
+        "processes": len(there),
+        "memory_mb": sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""`tandem generate`: a generated task as a JSONL file of problems.
+
+Knows which tasks there are and where a file goes. Does not know what is in the rows; nothing of it needs torch.
+"""
+
+from pathlib import Path
+from typing import get_args
+
+from tandem.cli.progress import console
+from tandem.data.drawing import Row
+from tandem.data.tasks import TASKS, Task, task_rows, write_rows
+from tandem.disk import disk_errors
+from tandem.errors import UserError
+
+REASONING, VERIFIERS = "reasoning_gym:", "verifiers:"
+
+
+def generate(
+    task: str, out: Path, *, count: int, difficulty: int | None, seed: int, split: str, weights: str, force: bool
+) -> None:
+    """Write count problems of a task to out. task: one of TASKS, reasoning_gym:NAME,NAME with weights for them, or verifiers:ID."""
+    if out.suffix != ".jsonl":
+        raise UserError("the problems are written as JSONL", where="--out", found=str(out), expected="FILE.jsonl")
+    if out.exists() and not force:
+        raise UserError("the file exists", where=str(out), expected="a new file", next="add --force to replace it")
+    rows = _rows(task, count, difficulty, seed, split, _numbers(weights))
+    with disk_errors(out):
+        write_rows(out, rows)
+    console.print(f"{len(rows):,} problems of {task}, split {split}, seed {seed} -> {out}", markup=False)
+
+
+def _rows(task: str, count: int, difficulty: int | None, seed: int, split: str, weights: list[float]) -> list[Row]:
+    if task.startswith(REASONING):
+        from tandem.data import reasoning
+
+        names = [name for name in task.removeprefix(REASONING).split(",") if name]
+        return reasoning.rows(names, weights, split, count, seed, difficulty)
+    if task.startswith(VERIFIERS):
+        from tandem.envs import verifiers_env
+
+        return list(verifiers_env.rows(task.removeprefix(VERIFIERS), limit=count))
+    if weights:
+        raise UserError("weights mix the data sets of reasoning-gym", where="--weights", found=f"weights for {task}",
+                        expected="none", next="name several files in data.train, with data.weights")  # fmt: skip
+    for known in get_args(Task):
+        if task == known:
+            return task_rows(known, split, count, seed, difficulty)
+    raise UserError("there is no such task", found=task, expected=f"{', '.join(TASKS)}, {REASONING}NAME,NAME,... or {VERIFIERS}ID")
+
+
+def _numbers(weights: str) -> list[float]:
+    try:
+        return [float(part) for part in weights.split(",")] if weights else []
+    except ValueError:
+        raise UserError("the weights are no numbers", where="--weights", found=weights, expected="e.g. 2,1") from None

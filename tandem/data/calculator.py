@@ -1,0 +1,60 @@
+"""Questions that need a calculator: "387*542=?". The difficulty is how many numbers of how many digits.
+
+    tandem generate calculator --difficulty 1 --count 400 --out train.jsonl
+
+Too hard for a model of a million parameters by itself, and easy with a tool that works out what it is given. Knows
+arithmetic. Does not know tools, files, models or rewards (`answer` fits).
+"""
+
+from tandem.data.drawing import Draft, Draw, Row, digits, draw_rows, whole
+
+FORMS = {  # difficulty -> (digits, what can be asked of a, b, ...)
+    1: (3, ("{}+{}", "{}-{}", "{}*{}")),
+    2: (3, ("{}*{}+{}", "{}*{}-{}", "{}+{}+{}")),
+    3: (4, ("({}+{})*{}", "{}*{}+{}*{}")),
+}
+
+
+def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
+    """count different problems.
+
+    Example row: {"uid": "calculator/1/train/0", "prompt": "387*542=?", "answer": "209754",
+    "data_source": "calculator_1", "difficulty": 1, "expression": "387*542"}
+    """
+    return draw_rows("calculator", _draft, split, count, seed, difficulty, list(FORMS))
+
+
+def _draft(draw: Draw, difficulty: int) -> Draft:
+    length, forms = FORMS[difficulty]
+    form = forms[whole(draw, 0, len(forms) - 1)]
+    numbers = [digits(draw, length) for _ in range(form.count("{}"))]
+    expression = form.format(*numbers)
+    core = f"{form} of {sorted(numbers)}"  # the same numbers in another order are the same problem
+    return Draft(
+        prompt=f"{expression}=?",
+        answer=str(_value(form, numbers)),
+        side=core,
+        core=core,
+        columns={"expression": expression},
+    )
+
+
+def _value(form: str, numbers: list[int]) -> int:
+    a, b, *rest = numbers
+    match form:
+        case "{}+{}":
+            return a + b
+        case "{}-{}":
+            return a - b
+        case "{}*{}":
+            return a * b
+        case "{}*{}+{}":
+            return a * b + rest[0]
+        case "{}*{}-{}":
+            return a * b - rest[0]
+        case "{}+{}+{}":
+            return a + b + rest[0]
+        case "({}+{})*{}":
+            return (a + b) * rest[0]
+        case _:
+            return a * b + rest[0] * rest[1]

@@ -1,0 +1,84 @@
+"""One run of a user's agent, beside the rollout: an `async def` in a loop that all agents share, a plain function in a
+thread of its own.
+
+The rollout's own loop pauses while the engine works, so agents have another one. Knows neither requests nor rewards.
+"""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from tandem.types import Problem
+
+Run = Callable[[Problem, str, str], Any]  # (problem, base URL, API key) -> reward; may be `async def`
+
+
+class AgentFailed(Exception):
+    """The agent raised, ended without asking for anything, or returned what is no reward."""
+
+
+class AgentRun:
+    """ended: what the function returned, or AgentFailed; set in whatever thread it ends in."""
+
+    def __init__(self, run: Run, problem: Problem, base_url: str, api_key: str):
+        self.ended: Future[Any] = Future()
+        self._start = lambda: run(problem, base_url, api_key)
+        self._task: asyncio.Task[None] | None = None
+        self._is_async = inspect.iscoroutinefunction(run)
+        if self._is_async:
+            agents_loop().call_soon_threadsafe(self._begin)
+        else:
+            threading.Thread(target=self._work, name="agent", daemon=True).start()
+
+    async def stop(self) -> None:
+        """An `async def` is cancelled, and waited for; a thread cannot be: it ends with its next request, which is refused."""
+        if self._is_async:
+            agents_loop().call_soon_threadsafe(self._cancel)
+            with suppress(AgentFailed):
+                await asyncio.wrap_future(self.ended)
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._play())
+        self._task.add_done_callback(self._settle)
+
+    def _cancel(self) -> None:
+        if self._task is not None:  # begun before: calls into a loop keep their order
+            self._task.cancel()
+
+    async def _play(self) -> Any:
+        try:
+            return await self._start()
+        except (Exception, SystemExit) as error:  # recovery is the feature: it costs one episode, and never the loop
+            raise _failed(error) from error
+
+    def _settle(self, task: "asyncio.Task[Any]") -> None:
+        error = AgentFailed("the agent was cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            self.ended.set_result(task.result())
+        else:
+            self.ended.set_exception(error)
+
+    def _work(self) -> None:
+        try:
+            result = self._start()
+        except (Exception, SystemExit) as error:  # as in _play
+            self.ended.set_exception(_failed(error))
+        else:
+            self.ended.set_result(result)
+
+
+def _failed(error: BaseException) -> AgentFailed:
+    return AgentFailed(f"{type(error).__name__}: {error}")
+
+
+@cache
+def agents_loop() -> asyncio.AbstractEventLoop:
+    """Runs in a daemon thread from its first use to the end of the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
+    return loop

@@ -1,0 +1,324 @@
+"""Tool calls in a model's text: read in the formats of Qwen, Hermes, Llama and Mistral, and written in them.
+
+    python -c "from tandem.envs.tool_calls import read_calls; print(read_calls('<tool_call>{\"name\": \"f\"}</tool_call>'))"
+
+    hermes        <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>       Hermes, Qwen2.5, Qwen3
+    qwen3_coder   <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
+    llama3        {"name": "add", "parameters": {"a": 1}}, several with `;` between; may follow <|python_tag|>
+    pythonic      [add(a=1), add(a=2)]                                                    Llama 3.2 and 4
+    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], of which a decoded text lacks the special token
+    auto          whichever of them the text shows by its markers; what has none must name a tool that is known
+
+Nothing raises: a call that cannot be read is a BadCall with a reason that the model can be told. What a model thinks
+inside a leading <think> is not looked at. Knows neither tools nor their types; nothing is evaluated.
+"""
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
+
+Style = Literal["hermes", "qwen3_coder", "llama3", "pythonic", "mistral"]
+Format = Literal["auto", "hermes", "qwen3_coder", "llama3", "pythonic", "mistral"]
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG, MISTRAL_TAG = "<|python_tag|>", "[TOOL_CALLS]"
+NOT_CLOSED = f"the call is not closed by {CLOSE}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Example: Call(name="add", arguments={"a": 1, "b": 2})"""
+
+    name: str
+    arguments: dict[str, Any]
+    typed: bool = True  # false (qwen3_coder): the values are text as written, and only the tool knows their types
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadCall:
+    """Example: BadCall(reason="the call is not closed by </tool_call>")"""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a text says and what it calls, in order. Example: Reading(before="Let me see.\\n", calls=(Call(...),))"""
+
+    before: str  # the text up to the first call; all of it where there is none
+    calls: tuple[Call | BadCall, ...] = ()
+    after: str = ""  # what is said between and after the calls
+
+
+def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) -> Reading:
+    """The calls of a text. tools: names that are known, by which "auto" tells a bare call from an answer in JSON."""
+    thoughts, end, said = text.partition("</think>") if text.lstrip().startswith("<think>") else ("", "", text)
+    reading = _read(said, _recognized(said, tools) if format == "auto" else format)
+    return replace(reading, before=thoughts + end + reading.before)
+
+
+def write_calls(calls: Sequence[Call], style: Style) -> str:
+    """The calls as a model of that style writes them: read_calls of it gives them back."""
+    match style:
+        case "hermes":
+            return "\n".join(f"{OPEN}\n{_object(call, 'arguments')}\n{CLOSE}" for call in calls)
+        case "qwen3_coder":
+            return "\n".join(map(_xml, calls))
+        case "llama3":
+            return "; ".join(_object(call, "parameters") for call in calls)
+        case "pythonic":
+            listed = (", ".join(f"{name}={value!r}" for name, value in call.arguments.items()) for call in calls)
+            return "[" + ", ".join(f"{call.name}({inner})" for call, inner in zip(calls, listed, strict=True)) + "]"
+        case "mistral":
+            return MISTRAL_TAG + "[" + ", ".join(_object(call, "arguments") for call in calls) + "]"
+
+
+def _object(call: Call, key: str) -> str:
+    return json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False)
+
+
+def _xml(call: Call) -> str:
+    texts = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in call.arguments.items()}
+    parameters = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items())
+    return f"{OPEN}\n<function={call.name}>\n{parameters}</function>\n{CLOSE}"
+
+
+def _read(text: str, format: Format) -> Reading:
+    match format:
+        case "hermes":
+            return _tagged(text, _json_body)
+        case "qwen3_coder":
+            return _tagged(text, _xml_body)
+        case "llama3":
+            return _llama3(text)
+        case "pythonic":
+            return _pythonic(text)
+        case "mistral":
+            return _mistral(text)
+        case "auto":  # nothing was recognized
+            return Reading(before=text)
+
+
+# ---------------------------------------------------------------- which format
+
+_BARE = re.compile(
+    r"""\s*(?: (?P<list>\[\s*)? \{ \s* (?:"type"\s*:\s*"function"\s*,\s*)? "name"\s*:\s*"(?P<json>[^"]*)"
+             | \[ \s* (?P<python>[A-Za-z_][\w.]*) \s* \( )""",
+    re.VERBOSE,
+)
+
+
+def _recognized(text: str, tools: Collection[str]) -> Format:
+    if OPEN in text or CLOSE in text:
+        return "qwen3_coder" if re.search(OPEN + r"\s*<function=", text) else "hermes"
+    if MISTRAL_TAG in text:
+        return "mistral"
+    if PYTHON_TAG in text:
+        return "llama3"
+    bare = _BARE.match(text)
+    if bare is None or (bare["json"] or bare["python"]) not in tools:
+        return "auto"
+    if bare["python"]:
+        return "pythonic"
+    return "mistral" if bare["list"] else "llama3"
+
+
+# ---------------------------------------------------------------- between tags
+
+Body = Callable[[str], tuple[Call | BadCall, str]]  # what follows a tag -> (its call, what follows its closing tag)
+
+
+def _tagged(text: str, body: Body) -> Reading:
+    before, tag, rest = text.partition(OPEN)
+    if not tag and CLOSE in text:
+        before, _, after = text.partition(CLOSE)
+        return Reading(before=before, calls=(BadCall(reason=f"{CLOSE} without {OPEN} before it"),), after=after)
+    calls, after = [], ""
+    while tag:
+        call, rest = body(rest)
+        calls.append(call)
+        between, tag, rest = rest.partition(OPEN)
+        after += between
+    return Reading(before=before, calls=tuple(calls), after=after)
+
+
+def _json_body(rest: str) -> tuple[Call | BadCall, str]:
+    start = rest.lstrip()
+    _, closed, following = _until_close(start)
+    try:
+        value, end = _DECODER.raw_decode(start)
+    except (ValueError, RecursionError) as error:
+        return BadCall(reason=_broken(error) if closed else NOT_CLOSED), following
+    behind = start[end:].lstrip()
+    if behind.startswith(CLOSE):  # not at the first closing tag if the JSON's own text has one
+        return _call(value), behind[len(CLOSE) :]
+    return BadCall(reason="there is text behind the JSON object" if closed else NOT_CLOSED), following
+
+
+def _until_close(rest: str) -> tuple[str, bool, str]:
+    """(text of the call, whether it is closed, what follows it); a tag that opens another call ends it too."""
+    close, another = rest.find(CLOSE), rest.find(OPEN)
+    if close >= 0 and not 0 <= another < close:
+        return rest[:close], True, rest[close + len(CLOSE) :]
+    end = another if another >= 0 else len(rest)
+    return rest[:end], False, rest[end:]
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
+
+
+def _xml_body(rest: str) -> tuple[Call | BadCall, str]:
+    inner, closed, following = _until_close(rest)
+    found = _FUNCTION.fullmatch(inner)
+    if not closed or found is None:
+        return BadCall(reason=NOT_CLOSED if not closed else "not <function=NAME>...</function>"), following
+    pairs = _PARAMETER.findall(found[2])
+    if _PARAMETER.sub("", found[2]).strip() or len(dict(pairs)) < len(pairs):
+        return BadCall(reason="not one <parameter=NAME>...</parameter> for each argument"), following
+    arguments = {name: text.removeprefix("\n").removesuffix("\n") for name, text in pairs}
+    return Call(name=found[1], arguments=arguments, typed=False), following
+
+
+# ---------------------------------------------------------------- bare JSON
+
+_BROKEN_CALL = re.compile(r'\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
+
+
+def _llama3(text: str) -> Reading:
+    before, tag, body = text.partition(PYTHON_TAG)
+    if not tag:
+        before, body = "", text
+    body = body.strip()
+    if not tag and not body.startswith("{"):
+        return Reading(before=text)
+    calls: list[Call | BadCall] = []
+    while body.startswith("{") or not calls:
+        try:
+            value, end = _DECODER.raw_decode(body)
+        except (ValueError, RecursionError) as error:
+            if not (tag or calls or _BROKEN_CALL.match(body)):
+                return Reading(before=text)
+            calls.append(BadCall(reason=_broken(error)))
+            body = ""
+            break
+        if not (tag or calls or _is_call(value)):
+            return Reading(before=text)  # an answer that happens to be JSON
+        calls.append(_call(value))
+        body = body[end:].lstrip(" \n;,")
+    return Reading(before=before, calls=tuple(calls), after=body)
+
+
+def _mistral(text: str) -> Reading:
+    before, tag, body = text.partition(MISTRAL_TAG)
+    if not tag:
+        before, body = "", text
+    body = body.strip()
+    try:
+        values, end = _DECODER.raw_decode(body)
+    except (ValueError, RecursionError) as error:
+        if not (tag or (body.startswith("[") and _BROKEN_CALL.match(body))):
+            return Reading(before=text)
+        return Reading(before=before, calls=(BadCall(reason=_broken(error)),))
+    listed = isinstance(values, list) and len(values) > 0
+    if not tag and not (listed and all(map(_is_call, values))):
+        return Reading(before=text)
+    if not listed:
+        return Reading(before=before, calls=(BadCall(reason="not a JSON list of calls"),), after=body[end:])
+    return Reading(before=before, calls=tuple(map(_call, values)), after=body[end:])
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _broken(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"broken JSON: {error.msg} at character {error.pos + 1}"
+    return "broken JSON: nested too deeply" if isinstance(error, RecursionError) else f"broken JSON: {error}"
+
+
+def _is_call(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and bool({"arguments", "parameters"} & value.keys())
+    )
+
+
+def _call(value: Any) -> Call | BadCall:
+    if not isinstance(value, dict):
+        return BadCall(reason="the call is not a JSON object")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return BadCall(reason='the call has no "name"')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            return BadCall(reason=f"the arguments are {_broken(error)}")
+    if not isinstance(arguments, dict):
+        return BadCall(reason="the arguments are not a JSON object")
+    return Call(name=name, arguments=arguments)
+
+
+# ---------------------------------------------------------------- a Python list
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}  # Llama 4 writes them at times
+
+
+class _NotLiteral(Exception):
+    """An argument that is no plain value."""
+
+
+def _pythonic(text: str) -> Reading:
+    body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    bare = _BARE.match(body)
+    if bare is None or not bare["python"]:
+        return Reading(before=text)
+    try:
+        tree = ast.parse(body, mode="eval").body
+        calls = tuple(map(_python_call, tree.elts)) if isinstance(tree, ast.List) else ()
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's own words for too deep a nesting
+        calls = ()
+    return Reading(before="", calls=calls or (BadCall(reason="not a Python list of calls"),))
+
+
+def _python_call(node: ast.expr) -> Call | BadCall:
+    if not isinstance(node, ast.Call):
+        return BadCall(reason="not a call: name(argument=value)")
+    name = ast.unparse(node.func) if isinstance(node.func, ast.Name | ast.Attribute) else ""
+    named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+    if not re.fullmatch(r"[\w.]+", name) or node.args or len(named) < len(node.keywords):
+        return BadCall(reason="arguments must have names: name(argument=value)")
+    try:
+        return Call(name=name, arguments={key: _literal(value) for key, value in named.items()})
+    except _NotLiteral:
+        return BadCall(reason=f"an argument of {name} is not a plain value")
+
+
+def _literal(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=float() as value) if not math.isfinite(value):
+            raise _NotLiteral
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if math.isfinite(value):
+            return -value
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            named = {key.value: _literal(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+            if all(isinstance(key, str) for key in named):
+                return named
+    raise _NotLiteral

@@ -1,0 +1,224 @@
+"""Finds the reward function that a name names, and calls it the way it wants to be called.
+
+A FUNCTION is a built-in (builtin.py), `module:function` or `path/file.py:function`. Plain or `async`, a user's function
+has one of three signatures, told apart by the names of its parameters:
+
+    score(problem, completion)  or  score(problem, completion, attempt)  -> float | dict of parts       Tandem's
+    reward(completions, **columns) -> list[float | None]                                                TRL's
+    compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict             verl's
+
+A float is the reward. A dict holds the reward's parts: the reward is the value of "reward" (verl's: "score") if that key
+is there, else the sum of the values. Further keyword arguments come from reward.options. It knows no process.
+
+    python -c "from tandem.rewards.load import load; print(load('my_reward.py:score', {}))"
+"""
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from numbers import Real
+from pathlib import Path
+from typing import Any, get_origin
+
+import numpy as np
+
+from tandem.rewards import builtin
+from tandem.rewards.answer import Loading
+from tandem.rewards.parts import BadFunction, BadValue, Options, Result, number, part_name, read_value
+from tandem.types import Attempt, Problem
+
+Function = Callable[..., Any]
+Scorer = Callable[[Problem, Attempt, Loading], Result | None]  # None: the function does not apply to this problem
+Given = Mapping[str, Any]  # the options of one function
+
+_NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
+
+
+def load_all(
+    functions: Sequence[str], options: Options, announce: Callable[[int], None], alone: bool
+) -> dict[str, Scorer]:
+    """The scorers by their names: "score" of "my.py:score". Raises what load raises.
+
+    announce: which one comes next. alone: a lone float is a part; else weigh makes it one.
+    """
+    loaded = {}
+    for at, function in enumerate(functions):
+        if at:
+            announce(at)
+        name = part_name(function)
+        loaded[name] = load(function, options.get(name, {}), part=name if alone else "")
+    return loaded
+
+
+def load(function: str, options: Given, part: str = "") -> Scorer:
+    """The scorer that FUNCTION names. Raises BadFunction, or whatever importing the user's module raises.
+
+    part: what a lone float is called among the parts; empty: it is none.
+    """
+    source, colon, name = function.rpartition(":")
+    if not colon:
+        found = builtin.find(function)
+        _check_types(found, function, options)
+        scorer = _adapted(found, part, function, options)
+        builtin.check(function, options)
+        return scorer
+    if not (source and name):
+        raise BadFunction(f"cannot read {function!r}: expected `module:function` or `file.py:function`")
+    module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    return _adapted(_member(module, name, source), part, function, options)
+
+
+def _member(module: Any, name: str, source: str) -> Function:
+    try:
+        found = getattr(module, name)  # not vars(): a package may import its members when they are asked for
+    except AttributeError:
+        found = None
+    if not callable(found):
+        functions = [value for value in vars(module).values() if inspect.isfunction(value)]
+        known = [value.__name__ for value in functions if value.__module__ == module.__name__]
+        raise BadFunction(f"no function {name!r} in {source}; it has {', '.join(known) or 'none'}")
+    return found
+
+
+@cache  # two functions of one file share its module, as those of a module do
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise BadFunction(f"no file {str(path)!r} in {os.getcwd()}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise BadFunction(f"{str(path)!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up here
+    sys.path.append(str(path.resolve().parent))  # its neighbours can be imported, and shadow nothing
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------- how a function is called
+
+
+def _adapted(function: Function, part: str, name: str, options: Given) -> Scorer:
+    """The function behind one signature."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return partial(_own, function, part, (), dict(options))
+    parameters = signature.parameters
+    if "completion_ids" in parameters:
+        raise BadFunction(f"{name} takes {signature}; token ids are not known here, expected a function of the text")
+    if "completions" in parameters:
+        names = _names(signature, name, options, sample={"completions": [], "prompts": []})
+        return partial(_trl, function, part, names, dict(options))
+    if "solution_str" in parameters:
+        sample = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
+        return partial(_verl, function, part, _names(signature, name, options, sample=sample), dict(options))
+    extras = tuple(extra for extra in ("attempt", "loading") if extra in parameters)
+    try:
+        signature.bind(None, None, **dict.fromkeys(extras), **options)
+    except TypeError:
+        raise BadFunction(_unfit(name, signature, options, "(problem, completion)")) from None
+    return partial(_own, function, part, extras, dict(options))
+
+
+def _names(signature: inspect.Signature, name: str, options: Given, sample: Given) -> frozenset[str] | None:
+    """Which keyword arguments the function takes; None for any. Refuses options that it does not take."""
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return None
+    if not set(options) <= set(signature.parameters):
+        raise BadFunction(_unfit(name, signature, options, f"({', '.join(sample)})"))
+    return frozenset(signature.parameters)
+
+
+def _unfit(name: str, signature: inspect.Signature, options: Given, expected: str) -> str:
+    given = f" and the options {', '.join(options)}" if options else ""
+    return f"{name} takes ({', '.join(signature.parameters)}), expected {expected}{given}"
+
+
+def _check_types(function: Function, name: str, options: Given) -> None:
+    """Options of a built-in are of the type of its annotation, so that a mistake shows before the first item."""
+    hints = inspect.get_annotations(function, eval_str=True)
+    for option, value in options.items():
+        hint: Any = hints.get(option, object)  # what it does not take at all shows when it is bound
+        kind = get_origin(hint) or hint
+        wanted = (int, float) if kind is float else kind
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kind in (int, float)):
+            raise BadFunction(f"option {option!r} of {name} is {value!r}, expected {kind.__name__}")
+
+
+def _own(
+    function: Function, part: str, extras: tuple[str, ...], options: Given,
+    problem: Problem, attempt: Attempt, loading: Loading,
+) -> Result:  # fmt: skip
+    given = {"attempt": attempt, "loading": loading}
+    value = _finished(function(problem, attempt.text, **{extra: given[extra] for extra in extras}, **options))
+    return read_value(value, part)
+
+
+def _trl(
+    function: Function, part: str, names: frozenset[str] | None, options: Given,
+    problem: Problem, attempt: Attempt, _: Loading,
+) -> Result | None:  # fmt: skip
+    """A batch of one, as GRPOTrainer gives it: every column a list, messages only where the prompt was messages.
+
+    None for this completion: the function does not apply. What it logs with log_metric is a part.
+    """
+    metrics: dict[str, Any] = {}
+    row = {
+        "answer": problem.answer,
+        "solution": problem.answer,
+        **problem.metadata,
+    }  # the second is TRL's own name for it
+    columns = {key: [value] for key, value in row.items() if key not in _NOT_COLUMNS}
+    talk = problem.conversational
+    columns["prompts"] = [list(problem.messages) if talk else problem.messages[-1]["content"]]
+    columns["completions"] = [list(attempt.messages) if talk else attempt.text]
+    logs = {"log_extra": lambda column, values: None, "log_metric": metrics.__setitem__}
+    values = _finished(function(**_wanted({**columns, **logs, **options}, names)))
+    if not isinstance(values, (list, tuple)) or len(values) != 1:
+        found = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
+        raise BadValue(f"expected a list with one reward for one completion, found {found}")
+    if values[0] is None:
+        return None
+    reward, parts = read_value(values[0], part)
+    return reward, {**{key: number(value, f"part {key!r}") for key, value in metrics.items()}, **parts}
+
+
+def _verl(
+    function: Function, part: str, names: frozenset[str] | None, options: Given,
+    problem: Problem, attempt: Attempt, _: Loading,
+) -> Result:  # fmt: skip
+    """As verl's reward managers call it. Of a dict, "score" is the reward, other numbers are parts."""
+    arguments = {
+        "data_source": problem.category,
+        "solution_str": attempt.text,
+        "ground_truth": problem.answer,
+        "extra_info": problem.metadata.get("extra_info", problem.metadata),  # the column of verl's rows, else all
+    }
+    value = _finished(function(**_wanted({**arguments, **options}, names)))
+    if isinstance(value, dict):
+        if "score" not in value:
+            raise BadValue(f"expected a dict with `score`, found {', '.join(map(str, value)) or 'none'}")
+        numbers = {key: given for key, given in value.items() if isinstance(given, (Real, np.bool_)) and key != "score"}
+        return read_value({**numbers, "reward": value["score"]}, part)
+    return read_value(value, part)
+
+
+def _wanted(arguments: dict[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
+    return arguments if names is None else {name: value for name, value in arguments.items() if name in names}
+
+
+def _finished(value: Any) -> Any:
+    """The result of a function that may be `async def`."""
+    if not inspect.isawaitable(value):
+        return value
+    import asyncio
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait())

@@ -1,0 +1,221 @@
+"""Holds the clock and the limits of programs that run, from outside: what the sandboxes of this machine share.
+
+A run ends of itself, or is killed here: past its wall clock, its output cap, or (looked at every 20 ms) the memory and
+the number of files of all its processes together. Killed means its process group and, under bubblewrap, its process
+namespace, which is waited for. Output is read as it comes and kept up to the cap, so a flood costs nothing.
+
+    parent:  watch(run) --- reads stdout, stderr, gate --- every POLL_S: run.check() --- kill --- close
+    child:   setpriv > bwrap (monitor) > [namespace: bwrap as pid 1 > bash (asks at the gate) > prlimit > program]
+
+It does not know how a program is started or confined: tandem/sandbox/ does that, and is what to import and to run.
+"""
+
+import json
+import os
+import resource
+import select
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+StopReason = Literal["exit", "timeout", "memory", "output", "signal"]
+
+POLL_S = 0.02  # how often memory is looked at; a program that ends sooner is never measured
+GONE_S = 10.0  # a killed namespace is gone in milliseconds; the kernel may be busy freeing its memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a run may use. Memory, CPU and file size bind each process; memory_mb also binds all of them together."""
+
+    wall_s: float = 5.0
+    cpu_s: int = 5
+    memory_mb: int = 512
+    disk_mb: int = 16  # all files together
+    file_mb: int = 16  # one file
+    files: int = 4096  # files and directories that exist at once
+    open_files: int = 64
+    processes: int = 16  # threads count, and so does bubblewrap's own
+    output_bytes: int = 65536  # of stdout, and again of stderr
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a run ended. Example: Result(stdout="4\\n", stderr="", exit_code=0, stop_reason="exit", seconds=0.014)"""
+
+    stdout: str
+    stderr: str
+    exit_code: int | None  # minus the signal's number after "signal"; None where it was stopped from outside
+    stop_reason: StopReason  # "exit": of itself, with any code
+    seconds: float
+
+
+class SandboxFailed(RuntimeError):
+    """The sandbox could not run the program; the program has no part in it."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A process that is under way, and what it has written so far."""
+
+    process: subprocess.Popen[bytes]
+    limits: Limits
+    status: int = -1  # a file that bubblewrap reports in; -1: there is none
+    gate: int = -1  # the program asks here whether to begin, and begins at any answer
+    scratch: tempfile.TemporaryDirectory[str] | None = None
+    started: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+    stop_reason: StopReason | None = None  # why it was killed from here
+    written: dict[str, bytearray] = field(default_factory=lambda: {k: bytearray() for k in ("out", "err")})
+    reports: list[dict[str, Any]] = field(default_factory=list)  # all that bubblewrap said, once it has ended
+    inside: tuple[int, int] | None = None  # pid of the namespace's first process, and a pidfd of it
+
+    def streams(self) -> Iterator[tuple[int, str]]:
+        for stream, name in ((self.process.stdout, "out"), (self.process.stderr, "err")):
+            if stream is not None:
+                yield stream.fileno(), name
+        if self.gate >= 0:
+            yield self.gate, "gate"
+
+    def take(self, name: str, data: bytes) -> None:
+        if name == "gate":
+            self._find_inside()
+            with suppress(BrokenPipeError):
+                os.write(self.gate, b"\n" if data else b"")
+            return
+        self.written[name] += data
+        if len(self.written[name]) > self.limits.output_bytes:
+            del self.written[name][self.limits.output_bytes :]
+            self.kill("output")
+
+    def _reports(self) -> list[dict[str, Any]]:
+        """What bubblewrap has said, line by line: first {"child-pid": ...}, in the end {"exit-code": ...}."""
+        text = os.pread(self.status, 65536, 0) if self.status >= 0 else b""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
+
+    def _find_inside(self) -> None:
+        for report in self._reports()[:1]:
+            with suppress(ProcessLookupError):
+                self.inside = self.inside or (report["child-pid"], os.pidfd_open(report["child-pid"]))
+
+    def check(self) -> None:
+        if time.monotonic() - self.started > self.limits.wall_s:
+            self.kill("timeout")
+        elif self.inside is not None and _exceeds(self.inside[0], self.limits):
+            self.kill("memory")
+
+    def kill(self, reason: StopReason) -> None:
+        self.stop_reason = self.stop_reason or reason
+        self._find_inside()
+        with suppress(ProcessLookupError, PermissionError):  # PermissionError: a zombie's group, on some systems
+            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.inside is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.inside[1], signal.SIGKILL)
+
+    def close(self) -> None:
+        """Wait until nothing of it is left; its own end is when its last output was read."""
+        self.ended = time.monotonic()
+        self.process.wait()
+        self.reports = self._reports()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what a program without a namespace left behind
+        gone = self.inside is None or bool(select.select([self.inside[1]], [], [], GONE_S)[0])
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+        for fd in (self.status, self.gate, *(self.inside or (-1, -1))[1:]):
+            if fd >= 0:
+                os.close(fd)
+        if self.scratch is not None:
+            self.scratch.cleanup()
+        if not gone:
+            raise SandboxFailed(f"a killed namespace is still there after {GONE_S:.0f} s")
+
+    def result(self) -> Result:
+        out, err = (bytes(self.written[name]).decode(errors="replace") for name in ("out", "err"))
+        code = None if self.stop_reason else self._exit_code(err)
+        return Result(
+            stdout=out,
+            stderr=err,
+            exit_code=code,
+            stop_reason=self.stop_reason or why(code, err),
+            seconds=self.ended - self.started,
+        )
+
+    def _exit_code(self, err: str) -> int:
+        if self.status < 0:
+            return self.process.returncode
+        for report in self.reports:
+            if "exit-code" in report:
+                code = int(report["exit-code"])
+                return 128 - code if 128 < code <= 128 + signal.NSIG else code
+        raise SandboxFailed(f"bubblewrap ended with {self.process.returncode} before the program began: {err.strip()}")
+
+
+def why(code: int | None, err: str) -> StopReason:
+    if code in (-signal.SIGXCPU, None):
+        return "timeout"
+    if code and err.rstrip().rpartition("\n")[2].startswith("MemoryError"):
+        return "memory"
+    return "signal" if code < 0 else "exit"
+
+
+def _exceeds(first: int, limits: Limits) -> bool:
+    """Whether a namespace's processes hold too much memory together, or its /tmp too many files.
+
+    Pages that processes share after a fork count for each of them. What ends meanwhile counts as nothing.
+    """
+    used, pids = 0, [first]
+    for pid in pids:
+        with suppress(OSError):
+            resident, shared = (int(number) for number in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+            used += (resident - shared) * resource.getpagesize()
+            for task in os.listdir(f"/proc/{pid}/task"):
+                pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    files = 0
+    with suppress(OSError):
+        tmp = os.statvfs(f"/proc/{pids[-1]}/root/tmp")
+        if tmp.f_blocks * tmp.f_frsize == limits.disk_mb * 2**20:  # before it is mounted, this is another /tmp
+            files = tmp.f_files - tmp.f_ffree
+    return used > limits.memory_mb * 2**20 or files > limits.files
+
+
+def watch(*runs: Run) -> None:
+    """Read what runs write, and hold their limits, until the first of them has ended; then end the others."""
+    first = runs[0]
+    with selectors.DefaultSelector() as selector:
+        for run in runs:
+            for fd, name in run.streams():
+                selector.register(fd, selectors.EVENT_READ, (run, name))
+        checked = time.monotonic()
+        while any(key.data[0] is first for key in selector.get_map().values()):
+            ended = first.process.poll() is not None  # asked before, so that what it wrote last is there now
+            ready = selector.select(POLL_S)
+            for key, _ in ready:
+                data = os.read(key.fd, 65536)
+                key.data[0].take(key.data[1], data)
+                if not data:
+                    selector.unregister(key.fd)
+            if time.monotonic() - checked >= POLL_S:
+                checked = time.monotonic()
+                for run in runs:
+                    run.check()
+            late = time.monotonic() - first.started > first.limits.wall_s + 1
+            if ended and (late or not ready):
+                break  # what still holds the pipes is an orphan outside any namespace
+    for run in runs[1:]:
+        if run.process.poll() is None:
+            run.kill("exit")
+    for run in runs:
+        run.close()

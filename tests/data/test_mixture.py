@@ -1,0 +1,123 @@
+"""Which items a step takes, from one list and from several."""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tandem.data.mixture import Mixture, epoch_order, only, problems_of_step, taken_by
+from tandem.errors import UserError
+
+
+def some(n, name="p"):
+    return [f"{name}{i}" for i in range(n)]
+
+
+def mixture(*weights, sizes=(7, 3, 4)):
+    parts = [some(size, name) for size, name in zip(sizes, "abc", strict=False)][: len(weights)]
+    return Mixture(parts, weights, list("abc")[: len(weights)])
+
+
+# ---- one list
+
+
+def test_every_epoch_visits_each_problem_once_in_its_own_order():
+    orders = [epoch_order(50, 3, epoch, True) for epoch in range(3)]
+    assert all(sorted(order.tolist()) == list(range(50)) for order in orders)
+    assert len({tuple(order.tolist()) for order in orders}) == 3
+    assert not np.array_equal(orders[0], epoch_order(50, 4, 0, True))
+    assert np.array_equal(epoch_order(5, 3, 1, False), np.arange(5))
+
+
+@pytest.mark.parametrize(("n", "per_step"), [(10, 5), (10, 4), (10, 10), (7, 3), (3, 8), (1, 4)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_steps_cut_the_endless_sequence_of_epochs_without_gap_or_repeat(n, per_step, shuffle):
+    problems = some(n)
+    steps = [problem for step in range(9) for problem in problems_of_step(problems, step, per_step, 5, shuffle)]
+    epochs = [problems[i] for epoch in range(80) for i in epoch_order(n, 5, epoch, shuffle)]
+    assert steps == epochs[: 9 * per_step]
+
+
+def test_a_step_larger_than_the_data_takes_problems_again():
+    taken = problems_of_step(some(3), 1, 8, 0, True)
+    assert len(taken) == 8
+    assert len(set(taken)) == 3
+
+
+# ---- several
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.3), (0.9, 0.1), (1, 2, 5), (0.333, 0.333, 0.334), (1e-3, 1)])
+def test_each_part_has_its_share_of_any_number_of_slots_to_less_than_one_a_part(weights):
+    shares = [Fraction(str(weight)) for weight in weights]
+    counts = [taken_by(slots, shares) for slots in range(2000)]
+    for slots, taken in enumerate(counts):
+        assert sum(taken) == slots
+        for count, share in zip(taken, shares, strict=True):
+            assert abs(count - slots * share / sum(shares)) < len(shares)
+    for before, after in pairwise(counts):
+        assert sorted(b - a for a, b in zip(before, after, strict=True)) == [*[0] * (len(shares) - 1), 1]
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 8, 10])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_steps_of_a_mixture_are_one_sequence_and_each_part_goes_through_epochs_of_its_own(per_step, shuffle):
+    mixed = mixture(0.5, 0.2, 0.3)
+    slots = [item for step in range(240 // per_step) for item in problems_of_step(mixed, step, per_step, 5, shuffle)]
+    assert slots == problems_of_step(mixed, 0, len(slots), 5, shuffle)
+    for number, part in enumerate(mixed.parts):
+        visits = [item for item in slots if item[0] == part[0][0]]
+        epochs = [part[i] for epoch in range(80) for i in epoch_order(len(part), 5, epoch, shuffle, number)]
+        assert visits == epochs[: len(visits)]
+    assert Counter(item[0] for item in slots) == {"a": 120, "b": 48, "c": 72}
+
+
+def test_a_step_of_a_mixture_depends_on_its_number_only():
+    later_first = problems_of_step(mixture(1, 2, 5), 6, 4, 0, True)
+    mixed = mixture(1, 2, 5)
+    for step in range(6):
+        problems_of_step(mixed, step, 4, 0, True)
+    assert problems_of_step(mixed, 6, 4, 0, True) == later_first
+    assert problems_of_step(mixed, 6, 4, 1, True) != later_first
+
+
+def test_parts_of_one_size_are_shuffled_apart():
+    mixed = mixture(1, 1, sizes=(20, 20))
+    step = problems_of_step(mixed, 0, 40, 0, True)
+    assert [x[1:] for x in step if x[0] == "a"] != [x[1:] for x in step if x[0] == "b"]
+
+
+def test_a_mixture_of_one_part_is_that_list():
+    [part] = mixture(3).parts
+    assert [problems_of_step(mixture(3), step, 4, 9, True) for step in range(5)] == [
+        problems_of_step(part, step, 4, 9, True) for step in range(5)
+    ]
+
+
+def test_parts_alternate_inside_a_step():
+    mixed = mixture(1, 1)
+    assert [item[0] for item in problems_of_step(mixed, 3, 6, 0, True)] == ["b", "a"] * 3
+
+
+def test_a_mixture_reads_as_the_parts_one_behind_the_other():
+    mixed = mixture(1, 1)
+    assert (len(mixed), mixed[0], mixed[-1], mixed[6:8]) == (10, "a0", "b2", ["a6", "b0"])
+    assert list(mixed) == some(7, "a") + some(3, "b")
+
+
+def test_a_mixture_stays_one_when_some_of_it_is_dropped():
+    mixed = mixture(1, 3)
+    kept = only(mixed, [item for item in mixed if item[1] != "1"])
+    assert isinstance(kept, Mixture)
+    assert [len(part) for part in kept.parts] == [6, 2]
+    assert Counter(item[0] for item in problems_of_step(kept, 0, 400, 0, True)) == {"a": 100, "b": 300}
+    assert only(some(3), some(2)) == some(2)
+
+
+def test_a_part_of_which_nothing_is_left_is_refused():
+    mixed = mixture(1, 1)
+    with pytest.raises(UserError) as caught:
+        only(mixed, [item for item in mixed if item[0] == "a"])
+    assert "where:    b" in str(caught.value)

@@ -1,0 +1,393 @@
+"""CSV, Parquet, Hugging Face folders and the hub: the same rows, and every kind of mistake told for each format."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.config import Data
+from tandem.data.chats import read_chats
+from tandem.data.preferences import read_preferences
+from tandem.data.problems import read_problems
+from tandem.data.sources import source_files
+from tandem.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+GOOD = {"prompt": "1 + 1 =", "answer": "2"}
+FORMATS = ("jsonl", "csv", "parquet", "arrow")
+
+
+def write(folder, form, table, rows_a_file=1000):
+    """A table in a format; the name that data.train would have. "arrow" is what datasets' save_to_disk writes."""
+    path = folder / (f"rows.{form}" if form != "arrow" else "rows")
+    match form:
+        case "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+        case "csv":
+            import pyarrow.csv
+
+            pyarrow.csv.write_csv(table, path)
+        case "parquet":
+            pq.write_table(table, path)
+        case "arrow":
+            save(path, table, rows_a_file)
+    return str(path)
+
+
+def save(folder, table, rows_a_file=1000):
+    """The layout of save_to_disk, written by hand: `datasets` cannot hold some of what is refused here."""
+    folder.mkdir(parents=True)
+    parts = [table.slice(i, rows_a_file) for i in range(0, max(1, table.num_rows), rows_a_file)]
+    names = [f"data-{i:05d}-of-{len(parts):05d}.arrow" for i in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, part.schema) as stream:
+            stream.write_table(part)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+
+
+def read(path, **columns):
+    return read_problems(str(path), Data(**columns), key="data.train")
+
+
+def error_of(path, **columns):
+    with pytest.raises(UserError) as caught:
+        read(path, **columns)
+    return str(caught.value)
+
+
+def place(form, row):
+    """Where a mistake in a row is told: CSV has a header above its rows."""
+    places = {"jsonl": f"rows.jsonl:{row}", "csv": f"rows.csv:{row + 1}", "parquet": f"rows.parquet:row {row}"}
+    return places.get(form, f"rows:row {row}")
+
+
+def python(code, folder, arguments=(), **environment):
+    env = {**os.environ, "HF_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, env=env, capture_output=True, text=True)
+
+
+# ---- the same rows
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_gives_the_same_problems(tmp_path, form):
+    rows = [{"prompt": f"{i} + é,\n =", "answer": str(i), "data_source": "sums", "note": 'a "b"'} for i in range(2500)]
+    problems = read(write(tmp_path, form, pa.Table.from_pylist(rows)))
+    assert [(p.uid, p.messages[0]["content"], p.answer, p.category, p.metadata) for p in problems] == [
+        (f"rows/{i + 1}", f"{i} + é,\n =", str(i), "sums", {"note": 'a "b"'}) for i in range(2500)
+    ]
+
+
+def test_a_folder_of_datasets_is_read_as_datasets_wrote_it(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}?"}], "reward_model": {"ground_truth": str(i)}, "extra_info": {"i": i}}
+        for i in range(300)
+    ]  # fmt: skip
+    saved = datasets.Dataset.from_list(rows)
+    datasets.disable_progress_bars()
+    saved.save_to_disk(tmp_path / "one", num_shards=3)
+    datasets.DatasetDict({"train": saved, "test": saved.select([4])}).save_to_disk(tmp_path / "two")
+    expected = [(str(i), {"extra_info": {"i": i}}) for i in range(300)]
+    for name in ("one", "two#train"):
+        assert [(p.answer, p.metadata) for p in read(tmp_path / name)] == expected
+    assert [p.uid for p in read(tmp_path / "two#test")] == ["two#test/1"]
+    assert [file.name for file in source_files(str(tmp_path / "one"), "data.train")] == [
+        f"data-0000{i}-of-00003.arrow" for i in range(3)
+    ]
+
+
+def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
+    for split in ("train", "test"):
+        save(tmp_path / "d" / split, pa.Table.from_pylist([GOOD]))
+    (tmp_path / "d/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert f"next:     data.train='{tmp_path}/d#train'" in error_of(tmp_path / "d")
+    assert "found:    no split 'val'" in error_of(tmp_path / "d#val")
+    (tmp_path / "d/dataset_dict.json").write_text('{"splits": ["test"]}')
+    assert len(read(tmp_path / "d")) == 1
+
+
+def test_a_file_whose_name_has_the_mark_of_a_split_is_that_file(tmp_path):
+    (tmp_path / "a#b.jsonl").write_text(json.dumps(GOOD))
+    assert [p.uid for p in read(tmp_path / "a#b.jsonl")] == ["a#b/1"]
+
+
+def test_decimals_times_and_maps_of_arrow_become_what_json_can_write(tmp_path):
+    kind = pa.map_(pa.string(), pa.int64())
+    table = pa.table({"prompt": ["?"], "answer": [Decimal("0.10")], "day": [date(2026, 1, 2)], "score": [0.5],
+                      "counts": pa.array([[("a", 1)]], kind)})  # fmt: skip
+    for form in ("parquet", "arrow"):
+        [problem] = read(write(tmp_path, form, table))
+        assert problem.answer == "0.10"
+        assert problem.metadata == {"day": "2026-01-02", "score": 0.5, "counts": [["a", 1]]}
+
+
+def test_chats_and_preferences_are_read_from_csv_too(tmp_path):
+    (tmp_path / "c.csv").write_text('prompt,response\n"1 + 1 =",2\n')
+    assert read_chats(str(tmp_path / "c.csv"), key="sft.train")[0][1] == {"role": "assistant", "content": "2"}
+    (tmp_path / "p.csv").write_text('prompt,chosen,rejected\n"1 + 1 =",2,3\n')
+    [pair] = read_preferences(str(tmp_path / "p.csv"), key="preference.train")
+    assert (pair.chosen[0]["content"], pair.rejected[0]["content"]) == ("2", "3")
+
+
+def test_an_empty_cell_is_null_and_blank_lines_and_a_byte_order_mark_are_accepted(tmp_path):
+    (tmp_path / "c.csv").write_bytes(b"\xef\xbb\xbfprompt,answer,uid,level\r\n\r\n?,2,,1\r\n\r\n?,3,x,\r\n")
+    first, second = read(tmp_path / "c.csv")
+    assert (first.uid, first.metadata, second.uid, second.metadata) == ("c/1", {"level": "1"}, "x", {"level": None})
+
+
+# ---- mistakes in rows, by format
+
+
+def columns(**wrong):
+    """Three rows, in which the second has something else."""
+    return pa.table({name: [good, wrong.get(name, good), good] for name, good in GOOD.items()})
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_missing_column_is_told_with_the_likeliest_one(tmp_path, form):
+    message = error_of(write(tmp_path, form, columns().rename_columns(["question", "answer"])))
+    assert f"{place(form, 1)}, prompt (and 2 more)" in message
+    assert "next:     set data.prompt_column=question" in message
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_null_or_another_type_is_told_with_its_field(tmp_path, form):
+    assert f"{place(form, 2)}, answer" in (message := error_of(write(tmp_path, form, columns(answer=None))))
+    assert "found:    null" in message
+
+
+@pytest.mark.parametrize("form", ("jsonl", "parquet", "arrow"))
+def test_another_type_is_told_with_its_field(tmp_path, form):
+    table = pa.table({"prompt": ["?"], "answer": [["2", "3"]]})
+    assert "found:    a list of 2" in error_of(write(tmp_path, form, table))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_uid_that_comes_twice_is_told_with_both_rows(tmp_path, form):
+    message = error_of(write(tmp_path, form, columns().append_column("uid", [["a", "b", "a"]])))
+    assert f"{place(form, 3)}, uid" in message
+    assert '"a", as in row 1' in message
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_source_without_rows_is_told(tmp_path, form):
+    empty = pa.table({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())})
+    assert "data.train has no rows" in error_of(write(tmp_path, form, empty))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_invalid_utf_8_is_told_with_its_row(tmp_path, form):
+    table = columns(prompt="caf\u00e9")
+    if form in ("jsonl", "csv"):
+        path = Path(write(tmp_path, form, table))
+        text = path.read_bytes().replace(b"\\u00e9", b"\xe9").replace(b"\xc3\xa9", b"\xe9")
+        path.write_bytes(text)
+    else:
+        prompts = pa.array([b"?", b"caf\xe9", b"?"], pa.binary()).view(pa.string())
+        path = write(tmp_path, form, table.set_column(0, "prompt", prompts))
+    message = error_of(path)
+    assert place(form, 2) in message
+    assert "invalid UTF-8" in message
+
+
+@pytest.mark.parametrize("form", ("parquet", "arrow"))
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.5, ""),
+        (float("nan"), "found:    nan"),
+        (float("inf"), "found:    inf"),
+        (b"\x89PNG", "4 bytes that are no text"),
+        ({"deep": [{"er": float("-inf")}]}, "found:    -inf"),
+    ],
+)
+def test_what_json_cannot_write_is_told_with_its_row(tmp_path, form, value, said):
+    path = write(tmp_path, form, columns().append_column("extra", pa.array([None, value, None])))
+    if not said:
+        assert len(read(path)) == 3
+        return
+    message = error_of(path)
+    assert f"{place(form, 2)}, extra" in message
+    assert said in message
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_row_of_50_mb_is_told_with_its_place(tmp_path, form):
+    message = error_of(write(tmp_path, form, columns(prompt="x" * 50_000_000)))
+    assert place(form, 2) in message
+    assert "of more than 16 MiB" in message
+
+
+def nested(levels):
+    value = "x"
+    for _ in range(levels):
+        value = [value]
+    return columns().append_column("deep", pa.array([value] * 3))
+
+
+def test_a_deeply_nested_row_is_refused(tmp_path):
+    """Arrow has limits of its own, below ours: Parquet 49 lists in each other, a stream 64 levels."""
+    assert len(read(write(tmp_path, "parquet", nested(40)))) == 3
+    assert "too deeply nested" in error_of(write(tmp_path, "parquet", nested(60)))
+    assert len(read(write(tmp_path, "arrow", nested(60)))) == 3
+    assert "rows.jsonl:1, deep[0][0]" in (message := error_of(write(tmp_path, "jsonl", nested(120))))
+    assert "more than 100 levels of nesting" in message
+
+
+# ---- mistakes of CSV
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "said"),
+    [
+        (b"prompt,answer\n?,2\n?\n", ":3", "found:    1 cells"),
+        (b'prompt,answer\n"a\nb\nc",\n', ":2, answer", "found:    null"),
+        (b"prompt,answer\n?,2,3\n", ":2", "expected: 2, as in the header"),
+        (b'prompt,answer\n"a\nb",2\n?\n', ":4", "found:    1 cells"),
+        (b'prompt,answer\n?,2\n"never, ends\n?,2\n', ":3", "broken CSV: unexpected end of data"),
+        (b'prompt,answer\n"a"b,2\n', ":2", "broken CSV: ',' expected after '\"'"),
+        (b"prompt;answer\n?;2\n", ":1", "names with commas between them"),
+        (b"prompt,prompt\n?,2\n", ":1", "a different name for every column"),
+        (b"prompt,\n?,2\n", ":1", "a different name for every column"),
+        (b"prompt,caf\xe9\n?,2\n", ":1", "invalid UTF-8"),
+        (b"\xff\xfep\x00", "", "iconv -f UTF-16 -t UTF-8"),
+        (b"", "", "no rows"),
+        (b"prompt,answer\n\n", "", "no rows"),
+        (b'prompt,answer\n"' + (b"a" * 99 + b"\n") * 180_000 + b'",2\n', ":2", "field larger than field limit"),
+    ],
+)
+def test_a_broken_csv_file_is_told_with_its_line(tmp_path, content, where, said):
+    (tmp_path / "b.csv").write_bytes(content)
+    message = error_of(tmp_path / "b.csv")
+    assert f"{tmp_path}/b.csv{where}\n" in message
+    assert said in message
+
+
+# ---- mistakes of folders
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("state.json", b"{", "JSONDecodeError"),
+        ("state.json", b"[]", "JSON with '_data_files'"),
+        ("state.json", b'{"_data_files": 3}', "expected: a list"),
+        ("state.json", None, "a folder without state.json"),
+        ("data-00000-of-00001.arrow", None, "Failed to open local file"),
+        ("data-00000-of-00001.arrow", b"", "cannot be read as a Hugging Face dataset"),
+        ("data-00000-of-00001.arrow", b"not Arrow at all", "cannot be read as a Hugging Face dataset"),
+        ("dataset_dict.json", b"{}", "JSON with 'splits'"),
+    ],
+)
+def test_a_damaged_folder_is_refused(tmp_path, file, content, said):
+    save(tmp_path / "d", columns())
+    if content is None:
+        (tmp_path / "d" / file).unlink()
+    else:
+        (tmp_path / "d" / file).write_bytes(content)
+    assert said in error_of(tmp_path / "d")
+
+
+DAMAGE = """
+import sys
+from pathlib import Path
+from tandem.config import Data
+from tandem.data.problems import read_problems
+from tandem.errors import UserError
+[file] = Path(sys.argv[1]).glob("*.arrow")
+content = file.read_bytes()
+for start in range(1000, len(content) - 1000, len(content) // 40):
+    file.write_bytes(content[:start] + b"\\xff\\x3f" * 200 + content[start + 400 :])
+    try:
+        read_problems(sys.argv[1], Data(), key="data.train")
+        print("read")
+    except UserError:
+        print("refused")
+file.write_bytes(content)
+"""
+
+
+@pytest.mark.parametrize("extra", [{}, {"score": 0.5}])
+def test_a_folder_damaged_in_the_middle_is_refused_and_never_a_crash(tmp_path, extra):
+    """Arrow maps the file and believes its offsets: they are checked before a row is made. Half of a file of numbers
+    cannot be told from other numbers, so what is damaged there is read."""
+    save(tmp_path / "d", pa.Table.from_pylist([GOOD | extra | {"uid": f"row {i}"} for i in range(2000)]), 2000)
+    result = python(DAMAGE, tmp_path, arguments=[str(tmp_path / "d")])
+    assert result.returncode == 0, result.stderr
+    said = result.stdout.split()
+    assert said.count("refused") > (15 if extra else 35)
+    assert len(read(tmp_path / "d")) == 2000
+    [file] = source_files(str(tmp_path / "d"), "data.train")
+    file.write_bytes(file.read_bytes()[:40_000])
+    assert "cannot be read as a Hugging Face dataset" in error_of(tmp_path / "d")
+
+
+def test_a_split_of_what_has_none_is_refused(tmp_path):
+    save(tmp_path / "d", columns())
+    assert "names a split of a dataset that has none" in error_of(tmp_path / "d#train")
+
+
+# ---- the hub
+
+
+READ = """
+from tandem.config import Data
+from tandem.data.problems import read_problems
+from tandem.errors import UserError
+try:
+    read_problems("nobody/nothing:main#train", Data(), key="data.train")
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_hub_name_that_is_not_in_the_cache_ends_in_one_error_where_the_hub_is_off(tmp_path):
+    said = python(READ, tmp_path, HF_HUB_OFFLINE="1").stdout
+    assert "data.train names no file, and no dataset of the hub that can be had" in said
+    assert "where:    data.train, 'nobody/nothing:main'" in said
+
+
+def test_a_hub_that_does_not_answer_is_told_at_once_and_not_after_half_a_minute_of_trying(tmp_path):
+    """Nothing listens at port 9 of this machine, so the connection is refused."""
+    said = python(READ, tmp_path, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9", no_proxy="*").stdout
+    assert "Connection refused, at http://127.0.0.1:9" in said
+
+
+def test_what_load_dataset_finds_is_read_by_split(tmp_path):
+    """load_dataset takes a folder of this name in the working directory for the hub's data set."""
+    (tmp_path / "some/sums").mkdir(parents=True)
+    for split, answers in (("train", "234"), ("test", "5")):
+        rows = [
+            json.dumps(GOOD | {"answer": answer, "prompt": [{"role": "user", "content": "?"}]}) for answer in answers
+        ]
+        (tmp_path / f"some/sums/{split}.jsonl").write_text("\n".join(rows))
+    code = """
+from tandem.data.hub import hub_files, hub_rows
+print([values["answer"] for (place, (values, line)) in hub_rows("some/sums", "train", "data.train")])
+print([place for place, payload in hub_rows("some/sums", "test", "data.train")])
+print([file.suffix for file in hub_files("some/sums", "test", "data.train")])
+"""
+    result = python(code, tmp_path, HF_HUB_OFFLINE="1")
+    assert result.stdout == "['2', '3', '4']\n[':row 1']\n['.arrow']\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no.jsonl", "which does not exist"),
+        ("nobody/no.csv", "which does not exist"),
+        ("a/b/c", "which does not exist"),
+        ("../up/here", "which does not exist"),
+    ],
+)
+def test_a_path_that_is_no_hub_name_is_never_looked_for_there(tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    assert said in error_of(name)

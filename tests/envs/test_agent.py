@@ -1,0 +1,526 @@
+"""Agents that speak the OpenAI API as environments: what they are told, what is tokenized, what ends them."""
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tandem.config import Config
+from tandem.config import Env as EnvConfig
+from tandem.engine.engine import Engine
+from tandem.envs.agent import AgentEnv, Played
+from tandem.envs.agent_chat import Asked, ConversationBroken, Refused, Reply, Said, continuation, read_request, verdict
+from tandem.envs.agent_run import AgentFailed
+from tandem.envs.agent_server import the_server
+from tandem.envs.rollout import World, run_episodes
+from tandem.errors import UserError
+from tandem.loop import Player, Stages, train_step
+from tandem.stream.journal import read_episodes
+from tandem.train.learn import Models
+from tandem.train.learner import Learner
+from tandem.train.optimizer import Optimizer
+from tandem.types import Problem, SamplingParams, Score
+from tandem.weights.inline import InlineSync
+from tests.engine.serving import eventually
+from tests.scripted import DigitRenderer, ScriptedReward
+from tests.tiny import exact_model
+
+ROOT = Path(__file__).parent.parent.parent
+PROBLEM = Problem(uid="p", messages=({"role": "user", "content": "How much is 3+4?"},), answer="7")
+WAIT_S = 20.0
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 4, "a": 3}}\n</tool_call>'
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def client(base_url, api_key="x"):
+    return openai.OpenAI(base_url=base_url, api_key=api_key, timeout=WAIT_S)
+
+
+def ask(base_url, messages, **more):
+    return client(base_url).chat.completions.create(model="policy", messages=messages, **more).choices[0].message
+
+
+def play(run, *texts, problem=PROBLEM):
+    """What reset, and a step for each text that the model says, return; the environment is closed."""
+
+    async def driver():
+        env = Played(run)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return [await env.reset(problem), *[await env.step(text) for text in texts]], env
+        finally:
+            await env.close()
+
+    return asyncio.run(driver())
+
+
+@contextmanager
+def raising(error, match):
+    before = the_server().sessions
+    with pytest.raises(error, match=match):
+        yield
+    assert the_server().sessions == before  # closed all the same
+
+
+# ---- what an agent says and hears
+
+
+def test_an_agent_with_the_real_client_plays_two_turns_and_its_return_value_is_the_reward():
+    heard = []
+
+    def run(problem, base_url, api_key):
+        assert threading.current_thread() is not threading.main_thread()
+        chat = [*problem.messages]
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as api:
+            for answer in ("wrong", "still wrong"):
+                reply = api.chat.completions.create(model="any", messages=chat, temperature=0.3, max_tokens=9)
+                heard.append((reply.choices[0].message.content, reply.choices[0].finish_reason, reply.model))
+                chat += [reply.choices[0].message, user(answer)]  # as the client's own object
+        return 0.25
+
+    (chat, first, last), _ = play(run, "  6 ", "8")
+    assert chat == list(PROBLEM.messages)
+    assert first.messages == [user("wrong")] and not first.done
+    assert (last.done, last.reward, last.parts) == (True, 0.25, {})
+    assert heard == [("  6 ", "stop", "any"), ("8", "stop", "any")]
+
+
+def test_an_async_agent_runs_beside_the_rollouts_loop_and_a_dictionary_has_parts():
+    loops = []
+
+    async def run(problem, base_url, api_key):
+        loops.append(asyncio.get_running_loop())
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as api:
+            reply = await api.chat.completions.create(model="policy", messages=problem.messages)
+        return {"reward": float(reply.choices[0].message.content == "7"), "parts": {"length": 1}}
+
+    (_, last), _ = play(run, "7")
+    assert (last.done, last.reward, last.parts) == (True, 1.0, {"length": 1.0})
+    assert loops[0].is_running()  # that of all agents, which the rollout's end does not end
+
+
+@pytest.mark.parametrize(("returned", "reward"), [(None, 0.5), (0.75, 0.75)])
+def test_a_posted_reward_counts_where_the_agent_returns_none(returned, reward):
+    def run(problem, base_url, api_key):
+        ask(base_url, list(problem.messages))
+        for value in (0.1, 0.5):  # the last one
+            httpx.post(f"{base_url}/reward", json={"reward": value, "parts": {"a": 2}}).raise_for_status()
+        return returned
+
+    (_, last), _ = play(run, "7")
+    assert (last.done, last.reward) == (True, reward)
+    assert last.parts == ({"a": 2.0} if returned is None else {})
+
+
+def test_an_agent_that_gives_no_reward_leaves_it_to_the_reward_function():
+    (_, last), _ = play(lambda problem, base_url, api_key: ask(base_url, list(problem.messages)) and None, "7")
+    assert (last.done, last.reward, last.parts) == (True, 0.0, {})
+
+
+@pytest.mark.parametrize("tools", [(), (ADD,)])
+@pytest.mark.parametrize("text", ["sieben\n", CALL])
+def test_a_streamed_answer_is_the_whole_answer(text, tools):
+    answers = []
+
+    def run(problem, base_url, api_key):
+        more = {"tools": list(tools)} if tools else {}
+        with client(base_url).chat.completions.stream(model="m", messages=list(problem.messages), **more) as stream:
+            answers.append(stream.get_final_completion().choices[0])
+
+    play(run, text)
+    reply = Reply.to(Asked(messages=(), tools=tools), text, 1)
+    message = answers[0].message
+    assert (message.content or "") == reply.content
+    calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or []]
+    assert calls == ([("call_1_0", "add", '{"a": 3, "b": 4}')] if tools and text == CALL else [])
+    assert answers[0].finish_reason == ("tool_calls" if calls else "stop")
+
+
+@pytest.mark.parametrize("back", ["as given", "as text", "written anew"])
+def test_tool_calls_are_structured_and_recognized_when_they_come_back(back):
+    seen = []
+
+    def run(problem, base_url, api_key):
+        message = ask(base_url, list(problem.messages), tools=[ADD])
+        [call] = message.tool_calls
+        seen.append((message.content, call.function.name, json.loads(call.function.arguments)))
+        dumped = message.model_dump(exclude_none=True)
+        if back == "as text":
+            dumped = {"role": "assistant", "content": f"Hm.\n{CALL}"}
+        if back == "written anew":
+            dumped["tool_calls"][0] |= {"id": "mine", "function": {"name": "add", "arguments": '{"a":3,"b":4}'}}
+        result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+        assert ask(base_url, [*problem.messages, dumped, result], tools=[ADD]).tool_calls is None
+        return 1.0
+
+    (_, first, last), env = play(run, f"Hm.\n{CALL}", "7")
+    assert env.tools == (ADD,)
+    assert seen == [("Hm.", "add", {"a": 3, "b": 4})]
+    assert first.messages == [{"role": "tool", "content": "7"}] and last.reward == 1.0
+
+
+def test_arguments_that_were_written_as_text_get_the_types_of_the_schema():
+    arguments = "<parameter=a>\n3\n</parameter>\n<parameter=b>\nx\n</parameter>"
+    text = f"<tool_call>\n<function=add>\n{arguments}\n</function>\n</tool_call>"
+    [call] = Reply.to(Asked(messages=(), tools=(ADD,)), text, 1).calls
+    assert json.loads(call.arguments) == {"a": 3, "b": "x"}  # what is no integer stays what was said
+
+
+def test_a_call_that_cannot_be_read_stays_text():
+    reply = Reply.to(Asked(messages=(), tools=(ADD,)), f"{CALL}<tool_call>{{", 1)
+    assert (reply.calls, reply.content) == ((), reply.text)
+
+
+# ---- one conversation
+
+
+CHAT = (Said(role="system", content="s"), Said(role="user", content="u"))
+SPOKE = Said(role="assistant", content="a")
+MORE = Said(role="user", content="v")
+
+
+def test_a_conversation_goes_on_with_what_is_new():
+    asked = Asked(messages=(*CHAT, SPOKE, MORE, Said(role="tool", content="t")))
+    new = continuation(Asked(messages=CHAT), Reply(text=" a\n", content=" a\n"), asked)
+    assert new == [user("v"), {"role": "tool", "content": "t"}]
+
+
+@pytest.mark.parametrize(
+    ("now", "complaint"),
+    [
+        (Asked(messages=(Said(role="system", content="S"), CHAT[1], SPOKE, MORE)), "message 1 of a later request"),
+        (Asked(messages=CHAT), "2 messages, and 2 were said before"),
+        (Asked(messages=(MORE,)), "message 1 of a later request is user's 'v', and was system's 's'"),
+        (Asked(messages=(*CHAT, MORE)), "message 3 .* and the model had said 'a'"),
+        (Asked(messages=(*CHAT, Said(role="assistant", content="b"), MORE)), "message 3 .* had said 'a'"),
+        (Asked(messages=(*CHAT, SPOKE)), "is nothing"),
+        (Asked(messages=(*CHAT, SPOKE, MORE, SPOKE, MORE)), "is user, assistant, user"),
+        (Asked(messages=(*CHAT, SPOKE, MORE), tools=(ADD,)), "other tools"),
+    ],
+)
+def test_a_request_that_does_not_continue_the_conversation_breaks_the_episode(now, complaint):
+    with pytest.raises(ConversationBroken, match=complaint):
+        continuation(Asked(messages=CHAT), Reply(text="a", content="a"), now)
+
+
+def test_an_agent_that_starts_a_second_conversation_costs_its_episode_and_is_told_why():
+    told = []
+
+    def run(problem, base_url, api_key):
+        ask(base_url, list(problem.messages))
+        try:
+            ask(base_url, [user("Something else")])
+        except openai.APIStatusError as error:
+            told.append((error.status_code, error.message))
+            raise
+
+    with raising(ConversationBroken, match="Something else"):
+        play(run, "7")
+    assert eventually(lambda: told)
+    assert told[0][0] == 503 and "one conversation that only grows" in told[0][1]
+
+
+def test_tools_may_be_left_out_later():
+    asked = Asked(messages=(*CHAT, SPOKE, MORE))
+    assert continuation(Asked(messages=CHAT, tools=(ADD,)), Reply(text="a", content="a"), asked) == [user("v")]
+
+
+def test_a_request_that_a_client_repeats_is_answered_again():
+    answers = []
+
+    def run(problem, base_url, api_key):
+        body = {"messages": list(problem.messages)}
+        for count in ("0", "1"):
+            headers = {"x-stainless-retry-count": count}
+            answer = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=WAIT_S)
+            answers.append(answer.json()["choices"])
+
+    play(run, "7")
+    assert answers[0] == answers[1] and answers[0][0]["message"]["content"] == "7"
+
+
+def test_the_same_question_asked_twice_is_a_second_conversation():
+    with raising(ConversationBroken, match="1 messages, and 1 were said before"):
+        play(lambda problem, url, key: [ask(url, list(problem.messages)) for _ in range(2)], "7")
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ({"n": 2}, "n = 2"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, r"messages\.0\.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+    ],
+)
+def test_a_request_that_would_need_another_answer_is_refused(body, complaint):
+    with pytest.raises(Refused, match=complaint):
+        read_request(json.dumps({"messages": [user("Hi")], **body}).encode())
+
+
+def test_what_only_changes_the_sampling_is_the_trainers_business():
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    body = {"messages": [{"role": "developer", "content": parts}], "temperature": 0, "stop": ["x"], "seed": 1, "n": 1}
+    assert read_request(json.dumps(body).encode()) == Asked(messages=(Said(role="system", content="Hi"),))
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(raw):
+    with pytest.raises(Refused, match="the body is not"):
+        read_request(raw)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        "1",
+        {"score": 1},
+        {"reward": None},
+        {"reward": 1, "parts": {"a": "b"}},
+        {"reward": 1, "x": 1},
+        {"reward": 1, "parts": {"env": 2}},
+    ],
+)
+def test_what_is_no_finite_reward_is_refused(value):
+    with pytest.raises(ValueError, match="reward"):
+        verdict(value)
+
+
+def test_numbers_of_all_kinds_are_rewards():
+    assert [verdict(value).reward for value in (True, 1, np.float32(0.5), {"reward": np.int64(2)})] == [
+        1.0,
+        1.0,
+        0.5,
+        2.0,
+    ]
+
+
+def test_the_server_knows_its_endpoints_and_its_episodes():
+    codes = {}
+
+    def run(problem, base_url, api_key):
+        root = base_url.removesuffix("/v1")
+        with httpx.Client() as http:
+            codes["models"] = http.get(f"{base_url}/models").json()["data"][0]["id"]
+            codes["completions"] = http.post(f"{base_url}/completions", json={}).status_code
+            codes["no such episode"] = http.post(f"{root}x/v1/chat/completions", json={}).status_code
+            codes["outside"] = http.get(httpx.URL(base_url).copy_with(path="/")).status_code
+            codes["bad reward"] = http.post(f"{base_url}/reward", json={"reward": "x"}).status_code
+        with suppress(openai.BadRequestError):
+            ask(base_url, list(problem.messages), n=2)
+        ask(base_url, list(problem.messages))
+
+    play(run, "7")
+    assert codes == {
+        "models": "policy", "completions": 404, "no such episode": 404, "outside": 404, "bad reward": 400,
+    }  # fmt: skip
+
+
+# ---- how an episode ends
+
+
+def exits(problem, base_url, api_key):
+    raise SystemExit("enough")
+
+
+async def exits_async(problem, base_url, api_key):
+    raise SystemExit("enough")
+
+
+@pytest.mark.parametrize("run", [exits, exits_async])
+def test_an_agent_that_fails_costs_its_own_episode(run):
+    with raising(AgentFailed, match="SystemExit: enough"):
+        play(run)
+    (_, last), _ = play(lambda problem, url, key: len(ask(url, list(problem.messages)).content), "7")
+    assert last.reward == 1.0  # and nobody else's
+
+
+def test_an_agent_that_asks_for_nothing_is_an_error():
+    with raising(AgentFailed, match="without asking"):
+        play(lambda problem, base_url, api_key: 1.0)
+
+
+def test_a_reward_that_is_none_is_an_error():
+    with raising(ValueError, match="a reward is a number"):
+        play(lambda problem, base_url, api_key: ask(base_url, list(problem.messages)).content, "7")
+
+
+def test_an_episode_that_runs_out_of_time_tells_its_agent_and_leaves_nothing_behind():
+    told, ended, before = [], [], the_server().sessions
+
+    async def slow(problem, base_url, api_key):
+        try:
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as api:
+                await api.chat.completions.create(model="policy", messages=problem.messages)
+                await asyncio.sleep(1000)
+        finally:
+            ended.append(True)
+
+    async def driver():
+        env = Played(slow)
+        await env.reset(PROBLEM)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await env.step("7")
+        assert not ended
+        await env.close()
+        assert ended == [True]  # closing waits for an async agent
+        await env.close()  # and may be repeated
+
+    def blocked(problem, base_url, api_key):
+        try:
+            ask(base_url, list(problem.messages))
+        except openai.APIStatusError as error:
+            told.append((error.status_code, error.response.headers["x-should-retry"], error.message))
+            raise
+
+    asyncio.run(driver())
+    play(blocked)  # closed while it waits for the model
+    assert eventually(lambda: told)
+    assert told == [(503, "false", "Error code: 503 - " + told[0][2].partition(" - ")[2])] and "is over" in told[0][2]
+    assert the_server().sessions == before
+    assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "agent"])
+
+
+def test_an_agent_of_a_rollout_that_died_is_let_go():
+    """Cancelled between two turns, a rollout has no time to close anything."""
+    told = []
+
+    def run(problem, base_url, api_key):
+        try:
+            ask(base_url, list(problem.messages))
+        except openai.APIStatusError as error:
+            told.append(error.status_code)
+
+    async def driver():
+        env = Played(run)
+        await env.reset(PROBLEM)
+
+    asyncio.run(driver())
+    assert eventually(lambda: told) and told == [503]
+
+
+def test_a_run_that_names_no_function_is_a_users_error_before_anything_starts(tmp_path):
+    (tmp_path / "mine.py").write_text("run = 3\n\ndef ran(problem, base_url, api_key):\n    return 1.0\n")
+    for spec, words in (
+        (f"{tmp_path}/mine.py:runs", "no 'runs'"),
+        (f"{tmp_path}/mine.py:run", "no function"),
+        ("x", "loaded"),
+    ):
+        with pytest.raises(UserError, match=words):
+            AgentEnv(run=spec)
+    AgentEnv(run=f"{tmp_path}/mine.py:ran")
+
+
+def test_the_example_answers_checks_itself_and_is_scored():
+    async def driver():
+        env = AgentEnv(run=str(ROOT / "examples" / "environments" / "agent.py") + ":run")
+        async with asyncio.timeout(WAIT_S):
+            seen = [await env.reset(PROBLEM), await env.step("It is 8."), await env.step("It is 7.")]
+        await env.close()
+        return seen
+
+    chat, check, last = asyncio.run(driver())
+    assert chat == list(PROBLEM.messages) and [m["role"] for m in check.messages] == ["user"]
+    assert (last.done, last.reward, last.parts) == (True, 1.0, {"right_at_once": 0.0})
+
+
+# ---- in a rollout
+
+
+PROBLEMS = [Problem(uid=f"p{n}", messages=(user(str(n)),), answer=str(n)) for n in range(4)]
+PARAMS = SamplingParams(max_new_tokens=40, temperature=0.9, stop_token_ids=(91, *range(30)))
+
+
+async def chatty(problem, base_url, api_key):
+    """Three turns; what it says depends on what the model said; the reward is the length of that."""
+    chat, said = list(problem.messages), 0
+    http = openai.DefaultAsyncHttpxClient(verify=False)  # to read certificates is most of an episode's time
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=WAIT_S, http_client=http) as api:
+        for _ in range(3):
+            reply = (await api.chat.completions.create(model="policy", messages=chat)).choices[0].message
+            said += len(reply.content)
+            chat += [{"role": "assistant", "content": reply.content}, user(str(len(reply.content)))]
+    return {"reward": said / 10, "parts": {"said": said}}
+
+
+def real_engine(model):
+    return Engine(model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, max_batch=8)
+
+
+class Given(ScriptedReward):
+    """What the agent gave."""
+
+    def score(self, problem, attempt):
+        return Score(reward=attempt.given.get("env", 0.0), parts={})
+
+
+def test_a_training_step_with_an_agent_is_token_in_token_out_and_on_policy_to_the_last_bit(tmp_path):
+    tree = Config().model_dump()
+    tree["rl"] |= {"prompts_per_step": 2, "group_size": 3}
+    tree["env"] |= {"name": "agent", "timeout_s": WAIT_S}
+    config, model = Config.model_validate(tree), exact_model("qwen3")
+    engine = real_engine(model)
+    optimizer = Optimizer(
+        model.trainable(), learning_rate=1e-3, schedule="constant", warmup_steps=0, total_steps=10, weight_decay=0.0,
+        betas=(0.9, 0.95), max_grad_norm=1.0,
+    )  # fmt: skip
+    world = World(make=lambda: Played(chatty), limits=config.env)
+    stages = Stages(
+        config=config, problems=PROBLEMS,
+        player=Player(engine=engine, renderer=DigitRenderer(), world=world, reward=Given()),
+        models=Models(policy=Learner(model, optimizer)), sync=InlineSync(engine), params=PARAMS, episodes=tmp_path, exact=True,
+    )  # fmt: skip
+    metrics, _ = train_step(stages, 0)
+    assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0
+    episodes = read_episodes(next(tmp_path.glob("*.parquet")))
+    assert len(episodes) == 6 and max(e.num_turns for e in episodes) == 3
+    for episode in episodes:
+        said = [m["content"] for m in episode.messages if m["role"] == "assistant"]
+        sampled = np.split(episode.tokens, np.flatnonzero(np.diff(episode.loss_mask.astype(int))) + 1)[1::2]
+        assert said == [str(turn[: len(json.loads(text))].tolist()) for turn, text in zip(sampled, said, strict=True)]
+        heard = [m["content"] for m in episode.messages[1::2]]
+        assert heard == [str(len(text)) for text in said[: len(heard)]]
+        if episode.stop_reason == "stop":
+            assert episode.given == {"env": sum(map(len, said)) / 10, "said": sum(map(len, said))}
+            assert episode.reward == episode.given["env"] > 0
+    assert any(episode.stop_reason == "stop" for episode in episodes)
+
+
+def test_dozens_of_agents_play_at_once_and_their_order_changes_nothing():
+    def played(concurrency):
+        model = exact_model("qwen3")
+        limits = EnvConfig(concurrency=concurrency, timeout_s=60)
+        world = World(make=lambda: Played(chatty), limits=limits)
+        return run_episodes(
+            PROBLEMS, group_size=8, place=("test",), engine=real_engine(model), renderer=DigitRenderer(), world=world,
+            params=PARAMS,
+        )  # fmt: skip
+
+    before = the_server().sessions
+    assert repr(played(32)) == repr(played(5))
+    assert the_server().sessions == before

@@ -1,0 +1,177 @@
+"""Environments of the real gymnasium: what the model reads, how it acts, and what it earns."""
+
+import asyncio
+
+import gymnasium
+import numpy as np
+import pytest
+
+from tandem.config import Env as EnvConfig
+from tandem.envs.gym import GymEnv, plain
+from tandem.envs.rollout import World, run_episodes
+from tandem.errors import UserError
+from tandem.types import Completion, Problem, SamplingParams
+from tests.scripted import DigitRenderer, ScriptedEngine
+
+PROBLEM = Problem(uid="p", messages=({"role": "system", "content": "s"}, {"role": "user", "content": "Go."}), answer="")
+LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": ["Left", "down", "right", "up"]}
+
+
+def seeded(seed):
+    return Problem(uid="p", messages=PROBLEM.messages, answer="", metadata={"seed": seed})
+
+
+class Echo(gymnasium.Env):
+    """Asks for its seed's digit; a right answer is worth 1 and a wrong one -0.5; three answers in all."""
+
+    observation_space = gymnasium.spaces.Text(100)
+    action_space = gymnasium.spaces.Text(5, charset="0123456789")
+    metadata = {"render_modes": []}  # noqa: RUF012
+    closed: list["Echo"] = []  # noqa: RUF012
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.wanted, self.asked = str(self.np_random.integers(10)), 0
+        return f"{self.wanted}", {}
+
+    def step(self, action):
+        self.asked += 1
+        return f"{self.asked}", 1.0 if action == self.wanted else -0.5, False, self.asked == 3, {}
+
+    def close(self):
+        self.closed.append(self)
+
+
+class Wide(Echo):
+    action_space = gymnasium.spaces.Box(0, 1)
+
+
+gymnasium.register("TandemEcho-v0", Echo, disable_env_checker=True)
+gymnasium.register("TandemWide-v0", Wide, disable_env_checker=True)
+
+
+def test_a_text_environment_reads_and_hears_text_and_rewards_add_up():
+    env = GymEnv(id="TandemEcho-v0")
+    chat = env.reset(seeded(5))
+    wanted = str(np.random.Generator(np.random.PCG64(np.random.SeedSequence(5))).integers(10))
+    assert chat == ({"role": "system", "content": "s"}, {"role": "user", "content": f"Go.\n\n{wanted}"})
+    answers = [env.step(text) for text in (f" {wanted}\n", "hello!", "x", wanted * 2, wanted)]
+    assert [a.reward for a in answers] == [1.0, 0.0, 0.0, -0.5, 1.0] and [a.done for a in answers] == [False] * 4 + [
+        True
+    ]
+    assert [m["content"] for a in answers for m in a.messages] == [
+        "1", "That is no action. An action is Text(1, 5, charset=0123456789).",
+        "That is no action. An action is Text(1, 5, charset=0123456789).", "2",
+    ]  # fmt: skip
+    assert answers[-1].parts == {"turns": 5.0, "bad_actions": 2.0}
+
+
+def test_episodes_of_a_problem_begin_alike_and_those_of_others_do_not():
+    def begins(problem):
+        return GymEnv(id="Taxi-v4").reset(problem)[-1]["content"]
+
+    assert begins(seeded(3)) == begins(seeded(3)) != begins(seeded(4))
+    uids = {begins(Problem(uid=f"p{n}", messages=PROBLEM.messages, answer="")) for n in range(6)}
+    assert len(uids) > 3 and begins(PROBLEM) == begins(PROBLEM)
+
+
+def test_frozen_lake_is_a_picture_and_its_moves_have_names():
+    env = GymEnv(**LAKE)
+    assert env.reset(PROBLEM)[-1]["content"] == "Go.\n\n[red S]FFF\nFHFH\nFFFH\nHFFG"
+    assert env.step("I go left or Right").messages[0]["content"] == "  (Right)\nS[red F]FF\nFHFH\nFFFH\nHFFG"
+    lost = env.step("DOWN!")
+    assert (lost.done, lost.reward, lost.messages) == (True, 0.0, ())
+
+
+def test_the_goal_of_frozen_lake_is_worth_one():
+    env = GymEnv(**LAKE)
+    env.reset(PROBLEM)
+    *walked, last = [env.step(move) for move in ("down", "down", "right", "right", "down", "right")]
+    assert not any(step.done for step in walked) and (last.done, last.reward) == (True, 1.0)
+
+
+def test_without_a_picture_or_a_wish_for_it_the_observation_is_shown():
+    assert GymEnv(**LAKE, render=False).reset(PROBLEM)[-1]["content"] == "Go.\n\n0"
+    shown = GymEnv(id="Blackjack-v1").reset(seeded(1))[-1]["content"]
+    world = gymnasium.make("Blackjack-v1")
+    assert shown == f"Go.\n\n{world.reset(seed=1)[0]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [("1", 1), ("0, no: 1.", 1), ("-1", None), ("1.5", None), ("2", None), ("10", None), ("x1", None)],
+)
+def test_a_choice_is_the_last_number_that_is_one(text, action):
+    env = GymEnv(id="Blackjack-v1", invalid_action_penalty=0.3)
+    env.reset(seeded(1))
+    answer = env.step(text)
+    assert answer.penalty == (0.3 if action is None else 0.0) and answer.parts["bad_actions"] == float(action is None)
+    if action is None:
+        assert answer.messages[0]["content"] == "That is no action. An action is one of 0, 1."
+
+
+def test_a_name_within_another_is_not_taken_for_it():
+    env = GymEnv(id="Blackjack-v1", actions=["hit", "hit me"])
+    env.reset(PROBLEM)
+    assert [env._action(text) for text in ("hit", "Hit me", "white", "hit me, hit")] == [0, 1, None, 0]
+
+
+def test_colours_are_named():
+    assert plain("\n\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m\x1b[4mu\x1b[0m\x1b[1m!\n") == "[blue R]|[yellow  ]u!"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"id": "Nothing-v0"}, "has no such environment"),
+        ({"id": "FrozenLake-v1", "kwargs": {"depth": 3}}, "has no such environment"),
+        ({"id": "TandemWide-v0"}, "cannot act"),
+        ({"id": "Blackjack-v1", "render": True}, "draws no text"),
+        ({"id": "Blackjack-v1", "actions": ["hit"]}, "other names"),
+        ({"id": "Blackjack-v1", "actions": ["hit", "HIT"]}, "other names"),
+        ({"id": "Blackjack-v1", "invalid_action_penalty": -1.0}, "below 0"),
+    ],
+)
+def test_an_option_that_cannot_be_is_a_users_error_before_any_episode(options, words):
+    with pytest.raises(UserError, match=words):
+        GymEnv(**options)
+
+
+class Guesser(ScriptedEngine):
+    """Says the digit that it has read last."""
+
+    def generate(self, requests):
+        return [
+            Completion(
+                tokens=np.array([7, 91]), logprobs=np.zeros(2, np.float32), weight_versions=np.zeros(2, np.int32),
+                text=str(r.prompt[-1]), stop_reason="stop",
+            )
+            for r in requests
+        ]  # fmt: skip
+
+
+class Digits(DigitRenderer):
+    def prompts(self, chats, tools=()):
+        return super().prompts(
+            [[{"content": "".join(c for c in m["content"] if c.isdigit())} for m in chat] for chat in chats]
+        )
+
+
+def test_a_rollout_plays_it_and_closes_every_world():
+    Echo.closed.clear()
+    world = World(make=lambda: GymEnv(id="TandemEcho-v0"), limits=EnvConfig())
+    problems = [seeded(seed) for seed in (1, 2)]
+    groups = run_episodes(
+        problems, group_size=4, place=("test",), engine=Guesser(), renderer=Digits(), world=world,
+        params=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
+    )  # fmt: skip
+    for problem, group in zip(problems, groups, strict=True):
+        wanted = GymEnv(id="TandemEcho-v0").reset(problem)[-1]["content"][-1]
+        right = 1 + (wanted == "1") + (wanted == "2")  # then it repeats "1" and "2"
+        assert [episode.given["env"] for episode in group] == [right - 0.5 * (3 - right)] * 4
+        assert {episode.stop_reason for episode in group} == {"stop"}
+    assert len(Echo.closed) == 8
+
+
+def test_methods_are_plain_so_that_a_world_may_block():
+    assert not any(asyncio.iscoroutinefunction(method) for method in (GymEnv.reset, GymEnv.step, GymEnv.close))

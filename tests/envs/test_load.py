@@ -1,0 +1,150 @@
+"""An environment is found by its name and made with its options, and what is wrong is said before a model is loaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.config import Env as EnvConfig
+from tandem.config import Sandbox
+from tandem.envs.guess import GuessTheNumber
+from tandem.envs.load import load_env, source_files
+from tandem.envs.tools import ToolEnv
+from tandem.errors import UserError
+from tandem.types import Env
+
+OWN = """
+from tandem.types import Env
+
+class Mine(Env):
+    def __init__(self, names: list[str], size: int = 3):
+        if size > 9:
+            raise RuntimeError("too large")
+        self.names, self.size = names, size
+
+class Careful(Env):
+    def __init__(self, sandbox, **others):
+        self.sandbox, self.others = sandbox, others
+
+class Plain(Env):
+    pass
+
+class Other:
+    pass
+
+def function():
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_envs.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("x = 1\nx / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def made(name, **options):
+    return load_env(EnvConfig(name=name, options=options), Sandbox())()
+
+
+def refusal(name, **options):
+    with pytest.raises(UserError) as error:
+        load_env(EnvConfig(name=name, options=options), Sandbox())
+    return error.value
+
+
+def test_the_built_in_environments_have_names():
+    assert type(made("single_turn")) is Env
+    assert type(made("guess")) is GuessTheNumber
+    assert type(made("tools", tools="calculator", show_tools=False)) is ToolEnv
+
+
+def test_options_are_the_arguments_of_the_class():
+    assert made("guess", limit=7).limit == 7
+    assert made("tools", tools=["calculator"], show_tools=False, format="hermes").format == "hermes"
+
+
+def test_a_class_of_ones_own_is_loaded_from_a_file_or_a_module(own):
+    assert made("own_envs.py:Mine", names=["a"]).names == ["a"]
+    assert isinstance(made("own_envs.py:Plain"), Env)
+    assert type(made("tandem.envs.guess:GuessTheNumber")) is GuessTheNumber
+
+
+def test_every_episode_has_options_of_its_own(own):
+    make = load_env(EnvConfig(name="own_envs.py:Mine", options={"names": ["a"]}), Sandbox())
+    make().names.append("b")
+    assert make().names == ["a"]
+
+
+def test_the_sandbox_section_goes_to_a_class_that_asks_for_it(own):
+    sandbox = Sandbox(url="http://127.0.0.1:8080")
+    env = load_env(EnvConfig(name="own_envs.py:Careful", options={"size": 2}), sandbox)()
+    assert (env.sandbox, env.others) == (sandbox, {"size": 2})
+
+
+@pytest.mark.parametrize(
+    "name, options, where, words",
+    [
+        ("gues", {}, "env.name", ["no such environment", "single_turn", "guess", "file.py:Class"]),
+        ("guess", {"limt": 3}, "env.options", ["no option 'limt'", "limit: int = 0"]),
+        ("guess", {"limit": "many"}, "env.options.limit", ["'many'", "int"]),
+        ("guess", {"limit": -2}, "env.options.limit", ["-2"]),
+        ("single_turn", {"limit": 3}, "env.options", ["no option 'limit'", "Env()"]),
+        ("tools", {}, "env.options.tools", ["no tools", "calculator"]),
+        ("tools", {"tools": ["calculator"], "format": "xml"}, "env.options.format", ["hermes"]),
+        ("own_envs.py:Mine", {}, "env.options", ["needs the option 'names'", "Mine(names: list[str], size: int = 3)"]),
+        ("own_envs.py:Mine", {"names": "a"}, "env.options.names", ["list[str]", "'a'"]),
+        (
+            "own_envs.py:Mine",
+            {"names": [], "size": 10},
+            "own_envs.py:Mine",
+            ["RuntimeError: too large", "own_envs.py:7"],
+        ),
+        ("own_envs.py:Mina", {}, "env.name", ["no 'Mina' in own_envs.py", "Mine, Careful, Plain, Other, function"]),
+        (
+            "own_envs.py:Other",
+            {},
+            "env.name",
+            ["the class Other", "a subclass of tandem.types.Env", "class Other(Env):"],
+        ),
+        ("own_envs.py:function", {}, "env.name", ["not an environment", "function"]),
+        ("missing.py:Mine", {}, "env.name", ["no file missing.py", "working directory"]),
+        ("broken.py:Mine", {}, "broken.py:2", ["ZeroDivisionError", "python broken.py"]),
+        ("no_such_module:Mine", {}, "env.name", ["ModuleNotFoundError", 'python -c "import no_such_module"']),
+        (":Mine", {}, "env.name", ["file.py:NAME or module:NAME"]),
+    ],
+)
+def test_a_mistake_is_told_with_its_place_and_what_to_do(own, name, options, where, words):
+    error = refusal(name, **options)
+    assert where in error.where
+    assert [word for word in words if word not in str(error)] == []
+
+
+def test_a_run_depends_on_the_files_of_ones_own(own):
+    def files(name, **options):
+        return source_files(EnvConfig(name=name, options=options))
+
+    assert files("guess") == []
+    assert files("own_envs.py:Mine") == [Path("own_envs.py")]
+    assert files("tandem.envs.guess:GuessTheNumber") == [Path(sys.modules["tandem.envs.guess"].__file__)]
+    assert files("no_such_module:Mine") == []
+    assert files("tools", tools=["calculator", "my.py:add"]) == [Path("my.py")]
+    assert files("tools", tools="my.py:add") == [Path("my.py")]
+
+
+def test_a_mistake_in_the_options_is_found_without_torch_or_transformers():
+    code = """
+import sys
+from tandem.config import Env, Sandbox
+from tandem.envs.load import load_env
+try:
+    load_env(Env(name="tools", options={"tools": "calculator", "format": "xml"}), Sandbox())
+except Exception as error:
+    print(type(error).__name__, sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "UserError []\n"

@@ -1,0 +1,392 @@
+"""Episodes: what is appended to what, what ends them, what a bad environment costs, and that P1 holds across turns."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config import Env as EnvConfig
+from tandem.engine.engine import Engine
+from tandem.envs.rollout import World, malformed_thinking, run_episodes
+from tandem.errors import UserError
+from tandem.model.logprobs import Filter
+from tandem.train.forward import batch_logprobs
+from tandem.train.pack import join, pack
+from tandem.types import Completion, Env, Observation, Problem, Sample, SamplingParams
+from tests.scripted import DigitRenderer, ScriptedEngine
+from tests.tiny import exact_model
+
+PROBLEMS = [Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n)) for n in range(4)]
+PARAMS = SamplingParams(max_new_tokens=5, stop_token_ids=(91,))
+
+
+def user(text):
+    return ({"role": "user", "content": text},)
+
+
+def play(make, engine, *, problems=PROBLEMS[:1], group_size=1, params=PARAMS, place=("test",), ended=None, **limits):
+    world = World(make=make, limits=EnvConfig(**limits))
+    return run_episodes(
+        problems, group_size=group_size, place=place, engine=engine, renderer=DigitRenderer(), world=world, params=params,
+        ended=ended,
+    )  # fmt: skip
+
+
+class TurnEngine(ScriptedEngine):
+    """Says [7, 91] in every turn; "text" is how many tokens it has read. `cut` says [7] with another stop reason."""
+
+    def __init__(self, cut="stop"):
+        super().__init__()
+        self.cut = cut
+
+    def generate(self, requests):
+        tokens = [7, 91] if self.cut == "stop" else [7]
+        return [
+            Completion(
+                tokens=np.array(tokens), logprobs=np.full(len(tokens), -0.25, np.float32),
+                weight_versions=np.full(len(tokens), 4, np.int32), text=f"{len(r.prompt)}", stop_reason=self.cut,
+            )
+            for r in requests
+        ]  # fmt: skip
+
+
+class Counting(Env):
+    """Answers "1", "2", ... and ends at `turns` with reward 1, after a penalty of 0.5 in its second turn."""
+
+    def __init__(self, turns=3):
+        self.turns, self.heard = turns, []
+
+    async def step(self, text):
+        self.heard.append(text)
+        if len(self.heard) == self.turns:
+            return Observation(done=True, reward=1.0, parts={"turns": self.turns})
+        return Observation(messages=user(str(len(self.heard))), reward=0.25, penalty=0.5 * (len(self.heard) == 2))
+
+
+class Blocking(Counting):
+    """The same as plain methods, which run in threads."""
+
+    def reset(self, problem):
+        return list(problem.messages)
+
+    def step(self, text):
+        assert threading.current_thread() is not threading.main_thread()
+        return asyncio.run(super().step(text))
+
+
+def test_a_turn_only_appends_and_what_the_environment_says_carries_no_loss():
+    engine = TurnEngine()
+    [[episode]] = play(Counting, engine)
+    assert [r.prompt.tolist() for r in engine.requests] == [
+        [90, 0],
+        [90, 0, 7, 91, 90, 1],
+        [90, 0, 7, 91, 90, 1, 7, 91, 90, 2],
+    ]
+    assert episode.tokens.tolist() == [90, 0, 7, 91, 90, 1, 7, 91, 90, 2, 7, 91]
+    assert episode.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert episode.weight_versions.tolist() == [-1, -1, 4, 4, -1, -1, 4, 4, -1, -1, 4, 4]
+    assert np.array_equal(episode.engine_logprobs, np.where(episode.loss_mask, np.float32(-0.25), np.float32(0)))
+    assert episode.penalties.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0.5, 0, 0, 0, 0]  # of the second turn
+    said = [m["content"] for m in episode.messages]
+    assert said == ["2", "1", "6", "2", "10"] and episode.text == "10" and episode.num_turns == 3
+    assert (
+        episode.given == {"env": 1.5, "turns": 3.0} and episode.stop_reason == "stop" and episode.num_prompt_tokens == 2
+    )
+
+
+def test_the_turns_of_an_episode_draw_from_one_key_without_repeating_a_position():
+    engine = TurnEngine()
+    play(Counting, engine, problems=PROBLEMS[:2], group_size=2)
+    by_key = {}
+    for request in engine.requests:
+        by_key.setdefault(request.key, []).append(request.drawn)
+    assert list(by_key.values()) == [[0, 2, 4]] * 4
+
+
+def test_methods_in_threads_and_coroutines_play_the_same_episode():
+    one, other = ([play(make, TurnEngine(), problems=PROBLEMS, group_size=2)] for make in (Counting, Blocking))
+    assert repr(one) == repr(other)
+
+
+def test_a_stop_token_that_was_not_sampled_is_read_before_the_next_turn():
+    class StringStop(TurnEngine):
+        def generate(self, requests):
+            return [
+                Completion(
+                    tokens=np.array([7]), logprobs=np.zeros(1, np.float32), weight_versions=np.zeros(1, np.int32), text="7",
+                    stop_reason="stop",
+                )
+                for _ in requests
+            ]  # fmt: skip
+
+    [[episode]] = play(lambda: Counting(2), StringStop())
+    assert episode.tokens.tolist() == [90, 0, 7, 91, 90, 1, 7]
+    assert episode.loss_mask.astype(int).tolist() == [0, 0, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "engine", "stop_reason", "turns"),
+    [
+        ({"max_turns": 2}, TurnEngine(), "turns", 2),
+        ({"max_tokens": 8}, TurnEngine(), "tokens", 2),  # 2 + 2 + 2 + 2, and no room for a third
+        ({}, TurnEngine(cut="length"), "length", 1),
+        ({"max_tokens": 4}, TurnEngine(cut="length"), "tokens", 1),  # cut short by the episode's limit
+        ({}, TurnEngine(), "stop", 3),
+    ],
+)
+def test_every_episode_ends_with_its_reason(limits, engine, stop_reason, turns):
+    [[episode]] = play(Counting, engine, **limits)
+    assert (episode.stop_reason, episode.num_turns, episode.masked) == (stop_reason, turns, False)
+    longest = max(r.params.max_new_tokens + len(r.prompt) for r in engine.requests)
+    assert longest <= limits.get("max_tokens", 512)
+
+
+def fails(how):
+    """An environment that fails in the episode of problem p1 only."""
+
+    class Failing(Counting):
+        async def reset(self, problem):
+            self.bad = problem.uid == "p1"
+            if self.bad and how == "reset":
+                raise KeyError("lost")
+            return problem.messages if not (self.bad and how == "chat") else "no chat"
+
+        async def step(self, text):
+            if not self.bad:
+                return await super().step(text)
+            match how:
+                case "raise":
+                    raise ValueError("it broke")
+                case "exit":
+                    raise SystemExit(3)
+                case "own timeout":
+                    raise TimeoutError("the tool's own")
+                case "slow":
+                    await asyncio.sleep(30)
+                case "silent":
+                    return Observation()
+                case "nan":
+                    return Observation(done=True, reward=float("nan"))
+                case "names a part env":
+                    return Observation(done=True, parts={"env": 1.0})
+                case "speaks for the model":
+                    return Observation(messages=({"role": "assistant", "content": "5"},))
+            return "text"
+
+    return Failing
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("reset", "KeyError: 'lost'"), ("chat", "reset returned str"), ("raise", "ValueError: it broke"),
+        ("exit", "SystemExit: 3"), ("own timeout", "TimeoutError: the tool's own"), ("silent", "returned no messages"),
+        ("nan", "numbers that are none"), ("names a part env", "part named 'env'"), ("speaks for the model", "not the assistant's"), ("text", "expected an Observation"),
+    ],
+)  # fmt: skip
+def test_a_failing_environment_costs_its_own_episode_only(how, error):
+    found = play(fails(how), TurnEngine(), problems=PROBLEMS[:3])
+    untouched = play(Counting, TurnEngine(), problems=PROBLEMS[:3])
+    assert repr([found[0], found[2]]) == repr([untouched[0], untouched[2]])
+    [bad] = found[1]
+    assert bad.stop_reason == "error" and error in bad.env_error and bad.masked and not bad.trainable
+    [[zeroed]] = play(fails(how), TurnEngine(), problems=PROBLEMS[:3], on_error="zero")[1:2]
+    assert not zeroed.masked and zeroed.trainable == (how not in ("reset", "chat"))
+
+
+def test_an_environment_that_takes_too_long_is_left_behind():
+    found = play(fails("slow"), TurnEngine(), problems=PROBLEMS[:3], timeout_s=0.2)
+    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"] and "0.2 s" in found[1][0].env_error
+
+
+def test_a_thread_that_never_returns_holds_up_nobody():
+    forever = threading.Event()
+
+    class Stuck(Counting):
+        def step(self, text):
+            if self.uid == "p1":
+                forever.wait()
+            return Observation(done=True)
+
+        async def reset(self, problem):
+            self.uid = problem.uid
+            return problem.messages
+
+    found = play(Stuck, TurnEngine(), problems=PROBLEMS[:3], timeout_s=0.2)
+    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"]
+    forever.set()
+
+
+def test_the_others_generate_while_an_environment_waits():
+    """The first episode's tool ends only when the others have played to their end."""
+    over = []
+
+    class Waiting(Counting):
+        async def reset(self, problem):
+            self.first = problem.uid == "p0"
+            return problem.messages
+
+        async def step(self, text):
+            while self.first and len(over) < 3:
+                await asyncio.sleep(0.001)
+            return await super().step(text)
+
+    ended = []
+    play(Waiting, TurnEngine(), problems=PROBLEMS, ended=lambda row, e: (over.append(row), ended.append(e.uid)))
+    assert sorted(ended[:3]) == ["p1", "p2", "p3"] and ended[3] == "p0"
+
+
+def test_no_more_episodes_are_under_way_than_allowed():
+    under_way, most = set(), []
+
+    class Watched(Counting):
+        async def reset(self, problem):
+            under_way.add(id(self))
+            most.append(len(under_way))
+            return problem.messages
+
+        async def close(self):
+            under_way.discard(id(self))
+
+    play(Watched, TurnEngine(), problems=PROBLEMS, group_size=3, concurrency=5)
+    assert max(most) == 5 and len(most) == 12 and not under_way
+
+
+def test_an_environment_is_closed_however_its_episode_ended():
+    closed = []
+
+    def made(how):
+        class Closing(fails(how)):
+            def close(self):
+                closed.append(how)
+                raise RuntimeError("closing fails too, and changes nothing")
+
+        return Closing
+
+    for how in ("raise", "reset", "fine"):
+        play(made(how), TurnEngine(), problems=PROBLEMS[:2])
+    assert closed == ["raise"] * 2 + ["reset"] * 2 + ["fine"] * 2
+
+
+def test_a_run_in_which_everything_fails_is_a_users_error_with_the_first_cause():
+    with pytest.raises(UserError, match="every episode failed") as error:
+        play(fails("raise"), TurnEngine(), problems=PROBLEMS[1:2], group_size=3)
+    assert error.value.found == "ValueError: it broke"
+
+
+def test_episodes_of_a_problem_that_begin_differently_are_refused():
+    number = iter(range(9))
+
+    class Random(Env):
+        async def reset(self, problem):
+            return user(str(next(number)))
+
+    with pytest.raises(UserError, match="begin differently"):
+        play(Random, TurnEngine(), group_size=2)
+
+
+def test_an_error_of_the_engine_ends_the_rollout_and_cancels_what_runs():
+    class Broken(TurnEngine):
+        def generate(self, requests):
+            raise UserError("the cache burst")
+
+    with pytest.raises(UserError, match="the cache burst"):
+        play(Counting, Broken())
+    engine = TurnEngine()
+
+    def late(row, episode):
+        raise UserError("the scorer is gone")
+
+    class Slow(Counting):
+        async def step(self, text):
+            return Observation(done=True) if self.uid == "p0" else Observation(messages=user("1"))
+
+        async def reset(self, problem):
+            self.uid = problem.uid
+            return problem.messages
+
+    with pytest.raises(UserError, match="the scorer is gone"):
+        play(Slow, engine, problems=PROBLEMS[:2], ended=late)
+    assert len(engine.cancelled) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "malformed"),
+    [
+        ("plain", False), ("<think>a</think>b", False), ("a</think>b", False), ("<think>a", True), ("</think><think>", True),
+        ("<think><think></think>", True), ("<think></think></think>", True), ("<think>a</think><think>b</think>", True),
+    ],
+)  # fmt: skip
+def test_thinking_tags_are_one_pair_in_order(text, malformed):
+    assert malformed_thinking(text) == malformed
+
+
+def test_malformed_thinking_is_penalized_beside_what_the_environment_finds():
+    class Thinking(TurnEngine):
+        def generate(self, requests):
+            return [replace(c, text="<think>") for c in super().generate(requests)]
+
+    [[episode]] = play(Counting, Thinking(), bad_thinking=0.125)
+    assert episode.penalties[episode.loss_mask].tolist() == [0.125, 0.125, 0.625, 0.625, 0.125, 0.125]
+
+
+# ---- with the real engine
+
+
+class Chatty(Env):
+    """Answers by what it heard, after a while that differs from episode to episode, for four turns."""
+
+    def __init__(self):
+        self.turns = 0
+
+    async def step(self, text):
+        self.turns += 1
+        digits = "".join(c for c in text if c.isdigit())
+        await asyncio.sleep(int(digits[:1] or 0) / 2000)
+        return Observation(done=True) if self.turns == 4 else Observation(messages=user(digits[-3:] + str(self.turns)))
+
+
+def real_engine(model, **sizes):
+    return Engine(model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, **{"max_batch": 8, **sizes})
+
+
+def real_episodes(model, engine, **limits):
+    params = SamplingParams(max_new_tokens=12, temperature=0.9, stop_token_ids=(91, *range(30)))
+    return play(Chatty, engine, problems=PROBLEMS, group_size=3, params=params, **limits)
+
+
+def test_engine_and_trainer_agree_to_the_last_bit_across_turns():
+    model = exact_model("qwen3")
+    episodes = [e for group in real_episodes(model, real_engine(model)) for e in group]
+    assert max(e.num_turns for e in episodes) == 4 and len({len(e.tokens) for e in episodes}) > 3
+    samples = [
+        Sample(tokens=e.tokens, loss_mask=e.loss_mask, prefix=e.num_prompt_tokens, group=n // 3)
+        for n, e in enumerate(episodes)
+    ]
+    batches = pack(samples, 64)
+    with torch.no_grad():
+        logprobs = [batch_logprobs(model, batch, Filter(temperature=0.9))[0].numpy() for batch in batches]
+    engine = join(batches, [e.engine_logprobs[e.loss_mask] for e in episodes])
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(logprobs, engine, strict=True))
+
+
+def test_episodes_do_not_depend_on_batch_concurrency_or_the_time_that_tools_take():
+    model = exact_model("qwen3")
+    whole = real_episodes(model, real_engine(model))
+    for sizes, limits in (
+        ({"max_batch": 2, "chunk_tokens": 3}, {}),
+        ({}, {"concurrency": 3}),
+        ({}, {"concurrency": 1}),
+    ):
+        assert repr(real_episodes(model, real_engine(model, **sizes), **limits)) == repr(whole)
+
+
+def test_a_rollout_runs_in_any_thread():
+    model, results = exact_model("qwen3"), []
+    thread = threading.Thread(target=lambda: results.append(real_episodes(model, real_engine(model))))
+    thread.start()
+    thread.join(60)
+    assert repr(results) == repr([real_episodes(model, real_engine(model))])

@@ -1,0 +1,211 @@
+"""Every format is read back as it was written, and what cannot be read is a reason and never an exception."""
+
+import keyword
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.envs.tool_calls import BadCall, Call, read_calls, write_calls
+
+STYLES = ("hermes", "qwen3_coder", "llama3", "pythonic", "mistral")
+ADD = Call(name="add", arguments={"a": 1, "b": [2.5, None, True, {"c": "d"}]})
+NOW = Call(name="now", arguments={})
+
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+calls = st.builds(lambda name, arguments: Call(name=name, arguments=arguments), names,
+                  st.dictionaries(names, values, max_size=3))  # fmt: skip
+
+
+def xml_sees(call):
+    """A call as qwen3_coder can tell it: texts, which its tags must not be part of."""
+    import json
+
+    texts = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in call.arguments.items()}
+    return Call(name=call.name, arguments=texts, typed=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(calls, min_size=1, max_size=3), st.sampled_from(STYLES), st.booleans())
+def test_what_is_written_is_read_back(written, style, by_its_name):
+    expected = tuple(map(xml_sees, written)) if style == "qwen3_coder" else tuple(written)
+    if style == "qwen3_coder" and any("</" in text for call in expected for text in call.arguments.values()):
+        return  # a format without an escape
+    reading = read_calls(write_calls(written, style), style if by_its_name else "auto", {call.name for call in written})
+    assert reading.calls == expected
+    assert (reading.before, reading.after.strip()) == ("", "")
+
+
+PIECES = (
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "add", ',
+        '"arguments": {',
+        '"parameters": ',
+        "}",
+        "}}",
+        "[",
+        "]",
+        "[add(",
+    ),
+    *(
+        "a=",
+        "1",
+        ")",
+        "<function=add>",
+        "</function>",
+        "<parameter=a>",
+        "</parameter>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+    ),
+    *("<think>", "</think>", ";", "\n", '"', "NaN", "1e999", "\ud800", "\x00", "((((", "9" * 5000),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join),
+    st.sampled_from((*STYLES, "auto")),
+)
+def test_any_text_is_read(text, format):
+    reading = read_calls(text, format, {"add"})
+    assert all((isinstance(call, BadCall) and call.reason) or isinstance(call, Call) for call in reading.calls)
+    assert reading.calls or reading.before == text
+
+
+@pytest.mark.parametrize("opening", ["[", "{", '{"a":', "(", "[f(a=", "-"])
+@pytest.mark.parametrize("format", [*STYLES, "auto"])
+def test_a_text_nested_without_end_is_read(opening, format):
+    for start in ("", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[f(a="):
+        read_calls(start + opening * 50_000, format, {"f"})
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_auto_recognizes_every_format(style):
+    assert read_calls(write_calls([NOW, NOW], style), "auto", {"now"}).calls in (
+        (NOW, NOW),
+        (Call(name="now", arguments={}, typed=False),) * 2,
+    )
+
+
+def test_text_before_and_after_the_calls_is_kept_apart():
+    text = 'I add.\n<tool_call>\n{"name": "now"}\n</tool_call> and <tool_call>{"name": "now"}</tool_call> done'
+    reading = read_calls(text)
+    assert (reading.before, reading.calls, reading.after) == ("I add.\n", (NOW, NOW), " and  done")
+
+
+def test_arguments_may_be_a_json_string():
+    text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    assert read_calls(text).calls == (Call(name="add", arguments={"a": 1}),)
+
+
+def test_a_closing_tag_inside_the_json_does_not_close_the_call():
+    call = Call(name="say", arguments={"text": "</tool_call><tool_call>"})
+    assert read_calls(write_calls([call, NOW], "hermes"), "hermes").calls == (call, NOW)
+
+
+JSON_ANSWERS = [
+    '{"answer": 3}',
+    '{"name": "add", "parameters": {"a": 1}}',
+    '[{"name": "add", "arguments": {}}]',
+    "[add(a=1)]",
+    "[1]",
+]
+
+
+@pytest.mark.parametrize("text", JSON_ANSWERS)
+def test_an_answer_in_json_is_no_call_in_the_tagged_formats(text):
+    for format in ("hermes", "qwen3_coder"):
+        assert read_calls(text, format, {"add"}).calls == ()
+
+
+def test_auto_takes_bare_json_for_a_call_only_if_it_names_a_known_tool():
+    for text in JSON_ANSWERS:
+        assert read_calls(text, "auto", {"other"}).calls == ()
+    known = [len(read_calls(text, "auto", {"add"}).calls) for text in JSON_ANSWERS]
+    assert known == [0, 1, 1, 1, 0]
+
+
+def test_a_json_object_with_a_name_and_nothing_more_is_an_answer():
+    for format in ("llama3", "mistral", "auto"):
+        assert read_calls('{"name": "add", "price": 3}', format, {"add"}).calls == ()
+
+
+def test_llama_calls_follow_a_python_tag_or_stand_alone_and_several_are_parted():
+    one = '{"type": "function", "name": "add", "parameters": {"a": 1}}'
+    call = Call(name="add", arguments={"a": 1})
+    assert read_calls(f"{one}; {one}", "llama3").calls == (call, call)
+    reading = read_calls(f"So: <|python_tag|>{one}", "llama3")
+    assert (reading.before, reading.calls) == ("So: ", (call,))
+
+
+def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
+    text = "[add(a=-1, b=[2, (3.5, 'x')], c={'d': true, 'e': None}), shop.buy()]"
+    assert read_calls(text, "pythonic").calls == (
+        Call(name="add", arguments={"a": -1, "b": [2, [3.5, "x"]], "c": {"d": True, "e": None}}),
+        Call(name="shop.buy", arguments={}),
+    )
+    for evil in (
+        "__import__('os')",
+        "1 + 1",
+        "open",
+        "[x for x in y]",
+        "f''",
+        "b''",
+        "1e999",
+        "{1: 2}",
+        "{**a}",
+        "*a",
+        "lambda: 0",
+    ):
+        assert isinstance(read_calls(f"[add(a={evil})]", "pythonic").calls[0], BadCall), evil
+    for evil in ("[add(1)]", "[add(**{})]", "[add(a=1), 3]", "[add(a=1)", "[add(a=1)] so"):
+        assert isinstance(read_calls(evil, "pythonic").calls[-1], BadCall), evil
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ('<tool_call>{"name": "add"}', "the call is not closed by </tool_call>"),
+        ("<tool_call>", "the call is not closed by </tool_call>"),
+        ('{"name": "add"}</tool_call>', "</tool_call> without <tool_call> before it"),
+        ('<tool_call>{"name": "add", "arguments": {a: 1}}</tool_call>',
+         "broken JSON: Expecting property name enclosed in double quotes at character 31"),
+        ("<tool_call></tool_call>", "broken JSON: Expecting value at character 1"),
+        ('<tool_call>{"name": "add"} or so</tool_call>', "there is text behind the JSON object"),
+        ("<tool_call>[]</tool_call>", "the call is not a JSON object"),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name"'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "the arguments are not a JSON object"),
+        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>',
+         "the arguments are broken JSON: Expecting property name enclosed in double quotes at character 2"),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "broken JSON: NaN is not JSON"),
+        ("<tool_call><function=add></tool_call>", "not <function=NAME>...</function>"),
+        ("<tool_call><function=add>3</function></tool_call>", "not one <parameter=NAME>...</parameter> for each argument"),
+        ('{"name": "add", "parameters": {', "broken JSON: Expecting property name enclosed in double quotes at character 32"),
+        ('[TOOL_CALLS]{"name": "add"}', "not a JSON list of calls"),
+        ("[add(a=1]", "not a Python list of calls"),
+    ],
+)  # fmt: skip
+def test_a_malformed_call_says_what_is_wrong_with_it(text, reason):
+    assert read_calls(text, "auto", {"add"}).calls == (BadCall(reason=reason),)
+
+
+def test_one_bad_call_does_not_hide_the_good_ones_beside_it():
+    good = '<tool_call>{"name": "now"}</tool_call>'
+    unclosed = "<tool_call>{"
+    kinds = [type(call) for call in read_calls(good + unclosed + good + "<tool_call>x</tool_call>" + good).calls]
+    assert kinds == [Call, BadCall, Call, BadCall, Call]
+
+
+def test_calls_that_are_only_thought_of_are_not_made():
+    good = '<tool_call>{"name": "now"}</tool_call>'
+    reading = read_calls(f"<think>maybe {good}</think>{good}")
+    assert (reading.before, reading.calls) == (f"<think>maybe {good}</think>", (NOW,))
+    assert read_calls(f"<think>maybe {good}").calls == ()

@@ -1,0 +1,335 @@
+"""Tools are called, and everything that is wrong with a call is told to the model."""
+
+import asyncio
+import sys
+import threading
+import time
+from enum import Enum
+from fractions import Fraction
+from typing import Literal
+
+import pytest
+
+from tandem.envs.calculator import MAX_BITS, calculate
+from tandem.envs.tool_calls import Call, write_calls
+from tandem.envs.tools import MAX_CALLS, ToolEnv, ToolUnavailable
+from tandem.errors import UserError
+
+
+class Color(Enum):
+    RED = "red"
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    return a + b
+
+
+async def later(x: float) -> float:
+    """Waits.
+
+    Args:
+        x: A number.
+    """
+    await asyncio.sleep(0)
+    return x / 2
+
+
+def say(value: object) -> object:
+    return value
+
+
+def fail(kind: str) -> None:
+    raise {"value": ValueError("no such thing"), "empty": ValueError(), "key": KeyError("k"), "exit": SystemExit(3)}[
+        kind
+    ]
+
+
+def play(env, *texts):
+    """The observations of some turns."""
+
+    async def run():
+        return [await env.step(text) for text in texts]
+
+    return asyncio.run(run())
+
+
+def call(name, **arguments):
+    return write_calls([Call(name=name, arguments=arguments)], "hermes")
+
+
+def told(env, text):
+    """What the tools say to one turn."""
+    [observation] = play(env, text)
+    return [message["content"] for message in observation.messages]
+
+
+def test_calls_are_answered_in_their_order_and_a_turn_without_one_is_the_end():
+    env = ToolEnv([add, later])
+    first, last = play(env, call("later", x=3) + call("add", a=1, b=2), "Answer: 3")
+    assert first.messages == [
+        {"role": "tool", "name": "later", "content": "1.5"},
+        {"role": "tool", "name": "add", "content": "3"},
+    ]
+    assert (first.done, first.parts, first.penalty) == (False, {"tool_calls": 2.0, "bad_calls": 0.0}, 0.0)
+    assert (last.done, last.messages, last.parts) == (True, [], {"tool_calls": 2.0, "bad_calls": 0.0})
+
+
+def test_the_schema_is_the_one_that_transformers_makes_and_can_be_kept_from_the_model():
+    [schema] = ToolEnv(add).tools
+    assert schema["function"]["name"] == "add"
+    assert schema["function"]["parameters"]["required"] == ["a"]
+    assert schema["function"]["parameters"]["properties"]["b"] == {"type": "integer", "description": "The other."}
+    assert ToolEnv(add, show_tools=False).tools == ()
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (call("sub", a=1), "error: no tool 'sub'; there is add, fail"),
+        (call("add", a="8"), "error: argument 'a': input should be a valid integer, found '8'"),
+        (call("add", a=1.5), "error: argument 'a': input should be a valid integer, found '1.5'"),
+        (call("add", a=True), "error: argument 'a': input should be a valid integer, found 'true'"),
+        (call("add"), "error: argument 'a' is missing; it is add(a: int, b: int = 1)"),
+        (call("add", a=1, c=2), "error: no argument 'c'; it is add(a: int, b: int = 1)"),
+        (call("fail", kind="value"), "error: no such thing"),
+        (call("fail", kind="empty"), "error: ValueError: "),
+        (call("fail", kind="key"), "error: KeyError: 'k'"),
+        (call("fail", kind="exit"), "error: SystemExit: 3"),
+        ('<tool_call>{"name": "add"', "error: the call is not closed by </tool_call>"),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_told_counted_and_penalized(text, answer):
+    env = ToolEnv([add, fail], show_tools=False, invalid_call_penalty=0.5)
+    bad, good = play(env, text, call("add", a=1))
+    assert bad.messages == [{"role": "tool", "content": answer}]
+    assert (bad.done, bad.penalty, bad.parts) == (False, 0.5, {"tool_calls": 0.0, "bad_calls": 1.0})
+    assert (good.messages[0]["content"], good.penalty, good.parts["bad_calls"]) == ("2", 0.0, 1.0)
+
+
+def test_a_tool_that_is_unavailable_fails_the_episode_and_not_the_model():
+    def down() -> None:
+        raise ToolUnavailable("no network")
+
+    with pytest.raises(ToolUnavailable, match="no network"):
+        play(ToolEnv(down, show_tools=False), call("down"))
+
+
+def test_arguments_arrive_in_the_types_of_the_hints():
+    seen = []
+
+    def take(a: float, b: tuple[int, str], c: Literal["x", "y"], d: Color, e: int | None = None) -> None:
+        seen.append((a, b, c, d, e))
+
+    env = ToolEnv(take, show_tools=False)
+    play(env, call("take", a=1, b=[1, "s"], c="y", d="red", e=None))
+    assert seen == [(1.0, (1, "s"), "y", Color.RED, None)]
+    assert told(env, call("take", a=1, b=[1, "s"], c="z", d="red")) == [
+        "error: argument 'c': input should be 'x' or 'y', found 'z'"
+    ]
+
+
+def test_texts_of_qwen3_coder_become_what_the_hints_say():
+    seen = []
+
+    def take(text: str, number: int, numbers: list[int], yes: bool) -> None:
+        seen.append((text, number, numbers, yes))
+
+    env = ToolEnv(take, show_tools=False, format="qwen3_coder")
+    written = write_calls(
+        [Call(name="take", arguments={"text": "12", "number": 3, "numbers": [1], "yes": True})], "qwen3_coder"
+    )
+    play(env, written)
+    assert seen == [("12", 3, [1], True)]
+    assert told(env, written.replace("\n3\n", "\nthree\n")) == [
+        "error: argument 'number': input should be a valid integer, found 'three'"
+    ]
+
+
+def test_results_are_text_or_json_and_are_cut():
+    assert told(ToolEnv(say, show_tools=False), call("say", value={"ä": [1, None]})) == ['{"ä": [1, null]}']
+    assert told(ToolEnv(say, show_tools=False), call("say", value="ä\n")) == ["ä\n"]
+    cut = told(ToolEnv(say, show_tools=False, max_result_chars=3), call("say", value="123456"))
+    assert cut == ["123... (3 more characters)"]
+
+    def strange(kind: str) -> object:
+        return {"half": "\ud800", "fraction": Fraction(1, 3)}[kind]
+
+    env = ToolEnv(strange, show_tools=False)
+    assert told(env, call("strange", kind="half") + call("strange", kind="fraction")) == ["?", '"1/3"']
+
+
+def test_a_turn_makes_only_so_many_calls():
+    env = ToolEnv(add, show_tools=False)
+    [observation] = play(env, call("add", a=1) * (MAX_CALLS + 2))
+    assert len(observation.messages) == MAX_CALLS + 1
+    assert observation.messages[-1]["content"] == f"error: at most {MAX_CALLS} calls a turn, 2 were not run"
+
+
+def test_blocking_tools_of_many_episodes_run_at_the_same_time():
+    together = threading.Barrier(24, timeout=20)
+
+    def meet() -> str:
+        together.wait()
+        return "met"
+
+    async def all_of_them():
+        return await asyncio.gather(*(ToolEnv(meet, show_tools=False).step(call("meet")) for _ in range(24)))
+
+    assert {o.messages[0]["content"] for o in asyncio.run(all_of_them())} == {"met"}
+
+
+def test_a_subclass_has_its_methods_as_tools():
+    class Shop(ToolEnv):
+        def __init__(self):
+            super().__init__(tools=[self.price, add])
+            self.prices = {"tea": 3}
+
+        def price(self, item: str) -> int:
+            """The price.
+
+            Args:
+                item: What to buy.
+            """
+            return self.prices[item]
+
+    one, two = Shop(), Shop()
+    two.prices["tea"] = 4
+    assert [tool["function"]["name"] for tool in one.tools] == ["price", "add"]
+    assert [told(env, call("price", item="tea")) for env in (one, two)] == [["3"], ["4"]]
+    assert told(one, call("price", itm="tea")) == ["error: no argument 'itm'; it is price(item: str)"]
+
+
+def no_docstring(a: int) -> int:
+    return a
+
+
+def undescribed(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+    """
+    return a + b
+
+
+def no_hint(a) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+    """
+    return a
+
+
+def starred(*a: int) -> int:
+    return 0
+
+
+def odd_type(a: threading.Thread) -> None:
+    """Odd.
+
+    Args:
+        a: One.
+    """
+
+
+@pytest.mark.parametrize(
+    "tools, words",
+    [
+        (no_docstring, ["no_docstring", "it has no docstring"]),
+        (undescribed, ["undescribed", "argument 'b'", "Args:"]),
+        (no_hint, ["no_hint", "'a' without a type hint"]),
+        (starred, ["starred", "'*a: int'", "given by name"]),
+        (odd_type, ["odd_type", "'a: threading.Thread'", "JSON"]),
+        ([add, add], ["same name", "'add'"]),
+        ([], ["no tools", "calculator"]),
+        ("calc", ["no such built-in tool", "'calc'", "file.py:function"]),
+        (len, ["not a function"]),
+        ("no_such_file.py:add", ["no file no_such_file.py", "working directory"]),
+        ("tandem.envs.calculator:no", ["no 'no' in tandem.envs.calculator", "calculate"]),
+        ("tandem.no:no", ["tandem.no cannot be loaded", "ModuleNotFoundError"]),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused_with_its_name_and_argument(tools, words):
+    with pytest.raises(UserError) as error:
+        ToolEnv(tools)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_no_such_format_and_no_penalty_below_zero():
+    for options in ({"format": "hermez"}, {"invalid_call_penalty": -1.0}):
+        with pytest.raises(UserError, match=next(iter(options))) as error:
+            ToolEnv(add, show_tools=False, **options)
+        assert f"env.options.{next(iter(options))}" in str(error.value)
+
+
+def test_tools_of_a_file_are_found_and_loaded_once(tmp_path, monkeypatch):
+    (tmp_path / "neighbour_of_tools.py").write_text("FACTOR = 3\n")
+    (tmp_path / "some_tools.py").write_text(
+        "from neighbour_of_tools import FACTOR\ndef triple(x: int) -> int:\n    return FACTOR * x\n"
+        "def again(x: int) -> int:\n    return x\nprint('loaded', file=open('log', 'a'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    env = ToolEnv(["some_tools.py:triple", "some_tools.py:again"], show_tools=False)
+    ToolEnv("some_tools.py:triple", show_tools=False)
+    assert told(env, call("triple", x=2)) == ["6"]
+    assert (tmp_path / "log").read_text() == "loaded\n"
+
+
+# ---------------------------------------------------------------- the calculator
+
+EXACT = {
+    "1+2*3": "7", "2**3**2": "512", "2^3": "8", "-2**2": "-4", "2**-1": "1/2", "0.1+0.2": "0.3", "1/3": "1/3", "0.5*2": "1",
+    "1.0/3": "1/3", "-0.05": "-0.05", "7//2": "3", "-7//2": "-4", "10%3": "1", "(1+2)*(3-5)": "-6", "--3": "3", "3-2-1": "0",
+    "0**0": "1", "0**3": "0", "(-1)**99999": "-1", "1**99999": "1", "12 × 3 ÷ 4": "9", ".5": "0.5", "5.": "5",
+}  # fmt: skip
+
+
+def test_arithmetic_is_exact():
+    assert {expression: calculate(expression) for expression in EXACT} == EXACT
+
+
+REFUSED = {
+    "": "a number is missing", "1+": "a number is missing", "(1": "a parenthesis is not closed", "1)": "unexpected ')'",
+    "2(3)": "unexpected '('", "1e5": "unexpected 'e'", "__import__('os')": "unexpected '_'", "1/0": "division by zero",
+    "0**-1": "division by zero", "1%0": "division by zero", "2**0.5": "a power needs a whole exponent",
+    "9**9**9**9": "the number is too large", "9" * 201: "longer than 200 characters", "*3": "unexpected '*'",
+    "(" * 50 + "1" + ")" * 50: "more than 20 parentheses or signs", "-" * 50 + "1": "more than 20 parentheses or signs",
+}  # fmt: skip
+
+
+def test_what_the_calculator_refuses_it_says():
+    def words(expression):
+        with pytest.raises(ValueError) as error:
+            calculate(expression)
+        return str(error.value)
+
+    assert {expression: words(expression) for expression in REFUSED} == REFUSED
+
+
+def test_a_number_has_at_most_so_many_bits():
+    assert calculate(f"2**{MAX_BITS - 1}") == str(2 ** (MAX_BITS - 1))
+    with pytest.raises(ValueError, match="too large"):
+        calculate(f"2**{MAX_BITS}")
+
+
+def test_a_number_that_is_too_large_is_not_computed_first():
+    start = time.perf_counter()
+    for _ in range(20):
+        with pytest.raises(ValueError, match="too large"):
+            calculate("9**9**7")  # 15 million bits, seconds of work
+    assert time.perf_counter() - start < 2.0
+
+
+def test_the_calculator_is_a_tool():
+    env = ToolEnv("calculator")
+    assert env.tools[0]["function"]["parameters"]["required"] == ["expression"]
+    assert told(env, call("calculator", expression="37*48")) == ["1776"]
+    assert told(env, call("calculator", expression="9**9**9**9")) == ["error: the number is too large"]

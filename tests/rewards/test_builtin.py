@@ -1,0 +1,387 @@
+r"""The built-in reward functions, each by itself; `answer` has a file of its own, `judge` needs a server."""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tandem.rewards import builtin
+from tandem.rewards.answer import written_numbers
+from tandem.rewards.countdown import countdown, value_of
+from tandem.rewards.judge import judge
+from tandem.rewards.parts import BadFunction, BadValue
+from tandem.rewards.pool import RewardPool
+from tandem.rewards.schema import NOTHING, last_json
+from tandem.types import Attempt, Problem
+
+
+def problem(answer="", **metadata):
+    return Problem(uid="p", messages=({"role": "user", "content": "What?"},), answer=answer, metadata=metadata)
+
+
+def test_exact_compares_the_whole_completion():
+    assert builtin.exact(problem("Yes"), " Yes\n") == 1.0
+    assert builtin.exact(problem("Yes"), "Yes.") == 0.0
+    assert builtin.exact(problem("Yes"), "yes") == 0.0
+    assert builtin.exact(problem("Yes"), "yes", casefold=True) == 1.0
+    assert builtin.exact(problem("Yes"), " Yes", strip=False) == 0.0
+
+
+NUMERIC = [
+    ("3.14", "Answer: 3.141", {"tolerance": 0.01}, 1.0),
+    ("3.14", "Answer: 3.151", {"tolerance": 0.01}, 0.0),
+    ("0.3", "Answer: 0.6", {"tolerance": 0.3}, 1.0),  # the tolerance is 0.3, not the float just below it
+    ("200", "it is 202", {"relative": 0.01}, 1.0),
+    ("-200", "it is -202.1", {"relative": 0.01}, 0.0),
+    ("0.5", "50%", {}, 1.0),
+    ("1/3", "1/3", {}, 1.0),
+    ("1/3", "0.3333", {"tolerance": 1e-4}, 1.0),
+    ("5", "first 4, then 5 apples.", {}, 1.0),
+    ("5", "Answer: about 5 apples", {}, 1.0),
+    ("5", "Answer: 4. Or 5?", {}, 0.0),
+    ("5", "no number", {}, 0.0),
+    ("5", "x5", {}, 0.0),
+    ("1000", "so 1,000", {}, 1.0),
+    ("5", "Answer: nan", {"tolerance": 1e9}, 0.0),
+]
+
+
+@pytest.mark.parametrize(("truth", "text", "options", "reward"), NUMERIC)
+def test_numeric_allows_a_tolerance(truth, text, options, reward):
+    assert builtin.numeric(problem(truth), text, **options) == reward
+
+
+def test_numeric_needs_a_number_as_answer():
+    with pytest.raises(BadValue, match="'five' of problem 'p' is not a number"):
+        builtin.numeric(problem("five"), "5")
+
+
+def test_numbers_of_prose_are_whole():
+    found = {"2 cats and -3.5 dogs.": ["2", "-3.5"], "7-4": ["7", "4"], "1,234 and −5 or 3/4": ["1,234", "-5", "3/4"]}
+    found |= {"v1.2.3": [], "x5": [], "none": []}
+    assert {text: written_numbers(text) for text in found} == found
+
+
+CHOICE = [
+    ("B", "Answer: B", 1.0),
+    ("B", "Answer: (B) 12 apples", 1.0),
+    ("(b)", r"so \boxed{\text{B}}", 1.0),
+    ("B) 12", "The (A) is wrong, so (B)", 1.0),
+    ("B", "thinking\n**B**", 1.0),
+    ("A", "A cat. Answer: B", 0.0),
+    ("A", "A cat is here", 0.0),
+    ("B", "Answer: Berlin", 0.0),
+    ("B", "(A) or (B) or (C)", 0.0),
+]
+
+
+@pytest.mark.parametrize(("truth", "text", "reward"), CHOICE)
+def test_choice_takes_the_letter_that_was_chosen(truth, text, reward):
+    assert builtin.choice(problem(truth), text) == reward
+
+
+def test_regex_takes_its_pattern_from_the_option_the_row_or_the_answer():
+    assert builtin.regex(problem("^a+$"), "aaa") == 1.0
+    assert builtin.regex(problem("x", pattern="b"), "abc") == 1.0
+    assert builtin.regex(problem("x", pattern="b"), "abc", pattern="z") == 0.0
+    assert builtin.regex(problem("b"), "abc", full=True) == 0.0
+
+
+def test_a_catastrophic_pattern_costs_its_own_attempt():
+    with RewardPool("regex", timeout_s=1.0, options={"regex": {"pattern": "^(a+)+$"}}) as pool:
+        texts = ("a" * 50 + "b", "aaa")
+        scores = [future.result() for future in [pool.submit(problem(), Attempt(text=text)) for text in texts]]
+    assert [(score.reward, score.error) for score in scores] == [(0.0, "timeout after 1.0 s"), (1.0, "")]
+
+
+FORMAT = [
+    ("<think>a</think> b", {}, 1.0),
+    ("  <think>\na\n</think>\n\nb\n", {}, 1.0),
+    ("<think>a</think>", {}, 0.0),
+    ("<think>a</think>", {"rest": False}, 1.0),
+    ("<think>a</think> b", {"rest": False}, 0.0),
+    ("<think> </think> b", {}, 0.0),
+    ("x <think>a</think> b", {}, 0.0),
+    ("<think>a</think> <think>a</think> b", {}, 0.0),
+    ("</think>a<think> b", {}, 0.0),
+    ("a</think> b", {}, 0.0),
+    ("a</think> b", {"opened": True}, 1.0),
+    ("<think>a</think> b", {"opened": True}, 0.0),
+    ("<think>a</think><answer>b</answer>", {"tags": ["think", "answer"], "rest": False}, 1.0),
+    ("<answer>b</answer><think>a</think>", {"tags": ["think", "answer"], "rest": False}, 0.0),
+    ("<think>a</think> so <answer>b</answer>", {"tags": ["think", "answer"], "rest": False}, 0.0),
+    ("<think>a<answer>b</answer></think>", {"tags": ["think", "answer"], "rest": False}, 0.0),
+]
+
+
+@pytest.mark.parametrize(("text", "options", "reward"), FORMAT)
+def test_format_wants_each_tag_once_and_in_order(text, options, reward):
+    assert builtin.format_of_tags(problem(), text, **options) == reward
+
+
+def test_length_falls_evenly_from_target_to_limit():
+    sizes = {5: 1.0, 10: 1.0, 12: 0.8, 15: 0.5, 20: 0.0, 99: 0.0}
+    assert {size: builtin.length(problem(), "x" * size, target=10, limit=20) for size in sizes} == sizes
+    assert builtin.length(problem(), "x " * 15, target=10, limit=20, unit="words") == 0.5
+
+
+def test_a_long_completion_is_measured_and_matched_whole():
+    text = "<think>" + "x" * 200_000 + "</think> y"
+    options = {"length": {"target": 100_000, "limit": 500_000}}
+    with RewardPool(["length", "format"], timeout_s=30.0, options=options) as pool:
+        score = pool.submit(problem(), Attempt(text=text)).result()
+    assert score.parts == {"length": (500_000 - len(text)) / 400_000, "format": 1.0}
+
+
+def test_env_and_reward_model_are_what_is_known_already():
+    attempt = Attempt(text="x", given={"env": 0.5, "turns": 3.0, "reward_model": -2.0})
+    with RewardPool(["env", "reward_model"], timeout_s=30.0, weights=[1.0, 0.1]) as pool:
+        score, bare = (pool.submit(problem(), a).result() for a in (attempt, Attempt(text="x")))
+    assert (score.reward, score.parts) == (0.5 + 0.1 * -2.0, {"env": 0.5, "reward_model": -2.0, "turns": 3.0})
+    assert bare.error == "env: this environment gives no reward: set env.name"
+
+
+COUNTDOWN = [
+    ("<answer>(1 + 5) * 4</answer>", 1.0),
+    ("Answer: (1+5)×4 = 24", 1.0),
+    (r"\boxed{(1 + 5) \times 4}", 1.0),
+    ("<answer>1+5</answer> no <answer>4*(5+1)</answer>", 1.0),
+    ("Answer: 4*5+4", 0.0),  # 4 twice
+    ("Answer: 24", 0.0),
+    ("Answer: 1*4*6", 0.0),
+    ("Answer: (1+5)*4*1", 0.0),
+    ("Answer: (1+5)*4 = 25", 1.0),  # what is right of = is a remark
+    ("Answer: 5*5-1**4", 0.0),
+    ("Answer: -(1-5)*4", 0.0),
+    ("Answer: __import__('os')", 0.0),
+    ("(1 + 5) * 4", 0.0),
+    ("Answer: 4/(1-5/5)", 0.0),
+    ("Answer: " + "(" * 90 + "1" + ")" * 90, 0.0),
+    ("Answer:", 0.0),
+]
+
+
+@pytest.mark.parametrize(("text", "reward"), COUNTDOWN)
+def test_countdown_wants_the_target_from_each_number_once(text, reward):
+    assert countdown(problem("24", numbers=[4, 1, 5]), text) == reward
+    assert countdown(problem("", nums=[4, 1, 5], target=24), text) == reward
+
+
+def test_countdown_may_leave_numbers_out_where_that_is_allowed():
+    task = problem("24", numbers=[6, 4, 9])
+    assert (countdown(task, "Answer: 6*4"), countdown(task, "Answer: 6*4", use_all=False)) == (0.0, 1.0)
+    assert countdown(problem("24", numbers=[6, 4]), "Answer: 4*(3+3)", use_all=False) == 0.0
+
+
+def test_nothing_of_an_expression_is_evaluated_by_python():
+    for text in (
+        "9**9**9**9",
+        "1 if 1 else 1",
+        "[1]*10**9",
+        "1e9",
+        "1.0",
+        "0x10",
+        "1_0",
+        "1//2",
+        "a",
+        "1,2",
+        "True",
+        "",
+    ):
+        assert value_of(text) is None
+    assert value_of("1/3 + 1/3 + 1/3") == (1, [1, 3, 1, 3, 1, 3])
+
+
+def test_countdown_needs_numbers():
+    with pytest.raises(BadValue, match="numbers None and target '24'"):
+        countdown(problem("24"), "Answer: 24")
+    with pytest.raises(BadValue, match=r"numbers \['x'\] and target '24'"):
+        countdown(problem("24", numbers=["x"]), "Answer: 24")
+
+
+def test_code_is_scored_in_a_worker_like_the_others():
+    task = problem(tests=[{"input": "2\n", "output": "4\n"}, {"input": "3\n", "output": "6\n"}])
+    options = {"code": {"sandbox": {"run_untrusted_code_without_isolation": True}, "test_timeout_s": 20.0}}
+    with RewardPool("code", timeout_s=60.0, options=options) as pool:
+        texts = ("```python\nprint(2 * int(input()))\n```", "print(4)", "no program")
+        scores = [future.result() for future in [pool.submit(task, Attempt(text=text)) for text in texts]]
+    assert [(score.reward, score.error) for score in scores] == [(1.0, ""), (0.5, ""), (0.0, "")]
+
+
+def test_reasoning_gym_scores_with_its_own_scorer():
+    pytest.importorskip("reasoning_gym")
+    from tandem.data.reasoning import score
+
+    assert builtin.find("reasoning_gym") is score
+
+
+# ---------------------------------------------------------------- JSON
+
+LAST = [
+    ('{"a": 1}', {"a": 1}),
+    ('first {"a": 1} then {"a": {"b": [2]}}.', {"a": {"b": [2]}}),
+    ('```json\n{"a": 1}\n```\nas you {see}', {"a": 1}),
+    ("[1, 2", NOTHING),
+    ("7", 7),
+    ("{not json} [1]", [1]),
+    ("NaN", NOTHING),
+    ('{"a": NaN}', NOTHING),
+    ("[" * 5000, NOTHING),
+    ("", NOTHING),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), LAST)
+def test_the_last_json_value_of_a_text_is_found(text, value):
+    assert last_json(text) == value
+
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
+
+
+def test_json_schema_validates_the_last_value_against_the_rows_schema_or_the_option():
+    pytest.importorskip("jsonschema")
+    score = builtin.find("json_schema")
+    assert score(problem(schema=SCHEMA), 'so {"age": 3}') == 1.0
+    assert score(problem(schema=SCHEMA), 'so {"age": -3}') == 0.0
+    assert score(problem(schema=SCHEMA), "so") == 0.0
+    assert score(problem(), '{"age": 3}', schema=SCHEMA) == 1.0
+    with pytest.raises(BadValue, match="has no `schema`"):
+        score(problem(), "{}")
+    with pytest.raises(BadFunction, match="the option is no schema"):
+        builtin.check("json_schema", {"schema": {"type": "objekt"}})
+
+
+def test_json_schema_without_its_package_says_what_to_install():
+    if "jsonschema" in sys.modules:
+        pytest.skip("jsonschema is installed")
+    with pytest.raises(BadFunction, match=r"pip install 'tandem-rl\[schema\]'"):
+        builtin.check("json_schema", {})
+
+
+# ---------------------------------------------------------------- the judge
+
+
+class Judge(ThreadingHTTPServer):
+    """An OpenAI-compatible server that says what it is told: texts, or HTTP statuses."""
+
+    daemon_threads = True
+
+    def __init__(self, *replies):
+        self.replies, self.requests, self.keys = list(replies), [], []
+        super().__init__(("127.0.0.1", 0), Judging)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Judging(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.server.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.keys.append((self.path, self.headers["Authorization"]))
+        reply = self.server.replies.pop(0) if len(self.server.replies) > 1 else self.server.replies[0]
+        status, body = (reply, "busy") if isinstance(reply, int) else (200, reply)
+        data = json.dumps({"choices": [{"message": {"role": "assistant", "content": body}}]}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    made = []
+
+    def start(*replies):
+        made.append(Judge(*replies))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.shutdown()
+        one.server_close()
+
+
+def ask(server, text="so 3", **options):
+    return judge(problem("3"), text, base_url=server.url, model="m", pause_s=0.01, **options)
+
+
+REPLIES = [
+    ("Fine. Score: 0.5", {}, 0.5),
+    ("Score: 1\nno, **Score:** 0", {}, 0.0),
+    ("Score: 7", {"scale": 10.0}, 0.7),
+    ("Verdict: yes", {}, 1.0),
+    ('{"score": 0.25}', {}, 0.25),
+    ("verdict = Incorrect", {}, 0.0),
+]
+
+
+@pytest.mark.parametrize(("reply", "options", "score"), REPLIES)
+def test_the_last_score_of_the_judge_is_the_reward(server, reply, options, score):
+    assert ask(server(reply), **options) == score
+
+
+def test_the_judge_is_asked_with_question_reference_and_answer_and_the_key_of_the_environment(server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    one = server("Score: 1")
+    ask(
+        one,
+        text="{answer} {scale}",
+        api_key_env="MY_KEY",
+        template="{question}|{answer}|{completion}|{scale}",
+        scale=10.0,
+    )
+    ask(one, api_key_env="NOT_SET")
+    assert one.requests[0]["messages"] == [{"role": "user", "content": "What?|3|{answer} {scale}|10"}]
+    assert (one.requests[0]["model"], one.requests[0]["temperature"]) == ("m", 0.0)
+    assert one.keys == [("/v1/chat/completions", "Bearer secret"), ("/v1/chat/completions", None)]
+
+
+def test_a_busy_judge_and_one_without_a_score_are_asked_again(server):
+    one = server(503, 429, "no idea", "Score: 1")
+    assert ask(one) == 1.0
+    assert len(one.requests) == 4
+
+
+def test_a_judge_that_never_answers_is_a_failure_that_says_why(server):
+    one = server(503)
+    with pytest.raises(BadValue, match="gave no score in 3 requests: HTTP 503"):
+        ask(one, retries=2)
+    assert len(one.requests) == 3
+    with pytest.raises(BadValue, match="a score of 2 is not from 0 to 1"):
+        ask(server("Score: 2"), retries=0)
+
+
+def test_a_judge_that_refuses_is_not_asked_again(server):
+    one = server(401)
+    with pytest.raises(BadValue, match="the judge refused: HTTP 401"):
+        ask(one)
+    assert len(one.requests) == 1
+
+
+def test_judges_are_asked_side_by_side_by_as_many_workers(server):
+    together = threading.Barrier(3, timeout=30.0)  # passes only when three requests are there at once
+
+    class Together(Judging):
+        def do_POST(self):
+            together.wait()
+            super().do_POST()
+
+    one = server("Score: 1")
+    one.RequestHandlerClass = Together
+    options = {"judge": {"base_url": one.url, "model": "m"}}
+    with RewardPool("judge", timeout_s=30.0, workers=3, options=options) as pool:
+        futures = [pool.submit(problem("3"), Attempt(text=str(i))) for i in range(6)]
+        assert [future.result().reward for future in futures] == [1.0] * 6
+
+
+def test_a_name_that_is_no_built_in_is_told_with_those_that_are():
+    with pytest.raises(BadFunction, match=r"cannot read 'anser'.*\(answer, choice, code, countdown"):
+        builtin.find("anser")

@@ -1,0 +1,265 @@
+"""The reward `code`: every form of tests, and every cheat of tests/hostile/cheats.py against every form."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+
+import pytest
+
+from tandem import config
+from tandem.errors import UserError
+from tandem.rewards.code import code_reward, extract_code, holds, read_tests, same_output
+from tandem.rewards.code_asserts import CallTest, calls, needed
+from tandem.rewards.code_inside import decode, encode
+from tandem.sandbox import Bubblewrap, Result, SandboxFusion, Unisolated
+from tandem.types import Problem
+from tests.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
+from tests.sandbox_fusion import FusionServer
+
+needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
+ADD = "```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```"
+LOOP = "METADATA = {}\n\ndef check(candidate):\n    for i in range(9):\n        assert candidate(i, 2) == i + 2"
+PROGRAM = "```\nimport sys\na, b = map(int, input().split())\nprint(a + b)\nexit()\n```"
+
+
+def problem(tests, **metadata):
+    return Problem(uid="p/1", messages=(), answer="", metadata={"tests": tests, **metadata})
+
+
+def reward(tests, completion, sandbox=None, options=None, **metadata):
+    return code_reward(problem(tests, **metadata), completion, sandbox=sandbox or Bubblewrap(), **(options or {}))
+
+
+@dataclass
+class Spy:
+    """A sandbox that remembers what it was given and what came out."""
+
+    results: list = field(default_factory=list)
+    given: list = field(default_factory=list)
+
+
+class SpyingBubblewrap(Bubblewrap):
+    def __init__(self):
+        super().__init__()
+        self.spy = Spy()
+
+    def run(self, command, **given):
+        result = super().run(command, **given)
+        self.spy.given.append(json.dumps([command, given["files"], given["stdin"]]))
+        self.spy.results.append(result)
+        return result
+
+    def converse(self, asking, answering, **given):
+        results = super().converse(asking, answering, **given)
+        self.spy.given.append(json.dumps(answering))
+        self.spy.results.append(results[1])
+        return results
+
+
+# ---------------------------------------------------------------- honest solutions
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("form", TESTS)
+def test_a_right_solution_passes_every_form(form):
+    assert reward(TESTS[form], PROGRAM if form == "program" else ADD)["reward"] == 1.0
+
+
+@needs_bubblewrap
+def test_the_reward_is_the_share_of_tests_passed_or_all_or_nothing():
+    tests = ["assert add(1, 2) == 3", "assert add(1, -2) == -1", "assert add(1, 1) == 3"]
+    assert reward(tests, ADD) == {"reward": 2 / 3, "passed": 2 / 3, "tests": 3.0}
+    assert reward(tests, ADD, options={"all_or_nothing": True}) == {"reward": 0.0, "passed": 2 / 3, "tests": 3.0}
+    programs = [{"input": "1 2\n", "output": "3"}, {"input": "2 2\n", "output": "5"}]
+    assert reward(programs, PROGRAM)["reward"] == 0.5
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "tests, metadata",
+    [
+        ({"inputs": [[1, 2], [3, 4]], "outputs": [[3], 7], "fn_name": "add"}, {}),
+        (json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}), {}),
+        ([json.dumps({"function": "add", "kwargs": {"a": [1], "b": [2]}, "expected": [1, 2]})], {}),
+        ("def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)", {"entry_point": "add"}),
+        (LOOP, {"entry_point": "add"}),
+        ("def test_add():\n    assert abs(add(0.1, 0.2) - 0.3) < 1e-9", {}),
+        ("assert add((1,), (2,)) == (1, 2)\nassert set(add([1], [2])) == set([2, 1])\nassert add(0, 0) is not None", {}),
+        ("try:\n    add(1, 'x')\n    assert False, 'no error'\nexcept TypeError:\n    pass", {}),
+    ],
+)  # fmt: skip
+def test_rows_of_other_projects_are_read_as_they_are(tests, metadata):
+    assert reward(tests, ADD, **metadata)["reward"] == 1.0
+
+
+@needs_bubblewrap
+def test_a_script_reaches_objects_and_sees_its_arguments_changed():
+    code = """```python
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def __len__(self): return len(self.items)
+def top(stack): return stack.items[-1]
+def sort(x): x.sort()
+```"""
+    script = """
+stack = Stack()
+stack.push({"a": (1, 2.5, float("inf"))})
+assert len(stack) == 1 and top(stack) == {"a": (1, 2.5, float("inf"))} and stack.items == [top(stack)]
+x = [3, 1, 2]
+sort(x)
+assert x == [1, 2, 3]
+"""
+    assert reward(script, code)["reward"] == 1.0
+    assert reward(script, code.replace("x.sort()", "sorted(x)"))["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_a_script_that_never_uses_the_solution_proves_nothing():
+    assert reward("result = 1\nassert result == 1", ADD, entry_point="add")["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_tests_that_time_does_not_reach_have_failed():
+    slow = "```python\nimport time\ntime.sleep(int(input()))\nprint('done')\n```"
+    tests = [{"input": text, "output": "done"} for text in ("0", "9", "0")]
+    assert reward(tests, slow, options={"test_timeout_s": 0.3})["reward"] == 2 / 3
+    assert reward(tests, slow, options={"timeout_s": 0.3})["reward"] == 1 / 3
+
+
+@needs_bubblewrap
+def test_a_sandbox_of_the_config_is_opened_here():
+    assert reward(["assert add(1, 2) == 3"], ADD, sandbox=config.Sandbox())["reward"] == 1.0
+
+
+def test_call_tests_and_programs_run_on_a_remote_sandbox_and_scripts_do_not():
+    with FusionServer() as server:
+        sandbox = SandboxFusion(server.url)
+        assert reward(TESTS["calls"], ADD, sandbox)["reward"] == 1.0
+        assert reward(TESTS["program"], PROGRAM, sandbox)["reward"] == 1.0
+        with pytest.raises(UserError, match="needs a sandbox on this machine"):
+            reward(TESTS["script"], ADD, sandbox)
+
+
+# ---------------------------------------------------------------- cheats
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.name)
+def test_a_cheat_gets_nothing(cheat):
+    for form, tests in TESTS.items():
+        if form == "unittest" and not cheat.naive and "unittest" not in cheat.code:
+            continue  # the path of "script" again
+        sandbox = SpyingBubblewrap()
+        options = {"test_timeout_s": 0.4, "timeout_s": 0.8}
+        assert reward(tests, solution(cheat), sandbox, options)["reward"] == 0.0, form
+        ran = any("WITNESS" in result.stderr for result in sandbox.spy.results)
+        assert ran or cheat.name == "is no program", form
+
+
+@pytest.mark.parametrize("cheat", [cheat for cheat in CHEATS if cheat.naive], ids=lambda cheat: cheat.name)
+def test_the_same_cheat_fools_asserts_in_the_same_process(cheat):
+    text = f"{WITNESS}{cheat.code}\n{ASSERTS}\n"
+    result = Unisolated().run(["python", "main.py"], files={"main.py": text})
+    assert ("WITNESS" in result.stderr, result.exit_code) == (True, 0)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("form", TESTS)
+def test_no_expected_value_enters_the_solutions_sandbox(form):
+    sandbox = SpyingBubblewrap()
+    assert reward(TESTS[form], PROGRAM if form == "program" else ADD, sandbox)["reward"] == 1.0
+    assert sandbox.spy.given and not [text for text in sandbox.spy.given if "199998" in text]
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_the_program_is_the_last_block_of_python_or_the_whole_text():
+    assert extract_code("print(1)") == "print(1)"
+    assert extract_code("a\n```python\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```") == "x = 2\n"
+    assert extract_code("```py\nx = 1\n```\n```python\nx = 3") == "x = 3\n"
+
+
+def test_an_assert_of_a_call_and_a_constant_is_taken_apart():
+    assert calls("assert f([1, -2]) == (3, {'a': None})") == [
+        CallTest(expression="f([1, -2])", expected=((3, {"a": None}),))
+    ]
+    assert calls("assert 3 == f(x=1)") == [CallTest(expression="f(x=1)", expected=(3,))]
+    assert calls("assert sorted(f(1)) == [1]") == [CallTest(expression="f(1)", expected=([1],), wrapper="sorted")]
+    assert calls("assert f(1) is None") == [CallTest(expression="f(1)", expected=(None,), how="is")]
+    assert calls("assert not S().f(1)") == [CallTest(expression="S().f(1)", expected=(False,), how="truth")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "assert isclose(f(1), 5) == True\nfrom math import isclose",  # the call would hold the answer
+        "assert (f(1) == 5) == True",
+        "assert f(lambda: 5) == 5",
+        "assert f(x) == 5\nx = 5",
+        "assert f(1) == g(1)",
+        "assert abs(f(1) - 5) < 0.1",
+        "assert isinstance(f(1), int)",
+        "assert f(1) == 5 or f(1) == 6",
+        "x = f(1)\nassert x == 5",
+        "def check(g): assert g(1) == 5",
+    ],
+)
+def test_any_other_script_is_left_whole(script):
+    assert calls(script) == []
+
+
+def test_names_that_a_script_needs_are_the_solutions_and_never_pythons():
+    assert needed("import math\ny = f(1)\nassert all(y == g(i) for i in range(3)) and math.pi") == {"f", "g"}
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, -5, 2**200, 1.5, "a\n\"'é\ud800", b"\0\xff", [1, (2, {3})], {"a": {(1, 2): frozenset("x")}}, 1 + 2j]
+)  # fmt: skip
+def test_values_survive_the_way_out(value):
+    found = decode(json.loads(encode(value, [])), None)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_replies_that_are_no_values_hold_nothing():
+    test = CallTest(expression="f()", expected=(3,))
+    assert holds(test, '{"value": 3}')
+    hostile = ["", "3", "null", "[]", "[" * 10**5, '{"error": ["E", "3"]}', '{"value": {"object": 0}}']
+    hostile += [
+        f'{{"value": {text}}}' for text in ('{"dict": 3}', '{"int": null}', '{"set": [[]]}', '{"a": 1, "b": 2}')
+    ]
+    assert not [reply for reply in hostile if holds(test, reply)]
+
+
+def test_json_knows_no_tuples_and_numbers_may_have_a_tolerance():
+    as_json = CallTest(expression="f()", expected=([1, {"2": 0.5}],), how="json")
+    assert holds(as_json, '{"value": {"tuple": [1, {"dict": [[2, 0.5]]}]}}')
+    assert not holds(as_json, '{"value": [1, {"dict": [["2", 0.5000001]]}]}')
+    assert holds(as_json, '{"value": [1, {"dict": [["2", 0.5000001]]}]}', 1e-3)
+    strict = CallTest(expression="f()", expected=([1],))
+    assert not holds(strict, '{"value": {"tuple": [1]}}')
+
+
+def test_output_is_compared_by_lines_and_with_a_tolerance_by_words():
+    assert same_output("1 \n2\n\n", "1\n2")
+    assert not same_output("1 2", "1\n2")
+    assert same_output("0.3333 x\n", "0.33333 x", 1e-3)
+    assert not same_output("0.3333 x", "0.33333 y", 1e-3)
+
+
+@pytest.mark.parametrize(
+    "tests", [[], "", 3, [{"input": "1"}], {"inputs": [1], "outputs": []}, "assert (", [{"args": [], "expected": 1}]]
+)
+def test_a_problem_without_tests_names_the_forms_there_are(tests):
+    with pytest.raises(UserError, match="no tests that can be read") as caught:
+        read_tests(problem(tests))
+    assert "p/1" in caught.value.where and "expected" in caught.value.expected
+
+
+def test_a_program_that_printed_right_and_failed_has_not_passed():
+    class Failing:
+        def run(self, command, **given):
+            return Result(stdout="3\n", stderr="", exit_code=1, stop_reason="exit", seconds=0.0)
+
+    assert reward([{"input": "", "output": "3"}], "print(3)", Failing())["reward"] == 0.0

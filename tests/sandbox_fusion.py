@@ -1,0 +1,85 @@
+"""A stand-in for a SandboxFusion server: POST /run_code in a thread, with its fields and statuses, and no isolation.
+
+with FusionServer() as server: SandboxFusion(server.url)
+"""
+
+import base64
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+
+class FusionServer(ThreadingHTTPServer):
+    """answer: what to reply in place of running anything."""
+
+    def __init__(self, answer=None):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer, self.requests = answer, []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self):
+        Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc):
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(request)
+        found = self.path == "/run_code" and {"code", "language"} <= set(request)
+        reply = self.server.answer or run_code(request)
+        body = json.dumps(reply).encode()
+        self.send_response(200 if found else 422)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def run_code(request):
+    """SandboxFusion's reply: `Finished` with any return code is a run; only its own failures are a SandboxError."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in request["files"].items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(base64.b64decode(content))
+        Path(folder, "code").write_text(request["code"])
+        program = {"python": sys.executable, "bash": "bash"}[request["language"]]
+        ran = _run([program, "code"], folder, request["stdin"], request["run_timeout"])
+    success = ran["status"] == "Finished" and ran["return_code"] == 0
+    return {
+        "status": "Success" if success else "Failed",
+        "message": "",
+        "compile_result": None,
+        "run_result": ran,
+        "files": {},
+    }
+
+
+def _run(command, folder, stdin, timeout):
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=folder, input=stdin, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {
+            "status": "TimeLimitExceeded",
+            "execution_time": timeout,
+            "return_code": None,
+            "stdout": "",
+            "stderr": "",
+        }
+    return {
+        "status": "Finished", "execution_time": time.monotonic() - start, "return_code": done.returncode,
+        "stdout": done.stdout, "stderr": done.stderr,
+    }  # fmt: skip
