@@ -3,7 +3,7 @@
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 
 from tandem.config import SFT, Config, Preference, Train
-from tandem.data import sources
 from tandem.data.problems import read_problems
 from tandem.data.render import ChatRenderer, load_renderer
+from tandem.data.sources import source_files
 from tandem.draws import address
 from tandem.engine.engine import Engine
-from tandem.envs.load import load_env, source_files
+from tandem.envs.load import load_env
+from tandem.envs.load import source_files as env_files
 from tandem.envs.rollout import World
 from tandem.errors import UserError
 from tandem.evaluate import evaluate
@@ -46,26 +47,24 @@ def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequen
     return read_problems(source, config.data, key=key, weights=weights) if source else []
 
 
-def input_hashes(config: Config) -> dict[str, str]:
-    """SHA-256 of every data file, reward file, and of the weights in local model directories, that the config names; by key."""
-    data = {
-        "data.train": config.data.train, "eval.data": config.eval.data, "sft.train": config.sft.train,
-        "preference.train": config.preference.train, "preference.test": config.preference.test,
-    }  # fmt: skip
+def input_hashes(config: Config, *keys: str) -> dict[str, str]:
+    """SHA-256 by key of what a run is a function of: the data files that these keys name, the files of reward functions and
+    environment, and the weights in local model directories."""
     models = {
         "model.path": config.model.path, "model.reference": config.model.reference, "critic.path": config.critic.path,
         "distill.teacher": config.distill.teacher, "reward.model": config.reward.model,
     }  # fmt: skip
     paths: dict[str, Path] = {}
-    for key, source in data.items():
-        files = [file for name in _names(source) for file in sources.source_files(name, key)]
+    for key in keys:
+        section, field = key.split(".")
+        files = [file for name in _names(getattr(getattr(config, section), field)) for file in source_files(name, key)]
         paths |= {key if len(files) == 1 else f"{key}/{file}": file for file in files}
     for key, folder in models.items():
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
         paths |= {f"{key}/{file.name}": file for file in files}
     modules = [function.rpartition(":")[0] for function in config.reward.functions]
     paths |= {f"reward.function/{module}": Path(module) for module in modules if module}
-    paths |= {f"env/{file}": file for file in source_files(config.env)}
+    paths |= {f"env/{file}": file for file in env_files(config.env)}
     return {key: _sha256(path) for key, path in paths.items() if path.is_file()}
 
 
@@ -238,25 +237,24 @@ def grader(config: Config) -> Grade | None:
     scorer, renderer = load_model(config.reward.model, head="value"), load_renderer(config.reward.model)
 
     def grade(problems: Sequence[Problem], attempts: Sequence[tuple[Episode, ...]]) -> list[tuple[Episode, ...]]:
-        pairs = [(row, e) for row, group in enumerate(attempts) for e in group if e.num_turns]
-        chats = [(*problems[row].messages, *e.messages[: 1 + _last_said(e)]) for row, e in pairs]
-        values = scores(
-            scorer, [tokens for tokens, _ in renderer.trainings(chats, loss="last")], config.train.tokens_per_microbatch
-        )
-        word = {(row, e.sample_index): value for (row, e), value in zip(pairs, values, strict=True)}
+        rendered = {}
+        for row, episode in ((row, e) for row, group in enumerate(attempts) for e in group if e.num_turns):
+            chat = episode.chat(problems[row])
+            said = max(i + 1 for i, message in enumerate(chat) if message["role"] == "assistant")
+            with suppress(UserError):  # its template refuses the chat: `reward_model` has no word on it, and says so
+                [rendered[row, episode.sample_index]] = renderer.chats([chat[:said]])
+        values = scores(scorer, list(rendered.values()), config.train.tokens_per_microbatch)
+        word = dict(zip(rendered, values, strict=True))
         return [
-            tuple(
-                replace(e, given={**e.given, "reward_model": word[row, e.sample_index]}) if e.num_turns else e
-                for e in group
-            )
+            tuple(_with_word(episode, word.get((row, episode.sample_index))) for episode in group)
             for row, group in enumerate(attempts)
         ]
 
     return grade
 
 
-def _last_said(episode: Episode) -> int:
-    return max(i for i, message in enumerate(episode.messages) if message["role"] == "assistant")
+def _with_word(episode: Episode, value: float | None) -> Episode:
+    return episode if value is None else replace(episode, given={**episode.given, "reward_model": value})
 
 
 def evaluator(

@@ -11,7 +11,7 @@ import numpy as np
 
 from tandem.config import Eval, Rollout
 from tandem.config import Reward as RewardConfig
-from tandem.loop import Clock, Player, play
+from tandem.loop import Clock, Player, play, played
 from tandem.types import Group, Problem, Row, SamplingParams
 
 NO_PENALTY = RewardConfig()  # shaping is for training
@@ -48,7 +48,7 @@ def evaluate(
 def _pass_rates(groups: Sequence[Group], success: float) -> Row:
     """eval/pass@k for k = 1, 2, 4, ... up to the samples: the chance that one of k passes, without bias (arXiv 2107.03374)."""
     size = len(groups[0].episodes)
-    passed = [sum(e.reward >= success for e in group.episodes) for group in groups]
+    passed = [sum(e.reward >= success and not e.env_error for e in group.episodes) for group in groups]
     return {
         f"eval/pass@{k}": float(np.mean([1.0 - comb(size - n, k) / comb(size, k) for n in passed]))
         for k in (2**i for i in range(size.bit_length()))
@@ -64,7 +64,7 @@ def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> Sampli
 
 
 def _summary(name: str, groups: Sequence[Group]) -> Row:
-    means = np.array([np.mean([e.reward for e in g.episodes]) for g in groups])
+    means = np.array([g.rewards.mean() for g in groups])
     half = 1.96 * float(means.std(ddof=1)) / np.sqrt(len(means)) if len(means) > 1 else 0.0
     by_category: dict[str, list[float]] = defaultdict(list)
     for group, mean in zip(groups, means, strict=True):
@@ -72,5 +72,7 @@ def _summary(name: str, groups: Sequence[Group]) -> Row:
     row = {f"eval/{name}": float(means.mean()), f"eval/{name}_interval": float(half)}
     if len(by_category) > 1:
         row |= {f"eval/{name}/{category}": float(np.mean(values)) for category, values in sorted(by_category.items())}
-    truncated = [e.stop_reason in ("length", "tokens") for g in groups for e in g.episodes]
-    return row | {f"eval/{name}_truncated": float(np.mean(truncated))}
+    episodes = [e for g in groups for e in g.episodes]
+    truncated = [e.stop_reason in ("length", "tokens") for e in episodes]
+    failed = {f"eval/{name}_{what}": value for what, value in played(episodes).items() if what.startswith("env_")}
+    return row | failed | {f"eval/{name}_truncated": float(np.mean(truncated))}

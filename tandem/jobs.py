@@ -108,7 +108,8 @@ def _problems_job(
         )  # fmt: skip
         critic = {} if models.critic is None else {"critic": models.critic}
         yield Job(
-            learners={"policy": models.policy, **critic}, data=input_hashes(config), steps=config.run.steps,
+            learners={"policy": models.policy, **critic}, data=input_hashes(config, "data.train", "eval.data"),
+            steps=config.run.steps,
             eval_every=config.eval.every, publish=sync.publish, step=lambda done: step(stages, done),
             evaluate=evaluator(config, held_out, player, renderer.stop_token_ids, episodes),
             state=lambda: _state(stages.progress), restore=lambda done, state: _restore(stages, done, state),
@@ -153,7 +154,8 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
 
     with _generating(config, policy.model, renderer, held_out, episodes) as (publish, evaluate):
         yield Job(
-            learners={"policy": policy}, data=input_hashes(config), steps=settings.steps, eval_every=0, publish=publish,
+            learners={"policy": policy}, data=input_hashes(config, "sft.train", "eval.data"),
+            steps=settings.steps, eval_every=0, publish=publish,
             step=_step(config, samples, settings.batch_size, step, publish), evaluate=evaluate,
         )  # fmt: skip
 
@@ -175,7 +177,8 @@ def dpo_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
 
     with _generating(config, policy.model, renderer, held_out, episodes) as (publish, evaluate):
         yield Job(
-            learners={"policy": policy}, data=input_hashes(config), steps=settings.steps, eval_every=config.eval.every,
+            learners={"policy": policy}, data=input_hashes(config, "preference.train", "preference.test", "eval.data"),
+            steps=settings.steps, eval_every=config.eval.every,
             publish=publish, step=_step(config, train, settings.batch_size, step, publish),
             evaluate=lambda done: {**accuracy(), **evaluate(done)},
         )  # fmt: skip
@@ -201,7 +204,8 @@ def rm_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
         return fit_scores(scorer, _pack_pairs(picked, config))
 
     yield Job(
-        learners={"scorer": scorer}, data=input_hashes(config), steps=settings.steps, eval_every=config.eval.every,
+        learners={"scorer": scorer}, data=input_hashes(config, "preference.train", "preference.test"),
+        steps=settings.steps, eval_every=config.eval.every,
         publish=_to_nobody, step=_step(config, train, settings.batch_size, step, _to_nobody),
         evaluate=lambda done: _pair_accuracy(test, config, lambda batch: score_loss(scorer.model, batch)),
     )  # fmt: skip

@@ -32,7 +32,7 @@ from tandem.rl.filters import has_signal, learnability, overlong_penalty, pick
 from tandem.stream.journal import write_episodes
 from tandem.train.distill import distill
 from tandem.train.learn import Models, learn
-from tandem.types import Attempt, Episode, Generate, Group, Problem, Renderer, Row, SamplingParams, Score
+from tandem.types import Array, Attempt, Episode, Generate, Group, Problem, Renderer, Row, SamplingParams, Score
 from tandem.types import Reward as Scorer
 from tandem.weights.inline import InlineSync
 
@@ -85,10 +85,10 @@ def train_step(stages: Stages, step: int) -> tuple[Row, Row]:
         write_episodes(stages.episodes, step + 1, sampled)  # durable before anything is trained on it
     with clock("learn_s"):
         groups = [group for group in sampled if group.outcome == "train"]
-        rewards = np.array([group.rewards for group in groups])
+        rewards = valid_rewards(groups)
         metrics = learn(
             stages.models, groups, config, Filter.of(stages.params), version=stages.player.engine.weight_version,
-            baseline=float(rewards.mean()) if progress.baseline is None else progress.baseline,
+            baseline=float(rewards.mean()) if progress.baseline is None and len(rewards) else progress.baseline or 0.0,
             exact=stages.exact, train_policy=stages.models.critic is None or step >= config.critic.warmup_steps,
         )  # fmt: skip
     with clock("sync_s"):
@@ -137,7 +137,7 @@ def collect(stages: Stages, step: int, clock: "Clock") -> list[Group]:
                 next="raise rl.max_gen_batches, lower rl.prompts_per_step, or take problems that are neither solved nor hopeless",
             )  # fmt: skip
         fresh = draw(stages, clock)
-        groups += [g if has_signal(g.rewards) else replace(g, outcome="no_signal") for g in fresh]
+        groups += [g if carries_signal(g) else replace(g, outcome="no_signal") for g in fresh]
         drawn += 1
     full = np.cumsum([group.outcome == "train" for group in groups]) > rl.prompts_per_step
     return [
@@ -168,12 +168,22 @@ def draw(stages: Stages, clock: "Clock") -> list[Group]:
 def advance(progress: Progress, sampled: Sequence[Group], fresh: Sequence[Group], config: Config) -> None:
     """What the next step is to know of this one; rewards that are not finite are no statistics."""
     progress.carried = [group for group in sampled if group.outcome == "carry"]
-    rewards = np.array([group.rewards for group in sampled if group.outcome == "train"])
-    if config.rl.advantage == "ema" and np.isfinite(rewards).all():
+    rewards = valid_rewards([group for group in sampled if group.outcome == "train"])
+    if config.rl.advantage == "ema" and len(rewards) and np.isfinite(rewards).all():
         progress.baseline = running_mean(progress.baseline, rewards, config.rl.ema_decay)
     if config.rl.curriculum:
-        means = {group.problem.uid: float(group.rewards.mean()) for group in fresh}
+        means = {group.problem.uid: float(group.rewards.mean()) for group in fresh if group.valid.any()}
         progress.rates |= {uid: min(max(mean, 0.0), 1.0) for uid, mean in means.items() if np.isfinite(mean)}
+
+
+def valid_rewards(groups: Sequence[Group]) -> Array:
+    """float64 [N]: of the episodes that are not masked."""
+    return np.concatenate([np.zeros(0), *(group.rewards[group.valid] for group in groups)])
+
+
+def carries_signal(group: Group) -> bool:
+    """Whether some advantage of it can be other than 0: its rewards differ, or a turn of it is penalized."""
+    return has_signal(group.rewards) or any(episode.penalties.any() for episode in group.episodes)
 
 
 def play(
@@ -192,6 +202,11 @@ def play(
             problems, group_size=group_size, place=place, engine=player.engine, renderer=player.renderer, world=player.world,
             params=params, ended=None if player.grade else submit,
         )  # fmt: skip
+    failures = [episode.env_error for group in attempts for episode in group]
+    if len(failures) > 1 and all(failures):
+        raise UserError("every episode failed in its environment", where=f"env.name = {player.world.limits.name}",
+                        found=failures[0], expected="episodes that can be played",
+                        next="mend the environment (`tandem try` plays it alone); the same command resumes")  # fmt: skip
     with clock("reward_s"):
         if player.grade:
             attempts = player.grade(problems, attempts)
@@ -211,7 +226,8 @@ def play(
 
 def attempt_of(episode: Episode) -> Attempt:
     return Attempt(
-        text=episode.text, messages=episode.messages, stop_reason=episode.stop_reason, given=episode.given
+        text=episode.text, messages=episode.messages, opening=episode.opening, stop_reason=episode.stop_reason,
+        given=episode.given,
     )  # fmt: skip
 
 
@@ -237,23 +253,23 @@ def describe(groups: Sequence[Group]) -> Row:
     if not groups:
         return {}
     episodes = [e for g in groups for e in g.episodes]
-    rewards = np.array([g.rewards for g in groups])
-    parts = sorted({name for e in episodes for name in e.reward_parts})
+    rewards, scored = valid_rewards(groups), [e for e in episodes if not e.env_error]
+    parts = sorted({name for e in scored for name in e.reward_parts})
     outcomes = [g.outcome for g in groups]
     return {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        **{f"reward_part/{n}": float(np.mean([e.reward_parts.get(n, 0.0) for e in episodes])) for n in parts},
-        "groups_without_signal": float(np.mean([not has_signal(r) for r in rewards])),
+        "reward": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        **{f"reward_part/{n}": float(np.mean([e.reward_parts.get(n, 0.0) for e in scored])) for n in parts},
+        "groups_without_signal": float(np.mean([not carries_signal(g) for g in groups])),
         **{f"groups/{kind}": float(outcomes.count(kind)) for kind in sorted(set(outcomes) - {"train"})},
         "completion_tokens": float(np.mean([e.loss_mask.sum() for e in episodes])),
         "truncated": float(np.mean([e.stop_reason in ("length", "tokens") for e in episodes])),
         "reward_errors": float(sum(bool(e.reward_error) for e in episodes)),
-        **_played(episodes),
+        **played(episodes),
     }
 
 
-def _played(episodes: Sequence[Episode]) -> Row:
+def played(episodes: Sequence[Episode]) -> Row:
     """How the episodes went in their environment; nothing for single turns that went well."""
     row: Row = {}
     if any(e.num_turns > 1 for e in episodes):

@@ -73,6 +73,9 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     table, path = tree[section], field.split(".") if field.startswith("options.") else [field]
     for name in path[:-1]:
         table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise UserError("an override reaches into what is no table", where=key, found=repr(table),
+                            expected=f"{name} = {{...}}")  # fmt: skip
     table[path[-1]] = value
     origin[f"{section}.{field}"] = "command line"
 

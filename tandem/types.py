@@ -103,6 +103,8 @@ class Episode:
     stop_reason: (
         str  # "stop": of itself; "length": a turn was cut; "turns", "tokens", "time": a limit; "error": see env_error
     )
+    opening: tuple[Message, ...] = ()  # the chat that the environment began with; empty: the problem's
+    tools: tuple[Tool, ...] = ()  # what it showed the model besides
     given: dict[str, float] = field(default_factory=dict)  # what the environment gave: "env", and its parts
     env_error: str = ""  # how the environment failed
     masked: bool = False  # it failed and carries no loss (env.on_error)
@@ -124,6 +126,10 @@ class Episode:
     def num_turns(self) -> int:
         return sum(message["role"] == "assistant" for message in self.messages)
 
+    def chat(self, problem: Problem) -> tuple[Message, ...]:
+        """The whole conversation."""
+        return (*(self.opening or problem.messages), *self.messages)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -135,12 +141,19 @@ class Group:
 
     @property
     def rewards(self) -> Array:
-        """float64 [G]; a masked episode counts as an average one of its group, so it moves no other's advantage."""
+        """float64 [G]; a masked episode counts as an average one of its group, so it moves no baseline of a group. (What is
+        divided by the group's size or spread sees a full group: RLOO and the std are those of G episodes.)"""
         rewards = np.array([episode.reward for episode in self.episodes], np.float64)
-        masked = np.array([episode.masked for episode in self.episodes], bool)
-        if masked.any():
-            rewards[masked] = 0.0 if masked.all() else rewards[~masked].mean()
+        valid = self.valid
+        if not valid.all():
+            first = rewards[valid][:1]
+            rewards[~valid] = float(first[0] + (rewards[valid] - first).mean()) if len(first) else 0.0
         return rewards
+
+    @property
+    def valid(self) -> Array:
+        """bool [G]: which episodes are not masked."""
+        return np.array([not episode.masked for episode in self.episodes], bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +284,7 @@ class Attempt:
 
     text: str  # the last completion
     messages: tuple[Message, ...] = ()  # the chat behind the prompt, as Episode.messages
+    opening: tuple[Message, ...] = ()  # the chat before that, where it is not the problem's
     stop_reason: str = "stop"
     given: dict[str, float] = field(
         default_factory=dict

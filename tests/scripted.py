@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tandem.errors import UserError
+
 
 @dataclass(eq=False)
 class ScriptedTicket:
@@ -45,6 +47,8 @@ class DigitRenderer:
     stop_token_ids = (91,)
 
     def prompts(self, chats, tools=()):
+        if not all(m["content"].isdigit() or not m["content"] for chat in chats for m in chat):
+            raise UserError("no digits")
         return [np.array([t for m in chat for t in (90, *map(int, m["content"]))], np.int64) for chat in chats]
 
     def turn(self, messages):

@@ -110,7 +110,7 @@ def test_a_reward_model_scores_whole_conversations_as_stock_transformers_does(ho
         assert parts["reward_model"] == pytest.approx(value, abs=1e-5)
         assert row["reward"] == pytest.approx(parts["reward_model"] + 0.5 * parts["env"])
         found.append(len(said))
-    assert max(found) > 2 and len({row for row in found}) > 1  # conversations of several turns among them
+    assert max(found) > 2 and len(set(found)) > 1  # conversations of several turns among them
 
 
 @pytest.mark.parametrize("estimator", ["exact", "sampled"])

@@ -169,7 +169,7 @@ def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
     wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert len(rows) == len(wanted) == 4 * BATCHES
     for row, other in zip(rows, wanted, strict=True):
-        texts = {name: json.loads(other[name]) for name in ("messages", "metadata", "transcript")}
+        texts = {name: json.loads(other[name]) for name in ("messages", "metadata", "opening", "tools", "transcript")}
         assert row == {**other, **texts, **{name: dict(other[name]) for name in ("reward_parts", "given")}}
         assert list(row) == SCHEMA.names
     assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5} and rows[1]["loss_mask"][:3] == [
@@ -266,7 +266,7 @@ def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
     files = sorted(outputs["episodes"].path.glob("*.parquet"))
     assert [file.name for file in files] == [f"rollout_step_{n:06d}.parquet" for n in range(4)]
     wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
-    for name in set(SCHEMA.names) - {"messages", "metadata", "transcript", "reward_parts", "given"}:
+    for name in set(SCHEMA.names) - {"messages", "metadata", "opening", "tools", "transcript", "reward_parts", "given"}:
         assert [row[name] for row in rows] == [row[name] for row in wanted]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem import config, seccomp
+from tandem import config
 from tandem.errors import UserError
 from tandem.sandbox import (
     Bubblewrap,
@@ -26,6 +26,7 @@ from tandem.sandbox import (
     open_sandbox,
     run_python,
     sandbox_state,
+    seccomp,
 )
 from tests.hostile.escapes import ESCAPES
 from tests.hostile.world import World

@@ -89,7 +89,12 @@ def test_mistakes_are_told_before_anything_is_played(data, tmp_path):
     assert "no training problems are named" in mistake("try", f"{reward}:score", "--answer", "a")
     assert "no_such" in mistake("try", f"{reward}:no_such", "--data", data, "--answer", "a")
     assert "no option 'steps'" in mistake("try", f"{env}:Echo", "env.options.steps=1", "--data", data, "--answer", "a")
-    assert "no such luck" in mistake("try", f"{env}:Broken", "--data", data, "--answer", "a")
+
+
+def test_an_environment_that_fails_is_told_row_by_row(data, tmp_path):
+    answers = ["--answer", "a", "--answer", "b"]
+    output = tried(f"{tmp_path}/my_env.py:Broken", "--data", data, "--rows", 2, *answers)
+    assert output.count("the environment failed: ValueError: no such luck") == 2
 
 
 def test_rollout_keeps_the_problems_of_a_range_as_a_data_file_that_reads_back(home, tmp_path):  # noqa: F811

@@ -1,6 +1,6 @@
-"""`make figures`: write docs/smollm2.md from the run folder, and the measured blocks of README.md from docs/.
+"""`make figures`: write docs/smollm2.md from the run folder, and from docs/*.json the measured blocks of README.md and docs/.
 
-Nothing in those places is typed by hand; what has not been measured says so.
+Nothing in those places is typed by hand; what has not been measured says so. Examples shown in docs/ are copied from their files.
 """
 
 import json
@@ -26,6 +26,18 @@ def main() -> None:
     if (DEMO / "metrics.jsonl").exists():
         text = fill(text, "demo", demo())
     readme.write_text(fill(text, "measured", "\n".join(measured())))
+    environments_md = ROOT / "docs" / "environments.md"
+    environments_md.write_text(fill(environments_md.read_text(), "environments", "\n".join(environments())))
+    for page in (ROOT / "docs").glob("*.md"):
+        page.write_text(re.sub(FILE_BLOCK, show_file, page.read_text()))
+
+
+FILE_BLOCK = re.compile(r"<!-- file (\S+) -->\n.*?<!-- /file -->", re.S)
+
+
+def show_file(block: re.Match[str]) -> str:
+    source = (ROOT / block[1]).read_text().rstrip()
+    return f"<!-- file {block[1]} -->\n```python\n# {block[1]}\n{source}\n```\n<!-- /file -->"
 
 
 def fill(text: str, name: str, block: str) -> str:
@@ -66,6 +78,58 @@ def smollm2() -> str:
             f"| {row['step']} | {reward} | {held[0]} | {held[1]} | {gap} | {seconds} | {time['rss_mb'] / 1024:.2f} GiB |"
         )
     return "\n".join([*lines, ""])
+
+
+def recorded(name: str) -> dict:
+    path = ROOT / "docs" / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def environments() -> list[str]:
+    """Learning with turns and tools, and how full the batch stays."""
+    learned, rollouts = recorded("environments"), recorded("rollouts")
+    lines = [
+        f"`python benchmarks/environments.py`; {learned['machine']}; {learned['date']}. The demo's 0.9M-parameter model, warm"
+    ]
+    lines += [
+        "start and 40 steps, 64 held-out problems x 4 samples; gap: the largest between engine and trainer log-probs.",
+        "",
+    ]
+    lines += [
+        "| task | seed | reward before | after | turns | bad calls or guesses, of an episode | gap | all of it, s |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for task in ("guess", "calculator"):
+        for row in learned.get(task, []):
+            before, after = row["before"], row["after"]
+            bad = next(name for name in after if name.startswith("bad"))
+            lines.append(f"| {task} | {row['seed']} | {before['reward']:.3f} | {after['reward']:.3f} | {before['turns']:.1f} -> "
+                         f"{after['turns']:.1f} | {before[bad]:.2f} -> {after[bad]:.2f} | {row['gap']} | "
+                         f"{row['seconds']:.0f} |")  # fmt: skip
+    lines += [
+        "",
+        f"`python benchmarks/rollouts.py`; {rollouts['date']}. A batch of 64, three turns of 32 tokens, tools of 0 to 500 ms:",
+        "",
+    ]
+    lines += ["| model, episodes | batch full | tokens/s |", "|---|---|---|"]
+    lines += [f"| {name} | {row['batch']:.0%} | {row['tokens_per_s']:,.0f} |" for name, row in rollouts["rows"].items()]
+    return lines
+
+
+def environment_rows() -> list[str]:
+    """Of README's table."""
+    learned, rollouts, sandbox = (recorded(name) for name in ("environments", "rollouts", "sandbox"))
+    where, rows = "[docs/environments.md](docs/environments.md)", []
+    for task, label in (("guess", "the guessing game"), ("calculator", "the calculator-tool task")):
+        rises = ", ".join(f"{r['before']['reward']:.2f} -> {r['after']['reward']:.2f}" for r in learned[task])
+        rows.append(f"| {label}, 0.9M parameters, held-out reward, three seeds | {rises} | {where} |")
+    for name, row in rollouts["rows"].items():
+        if "64 under way" in name:
+            rows.append(f"| engine batch of 64 full, tools of 0 to 500 ms, {name} | {row['batch']:.0%} | {where} |")
+    hostile, escapes = sandbox["escapes"], sum(len(row["escapes"]) for row in sandbox["escapes"])
+    rows.append(f"| hostile programs in the sandbox: escapes; a run, median | {escapes} of {len(hostile)}; "
+                f"{sandbox['times_ms']['run']['median']:.0f} ms | [docs/sandbox.md](docs/sandbox.md) |")  # fmt: skip
+    return rows
 
 
 def measured() -> list[str]:
@@ -120,6 +184,7 @@ def measured() -> list[str]:
             worst = max(worst, float(re.findall(r"\*\*largest log-prob gap\*\* \| \*\*([\d.e+-]+)\*\*", text)[0]))
         rows.append(f"| largest gap between engine and trainer log-probs, {of} | {worst} | "
                     "[docs/invariants.md](docs/invariants.md) |")  # fmt: skip
+    rows += environment_rows()
     return [*rows, "| anything on a GPU | not measured | |"]
 
 

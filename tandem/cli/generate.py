@@ -18,7 +18,7 @@ REASONING, VERIFIERS = "reasoning_gym:", "verifiers:"
 def generate(
     task: str, out: Path, *, count: int, difficulty: int | None, seed: int, split: str, weights: str, force: bool
 ) -> None:
-    """Write count problems of a task to out. task: one of TASKS, reasoning_gym:NAME,NAME with weights for them, or verifiers:ID."""
+    """Write count problems of a task to out: one of TASKS, reasoning_gym:NAME,NAME with weights for them, or verifiers:ID."""
     if out.suffix != ".jsonl":
         raise UserError("the problems are written as JSONL", where="--out", found=str(out), expected="FILE.jsonl")
     if out.exists() and not force:
@@ -45,7 +45,9 @@ def _rows(task: str, count: int, difficulty: int | None, seed: int, split: str, 
     for known in get_args(Task):
         if task == known:
             return task_rows(known, split, count, seed, difficulty)
-    raise UserError("there is no such task", found=task, expected=f"{', '.join(TASKS)}, {REASONING}NAME,NAME,... or {VERIFIERS}ID")
+    raise UserError(
+        "there is no such task", found=task, expected=f"{', '.join(TASKS)}, {REASONING}NAME,... or {VERIFIERS}ID"
+    )
 
 
 def _numbers(weights: str) -> list[float]:

@@ -284,8 +284,8 @@ def hashes(config: Config) -> dict[str, str]:
     """SHA-256 by key of what the episodes are a function of, besides the config: problems, model, reward function."""
     texts = [file for file in sorted(Path(config.model.path or "none").glob("*")) if file.suffix in TEXT_FILES]
     files = {f"model.path/{file.name}": file for file in texts}
-    own = ("data.train", "model.path/", "reward.function/")
-    kept = {key: value for key, value in input_hashes(config).items() if key.startswith(own)}
+    own = ("data.train", "model.path/", "reward.", "env/")
+    kept = {key: value for key, value in input_hashes(config, "data.train").items() if key.startswith(own)}
     return kept | {key: hashlib.sha256(file.read_bytes()).hexdigest() for key, file in files.items() if file.is_file()}
 
 

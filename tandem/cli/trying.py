@@ -96,7 +96,7 @@ def _remarks(problem: Problem, episode: Episode, renderer: Renderer) -> Iterator
     if episode.penalties.any():
         yield "penalty", f"{episode.penalties.max():g} on {int((episode.penalties > 0).sum())} tokens"
     if isinstance(renderer, ChatRenderer) and episode.num_turns > 1:
-        difference = renderer.difference([*problem.messages, *episode.messages], episode.tokens)
+        difference = renderer.difference(episode.chat(problem), episode.tokens, episode.tools)
         if difference:
             yield "the chat template would write this conversation differently", difference
 

@@ -29,7 +29,7 @@ class Draft:
 
     prompt: str
     answer: str
-    side: str  # decides between train and test: what of the problem the model sees, however it is written
+    side: str  # decides between train and test: what makes the problem the same, however it is written
     core: str  # two drafts are one problem when it is equal
     columns: dict[str, Any] = field(default_factory=dict)  # more columns of the row, for environments and rewards
 

@@ -12,7 +12,7 @@ WIDTHS = {1: 8, 2: 16, 3: 32, 4: 64, 5: 128, 6: 256}
 
 
 def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """count different games; a range that training games are about is never one of the test's. Raises UserError:
+    """count different games, a range and a secret each; no game is on both sides, while ranges are. Raises UserError:
     difficulty 1 has about 580 games for training and 150 for testing.
 
     Example row: {"uid": "guess/1/train/0", "prompt": "Guess my number, 12 to 19. I say higher or lower.",
@@ -26,10 +26,11 @@ def _draft(draw: Draw, difficulty: int) -> Draft:
     low = whole(draw, 1, (99 if width < 99 else 999) - width + 1)
     high = low + width - 1
     secret = whole(draw, low, high)
+    game = f"{secret} in {low} to {high}"
     return Draft(
         prompt=f"Guess my number, {low} to {high}. I say higher or lower.",
         answer=str(secret),
-        side=f"{low} to {high}",  # all that the model sees at first
-        core=f"{secret} in {low} to {high}",
+        side=game,
+        core=game,
         columns={"low": low, "high": high},
     )

@@ -154,11 +154,15 @@ class ChatRenderer:
         [tokens] = self._encode([self._text(chat, open_turn=True).partition(_SAID)[2]])
         return tokens[self._end_of_sampling(tokens, 0, len(tokens), 1) - 1 :]
 
+    def chats(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
+        """int64 [T] of every whole chat, as the template writes it."""
+        return self._encode([self._text(messages, open_turn=False, tools=tools) for messages in chats])
+
     def difference(self, messages: Sequence[Message], tokens: Array, tools: Sequence[Tool] = ()) -> str:
         """Where the template's rendering of a whole chat first differs from an episode's tokens; empty if nowhere."""
         if tools and "tools" not in self._template:
             messages, tools = with_tools(messages, tools), ()
-        [whole] = self._encode([self._text(messages, open_turn=False, tools=tools)])
+        [whole] = self.chats([messages], tools)
         at = _first_difference(whole, tokens)
         if at == len(tokens):
             return ""

@@ -15,7 +15,7 @@ from functools import cache
 
 from tandem import sandbox as sandboxes
 from tandem.config import Sandbox as SandboxConfig
-from tandem.envs.rollout import _in_thread as in_thread
+from tandem.envs.calls import in_thread
 from tandem.envs.tool_calls import Format
 from tandem.envs.tools import ToolEnv, ToolUnavailable
 from tandem.sandbox import Limits, Result, Sandbox, SandboxFailed, run_python

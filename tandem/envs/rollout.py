@@ -1,27 +1,29 @@
 """Act: problems -> episodes, token in, token out. Knows the engine as `Generate` and the chat as `Renderer` only.
 
-    an episode, a coroutine each                         the pump, in the caller's thread
-    ----------------------------                         --------------------------------
+    environments' thread: an episode, a coroutine each   caller's thread: _pump
+    --------------------------------------------------   ----------------------
     env.reset -> the prompt's tokens
-    submit(request)                     -- ticket ->     engine.step(): one pass for all who generate
-    waits for its completion            <- completion    set on those that ended, then the episodes get their turn
-    env.step(text) -> Observation, in a thread or as a coroutine, while the others generate
-    tokens += renderer.turn(messages), again from submit; until done, or a limit
+    _generate: asks for a completion    -- inbox ->      engine.submit, engine.step(): one pass for all who generate
+    waits for it                        <- future --     set when it has ended
+    env.step(text) -> Observation, while others generate
+    tokens += renderer.turn(messages), again from _generate; until done, or a limit
 
-    The pump waits for an episode to submit when nobody generates; an episode waits for the pump, for its environment (at
-    most env.timeout_s in all), and at first for its place among env.concurrency.
+    The pump waits for the inbox when nobody generates, and before each pass lets the episodes that can go on do so (at most
+    SETTLE_S). An episode waits for the pump, for its environment (at most env.timeout_s in all), and at first for its place
+    among env.concurrency.
 
 What is sampled is never tokenized again: a turn only appends. What an episode becomes depends on its address, the weights
 and its environment, never on who else is under way or came first.
 """
 
 import asyncio
-import inspect
 import math
+import queue
 import re
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +31,7 @@ import numpy as np
 
 from tandem.config import Env as EnvConfig
 from tandem.draws import address
+from tandem.envs.calls import Caller, EnvironmentFailed, describe, environment_loop
 from tandem.errors import UserError
 from tandem.types import (
     Array,
@@ -43,10 +46,11 @@ from tandem.types import (
     Request,
     SamplingParams,
     Ticket,
+    Tool,
 )
 
 CLOSE_S = 5.0  # for an environment to give back what it holds
-ERROR_CHARS = 500
+SETTLE_S = 0.05  # longest wait for episodes that can go on, before a pass without them
 FAILED = ("error", "time")  # stop reasons of an episode whose environment failed
 
 Ended = Callable[[int, Episode], None]  # (row of the problem, the episode), as soon as it has ended
@@ -65,21 +69,13 @@ def run_episodes(
     world: World, params: SamplingParams, ended: Ended | None = None,
 ) -> list[tuple[Episode, ...]]:  # fmt: skip
     """G episodes of each problem. Their draws are addressed by (place, row, uid, sample), so a problem that occurs
-    twice in a step is sampled anew.
+    twice in a step is sampled anew. ended is called in the environments' thread.
 
-    Raises UserError where every episode's environment failed, and where the episodes of a problem begin differently.
+    Raises UserError where the episodes of a problem begin differently.
     """
     rollout = _Rollout(problems, place, engine, renderer, world, params, ended)
-    episodes = asyncio.run(rollout.run(group_size))
-    if episodes and all(episode.stop_reason in FAILED for episode in episodes):
-        raise UserError("every episode failed in its environment", where=f"env.name = {world.limits.name}",
-                        found=episodes[0].env_error, expected="episodes that can be played",
-                        next="mend the environment; `tandem try` plays it alone")  # fmt: skip
+    episodes = rollout.run(group_size)
     return [tuple(episodes[start : start + group_size]) for start in range(0, len(episodes), group_size)]
-
-
-class EnvironmentFailed(Exception):
-    """The environment raised, or answered what is no Observation."""
 
 
 @dataclass(kw_only=True)
@@ -91,6 +87,8 @@ class _Record:
     parts: list[tuple[Array, Array, Array, float]] = field(default_factory=list)  # tokens, log-probs, versions, penalty
     messages: list[Message] = field(default_factory=list)
     given: dict[str, float] = field(default_factory=dict)
+    opening: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
     prompt_tokens: int = 0
     length: int = 0
     drawn: int = 0
@@ -127,8 +125,11 @@ class _Record:
             engine_logprobs=np.concatenate([np.zeros(0, np.float32), *(logprobs for _, logprobs, *_ in self.parts)]),
             weight_versions=versions, penalties=np.concatenate([np.zeros(0, np.float32), *penalties]),
             num_prompt_tokens=self.prompt_tokens, messages=tuple(self.messages), stop_reason=stop_reason,
-            given=dict(self.given), env_error=error,
+            opening=self.opening, tools=self.tools, given=dict(self.given), env_error=error,
         )  # fmt: skip
+
+
+Asked = tuple[Request, "asyncio.Future[Completion]"]
 
 
 class _Rollout:
@@ -141,46 +142,71 @@ class _Rollout:
         self.problems, self.place, self.engine, self.renderer = problems, place, engine, renderer
         self.make, self.limits, self.params, self.ended = world.make, world.limits, params, ended
         self.longest = min(self.limits.max_tokens or engine.longest, engine.longest)
+        self._loop = environment_loop()
+        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()  # None: look whether all have ended
         self._generating: dict[Ticket, asyncio.Future[Completion]] = {}
         self._prompts: dict[str, Array] = {}  # of chats that were rendered before
         self._beginnings: dict[int, Array] = {}  # by row
-        self._under_way = 0
-        self._failure: BaseException | None = None
 
-    async def run(self, group_size: int) -> list[Episode]:
-        self._changed, places = asyncio.Event(), asyncio.Semaphore(self.limits.concurrency)
+    # ---- caller's thread
+
+    def run(self, group_size: int) -> list[Episode]:
+        over = threading.Event()
+        episodes = asyncio.run_coroutine_threadsafe(self._all(group_size, over), self._loop)
+        episodes.add_done_callback(lambda _: self._inbox.put(None))
+        try:
+            self._pump(episodes)
+            return episodes.result()
+        finally:  # after Ctrl-C, too
+            if not episodes.done():
+                episodes.cancel()
+                over.wait(2 * CLOSE_S)
+            for ticket in self._generating:
+                self.engine.cancel(ticket)
+
+    def _pump(self, episodes: "Future[list[Episode]]") -> None:
+        while not episodes.done():
+            self._take()
+            if not self._generating:
+                continue
+            for ticket in self.engine.step():
+                if ticket.completion is not None and ticket in self._generating:
+                    self._loop.call_soon_threadsafe(_settle, self._generating.pop(ticket), ticket.completion)
+
+    def _take(self) -> None:
+        """Submit what was asked for, after the episodes that can go on have done so; waits for something to do."""
+        if self._generating:
+            settled = threading.Event()
+            self._loop.call_soon_threadsafe(
+                self._loop.call_soon, settled.set
+            )  # behind those whose completion was just set
+            settled.wait(SETTLE_S)
+        elif (asked := self._inbox.get()) is None:
+            return
+        else:
+            self._submit(*asked)
+            self._take()  # the others that ask at this moment
+        with suppress(queue.Empty):
+            while True:
+                if (asked := self._inbox.get_nowait()) is not None:
+                    self._submit(*asked)
+
+    def _submit(self, request: Request, future: "asyncio.Future[Completion]") -> None:
+        self._generating[self.engine.submit(request)] = future
+
+    # ---- environments' thread
+
+    async def _all(self, group_size: int, over: threading.Event) -> list[Episode]:
+        places = asyncio.Semaphore(self.limits.concurrency)
         wanted = [(row, sample) for row in range(len(self.problems)) for sample in range(group_size)]
         tasks = [asyncio.create_task(self._play(row, sample, places)) for row, sample in wanted]
-        self._under_way = len(tasks)
-        for task in tasks:
-            task.add_done_callback(self._done)
         try:
-            await self._pump()
-            return [task.result() for task in tasks]
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for ticket in self._generating:
-                self.engine.cancel(ticket)
-
-    async def _pump(self) -> None:
-        while self._under_way and self._failure is None:
-            if self._generating:
-                for ticket in self.engine.step():
-                    if ticket.completion is not None and ticket in self._generating:
-                        self._generating.pop(ticket).set_result(ticket.completion)
-                await asyncio.sleep(0)
-            else:
-                self._changed.clear()
-                await self._changed.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def _done(self, task: "asyncio.Task[Episode]") -> None:
-        self._under_way -= 1
-        self._failure = self._failure or (None if task.cancelled() else task.exception())
-        self._changed.set()
+            over.set()
 
     async def _play(self, row: int, sample: int, places: asyncio.Semaphore) -> Episode:
         record = _Record(uid=self.problems[row].uid, sample=sample)
@@ -191,10 +217,10 @@ class _Rollout:
         return episode
 
     async def _episode(self, row: int, record: _Record) -> Episode:
-        caller = _Caller(self.limits.timeout_s)
+        caller = Caller(self.limits.timeout_s)
         stop_reason, error, env = "error", "", None
         try:
-            env = self.make()
+            env = self._made()
             stop_reason = await self._turns(env, row, record, caller)
         except TimeoutError:
             stop_reason, error = "time", f"the environment took more than {self.limits.timeout_s} s (env.timeout_s)"
@@ -202,12 +228,20 @@ class _Rollout:
             error = str(failure)
         finally:  # also when the rollout is given up
             if env is not None:
+                caller.seconds_left = CLOSE_S
                 with suppress(EnvironmentFailed, TimeoutError):  # the episode is over and stays what it was
-                    await _Caller(CLOSE_S).call(env.close)
+                    await caller.call(env.close)
+                caller.close()
         episode = record.episode(stop_reason, error)
         return replace(episode, masked=stop_reason in FAILED and self.limits.on_error == "mask")
 
-    async def _turns(self, env: Env, row: int, record: _Record, caller: "_Caller") -> str:
+    def _made(self) -> Env:
+        try:
+            return self.make()
+        except (Exception, SystemExit) as error:  # a user's constructor
+            raise EnvironmentFailed(describe(error)) from error
+
+    async def _turns(self, env: Env, row: int, record: _Record, caller: Caller) -> str:
         """Play until the end; returns the stop reason. Raises EnvironmentFailed, and TimeoutError past its time."""
         problem, params = self.problems[row], self.params
         if type(env) is not Env:  # a single turn gives nothing
@@ -230,16 +264,26 @@ class _Rollout:
             if observation.done:
                 return "stop"
             if turn < self.limits.max_turns:
-                record.read(self._answer(completion, observation.messages))
+                answer = self._answer(completion, observation.messages)
+                if record.length + len(answer) >= self.longest:
+                    return "tokens"
+                record.read(answer)
         return "turns"
 
     def _begin(self, row: int, record: _Record, chat: Any, env: Env) -> None:
         if not _is_chat(chat):
             raise EnvironmentFailed(f"reset returned {_short(chat)}, expected a chat: messages with role and content")
+        if type(env) is not Env:
+            record.opening, record.tools = tuple(chat), tuple(env.tools)
         cached = repr((chat, env.tools))
         if cached not in self._prompts:
-            self._prompts[cached] = self.renderer.prompts([chat], env.tools)[0]
+            with _template_errors():
+                self._prompts[cached] = self.renderer.prompts([chat], env.tools)[0]
         prompt = self._prompts[cached]
+        if len(prompt) >= self.longest:
+            raise EnvironmentFailed(
+                f"a prompt of {len(prompt):,} tokens, where an episode has at most {self.longest:,}"
+            )
         if not np.array_equal(prompt, self._beginnings.setdefault(row, prompt)):
             raise UserError("the episodes of a problem begin differently", where=f"{type(env).__name__}.reset",
                             found=f"two different prompts for problem {record.uid!r}",
@@ -249,92 +293,70 @@ class _Rollout:
         record.read(prompt)
 
     async def _generate(self, request: Request) -> Completion:
-        ticket = self.engine.submit(request)
-        future = self._generating[ticket] = asyncio.get_running_loop().create_future()
-        self._changed.set()
+        future: asyncio.Future[Completion] = self._loop.create_future()
+        self._inbox.put((request, future))
         return await future
 
     def _answer(self, completion: Completion, messages: Sequence[Message]) -> Array:
         """The tokens that come after a completion: the end of its turn only where it did not sample that itself."""
-        tokens = self.renderer.turn(messages)
+        with _template_errors():
+            tokens = self.renderer.turn(messages)
         return tokens[1:] if completion.tokens[-1] in self.renderer.stop_token_ids else tokens
 
 
-class _Caller:
-    """Calls an environment's methods, which may take seconds_left in all."""
-
-    def __init__(self, seconds: float):
-        self.seconds_left = seconds
-
-    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """What the method returns. Raises EnvironmentFailed for what it raises, and TimeoutError."""
-        clock = asyncio.get_running_loop().time
-        start = clock()
-        try:
-            async with asyncio.timeout(self.seconds_left) as limit:
-                result = method(*arguments) if inspect.iscoroutinefunction(method) else _in_thread(method, *arguments)
-                result = await result
-                return await result if inspect.isawaitable(result) else result
-        except (Exception, SystemExit) as error:  # recovery is the feature: it costs one episode
-            if isinstance(error, TimeoutError) and limit.expired():
-                raise
-            raise EnvironmentFailed(f"{type(error).__name__}: {error}"[:ERROR_CHARS]) from error
-        finally:
-            self.seconds_left -= clock() - start
+def _settle(future: "asyncio.Future[Completion]", completion: Completion) -> None:
+    if not future.done():
+        future.set_result(completion)
 
 
-def _in_thread(method: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
-    """In a daemon thread of its own: one that never returns holds up neither the others nor the end of the process."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return  # nobody waits any more
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = method(*arguments)
-        except (Exception, SystemExit) as raised:
-            error = EnvironmentFailed("StopIteration") if isinstance(raised, StopIteration) else raised
-        with suppress(RuntimeError):  # the rollout is over
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, name="environment", daemon=True).start()
-    return future
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """What a chat template refuses, or finds too long, is what the environment said."""
+    try:
+        yield
+    except UserError as error:
+        raise EnvironmentFailed(str(error)) from error
 
 
 def _checked(observation: Any) -> Observation:
     """The observation if it is one that an episode can go on with; raises EnvironmentFailed."""
     if not isinstance(observation, Observation):
         raise EnvironmentFailed(f"step returned {_short(observation)}, expected an Observation")
-    numbers = [observation.reward, observation.penalty, *observation.parts.values()]
-    if not all(isinstance(n, int | float | np.number) and math.isfinite(n) for n in numbers) or observation.penalty < 0:
+    if not observation.done or observation.messages:
+        heard = _is_chat(observation.messages) and all(m["role"] != "assistant" for m in observation.messages)
+        if not heard:
+            raise EnvironmentFailed(
+                "step returned no messages that go on; expected some that are not the assistant's, or done"
+            )
+    if not isinstance(observation.parts, dict) or not all(isinstance(n, str) and n != "env" for n in observation.parts):
+        raise EnvironmentFailed("step returned parts that are no names with numbers ('env' is the reward's own)")
+    if not all(map(_is_number, [observation.reward, observation.penalty, *observation.parts.values()])):
         raise EnvironmentFailed(f"step returned numbers that are none: {_short(observation)}")
-    if "env" in observation.parts:
-        raise EnvironmentFailed("step returned a part named 'env', which is the reward's own name")
-    heard = all(message["role"] != "assistant" for message in observation.messages)
-    if not observation.done and not (_is_chat(observation.messages) and heard):
-        raise EnvironmentFailed(
-            "step returned no messages and is not done; expected messages that are not the assistant's"
-        )
+    if observation.penalty < 0:
+        raise EnvironmentFailed("step returned a penalty below 0")
     return observation
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float | np.number) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _is_chat(messages: Any) -> bool:
     return isinstance(messages, list | tuple) and bool(messages) and all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() and all(isinstance(text, str) for text in m.values())
-        for m in messages
+        isinstance(m, dict) and {"role", "content"} <= m.keys() and all(map(_is_text, m.values())) for m in messages
     )  # fmt: skip
 
 
+def _is_text(value: Any) -> bool:
+    """Text that can be written down, which half of a surrogate pair cannot."""
+    return isinstance(value, str) and (value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value))
+
+
 def _short(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:80]!r}"
+    return ascii(f"{type(value).__name__} {str(value)[:80]}")
 
 
 def malformed_thinking(text: str) -> bool:

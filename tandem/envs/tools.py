@@ -21,8 +21,8 @@ from typing import Any, get_args, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.envs.calculator import calculator
+from tandem.envs.calls import in_thread
 from tandem.envs.own import load_own
-from tandem.envs.rollout import _in_thread as in_thread
 from tandem.envs.tool_calls import BadCall, Call, Format, Reading, read_calls
 from tandem.errors import UserError
 from tandem.types import Env, Message, Observation, Tool

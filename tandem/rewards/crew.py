@@ -29,7 +29,7 @@ from tandem.errors import UserError
 from tandem.rewards.parts import part_name
 from tandem.rewards.patience import Patience
 from tandem.rewards.process import Item, Template, Worker
-from tandem.rewards.wire import HELLO, decode, read_score
+from tandem.rewards.wire import HELLO, decode, encode, read_score
 from tandem.types import Score
 
 START_S = 60.0  # importing the user's module, on a cold disk under load
@@ -220,14 +220,15 @@ class Crew:
             self._give_up(_cannot_load(self._functions[template.at], found, ""))
 
     def _doubt(self, worker: Worker, now: float) -> None:
-        """It is late: give what is behind unanswered[0] to others, for _staff counts it no more. In a storm put it last."""
-        if not worker.late:
+        """If it is late, give what is behind unanswered[0] to others, for _staff counts it no more; perhaps put it last."""
+        worker.looked = now
+        too_much = self._patience.too_much(worker)
+        if not worker.late and (too_much or now >= worker.began + self._patience.late_after(worker)):
             worker.late = True
             head = worker.unanswered.popleft()
             self._todo.extendleft(reversed(worker.unanswered))
             worker.unanswered = deque([head])
-        worker.looked = now
-        if self._patience.too_much(worker):
+        if too_much:
             worker.put_last()
 
     # ------------------------------------------------------------ messages
@@ -241,13 +242,15 @@ class Crew:
         share = max(1, min(WINDOW, len(self._todo) // (2 * self._max_workers)))
         while self._todo and len(worker.unanswered) < share:
             item = self._todo.popleft()
-            if item.error:
-                self._fail(item, "exception", item.error)
+            try:  # no sooner: lines may be long, and many wait
+                line = encode(item.index, item.problem, item.attempt)
+            except (TypeError, ValueError, RecursionError) as error:
+                self._fail(item, "exception", f"the problem cannot be sent as JSON: {error}")
                 continue
             if not worker.unanswered:
                 worker.turn_to_next(time.monotonic(), self._timeout_s)
             worker.unanswered.append(item)
-            worker.outgoing += item.line
+            worker.outgoing += line
         if worker.outgoing:
             self._send(worker)
 

@@ -55,7 +55,7 @@ class Patience:
         return max(STORM_LATE_S, STORM_LATE_RATIO * usual) if self.storm else max(LATE_S, LATE_RATIO * usual)
 
     def too_much(self, worker: Worker) -> bool:
-        """Whether a late one has used so much processor time that it is to wait for all others."""
+        """Whether it has used so much processor time, in a storm, that it is to wait for all others."""
         _, usual = self._usual.get(worker.answered == 0, (math.inf, math.inf))
         return self.storm and worker.processor_s() >= max(STORM_LATE_S, STORM_LATE_RATIO * usual)
 
@@ -67,4 +67,7 @@ class Patience:
             return worker.looked + STORM_LATE_S if self.storm else math.inf
         waiting = others_wait or len(worker.unanswered) > 1
         room = self.late < (STORM_SPARES if self.storm else SPARES)
-        return worker.began + self.late_after(worker) if waiting and room else math.inf
+        if not (waiting and room):
+            return math.inf
+        late_at = worker.began + self.late_after(worker)
+        return min(late_at, max(worker.looked, worker.began) + STORM_LATE_S) if self.storm else late_at

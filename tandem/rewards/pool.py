@@ -21,7 +21,6 @@ from typing import Self
 from tandem.rewards.crew import Crew
 from tandem.rewards.parts import Options, as_it_is, check_functions
 from tandem.rewards.process import Item
-from tandem.rewards.wire import encode
 from tandem.types import Attempt, Problem, Score
 
 
@@ -61,7 +60,8 @@ class RewardPool:
     def submit(self, problem: Problem, attempt: Attempt) -> Future[Score]:
         """The score, in time. Its exception is a UserError if the functions cannot be loaded any more, and a
         RuntimeError if the pool is closed first. Raises RuntimeError if it is closed already."""
-        item = _item(next(self._numbers), problem, attempt)
+        item = Item(next(self._numbers), problem, attempt)
+        item.future.set_running_or_notify_cancel()  # it cannot be cancelled: a worker may be at it
         self._crew.add(item)
         return item.future
 
@@ -75,12 +75,3 @@ class RewardPool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def _item(index: int, problem: Problem, attempt: Attempt) -> Item:
-    future: Future[Score] = Future()
-    future.set_running_or_notify_cancel()  # it cannot be cancelled: a worker may be at it
-    try:
-        return Item(index, encode(index, problem, attempt), future)
-    except (TypeError, ValueError, RecursionError) as error:
-        return Item(index, b"", future, error=f"the problem cannot be sent as JSON: {error}")

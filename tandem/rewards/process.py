@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.rewards.wire import LINE_BYTES, decode
-from tandem.types import Score
+from tandem.types import Attempt, Problem, Score
 
 CLOSE_S = 2.0
 GROWTH_BYTES = 256 * 2**20
@@ -27,12 +27,12 @@ GROWTH_BYTES = 256 * 2**20
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One attempt to score. error: why it cannot even be sent; interrupted: how often it went down with others."""
+    """One attempt to score. interrupted: how often it went down with others."""
 
     index: int
-    line: bytes
-    future: Future[Score]
-    error: str = ""
+    problem: Problem
+    attempt: Attempt
+    future: Future[Score] = field(default_factory=Future)
     interrupted: int = 0
 
 

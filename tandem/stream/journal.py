@@ -37,7 +37,7 @@ _SCALARS = {
 }
 _SEEN = {"text": pa.string(), "num_turns": pa.int64()}  # follow from the others; for whoever reads the file
 _MAPS = ("reward_parts", "given")
-_JSON = ("messages", "metadata", "transcript")
+_JSON = ("messages", "metadata", "opening", "tools", "transcript")
 
 SCHEMA = pa.schema(
     [
@@ -48,7 +48,7 @@ SCHEMA = pa.schema(
         ("sample_index", pa.int64()),
         ("category", pa.string()),
         ("answer", pa.string()),
-        *((name, pa.string()) for name in _JSON),  # transcript: Episode.messages, what followed the problem's
+        *((name, pa.string()) for name in _JSON),  # transcript: Episode.messages
         *_SCALARS.items(),
         *_SEEN.items(),
         *((name, pa.map_(pa.string(), pa.float64())) for name in _MAPS),
@@ -63,6 +63,8 @@ _DICTIONARY = [
     "answer",
     "messages",
     "metadata",
+    "opening",
+    "tools",
     "stop_reason",
     "env_error",
     "reward_error",
@@ -111,7 +113,10 @@ def _episodes(table: pa.Table) -> list[Episode]:
         **{name: table.column(name).to_pylist() for name in ("uid", "sample_index", *_SCALARS)},
         **{name: _split(table.column(name).combine_chunks(), kind) for name, kind in _ARRAYS.items()},
         **{name: [dict(row) for row in table.column(name).to_pylist()] for name in _MAPS},
-        "messages": [tuple(json.loads(text)) for text in table.column("transcript").to_pylist()],
+        **{
+            field: [tuple(json.loads(text)) for text in table.column(name).to_pylist()]
+            for field, name in (("messages", "transcript"), ("opening", "opening"), ("tools", "tools"))
+        },
     }
     return [Episode(**{name: values[row] for name, values in columns.items()}) for row in range(table.num_rows)]
 
@@ -144,6 +149,7 @@ def _table(step: int, groups: Sequence[Group]) -> pa.Table:
         "messages": [json.dumps(list(problem.messages)) for _, problem, _ in rows],
         "metadata": [json.dumps(problem.metadata, default=str) for _, problem, _ in rows],
         "transcript": [json.dumps(list(episode.messages)) for _, _, episode in rows],
+        **{name: [json.dumps(list(getattr(e, name))) for _, _, e in rows] for name in ("opening", "tools")},
         **{name: [list(getattr(episode, name).items()) for _, _, episode in rows] for name in _MAPS},
         **{name: [getattr(episode, name) for _, _, episode in rows] for name in ("sample_index", *_SCALARS, *_SEEN)},
     }

@@ -58,7 +58,11 @@ def test_a_longer_set_begins_with_the_shorter_and_another_seed_is_another_set(ta
 @pytest.mark.parametrize(("task", "level"), CASES)
 def test_train_and_test_never_meet_whatever_the_seed(task, level):
     sides = [
-        {json.dumps(row["prompt"]) for seed in range(3) for row in task_rows(task, split, 20, seed, level)}
+        {
+            json.dumps([row["prompt"], row.get("answer")])
+            for seed in range(3)
+            for row in task_rows(task, split, 20, seed, level)
+        }
         for split in ("train", "test")
     ]
     assert not sides[0] & sides[1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -51,6 +52,17 @@ class TurnEngine(ScriptedEngine):
             )
             for r in requests
         ]  # fmt: skip
+
+
+class PatientEngine(TurnEngine):
+    """Ends the first request that it gets, and no other."""
+
+    def step(self):
+        tickets, self._tickets = self._tickets[:1], []
+        if not self.requests:
+            self._tickets = tickets
+            return super().step()
+        return []
 
 
 class Counting(Env):
@@ -131,7 +143,7 @@ def test_a_stop_token_that_was_not_sampled_is_read_before_the_next_turn():
     ("limits", "engine", "stop_reason", "turns"),
     [
         ({"max_turns": 2}, TurnEngine(), "turns", 2),
-        ({"max_tokens": 8}, TurnEngine(), "tokens", 2),  # 2 + 2 + 2 + 2, and no room for a third
+        ({"max_tokens": 9}, TurnEngine(), "tokens", 2),  # 2 + 2 + 2 + 2, and no room for an answer and a third turn
         ({}, TurnEngine(cut="length"), "length", 1),
         ({"max_tokens": 4}, TurnEngine(cut="length"), "tokens", 1),  # cut short by the episode's limit
         ({}, TurnEngine(), "stop", 3),
@@ -141,13 +153,20 @@ def test_every_episode_ends_with_its_reason(limits, engine, stop_reason, turns):
     [[episode]] = play(Counting, engine, **limits)
     assert (episode.stop_reason, episode.num_turns, episode.masked) == (stop_reason, turns, False)
     longest = max(r.params.max_new_tokens + len(r.prompt) for r in engine.requests)
-    assert longest <= limits.get("max_tokens", 512)
+    assert max(longest, len(episode.tokens)) <= limits.get("max_tokens", 512)
 
 
 def fails(how):
     """An environment that fails in the episode of problem p1 only."""
 
+    made = iter(range(99))
+
     class Failing(Counting):
+        def __init__(self):
+            super().__init__()
+            if how == "constructor" and next(made) == 1:  # made in the order of the problems
+                raise OSError("too many open files")
+
         async def reset(self, problem):
             self.bad = problem.uid == "p1"
             if self.bad and how == "reset":
@@ -168,6 +187,24 @@ def fails(how):
                     await asyncio.sleep(30)
                 case "silent":
                     return Observation()
+                case "no messages at all":
+                    return Observation(messages=None)
+                case "messages of text":
+                    return Observation(messages=["hi"])
+                case "half a character":
+                    return Observation(messages=user("\ud800"))
+                case "an error that cannot be written":
+                    raise ValueError("\ud800")
+                case "no parts":
+                    return Observation(done=True, parts=None)
+                case "parts without names":
+                    return Observation(done=True, parts={1: 1.0})
+                case "beyond floats":
+                    return Observation(done=True, reward=10**400)
+                case "cancelled":
+                    await asyncio.wait_for(self.never(), None)
+                case "refused by the template":
+                    return Observation(messages=user("not a digit"))
                 case "nan":
                     return Observation(done=True, reward=float("nan"))
                 case "names a part env":
@@ -176,15 +213,23 @@ def fails(how):
                     return Observation(messages=({"role": "assistant", "content": "5"},))
             return "text"
 
+        async def never(self):
+            raise asyncio.CancelledError
+
     return Failing
 
 
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ("reset", "KeyError: 'lost'"), ("chat", "reset returned str"), ("raise", "ValueError: it broke"),
-        ("exit", "SystemExit: 3"), ("own timeout", "TimeoutError: the tool's own"), ("silent", "returned no messages"),
-        ("nan", "numbers that are none"), ("names a part env", "part named 'env'"), ("speaks for the model", "not the assistant's"), ("text", "expected an Observation"),
+        ("reset", "KeyError: 'lost'"), ("chat", "reset returned 'str no chat'"), ("raise", "ValueError: it broke"),
+        ("constructor", "OSError: too many open files"), ("no messages at all", "no messages"),
+        ("messages of text", "no messages"), ("half a character", "no messages"), ("no parts", "parts that are no names"),
+        ("an error that cannot be written", "ValueError: ?"), ("parts without names", "parts that are no names"),
+        ("beyond floats", "numbers that are none"), ("cancelled", "CancelledError"), ("refused by the template", "no digits"),
+        ("exit", "SystemExit: 3"), ("own timeout", "TimeoutError: the tool's own"), ("silent", "no messages"),
+        ("nan", "numbers that are none"), ("names a part env", "parts that are no names"),
+        ("speaks for the model", "not the assistant's"), ("text", "expected an Observation"),
     ],
 )  # fmt: skip
 def test_a_failing_environment_costs_its_own_episode_only(how, error):
@@ -194,7 +239,7 @@ def test_a_failing_environment_costs_its_own_episode_only(how, error):
     [bad] = found[1]
     assert bad.stop_reason == "error" and error in bad.env_error and bad.masked and not bad.trainable
     [[zeroed]] = play(fails(how), TurnEngine(), problems=PROBLEMS[:3], on_error="zero")[1:2]
-    assert not zeroed.masked and zeroed.trainable == (how not in ("reset", "chat"))
+    assert not zeroed.masked and zeroed.trainable == (how not in ("reset", "chat", "constructor"))
 
 
 def test_an_environment_that_takes_too_long_is_left_behind():
@@ -255,6 +300,70 @@ def test_no_more_episodes_are_under_way_than_allowed():
     assert max(most) == 5 and len(most) == 12 and not under_way
 
 
+def test_the_time_that_the_engine_takes_is_not_the_environments():
+    class Slow(TurnEngine):
+        def step(self):
+            time.sleep(0.1)
+            return super().step()
+
+    [[episode]] = play(lambda: Blocking(6), Slow(), timeout_s=0.3)
+    assert (episode.stop_reason, episode.num_turns) == ("stop", 6)
+
+
+def test_an_environments_plain_methods_run_in_one_thread_and_it_keeps_its_loop_from_rollout_to_rollout():
+    threads, loops = set(), set()
+
+    class Watched(Blocking):
+        def reset(self, problem):
+            threads.add(threading.current_thread())
+            return super().reset(problem)
+
+        def step(self, text):
+            threads.add(threading.current_thread())
+            return super().step(text)
+
+    class Looped(Counting):
+        async def step(self, text):
+            loops.add(asyncio.get_running_loop())
+            return await super().step(text)
+
+    play(Watched, TurnEngine())
+    for _ in range(2):
+        play(Looped, TurnEngine())
+    assert len(threads) == 1 == len(loops)
+    [thread] = threads
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_thread_of_an_executor_that_never_ends_holds_up_nobody():
+    forever = threading.Event()
+
+    class Stuck(Counting):
+        async def step(self, text):
+            await asyncio.to_thread(forever.wait)
+
+    [[episode], [other]] = play(
+        lambda: Stuck() if not forever.is_set() else Counting(), TurnEngine(), problems=PROBLEMS[:2], timeout_s=0.2
+    )
+    assert episode.stop_reason == other.stop_reason == "time"
+    forever.set()
+
+
+def test_the_chat_that_an_environment_begins_with_and_its_tools_are_the_episodes():
+    class Opening(Counting):
+        tools = ({"type": "function", "function": {"name": "f"}},)
+
+        async def reset(self, problem):
+            return [*problem.messages, *user("8")]
+
+    [[episode]] = play(lambda: Opening(1), TurnEngine())
+    assert episode.tokens[:4].tolist() == [90, 0, 90, 8] and episode.tools == Opening.tools
+    assert [m["content"] for m in episode.chat(PROBLEMS[0])] == ["0", "8", "4"]
+    [[plain]] = play(Env, TurnEngine())
+    assert plain.opening == () == plain.tools and plain.given == {} and len(plain.chat(PROBLEMS[0])) == 2
+
+
 def test_an_environment_is_closed_however_its_episode_ended():
     closed = []
 
@@ -269,12 +378,6 @@ def test_an_environment_is_closed_however_its_episode_ended():
     for how in ("raise", "reset", "fine"):
         play(made(how), TurnEngine(), problems=PROBLEMS[:2])
     assert closed == ["raise"] * 2 + ["reset"] * 2 + ["fine"] * 2
-
-
-def test_a_run_in_which_everything_fails_is_a_users_error_with_the_first_cause():
-    with pytest.raises(UserError, match="every episode failed") as error:
-        play(fails("raise"), TurnEngine(), problems=PROBLEMS[1:2], group_size=3)
-    assert error.value.found == "ValueError: it broke"
 
 
 def test_episodes_of_a_problem_that_begin_differently_are_refused():
@@ -295,22 +398,15 @@ def test_an_error_of_the_engine_ends_the_rollout_and_cancels_what_runs():
 
     with pytest.raises(UserError, match="the cache burst"):
         play(Counting, Broken())
-    engine = TurnEngine()
+
+    engine = PatientEngine()
 
     def late(row, episode):
         raise UserError("the scorer is gone")
 
-    class Slow(Counting):
-        async def step(self, text):
-            return Observation(done=True) if self.uid == "p0" else Observation(messages=user("1"))
-
-        async def reset(self, problem):
-            self.uid = problem.uid
-            return problem.messages
-
     with pytest.raises(UserError, match="the scorer is gone"):
-        play(Slow, engine, problems=PROBLEMS[:2], ended=late)
-    assert len(engine.cancelled) == 1
+        play(Env, engine, problems=PROBLEMS[:2], ended=late)
+    assert [ticket.request.prompt.tolist() for ticket in engine.cancelled] == [[90, 1]]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ def episode(rng, uid, sample_index, length):
         messages=({"role": "assistant", "content": f"x = {sample_index} é 数\n\0" * (sample_index % 3)},)
         * (1 + sample_index),
         stop_reason="length" if sample_index % 2 else "stop",
+        opening=({"role": "user", "content": "Hé"},) * (sample_index % 2),
+        tools=({"type": "function", "function": {"name": "f"}},) * (sample_index % 3),
         given={"env": -0.5, "moves": 3.0} if sample_index else {},
         env_error="it fell over" if sample_index % 2 else "",
         masked=bool(sample_index % 2),
