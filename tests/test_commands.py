@@ -99,6 +99,8 @@ def test_a_reward_model_scores_whole_conversations_as_stock_transformers_does(ho
     stock = AutoModelForSequenceClassification.from_pretrained(scorer).eval()
     tokenizer, found = AutoTokenizer.from_pretrained(scorer), []
     for row in pq.read_table(tmp_path / "run/episodes/train_step_000001.parquet").to_pylist():
+        if row["env_error"]:
+            continue
         said = json.loads(row["transcript"])
         while said[-1]["role"] != "assistant":
             said.pop()  # what the model no longer answered, at a limit

@@ -101,7 +101,7 @@ def test_rollout_keeps_the_problems_of_a_range_as_a_data_file_that_reads_back(ho
     out, reward = tmp_path / "episodes.jsonl", tmp_path / "by_row.py"
     reward.write_text("def score(problem, completion):\n    return int(problem.answer) % 3 / 2\n")
     command = ["rollout", home / "recipe.toml", f"reward.function={reward}:score", "--out", out]
-    assert "no problem has a success rate" in mistake(*command, "--keep", "0.6:0.9")
+    assert "no problem has a mean reward" in mistake(*command, "--keep", "0.6:0.9")
     result = invoke(*command, "--keep", "0.5:0.5")  # the episodes are there: nothing is generated again
     assert result.exit_code == 0 and "complete, nothing to do" in result.output, result.output
     problems = read_problems(str(home / "data/train.jsonl"), Data(), key="data.train")
@@ -110,10 +110,10 @@ def test_rollout_keeps_the_problems_of_a_range_as_a_data_file_that_reads_back(ho
     assert [(p.uid, p.messages, p.answer, p.category) for p in kept] == [
         (p.uid, p.messages, p.answer, p.category) for p in wanted
     ]
-    assert {p.metadata["success_rate"] for p in kept} == {0.5} and 0 < len(kept) < len(problems)
+    assert {p.metadata["mean_reward"] for p in kept} == {0.5} and 0 < len(kept) < len(problems)
     assert f"kept {len(kept)} of {len(problems)} problems" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("text", ["0.2", "a:b", "0.8:0.2", ":", "nan:1"])
 def test_a_range_that_is_none_is_refused(text, home):  # noqa: F811
-    assert "range of success rates cannot be read" in mistake("rollout", home / "recipe.toml", "--keep", text)
+    assert "range of mean rewards cannot be read" in mistake("rollout", home / "recipe.toml", "--keep", text)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import build_generator, input_hashes, playground, prepare_process, read_data
-from tandem.cli.keeping import keep, kept_path, success_rates
+from tandem.cli.keeping import keep, kept_path, mean_rewards
 from tandem.cli.progress import console
 from tandem.config import Config
 from tandem.data.render import ChatRenderer, load_renderer
@@ -45,12 +45,12 @@ TEXT_FILES = (".json", ".jinja", ".model", ".txt")  # of a model directory: toke
 
 
 def rollout(config: Config, out: Path | None, fresh: bool = False, bounds: tuple[float, float] | None = None) -> None:
-    """Generate what is missing; with bounds also the data file of the problems whose success rate lies within them."""
+    """Generate what is missing; with bounds also the data file of the problems whose mean reward lies within them."""
     generate(config, out, fresh)
     if bounds is not None:
         output = output_at(out or DEFAULT_OUT)
         problems = {problem.uid: problem for problem in read_data(config, "data.train")}
-        rates = success_rates(output.rewards())
+        rates = mean_rewards(output.rewards())
         console.print(keep([problems[uid] for uid in rates], rates, bounds, kept_path(output.path)), markup=False)
 
 
@@ -171,9 +171,11 @@ class ParquetOutput:
         return sum(1 for _ in takewhile(lambda row: self._file(row).exists(), rows))
 
     def rewards(self) -> Iterator[tuple[str, float]]:
-        """(uid, reward) of every episode that is here."""
+        """(uid, reward) of every episode that is here and was scored."""
         for row in read_metrics(self.path):
-            yield from ((episode.uid, episode.reward) for episode in read_episodes(self._file(row)))
+            yield from (
+                (e.uid, e.reward) for e in read_episodes(self._file(row)) if not (e.env_error or e.reward_error)
+            )
 
     def begin(self) -> None:
         """Nothing stands where the episodes go: open_run has taken the folder."""
@@ -215,9 +217,10 @@ class JsonlOutput:
         return sum(1 for _ in takewhile(lambda row: row["file_bytes"] <= size, rows))
 
     def rewards(self) -> Iterator[tuple[str, float]]:
-        """(uid, reward) of every episode that is here."""
+        """(uid, reward) of every episode that is here and was scored."""
         with self.path.open(encoding="utf-8") as lines:
-            yield from ((row["uid"], row["reward"]) for row in map(json.loads, lines))
+            rows = map(json.loads, lines)
+            yield from ((row["uid"], row["reward"]) for row in rows if not (row["env_error"] or row["reward_error"]))
 
     def begin(self) -> None:
         """A file that is there is the one before --fresh, or a user's: it steps aside."""

@@ -6,7 +6,7 @@
 
 Code is a call of the tool `python`, or a fenced block marked `python` or `py` (several of a turn are one program). A turn
 without code is the final answer and ends the episode; rewards score it. Every run is a fresh process: nothing is kept from
-one to the next. How code is kept in is sandbox.py's matter.
+one to the next. How code is kept in is the sandbox's matter.
 """
 
 import math

@@ -11,7 +11,7 @@ gains nothing. Forms of `tests` in a problem's metadata (or, as JSON, in its ans
 
 An assert of `call == constant` is a function call with an expected value. Any other script runs in a sandbox of its
 own beside the solution's, and reaches the solution by messages only (code_inside.py); that needs a sandbox on this
-machine. It knows neither models nor training, and of isolation only the Protocol in sandbox.py.
+machine. It knows neither models nor training, and of isolation only the sandbox's Protocol.
 
     python -c "from tandem.rewards.code import extract_code; print(extract_code('So:\\n```python\\nprint(1)\\n```'))"
 """

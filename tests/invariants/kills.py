@@ -50,7 +50,7 @@ REWARD = """
 def score(problem, completion):
     return float(sum(map(ord, completion)) % 2)
 """
-# Answers each turn by what it heard, after a time that nobody foresees.
+# Answers each turn by what it heard, after a time that nobody foresees; some texts are too much for it.
 ENVIRONMENT = """
 import os, time
 from tandem.types import Env, Observation
@@ -60,6 +60,8 @@ class Chat(Env):
 
     def step(self, text):
         self.turns += 1
+        if sum(map(ord, text)) % 11 == 3:
+            raise ValueError("a tool that failed")
         time.sleep(os.urandom(1)[0] / 20_000)
         done = self.turns == 3
         messages = [{"role": "user", "content": f"{text[:8]}?"}]
@@ -79,6 +81,7 @@ KINDS = {  # name: command and overrides
     "lora": ["train", "lora.rank=4", "rl.kl_coef=0.05"],
     "multi-turn": [
         "train",
+        "rl.algorithm=dapo",
         "env.name=FOLDER/env.py:Chat",
         "reward.function=env",
         'rollout.stop=["a", "e", "1", "x", "Z"]',
