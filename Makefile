@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # One thread a process: several OpenMP processes beside each other slow each other down many times over.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: setup demo test check format lint types size gpu invariants bench smollm2 learning figures clean
+.PHONY: setup adapters demo test check format lint types size gpu invariants bench smollm2 learning environments figures clean
 
 setup: $(READY)
 
@@ -18,6 +18,10 @@ $(READY): constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,serve,lora,dev]'
 	@touch $@
+
+# Adapters whose packages are heavy or need a compiler; their tests are skipped without them.
+adapters: $(READY)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning_gym]'
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
@@ -50,6 +54,13 @@ invariants: $(READY)
 # README's and docs' figures, from what was measured.
 figures: $(READY)
 	@$(BIN)/python tools/figures.py
+
+# Turns and tools are learned; the batch stays full beside slow tools; storms of bad samples; the sandbox holds.
+environments: $(READY)
+	@$(BIN)/python benchmarks/environments.py
+	@$(BIN)/python benchmarks/rollouts.py
+	@$(BIN)/python benchmarks/storm.py --write
+	@$(BIN)/python benchmarks/sandbox.py
 
 learning: $(READY)
 	@$(BIN)/python benchmarks/bias.py

@@ -177,9 +177,8 @@ class _Rollout:
         """Submit what was asked for, after the episodes that can go on have done so; waits for something to do."""
         if self._generating:
             settled = threading.Event()
-            self._loop.call_soon_threadsafe(
-                self._loop.call_soon, settled.set
-            )  # behind those whose completion was just set
+            # twice soon: behind those whose completion is only being set
+            self._loop.call_soon_threadsafe(self._loop.call_soon, settled.set)
             settled.wait(SETTLE_S)
         elif (asked := self._inbox.get()) is None:
             return
@@ -250,8 +249,6 @@ class _Rollout:
         key = address(*self.place, row, problem.uid, record.sample)
         for turn in range(1, self.limits.max_turns + 1):
             room = min(params.max_new_tokens, self.longest - record.length)
-            if room < 1:
-                return "tokens"
             request = Request(
                 key=key, prompt=record.tokens(), params=replace(params, max_new_tokens=room), drawn=record.drawn
             )
