@@ -27,6 +27,7 @@ from tests.hostile.escapes import ESCAPES  # noqa: E402
 from tests.hostile.world import World  # noqa: E402
 
 RUNS = 200
+RUN_MS = 80  # a run's median must not take longer
 RESULTS, DOCUMENT = ROOT / "docs" / "sandbox.json", ROOT / "docs" / "sandbox.md"
 
 
@@ -40,11 +41,34 @@ def main():
         "escapes": escapes(),
         "cheats": cheats(),
     }
-    RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+    RESULTS.write_text(lines_of(figures))
     text = table(figures)
     before, mark, rest = DOCUMENT.read_text().partition("<!-- measured -->\n")
     DOCUMENT.write_text(before + mark + text + "<!-- /measured -->" + rest.partition("<!-- /measured -->")[2])
     print(text)
+    misses = missed(figures)
+    if misses:
+        sys.exit(f"error: missed: {'; '.join(misses)}")
+
+
+def lines_of(figures):
+    """JSON with a line for each figure, and for each row of a list."""
+    fields = []
+    for name, value in figures.items():
+        rows = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""
+        fields.append(f" {json.dumps(name)}: " + (f"[\n  {rows}\n ]" if rows else json.dumps(value)))
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def missed(figures):
+    """What is not as it should be, in words."""
+    rows, median = figures["escapes"], figures["times_ms"]["run"]["median"]
+    idle = [row["name"] for row in rows if not row["ran"]]
+    out = [row["name"] for row in rows if row["escapes"]]
+    passed = [f"{row['name']} ({row['form']})" for row in figures["cheats"] if row["reward"] > 0]
+    found = {"did not run": idle, "escaped": out, "a false pass": passed}
+    misses = [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
+    return misses + [f"a run takes {median:.1f} ms, over {RUN_MS}"] * (median > RUN_MS)
 
 
 def times():

@@ -1,6 +1,6 @@
 """Rewards in a storm: a tenth of the samples is hostile. What do the others notice?
 
-    python benchmarks/storm.py [--samples 10000] [--cost-ms 5] [--timeout-s 1] [--workers 2] [--rounds 3] [--write]
+    python benchmarks/storm.py [--samples 10000] [--cost-ms 5] [--timeout-s 1] [--workers 2] [--rounds 2] [--write]
 
 A clean round scores `samples` harmless ones, each `cost-ms` of processor time; a storm round the same with every tenth
 replaced by one of eight harms in turn. Rounds alternate in one pool; the medians are compared:
@@ -9,15 +9,18 @@ replaced by one of eight harms in turn. Rounds alternate in one pool; the median
     clean ones   harmless samples a second, until the last score of a harmless one is there
 
 Processes and memory (of this process and of the pool's) are compared before the first storm and after the last.
---write adds the row to docs/storm.json.
+The exit status is 1 where a process is left or, with the samples and the time of BAR, less than KEPT of the throughput is
+kept or memory grows by GROWN or more. --write adds the row to docs/storm.json.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import machine
 
@@ -29,6 +32,8 @@ RESULTS = ROOT / "docs" / "storm.json"
 FUNCTIONS = ("answer", f"{Path(__file__).with_name('storm_reward.py')}:reward")
 HARMS = ("power", "factorial", "loop", "allocate", "nan", "wrong length", "exception", "100 MB")
 FACTORIAL = r"\boxed{\frac{3000000!}{2999999!}}"
+BAR = (10_000, 1.0)  # samples, timeout_s: with another timeout_s the last timeouts weigh otherwise
+KEPT, GROWN = 0.8, 0.05
 LONG = "x" * (100 * 2**20) + "Answer: 3"
 
 
@@ -53,8 +58,25 @@ def main() -> int:
     print(json.dumps(row, indent=1))
     if how.write:
         rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-        RESULTS.write_text(json.dumps([*rows, row], indent=1) + "\n")
-    return 0
+        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, [*rows, row])) + "\n]\n")
+    missed = misses(row)
+    if missed:
+        print(f"missed: {', '.join(missed)}", file=sys.stderr)
+    return int(bool(missed))
+
+
+def misses(row: dict[str, Any]) -> list[str]:
+    """The targets that this row does not reach."""
+    extra = max(row["after"]["processes"] - row["before"]["processes"], len(row["left"]) - 1)
+    found = [f"{extra} processes leaked"] if extra > 0 else []
+    if (row["samples"], row["timeout_s"]) != BAR:
+        return found
+    if row["throughput_kept"] < KEPT:
+        found.append(f"{row['throughput_kept']:.0%} of the throughput kept, expected {KEPT:.0%}")
+    grown = row["after"]["memory_mb"] / row["before"]["memory_mb"] - 1
+    if grown >= GROWN:
+        found.append(f"memory grew by {grown:.1%}, expected less than {GROWN:.0%}")
+    return found
 
 
 def arguments() -> argparse.Namespace:
@@ -63,7 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cost-ms", type=float, default=5.0)
     parser.add_argument("--timeout-s", type=float, default=1.0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--write", action="store_true")
     return parser.parse_args()
 

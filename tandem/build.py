@@ -26,6 +26,7 @@ from tandem.model.load import ExactModel, check_model, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.probe import what_is_not_exact
 from tandem.rewards.pool import RewardPool
+from tandem.sandbox import open_sandbox
 from tandem.stream.journal import write_episodes
 from tandem.train.fixed import scores
 from tandem.train.learn import Models
@@ -213,6 +214,7 @@ def reward_pool(config: Config) -> RewardPool:
     how = config.reward
     options = dict(how.options)
     if "code" in how.functions:
+        open_sandbox(config.sandbox)  # without one it refuses to run
         options["code"] = {**options.get("code", {}), "sandbox": config.sandbox.model_dump()}
     return RewardPool(how.functions, how.timeout_s, how.workers, weights=how.weights, options=options)
 

@@ -202,18 +202,17 @@ def play(
             problems, group_size=group_size, place=place, engine=player.engine, renderer=player.renderer, world=player.world,
             params=params, ended=None if player.grade else submit,
         )  # fmt: skip
-    failures = [episode.env_error for group in attempts for episode in group]
-    if len(failures) > 1 and all(failures):
-        raise UserError("every episode failed in its environment", where=f"env.name = {player.world.limits.name}",
-                        found=failures[0], expected="episodes that can be played",
-                        next="mend the environment (`tandem try` plays it alone); the same command resumes")  # fmt: skip
+    _refuse_if_all_failed(
+        [e.env_error for group in attempts for e in group], "failed in its environment",
+        where=f"env.name = {player.world.limits.name}",
+    )  # fmt: skip
     with clock("reward_s"):
         if player.grade:
             attempts = player.grade(problems, attempts)
             for row, episodes in enumerate(attempts):
                 for episode in episodes:
                     submit(row, episode)
-        return [
+        groups = [
             Group(
                 problem=problem,
                 episodes=tuple(
@@ -222,6 +221,17 @@ def play(
             )
             for row, (problem, episodes) in enumerate(zip(problems, attempts, strict=True))
         ]
+    _refuse_if_all_failed(
+        [e.reward_error for g in groups for e in g.episodes], "could not be scored", where="reward.function"
+    )
+    return groups
+
+
+def _refuse_if_all_failed(errors: Sequence[str], what: str, where: str) -> None:
+    """One failure costs an episode; where nothing works, going on would cost the run."""
+    if len(errors) > 1 and all(errors):
+        raise UserError(f"every episode {what}", where=where, found=errors[0], expected="some that work",
+                        next="mend it (`tandem try` runs it alone); the same command resumes")  # fmt: skip
 
 
 def attempt_of(episode: Episode) -> Attempt:

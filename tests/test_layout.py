@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+import figures
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tandem"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -96,6 +99,12 @@ def test_files_and_functions_keep_within_the_limits_of_the_house():
     result = subprocess.run([sys.executable, "tools/size.py"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.endswith("within every limit\n")
+
+
+def test_the_examples_that_docs_show_are_the_files():
+    """`make figures` copies them."""
+    shown = [block for page in (ROOT / "docs").glob("*.md") for block in figures.FILE_BLOCK.finditer(page.read_text())]
+    assert len(shown) >= 4 and all(figures.show_file(block) == block[0] for block in shown)
 
 
 def test_only_the_reward_workers_recover_from_everything_and_no_test_patches():

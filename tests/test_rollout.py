@@ -404,9 +404,9 @@ def test_the_first_sample_of_each_problem_is_a_data_file_and_the_whole_is_refuse
     assert [[getattr(p, f) for f in fields] for p in problems] == [[getattr(p, f) for f in fields] for p in wanted]
 
 
-def test_episodes_become_chats_by_putting_the_text_behind_the_messages(outputs, tmp_path):
+def test_episodes_become_chats_by_putting_the_transcript_behind_the_messages(outputs, tmp_path):
     rows = [json.loads(line) for line in outputs["episodes.jsonl"].path.read_bytes().splitlines()]
-    chats = [{"messages": [*row["messages"], {"role": "assistant", "content": row["text"]}]} for row in rows]
+    chats = [{"messages": [*(row["opening"] or row["messages"]), *row["transcript"]]} for row in rows]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     assert len(read_chats(str(tmp_path / "chats.jsonl"), key="sft.train")) == 14
 

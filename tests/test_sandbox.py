@@ -3,6 +3,7 @@
 The hostile programs are in tests/hostile/escapes.py; those that would get through on a bare machine are shown to.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from tandem.sandbox import (
     SandboxFusion,
     Unisolated,
     open_sandbox,
+    opened,
     run_python,
     sandbox_state,
     seccomp,
@@ -77,11 +79,14 @@ def test_a_fork_bomb_beside_them_costs_other_runs_nothing(world):
     assert [run.stdout for run in runs] == ["done\n"] * 3
 
 
-@needs_bubblewrap
-@pytest.mark.parametrize("processes", [1, 2, 3], ids=["at once", "while it starts", "when it runs"])
-def test_a_killed_parent_takes_the_sandbox_with_it(world, processes):
-    program = ["python", "-c", "import time; time.sleep(600)", world.token]
-    code = f"from tandem.sandbox import *; Bubblewrap().run({program}, limits=Limits(wall_s=600.0))"
+@pytest.mark.parametrize(
+    "kind, processes",
+    [*(pytest.param("Bubblewrap", n, marks=needs_bubblewrap) for n in (1, 2, 3)), ("Unisolated", 1)],
+    ids=["at once", "while it starts", "when it runs", "unisolated"],
+)
+def test_a_killed_parent_takes_the_sandbox_with_it(world, kind, processes):
+    program = ["python", "-c", "import time; time.sleep(60)", world.token]
+    code = f"from tandem.sandbox import *; {kind}().run({program}, limits=Limits(wall_s=600.0))"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 30
     while len(world.survivors()) <= processes and time.monotonic() < deadline:
@@ -162,6 +167,7 @@ def test_a_file_outside_the_working_directory_is_refused(sandbox, name):
         ("import os; os.kill(os.getpid(), 11)", "signal", -11),
         ("while True: print('x' * 1000)", "output", None),
         ("import time; time.sleep(600)", "timeout", None),
+        ("import os, time; os.close(1); os.close(2); time.sleep(6)", "timeout", None),
         ("x = bytearray(10**9)", "memory", 1),
         ("raise SystemExit(7)", "exit", 7),
         ("import os; os.kill(os.getpid(), 24)", "timeout", -signal.SIGXCPU),
@@ -195,6 +201,26 @@ def test_two_programs_talk_until_the_first_one_ends(sandbox):
     assert answered.exit_code is None or "EOFError" in answered.stderr
 
 
+def test_a_first_program_that_closes_its_streams_is_held_to_its_time_too(sandbox):
+    quiet = ["python", "-c", "import os, time; os.close(0); os.close(1); os.close(2); time.sleep(6)"]
+    asked, answered = sandbox.converse((quiet, {}), (["sleep", "6"], {}), limits=Limits(wall_s=0.5))
+    assert (asked.stop_reason, asked.exit_code, answered.exit_code) == ("timeout", None, None)
+
+
+def test_an_interrupted_run_is_killed(sandbox, world):
+    def interrupt():
+        deadline = time.monotonic() + 30
+        while not world.survivors() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # until it is watched
+        signal.raise_signal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+        pool.submit(interrupt)
+        sandbox.run(["python", "-c", "import time; time.sleep(6)", world.token], limits=Limits(wall_s=60.0))
+    assert world.survivors() == []
+
+
 def test_no_descriptor_and_no_folder_is_left_behind(sandbox):
     run_python(sandbox, "pass")
     before = sorted(os.listdir("/proc/self/fd"))
@@ -213,6 +239,12 @@ def test_bubblewrap_is_chosen_where_it_works_whatever_the_switch_says():
     assert isinstance(open_sandbox(config.Sandbox(run_untrusted_code_without_isolation=True)), Bubblewrap)
     assert sandbox_state(config.Sandbox()).startswith("bubblewrap ")
     assert "works" in sandbox_state(config.Sandbox())
+
+
+@needs_bubblewrap
+def test_a_config_is_tried_once_in_a_process():
+    assert opened(config.Sandbox()) is opened(config.Sandbox())
+    assert opened(config.Sandbox(url="http://a")) is not opened(config.Sandbox(url="http://b"))
 
 
 def test_without_a_sandbox_code_is_refused_unless_the_switch_named_for_its_danger_is_set(monkeypatch):
@@ -337,6 +369,26 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else(machine):
     assert families == {1, 2, 10}
     assert verdict(program, arch ^ 1, 0) == seccomp.KILL
     assert verdict(program, arch, 0x40000001) == seccomp.ERRNO | 38
+
+
+def test_a_benchmark_that_misses_its_target_says_which(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a benchmark puts its folder there
+    from benchmarks.sandbox import lines_of, missed
+
+    good = {
+        "times_ms": {"run": {"median": 80.0}},
+        "escapes": [{"name": "quiet", "ran": True, "escapes": []}],
+        "cheats": [{"name": "print passed", "form": "calls", "reward": 0.0}],
+    }
+    assert missed(good) == []
+    assert json.loads(lines_of(good)) == good and len(lines_of(good).splitlines()) == 9
+    bad = {
+        "times_ms": {"run": {"median": 80.1}},
+        "escapes": [{"name": "idle", "ran": False, "escapes": []}, {"name": "loud", "ran": True, "escapes": ["x"]}],
+        "cheats": [{"name": "print passed", "form": "calls", "reward": 0.5}],
+    }
+    words = ["did not run: idle", "escaped: loud", "a false pass: print passed (calls)", "a run takes 80.1 ms, over 80"]
+    assert missed(bad) == words
 
 
 def test_an_unknown_machine_has_no_filter():

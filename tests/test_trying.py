@@ -92,9 +92,9 @@ def test_mistakes_are_told_before_anything_is_played(data, tmp_path):
 
 
 def test_an_environment_that_fails_is_told_row_by_row(data, tmp_path):
-    answers = ["--answer", "a", "--answer", "b"]
-    output = tried(f"{tmp_path}/my_env.py:Broken", "--data", data, "--rows", 2, *answers)
-    assert output.count("the environment failed: ValueError: no such luck") == 2
+    result = invoke("try", f"{tmp_path}/my_env.py:Broken", "--data", data, "--rows", 2, "--answer", "a")
+    assert result.exit_code == 1
+    assert result.output.count("the environment failed: ValueError: no such luck") == 2
 
 
 def test_rollout_keeps_the_problems_of_a_range_as_a_data_file_that_reads_back(home, tmp_path):  # noqa: F811
@@ -117,3 +117,9 @@ def test_rollout_keeps_the_problems_of_a_range_as_a_data_file_that_reads_back(ho
 @pytest.mark.parametrize("text", ["0.2", "a:b", "0.8:0.2", ":", "nan:1"])
 def test_a_range_that_is_none_is_refused(text, home):  # noqa: F811
     assert "range of mean rewards cannot be read" in mistake("rollout", home / "recipe.toml", "--keep", text)
+
+
+def test_code_is_not_scored_without_a_sandbox_unless_the_danger_is_named(monkeypatch, data, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no bubblewrap on it
+    text = mistake("try", "code", "--data", data, "--answer", "print(1)")
+    assert "bubblewrap" in text and "sandbox.run_untrusted_code_without_isolation" in text

@@ -4,11 +4,10 @@ Knows which tasks there are and where a file goes. Does not know what is in the 
 """
 
 from pathlib import Path
-from typing import get_args
 
 from tandem.cli.progress import console
 from tandem.data.drawing import Row
-from tandem.data.tasks import TASKS, Task, task_rows, write_rows
+from tandem.data.tasks import TASKS, task_rows, write_rows
 from tandem.disk import disk_errors
 from tandem.errors import UserError
 
@@ -35,19 +34,28 @@ def _rows(task: str, count: int, difficulty: int | None, seed: int, split: str, 
 
         names = [name for name in task.removeprefix(REASONING).split(",") if name]
         return reasoning.rows(names, weights, split, count, seed, difficulty)
-    if task.startswith(VERIFIERS):
-        from tandem.envs import verifiers_env
-
-        return list(verifiers_env.rows(task.removeprefix(VERIFIERS), limit=count))
     if weights:
         raise UserError("weights mix the data sets of reasoning-gym", where="--weights", found=f"weights for {task}",
                         expected="none", next="name several files in data.train, with data.weights")  # fmt: skip
-    for known in get_args(Task):
-        if task == known:
-            return task_rows(known, split, count, seed, difficulty)
+    if task.startswith(VERIFIERS):
+        from tandem.envs import verifiers_env
+
+        _refuse_draws(task, split, seed, difficulty)
+        return list(verifiers_env.rows(task.removeprefix(VERIFIERS), limit=count))
+    if task in TASKS:
+        return task_rows(task, split, count, seed, difficulty)
     raise UserError(
         "there is no such task", found=task, expected=f"{', '.join(TASKS)}, {REASONING}NAME,... or {VERIFIERS}ID"
     )
+
+
+def _refuse_draws(task: str, split: str, seed: int, difficulty: int | None) -> None:
+    """What chooses among problems that are drawn has no meaning where a list of them is copied."""
+    options = {"--split": (split, "train"), "--difficulty": (difficulty, None), "--seed": (seed, 0)}
+    given = " ".join(f"{option} {value}" for option, (value, default) in options.items() if value != default)
+    if given:
+        raise UserError("the tasks of a verifiers environment are its own: they are not drawn", where=task, found=given,
+                        expected="--count only, for the first ones", next=f"leave out {given}")  # fmt: skip
 
 
 def _numbers(weights: str) -> list[float]:

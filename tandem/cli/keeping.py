@@ -2,7 +2,8 @@
 
     tandem rollout my.toml --out runs/rollout --keep 0.2:0.8      writes runs/rollout.kept.jsonl
 
-What counts is the mean reward of a problem's episodes that were scored; rows keep all they had and gain `mean_reward`.
+What counts is the mean reward of a problem's episodes, of which those whose environment failed are left out; rows keep all
+they had and gain `mean_reward`.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem.config import Data
 from tandem.disk import write_atomic
 from tandem.errors import UserError
 from tandem.types import Problem
@@ -45,7 +47,9 @@ def mean_rewards(scores: Iterable[tuple[str, float]]) -> dict[str, float]:
     return {uid: float(np.mean(values)) for uid, values in rewards.items()}
 
 
-def keep(problems: Sequence[Problem], rates: Mapping[str, float], bounds: tuple[float, float], path: Path) -> str:
+def keep(
+    problems: Sequence[Problem], rates: Mapping[str, float], bounds: tuple[float, float], path: Path, columns: Data
+) -> str:  # fmt: skip
     """Write the problems whose mean reward lies within the bounds, both included; returns what to tell. Raises UserError."""
     kept = [problem for problem in problems if bounds[0] <= rates[problem.uid] <= bounds[1]]
     if not kept:
@@ -53,14 +57,18 @@ def keep(problems: Sequence[Problem], rates: Mapping[str, float], bounds: tuple[
         raise UserError("no problem has a mean reward in that range", where=f"--keep {bounds[0]:g}:{bounds[1]:g}",
                         found="mean rewards with quartiles " + ", ".join(f"{rate:.2f}" for rate in spread),
                         expected="a range that some of them lie in", next="choose other bounds")  # fmt: skip
-    lines = [json.dumps(as_row(problem) | {"mean_reward": rates[problem.uid]}, ensure_ascii=False) for problem in kept]
+    lines = [
+        json.dumps(as_row(problem, columns) | {"mean_reward": rates[problem.uid]}, ensure_ascii=False)
+        for problem in kept
+    ]
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
     easy, hard = (sum(rate > bounds[1] for rate in rates.values()), sum(rate < bounds[0] for rate in rates.values()))
     return f"kept {len(kept):,} of {len(problems):,} problems in {path} ({easy:,} too easy, {hard:,} too hard)"
 
 
-def as_row(problem: Problem) -> dict[str, Any]:
-    """A row that reads back as the same problem under the default column names."""
+def as_row(problem: Problem, columns: Data) -> dict[str, Any]:
+    """A row that reads back as the same problem under the same column names."""
     prompt = list(problem.messages) if problem.conversational else problem.messages[-1]["content"]
-    category = {"data_source": problem.category} if problem.category else {}
-    return {**problem.metadata, "uid": problem.uid, "prompt": prompt, "answer": problem.answer, **category}
+    category = {columns.category_column: problem.category} if problem.category else {}
+    named = {columns.prompt_column: prompt, columns.answer_column: problem.answer}
+    return {**problem.metadata, "uid": problem.uid, **named, **category}

@@ -1,6 +1,7 @@
 """The `tandem` command: arguments in, exit code out. Nothing heavy is imported before a command runs.
 
-Exit codes: 0 done, 1 a bug (with its traceback) or a failed check of `doctor`, 2 a user's mistake, 130 interrupted.
+Exit codes: 0 done, 1 a bug (with its traceback), a failed check of `doctor` or a failed row of `try`, 2 a user's mistake,
+130 interrupted.
 """
 
 import signal
@@ -97,7 +98,7 @@ def rollout(
 
 @app.command()
 def generate(
-    task: Annotated[str, typer.Argument(help="algebra, arithmetic, countdown, guess, calculator, or reasoning_gym:NAME,NAME")],
+    task: Annotated[str, typer.Argument(help="algebra, arithmetic, countdown, guess, calculator, reasoning_gym:NAME,..., verifiers:ID")],
     out: Annotated[Path, typer.Option(help="FILE.jsonl", show_default=False)],
     count: Annotated[int, typer.Option(min=1, help="how many problems")] = 1000,
     difficulty: Annotated[int | None, typer.Option(help="from 1 on; default: the task's own", show_default=False)] = None,
@@ -120,7 +121,7 @@ def try_out(
     overrides: Overrides = None,
     data: Annotated[str, typer.Option(help="problems", show_default=False)] = "",
     model: Annotated[str, typer.Option(help="model that answers; default: you do", show_default=False)] = "",
-    answer: Annotated[list[str] | None, typer.Option(help="an answer instead of typing one")] = None,
+    answer: Annotated[list[str] | None, typer.Option(help="an answer instead of typing; once a turn, for every row")] = None,
     rows: Annotated[int, typer.Option(min=1, help="how many rows")] = 3,
     recipe: Annotated[str | None, typer.Option(help="TOML recipe for everything else", show_default=False)] = None,
 ) -> None:  # fmt: skip
@@ -128,7 +129,10 @@ def try_out(
     from tandem.cli import trying
 
     given = [f"data.train={data}"] * bool(data) + [f"model.path={model}"] * bool(model)
-    trying.try_out(load_config(recipe, [*trying.setting(what), *given, *(overrides or [])]), answer or [], rows)
+    failed = trying.try_out(
+        load_config(recipe, [*trying.setting(what), *given, *(overrides or [])]), answer or [], rows
+    )
+    sys.exit(1 if failed else 0)
 
 
 @app.command("eval")

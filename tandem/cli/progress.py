@@ -57,6 +57,7 @@ class StepProgress:
         self.recent.append(metrics["reward"])
         average = sum(self.recent) / len(self.recent)
         self.best = max(self.best, average) if len(self.recent) == WINDOW else self.best
+        failed = metrics.get("env_errors", 0) + metrics.get("env_timeouts", 0)
         checks = [
             *broken,
             (metrics.get("logprob_gap", 0) != 0, "engine and trainer disagree: logprob_gap is not 0"),
@@ -72,6 +73,10 @@ class StepProgress:
             (
                 metrics["reward_errors"] > 0,
                 f"{metrics['reward_errors']:.0f} episodes could not be scored; see reward_error in episodes/",
+            ),
+            (
+                failed > 0,
+                f"{failed:.0f} episodes failed in their environment; see env_error in episodes/",
             ),
         ]
         return [text for hit, text in checks if hit]

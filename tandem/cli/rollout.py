@@ -51,7 +51,9 @@ def rollout(config: Config, out: Path | None, fresh: bool = False, bounds: tuple
         output = output_at(out or DEFAULT_OUT)
         problems = {problem.uid: problem for problem in read_data(config, "data.train")}
         rates = mean_rewards(output.rewards())
-        console.print(keep([problems[uid] for uid in rates], rates, bounds, kept_path(output.path)), markup=False)
+        console.print(
+            keep([problems[uid] for uid in rates], rates, bounds, kept_path(output.path), config.data), markup=False
+        )
 
 
 def generate(config: Config, out: Path | None, fresh: bool) -> None:
@@ -171,11 +173,9 @@ class ParquetOutput:
         return sum(1 for _ in takewhile(lambda row: self._file(row).exists(), rows))
 
     def rewards(self) -> Iterator[tuple[str, float]]:
-        """(uid, reward) of every episode that is here and was scored."""
+        """(uid, reward) of every episode that is here and could be played."""
         for row in read_metrics(self.path):
-            yield from (
-                (e.uid, e.reward) for e in read_episodes(self._file(row)) if not (e.env_error or e.reward_error)
-            )
+            yield from ((e.uid, e.reward) for e in read_episodes(self._file(row)) if not e.env_error)
 
     def begin(self) -> None:
         """Nothing stands where the episodes go: open_run has taken the folder."""
@@ -217,10 +217,10 @@ class JsonlOutput:
         return sum(1 for _ in takewhile(lambda row: row["file_bytes"] <= size, rows))
 
     def rewards(self) -> Iterator[tuple[str, float]]:
-        """(uid, reward) of every episode that is here and was scored."""
+        """(uid, reward) of every episode that is here and could be played."""
         with self.path.open(encoding="utf-8") as lines:
             rows = map(json.loads, lines)
-            yield from ((row["uid"], row["reward"]) for row in rows if not (row["env_error"] or row["reward_error"]))
+            yield from ((row["uid"], row["reward"]) for row in rows if not row["env_error"])
 
     def begin(self) -> None:
         """A file that is there is the one before --fresh, or a user's: it steps aside."""

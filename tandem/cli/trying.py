@@ -49,8 +49,11 @@ def setting(what: str) -> list[str]:
     )
 
 
-def try_out(config: Config, answers: Sequence[str], rows: int) -> None:
-    """Play and score the first rows of data.train, with model.path if there is one and else with what a person types."""
+def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
+    """Play and score the first rows of data.train, with model.path if there is one and else with what a person types.
+
+    Returns how many rows failed in their environment or their reward function.
+    """
     prepare_process(config)
     problems = read_data(config, "data.train")[:rows]
     with playground(config) as player_of:
@@ -58,6 +61,7 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> None:
             player, params = _with_model(config, problems, player_of)
         else:
             player, params = player_of(Typist(answers), PlainRenderer()), SamplingParams(max_new_tokens=1 << 20)
+        failed = 0
         for number, problem in enumerate(problems):
             start = time.perf_counter()
             [group] = play(
@@ -65,6 +69,8 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> None:
                 clock=Clock(),
             )  # fmt: skip
             tell(group, time.perf_counter() - start, player.renderer)
+            failed += any(episode.env_error or episode.reward_error for episode in group.episodes)
+    return failed
 
 
 def _with_model(config: Config, problems: Sequence[Problem], player_of: MakePlayer) -> tuple[Player, SamplingParams]:
@@ -116,7 +122,7 @@ class Typist:
     weight_version, longest = 0, 1 << 24
 
     def __init__(self, answers: Sequence[str]):
-        self._answers = iter(answers) if answers else _ask()
+        self._given, self._answers = answers, _ask()
         self._asked: list[Typed] = []
         self._told = 0  # tokens of the episode under way that were shown
 
@@ -137,6 +143,8 @@ class Typist:
         return asked
 
     def _answer(self, request: Request) -> Completion:
+        if self._given and not request.drawn:
+            self._answers = iter(self._given)  # the same for every row
         shown = self._told if request.drawn else 0
         console.print(_text(request.prompt[shown:]).strip("\n\0"), markup=False)
         text = next(self._answers, None)

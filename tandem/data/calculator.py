@@ -6,12 +6,22 @@ Too hard for a model of a million parameters by itself, and easy with a tool tha
 arithmetic. Does not know tools, files, models or rewards (`answer` fits).
 """
 
+from collections.abc import Callable
+
 from tandem.data.drawing import Draft, Draw, Row, digits, draw_rows, whole
 
-FORMS = {  # difficulty -> (digits, what can be asked of a, b, ...)
-    1: (3, ("{}+{}", "{}-{}", "{}*{}")),
-    2: (3, ("{}*{}+{}", "{}*{}-{}", "{}+{}+{}")),
-    3: (4, ("({}+{})*{}", "{}*{}+{}*{}")),
+# difficulty -> (digits, what can be asked and what it is worth)
+FORMS: dict[int, tuple[int, dict[str, Callable[..., int]]]] = {
+    1: (3, {"{}+{}": lambda a, b: a + b, "{}-{}": lambda a, b: a - b, "{}*{}": lambda a, b: a * b}),
+    2: (
+        3,
+        {
+            "{}*{}+{}": lambda a, b, c: a * b + c,
+            "{}*{}-{}": lambda a, b, c: a * b - c,
+            "{}+{}+{}": lambda a, b, c: a + b + c,
+        },
+    ),
+    3: (4, {"({}+{})*{}": lambda a, b, c: (a + b) * c, "{}*{}+{}*{}": lambda a, b, c, d: a * b + c * d}),
 }
 
 
@@ -26,35 +36,14 @@ def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
 
 def _draft(draw: Draw, difficulty: int) -> Draft:
     length, forms = FORMS[difficulty]
-    form = forms[whole(draw, 0, len(forms) - 1)]
+    form, worth = list(forms.items())[whole(draw, 0, len(forms) - 1)]
     numbers = [digits(draw, length) for _ in range(form.count("{}"))]
     expression = form.format(*numbers)
     core = f"{form} of {sorted(numbers)}"  # the same numbers in another order are the same problem
     return Draft(
         prompt=f"{expression}=?",
-        answer=str(_value(form, numbers)),
+        answer=str(worth(*numbers)),
         side=core,
         core=core,
         columns={"expression": expression},
     )
-
-
-def _value(form: str, numbers: list[int]) -> int:
-    a, b, *rest = numbers
-    match form:
-        case "{}+{}":
-            return a + b
-        case "{}-{}":
-            return a - b
-        case "{}*{}":
-            return a * b
-        case "{}*{}+{}":
-            return a * b + rest[0]
-        case "{}*{}-{}":
-            return a * b - rest[0]
-        case "{}+{}+{}":
-            return a + b + rest[0]
-        case "({}+{})*{}":
-            return (a + b) * rest[0]
-        case _:
-            return a * b + rest[0] * rest[1]

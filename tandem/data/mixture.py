@@ -26,7 +26,7 @@ class Mixture(Sequence[T]):
     """
 
     def __init__(self, parts: Sequence[Sequence[T]], weights: Sequence[float], names: Sequence[str]):
-        self.parts, self.names = [list(part) for part in parts], list(names)
+        self.parts, self.names = list(parts), list(names)
         self.weights = [Fraction(str(weight)) for weight in weights]  # of the decimal: 0.7 is 7/10
         self._items = [item for part in self.parts for item in part]
 

@@ -3,6 +3,7 @@
 Reads Tandem's own rows and verl's (docs/data.md). Does not know file formats (sources.py), tokens, templates or models.
 """
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,9 @@ from tandem.types import Message, Problem
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default
 VERL_ANSWER = ("reward_model", "ground_truth")
+RAW_ANSWER = (
+    "raw_answer"  # in the metadata, where the row's answer was no text: its value, for TRL's and verl's functions
+)
 
 Uids = dict[str, int]  # of a source: uid -> row
 
@@ -89,14 +93,21 @@ def _answer_path(row: Row, name: str) -> tuple[str, ...]:
 
 
 def _answer(row: Row, path: tuple[str, ...]) -> str:
+    match value := _value(row, path):
+        case str():
+            return value
+        case dict() | list():
+            return json.dumps(value, ensure_ascii=False)
+        case int() | float() if not isinstance(value, bool):
+            return exact_number(row, *path)
+    raise RowError(show(value), "text, a number, a list or an object", field=".".join(path))
+
+
+def _value(row: Row, path: tuple[str, ...]) -> Any:
     value: Any = row.values
     for name in path:
         value = value[name]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return exact_number(row, *path)
-    raise RowError(show(value), "text or a number", field=".".join(path))
+    return value
 
 
 def _category(row: Row, name: str) -> str:
@@ -128,7 +139,8 @@ def _with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, .
 
 def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str, Any]:
     """Every column that has no other place, so that a reward function finds all of its row; an answer or a category
-    whose column the config names stays here too, for functions that ask for columns by name."""
+    whose column the config names stays here too, for functions that ask for columns by name. And the answer's value, where
+    Problem.answer is only its text."""
     placed = {config.prompt_column, "uid"}
     placed |= {DEFAULT_ANSWER} if answer_path == (DEFAULT_ANSWER,) else set()
     placed |= {DEFAULT_CATEGORY} if config.category_column == DEFAULT_CATEGORY else set()
@@ -137,4 +149,5 @@ def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str,
         reward_model = {name: value for name, value in row.values["reward_model"].items() if name != "ground_truth"}
         del rest["reward_model"]
         rest |= {"reward_model": reward_model} if reward_model else {}
-    return rest
+    raw = _value(row, answer_path)
+    return rest if isinstance(raw, str) else {RAW_ANSWER: raw, **rest}

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from tandem.envs.agent_chat import Asked, ConversationBroken, Reply, continuation, opening, verdict
@@ -21,7 +22,7 @@ from tandem.envs.agent_run import AgentFailed, AgentRun, Run
 from tandem.envs.agent_server import Pending, Session, the_server
 from tandem.envs.own import load_own
 from tandem.errors import UserError
-from tandem.types import Env, Message, Observation, Problem
+from tandem.types import Env, Message, Observation, Problem, Tool
 
 API_KEY = "episode"  # OpenAI's clients insist on one; the secret is in the URL
 OVER = "the episode is over"
@@ -31,6 +32,8 @@ Event = Pending | Future[Any]  # what an agent does next: it asks, or it has end
 
 class Played(Env):
     """An episode that is played from outside, through the server."""
+
+    tools: tuple[Tool, ...] = ()
 
     def __init__(self, run: Run):
         self._run_agent = run
@@ -59,10 +62,13 @@ class Played(Env):
 
     async def step(self, text: str) -> Observation:
         self._turn += 1
-        before = self._pending.asked
+        asked = self._pending.asked
+        before = replace(
+            asked, tools=self.tools
+        )  # those of the first request stand in the prompt, whoever repeats them
         reply = Reply.to(before, text, self._turn)
         self._pending.answer.set_result(reply)
-        event = await self._next(before, reply)
+        event = await self._next(asked, reply)
         if isinstance(event, Future):
             return self._end(event.result())
         self._pending = event

@@ -1,7 +1,8 @@
 """One run of a user's agent, beside the rollout: an `async def` in a loop that all agents share, a plain function in a
 thread of its own.
 
-The rollout's own loop pauses while the engine works, so agents have another one. Knows neither requests nor rewards.
+It is not the loop of the environments: an agent that blocks would stop the clock there that ends its episode. Knows neither
+requests nor rewards.
 """
 
 import asyncio

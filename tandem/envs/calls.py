@@ -7,13 +7,17 @@ keeps stays valid from step to step, and nothing that hangs in there can hold up
 import asyncio
 import inspect
 import queue
+import sys
+import sysconfig
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import cache
+from types import FrameType
 from typing import Any
 
 ERROR_CHARS = 500
+LOOP = "environments"  # name of the loop's thread
 
 
 class EnvironmentFailed(Exception):
@@ -24,8 +28,19 @@ class EnvironmentFailed(Exception):
 def environment_loop() -> asyncio.AbstractEventLoop:
     """The loop in which all environments of this process live; it is started when it is first asked for."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=LOOP, daemon=True).start()
     return loop
+
+
+def where_it_is() -> str:
+    """The innermost line of Python, not of the standard library, at which the loop's thread is now."""
+    thread = next(thread for thread in threading.enumerate() if thread.name == LOOP)
+    frame: FrameType | None = sys._current_frames()[thread.ident or 0]
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(sysconfig.get_path("stdlib")):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "the environments' loop"
 
 
 class Caller:

@@ -10,19 +10,20 @@ one to the next. How code is kept in is the sandbox's matter.
 """
 
 import math
+import os
 import re
-from functools import cache
+import threading
 
-from tandem import sandbox as sandboxes
 from tandem.config import Sandbox as SandboxConfig
 from tandem.envs.calls import in_thread
 from tandem.envs.tool_calls import Format
 from tandem.envs.tools import ToolEnv, ToolUnavailable
-from tandem.sandbox import Limits, Result, Sandbox, SandboxFailed, run_python
+from tandem.sandbox import Limits, Result, SandboxFailed, opened, run_python
 from tandem.types import Observation
 
 _FENCED = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _BWRAP = SandboxConfig()
+_RUNS = threading.BoundedSemaphore(os.cpu_count() or 1)  # more at once only take each other's wall clock
 
 
 class PythonEnv(ToolEnv):
@@ -40,7 +41,7 @@ class PythonEnv(ToolEnv):
             self.python, format=format, show_tools=show_tools, invalid_call_penalty=invalid_call_penalty,
             max_result_chars=max_result_chars,
         )  # fmt: skip
-        self._sandbox = _opened(sandbox.url, sandbox.run_untrusted_code_without_isolation)
+        self._sandbox = opened(sandbox)
         self._limits = Limits(wall_s=seconds, cpu_s=math.ceil(seconds), memory_mb=memory_mb)
         self.num_runs = self.num_failed = 0
 
@@ -51,7 +52,8 @@ class PythonEnv(ToolEnv):
             code: The program.
         """
         try:
-            result = run_python(self._sandbox, code, limits=self._limits)
+            with _RUNS:
+                result = run_python(self._sandbox, code, limits=self._limits)
         except SandboxFailed as error:
             raise ToolUnavailable(str(error)) from error
         self.num_runs += 1
@@ -70,14 +72,12 @@ class PythonEnv(ToolEnv):
         return {**super().parts(), "runs": float(self.num_runs), "failed_runs": float(self.num_failed)}
 
 
-@cache  # opening one runs a trial program, and there is an environment for every episode
-def _opened(url: str, unisolated: bool) -> Sandbox:
-    return sandboxes.open_sandbox(SandboxConfig(url=url, run_untrusted_code_without_isolation=unisolated))
-
-
 def fenced_code(text: str) -> str:
-    """The fenced blocks of Python in a text, as one program; empty if there is none."""
-    return "\n".join(_FENCED.findall(text))
+    """The fenced blocks of Python after a text's thoughts, as one program; empty if there is none.
+
+    A prompt may have opened the <think>, so the last </think> ends the thoughts.
+    """
+    return "\n".join(_FENCED.findall(text.rpartition("</think>")[2]))
 
 
 def report(result: Result, longest: int) -> str:

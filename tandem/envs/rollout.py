@@ -21,6 +21,7 @@ import math
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -31,7 +32,7 @@ import numpy as np
 
 from tandem.config import Env as EnvConfig
 from tandem.draws import address
-from tandem.envs.calls import Caller, EnvironmentFailed, describe, environment_loop
+from tandem.envs.calls import Caller, EnvironmentFailed, describe, environment_loop, where_it_is
 from tandem.errors import UserError
 from tandem.types import (
     Array,
@@ -50,6 +51,7 @@ from tandem.types import (
 )
 
 CLOSE_S = 5.0  # for an environment to give back what it holds
+ALIVE_S = 1.0  # between looks whether the environments' loop still answers
 SETTLE_S = 0.05  # longest wait for episodes that can go on, before a pass without them
 FAILED = ("error", "time")  # stop reasons of an episode whose environment failed
 
@@ -147,6 +149,8 @@ class _Rollout:
         self._generating: dict[Ticket, asyncio.Future[Completion]] = {}
         self._prompts: dict[str, Array] = {}  # of chats that were rendered before
         self._beginnings: dict[int, Array] = {}  # by row
+        self._pulse, self._asked = threading.Event(), 0.0  # whether the loop has answered, and since when that is asked
+        self._pulse.set()
 
     # ---- caller's thread
 
@@ -160,7 +164,7 @@ class _Rollout:
         finally:  # after Ctrl-C, too
             if not episodes.done():
                 episodes.cancel()
-                over.wait(2 * CLOSE_S)
+                over.wait(CLOSE_S + ALIVE_S)
             for ticket in self._generating:
                 self.engine.cancel(ticket)
 
@@ -179,8 +183,9 @@ class _Rollout:
             settled = threading.Event()
             # twice soon: behind those whose completion is only being set
             self._loop.call_soon_threadsafe(self._loop.call_soon, settled.set)
-            settled.wait(SETTLE_S)
-        elif (asked := self._inbox.get()) is None:
+            if not settled.wait(SETTLE_S):
+                self._require_life()
+        elif (asked := self._next()) is None:
             return
         else:
             self._submit(*asked)
@@ -189,6 +194,26 @@ class _Rollout:
             while True:
                 if (asked := self._inbox.get_nowait()) is not None:
                     self._submit(*asked)
+
+    def _next(self) -> Asked | None:
+        while True:
+            try:
+                return self._inbox.get(timeout=ALIVE_S)
+            except queue.Empty:
+                self._require_life()
+
+    def _require_life(self) -> None:
+        """The environments' loop must answer within env.timeout_s: what is `async` must not block. Raises UserError."""
+        now = time.monotonic()
+        if self._pulse.is_set():
+            self._pulse.clear()
+            self._asked = now
+            self._loop.call_soon_threadsafe(self._pulse.set)
+        elif now - self._asked > self.limits.timeout_s + ALIVE_S:
+            raise UserError("an environment blocks the event loop that all environments share", where=where_it_is(),
+                            found=f"no life for {now - self._asked:.0f} s, longer than env.timeout_s",
+                            expected="`async def` methods that await what takes time",
+                            next="make the method a plain `def`, which runs in a thread")  # fmt: skip
 
     def _submit(self, request: Request, future: "asyncio.Future[Completion]") -> None:
         self._generating[self.engine.submit(request)] = future
@@ -322,15 +347,17 @@ def _checked(observation: Any) -> Observation:
     if not observation.done or observation.messages:
         heard = _is_chat(observation.messages) and all(m["role"] != "assistant" for m in observation.messages)
         if not heard:
+            found = _short(observation.messages) if observation.messages else "none"
             raise EnvironmentFailed(
-                "step returned no messages that go on; expected some that are not the assistant's, or done"
+                f"step returned messages {found}; expected some with role and content that are not the assistant's, or done"
             )
     if not isinstance(observation.parts, dict) or not all(isinstance(n, str) and n != "env" for n in observation.parts):
         raise EnvironmentFailed("step returned parts that are no names with numbers ('env' is the reward's own)")
-    if not all(map(_is_number, [observation.reward, observation.penalty, *observation.parts.values()])):
-        raise EnvironmentFailed(f"step returned numbers that are none: {_short(observation)}")
-    if observation.penalty < 0:
-        raise EnvironmentFailed("step returned a penalty below 0")
+    for name, value in {**observation.parts, "reward": observation.reward, "penalty": observation.penalty}.items():
+        if not _is_number(value) or (name == "penalty" and value < 0):
+            raise EnvironmentFailed(
+                f"step returned {name} = {_short(value)}, expected a finite number" + " >= 0" * (name == "penalty")
+            )
     return observation
 
 

@@ -9,8 +9,8 @@
     mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], of which a decoded text lacks the special token
     auto          whichever of them the text shows by its markers; what has none must name a tool that is known
 
-Nothing raises: a call that cannot be read is a BadCall with a reason that the model can be told. What a model thinks
-inside a leading <think> is not looked at. Knows neither tools nor their types; nothing is evaluated.
+Nothing raises: a call that cannot be read is a BadCall with a reason that the model can be told. What a model thinks, up
+to the last </think>, is not looked at. Knows neither tools nor their types; nothing is evaluated.
 """
 
 import ast
@@ -56,7 +56,9 @@ class Reading:
 
 def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) -> Reading:
     """The calls of a text. tools: names that are known, by which "auto" tells a bare call from an answer in JSON."""
-    thoughts, end, said = text.partition("</think>") if text.lstrip().startswith("<think>") else ("", "", text)
+    thoughts, end, said = text.rpartition("</think>")  # the opening tag may stand in the prompt, by the template
+    if said.lstrip().startswith("<think>"):
+        return Reading(before=text)
     reading = _read(said, _recognized(said, tools) if format == "auto" else format)
     return replace(reading, before=thoughts + end + reading.before)
 

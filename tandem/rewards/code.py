@@ -30,7 +30,7 @@ from tandem.errors import UserError
 from tandem.rewards import code_asserts
 from tandem.rewards.code_asserts import CallTest
 from tandem.rewards.code_inside import decode
-from tandem.sandbox import Bubblewrap, Limits, Sandbox, Unisolated, open_sandbox, run_python
+from tandem.sandbox import Bubblewrap, Limits, Sandbox, Unisolated, opened, run_python
 from tandem.types import Problem
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TEXT_CHARS = 200_000  # of a completion; the program is near its end
 ANSWER_BYTES = 2**20  # of what a program prints in one test, or returns in all of them
-PYTHON = ("python", "python3", "py", "")  # labels of a fenced block that holds a program
+PYTHON = ("python", "python3", "py")  # labels of a fenced block that holds a program
 INSIDE = Path(__file__).with_name("code_inside.py")
 
 
@@ -73,42 +73,35 @@ def code_reward(
 ) -> dict[str, float]:
     """reward: the share of tests passed, or 1 only if all are; parts: `passed`, that share, and `tests`, their number.
 
-    timeout_s: wall clock of all tests together, test_timeout_s of one program; tests that it does not reach have
+    timeout_s: wall clock of all tests together, test_timeout_s of one process; tests that it does not reach have
     failed, so keep it below reward.timeout_s. tolerance: relative, between numbers. Raises UserError for a problem
     without tests that can be read, SandboxFailed where the sandbox did not work.
     """
     tests, entry_point = read_tests(problem), str(problem.metadata.get("entry_point") or "")
-    where = sandbox if isinstance(sandbox, Sandbox) else _opened(sandbox.url, sandbox)
+    where = sandbox if isinstance(sandbox, Sandbox) else opened(sandbox)
     limits = Limits(wall_s=test_timeout_s, cpu_s=math.ceil(timeout_s), memory_mb=memory_mb, output_bytes=ANSWER_BYTES)
     attempt = _Attempt(extract_code(completion), where, limits, time.monotonic() + timeout_s, tolerance, entry_point)
     share = sum(attempt.passed(tests, all_or_nothing)) / len(tests)
     return {"reward": float(share == 1) if all_or_nothing else share, "passed": share, "tests": float(len(tests))}
 
 
-_OPENED: dict[tuple[str, bool], Sandbox] = {}
-
-
-def _opened(url: str, how: "config.Sandbox") -> Sandbox:
-    """The sandbox of a config, tried once in a process."""
-    key = (url, how.run_untrusted_code_without_isolation)
-    if key not in _OPENED:
-        _OPENED[key] = open_sandbox(how)
-    return _OPENED[key]
-
-
 def extract_code(completion: str) -> str:
-    """The last fenced block labelled as Python or not at all, one that is cut off included; else the whole text."""
+    """The last fenced block labelled as Python, else the last without a label, else the whole text.
+
+    One that is cut off is included. What comes before a closing </think> is a draft, and not looked at.
+    """
+    said = completion.rpartition("</think>")[2][-TEXT_CHARS:]
     blocks: list[tuple[str, list[str]]] = []
     inside = False
-    for line in completion[-TEXT_CHARS:].splitlines():
+    for line in said.splitlines():
         if line.lstrip().startswith("```"):
             inside = not inside
             if inside:
                 blocks.append((line.strip().strip("`").strip().lower(), []))
         elif inside:
             blocks[-1][1].append(line)
-    programs = [lines for label, lines in blocks if label in PYTHON]
-    return "\n".join(programs[-1]) + "\n" if programs else completion[-TEXT_CHARS:]
+    programs = [lines for label, lines in blocks if label in PYTHON] or [lines for label, lines in blocks if not label]
+    return "\n".join(programs[-1]) + "\n" if programs else said
 
 
 # ---------------------------------------------------------------- the tests of a problem
@@ -209,7 +202,7 @@ class _Attempt:
         """Whether each test passed, in the order of their kinds; ends at the first failure if only all of them count."""
         calls = [test for test in tests if isinstance(test, CallTest)]
         scripts = [test.text for test in tests if isinstance(test, Script)]
-        verdicts = self._calls(calls) if calls else []
+        verdicts = self._calls(calls, all_or_nothing)
         if scripts and (all(verdicts) or not all_or_nothing):
             verdicts += self._scripts(scripts)
         for test in tests:
@@ -229,17 +222,26 @@ class _Attempt:
         result = run_python(self.sandbox, self.code, test.input, limits)
         return result.exit_code == 0 and same_output(result.stdout, test.output, self.tolerance)
 
-    def _calls(self, tests: Sequence[CallTest]) -> list[bool]:
-        """All calls in one process; a reply is believed to be a value and nothing more."""
-        limits = self._left()
-        if limits is None:
-            return [False] * len(tests)
+    def _calls(self, tests: Sequence[CallTest], all_or_nothing: bool) -> list[bool]:
+        """All calls in one process; after one that does not end, those behind it in another, while there is time."""
+        verdicts: list[bool] = []
+        while len(verdicts) < len(tests) and (limits := self._left()):
+            some, in_time = self._replies(tests[len(verdicts) :], limits)
+            verdicts += some
+            if in_time or all_or_nothing:
+                break
+            verdicts.append(False)  # the one that took the time
+        return (verdicts + [False] * len(tests))[: len(tests)]
+
+    def _replies(self, tests: Sequence[CallTest], limits: Limits) -> tuple[list[bool], bool]:
+        """Which of the tests that were answered passed, and whether time sufficed for all; a reply is only a value."""
         requests = "".join(repr(test.expression) + "\n" for test in tests)
         files = {"code_inside.py": _inside(), "solution.py": self.code}
         command = ["python", "-S", "code_inside.py", "solve"]
-        replies = self.sandbox.run(command, files=files, stdin=requests, limits=limits).stdout.split("\n")
-        replies += [""] * len(tests)
-        return [holds(test, reply, self.tolerance) for test, reply in zip(tests, replies, strict=False)]
+        result = self.sandbox.run(command, files=files, stdin=requests, limits=limits)
+        replies = result.stdout.split("\n")[:-1]
+        passed = [holds(test, reply, self.tolerance) for test, reply in zip(tests, replies, strict=False)]
+        return passed, result.stop_reason != "timeout"
 
     def _scripts(self, scripts: Sequence[str]) -> list[bool]:
         """Tests and solution in two sandboxes; the verdicts are the testers', on a stream that the solution has not."""

@@ -111,8 +111,16 @@ def solve() -> None:
     for line in requests:
         expression = str(eval(line))
         broken = failed if failed.startswith('{"error"') else ""
-        replies.write((broken or _attempt(partial(eval, expression, namespace), objects)) + "\n")
+        replies.write((broken or _attempt(partial(_value, expression, namespace), objects)) + "\n")
         replies.flush()
+
+
+def _value(expression: str, namespace: dict[str, Any]) -> Any:
+    """What it gives; a function that is missing may be a method of the class Solution, as on LeetCode and in APPS."""
+    name = expression.partition("(")[0]
+    if name not in namespace and name not in vars(builtins) and name.isidentifier() and "Solution" in namespace:
+        namespace[name] = getattr(namespace["Solution"](), name)
+    return eval(expression, namespace)
 
 
 def _solution() -> Any:

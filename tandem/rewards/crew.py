@@ -28,7 +28,7 @@ from typing import Any
 from tandem.errors import UserError
 from tandem.rewards.parts import part_name
 from tandem.rewards.patience import Patience
-from tandem.rewards.process import Item, Template, Worker
+from tandem.rewards.process import Item, Template, Worker, kill_worker
 from tandem.rewards.wire import HELLO, decode, encode, read_score
 from tandem.types import Score
 
@@ -161,11 +161,11 @@ class Crew:
         return template.close()
 
     def _staff(self) -> None:
-        """As many workers as there is work for, and one at least; late ones do not count."""
+        """As many workers as there is work for, and one at least; late ones do not count, but for those that wait."""
         if self._template is None and (self._todo or not self.started.done()):
             self._start_template()
         if self._template and self._template.ready:
-            there = [worker for worker in self._workers.values() if not worker.late]
+            there = [worker for worker in self._workers.values() if not worker.late or worker.waits]
             busy = sum(bool(worker.unanswered) for worker in there)
             for _ in range(len(there), min(self._max_workers, max(1, busy + len(self._todo)))):
                 worker = self._template.fork(START_S)
@@ -224,7 +224,7 @@ class Crew:
         worker.looked = now
         too_much = self._patience.too_much(worker)
         if not worker.late and (too_much or now >= worker.began + self._patience.late_after(worker)):
-            worker.late = True
+            worker.late, worker.waits = True, worker.sleeps()
             head = worker.unanswered.popleft()
             self._todo.extendleft(reversed(worker.unanswered))
             worker.unanswered = deque([head])
@@ -302,7 +302,7 @@ class Crew:
     def _allow_loading(self, worker: Worker, begins: bool) -> None:
         now = time.monotonic()
         worker.loading_notes -= 1
-        worker.turn_to_next(now, LOADING_S if begins else self._timeout_s)
+        worker.start_clock(now, LOADING_S if begins else self._timeout_s)  # the function that loads is still at it
         if begins:
             worker.began = math.inf  # it is not late
         elif self._template:
@@ -337,6 +337,8 @@ class Crew:
             match message:
                 case {"forked": int(number), "pid": int(pid)} if number in self._workers:
                     self._workers[number].pid = pid
+                case {"forked": int(), "pid": int(pid)}:  # it was dropped before anybody knew its process
+                    kill_worker(pid)
                 case {"exited": int(number), "status": int(status)} if number in self._workers:
                     self._bury(self._workers[number], f"signal {-status}" if status < 0 else f"exit {status}")
                 case {"id": int(), "at": int(at)} if at < len(self._functions):

@@ -1,7 +1,8 @@
 """The `judge` reward: a language model behind an OpenAI-compatible server reads the completion and gives a score.
 
 One HTTP request an attempt, made again with growing pauses where the server is busy or its reply has no score; as many
-at a time as there are reward.workers. All of it must fit in reward.timeout_s. It knows no weights and no training.
+at a time as there are reward.workers (on Linux; elsewhere up to 8 more while others wait). All of it must fit in
+reward.timeout_s. It knows no weights and no training.
 
     [reward]
     function = "judge"

@@ -35,6 +35,7 @@ Function = Callable[..., Any]
 Scorer = Callable[[Problem, Attempt, Loading], Result | None]  # None: the function does not apply to this problem
 Given = Mapping[str, Any]  # the options of one function
 
+RAW_ANSWER = "raw_answer"  # in a problem's metadata: the row's own answer where it was no text
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
 
@@ -168,11 +169,8 @@ def _trl(
     None for this completion: the function does not apply. What it logs with log_metric is a part.
     """
     metrics: dict[str, Any] = {}
-    row = {
-        "answer": problem.answer,
-        "solution": problem.answer,
-        **problem.metadata,
-    }  # the second is TRL's own name for it
+    truth = _truth(problem)
+    row = {"answer": truth, "solution": truth, **_columns(problem)}  # the second is TRL's own name for it
     columns = {key: [value] for key, value in row.items() if key not in _NOT_COLUMNS}
     talk = problem.conversational
     columns["prompts"] = [list(problem.messages) if talk else problem.messages[-1]["content"]]
@@ -196,8 +194,8 @@ def _verl(
     arguments = {
         "data_source": problem.category,
         "solution_str": attempt.text,
-        "ground_truth": problem.answer,
-        "extra_info": problem.metadata.get("extra_info", problem.metadata),  # the column of verl's rows, else all
+        "ground_truth": _truth(problem),
+        "extra_info": problem.metadata.get("extra_info", _columns(problem)),  # the column of verl's rows, else all
     }
     value = _finished(function(**_wanted({**arguments, **options}, names)))
     if isinstance(value, dict):
@@ -206,6 +204,16 @@ def _verl(
         numbers = {key: given for key, given in value.items() if isinstance(given, (Real, np.bool_)) and key != "score"}
         return read_value({**numbers, "reward": value["score"]}, part)
     return read_value(value, part)
+
+
+def _truth(problem: Problem) -> Any:
+    """The row's own answer: a number where the row has a number."""
+    raw = problem.metadata.get(RAW_ANSWER)
+    return problem.answer if raw is None else raw
+
+
+def _columns(problem: Problem) -> dict[str, Any]:
+    return {key: value for key, value in problem.metadata.items() if key != RAW_ANSWER}
 
 
 def _wanted(arguments: dict[str, Any], names: frozenset[str] | None) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 What is behind that item then goes to a spare, so nobody waits behind it, and the late one ends when it has answered. As
 long as late ones mostly do answer, they are merely slow and keep their share of the cores. Where most of the last ones did
-not, it is a storm, and a late one that has used its fair share of processor time runs only when no other scorer of the
-pool wants the core. A worker that waits for something else (a judge) uses none, and is never put last.
+not, it is a storm, and a late one that has used its fair share of processor time runs at the lowest priority (nice 19): it
+gets little of a core that others want, but some. A worker that waits for something else (a judge) uses none: it is never
+put last, and gets no spare, so that reward.workers bounds the requests; only what is behind it goes to others.
 
 It knows what has happened to workers, and does nothing to them (crew.py does).
 """
@@ -21,7 +22,7 @@ STORM = 4  # late ones of which something must be known before anything is concl
 
 
 class Patience:
-    """late: how many are; storm: whether most of them are hopeless."""
+    """late: how many have a spare; storm: whether most late ones are hopeless."""
 
     def __init__(self, timeout_s: float):
         self.late, self.storm = 0, False
@@ -47,7 +48,8 @@ class Patience:
         late = [worker for worker in workers if worker.late]
         hopeless = sum(now - worker.began > self._timeout_s / 2 for worker in late) + sum(self._ends)
         known = hopeless + self._ends.count(False)
-        self.late, self.storm = len(late), known >= STORM and 2 * hopeless > known
+        self.late = sum(not worker.waits for worker in late)
+        self.storm = known >= STORM and 2 * hopeless > known
 
     def late_after(self, worker: Worker) -> float:
         """Seconds at one item that are suspicious; infinite while nothing is known."""

@@ -22,6 +22,7 @@ from tandem.rewards.wire import LINE_BYTES, decode
 from tandem.types import Attempt, Problem, Score
 
 CLOSE_S = 2.0
+NICE = 19  # not SCHED_IDLE: that starves beside any busy process of the machine
 GROWTH_BYTES = 256 * 2**20
 
 
@@ -83,12 +84,17 @@ class Worker(Channel):
     loading_notes: int = 2  # how many more are believed: the import begins, and has ended
     answered: int = 0
     late: bool = False  # another one has taken over what was behind unanswered[0]
+    waits: bool = False  # late, but it slept: it keeps its place among the workers, and gets no spare
     closed: bool = False  # its socket has ended
     last: bool = False  # it has been put behind all others
 
     def turn_to_next(self, now: float, timeout_s: float) -> None:
-        """The clock of unanswered[0] starts."""
-        self.at, self.began, self.deadline = 0, now, now + timeout_s
+        """The clock of unanswered[0] starts, with the first function."""
+        self.at = 0
+        self.start_clock(now, timeout_s)
+
+    def start_clock(self, now: float, timeout_s: float) -> None:
+        self.began, self.deadline = now, now + timeout_s
         self.used = self._clock()
 
     def processor_s(self) -> float:
@@ -103,21 +109,27 @@ class Worker(Channel):
         except OSError:  # it is gone
             return 0.0
 
+    def sleeps(self) -> bool:
+        """Whether it waits for something else than a core: a server, a process of its own. Unknown, it does not."""
+        if sys.platform != "linux" or not self.pid:
+            return False
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+        except OSError:  # it is gone
+            return False
+
     def kill(self) -> None:
-        """And everything that it has started."""
         if self.pid:
-            for kill in (os.killpg, os.kill):  # it has no group of its own in its first microseconds
-                with suppress(ProcessLookupError, PermissionError):  # it is gone; macOS says it is not permitted
-                    kill(self.pid, signal.SIGKILL)
+            kill_worker(self.pid)
         self.socket.close()
 
     def put_last(self) -> None:
-        """It runs when nothing else of this pool wants to, and takes little more memory, as many may be so at once. There
-        is no way back for an unprivileged process."""
+        """It gets little of a core that others want, but some, for it may be right and slow; and takes little more memory,
+        as many may be so at once. There is no way back for an unprivileged process."""
         self.last = True
         if sys.platform == "linux":
             with suppress(ProcessLookupError, PermissionError, FileNotFoundError):
-                os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, self.pid, NICE)
                 pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[0])
                 limit = pages * os.sysconf("SC_PAGE_SIZE") + GROWTH_BYTES
                 hard = resource.prlimit(self.pid, resource.RLIMIT_AS)[1]
@@ -167,6 +179,13 @@ class Template(Channel):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
+
+
+def kill_worker(pid: int) -> None:
+    """And everything that it has started."""
+    for kill in (os.killpg, os.kill):  # it has no group of its own in its first microseconds
+        with suppress(ProcessLookupError, PermissionError):  # it is gone; macOS says it is not permitted
+            kill(pid, signal.SIGKILL)
 
 
 def _popen(arguments: tuple[str, ...], channel: socket.socket) -> subprocess.Popen[bytes]:

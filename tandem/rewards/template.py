@@ -1,6 +1,6 @@
 """The template process: loads the reward functions once and forks a worker, in milliseconds, whenever it is asked.
 
-    python -m tandem.rewards.template FUNCTIONS WEIGHTS OPTIONS MEMORY_MB PARENT_PID [LATE]     (staff.py starts it)
+    python -m tandem.rewards.template FUNCTIONS WEIGHTS OPTIONS MEMORY_MB PARENT_PID [LATE]     (process.py starts it)
 
 Standard input is its socket to RewardPool. JSON lines, each fork with the worker's socket attached:
 
@@ -101,7 +101,8 @@ class _Template:
                 case {"fork": int(number)}:
                     self._fork(number, self._sockets.popleft())
                 case {"import": str(module)}:
-                    importlib.import_module(module)
+                    with suppress(Exception):  # ImportError, MemoryError: then workers import it for themselves
+                        importlib.import_module(module)
                     gc.freeze()
         return bool(data)
 

@@ -26,6 +26,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # a worker that scores code need not import pydantic
     from tandem import config
 
 __all__ = ["Bubblewrap", "Limits", "Program", "Result", "Sandbox", "SandboxFailed", "SandboxFusion", "Unisolated",
-           "open_sandbox", "run_python", "sandbox_state"]  # fmt: skip
+           "open_sandbox", "opened", "run_python", "sandbox_state"]  # fmt: skip
 
 Program = tuple[Sequence[str], Mapping[str, str]]  # a command, and the files it finds in its working directory
 
@@ -136,18 +137,10 @@ class Bubblewrap(_Local):
             stack.callback(os.close, gate)
             arguments = [*_view(self.python, limits), *_contents(contents), *_confinement(bpf, status)]
             listed = stack.enter_context(_sealed(b"\0".join(os.fsencode(text) for text in arguments)))
+            bwrap = [self.bwrap, "--args", str(listed), "--"]
             try:
                 process = subprocess.Popen(
-                    [
-                        *_without_root(),
-                        self.bwrap,
-                        "--args",
-                        str(listed),
-                        "--",
-                        *_gated(gate),
-                        *_limited(limits),
-                        *argv,
-                    ],
+                    [*_without_root(), *bwrap, *_gated(gate), *_limited(limits), *argv],
                     stdin=stdin,
                     stdout=stdout,
                     stderr=subprocess.PIPE,
@@ -231,9 +224,10 @@ _counter = itertools.count()
 
 
 def _without_root() -> list[str]:
-    """The words before bubblewrap that give up root, for a uid that no other run has now; none where there is no root.
+    """The words before bubblewrap that give up root; none where there is no root.
 
-    In a container whose uid map is short it is `nobody`, and runs then share what the kernel counts by user.
+    The uid is no other process's, nor that of this one's 63 runs before; in a container whose uid map is short it is
+    `nobody`. Runs of one uid share what the kernel counts by user.
     """
     if os.geteuid():
         return []
@@ -255,12 +249,14 @@ def _interpreter() -> str:
 # ---------------------------------------------------------------- without isolation, and elsewhere
 
 _LAUNCH = """
-import os, resource as r, sys
-memory, cpu, file, open_files = map(int, sys.argv[1:5])
+import ctypes, os, resource as r, sys
+memory, cpu, file, open_files, parent = map(int, sys.argv[1:6])
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() != parent: os._exit(1)  # it was killed before
 for kind, soft, hard in ((r.RLIMIT_AS, memory, memory), (r.RLIMIT_CPU, cpu, cpu + 1), (r.RLIMIT_FSIZE, file, file),
                          (r.RLIMIT_NOFILE, open_files, open_files), (r.RLIMIT_CORE, 0, 0)):
     r.setrlimit(kind, (soft, hard))
-os.execvp(sys.argv[5], sys.argv[5:])
+os.execvp(sys.argv[6], sys.argv[6:])
 """
 
 
@@ -275,7 +271,7 @@ class Unisolated(_Local):
             path = Path(scratch.name, _check_name(name))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        sizes = (limits.memory_mb * 2**20, limits.cpu_s, limits.file_mb * 2**20, limits.open_files)
+        sizes = (limits.memory_mb * 2**20, limits.cpu_s, limits.file_mb * 2**20, limits.open_files, os.getpid())
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _LAUNCH, *map(str, sizes), *argv],
             stdin=stdin,
@@ -365,6 +361,9 @@ def open_sandbox(how: "config.Sandbox") -> Sandbox:
         expected="bubblewrap, or the URL of a SandboxFusion server as sandbox.url",
         next=f"apt-get install bubblewrap (or, to run it as a plain process that can do all you can: {SWITCH}=true)",
     )
+
+
+opened = cache(open_sandbox)  # one trial run in a process is enough
 
 
 def _trouble() -> str:

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,21 +192,39 @@ def _exceeds(first: int, limits: Limits) -> bool:
 
 
 def watch(*runs: Run) -> None:
-    """Read what runs write, and hold their limits, until the first of them has ended; then end the others."""
+    """Read what runs write, and hold their limits, until the first of them has ended; then end the others.
+
+    Whatever interrupts it, such as Ctrl-C, ends all of them too.
+    """
+    try:
+        _read(runs)
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                run.kill("exit")
+        for run in runs:
+            run.close()
+
+
+def _read(runs: Sequence[Run]) -> None:
+    """Until the first one's process has ended, not its output: a program can close that and live on."""
     first = runs[0]
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, open(os.pidfd_open(first.process.pid), "rb", 0) as end:
         for run in runs:
             for fd, name in run.streams():
                 selector.register(fd, selectors.EVENT_READ, (run, name))
+        selector.register(end, selectors.EVENT_READ, (None, ""))  # so that an end is seen at once
         checked = time.monotonic()
-        while any(key.data[0] is first for key in selector.get_map().values()):
+        while first.process.poll() is None or any(key.data[0] is first for key in selector.get_map().values()):
             ended = first.process.poll() is not None  # asked before, so that what it wrote last is there now
             ready = selector.select(POLL_S)
             for key, _ in ready:
-                data = os.read(key.fd, 65536)
-                key.data[0].take(key.data[1], data)
+                run, name = key.data
+                data = os.read(key.fd, 65536) if run else b""
+                if run:
+                    run.take(name, data)
                 if not data:
-                    selector.unregister(key.fd)
+                    selector.unregister(key.fileobj)
             if time.monotonic() - checked >= POLL_S:
                 checked = time.monotonic()
                 for run in runs:
@@ -214,8 +232,3 @@ def watch(*runs: Run) -> None:
             late = time.monotonic() - first.started > first.limits.wall_s + 1
             if ended and (late or not ready):
                 break  # what still holds the pipes is an orphan outside any namespace
-    for run in runs[1:]:
-        if run.process.poll() is None:
-            run.kill("exit")
-    for run in runs:
-        run.close()

@@ -107,6 +107,12 @@ def test_a_mixture_reads_as_the_parts_one_behind_the_other():
     assert list(mixed) == some(7, "a") + some(3, "b")
 
 
+def test_a_mixture_holds_the_lists_it_was_given_and_no_copies_of_them():
+    parts = [some(3, "a"), some(2, "b")]
+    held = Mixture(parts, [1, 1], ["a", "b"]).parts
+    assert all(mine is given for mine, given in zip(held, parts, strict=True))
+
+
 def test_a_mixture_stays_one_when_some_of_it_is_dropped():
     mixed = mixture(1, 3)
     kept = only(mixed, [item for item in mixed if item[1] != "1"])

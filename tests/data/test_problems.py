@@ -107,7 +107,7 @@ def test_a_column_that_the_config_passes_over_stays_in_the_metadata(tmp_path):
     row = {"prompt": "?", "answer": "2", "data_source": "sums", "label": 3, "kind": "easy", "uid": "a"}
     [problem] = read(jsonl(tmp_path / "q.jsonl", row), answer_column="label", category_column="kind")
     assert (problem.answer, problem.category) == ("3", "easy")
-    assert problem.metadata == {"answer": "2", "data_source": "sums", "label": 3, "kind": "easy"}
+    assert problem.metadata == {"answer": "2", "data_source": "sums", "label": 3, "kind": "easy", "raw_answer": 3}
 
 
 @pytest.mark.parametrize("number", ["3", "-0", "0.10", "3.0", "1e2", "123456789012345678901.5", "1" * 400])
@@ -122,6 +122,22 @@ def test_a_number_as_answer_keeps_its_exact_text(tmp_path, number):
 @pytest.mark.parametrize(("number", "text"), [(3, "3"), (3.5, "3.5"), (0.1, "0.1"), (Decimal("0.10"), "0.10")])
 def test_a_number_of_a_parquet_column_keeps_its_digits(tmp_path, number, text):
     assert read(parquet(tmp_path / "n.parquet", GOOD | {"answer": number}))[0].answer == text
+
+
+@pytest.mark.parametrize("value", [{"target": 24, "numbers": [1, 2.5]}, ["2", "é"], [], {}])
+def test_an_object_or_a_list_as_answer_is_its_json_and_stays_as_it_is_beside_it(tmp_path, value):
+    rows = [GOOD | {"answer": value}, {"prompt": "?", "reward_model": {"ground_truth": value}}]
+    for problem in read(jsonl(tmp_path / "o.jsonl", *rows)):
+        assert problem.answer == json.dumps(value, ensure_ascii=False)
+        assert problem.metadata == {"raw_answer": value}
+
+
+def test_an_answer_that_is_no_text_keeps_its_value_in_the_metadata(tmp_path):
+    rows = [GOOD | {"answer": 2}, GOOD | {"answer": 0.5}, GOOD, GOOD | {"answer": 2, "raw_answer": None}]
+    raw = [{"raw_answer": 2}, {"raw_answer": 0.5}, {}, {"raw_answer": None}]  # the last row has one of its own
+    assert [p.metadata for p in read(jsonl(tmp_path / "r.jsonl", *rows))] == raw
+    [problem] = read(parquet(tmp_path / "r.parquet", {"prompt": "?", "reward_model": {"ground_truth": [1, 2]}}))
+    assert (problem.answer, problem.metadata) == ("[1, 2]", {"raw_answer": [1, 2]})
 
 
 def test_uids_come_from_the_column_then_from_extra_info_then_from_the_row(tmp_path):
@@ -225,8 +241,11 @@ BAD_LINES = [
     (b'{"prompt": [{"role": "assistant", "content": "?"}], "answer": "2"}', ":2, prompt", "ends with the user's"),
     (b'{"prompt": "?", "answer": true}', ":2, answer", "found:    true"),
     (b'{"prompt": "?", "answer": null}', ":2, answer", "found:    null"),
-    (b'{"prompt": "?", "answer": ["2"]}', ":2, answer", "text or a number"),
-    (b'{"prompt": "?", "reward_model": {"ground_truth": {}}}', ":2, reward_model.ground_truth", "text or a number"),
+    (
+        b'{"prompt": "?", "reward_model": {"ground_truth": true}}',
+        ":2, reward_model.ground_truth",
+        "a list or an object",
+    ),
     (b'{"prompt": "?", "answer": "2", "data_source": 1.5}', ":2, data_source", "text or a whole number"),
     (b'{"prompt": "?", "answer": "2", "uid": ""}', ":2, uid", "empty text"),
     (b'{"prompt": "?", "answer": "2", "uid": true}', ":2, uid", "found:    true"),
@@ -283,7 +302,10 @@ def test_different_mistakes_come_together_and_equal_ones_are_counted(tmp_path):
     rows = ["{", GOOD | {"answer": None}, GOOD, GOOD | {"answer": None}, GOOD | {"answer": None}, GOOD | {"prompt": []}]
     message = error_of(jsonl(tmp_path / "m.jsonl", *rows))
     assert message.splitlines()[0] == "data.train has 5 rows that cannot be used"
-    assert f"  - {tmp_path}/m.jsonl:2, answer (and 2 more): found null, expected text or a number" in message
+    assert (
+        f"  - {tmp_path}/m.jsonl:2, answer (and 2 more): found null, expected text, a number, a list or an object"
+        in message
+    )
     assert f"  - {tmp_path}/m.jsonl:6, prompt: found an empty list" in message
 
 

@@ -166,8 +166,16 @@ def test_a_null_or_another_type_is_told_with_its_field(tmp_path, form):
 
 @pytest.mark.parametrize("form", ("jsonl", "parquet", "arrow"))
 def test_another_type_is_told_with_its_field(tmp_path, form):
-    table = pa.table({"prompt": ["?"], "answer": [["2", "3"]]})
-    assert "found:    a list of 2" in error_of(write(tmp_path, form, table))
+    table = pa.table({"prompt": ["?"], "answer": [True]})
+    assert "found:    true" in error_of(write(tmp_path, form, table))
+
+
+@pytest.mark.parametrize("form", ("parquet", "arrow"))
+def test_an_object_as_answer_is_such_as_json_can_write(tmp_path, form):
+    answer = {"price": Decimal("0.10"), "days": [date(2024, 2, 29)], "n": 3}
+    [problem] = read(write(tmp_path, form, pa.table({"prompt": ["?"], "answer": [answer]})))
+    assert problem.metadata == {"raw_answer": {"price": "0.10", "days": ["2024-02-29"], "n": 3}}
+    assert json.loads(problem.answer) == problem.metadata["raw_answer"]
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -175,6 +175,10 @@ def test_the_command_writes_the_rows_of_the_task(tmp_path):
     [
         ({"task": "chess"}, "there is no such task"),
         ({"weights": "1,2"}, "weights mix the data sets of reasoning-gym"),
+        ({"task": "verifiers:e", "weights": "1,2"}, "weights mix the data sets of reasoning-gym"),
+        ({"task": "verifiers:e", "split": "test"}, "the tasks of a verifiers environment are its own"),
+        ({"task": "verifiers:e", "difficulty": 1}, "--difficulty 1"),
+        ({"task": "verifiers:e", "seed": 3, "difficulty": 2}, "--difficulty 2 --seed 3"),
         ({"task": "reasoning_gym:chain_sum", "weights": "much"}, "the weights are no numbers"),
         ({"split": "val"}, "there is no such split of guess"),
         ({"difficulty": 9}, "there is no such difficulty of guess"),

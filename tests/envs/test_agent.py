@@ -241,6 +241,22 @@ def test_tools_may_be_left_out_later():
     assert continuation(Asked(messages=CHAT, tools=(ADD,)), Reply(text="a", content="a"), asked) == [user("v")]
 
 
+def test_tools_left_out_once_are_still_those_of_the_conversation():
+    called = []
+
+    def run(problem, base_url, api_key):
+        chat = [*problem.messages]
+        for more in ({"tools": [ADD]}, {}, {"tools": [ADD]}):
+            message = ask(base_url, chat, **more)
+            called.append([call.function.name for call in message.tool_calls or []])
+            chat += [message, user("go on")]
+        return 1.0
+
+    (_, first, second, last), _ = play(run, "6", CALL, "7")
+    assert called == [[], ["add"], []]
+    assert first.messages == second.messages == [user("go on")] and last.reward == 1.0
+
+
 def test_a_request_that_a_client_repeats_is_answered_again():
     answers = []
 

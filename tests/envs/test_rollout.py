@@ -1,9 +1,12 @@
 """Episodes: what is appended to what, what ends them, what a bad environment costs, and that P1 holds across turns."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from tandem.types import Completion, Env, Observation, Problem, Sample, Sampling
 from tests.scripted import DigitRenderer, ScriptedEngine
 from tests.tiny import exact_model
 
+ROOT = Path(__file__).parent.parent.parent
 PROBLEMS = [Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n)) for n in range(4)]
 PARAMS = SamplingParams(max_new_tokens=5, stop_token_ids=(91,))
 
@@ -223,12 +227,13 @@ def fails(how):
     ("how", "error"),
     [
         ("reset", "KeyError: 'lost'"), ("chat", "reset returned 'str no chat'"), ("raise", "ValueError: it broke"),
-        ("constructor", "OSError: too many open files"), ("no messages at all", "no messages"),
-        ("messages of text", "no messages"), ("half a character", "no messages"), ("no parts", "parts that are no names"),
+        ("constructor", "OSError: too many open files"), ("no messages at all", "messages none"),
+        ("messages of text", "returned messages"),
+        ("half a character", "returned messages"), ("no parts", "parts that are no names"),
         ("an error that cannot be written", "ValueError: ?"), ("parts without names", "parts that are no names"),
-        ("beyond floats", "numbers that are none"), ("cancelled", "CancelledError"), ("refused by the template", "no digits"),
-        ("exit", "SystemExit: 3"), ("own timeout", "TimeoutError: the tool's own"), ("silent", "no messages"),
-        ("nan", "numbers that are none"), ("names a part env", "parts that are no names"),
+        ("beyond floats", "expected a finite number"), ("cancelled", "CancelledError"), ("refused by the template", "no digits"),
+        ("exit", "SystemExit: 3"), ("own timeout", "TimeoutError: the tool's own"), ("silent", "messages none"),
+        ("nan", "reward = "), ("names a part env", "parts that are no names"),
         ("speaks for the model", "not the assistant's"), ("text", "expected an Observation"),
     ],
 )  # fmt: skip
@@ -348,6 +353,22 @@ def test_a_thread_of_an_executor_that_never_ends_holds_up_nobody():
     )
     assert episode.stop_reason == other.stop_reason == "time"
     forever.set()
+
+
+def test_an_async_method_that_blocks_ends_the_rollout_and_is_named():
+    """In a process of its own, as the loop is lost."""
+    code = """
+import time
+from tests.envs.test_rollout import Counting, TurnEngine, play
+
+class Blocks(Counting):
+    async def step(self, text):
+        time.sleep(100)
+
+play(Blocks, TurnEngine(), timeout_s=0.1)
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "blocks the event loop" in result.stderr and "<string>:7, step" in result.stderr
 
 
 def test_the_chat_that_an_environment_begins_with_and_its_tools_are_the_episodes():

@@ -209,3 +209,13 @@ def test_calls_that_are_only_thought_of_are_not_made():
     reading = read_calls(f"<think>maybe {good}</think>{good}")
     assert (reading.before, reading.calls) == (f"<think>maybe {good}</think>", (NOW,))
     assert read_calls(f"<think>maybe {good}").calls == ()
+
+
+def test_thoughts_that_the_template_opened_are_no_calls_either():
+    good = '<tool_call>{"name": "now"}</tool_call>'
+    thought = f"Maybe {good} but no.\n</think>"
+    reading = read_calls(f"{thought}\nAnswer: 3")
+    assert (reading.before, reading.calls) == (f"{thought}\nAnswer: 3", ())
+    assert read_calls(thought + good).calls == (NOW,)
+    assert read_calls(f"{thought}{thought}{good}").calls == (NOW,)  # thought twice: up to the last
+    assert read_calls(f"{thought}<think>again {good}").calls == ()

@@ -1,6 +1,7 @@
 """Tools are called, and everything that is wrong with a call is told to the model."""
 
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -10,10 +11,13 @@ from typing import Literal
 
 import pytest
 
+from tandem.config import Sandbox
 from tandem.envs.calculator import MAX_BITS, calculate
+from tandem.envs.python import PythonEnv, fenced_code
 from tandem.envs.tool_calls import Call, write_calls
 from tandem.envs.tools import MAX_CALLS, ToolEnv, ToolUnavailable
 from tandem.errors import UserError
+from tandem.sandbox import Result
 
 
 class Color(Enum):
@@ -281,6 +285,47 @@ def test_tools_of_a_file_are_found_and_loaded_once(tmp_path, monkeypatch):
     ToolEnv("some_tools.py:triple", show_tools=False)
     assert told(env, call("triple", x=2)) == ["6"]
     assert (tmp_path / "log").read_text() == "loaded\n"
+
+
+# ---------------------------------------------------------------- python
+
+PRINTS = "```python\nprint(1)\n```"
+
+
+class BusySandbox:
+    """Remembers how many runs were under way at most."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.now = self.most = 0
+
+    def run(self, command, **given):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.05)
+        with self.lock:
+            self.now -= 1
+        return Result(stdout="1", stderr="", exit_code=0, stop_reason="exit", seconds=0.0)
+
+
+def test_programs_of_many_episodes_run_on_as_many_cores_as_there_are():
+    busy, envs = BusySandbox(), [PythonEnv(sandbox=Sandbox(url="http://unused")) for _ in range(4 * os.cpu_count())]
+    for env in envs:
+        env._sandbox = busy
+
+    async def all_of_them():
+        return await asyncio.gather(*(env.step(PRINTS) for env in envs))
+
+    printed = [observation.messages[0]["content"] for observation in asyncio.run(all_of_them())]
+    assert printed == ["```output\n1\n```"] * len(envs)
+    assert 1 <= busy.most <= os.cpu_count()
+
+
+def test_code_that_is_only_thought_of_is_not_run():
+    assert fenced_code(f"<think>\n{PRINTS}\n</think>\nAnswer: 3") == ""
+    assert fenced_code(f"{PRINTS}\n</think>\nAnswer: 3") == ""
+    assert fenced_code(f"<think>\n{PRINTS}\n</think>\n```py\nprint(2)\n```") == "print(2)\n"
 
 
 # ---------------------------------------------------------------- the calculator

@@ -128,6 +128,31 @@ def test_tests_that_time_does_not_reach_have_failed():
 
 
 @needs_bubblewrap
+def test_a_call_that_does_not_end_costs_only_itself_while_there_is_time():
+    loop = "```python\ndef f(x):\n    while x in (0, 3): pass\n    return x\n```"
+    tests = [f"assert f({x}) == {x}" for x in range(10)]
+    assert reward(tests, loop, options={"test_timeout_s": 0.5, "timeout_s": 60})["reward"] == 0.8
+    assert reward(tests, loop, options={"test_timeout_s": 1.0, "timeout_s": 0.5})["reward"] == 0.0
+    assert reward(tests[1:], loop, options={"test_timeout_s": 1.0, "timeout_s": 0.5})["reward"] == 2 / 9
+
+
+@needs_bubblewrap
+def test_a_function_may_be_a_method_of_solution():
+    methods = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
+    tests = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+    assert reward(tests, methods)["reward"] == 1.0
+    assert reward(tests, methods + "\n", entry_point="add")["reward"] == 1.0
+    assert reward("assert abs(add(0.1, 0.2) - 0.3) < 1e-9", methods)["reward"] == 1.0
+    assert (
+        reward(tests, methods.replace("class", "def add(a, b): return a + b\nclass").replace("a + b\n```", "0\n```"))[
+            "reward"
+        ]
+        == 1.0
+    )
+    assert reward({**tests, "fn_name": "plus"}, methods)["reward"] == 0.0
+
+
+@needs_bubblewrap
 def test_a_sandbox_of_the_config_is_opened_here():
     assert reward(["assert add(1, 2) == 3"], ADD, sandbox=config.Sandbox())["reward"] == 1.0
 
@@ -175,9 +200,11 @@ def test_no_expected_value_enters_the_solutions_sandbox(form):
 # ---------------------------------------------------------------- parts
 
 
-def test_the_program_is_the_last_block_of_python_or_the_whole_text():
+def test_the_program_is_the_last_block_of_python_or_one_without_a_label_or_the_whole_text():
     assert extract_code("print(1)") == "print(1)"
-    assert extract_code("a\n```python\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```") == "x = 2\n"
+    assert extract_code("a\n```python\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```") == "x = 1\n"
+    assert extract_code("a\n```\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```") == "x = 2\n"
+    assert extract_code("<think>\n```python\nx = 1\n```\n</think>\n```\nx = 2\n```") == "x = 2\n"
     assert extract_code("```py\nx = 1\n```\n```python\nx = 3") == "x = 3\n"
 
 

@@ -1,6 +1,7 @@
 """Real worker processes against hostile reward functions: each costs its own sample and nothing else."""
 
 import gc
+import json
 import math
 import os
 import resource
@@ -20,10 +21,10 @@ import numpy as np
 import pytest
 
 from tandem.errors import UserError
-from tandem.rewards.crew import LOADING_S
+from tandem.rewards.crew import LOADING_S, Crew
 from tandem.rewards.patience import SPARES, Patience
 from tandem.rewards.pool import RewardPool
-from tandem.rewards.process import GROWTH_BYTES, Worker
+from tandem.rewards.process import GROWTH_BYTES, NICE, Template, Worker
 from tandem.rewards.wire import TEXT_CHARS
 from tandem.types import Attempt, Problem
 from tests.rewards.scoring import score_all, scores_of
@@ -224,6 +225,11 @@ def forge(problem, completion):
             os.write(fd, b'{"id": 0, "at": 1}\\n')
     time.sleep(60)
 
+def span(problem, completion):
+    began = time.monotonic()
+    time.sleep(float(completion))
+    return {"reward": 0.0, "began": began, "ended": time.monotonic()}
+
 def odd(problem, completion):
     return {"b.x": 1.0, "x": 1.0}
 
@@ -379,6 +385,14 @@ def test_a_math_verifier_that_hangs_costs_its_own_sample_only():
     assert [(score.reward, score.error) for score in number] == [(0.0, "")] * 2  # not evaluated, so nothing can hang
 
 
+def test_the_first_formula_scores_as_the_second_where_the_verifier_is_one_of_three(mine):
+    """It says that it loads Math-Verify while the second function is at work."""
+    functions = [*mine("one"), "answer", *mine("length")]
+    with RewardPool(functions, timeout_s=30.0) as pool:
+        scores = scores_of(pool, Problem(uid="p", messages=(), answer="x+1"), [r"\boxed{1+x}"] * 2)
+    assert [(score.reward, score.error) for score in scores] == [(1.0 + 1.0 + 11.0, "")] * 2
+
+
 # ---------------------------------------------------------------- storms
 
 STORM = ("loop", "long c call", "allocate", "nan", "string", "raise", "exit", "slow")
@@ -412,6 +426,16 @@ def test_a_function_that_is_slow_for_every_attempt_gets_no_spare_workers():
     with hostile_pool(workers=2, timeout_s=30.0) as pool:
         futures = [pool.submit(PROBLEM, Attempt(text="slow pid")) for _ in range(12)]
         assert len({future.result().reward for future in futures}) == 2
+
+
+@LINUX
+def test_a_function_that_waits_gets_no_spare_worker_and_holds_up_nobody_behind_it(mine):
+    with RewardPool(mine("span"), timeout_s=30.0, workers=2) as pool:
+        scores_of(pool, PROBLEM, ["0"] * 200)  # what is usual
+        spans = [score.parts for score in scores_of(pool, PROBLEM, ["0.3"] * 8 + ["2"] + ["0"] * 40)]
+    together = [sum(one["began"] <= other["began"] < one["ended"] for one in spans) for other in spans]
+    assert max(together) == 2
+    assert max(span["ended"] for span in spans[9:]) < spans[8]["ended"]
 
 
 def worker_at(began=0.0, *, late=False, answered=1):
@@ -452,12 +476,13 @@ def test_in_a_storm_who_uses_much_processor_time_is_put_last_and_who_waits_for_s
 
 
 @LINUX
-def test_a_worker_that_is_put_last_yields_the_core_and_grows_little():
+def test_a_worker_that_is_put_last_starves_beside_nobody_and_grows_little():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         worker = worker_at(late=True)
         worker.pid = process.pid
         worker.put_last()
-        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+        assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER  # idle ones get nothing beside a busy engine
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == NICE
         size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_AS)
         assert soft == hard
@@ -587,6 +612,37 @@ def test_a_function_that_cannot_be_loaded_again_is_a_user_error_of_the_futures_a
 
 
 # ---------------------------------------------------------------- processes
+
+
+class Telling:
+    """A template that says what it is told."""
+
+    def __init__(self, *messages):
+        self.said = list(messages)
+
+    def messages(self):
+        return self.said, True
+
+
+def test_a_worker_that_was_dropped_before_its_process_was_known_is_killed():
+    crew = Crew(["answer"], True, (), 5.0, 1)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as process:
+        crew._hear_template(Telling({"forked": 7, "pid": process.pid}))
+        assert process.wait(timeout=20.0) == -signal.SIGKILL
+    crew.stop()
+    crew.run()
+
+
+def test_a_template_that_cannot_import_ahead_still_forks():
+    template = Template((json.dumps(["answer"]), "[]", "{}", "2048"), 60.0)
+    template.preload("no_such_module")
+    worker = template.fork(60.0)
+    worker.socket.settimeout(60.0)
+    try:
+        assert json.loads(worker.socket.recv(1000)) == {"id": -1, "ready": True}
+    finally:
+        worker.kill()
+        template.close()
 
 
 def test_a_worker_that_died_between_calls_is_replaced_and_no_text_is_blamed():

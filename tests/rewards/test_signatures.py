@@ -42,6 +42,7 @@ async def slow(problem, completion):
     return 0.75
 
 def trl(completions, **columns):
+    SEEN.clear()
     SEEN.update(columns, completions=completions)
     return [0.5]
 
@@ -72,6 +73,10 @@ def trl_ids(completions, completion_ids, **kwargs):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     SEEN.update(data_source=data_source, extra_info=extra_info)
     return float(ground_truth in solution_str)
+
+def near(data_source, solution_str, ground_truth, extra_info):
+    SEEN.update(extra_info=extra_info)
+    return float(abs(float(solution_str) - ground_truth) < 0.01)
 
 def gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
     return score if ground_truth in solution_str else format_score
@@ -182,6 +187,12 @@ def test_the_answer_is_also_called_solution_as_trl_does_unless_the_row_says_othe
     assert (seen()["answer"], seen()["solution"]) == (["7"], ["7"])
 
 
+def test_trl_functions_get_the_answer_as_the_row_has_it_and_not_a_second_time(score):
+    score("trl", "x", problem=Problem(uid="p", messages=CHAT.messages, answer="3", metadata={"raw_answer": 3, "a": 1}))
+    assert {key: seen()[key] for key in ("answer", "solution", "a")} == {"answer": [3], "solution": [3], "a": [1]}
+    assert "raw_answer" not in seen()
+
+
 def test_trl_functions_may_be_async_or_name_their_columns(score):
     assert score("trl_later", "so 1/3")[0] == 1.0
     assert score("trl_columns", "x")[0] == 2.0
@@ -240,6 +251,13 @@ def test_verls_signature_gets_data_source_solution_ground_truth_and_extra_info(s
     plain = Problem(uid="p", messages=CHAT.messages, answer="1/3", metadata={"level": 2})
     score("compute_score", "so 1/3", problem=plain)
     assert seen()["extra_info"] == {"level": 2}  # rows that are not verl's have no column of that name
+
+
+def test_verls_functions_get_the_answer_as_the_row_has_it_and_not_a_second_time(score):
+    metadata = {"raw_answer": 0.5, "level": 2}
+    problem = Problem(uid="p", messages=CHAT.messages, answer="0.5", metadata=metadata)
+    assert score("near", "0.501", problem=problem) == (1.0, {"near": 1.0})
+    assert seen()["extra_info"] == {"level": 2}
 
 
 def test_verls_score_functions_of_one_data_set_take_less_and_have_options(score):
