@@ -98,7 +98,7 @@ def rollout(
 
 @app.command()
 def generate(
-    task: Annotated[str, typer.Argument(help="algebra, arithmetic, countdown, guess, calculator, reasoning_gym:NAME,..., verifiers:ID")],
+    task: Annotated[str, typer.Argument(help="a task, e.g. countdown, guess, reasoning_gym:NAME, verifiers:ID")],
     out: Annotated[Path, typer.Option(help="FILE.jsonl", show_default=False)],
     count: Annotated[int, typer.Option(min=1, help="how many problems")] = 1000,
     difficulty: Annotated[int | None, typer.Option(help="from 1 on; default: the task's own", show_default=False)] = None,

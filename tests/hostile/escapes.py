@@ -26,7 +26,7 @@ def opens(name, path, flags="os.O_WRONLY", open=""):
 
 READING = [
     reads("read a secret file", "$SECRET"),
-    reads("read the repository", "$REPOSITORY/tandem/sandbox/"),
+    reads("read the repository", "$REPOSITORY/tandem/sandbox/__init__.py"),
     reads("read the repository's git", "$REPOSITORY/.git/HEAD", open=""),
     reads("read the shadow file", "/etc/shadow", open="root"),
     reads("read the users", "/etc/passwd"),
