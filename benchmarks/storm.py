@@ -8,7 +8,7 @@ replaced by one of eight harms in turn. Rounds alternate in one pool; the median
     throughput   samples a second, until the last score of the round is there, its last timeouts included
     clean ones   harmless samples a second, until the last score of a harmless one is there
 
-Processes and memory (of this process and of the pool's) are compared before the first storm and after the last.
+Processes and memory (of this process and of the pool's) are compared after a first storm and after the last.
 The exit status is 1 where a process is left or, with the samples and the time of BAR, less than KEPT of the throughput is
 kept or memory grows by GROWN or more. --write adds the row to docs/storm.json.
 """
@@ -40,9 +40,7 @@ LONG = "x" * (100 * 2**20) + "Answer: 3"
 def main() -> int:
     how = arguments()
     with RewardPool(FUNCTIONS, timeout_s=how.timeout_s, workers=how.workers) as pool:
-        score(
-            pool, samples(how.samples // 10, how.cost_ms, hostile=True)
-        )  # everything is warm, everyone has been forked
+        score(pool, samples(how.samples, how.cost_ms, hostile=True))  # what a storm takes once, it has taken now
         before = footprint()
         rounds = [
             (

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -28,6 +29,8 @@ def main() -> None:
     readme.write_text(fill(text, "measured", "\n".join(measured())))
     environments_md = ROOT / "docs" / "environments.md"
     environments_md.write_text(fill(environments_md.read_text(), "environments", "\n".join(environments())))
+    rewards_md = ROOT / "docs" / "rewards.md"
+    rewards_md.write_text(fill(rewards_md.read_text(), "storm", "\n".join(storm())))
     for page in (ROOT / "docs").glob("*.md"):
         page.write_text(re.sub(FILE_BLOCK, show_file, page.read_text()))
 
@@ -80,7 +83,7 @@ def smollm2() -> str:
     return "\n".join([*lines, ""])
 
 
-def recorded(name: str) -> dict:
+def recorded(name: str) -> Any:
     path = ROOT / "docs" / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -116,6 +119,20 @@ def environments() -> list[str]:
     return lines
 
 
+def storm() -> list[str]:
+    """What is left of the throughput when a tenth of the samples is hostile."""
+    lines = ["`python benchmarks/storm.py --write`; 10% hostile samples of eight kinds against none, alternating:", ""]
+    lines += [
+        "| samples, each | timeout | throughput kept (target 80%) | processes left over | memory, after a first storm -> after |"
+    ]
+    lines += ["|---|---|---|---|---|"]
+    for row in recorded("storm"):
+        before, after = row["before"], row["after"]
+        lines.append(f"| {row['samples']:,}, {row['cost_ms']:g} ms | {row['timeout_s']:g} s | {row['throughput_kept']:.0%} | "
+                     f"{len(row['left']) - 1} | {before['memory_mb']:.0f} -> {after['memory_mb']:.0f} MB |")  # fmt: skip
+    return lines
+
+
 def environment_rows() -> list[str]:
     """Of README's table."""
     learned, rollouts, sandbox = (recorded(name) for name in ("environments", "rollouts", "sandbox"))
@@ -129,6 +146,9 @@ def environment_rows() -> list[str]:
     hostile, escapes = sandbox["escapes"], sum(len(row["escapes"]) for row in sandbox["escapes"])
     rows.append(f"| hostile programs in the sandbox: escapes; a run, median | {escapes} of {len(hostile)}; "
                 f"{sandbox['times_ms']['run']['median']:.0f} ms | [docs/sandbox.md](docs/sandbox.md) |")  # fmt: skip
+    for row in recorded("storm"):
+        rows.append(f"| rewards: throughput kept with 10% hostile samples, {row['cost_ms']:g} ms each, timeout {row['timeout_s']:g} s | "
+                    f"{row['throughput_kept']:.0%} | [docs/rewards.md](docs/rewards.md) |")  # fmt: skip
     return rows
 
 

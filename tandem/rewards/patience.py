@@ -2,8 +2,8 @@
 
 What is behind that item then goes to a spare, so nobody waits behind it, and the late one ends when it has answered. As
 long as late ones mostly do answer, they are merely slow and keep their share of the cores. Where most of the last ones did
-not, it is a storm, and a late one that has used its fair share of processor time runs at the lowest priority (nice 19): it
-gets little of a core that others want, but some. A worker that waits for something else (a judge) uses none: it is never
+not, it is a storm, and a late one that has used its fair share of processor time runs only when nobody wants the core.
+A worker that waits for something else (a judge) uses none: it is never
 put last, and gets no spare, so that reward.workers bounds the requests; only what is behind it goes to others.
 
 It knows what has happened to workers, and does nothing to them (crew.py does).

@@ -24,7 +24,7 @@ from tandem.errors import UserError
 from tandem.rewards.crew import LOADING_S, Crew
 from tandem.rewards.patience import SPARES, Patience
 from tandem.rewards.pool import RewardPool
-from tandem.rewards.process import GROWTH_BYTES, NICE, Template, Worker
+from tandem.rewards.process import GROWTH_BYTES, Template, Worker
 from tandem.rewards.wire import TEXT_CHARS
 from tandem.types import Attempt, Problem
 from tests.rewards.scoring import score_all, scores_of
@@ -482,7 +482,7 @@ def test_a_worker_that_is_put_last_starves_beside_nobody_and_grows_little():
         worker.pid = process.pid
         worker.put_last()
         assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER  # idle ones get nothing beside a busy engine
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == NICE
+        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
         size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_AS)
         assert soft == hard
