@@ -84,7 +84,7 @@ def tell(group: Group, seconds: float, renderer: Renderer) -> None:
     """One episode: what was said, what it is worth and why, and how long it took."""
     [episode] = group.episodes
     console.rule(group.problem.uid)
-    for message in (*group.problem.messages, *episode.messages):
+    for message in episode.chat(group.problem):
         console.print(f"{message['role']}: {message['content']}", markup=False)
     given = {name: value for name, value in episode.given.items() if value or name != "env"}  # 0 says nothing
     parts = ", ".join(f"{name} {value:g}" for name, value in {**given, **episode.reward_parts}.items())
