@@ -18,6 +18,7 @@ from tandem.draws import address
 from tandem.engine.engine import Engine
 from tandem.envs.load import load_env
 from tandem.envs.load import source_files as env_files
+from tandem.envs.own import source_file as source_of
 from tandem.envs.rollout import World
 from tandem.errors import UserError
 from tandem.evaluate import evaluate
@@ -63,8 +64,8 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     for key, folder in models.items():
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
         paths |= {f"{key}/{file.name}": file for file in files}
-    modules = [function.rpartition(":")[0] for function in config.reward.functions]
-    paths |= {f"reward.function/{module}": Path(module) for module in modules if module}
+    own = [source_of(function) for function in config.reward.functions]
+    paths |= {f"reward.function/{file}": file for file in own if file is not None}
     paths |= {f"env/{file}": file for file in env_files(config.env)}
     return {key: _sha256(path) for key, path in paths.items() if path.is_file()}
 

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
+from tandem.build import input_hashes
 from tandem.checkpoint import step_name
 from tandem.cli.main import app
+from tandem.config import Config, Reward
 from tandem.errors import UserError
 from tandem.metrics import read_metrics
 from tandem.model.tiny import make_tiny
@@ -273,3 +275,9 @@ def test_a_run_whose_reward_function_has_changed_is_not_gone_on_with(home, tmp_p
     assert invoke(*command).exit_code == 0
     reward.write_text("def score(problem, completion):\n    return -3.0\n")
     assert f"reward.function/{reward}" in mistake(*command, f"run.steps={STEPS + 1}")
+
+
+def test_the_file_of_a_reward_function_named_by_its_module_is_an_input_too():
+    config = Config(reward=Reward(function="tandem.rewards.countdown:countdown"))
+    [(key, digest)] = input_hashes(config).items()
+    assert key.endswith("tandem/rewards/countdown.py") and len(digest) == 64

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -63,11 +64,11 @@ class Sandbox(Protocol):
         ...
 
 
-class _Local:
+class _Local(ABC):
     """Programs that run on this machine; a subclass starts them."""
 
-    def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
-        raise NotImplementedError
+    @abstractmethod
+    def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run: ...
 
     def run(
         self, command: Sequence[str], *, files: Mapping[str, str] = {}, stdin: str = "", limits: Limits = LIMITS
