@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # One thread a process: several OpenMP processes beside each other slow each other down many times over.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: setup adapters demo test check format lint types size gpu invariants bench smollm2 learning environments figures clean
+.PHONY: setup adapters demo test check format lint types size gpu invariants chaos bench smollm2 learning environments figures clean
 
 setup: $(READY)
 
@@ -51,6 +51,10 @@ gpu: $(READY)
 invariants: $(READY)
 	@$(BIN)/python tools/invariants.py
 
+# Faults of every kind, each seen to fire; `make chaos only="checkpoints kills"` runs these sections.
+chaos: $(READY)
+	@$(TEST_ENV) $(BIN)/python tools/chaos.py $(only)
+
 # README's and docs' figures, from what was measured.
 figures: $(READY)
 	@$(BIN)/python tools/figures.py
@@ -69,6 +73,7 @@ learning: $(READY)
 # The baselines (transformers, TRL) come with the development environment.
 bench: $(READY)
 	@$(BIN)/python benchmarks/run.py
+	@$(BIN)/python benchmarks/asynchronous.py
 
 smollm2: $(READY)
 	@$(BIN)/python examples/smollm2.py

@@ -15,9 +15,10 @@ from pathlib import Path
 from tandem.build import build_engine, learning_models, playground, prepare_process, read_data
 from tandem.data.render import load_renderer
 from tandem.evaluate import sampling_params
-from tandem.loop import Stages, train_step
+from tandem.loop import Stages, train_step, update
 from tandem.metrics import peak_rss_mb
 from tandem.recipe import load_config
+from tandem.stream.recall import Journal
 from tandem.weights.inline import InlineSync
 
 LARGE = ("train.tokens_per_microbatch=1024", "train.activation_checkpointing=true")
@@ -40,7 +41,7 @@ def main() -> None:
             stages = Stages(
                 config=config, problems=read_data(config, "data.train"), player=player_of(engine, renderer), models=models,
                 exact=True,
-                sync=InlineSync(engine), episodes=Path(folder) / "episodes",
+                sync=InlineSync(engine), journal=Journal(Path(folder) / "episodes", "benchmark", []),
                 params=sampling_params(config.rollout, () if fixed == "1" else renderer.stop_token_ids),
             )  # fmt: skip
             print(json.dumps(measure(stages, int(steps))))
@@ -50,7 +51,7 @@ def measure(stages: Stages, steps: int) -> dict[str, float | str]:
     seconds, rollout, tokens = [], [], []
     for step in range(steps):
         start = time.perf_counter()
-        metrics, timings = train_step(stages, step)
+        metrics, timings, _ = train_step(stages, step, update)
         seconds.append(time.perf_counter() - start)
         rollout.append(timings["rollout_s"])
         tokens.append(metrics["num_loss_tokens"])

@@ -25,6 +25,7 @@ from tandem.config import Env as EnvConfig  # noqa: E402
 from tandem.data.render import load_renderer  # noqa: E402
 from tandem.draws import address  # noqa: E402
 from tandem.engine.engine import Engine  # noqa: E402
+from tandem.envs.record import seat  # noqa: E402
 from tandem.envs.rollout import World, run_episodes  # noqa: E402
 from tandem.model.load import load_model  # noqa: E402
 from tandem.model.tiny import make_tiny  # noqa: E402
@@ -74,7 +75,7 @@ def measure(model, renderer, *, under_way: int, lock_step: bool) -> dict[str, fl
     Tool.barrier = asyncio.Barrier(under_way) if lock_step else None
     start = time.perf_counter()
     run_episodes(
-        problems, group_size=1, place=("bench",), engine=engine, renderer=renderer,
+        seat(problems, 1, ("bench",)), engine=engine, renderer=renderer,
         world=World(make=Tool, limits=EnvConfig(concurrency=under_way)),
         params=SamplingParams(max_new_tokens=TOKENS),
     )  # fmt: skip

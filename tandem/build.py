@@ -2,8 +2,10 @@
 
 import ctypes
 import hashlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,27 +18,32 @@ from tandem.data.render import ChatRenderer, load_renderer
 from tandem.data.sources import source_files
 from tandem.draws import address
 from tandem.engine.engine import Engine
+from tandem.engine.workers import Workers
 from tandem.envs.load import load_env
 from tandem.envs.load import source_files as env_files
 from tandem.envs.own import source_file as source_of
 from tandem.envs.rollout import World
 from tandem.errors import UserError
 from tandem.evaluate import evaluate
-from tandem.loop import Grade, Player
 from tandem.model.load import ExactModel, check_model, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.probe import what_is_not_exact
+from tandem.play import Grade, Player
 from tandem.rewards.pool import RewardPool
 from tandem.sandbox import open_sandbox
-from tandem.stream.journal import write_episodes
+from tandem.stream.recall import Journal
 from tandem.train.fixed import scores
 from tandem.train.learn import Models
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
-from tandem.types import Episode, Generate, Problem, Renderer, Row
+from tandem.types import Episode, Generate, Group, Problem, Renderer, Row, Sync
+from tandem.weights.inline import InlineSync
+from tandem.weights.processes import ProcessSync
+from tandem.weights.shared import SharedWeights
 
 Report = Callable[[str], None]
 
+SILENCE_S = 30.0  # of a rollout worker, which is then replaced
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -81,8 +88,9 @@ def _sha256(path: Path) -> str:
 
 def prepare_process(config: Config) -> None:
     """Threads, and memory that stays with the process: page faults of fresh tensors cost a tenth of a small step."""
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if config.run.threads or config.rollout.workers:
+        torch.set_num_threads(config.run.threads or max(1, cores - config.rollout.workers))
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
@@ -227,10 +235,31 @@ def playground(config: Config) -> Iterator[Callable[[Generate, Renderer], Player
     world = World(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
         check_model(config.reward.model, "reward.model", head="value")
-    with reward_pool(config) as reward:
+    with reward_pool(config) as reward, closing(world):
         yield lambda engine, renderer: Player(
             engine=engine, renderer=renderer, world=world, reward=reward, grade=grader(config)
         )
+
+
+@contextmanager
+def rollout_side(
+    config: Config, model: ExactModel, local: Player, report: Report
+) -> Iterator[tuple[Player, Sync, Callable[[], None]]]:
+    """Who samples for training, how weights get there, and what ends it: the trainer's own engine, or worker processes."""
+    rollout = config.rollout
+    if not rollout.workers:
+        yield local, InlineSync(local.engine), lambda: None
+        return
+    with (
+        closing(SharedWeights(model.merged_weights())) as shared,
+        Workers(
+            model_path=config.model.path, cache_mb=rollout.cache_mb, max_batch=rollout.max_batch, longest=local.engine.longest,
+            count=rollout.workers, heartbeat_s=min(SILENCE_S, config.run.stall_s / 2), restarts=rollout.restarts,
+            weights=shared, report=report,
+        ) as workers,
+    ):  # fmt: skip
+        sync = ProcessSync(workers, local.engine, shared, model.merged_weights, rollout.staleness)
+        yield replace(local, engine=workers), sync, workers.close
 
 
 def grader(config: Config) -> Grade | None:
@@ -261,13 +290,19 @@ def _with_word(episode: Episode, value: float | None) -> Episode:
 
 
 def evaluator(
-    config: Config, problems: Sequence[Problem], player: Player, stop_token_ids: tuple[int, ...], episodes: Path | None
+    config: Config,
+    problems: Sequence[Problem],
+    player: Player,
+    stop_token_ids: tuple[int, ...],
+    journal: Journal | None,
 ) -> Callable[[int], Row]:
-    """A function of the steps done; it journals its episodes, and returns no metrics where there is nothing to evaluate."""
+    """A function of the steps done; it returns no metrics where there is nothing to evaluate. What it finds of an earlier
+    start of the run in the journal is not played again."""
 
     def run(done: int) -> Row:
         if not problems:
             return {}
+        known = {} if journal is None else _passes(journal, done)
         metrics, groups = evaluate(
             player,
             problems,
@@ -275,10 +310,17 @@ def evaluator(
             how=config.eval,
             rollout=config.rollout,
             stop_token_ids=stop_token_ids,
+            known=known,
         )
-        if episodes is not None:
-            for kind, part in groups.items():
-                write_episodes(episodes, done, part, kind=f"eval_{kind}")
+        if journal is not None:
+            for kind in groups.keys() - known.keys():
+                journal.write(done, groups[kind], kind=f"eval_{kind}")
         return metrics
 
     return run
+
+
+def _passes(journal: Journal, done: int) -> dict[str, list[Group]]:
+    """Of an evaluation that an earlier start of the run has made."""
+    found = {kind: journal.read(done, f"eval_{kind}") for kind in ("sampled", "greedy")}
+    return {kind: known[0] for kind, known in found.items() if known is not None}

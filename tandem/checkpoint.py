@@ -1,11 +1,12 @@
 """Checkpoints: safetensors and JSON in `checkpoints/step_000012/`, proved whole by a manifest that is written last.
 
     .tmp-step_000012/                policy.safetensors  optimizer.safetensors  state.json   each fsynced
-                                     manifest.json (step, versions, size and SHA-256 of each file), fsynced
+                                     manifest.json (step, versions, SHA-256 of the config, size and SHA-256 of each
+                                     file), fsynced
     .tmp-step_000012 -> step_000012  one atomic rename, then fsync of the parent, then older ones are pruned
 
 A kill leaves a `.tmp-` folder, which nobody reads, or a whole checkpoint. SHA-256, so that `sha256sum` checks one too.
-It does not know what the tensors and the state mean. No pickle is read or written.
+`saver.py` does this beside training. It does not know what the tensors and the state mean. No pickle is read or written.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import os
 import platform
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,34 +24,43 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tandem.disk import DISK, Disk, disk_errors, human_bytes, os_error
+from tandem import __version__
+from tandem.disk import DISK, Disk, disk_errors, human_bytes, make_folder, os_error
 from tandem.errors import UserError
+from tandem.watchdog import beat
 
 Tensors = dict[str, dict[str, torch.Tensor]]  # file stem -> name -> tensor
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 _HEADROOM = 1 << 20  # bytes beyond the tensors: headers, manifest, file system blocks
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: Tensors, state: dict[str, Any], keep: int, *, disk: Disk = DISK
-) -> Path:
+    folder: Path, step: int, tensors: Tensors, state: dict[str, Any], keep: int, *, config: str,
+    before_write: Callable[[], None] = lambda: None, disk: Disk = DISK,
+) -> Path:  # fmt: skip
     """Write `folder/step_N`, durable on return, and keep the newest `keep`. Only one process may save into a folder.
 
     tensors, e.g. {"policy": {"embed.weight": ...}, "optimizer": {"embed.weight.exp_avg": ...}}, hold no tensor twice;
-    state is JSON. Raises UserError when the disk is full or read-only; checkpoints already there stay intact.
+    state is JSON; config is the text of the run's config.toml, whose hash goes into the manifest. before_write is called
+    when all but the manifest is written: the checkpoint cannot be seen before it returns. Raises UserError when the disk
+    is full or read-only, and whatever before_write raises; checkpoints already there stay intact.
     """
-    state_text = _state_text(state)
+    state_text = json.dumps(plain_state(state), sort_keys=True).encode()
     target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
     with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, disk)
         _sweep(folder, disk)
         _check_space(folder, tensors, len(state_text), disk)
         try:
-            _write_files(temporary, step, tensors, state_text, disk)
-        except OSError:
-            disk.remove(temporary)  # it takes the space that the user is about to look for
+            _write_files(temporary, tensors, state_text, disk)
+            before_write()
+            _write_manifest(temporary, step, config, disk)
+        except (OSError, UserError):
+            with suppress(OSError):  # the first error is the one to tell
+                disk.remove(temporary)  # it takes the space that the user is about to look for
             raise
         _put_in_place(temporary, target, disk)
         _prune(folder, step, keep, disk)
@@ -90,8 +101,9 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[s
         raise UserError(
             "the checkpoint is damaged", where=str(path), found="; ".join(damage), next="take another step_N"
         )
-    files = sorted(path.glob("*.safetensors"))
-    return {file.stem: load_file(file) for file in files}, json.loads((path / STATE).read_text(encoding="utf-8"))
+    _, files = _read_manifest(path)  # whatever else lies in the folder has no hash
+    tensors = {Path(name).stem: load_file(path / name) for name in sorted(files) if name != STATE}
+    return tensors, json.loads((path / STATE).read_text(encoding="utf-8"))
 
 
 def find_damage(path: Path) -> list[str]:
@@ -110,12 +122,13 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def _state_text(state: dict[str, Any]) -> bytes:
-    """Refuses what JSON would change in silence (tuples, integer keys, NaN): a resumed run must read what was saved."""
-    text = json.dumps(state, allow_nan=False, sort_keys=True)
-    if json.loads(text) != state:
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A deep copy, as it will be read back. Raises TypeError or ValueError for what JSON would change in silence (tuples,
+    integer keys, NaN): a resumed run must read what was saved."""
+    copy: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
+    if copy != state:
         raise TypeError("the state of a checkpoint does not survive JSON: use lists, string keys and plain numbers")
-    return text.encode()
+    return copy
 
 
 def _check_space(folder: Path, tensors: Tensors, state_bytes: int, disk: Disk) -> None:
@@ -135,16 +148,20 @@ def _check_space(folder: Path, tensors: Tensors, state_bytes: int, disk: Disk) -
         )
 
 
-def _write_files(temporary: Path, step: int, tensors: Tensors, state_text: bytes, disk: Disk) -> None:
+def _write_files(temporary: Path, tensors: Tensors, state_text: bytes, disk: Disk) -> None:
     temporary.mkdir()
     for stem, named in tensors.items():
         disk.write(temporary / f"{stem}.safetensors", _tensor_writer(named))
+        beat()
     disk.write(temporary / STATE, _bytes_writer(state_text))
-    files = sorted(temporary.iterdir())
-    for file in files:
+    for file in sorted(temporary.iterdir()):
         disk.fsync(file)
-    # The hashes are of the files as they can be read back, and the manifest says so only once they are durable.
-    disk.write(temporary / MANIFEST, _bytes_writer(_manifest(step, files)))
+        beat()
+
+
+def _write_manifest(temporary: Path, step: int, config: str, disk: Disk) -> None:
+    """The hashes are of the files as they can be read back, and the manifest says so only once they are durable."""
+    disk.write(temporary / MANIFEST, _bytes_writer(_manifest(step, config, sorted(temporary.iterdir()))))
     disk.fsync(temporary / MANIFEST)
     disk.fsync(temporary)
 
@@ -206,10 +223,12 @@ def _sweep(folder: Path, disk: Disk) -> None:
         disk.remove(path)
     for aside in folder.glob(".aside-step_*"):
         target = folder / aside.name.removeprefix(".aside-")
-        if target.exists():
+        if not find_damage(target):
             _discard(aside, disk)
-        else:
-            disk.rename(aside, target)
+            continue
+        if target.exists():  # its successor has gone bad since
+            _discard(target, disk)
+        disk.rename(aside, target)
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -218,10 +237,12 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted(names, key=lambda path: (checkpoint_step(path), path.name), reverse=True)
 
 
-def _manifest(step: int, files: list[Path]) -> bytes:
+def _manifest(step: int, config: str, files: list[Path]) -> bytes:
+    libraries = {name: version(name) for name in _LIBRARIES}
     body = {
         "step": step,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "safetensors")}},
+        "versions": {"tandem": __version__, "python": platform.python_version(), **libraries},
+        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),  # as `sha256sum config.toml` prints it
         "files": {file.name: {"size": file.stat().st_size, "sha256": _file_hash(file)} for file in files},
     }
     return _sealed(body)
@@ -278,4 +299,6 @@ def _file_size_damage(file: Path, entry: dict[str, Any]) -> list[str]:
 
 def _file_hash(file: Path) -> str:
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    beat()
+    return digest

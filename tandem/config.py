@@ -22,7 +22,12 @@ class Run(Section):
     steps: int = Field(100, ge=1, description="steps of `tandem train` and `tandem distill`")
     save_every: int = Field(10, ge=1, description="steps between checkpoints; the last step is always saved")
     keep_checkpoints: int = Field(2, ge=2, description="newest checkpoints kept")
-    threads: int = Field(0, ge=0, description="torch threads; 0: one for each core")
+    threads: int = Field(
+        0, ge=0, description="torch threads of the trainer; 0: one for each core that no rollout worker has"
+    )
+    stall_s: float = Field(
+        300.0, gt=0, description="seconds without a sign of life after which the run names the culprit and stops"
+    )
 
 
 class Model(Section):
@@ -72,6 +77,16 @@ class Rollout(Section):
     )
     cache_mb: int = Field(1024, ge=1, description="budget of the key/value cache, MiB")
     max_batch: int = Field(256, ge=1, description="most sequences decoded together")
+    staleness: int = Field(
+        0,
+        ge=0,
+        description="step t is sampled by the weights of step t - staleness, while earlier ones are trained; 0: sync",
+    )
+    token_budget: int = Field(
+        0, ge=0, description="partial rollouts: tokens an episode samples in one step before it pauses; 0: to its end"
+    )
+    workers: int = Field(0, ge=0, description="rollout processes, one thread each; 0: in the trainer's own process")
+    restarts: int = Field(10, ge=0, description="rollout processes started anew before the run gives up")
 
 
 class Env(Section):
@@ -201,6 +216,12 @@ class RL(Section):
         0,
         ge=0,
         description="dynamic sampling: batches drawn at most to fill a step with groups that have signal; 0: off",
+    )
+    max_truncated: float = Field(
+        1.0, gt=0, le=1, description="share of cut completions above which the run stops; 1: never"
+    )
+    max_flat_steps: int = Field(
+        50, ge=0, description="steps in a row without any advantage after which the run stops; 0: never"
     )
     mask_truncated: bool = Field(False, description="episodes cut by max_new_tokens carry no loss")
     curriculum: bool = Field(

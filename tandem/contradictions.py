@@ -17,6 +17,7 @@ def contradictions(config: "Config") -> list[tuple[bool, str]]:
     return [
         *_algorithm_contradictions(rl),
         *_reward_contradictions(config),
+        *_schedule_contradictions(config),
         ("" in rollout.stop, "rollout.stop: an empty string would end every completion at once"),
         (
             rl.curriculum and not config.data.shuffle,
@@ -80,6 +81,26 @@ def _algorithm_contradictions(rl: "RL") -> list[tuple[bool, str]]:
         (
             0 < rl.max_logprob_error < 1,
             "rl.max_logprob_error: the mean of exp|difference| is at least 1, so a bound below 1 masks every sequence",
+        ),
+    ]
+
+
+def _schedule_contradictions(config: "Config") -> list[tuple[bool, str]]:
+    rl, rollout, env, stall_s = config.rl, config.rollout, config.env, config.run.stall_s
+    return [
+        (
+            env.name != "single_turn" and stall_s <= env.timeout_s + 5,
+            "run.stall_s: must be above env.timeout_s + 5, or a slow environment is taken for a stall",
+        ),
+        (stall_s < 2, "run.stall_s: must be at least 2: signs of life come twice a second"),
+        (
+            bool(rollout.staleness or rollout.token_budget) and rl.loss == "reinforce" and rl.correction == "none",
+            "rl.loss: reinforce has no probability ratio, and with rollout.staleness or rollout.token_budget episodes are of "
+            "older weights; use ppo_clip, or a correction (rl.correction=tis)",
+        ),
+        (
+            rollout.token_budget >= rollout.max_new_tokens and config.env.name == "single_turn",
+            "rollout.token_budget: has no effect from rollout.max_new_tokens on, as no completion pauses",
         ),
     ]
 

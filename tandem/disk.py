@@ -68,6 +68,14 @@ class Disk:
 DISK = Disk()
 
 
+def make_folder(folder: Path, disk: Disk = DISK) -> None:
+    """With the parents it lacks, each durable in its own parent: what is durable in a folder needs the folder."""
+    if not folder.is_dir():
+        make_folder(folder.parent, disk)
+        folder.mkdir(exist_ok=True)
+        disk.fsync(folder.parent)
+
+
 def write_atomic(path: Path, data: bytes, disk: Disk = DISK) -> None:
     """Put data at path, durable on return; until the rename the old content stays. Raises UserError on a full disk."""
     temporary = path.with_name(f".tmp-{path.name}")

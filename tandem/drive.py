@@ -1,23 +1,38 @@
 """Run a job's steps in a run folder: resume, metrics, evaluation, checkpoints. The same for every command that trains.
 
-Order at a step: train, evaluate if due, write the metrics row, save if due. A kill anywhere loses at most the steps
-since the last checkpoint, and the same command makes them again with the same bits.
+Order at a step: train, evaluate if due, write the metrics row, save if due. A kill anywhere loses at most the updates
+since the last checkpoint, and the same command makes them again with the same bits. Ctrl-C and SIGTERM save first.
 """
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint, save_checkpoint
+from torch import Tensor
+
+from tandem import stopping, watchdog
+from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint
 from tandem.errors import UserError
-from tandem.metrics import MetricsWriter, peak_rss_mb
+from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
+from tandem.recipe import to_toml
 from tandem.run import RunFolder
-from tandem.stream.journal import cut_episodes
+from tandem.saver import Saver
+from tandem.stream.journal import episode_file
 from tandem.train.learner import Learner
 from tandem.types import Row
+
+LEAVE_S = 3.0  # for rollouts under older weights to end, where the run is left in the middle
+
+Stepped = tuple[Row, Row, dict[str, Any]]  # metrics, timings, what else a step leaves to the next, as JSON
+
+
+def _nothing(done: int) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +42,14 @@ class Job:
     learners: dict[str, Learner]  # by their name in checkpoints; the first is what the run is for
     steps: int
     eval_every: int  # 0: only before the first step and after the last
-    step: Callable[[int], tuple[Row, Row]]  # metrics, timings
+    step: Callable[[int], Stepped]
     evaluate: Callable[[int], Row]
     publish: Callable[[int], None]
     data: dict[str, str]  # SHA-256 of data files and starting weights by key: the run is a function of them too
-    state: Callable[[], dict[str, Any]] = dict  # what else a step leaves to the next, as JSON
     restore: Callable[[int, dict[str, Any]], None] = lambda done, state: None
+    begin: Callable[[int], None] = _nothing  # its weights are published
+    settled: Callable[[int, float | None], None] = lambda done, within_s: None
+    """Waits until a checkpoint of that step needs nothing that could be lost; raises UserError after within_s."""
 
     @property
     def model(self) -> ExactModel:
@@ -41,75 +58,161 @@ class Job:
 
 def drive(run: RunFolder, job: Job, show: Callable[[int, Row, Row], None]) -> str:
     """Take the job from its last checkpoint to its last step; returns the hash of the final weights."""
-    done, bad_steps = resume(run, job)
-    cut_episodes(run.episodes, max(done, 0))
-    with MetricsWriter(run.path, done) as writer:
-        if done < 0:
-            done = 0
-            start = time.perf_counter()
-            metrics = job.evaluate(0)
-            timings = {"eval_s": time.perf_counter() - start, "rss_mb": peak_rss_mb()}
-            writer.write(0, metrics, timings)
-            show(0, metrics, timings)
-        job.publish(done)
-        while done < job.steps:
-            metrics, timings = job.step(done)
-            done += 1
-            bad_steps = bad_steps + 1 if _what_is_bad(metrics) else 0
-            last = done == job.steps
-            if last or (job.eval_every and done % job.eval_every == 0):
-                start = time.perf_counter()
-                metrics |= job.evaluate(done)
-                timings["eval_s"] = time.perf_counter() - start
-            timings["rss_mb"] = peak_rss_mb()
-            writer.write(done, metrics, timings)
-            if bad_steps > run.config.train.max_bad_steps:
-                raise _too_many(run, bad_steps, done, metrics)
-            if last or done % run.config.run.save_every == 0:
-                save(run, job, done, bad_steps)
-            show(done, metrics, timings)
-    return weight_hash(job.model.merged_weights())
+    with watchdog.watching(run.config.run.stall_s, log=run.path / "log.txt"), stopping.on_signals():
+        return _Drive(run, job, show).to_the_end()
 
 
-def save(run: RunFolder, job: Job, done: int, bad_steps: int) -> None:
-    tensors = {}
-    for name, learner in job.learners.items():
-        tensors[name] = {key: p.detach() for key, p in learner.model.trainable().items()}
-        tensors[f"{name}_optimizer"] = learner.optimizer.state()
-    steps = {name: learner.optimizer.step for name, learner in job.learners.items()}
-    state = {"step": done, "optimizer_steps": steps, "bad_steps": bad_steps, "data": job.data, "progress": job.state()}
-    save_checkpoint(run.checkpoints, done, tensors, state, run.config.run.keep_checkpoints)
+class _Drive:
+    """One call of drive. counts: steps in a row of which something is wrong; saved: the step of the newest checkpoint."""
+
+    def __init__(self, run: RunFolder, job: Job, show: Callable[[int, Row, Row], None]):
+        self.run, self.job, self.show = run, job, show
+        self.done, self.state, self.counts = resume(run, job)
+        self.saved, self.stamp = self.done, self._stamp()
+
+    def to_the_end(self) -> str:
+        run, job = self.run, self.job
+        with MetricsWriter(run.path, self.done) as writer, Saver() as saver, self._leaving(saver):
+            if self.done < 0:
+                self.done = 0
+                row, timings = self._evaluated({}, {})
+                self._tell(writer, row, timings)
+            job.publish(self.done)
+            job.begin(self.done)
+            while self.done < job.steps:
+                with stopping.held():
+                    self._step(writer, saver)
+        return weight_hash(job.model.merged_weights())
+
+    def _step(self, writer: MetricsWriter, saver: Saver) -> None:
+        metrics, timings, self.state = self.job.step(self.done)
+        self.done, self.stamp = self.done + 1, self._stamp()
+        self._count(metrics)
+        last = self.done == self.job.steps
+        if last or (self.job.eval_every and self.done % self.job.eval_every == 0):
+            metrics, timings = self._evaluated(metrics, timings)
+        self._tell(writer, metrics, timings)
+        if any(self.counts.values()):
+            saver.wait()  # the error may name the last checkpoint
+            stop_if_hopeless(self.run, self.done, metrics, self.counts)
+        if last or self.done % self.run.config.run.save_every == 0:
+            self._save(saver)
+
+    def _evaluated(self, metrics: Row, timings: Row) -> tuple[Row, Row]:
+        start = time.perf_counter()
+        with stopping.interruptible():
+            metrics = metrics | self.job.evaluate(self.done)
+        return metrics, timings | {"eval_s": time.perf_counter() - start}
+
+    def _tell(self, writer: MetricsWriter, metrics: Row, timings: Row) -> None:
+        timings["rss_mb"] = peak_rss_mb()
+        episodes = episode_file(self.run.episodes, self.done)
+        ledger = {
+            "weights": weight_hash(self.job.model.merged_weights()),
+            "episodes": hashlib.sha256(episodes.read_bytes()).hexdigest() if episodes.exists() else "",
+        }
+        writer.write(self.done, metrics, timings, ledger)
+        self.show(self.done, metrics, timings)
+
+    def _count(self, metrics: Row) -> None:
+        flat = metrics.get("groups_without_signal") == 1.0
+        seen = {"bad_steps": bool(_what_is_bad(metrics)), "flat_steps": flat}
+        self.counts = {name: self.counts[name] + 1 if now else 0 for name, now in seen.items()}
+
+    def _save(self, saver: Saver, within_s: float | None = None) -> None:
+        job, done, tensors = self.job, self.done, {}
+        for name, learner in job.learners.items():
+            tensors[name] = {key: p.detach() for key, p in learner.model.trainable().items()}
+            tensors[f"{name}_optimizer"] = learner.optimizer.state()
+        steps = {name: learner.optimizer.step for name, learner in job.learners.items()}
+        state = {"step": done, "optimizer_steps": steps, **self.counts, "data": job.data, "progress": self.state}
+        saver.save(
+            self.run.checkpoints, done, tensors, state, self.run.config.run.keep_checkpoints,
+            config=to_toml(self.run.config), before_write=lambda: job.settled(done, within_s),
+        )  # fmt: skip
+        self.saved = done
+
+    def _stamp(self) -> list[int]:
+        """Another one after any change of a weight or an optimizer."""
+        return [n for learner in self.job.learners.values() for n in (learner.model.changes(), learner.optimizer.step)]
+
+    @contextmanager
+    def _leaving(self, saver: Saver) -> Iterator[None]:
+        """On Ctrl-C and SIGTERM the last step that is done is saved, unless an update of the next one has begun."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.done > self.saved and self._stamp() == self.stamp:
+                self._save(saver, LEAVE_S)
+                self.run.log(f"interrupted after step {self.done}, which is being saved")
+            raise
 
 
-def resume(run: RunFolder, job: Job) -> tuple[int, int]:
-    """Load the newest whole checkpoint; returns its step, or -1 where the run has none yet, and the bad steps up to it."""
+def resume(run: RunFolder, job: Job) -> tuple[int, dict[str, Any], dict[str, int]]:
+    """Load the newest whole checkpoint; returns its step (-1 where the run has none yet), what it leaves to the next one, and
+    the counts of what was wrong up to it."""
     path = latest_checkpoint(run.checkpoints, run.log)
     if path is None:
-        return -1, 0
+        _refuse_to_lose(run)
+        return -1, {}, {"bad_steps": 0, "flat_steps": 0}
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
     _same_data(state["data"], job.data)
     for name, learner in job.learners.items():
         learner.model.load_weights(tensors[name])
         learner.optimizer.load_state(tensors[f"{name}_optimizer"], state["optimizer_steps"][name])
+        _same_learner(name, learner, tensors, state)
     job.restore(checkpoint_step(path), state["progress"])
     run.log(f"resumed from {path.name}")
-    return checkpoint_step(path), state["bad_steps"]
+    return checkpoint_step(path), state["progress"], {name: state[name] for name in ("bad_steps", "flat_steps")}
+
+
+def _refuse_to_lose(run: RunFolder) -> None:
+    """A save waits for the one before, so a run that has gone on from its second one has had a checkpoint."""
+    rows, every = read_metrics(run.path), run.config.run.save_every
+    if rows and rows[-1]["step"] > 2 * every:
+        raise UserError("the checkpoints of the run are gone", where=str(run.checkpoints), found="none",
+                        expected=f"some: metrics.jsonl ends at step {rows[-1]['step']}, with run.save_every = {every}",
+                        next="restore them, or start over with --fresh (the old run is kept beside it)")  # fmt: skip
+
+
+def _same_learner(name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+    """What was loaded is where it belongs: weights, moments of the optimizer, and its place in the schedule."""
+    loaded = {
+        "weights": weight_hash({key: p.detach() for key, p in learner.model.trainable().items()}) == weight_hash(tensors[name]),
+        "moments of AdamW": weight_hash(learner.optimizer.state()) == weight_hash(tensors[f"{name}_optimizer"]),
+        "steps of the schedule": learner.optimizer.step == state["optimizer_steps"][name],
+    }  # fmt: skip
+    if lost := [what for what, same in loaded.items() if not same]:
+        raise UserError("a resumed run would not be the run that was saved", where=name,
+                        found=f"other {', '.join(lost)} than the checkpoint's", expected="the same bits",
+                        next="report this")  # fmt: skip
 
 
 def _what_is_bad(metrics: Row) -> list[str]:
     return sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
 
 
-def _too_many(run: RunFolder, bad_steps: int, done: int, metrics: Row) -> UserError:
-    """No weight has been touched by what was not finite, so every checkpoint is good."""
+def stop_if_hopeless(run: RunFolder, done: int, metrics: Row, counts: dict[str, int]) -> None:
+    """Raises UserError. No weight has been touched by what was not finite or had no advantage: every checkpoint is good."""
+    config, bad, flat = run.config, counts["bad_steps"], counts["flat_steps"]
     saved = sorted(path.name for path in run.checkpoints.glob("step_*"))
-    return UserError(
-        "training stops: NaN or infinity, step after step", where=f"step {done} and the {bad_steps - 1} before it",
-        found=f"not finite: {', '.join(_what_is_bad(metrics))}",
-        expected=f"at most {run.config.train.max_bad_steps} such steps in a row (train.max_bad_steps)",
-        next=f"the weights are as before them; last checkpoint: {saved[-1] if saved else 'none yet'}. "
-        "Look at metrics.jsonl; go on with a larger train.max_bad_steps, or in a new run.folder with other settings",
-    )  # fmt: skip
+    last = f"last checkpoint: {saved[-1] if saved else 'none yet'}"
+    if bad > config.train.max_bad_steps:
+        raise UserError(
+            "training stops: NaN or infinity, step after step", where=f"step {done} and the {bad - 1} before it",
+            found=f"not finite: {', '.join(_what_is_bad(metrics))}",
+            expected=f"at most {config.train.max_bad_steps} such steps in a row (train.max_bad_steps)",
+            next=f"the weights are as before them; {last}. "
+            "Look at metrics.jsonl; go on with a larger train.max_bad_steps, or in a new run.folder with other settings",
+        )  # fmt: skip
+    if flat and flat == config.rl.max_flat_steps:
+        raise UserError(
+            "training stops: no episode has had an advantage", where=f"step {done} and the {flat - 1} before it",
+            found=f"equal rewards in every group, mean {metrics['reward']:.3g}",
+            expected="some groups whose rewards differ (rl.max_flat_steps)",
+            next=f"{last}. Look at episodes/ and at the reward (`tandem try`), take problems that are sometimes solved, or go "
+            "on with a larger rl.max_flat_steps",
+        )  # fmt: skip
 
 
 def _same_data(saved: dict[str, str], now: dict[str, str]) -> None:

@@ -4,23 +4,26 @@ It knows problems and a player; nothing of training.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 
 import numpy as np
 
 from tandem.config import Eval, Rollout
 from tandem.config import Reward as RewardConfig
-from tandem.loop import Clock, Player, play, played
+from tandem.describe import played
+from tandem.envs.record import seat
+from tandem.play import Clock, Player, play
 from tandem.types import Group, Problem, Row, SamplingParams
 
 NO_PENALTY = RewardConfig()  # shaping is for training
 
 
 def evaluate(
-    player: Player, problems: Sequence[Problem], *, seed: int, how: Eval, rollout: Rollout, stop_token_ids: tuple[int, ...]
+    player: Player, problems: Sequence[Problem], *, seed: int, how: Eval, rollout: Rollout, stop_token_ids: tuple[int, ...],
+    known: Mapping[str, list[Group]] = {},
 ) -> tuple[Row, dict[str, list[Group]]]:  # fmt: skip
-    """(metrics, every episode by the pass it is of: "sampled", "greedy").
+    """(metrics, every episode by the pass it is of: "sampled", "greedy"); known: passes that need not be made again.
 
     Sampled rewards come with a 95% interval over problems, by category, and with pass@k.
     """
@@ -32,14 +35,8 @@ def evaluate(
     metrics: Row = {}
     groups: dict[str, list[Group]] = {}
     for name, params, count in passes:
-        groups[name] = play(
-            player,
-            problems,
-            group_size=count,
-            place=(seed, "eval", name),
-            params=params,
-            shaping=NO_PENALTY,
-            clock=Clock(),
+        groups[name] = known.get(name) or play(
+            player, seat(problems, count, (seed, "eval", name)), params=params, shaping=NO_PENALTY, clock=Clock()
         )
         metrics |= _summary(name, groups[name])
     return metrics | _pass_rates(groups["sampled"], how.success), groups

@@ -9,7 +9,7 @@ rm_job         pairs -> updates of a reward model             tandem rm
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -30,20 +30,25 @@ from tandem.build import (
     prepare_process,
     read_data,
     require_room,
+    rollout_side,
     student_and_teacher,
 )  # fmt: skip
 from tandem.config import Config
 from tandem.data.chats import read_chats
 from tandem.data.mixture import only, problems_of_step
 from tandem.data.preferences import read_preferences
-from tandem.data.render import ChatRenderer, load_renderer, load_tokenizer
-from tandem.drive import Job
+from tandem.data.render import ChatRenderer, load_renderer
+from tandem.drive import Job, Stepped
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
-from tandem.loop import Clock, Progress, Stages, distill_step, train_step
+from tandem.loop import Stages, Update, imitate, train_step, update
+from tandem.loop_async import rollouts_ahead, train_step_async
 from tandem.model.load import ExactModel
+from tandem.model.text import load_tokenizer
+from tandem.play import Clock
 from tandem.rl.losses import Metrics
-from tandem.stream.journal import read_groups
+from tandem.run import RunFolder, identity
+from tandem.stream.recall import Journal
 from tandem.train.fixed import answer_pair, fit, fit_pairs, fit_scores, pair_loss, score_loss, scored_pair
 from tandem.train.learn import Models
 from tandem.train.pack import pack
@@ -54,18 +59,18 @@ T = TypeVar("T")
 
 
 @contextmanager
-def training_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
+def training_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     """`tandem train`."""
     if config.model.reference and not config.rl.kl_coef:
         raise UserError("a setting that would never be used", where=f"model.reference = {config.model.reference}",
                         found="rl.kl_coef = 0", expected="a KL term", next="set rl.kl_coef, or drop it")  # fmt: skip
     others = ("model.reference", *(["critic.path"] if config.rl.advantage == "gae" else []))
-    with _problems_job(config, episodes, report, others, learning_models, train_step) as job:
+    with _problems_job(config, run, report, others, learning_models, update) as job:
         yield job
 
 
 @contextmanager
-def distill_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
+def distill_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     """`tandem distill`."""
     if not config.distill.teacher:
         raise _missing("no teacher is named", "distill.teacher", "a Hugging Face directory or hub name")
@@ -78,14 +83,13 @@ def distill_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]
         raise UserError("teacher and student do not read the same tokens", where=f"distill.teacher = {config.distill.teacher}",
                         found="another tokenizer", expected=f"that of {config.model.path}",
                         next="take a teacher of the same family")  # fmt: skip
-    with _problems_job(config, episodes, report, ("distill.teacher",), student_and_teacher, distill_step) as job:
+    with _problems_job(config, run, report, ("distill.teacher",), student_and_teacher, imitate) as job:
         yield job
 
 
 @contextmanager
 def _problems_job(
-    config: Config, episodes: Path, report: Report, others: Sequence[str], make: Callable[[Config], Models],
-    step: Callable[[Stages, int], tuple[Row, Row]],
+    config: Config, run: RunFolder, report: Report, others: Sequence[str], make: Callable[[Config], Models], update: Update,
 ) -> Iterator[Job]:  # fmt: skip
     """A job whose episodes are sampled on the way."""
     prepare_process(config)
@@ -96,24 +100,35 @@ def _problems_job(
     problems = only(data, renderer.check_lengths(data, config.data))
     held_out = _of_fitting_length(held_out, renderer, config)
     _check_curriculum(config, problems)
+    inputs = input_hashes(config, "data.train", "eval.data")
+    journal, eval_journal = (Journal(run.episodes, identity(config, inputs), of) for of in (problems, held_out))
     with playground(config) as player_of:
         models = make(config)
         exact = check_exactness(config, models.policy.model, report)
         engine = build_engine(config, models.policy.model, renderer)
         require_room(config, engine, renderer, [*problems, *held_out])
-        player, sync = player_of(engine, renderer), InlineSync(engine)
-        stages = Stages(
-            config=config, problems=problems, player=player, models=models, sync=sync, episodes=episodes, exact=exact,
-            params=sampling_params(config.rollout, renderer.stop_token_ids),
-        )  # fmt: skip
-        critic = {} if models.critic is None else {"critic": models.critic}
-        yield Job(
-            learners={"policy": models.policy, **critic}, data=input_hashes(config, "data.train", "eval.data"),
-            steps=config.run.steps,
-            eval_every=config.eval.every, publish=sync.publish, step=lambda done: step(stages, done),
-            evaluate=evaluator(config, held_out, player, renderer.stop_token_ids, episodes),
-            state=lambda: _state(stages.progress), restore=lambda done, state: _restore(stages, done, state),
-        )  # fmt: skip
+        local = player_of(engine, renderer)
+        with rollout_side(config, models.policy.model, local, report) as (player, sync, leave):
+            stages = Stages(
+                config=config, problems=problems, player=player, models=models, sync=sync, journal=journal, exact=exact,
+                params=sampling_params(config.rollout, renderer.stop_token_ids),
+            )  # fmt: skip
+            critic = {} if models.critic is None else {"critic": models.critic}
+            job = Job(
+                learners={"policy": models.policy, **critic}, data=inputs, steps=config.run.steps, eval_every=config.eval.every,
+                publish=sync.publish, step=lambda done: train_step(stages, done, update),
+                evaluate=evaluator(config, held_out, local, renderer.stop_token_ids, eval_journal),
+                restore=lambda done, state: _restore(stages, done, state),
+            )  # fmt: skip
+            journal.clean()
+            if not config.rollout.staleness:
+                yield job
+                return
+            with rollouts_ahead(stages, config.run.steps, leave) as ahead:
+                yield replace(
+                    job, begin=ahead.begin, settled=ahead.settled,
+                    step=lambda done: train_step_async(ahead, done, update),
+                )  # fmt: skip
 
 
 def _check_curriculum(config: Config, problems: Sequence[Problem]) -> None:
@@ -123,21 +138,19 @@ def _check_curriculum(config: Config, problems: Sequence[Problem]) -> None:
                         expected=f"at most {len(problems)}", next=f"rl.prompts_per_step={len(problems)}")  # fmt: skip
 
 
-def _state(progress: Progress) -> dict[str, Any]:
-    return {"batches": progress.batches, "baseline": progress.baseline, "rates": progress.rates}
-
-
 def _restore(stages: Stages, done: int, state: dict[str, Any]) -> None:
-    """Carried groups are read back from the journal of the step that carried them."""
-    progress = stages.progress
-    progress.batches, progress.baseline, progress.rates = state["batches"], state["baseline"], state["rates"]
-    if stages.config.rl.max_gen_batches:
-        problems = {problem.uid: problem for problem in stages.problems}
-        progress.carried = read_groups(stages.episodes / f"train_step_{done:06d}.parquet", problems, "carry")
+    """Groups that a step left to the next are read back from its file in the journal."""
+    leaves = stages.config.rl.max_gen_batches or stages.config.rollout.token_budget
+    known = stages.journal.read(done) if leaves and done else None
+    if leaves and done and known is None:
+        raise UserError("the journal does not have what the checkpoint's step left to the next", where=str(stages.journal.folder),
+                        found=f"no file of this run for step {done}", expected=f"train_step_{done:06d}.parquet",
+                        next="restore it from a copy, or start over with --fresh (the old run is kept beside it)")  # fmt: skip
+    stages.progress.restore(state, known[0] if known else [])
 
 
 @contextmanager
-def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
+def sft_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     """`tandem sft`."""
     prepare_process(config)
     settings = config.sft
@@ -152,16 +165,17 @@ def sft_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     def step(picked: list[Sample]) -> Metrics:
         return fit(policy, pack(picked, config.train.tokens_per_microbatch))
 
-    with _generating(config, policy.model, renderer, held_out, episodes) as (publish, evaluate):
+    inputs = input_hashes(config, "sft.train", "eval.data")
+    with _generating(config, policy.model, renderer, held_out, run, inputs) as (publish, evaluate):
         yield Job(
-            learners={"policy": policy}, data=input_hashes(config, "sft.train", "eval.data"),
+            learners={"policy": policy}, data=inputs,
             steps=settings.steps, eval_every=0, publish=publish,
             step=_step(config, samples, settings.batch_size, step, publish), evaluate=evaluate,
         )  # fmt: skip
 
 
 @contextmanager
-def dpo_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
+def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     """`tandem dpo`."""
     prepare_process(config)
     settings, held_out = config.preference, read_data(config, "eval.data")
@@ -175,9 +189,10 @@ def dpo_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
     def accuracy() -> Row:
         return _pair_accuracy(test, config, lambda batch: pair_loss(policy.model, reference, batch, settings))
 
-    with _generating(config, policy.model, renderer, held_out, episodes) as (publish, evaluate):
+    inputs = input_hashes(config, "preference.train", "preference.test", "eval.data")
+    with _generating(config, policy.model, renderer, held_out, run, inputs) as (publish, evaluate):
         yield Job(
-            learners={"policy": policy}, data=input_hashes(config, "preference.train", "preference.test", "eval.data"),
+            learners={"policy": policy}, data=inputs,
             steps=settings.steps, eval_every=config.eval.every,
             publish=publish, step=_step(config, train, settings.batch_size, step, publish),
             evaluate=lambda done: {**accuracy(), **evaluate(done)},
@@ -185,7 +200,7 @@ def dpo_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
 
 
 @contextmanager
-def rm_job(config: Config, episodes: Path, report: Report) -> Iterator[Job]:
+def rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     """`tandem rm`: a sequence classifier with one label, its score read at the last token."""
     prepare_process(config)
     settings = config.preference
@@ -217,7 +232,12 @@ def _of_fitting_length(held_out: Sequence[Problem], renderer: ChatRenderer, conf
 
 @contextmanager
 def _generating(
-    config: Config, model: ExactModel, renderer: ChatRenderer, held_out: Sequence[Problem], episodes: Path
+    config: Config,
+    model: ExactModel,
+    renderer: ChatRenderer,
+    held_out: Sequence[Problem],
+    run: RunFolder,
+    inputs: dict[str, str],
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int], Row]]]:
     """(publish, evaluate on eval.data) of an engine over the model, for jobs that sample nothing else."""
     engine = build_engine(config, model, renderer)
@@ -225,7 +245,9 @@ def _generating(
         require_room(config, engine, renderer, fitting)
     with playground(config) as player_of:
         player = player_of(engine, renderer)
-        yield InlineSync(engine).publish, evaluator(config, fitting, player, renderer.stop_token_ids, episodes)
+        journal = Journal(run.episodes, identity(config, inputs), fitting)
+        journal.clean()
+        yield InlineSync(engine).publish, evaluator(config, fitting, player, renderer.stop_token_ids, journal)
 
 
 def _to_nobody(version: int) -> None:
@@ -234,15 +256,15 @@ def _to_nobody(version: int) -> None:
 
 def _step(
     config: Config, items: Sequence[T], batch_size: int, update: Callable[[list[T]], Metrics], publish: Callable[[int], None]
-) -> Callable[[int], tuple[Row, Row]]:  # fmt: skip
+) -> Callable[[int], Stepped]:  # fmt: skip
     """A job's step over fixed items, in addressed shuffles; the weights after it are published."""
 
-    def step(done: int) -> tuple[Row, Row]:
+    def step(done: int) -> Stepped:
         clock = Clock()
         with clock("learn_s"):
             metrics = update(problems_of_step(items, done, batch_size, config.run.seed, config.data.shuffle))
         publish(done + 1)
-        return metrics, clock.timings(tokens=0)
+        return metrics, clock.timings(tokens=0), {}
 
     return step
 

@@ -3,151 +3,234 @@
     problems -> episodes -> rewards -> journal -> advantages -> updates -> publish
     data        envs       rewards    stream     rl            train      weights
                 engine
+    `roll`: what a step trains on                `update`: what it makes of it
 
-`drive` repeats it, with metrics, evaluation and checkpoints between the steps. A step is a pure function of the config,
-the seed, the data, the weights and the `Progress` of the steps before: killed anywhere and run again, the same bits
-come out.
+`drive` repeats it, with metrics, evaluation and checkpoints between the steps; loop_async.py calls the same stages ahead of
+time. A step is a pure function of the config, the seed, the data, the weights and the `Progress` of the steps before: killed
+anywhere and run again, the same bits come out.
 
     tandem train recipes/demo.toml
 """
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from itertools import count
+from typing import Any
 
 import numpy as np
 
-from tandem.config import Config, Reward
+from tandem import stopping
+from tandem.config import Config
 from tandem.data.mixture import problems_of_step
+from tandem.describe import carries_signal, describe, sampled_tokens, valid_rewards
 from tandem.draws import address, uniforms
-from tandem.envs.rollout import World, run_episodes
+from tandem.envs.record import seat
 from tandem.errors import UserError
 from tandem.model.logprobs import Filter
+from tandem.play import Clock, Player, play
 from tandem.rl.advantages import running_mean
-from tandem.rl.filters import has_signal, learnability, overlong_penalty, pick
-from tandem.stream.journal import write_episodes
+from tandem.rl.filters import learnability, pick
+from tandem.stream.journal import episode_file, read_note
+from tandem.stream.recall import Journal
 from tandem.train.distill import distill
-from tandem.train.learn import Models, learn
-from tandem.types import Array, Attempt, Episode, Generate, Group, Problem, Renderer, Row, SamplingParams, Score
-from tandem.types import Reward as Scorer
-from tandem.weights.inline import InlineSync
+from tandem.train.learn import Models, Observe, learn
+from tandem.types import Group, Problem, Row, SamplingParams, Sync
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """What a step leaves to the next besides weights. All but `carried` is in the checkpoint; those are in the journal."""
+    """What the rollouts of a step leave to those of the next. All but the groups is in checkpoints and journal notes; the
+    groups are in the journal's files."""
 
     batches: int = 0  # batches of problems drawn: the data cursor
     baseline: float | None = None  # running mean of rewards, for rl.advantage "ema"
     rates: dict[str, float] = field(default_factory=dict)  # uid -> its last success rate, for rl.curriculum
-    carried: list[Group] = field(default_factory=list)  # survivors of dynamic sampling that no step had room for
+    carried: list[Group] = field(default_factory=list)  # groups that no step had room for yet
+    unfinished: list[Group] = field(default_factory=list)  # groups with paused episodes (rollout.token_budget)
 
+    def state(self) -> dict[str, Any]:
+        """All but the groups, as JSON."""
+        return {"batches": self.batches, "baseline": self.baseline, "rates": dict(self.rates)}
 
-Grade = Callable[[Sequence[Problem], Sequence[tuple[Episode, ...]]], list[tuple[Episode, ...]]]
+    def restore(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
+        """To where it stood when a step had rolled out these groups."""
+        self.batches, self.baseline, self.rates = state["batches"], state["baseline"], dict(state["rates"])
+        self.keep(groups)
+
+    def keep(self, groups: Sequence[Group]) -> None:
+        self.carried = [group for group in groups if group.outcome == "carry"]
+        self.unfinished = [group for group in groups if group.outcome == "unfinished"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Player:
-    """What plays episodes and has them scored: training, evaluation and `tandem rollout` share it."""
-
-    engine: Generate
-    renderer: Renderer
-    world: World
-    reward: Scorer
-    grade: Grade | None = None  # a reward model: writes its word into the episodes' `given`, before they are scored
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stages:
-    """What a step needs, built once by jobs.training_job."""
+class Learning:
+    """What an update needs; replay.py has it without what rolls out."""
 
     config: Config
+    models: Models
+    params: SamplingParams  # of training rollouts
+    exact: bool  # the engine has been found to keep P1 here, so the policy is held to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages(Learning):
+    """What a step needs, built once by jobs.training_job."""
+
     problems: Sequence[Problem]
     player: Player
-    models: Models
-    sync: InlineSync
-    params: SamplingParams  # of training rollouts
-    episodes: Path  # the journal's folder
-    exact: bool  # the engine has been found to keep P1 here, so the policy is held to it
+    sync: Sync
+    journal: Journal
     progress: Progress = field(default_factory=Progress)
 
 
-def train_step(stages: Stages, step: int) -> tuple[Row, Row]:
-    """Step `step`, counted from 0. Returns its metrics, which are a pure function of the run, and its timings."""
-    config, progress, clock = stages.config, stages.progress, Clock()
-    carried = len(progress.carried)
-    sampled = collect(stages, step, clock)
-    with clock("journal_s"):
-        write_episodes(stages.episodes, step + 1, sampled)  # durable before anything is trained on it
+@dataclass(frozen=True, kw_only=True)
+class Rolled:
+    """What the rollouts of a step came to."""
+
+    step: int
+    groups: list[Group]  # all of the step's file in the journal
+    fresh: list[Group]  # those that ended in this step
+    baseline: float  # the running mean before it
+    state: dict[str, Any]  # of the Progress after it
+    tokens: int  # sampled, of the fresh ones
+
+    @property
+    def trained(self) -> list[Group]:
+        return [group for group in self.groups if group.outcome == "train"]
+
+
+Update = Callable[[Learning, Rolled], Row]
+
+
+def train_step(stages: Stages, step: int, update: Update) -> tuple[Row, Row, dict[str, Any]]:
+    """Step `step`, counted from 0. Returns its metrics, which are a pure function of the run, its timings, and the state of
+    the Progress after it."""
+    clock = Clock()
+    rolled = roll(stages, step, clock)
     with clock("learn_s"):
-        groups = [group for group in sampled if group.outcome == "train"]
-        rewards = valid_rewards(groups)
-        metrics = learn(
-            stages.models, groups, config, Filter.of(stages.params), version=stages.player.engine.weight_version,
-            baseline=float(rewards.mean()) if progress.baseline is None and len(rewards) else progress.baseline or 0.0,
-            exact=stages.exact, train_policy=stages.models.critic is None or step >= config.critic.warmup_steps,
-        )  # fmt: skip
+        metrics = update(stages, rolled)
     with clock("sync_s"):
         stages.sync.publish(step + 1)
-    fresh = sampled[carried:]  # those that an earlier step carried here were described there
-    advance(progress, sampled, fresh, config)
-    flow = (
-        {"batches": float(progress.batches), "groups/carried_in": float(carried)} if config.rl.max_gen_batches else {}
-    )
-    return {**describe(fresh), **metrics, **flow}, clock.timings(tokens=_sampled_tokens(fresh))
+    return {**describe(rolled.fresh), **metrics}, clock.timings(tokens=rolled.tokens), rolled.state
 
 
-def distill_step(stages: Stages, step: int) -> tuple[Row, Row]:
+def roll(stages: Stages, step: int, clock: Clock) -> Rolled:
+    """What step `step` trains on, sampled by the weights that its turn is (rollout.staleness), scored, and durable in the
+    journal before anything is trained on it; read back from there if an earlier start of the run has come as far."""
+    progress, journal = stages.progress, stages.journal
+    check_progress(progress, journal, step)
+    carried, baseline = len(progress.carried), progress.baseline
+    if (known := journal.read(step + 1)) is not None:
+        groups, state = known
+        progress.restore(state, groups)
+    else:
+        with stopping.interruptible():
+            stages.sync.bring(max(0, step - stages.config.rollout.staleness))
+            groups = collect(stages, step, clock)
+        advance(progress, groups, carried, stages.config)
+        with clock("journal_s"):
+            journal.write(step + 1, groups, state=progress.state())
+    return rolled_out(step, groups, carried, baseline, progress.state())
+
+
+def rolled_out(step: int, groups: list[Group], carried: int, baseline: float | None, state: dict[str, Any]) -> Rolled:
+    """Of the groups of a step, the first `carried` of an earlier one; baseline: of the Progress before it, state: after it."""
+    fresh = [group for group in groups[carried:] if group.outcome != "unfinished"]
+    rewards = valid_rewards([group for group in groups if group.outcome == "train"])
+    first = float(rewards.mean()) if len(rewards) else 0.0
+    return Rolled(
+        step=step, groups=groups, fresh=fresh, baseline=first if baseline is None else baseline, state=state,
+        tokens=sampled_tokens(fresh),
+    )  # fmt: skip
+
+
+def update(stages: Learning, rolled: Rolled, observe: Observe | None = None) -> Row:
+    """Reinforcement learning on the step's groups."""
+    config, step = stages.config, rolled.step
+    check_groups(rolled, config.rl.max_truncated)
+    check_batch(rolled, config)
+    metrics = learn(
+        stages.models, rolled.trained, config, Filter.of(stages.params), version=step, baseline=rolled.baseline,
+        exact=stages.exact, train_policy=stages.models.critic is None or step >= config.critic.warmup_steps,
+        observe=observe,
+    )  # fmt: skip
+    if not config.rl.max_gen_batches:
+        return metrics
+    carried = float(len(rolled.groups) - len(rolled.fresh) - sum(g.outcome == "unfinished" for g in rolled.groups))
+    return {**metrics, "batches": float(rolled.state["batches"]), "groups/carried_in": carried}
+
+
+def imitate(stages: Learning, rolled: Rolled, observe: Observe | None = None) -> Row:
     """The same with a teacher in place of the reward, which is only reported."""
-    config, clock = stages.config, Clock()
     teacher = stages.models.teacher
     assert teacher is not None, "jobs.distill_job gives one"
-    sampled = draw(stages, clock)
-    with clock("journal_s"):
-        write_episodes(stages.episodes, step + 1, sampled)
-    with clock("learn_s"):
-        metrics = distill(
-            stages.models.policy, teacher, sampled, config, Filter.of(stages.params), version=stages.player.engine.weight_version,
-            exact=stages.exact,
-        )  # fmt: skip
-    with clock("sync_s"):
-        stages.sync.publish(step + 1)
-    advance(stages.progress, sampled, sampled, config)
-    return {**describe(sampled), **metrics}, clock.timings(tokens=_sampled_tokens(sampled))
+    check_groups(rolled, stages.config.rl.max_truncated)
+    check_batch(rolled, stages.config)
+    return distill(
+        stages.models.policy, teacher, rolled.trained, stages.config, Filter.of(stages.params), version=rolled.step,
+        exact=stages.exact, observe=observe,
+    )  # fmt: skip
 
 
-def collect(stages: Stages, step: int, clock: "Clock") -> list[Group]:
-    """The step's groups, scored. With dynamic sampling those without signal stand beside the ones to train, batches are
-    drawn until the step is full, and survivors beyond that are carried to the next one."""
-    rl, progress = stages.config.rl, stages.progress
-    if not rl.max_gen_batches:
-        return draw(stages, clock)
-    groups = [replace(group, outcome="train") for group in progress.carried]
-    drawn = 0
-    while sum(group.outcome == "train" for group in groups) < rl.prompts_per_step:
-        if drawn == rl.max_gen_batches:
-            raise UserError(
-                "dynamic sampling could not fill a step", where=f"step {step + 1}, after {drawn} batches (rl.max_gen_batches)",
-                found=f"{sum(group.outcome == 'train' for group in groups)} groups whose rewards differ",
-                expected=f"{rl.prompts_per_step} (rl.prompts_per_step)",
-                next="raise rl.max_gen_batches, lower rl.prompts_per_step, or take problems that are neither solved nor hopeless",
+def collect(stages: Stages, step: int, clock: Clock) -> list[Group]:
+    """The step's groups, scored, the carried ones first. Batches of problems are begun and episodes go on, tick by tick, until
+    the step is full; with dynamic sampling groups without signal do not count. What it has no room for is carried."""
+    rl, progress, budget = stages.config.rl, stages.progress, stages.config.rollout.token_budget
+    done = [replace(group, outcome="train") for group in progress.carried]
+    under_way, first_batch = list(progress.unfinished), progress.batches
+    for tick in count():
+        ready = sum(group.outcome == "train" for group in done)
+        if ready >= rl.prompts_per_step and (tick or not budget):
+            break
+        room = batches_under_way(stages.config) * rl.prompts_per_step - ready - len(under_way)
+        for _ in range(max(room // rl.prompts_per_step, 0) if budget else 1):
+            _check_batches(rl.max_gen_batches, progress.batches - first_batch, step, ready, stages.config)
+            under_way += begin_batch(stages)
+        with stages.journal.parts(step + 1, tick, [group.problem for group in under_way]) as parts:
+            played = play(
+                stages.player, under_way, params=stages.params, shaping=stages.config.reward, clock=clock, budget=budget,
+                parts=parts,
             )  # fmt: skip
-        fresh = draw(stages, clock)
-        groups += [g if carries_signal(g) else replace(g, outcome="no_signal") for g in fresh]
-        drawn += 1
-    full = np.cumsum([group.outcome == "train" for group in groups]) > rl.prompts_per_step
+        under_way = [group for group in played if _is_paused(group)]
+        done += [_with_outcome(group, stages.config) for group in played if not _is_paused(group)]
+    full = np.cumsum([group.outcome == "train" for group in done]) > rl.prompts_per_step
     return [
-        replace(group, outcome="carry") if late and group.outcome == "train" else group
-        for group, late in zip(groups, full, strict=True)
+        *(
+            replace(g, outcome="carry") if late and g.outcome == "train" else g
+            for g, late in zip(done, full, strict=True)
+        ),
+        *(replace(group, outcome="unfinished") for group in under_way),
     ]
 
 
-def draw(stages: Stages, clock: "Clock") -> list[Group]:
-    """The next batch of problems, sampled and scored."""
+def batches_under_way(config: Config) -> int:
+    """Of partial rollouts: so many that a batch is done in each step although an episode may take several."""
+    if not config.rollout.token_budget:
+        return 1
+    return max(2, -(-config.rollout.max_new_tokens // config.rollout.token_budget))
+
+
+def _is_paused(group: Group) -> bool:
+    return any(episode.stop_reason == "paused" for episode in group.episodes)
+
+
+def _with_outcome(group: Group, config: Config) -> Group:
+    return replace(group, outcome="no_signal" if config.rl.max_gen_batches and not carries_signal(group) else "train")
+
+
+def _check_batches(limit: int, drawn: int, step: int, ready: int, config: Config) -> None:
+    """The first step of partial rollouts begins more than one batch for itself."""
+    if limit and drawn >= limit + batches_under_way(config) - 1:
+        raise UserError(
+            "dynamic sampling could not fill a step", where=f"step {step + 1}, after {drawn} batches (rl.max_gen_batches)",
+            found=f"{ready} groups whose rewards differ",
+            expected=f"{config.rl.prompts_per_step} (rl.prompts_per_step)",
+            next="raise rl.max_gen_batches, lower rl.prompts_per_step, or take problems that are neither solved nor hopeless",
+        )  # fmt: skip
+
+
+def begin_batch(stages: Stages) -> list[Group]:
+    """The next batch of problems, their episodes not begun."""
     config, progress = stages.config, stages.progress
     count, seed = config.rl.prompts_per_step, config.run.seed
     if config.rl.curriculum:
@@ -157,160 +240,76 @@ def draw(stages: Stages, clock: "Clock") -> list[Group]:
         problems = [stages.problems[i] for i in pick(learnability(rates), chances, count)]
     else:
         problems = problems_of_step(stages.problems, progress.batches, count, seed, config.data.shuffle)
-    groups = play(
-        stages.player, problems, group_size=config.rl.group_size, place=(seed, "rollout", progress.batches),
-        params=stages.params, shaping=config.reward, clock=clock,
-    )  # fmt: skip
+    groups = seat(problems, config.rl.group_size, (seed, "rollout", progress.batches))
     progress.batches += 1
     return groups
 
 
-def advance(progress: Progress, sampled: Sequence[Group], fresh: Sequence[Group], config: Config) -> None:
-    """What the next step is to know of this one; rewards that are not finite are no statistics."""
-    progress.carried = [group for group in sampled if group.outcome == "carry"]
-    rewards = valid_rewards([group for group in sampled if group.outcome == "train"])
+def advance(progress: Progress, groups: Sequence[Group], carried: int, config: Config) -> None:
+    """What the next step is to know of this one, whose first `carried` groups an earlier one has told of; rewards that are
+    not finite are no statistics."""
+    progress.keep(groups)
+    rewards = valid_rewards([group for group in groups if group.outcome == "train"])
     if config.rl.advantage == "ema" and len(rewards) and np.isfinite(rewards).all():
         progress.baseline = running_mean(progress.baseline, rewards, config.rl.ema_decay)
     if config.rl.curriculum:
-        means = {group.problem.uid: float(group.rewards.mean()) for group in fresh if group.valid.any()}
+        ended = [group for group in groups[carried:] if group.outcome != "unfinished" and group.valid.any()]
+        means = {group.problem.uid: float(group.rewards.mean()) for group in ended}
         progress.rates |= {uid: min(max(mean, 0.0), 1.0) for uid, mean in means.items() if np.isfinite(mean)}
 
 
-def valid_rewards(groups: Sequence[Group]) -> Array:
-    """float64 [N]: of the episodes that are not masked."""
-    return np.concatenate([np.zeros(0), *(group.rewards[group.valid] for group in groups)])
+def check_groups(rolled: Rolled, most_cut: float) -> None:
+    """Raises UserError where an episode stands with another problem or another prompt than its group, which nothing would
+    show in the loss; and where a share above most_cut was cut, as such a run learns nothing but to be cut."""
+    for group in rolled.trained:
+        first = group.episodes[0]
+        for number, episode in enumerate(group.episodes):
+            prompt, other = (e.tokens[: e.num_prompt_tokens] for e in (episode, first))
+            if (episode.uid, episode.sample_index) != (group.problem.uid, number) or not (
+                np.array_equal(prompt, other) or not episode.trainable or not first.trainable
+            ):
+                raise UserError("an episode is not of the problem it is trained for", where=f"step {rolled.step + 1}",
+                                found=f"sample {episode.sample_index} of {episode.uid}, with {len(prompt)} prompt tokens",
+                                expected=f"sample {number} of {group.problem.uid}, with the prompt of the others",
+                                next="report this; the journal has the episodes")  # fmt: skip
+    share = describe(rolled.fresh).get("truncated", 0.0)
+    if share > most_cut:
+        raise UserError("too many completions were cut", where=f"step {rolled.step + 1}", found=f"{share:.0%} of them",
+                        expected=f"at most {most_cut:.0%} (rl.max_truncated)",
+                        next="raise rollout.max_new_tokens, or rl.max_truncated; the same command goes on")  # fmt: skip
 
 
-def carries_signal(group: Group) -> bool:
-    """Whether some advantage of it can be other than 0: its rewards differ, or a turn of it is penalized."""
-    return has_signal(group.rewards) or any(episode.penalties.any() for episode in group.episodes)
+def check_batch(rolled: Rolled, config: Config) -> None:
+    """Raises UserError where a step would train other tokens than its own: not all episodes, not what was sampled of them,
+    or what other weights sampled."""
+    version, fresh = max(0, rolled.step - config.rollout.staleness), {id(group) for group in rolled.fresh}
+    sizes = [len(group.episodes) for group in rolled.trained]
+    whole = [config.rl.group_size] * config.rl.prompts_per_step
+    wrong = [] if sizes == whole else [f"groups of {sizes} episodes, not {whole}"]
+    for group in rolled.trained:
+        exactly = id(group) in fresh and not config.rollout.token_budget  # others began under older weights
+        for e in group.episodes:
+            sampled = e.weight_versions[e.weight_versions >= 0]
+            if not np.array_equal(e.loss_mask, e.weight_versions >= 0):
+                wrong.append(
+                    f"{e.uid}, sample {e.sample_index}: loss on {e.loss_mask.sum()} of {len(sampled)} sampled tokens"
+                )
+            if (sampled > version).any() or (exactly and (sampled < version).any()):
+                wrong.append(
+                    f"{e.uid}, sample {e.sample_index}: tokens of versions {np.unique(sampled)}, not {version}"
+                )
+    if wrong:
+        raise UserError("a step would train other tokens than its own", where=f"step {rolled.step + 1}", found=wrong[0],
+                        expected="every token that its weights sampled, and no other",
+                        next="report this; the journal has the episodes")  # fmt: skip
 
 
-def play(
-    player: Player, problems: Sequence[Problem], *, group_size: int, place: tuple[int | str, ...], params: SamplingParams,
-    shaping: Reward, clock: "Clock",
-) -> list[Group]:  # fmt: skip
-    """G scored episodes of each problem. An episode is scored while the others are still generated; one whose scoring
-    fails costs its reward only, and says so."""
-    verdicts: dict[tuple[int, int], Future[Score]] = {}
-
-    def submit(row: int, episode: Episode) -> None:
-        verdicts[row, episode.sample_index] = player.reward.submit(problems[row], attempt_of(episode))
-
-    with clock("rollout_s"):
-        attempts = run_episodes(
-            problems, group_size=group_size, place=place, engine=player.engine, renderer=player.renderer, world=player.world,
-            params=params, ended=None if player.grade else submit,
-        )  # fmt: skip
-    _refuse_if_all_failed(
-        [e.env_error for group in attempts for e in group], "failed in its environment",
-        where=f"env.name = {player.world.limits.name}",
-    )  # fmt: skip
-    with clock("reward_s"):
-        if player.grade:
-            attempts = player.grade(problems, attempts)
-            for row, episodes in enumerate(attempts):
-                for episode in episodes:
-                    submit(row, episode)
-        groups = [
-            Group(
-                problem=problem,
-                episodes=tuple(
-                    scored(e, verdicts[row, e.sample_index].result(), shaping, params.max_new_tokens) for e in episodes
-                ),
-            )
-            for row, (problem, episodes) in enumerate(zip(problems, attempts, strict=True))
-        ]
-    _refuse_if_all_failed(
-        [e.reward_error for g in groups for e in g.episodes], "could not be scored", where="reward.function"
-    )
-    return groups
-
-
-def _refuse_if_all_failed(errors: Sequence[str], what: str, where: str) -> None:
-    """One failure costs an episode; where nothing works, going on would cost the run."""
-    if len(errors) > 1 and all(errors):
-        raise UserError(f"every episode {what}", where=where, found=errors[0], expected="some that work",
-                        next="mend it (`tandem try` runs it alone); the same command resumes")  # fmt: skip
-
-
-def attempt_of(episode: Episode) -> Attempt:
-    return Attempt(
-        text=episode.text, messages=episode.messages, opening=episode.opening, stop_reason=episode.stop_reason,
-        given=episode.given,
-    )  # fmt: skip
-
-
-def scored(episode: Episode, verdict: Score, shaping: Reward, max_tokens: int) -> Episode:
-    """The episode with its reward; one that failed in its environment has reward 0, whatever its text is worth."""
-    if episode.env_error:
-        return replace(episode, reward=0.0)
-    value, parts = verdict.reward, dict(verdict.parts)
-    cut = episode.stop_reason == "length"
-    length = max_tokens if cut else _last_turn(episode)
-    if cost := shaping.overlong_penalty * (cut or overlong_penalty(length, max_tokens, shaping.overlong_buffer)):
-        value, parts["overlong"] = value - cost, -cost
-    return replace(episode, reward=value, reward_parts=parts, reward_error=verdict.error)
-
-
-def _last_turn(episode: Episode) -> int:
-    """Tokens sampled in it."""
-    return int(np.argmin(np.append(episode.loss_mask[::-1], False)))
-
-
-def describe(groups: Sequence[Group]) -> Row:
-    """What the episodes that the step sampled were like, those that dynamic sampling leaves out included."""
-    if not groups:
-        return {}
-    episodes = [e for g in groups for e in g.episodes]
-    rewards, scored = valid_rewards(groups), [e for e in episodes if not e.env_error]
-    parts = sorted({name for e in scored for name in e.reward_parts})
-    outcomes = [g.outcome for g in groups]
-    return {
-        "reward": float(rewards.mean()) if len(rewards) else 0.0,
-        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
-        **{f"reward_part/{n}": float(np.mean([e.reward_parts.get(n, 0.0) for e in scored])) for n in parts},
-        "groups_without_signal": float(np.mean([not carries_signal(g) for g in groups])),
-        **{f"groups/{kind}": float(outcomes.count(kind)) for kind in sorted(set(outcomes) - {"train"})},
-        "completion_tokens": float(np.mean([e.loss_mask.sum() for e in episodes])),
-        "truncated": float(np.mean([e.stop_reason in ("length", "tokens") for e in episodes])),
-        "reward_errors": float(sum(bool(e.reward_error) for e in episodes)),
-        **played(episodes),
-    }
-
-
-def played(episodes: Sequence[Episode]) -> Row:
-    """How the episodes went in their environment; nothing for single turns that went well."""
-    row: Row = {}
-    if any(e.num_turns > 1 for e in episodes):
-        row["turns"] = float(np.mean([e.num_turns for e in episodes]))
-    if any(e.penalties.any() for e in episodes):
-        row["penalized"] = float(np.mean([e.penalties.any() for e in episodes]))
-    stopped = Counter(e.stop_reason for e in episodes)
-    names = {"turns": "turn_limit", "tokens": "token_limit", "error": "env_errors", "time": "env_timeouts"}
-    return row | {name: float(stopped[reason]) for reason, name in names.items() if stopped[reason]}
-
-
-def _sampled_tokens(groups: Sequence[Group]) -> int:
-    return sum(int(e.loss_mask.sum()) for g in groups for e in g.episodes)
-
-
-class Clock:
-    """Wall seconds of the parts of a step; they go to timings.jsonl and never into a decision."""
-
-    def __init__(self) -> None:
-        self.parts: Row = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
-
-    def timings(self, *, tokens: int) -> Row:
-        seconds = sum(self.parts.values())
-        return {
-            **self.parts,
-            "step_s": seconds,
-            "generated_tokens_per_s": tokens / max(self.parts.get("rollout_s", 0.0), 1e-9),
-        }
+def check_progress(progress: Progress, journal: Journal, step: int) -> None:
+    """Raises UserError where the rollouts would not go on from where those of the step before ended: a part of the data
+    would be skipped or repeated, and nothing would show it."""
+    note = read_note(episode_file(journal.folder, step))
+    if note is not None and note["run"] == journal.run and note["state"] != progress.state():
+        raise UserError("the rollouts do not go on where they ended", where=f"step {step + 1}",
+                        found=f"{progress.batches} batches of problems drawn before it",
+                        expected=f"{note['state']['batches']}, and the rest as the journal of step {step} has it",
+                        next="report this; the last checkpoint and the journal are as they were")  # fmt: skip

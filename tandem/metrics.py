@@ -1,4 +1,5 @@
-"""The numbers of a run: one row a step in metrics.jsonl, times and memory in timings.jsonl, both in TensorBoard.
+"""The numbers of a run: one row a step in metrics.jsonl, times and memory in timings.jsonl, both in TensorBoard; and hashes
+of what the step left in ledger.jsonl.
 
 metrics.jsonl holds nothing that differs between two runs of one config, so a resumed run leaves the same bytes as one
 that was never stopped; what does differ (seconds, memory) stands beside it. It does not know what a metric means.
@@ -29,29 +30,35 @@ class MetricsWriter:
     """
 
     def __init__(self, run_folder: Path, resume_step: int):
-        metrics, timings = run_folder / "metrics.jsonl", run_folder / "timings.jsonl"
+        metrics, timings, ledger = (run_folder / f"{name}.jsonl" for name in ("metrics", "timings", "ledger"))
         last = _cut(metrics, resume_step)
         if resume_step > 0 and last != resume_step:
             raise _missing(metrics, last, resume_step)
         _cut(timings, resume_step)
+        _cut(ledger, resume_step)
         self._last_step: int | None = last
-        self._metrics, self._timings = _Lines(metrics), _Lines(timings)
+        self._metrics, self._timings, self._ledger = _Lines(metrics), _Lines(timings), _Lines(ledger)
         self._events = _EventFile(run_folder / "tensorboard", resume_step + 1)
 
-    def write(self, step: int, metrics: Metrics, timings: dict[str, float]) -> None:
-        """Steps must rise. NaN and infinities are written as null and named under "non_finite"."""
+    def write(
+        self, step: int, metrics: Metrics, timings: dict[str, float], ledger: dict[str, str] | None = None
+    ) -> None:
+        """Steps must rise. NaN and infinities are written as null and named under "non_finite". ledger: hashes by name."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
-        row = _row(step, metrics)
-        timing_row = _row(step, timings)
+        row = metrics_row(step, metrics)
+        timing_row = metrics_row(step, timings)
         self._timings.append(timing_row)
-        self._metrics.append(row)  # last: a kill before it leaves a timing that the next start cuts off
+        if ledger is not None:
+            self._ledger.append({"step": step, **ledger})
+        self._metrics.append(row)  # last: a kill before it leaves others that the next start cuts off
         self._events.append(step, {**_flat(metrics), **{f"timings/{k}": v for k, v in _flat(timings).items()}})
         self._last_step = step
 
     def close(self) -> None:
         self._metrics.close()
         self._timings.close()
+        self._ledger.close()
         self._events.close()
 
     def __enter__(self) -> "MetricsWriter":
@@ -87,7 +94,8 @@ class _Lines:
         os.close(self._descriptor)
 
 
-def _row(step: int, metrics: Metrics) -> Metrics:
+def metrics_row(step: int, metrics: Metrics) -> Metrics:
+    """As it is written, and read back."""
     non_finite: dict[str, str] = {}
     row = {"step": step, **_finite(metrics, "", non_finite)}
     return {**row, "non_finite": non_finite} if non_finite else row

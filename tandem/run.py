@@ -7,6 +7,7 @@ It does not know what a step is, nor what the folder's other files hold.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -28,7 +29,8 @@ _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
-    "run.folder", "run.keep_checkpoints", "run.save_every", "run.threads", "reward.workers", "train.activation_checkpointing",
+    "run.folder", "run.keep_checkpoints", "run.save_every", "run.threads", "run.stall_s", "reward.workers", "rollout.workers",
+    "rollout.restarts", "rl.max_truncated", "rl.max_flat_steps", "train.activation_checkpointing",
 }  # fmt: skip
 _BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}  # what stopped a run, and may grow from that value on
 
@@ -90,6 +92,16 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
         yield run
     finally:
         os.close(log)
+
+
+def identity(config: Config, inputs: dict[str, str]) -> str:
+    """SHA-256 of all that the episodes of a run are a function of; inputs: hashes of its files by key."""
+    leaves = {
+        key: value
+        for key, value in _leaves(to_toml(config)).items()
+        if key not in _FREE | _BOUNDS.keys() | {"run.steps"}
+    }
+    return hashlib.sha256(json.dumps([leaves, inputs], sort_keys=True).encode()).hexdigest()
 
 
 def _is_run(folder: Path) -> bool:
@@ -230,12 +242,13 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
 
 
 def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """More steps are the same run made longer, unless the learning rate of past steps was bent by their number.
+    """More steps are the same run made longer, unless the learning rate of past steps was bent by their number, or rollouts
+    that would have been ahead of the last step were not made.
 
     And a larger bound on what stopped the run changes no step that was made under the smaller one.
     """
     if key == "run.steps":
-        return new[key] > old.get(key, 0) and new["train.schedule"] == "constant"
+        return new[key] > old.get(key, 0) and new["train.schedule"] == "constant" and not new["rollout.staleness"]
     return key in _BOUNDS and new[key] > old.get(key, 0) >= _BOUNDS[key]
 
 

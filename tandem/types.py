@@ -62,11 +62,13 @@ class Request:
     prompt: Array  # int64 [T]
     params: SamplingParams
     drawn: int = 0  # tokens sampled under this key before, in earlier turns
+    begun: "Completion | None" = None  # what was sampled of this very turn before it paused, under whatever weights
+    pause_after: int = 0  # tokens sampled now after which it pauses (stop reason "paused"); 0: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine returns for a request, in request order.
+    """What the engine returns for a request, what had begun of it included.
 
     Example: Completion(tokens=np.array([7, 2]), logprobs=np.array([-0.3, -0.01], np.float32),
     weight_versions=np.array([4, 4], np.int32), text="3", stop_reason="stop")
@@ -76,7 +78,7 @@ class Completion:
     logprobs: Array  # float32 [N], nats, of the distribution actually sampled from
     weight_versions: Array  # int32 [N], the weights that produced each token
     text: str  # decoded, without stop token or stop string
-    stop_reason: str  # "stop" (stop token or string), "length" or "cancelled"
+    stop_reason: str  # "stop" (stop token or string), "length", "paused" (Request.begun goes on) or "cancelled"
     top_tokens: Array = field(
         default_factory=lambda: np.zeros((0, 0), np.int64)
     )  # int64 [N, top_logprobs], likeliest first
@@ -101,8 +103,10 @@ class Episode:
     num_prompt_tokens: int  # tokens[:num_prompt_tokens] are equal in all episodes of the group
     messages: tuple[Message, ...]  # the chat behind the prompt: completions as the assistant's, and what answered them
     stop_reason: (
-        str  # "stop": of itself; "length": a turn was cut; "turns", "tokens", "time": a limit; "error": see env_error
+        str  # "stop": of itself; "length": a turn was cut; "turns", "tokens", "time": a limit; "error": see env_error;
+        # "paused": it goes on in a later step
     )
+    key: int = 0  # 64-bit address of its random draws, Request.key of all its turns
     opening: tuple[Message, ...] = ()  # the chat that the environment began with; empty: the problem's
     tools: tuple[Tool, ...] = ()  # what it showed the model besides
     given: dict[str, float] = field(default_factory=dict)  # what the environment gave: "env", and its parts
@@ -137,7 +141,9 @@ class Group:
 
     problem: Problem
     episodes: tuple[Episode, ...]
-    outcome: str = "train"  # "train"; with dynamic sampling also "carry" (trained in the next step) or "no_signal"
+    outcome: str = (
+        "train"  # or "carry" (a later step trains it), "no_signal" (left out), "unfinished" (some are paused)
+    )
 
     @property
     def rewards(self) -> Array:
@@ -221,6 +227,18 @@ class Generate(Protocol):
         ...
 
 
+class Sync(Protocol):
+    """Brings the trainer's weights to what generates. An engine runs version v or v + 1, never what is between."""
+
+    def publish(self, version: int) -> None:
+        """The trainer's weights are now those of that version."""
+        ...
+
+    def bring(self, version: int) -> None:
+        """The engine of the rollouts runs that version, which was published, from now on. Raises UserError if it is gone."""
+        ...
+
+
 class Renderer(Protocol):
     """Turns chats into tokens; text for a person comes back."""
 
@@ -262,6 +280,7 @@ class Env:
     """
 
     tools: Sequence[Tool] = ()  # JSON schemas that the chat template shows the model, known after reset
+    stateless: bool = False  # steps leave nothing behind, so an episode that is taken up anew need not repeat them
 
     async def reset(self, problem: Problem) -> Sequence[Message]:
         """The chat that the episode starts with."""

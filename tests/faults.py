@@ -3,6 +3,7 @@
 Every fault has a witness (an exit code, an error number), so that a test cannot pass because nothing happened.
 """
 
+import errno
 import os
 import resource
 import subprocess
@@ -17,13 +18,15 @@ from tandem.disk import Disk
 
 DIED = 9
 MODES = ("before", "midway", "power")
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class DyingDisk(Disk):
-    """Ends the process at operation n: before it, midway in it, or before it with all that was not fsynced cut."""
+class FaultyDisk(Disk):
+    """Calls strike before operation n (counted from 0) and each one after, with what does a part of that operation."""
 
-    def __init__(self, n: int, mode: str):
-        self.left, self.mode, self.unsynced = n, mode, list[Path]()
+    def __init__(self, n: int):
+        self.left = n
+        self.struck = False
 
     def write(self, path: Path, save: Callable[[Path], None]) -> None:
         def torn() -> None:
@@ -31,18 +34,15 @@ class DyingDisk(Disk):
             cut(path)
 
         self._tick(torn)
-        save(path)
-        self.unsynced.append(path)
+        super().write(path, save)
 
     def fsync(self, path: Path) -> None:
-        self._tick()
+        self._tick(lambda: None)
         super().fsync(path)
-        self.unsynced = [other for other in self.unsynced if other != path]
 
     def rename(self, source: Path, target: Path) -> None:
-        self._tick()
+        self._tick(lambda: None)
         super().rename(source, target)
-        self.unsynced = [target / p.relative_to(source) if p.is_relative_to(source) else p for p in self.unsynced]
 
     def remove(self, path: Path) -> None:
         def partly() -> None:
@@ -52,16 +52,80 @@ class DyingDisk(Disk):
         self._tick(partly)
         super().remove(path)
 
-    def _tick(self, part: Callable[[], None] = lambda: None) -> None:
+    def strike(self, part: Callable[[], None]) -> None:
+        raise NotImplementedError
+
+    def _tick(self, part: Callable[[], None]) -> None:
         self.left -= 1
-        if self.left >= 0:
-            return
+        if self.left < 0:
+            self.struck = True
+            self.strike(part)
+
+
+class DyingDisk(FaultyDisk):
+    """Ends the process at operation n: before it, midway in it, or before it with the power: what was not fsynced is cut,
+    and new names that were not fsynced in their folder are as they were."""
+
+    def __init__(self, n: int, mode: str):
+        super().__init__(n)
+        self.mode, self.unsynced, self.renamed = mode, list[Path](), list[tuple[Path, Path]]()
+
+    def write(self, path: Path, save: Callable[[Path], None]) -> None:
+        super().write(path, save)
+        self.unsynced.append(path)
+
+    def fsync(self, path: Path) -> None:
+        super().fsync(path)
+        self.unsynced = [other for other in self.unsynced if other != path]
+        self.renamed = [(source, target) for source, target in self.renamed if target.parent != path]
+
+    def rename(self, source: Path, target: Path) -> None:
+        takes_a_new_name = not target.exists()
+        super().rename(source, target)
+        self.unsynced = [target / p.relative_to(source) if p.is_relative_to(source) else p for p in self.unsynced]
+        self.renamed += [(source, target)] * takes_a_new_name
+
+    def strike(self, part: Callable[[], None]) -> None:
         if self.mode == "midway":
             part()
         if self.mode == "power":
-            for path in filter(Path.exists, self.unsynced):
-                cut(path)
+            self._lose_power()
         os._exit(DIED)
+
+    def _lose_power(self) -> None:
+        for path in filter(Path.exists, self.unsynced):
+            cut(path)
+        for source, target in filter(lambda pair: pair[1].exists(), reversed(self.renamed)):
+            target.rename(source)
+
+
+class RefusingDisk(FaultyDisk):
+    """Operation n stops midway with this error number, and so do all after it; a full disk still lets files go."""
+
+    def __init__(self, n: int, number: int):
+        super().__init__(n)
+        self.number = number
+
+    def remove(self, path: Path) -> None:
+        if self.number in FULL:
+            Disk.remove(self, path)
+        else:
+            super().remove(path)
+
+    def strike(self, part: Callable[[], None]) -> None:
+        part()
+        raise OSError(self.number, os.strerror(self.number))
+
+
+class FreezingDisk(FaultyDisk):
+    """What freeze does to the file system happens before operation n."""
+
+    def __init__(self, n: int, freeze: Callable[[], object]):
+        super().__init__(n)
+        self.freeze = freeze
+
+    def strike(self, part: Callable[[], None]) -> None:
+        self.freeze()
 
 
 def cut(path: Path) -> None:
@@ -97,8 +161,10 @@ def limit_file_size(size: int) -> None:
 
 @contextmanager
 def memory_folder() -> Iterator[Path]:
-    """A folder in memory where there is one: the order of operations is tested there, not the speed of a disk."""
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    """A folder in memory where there is one: the order of operations is tested there, not the speed of a disk.
+
+    A TMPDIR that was asked for is used: whoever sets it looks there for what was left behind."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) and "TMPDIR" not in os.environ else None
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         yield Path(folder)
 
@@ -106,7 +172,7 @@ def memory_folder() -> Iterator[Path]:
 @contextmanager
 def small_disk(path: Path, size: str) -> Iterator[bool]:
     """A tmpfs of this size at path; yields whether this user may mount one."""
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     mounted = (
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True).returncode
         == 0
@@ -118,5 +184,5 @@ def small_disk(path: Path, size: str) -> Iterator[bool]:
             subprocess.run(["umount", "-l", path], check=True)
 
 
-def make_read_only(path: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", path], check=True)
+def make_read_only(path: Path, *, undo: bool = False) -> None:
+    subprocess.run(["mount", "-o", f"remount,{'rw' if undo else 'ro'}", path], check=True)

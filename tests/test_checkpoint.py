@@ -1,8 +1,10 @@
-"""Checkpoints: kill a save at every operation, damage a saved one in every way, fill the disk."""
+"""Checkpoints: kill a save at every operation, damage a saved one in every way, fill the disk.
 
+The larger numbers of the same functions are in `make chaos only=checkpoints`.
+"""
+
+import hashlib
 import json
-import random
-import shutil
 import stat
 import subprocess
 
@@ -16,10 +18,23 @@ from tandem.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from tandem.disk import DISK, Disk
+from tandem.disk import DISK, Disk, make_folder
 from tandem.errors import UserError
 from tandem.model.hashing import tensor_hash, weight_hash
-from tests.faults import MODES, deaths, in_a_fork, limit_file_size, make_read_only, memory_folder, small_disk
+from tests.chaos.checkpoints import (
+    at_once,
+    calls,
+    content,
+    damages,
+    frozen_disks,
+    full_disks,
+    kills,
+    limits,
+    names,
+    refusals,
+)
+from tests.chaos.results import tally
+from tests.faults import MODES, memory_folder
 
 
 @pytest.fixture
@@ -28,15 +43,8 @@ def memory():
         yield folder
 
 
-def content(step):
-    generator = torch.Generator().manual_seed(step)
-    policy = {"a.weight": torch.randn(16, 8, generator=generator), "b": torch.randn(5, generator=generator).bfloat16()}
-    optimizer = {"a.weight.exp_avg": torch.randn(16, 8, generator=generator), "steps": torch.tensor(step)}
-    return {"policy": policy, "optimizer": optimizer}, {"step": step, "cursor": [step, 0.1], "note": "é"}
-
-
 def save(folder, step, keep=2, disk=DISK):
-    return save_checkpoint(folder, step, *content(step), keep, disk=disk)
+    return at_once(folder, step, disk, keep=keep)
 
 
 def fail(text):
@@ -49,10 +57,6 @@ def assert_is(path, step):
     assert state == wanted_state and set(tensors) == set(wanted)
     for stem, named in wanted.items():
         assert weight_hash(tensors[stem]) == weight_hash(named)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_checkpoint_is_read_back_to_the_bit(tmp_path):
@@ -70,7 +74,7 @@ def test_other_users_can_read_a_checkpoint_as_they_can_read_its_folder(tmp_path)
 
 def test_a_tensor_that_is_not_contiguous_keeps_its_values(tmp_path):
     turned = torch.arange(6.0).reshape(2, 3).T
-    path = save_checkpoint(tmp_path, 1, {"policy": {"w": turned}}, {}, 2)
+    path = save_checkpoint(tmp_path, 1, {"policy": {"w": turned}}, {}, 2, config="")
     assert torch.equal(load_checkpoint(path)[0]["policy"]["w"], turned)
 
 
@@ -127,50 +131,24 @@ def test_what_is_saved_before_damaged_later_steps_is_not_pruned_for_them(tmp_pat
 def test_state_that_json_would_change_is_refused(tmp_path):
     for state in ({"a": (1, 2)}, {1: "a"}):
         with pytest.raises(TypeError, match="JSON"):
-            save_checkpoint(tmp_path, 1, {}, state, 2)
+            save_checkpoint(tmp_path, 1, {}, state, 2, config="")
     with pytest.raises(ValueError, match="JSON"):
-        save_checkpoint(tmp_path, 1, {}, {"a": float("nan")}, 2)
+        save_checkpoint(tmp_path, 1, {}, {"a": float("nan")}, 2, config="")
+
+
+def assert_met(result):
+    assert result.met, result
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("before", [[], [10], [10, 20]], ids=["first", "second", "pruning"])
-def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(memory, before, mode):
-    made, folder = memory / "made", memory / "checkpoints"
-    made.mkdir()
-    for step in before:
-        save(made, step)
-    shutil.copytree(made, folder)
-    count = 0
-    for n in deaths(lambda disk: save(folder, 30, disk=disk), mode):
-        found = latest_checkpoint(folder, fail)  # a torn one would be reported, even if it were not chosen
-        if found is not None:
-            assert_is(found, checkpoint_step(found))
-        assert (checkpoint_step(found) if found else None) in {*(before or [None]), 30}, n
-        assert not [damage for path in folder.glob("step_*") for damage in find_damage(path)]
-        save(folder, 30)
-        assert_is(latest_checkpoint(folder, fail), 30)
-        assert names(folder) == sorted(f"step_{step:06d}" for step in [*before, 30][-2:])
-        shutil.rmtree(folder)
-        shutil.copytree(made, folder)
-        count += 1
-    assert count >= 10  # 4 writes, 4 + 2 fsyncs of files and folders ...
+@pytest.mark.parametrize("scenario", ["the first save", "a save that prunes", "the only step saved again"])
+def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(memory, scenario, mode):
+    assert_met(tally("", kills(memory, scenario, mode, at_once), at_least=11))  # 4 writes, 4 + 2 fsyncs, a rename
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_replacing_the_only_checkpoint_never_leaves_none(memory, mode):
-    made, folder = memory / "made", memory / "checkpoints"
-    save_checkpoint(made, 30, {"policy": {"w": torch.zeros(3)}}, {}, 2)
-    shutil.copytree(made, folder)
-    outcomes = set()
-    for _ in deaths(lambda disk: save(folder, 30, disk=disk), mode):
-        found = latest_checkpoint(folder, fail)
-        outcomes.add(load_checkpoint(found)[1] == {})
-        save(folder, 40)  # the next save tidies up whatever was left
-        assert names(folder) == ["step_000030", "step_000040"]
-        shutil.rmtree(folder)
-        shutil.copytree(made, folder)
-    assert outcomes == {True, False}  # killed before the swap, and after it
-    assert_is(latest_checkpoint(folder, fail), 30)
+def test_a_save_killed_at_its_system_calls_leaves_the_old_checkpoint_or_the_new_one(memory):
+    """Every 7th: `make chaos` takes each of them."""
+    assert_met(tally("", calls(memory, "the only step saved again", every=7), at_least=10))
 
 
 def test_every_file_is_durable_before_the_manifest_and_the_manifest_before_the_rename(tmp_path):
@@ -202,52 +180,8 @@ def test_every_file_is_durable_before_the_manifest_and_the_manifest_before_the_r
     ]
 
 
-def damage_one_file(rng, checkpoint, other):
-    """One random damage; returns the file it is in."""
-    file = checkpoint / rng.choice(sorted(p.name for p in checkpoint.iterdir()))
-    data = bytearray(file.read_bytes())
-    place = rng.randrange(len(data))
-    match rng.choice(["flip", "truncate", "zero", "delete", "append", "swap", "mix"]):
-        case "flip":
-            data[place] ^= 1 << rng.randrange(8)
-        case "truncate":
-            del data[place:]
-        case "zero":
-            place = min(place, next(i for i in reversed(range(len(data))) if data[i]))
-            data[place : place + 64] = bytes(len(data[place : place + 64]))
-            if bytes(data) == file.read_bytes():
-                data[-1] ^= 1
-        case "append":
-            data += b"\n"
-        case "delete":
-            file.unlink()
-            return file.name
-        case "swap":
-            first, second = checkpoint / "policy.safetensors", checkpoint / "optimizer.safetensors"
-            kept = first.read_bytes()
-            shutil.copyfile(second, first)
-            second.write_bytes(kept)
-            return first.name
-        case "mix":
-            shutil.copyfile(other / file.name, file)
-            return file.name
-    file.write_bytes(data)
-    return file.name
-
-
-def test_a_hundred_random_damages_are_all_found_and_the_checkpoint_before_is_taken(memory):
-    made, rng = memory / "made", random.Random(0)
-    for step in (10, 20):
-        save(made, step)
-    for number in range(100):
-        folder = memory / f"{number}"
-        shutil.copytree(made, folder)
-        hurt = damage_one_file(rng, folder / "step_000020", folder / "step_000010")
-        reports = []
-        assert latest_checkpoint(folder, reports.append) == folder / "step_000010", hurt
-        assert len(reports) == 1 and "step_000020" in reports[0]
-        assert hurt in reports[0] and "found" in reports[0] and "expected" in reports[0]
-        shutil.rmtree(folder)
+def test_ninety_damages_are_all_found_and_the_checkpoint_before_is_taken(memory):
+    assert_met(tally("", damages(memory, 90), at_least=90))
 
 
 def test_a_checkpoint_under_another_steps_name_is_found(tmp_path):
@@ -274,13 +208,6 @@ def test_loading_a_damaged_checkpoint_by_name_is_refused(tmp_path):
     assert "policy.safetensors" in caught.value.found
 
 
-class FullSoon(Disk):
-    """Says there is space, as when another process takes it a moment later."""
-
-    def free_bytes(self, folder):
-        return 1 << 40
-
-
 def big():
     return {"policy": {"w": torch.zeros(1 << 20)}}  # 4 MiB
 
@@ -292,39 +219,25 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path):
 
     save(tmp_path, 10)
     with pytest.raises(UserError, match="not enough space") as caught:
-        save_checkpoint(tmp_path, 20, big(), {}, 2, disk=Small())
+        save_checkpoint(tmp_path, 20, big(), {}, 2, config="", disk=Small())
     assert caught.value.found == "3.0 MiB free" and caught.value.expected == "5.0 MiB" and caught.value.next
     assert names(tmp_path) == ["step_000010"]
 
 
-def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_and_a_clear_error(tmp_path):
-    with small_disk(tmp_path / "disk", "3m") as mounted:
-        if not mounted:
-            pytest.skip("only root may mount a small file system")
-        folder = tmp_path / "disk" / "checkpoints"
-        save(folder, 10)
-        with pytest.raises(UserError, match="the disk is full") as caught:
-            save_checkpoint(folder, 20, big(), {}, 2, disk=FullSoon())
-        assert "No space left" in caught.value.found and "free" in caught.value.found and caught.value.next
-        assert names(folder) == ["step_000010"]
-        assert_is(latest_checkpoint(folder, fail), 10)
-        make_read_only(tmp_path / "disk")
-        with pytest.raises(UserError, match="refuses") as caught:
-            save(folder, 20)
-        assert "Read-only" in caught.value.found
-        assert_is(latest_checkpoint(folder, fail), 10)
+def test_a_disk_that_fills_up_at_any_page_of_a_save_leaves_the_checkpoint_before_and_a_clear_error(memory):
+    assert_met(tally("", full_disks(memory, at_once), at_least=8))
 
 
-def test_a_file_size_limit_is_told_like_a_full_disk(tmp_path):
-    def limited_save():
-        limit_file_size(1 << 16)
-        with pytest.raises(UserError, match="the disk is full") as caught:
-            save_checkpoint(tmp_path, 20, big(), {}, 2)
-        assert "File too large" in caught.value.found
+def test_a_disk_that_turns_read_only_in_a_save_leaves_a_whole_checkpoint_and_a_clear_error(memory):
+    assert_met(tally("", frozen_disks(memory, at_once), at_least=8))
 
-    save(tmp_path, 10)
-    assert in_a_fork(limited_save) == 0
-    assert names(tmp_path) == ["step_000010"]
+
+def test_a_file_size_limit_is_told_like_a_full_disk(memory):
+    assert_met(tally("", limits(memory, at_once), at_least=8))
+
+
+def test_an_error_of_the_disk_at_any_operation_leaves_a_whole_checkpoint_and_a_clear_error(memory):
+    assert_met(tally("", refusals(memory, at_once), at_least=60))
 
 
 def test_a_loaded_checkpoint_survives_its_own_replacement_and_cannot_be_written_through(tmp_path):
@@ -360,6 +273,72 @@ def test_the_weight_hash_ignores_order_strides_and_whether_a_gradient_is_wanted(
 def test_the_weight_hash_is_the_same_in_every_process():
     digest = "163eb82d765c33117466091ec11144869c7f3d493a0d3356d66a67df5b5498b8"
     assert weight_hash({"b": torch.ones(2), "a": torch.arange(7.0)}) == digest
+
+
+def test_the_manifest_names_libraries_and_the_config_by_the_hash_of_its_file(tmp_path):
+    path = save_checkpoint(tmp_path, 1, *content(1), 2, config="[run]\nseed = 1\n")
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["config_sha256"] == hashlib.sha256(b"[run]\nseed = 1\n").hexdigest()
+    assert {"tandem", "python", "torch", "transformers", "safetensors", "numpy"} == set(manifest["versions"])
+    assert manifest["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_a_file_that_the_manifest_does_not_know_is_not_loaded(tmp_path):
+    path = save(tmp_path, 1)
+    (path / "more.safetensors").write_bytes((path / "policy.safetensors").read_bytes())
+    assert set(load_checkpoint(path)[0]) == {"policy", "optimizer"}
+
+
+def test_the_folders_that_a_checkpoint_needs_are_durable_in_their_parents(tmp_path):
+    synced = []
+
+    class Recorder(Disk):
+        def fsync(self, path):
+            synced.append(path)
+            super().fsync(path)
+
+    make_folder(tmp_path / "run" / "checkpoints", Recorder())
+    make_folder(tmp_path / "run" / "checkpoints", Recorder())
+    assert synced == [tmp_path, tmp_path / "run"]
+
+
+def test_what_must_come_before_a_checkpoint_comes_before_anyone_can_see_it(tmp_path):
+    save(tmp_path, 10)
+    seen = []
+
+    def before_write():
+        seen.extend([names(tmp_path), names(tmp_path / ".tmp-step_000020"), latest_checkpoint(tmp_path, fail)])
+
+    save_checkpoint(tmp_path, 20, *content(20), 2, config="", before_write=before_write)
+    written = ["optimizer.safetensors", "policy.safetensors", "state.json"]
+    assert seen == [[".tmp-step_000020", "step_000010"], written, tmp_path / "step_000010"]
+    assert names(tmp_path) == ["step_000010", "step_000020"]
+
+
+def test_when_what_must_come_before_fails_there_is_no_checkpoint(tmp_path):
+    def before_write():
+        raise UserError("the journal is gone")
+
+    save(tmp_path, 10)
+    with pytest.raises(UserError, match="journal"):
+        save_checkpoint(tmp_path, 20, *content(20), 2, config="", before_write=before_write)
+    assert names(tmp_path) == ["step_000010"]
+
+
+def test_a_checkpoint_that_stepped_aside_comes_back_when_its_successor_has_gone_bad(tmp_path):
+    save(tmp_path, 30).rename(tmp_path / ".aside-step_000030")
+    (save(tmp_path / "other", 30) / "state.json").unlink()
+    (tmp_path / "other" / "step_000030").rename(tmp_path / "step_000030")
+    (tmp_path / "other").rmdir()
+
+    class Full(Disk):
+        def free_bytes(self, folder):
+            return 0
+
+    with pytest.raises(UserError, match="not enough space"):
+        save(tmp_path, 40, disk=Full())
+    assert names(tmp_path) == ["step_000030"]
+    assert_is(latest_checkpoint(tmp_path, fail), 30)
 
 
 def test_the_manifest_can_be_checked_without_the_program(tmp_path):

@@ -40,11 +40,11 @@ class ScriptedJob:
                 raise Killed
             case "x":
                 self.memory.append(f"bad {done}")
-                return dict(BAD), {}
+                return dict(BAD), {}, {"memory": list(self.memory)}
         self.memory.append(f"good {done}")
         with torch.no_grad():
             next(iter(self.learner.model.trainable().values())).add_(1.0)
-        return dict(GOOD), {}
+        return dict(GOOD), {}, {"memory": list(self.memory)}
 
     def restore(self, done, state):
         self.restored, self.memory = (done, state), list(state["memory"])
@@ -53,7 +53,7 @@ class ScriptedJob:
         return Job(
             learners={"policy": self.learner}, steps=len(self.script), eval_every=2, step=self.step,
             evaluate=lambda done: self.evaluated.append(done) or {"eval/x": float(done)}, publish=self.published.append,
-            data={"data.train": "0"}, state=lambda: {"memory": self.memory}, restore=self.restore,
+            data={"data.train": "0"}, restore=self.restore,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from tandem.config import Env as EnvConfig
 from tandem.config import Eval, Rollout
 from tandem.envs.rollout import World
 from tandem.evaluate import evaluate
-from tandem.loop import Player
+from tandem.play import Player
 from tandem.types import Completion, Env, Problem, Score
 from tests.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
 

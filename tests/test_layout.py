@@ -15,7 +15,20 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tandem"
 FILES = sorted(PACKAGE.rglob("*.py"))
 STAGES = ("data", "engine", "envs", "model", "rewards", "rl", "stream", "train", "weights")
-SHARED = {"types", "config", "contradictions", "errors", "draws", "disk", "metrics", "model", "sandbox"}
+SHARED = {
+    "types",
+    "config",
+    "contradictions",
+    "errors",
+    "draws",
+    "disk",
+    "metrics",
+    "model",
+    "sandbox",
+    "watchdog",
+    "processes",
+    "guard",
+}
 ALSO = {"train": {"rl"}}
 OPTIONAL = ("datasets", "deepspeed", "fastapi", "flash_attn", "gguf", "gymnasium", "jsonschema",
             "megatron", "mooncake", "nixl", "peft", "ray",

@@ -11,15 +11,19 @@ import torch
 
 from tandem.config import Config
 from tandem.config import Reward as RewardConfig
+from tandem.describe import describe
 from tandem.engine.engine import Engine
 from tandem.envs.rollout import World
 from tandem.errors import UserError
 from tandem.evaluate import evaluate
-from tandem.jobs import _restore, _state
-from tandem.loop import Clock, Player, Stages, describe, distill_step, draw, scored, train_step
+from tandem.jobs import _restore
+from tandem.loop import Stages, begin_batch, collect, imitate, update
+from tandem.loop import train_step as whole_step
 from tandem.model.logprobs import Filter
+from tandem.play import Clock, Player, scored
 from tandem.rl.advantages import group_advantages
 from tandem.stream.journal import read_episodes, read_groups
+from tandem.stream.recall import Journal
 from tandem.train.forward import batch_logprobs
 from tandem.train.learn import Models, learn, start, token_advantages
 from tandem.train.learner import Learner
@@ -120,8 +124,13 @@ def stages_in(folder, how, *, engine=None, reward=None, seed=0):
             engine=engine, renderer=DigitRenderer(), world=World(make=Env, limits=how.env), reward=reward or NumberedReward()
         ),
         models=Models(policy=WatchingLearner(model, optimizer, folder, engine)),
-        sync=InlineSync(engine), params=PARAMS, episodes=folder, exact=exact,
+        sync=InlineSync(engine), params=PARAMS, journal=Journal(folder, "run", PROBLEMS), exact=exact,
     )  # fmt: skip
+
+
+def train_step(stages, step, learning=update):
+    """(metrics, timings)"""
+    return whole_step(stages, step, learning)[:2]
 
 
 def weights_of(stages):
@@ -151,7 +160,7 @@ def groups_with(*rewards, **more):
 def test_a_step_samples_its_problems_and_pairs_every_answer_with_its_own_problem(tmp_path):
     stages = stages_in(tmp_path, config(data__shuffle=False), engine=NumberedEngine())
     stages.progress.batches = 1
-    train_step(stages, 1)  # problems 2 and 3
+    train_step(stages, 0)  # problems 2 and 3
     assert [r.prompt.tolist() for r in stages.player.engine.requests] == [[90, 2]] * 3 + [[90, 3]] * 3
     assert len({r.key for r in stages.player.engine.requests}) == 6 and {
         r.params for r in stages.player.engine.requests
@@ -159,7 +168,7 @@ def test_a_step_samples_its_problems_and_pairs_every_answer_with_its_own_problem
     assert [(p.uid, text) for p, text in stages.player.reward.items] == [
         (f"p{2 + n // 3}", f"text {n}") for n in range(6)
     ]
-    episodes = read_episodes(tmp_path / "train_step_000002.parquet")
+    episodes = read_episodes(tmp_path / "train_step_000001.parquet")
     assert [(e.uid, e.sample_index) for e in episodes] == [(f"p{2 + n // 3}", n % 3) for n in range(6)]
     for n, found in enumerate(episodes):
         count = n % 3 + 1
@@ -227,7 +236,7 @@ def test_minibatches_are_that_many_updates_of_whole_groups_and_only_the_first_is
 
 def test_scores_land_on_their_episodes_and_a_failed_one_is_written_on_it(tmp_path):
     stages = stages_in(tmp_path, config(data__shuffle=False), engine=NumberedEngine())
-    groups = draw(stages, Clock())
+    groups = collect(stages, 0, Clock())
     assert [g.problem for g in groups] == PROBLEMS[:2]
     found = [(e.uid, e.sample_index, e.reward, e.reward_parts, e.reward_error) for g in groups for e in g.episodes]
     assert found == [
@@ -327,9 +336,9 @@ def test_learning_sees_the_temperature_that_the_rollout_had(tmp_path):
 def test_distillation_learns_from_every_group_of_one_batch_and_only_reports_the_reward(tmp_path):
     for reward in (0.0, 1.0):
         folder = tmp_path / str(reward)
-        stages = stages_in(folder, config(rl__max_gen_batches=2), reward=ConstantReward(reward))
+        stages = stages_in(folder, config(), reward=ConstantReward(reward))
         models = replace(stages.models, teacher=exact_model("qwen3", seed=1))
-        metrics, _ = distill_step(replace(stages, models=models), 0)
+        metrics, _ = train_step(replace(stages, models=models), 0, imitate)
         assert metrics["num_loss_tokens"] == 6 * PARAMS.max_new_tokens and metrics["reward"] == reward
         assert metrics["grad_norm"] > 0 and stages.progress.batches == stages.player.engine.weight_version == 1
         assert len(journal(folder, 0)["train"]) == 2
@@ -340,8 +349,8 @@ def test_distillation_learns_from_every_group_of_one_batch_and_only_reports_the_
 
 def journal(folder, step):
     """The groups of a step by outcome."""
-    path = folder / f"train_step_{step + 1:06d}.parquet"
-    return {kind: read_groups(path, BY_UID, kind) for kind in ("train", "carry", "no_signal")}
+    groups = read_groups(folder / f"train_step_{step + 1:06d}.parquet", BY_UID)
+    return {kind: [g for g in groups if g.outcome == kind] for kind in ("train", "carry", "no_signal")}
 
 
 EMA = {"rl__advantage": "ema", "rl__max_gen_batches": 0}  # groups without signal do have advantages under it
@@ -413,7 +422,7 @@ def test_a_run_resumed_at_any_step_goes_on_like_one_never_stopped(changes, tmp_p
     states = []
     for step in range(5):
         train_step(whole, step)
-        states.append(json.dumps(_state(whole.progress)))
+        states.append(json.dumps(whole.progress.state()))
     for done in range(1, 5):
         folder = tmp_path / f"resumed at {done}"
         shutil.copytree(tmp_path / "whole", folder)
@@ -423,7 +432,7 @@ def test_a_run_resumed_at_any_step_goes_on_like_one_never_stopped(changes, tmp_p
             path.unlink()
             train_step(again, step)
             assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
-        assert _state(again.progress) == json.loads(states[-1])
+        assert again.progress.state() == json.loads(states[-1])
         assert keys_of(again.progress.carried) == keys_of(whole.progress.carried)
 
 
@@ -431,7 +440,7 @@ def test_a_step_that_cannot_be_filled_stops_the_run_names_both_knobs_and_spoils_
     stages = dynamic(tmp_path, limit=2, run__seed=2)  # its fourth step has bad luck
     with pytest.raises(UserError, match="could not fill a step") as caught:
         for done in range(8):
-            state, files = json.dumps(_state(stages.progress)), {p: p.read_bytes() for p in tmp_path.iterdir()}
+            state, files = json.dumps(stages.progress.state()), {p: p.read_bytes() for p in tmp_path.iterdir()}
             train_step(stages, done)
     assert done > 0 and {p: p.read_bytes() for p in tmp_path.iterdir()} == files
     assert f"step {done + 1}" in caught.value.where and "after 2 batches (rl.max_gen_batches)" in caught.value.where
@@ -448,7 +457,7 @@ def test_a_step_that_cannot_be_filled_stops_the_run_names_both_knobs_and_spoils_
 def test_a_curriculum_draws_problems_that_are_neither_solved_nor_hopeless_more_often(tmp_path):
     stages = stages_in(tmp_path, config(rl__curriculum=True), engine=AddressedEngine(), reward=KeyReward())
     stages.progress.rates |= {"p0": 1.0, "p1": 0.0, "p2": 1.0, "p3": 0.5}  # p4 has not been seen: 1/2
-    drawn = Counter(group.problem.uid for _ in range(200) for group in draw(stages, Clock()))
+    drawn = Counter(group.problem.uid for _ in range(200) for group in begin_batch(stages))
     assert drawn["p3"] > 150 and drawn["p4"] > 150 and sum(drawn.values()) == 400
     assert all(0 < drawn[uid] < 40 for uid in ("p0", "p1", "p2"))  # they come back now and then
 
@@ -458,7 +467,7 @@ def test_the_draws_of_a_curriculum_are_a_function_of_seed_batch_and_rates(tmp_pa
         stages = stages_in(tmp_path, config(rl__curriculum=True, run__seed=seed), engine=AddressedEngine())
         stages.progress.batches = batch
         stages.progress.rates |= rates
-        return [[group.problem.uid for group in draw(stages, Clock())] for _ in range(6)]
+        return [[group.problem.uid for group in begin_batch(stages)] for _ in range(6)]
 
     assert problems() == problems()
     assert all(problems() != other for other in (problems(seed=1), problems(batch=1), problems(p0=1.0, p1=1.0)))
@@ -480,7 +489,7 @@ def test_a_curriculum_remembers_the_last_success_rate_of_every_problem_sampled(t
 def test_a_success_rate_is_between_0_and_1_whatever_the_rewards(tmp_path):
     for reward, rate in ((-3.0, 0.0), (0.25, 0.25), (7.0, 1.0)):
         stages = stages_in(
-            tmp_path, config(rl__curriculum=True), engine=AddressedEngine(), reward=ConstantReward(reward)
+            tmp_path / str(rate), config(rl__curriculum=True), engine=AddressedEngine(), reward=ConstantReward(reward)
         )
         train_step(stages, 0)
         assert set(stages.progress.rates.values()) == {rate}

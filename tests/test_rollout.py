@@ -361,20 +361,22 @@ def test_every_batch_has_its_line_and_the_summary_counts_all_starts(home, output
     assert all("% truncated, " in line and line.endswith(" tokens/s") for line in lines)
 
 
-SLOW = """
+HELD = """
 import time
+from pathlib import Path
 from tandem.rewards.answer import score as answer
 def score(problem, completion):
-    time.sleep(0.1)
+    while Path(__file__).with_name("e.jsonl").exists() and not Path(__file__).with_name("go").exists():
+        time.sleep(0.01)
     return {"answer": answer(completion, problem.answer)}
 """
 
 
 def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
-    """The command in a process group of its own, killed once its first batch is there and the next is scored slowly."""
-    (tmp_path / "slow.py").write_text(SLOW)
+    """The command in a process group of its own, killed once its first batch is there, before the last one is scored."""
+    (tmp_path / "held.py").write_text(HELD)
     values = ["run.threads=1", "rollout.max_new_tokens=6", "rl.prompts_per_step=2", "rl.group_size=2"]
-    values += [f"reward.function={tmp_path}/slow.py:score", "--out", str(tmp_path / "e.jsonl")]
+    values += [f"reward.function={tmp_path}/held.py:score", "reward.timeout_s=600", "--out", str(tmp_path / "e.jsonl")]
     command = [sys.executable, "-m", "tandem", "rollout", "recipe.toml", *values]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=home, env=env, start_new_session=True)
@@ -382,6 +384,7 @@ def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
+    (tmp_path / "go").touch()
     assert (tmp_path / "e.jsonl").read_bytes() != contents(outputs["episodes.jsonl"].path)
     subprocess.run(command, cwd=home, env=env, check=True)
     assert (tmp_path / "e.jsonl").read_bytes() == contents(outputs["episodes.jsonl"].path)

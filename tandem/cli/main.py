@@ -1,7 +1,7 @@
 """The `tandem` command: arguments in, exit code out. Nothing heavy is imported before a command runs.
 
-Exit codes: 0 done, 1 a bug (with its traceback), a failed check of `doctor` or a failed row of `try`, 2 a user's mistake,
-130 interrupted.
+Exit codes: 0 done, 1 a bug (with its traceback), a failed check of `doctor`, a failed row of `try` or a difference found by
+`replay` or `diff`, 2 a user's mistake, 3 a stall (the watchdog says who is to blame), 130 interrupted.
 """
 
 import signal
@@ -28,13 +28,17 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="start over; the old run fo
 
 def run() -> None:
     """Entry point: user errors are told in full, without a traceback."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill ends like Ctrl-C
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a polite kill ends like Ctrl-C; around a run stopping.on_signals takes over
     try:
         app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        for note in interrupt.__dict__.get("__notes__", []):
+            print(note, file=sys.stderr)
         print("\ninterrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         sys.exit(130)
 
@@ -158,6 +162,43 @@ def export(
     from tandem.cli import training
 
     training.export_run(run, step, out, adapter)
+
+
+Run = Annotated[Path, typer.Argument(help="run folder", show_default=False)]
+
+
+@app.command()
+def replay(
+    run: Run, step: Annotated[int, typer.Option(help="as in metrics.jsonl, from 1 on", show_default=False)]
+) -> None:
+    """Learn a step again from the run folder: equal to the last bit, or the first difference (exit code 1)."""
+    from tandem.cli import replaying
+
+    sys.exit(replaying.replay_step(run, step))
+
+
+@app.command()
+def why(
+    run: Run,
+    episode: Annotated[str, typer.Option(help="STEP:UID:SAMPLE as in the journal, or UID alone", show_default=False)],
+    learning: Annotated[bool, typer.Option(help="replay the step that trained it, for advantages and ratios")] = True,
+    json: Annotated[Path | None, typer.Option(help="also write all of it to this file", show_default=False)] = None,
+) -> None:
+    """What happened to an episode, and to each of its tokens."""
+    from tandem.cli import why
+
+    why.why(run, episode, learning=learning, out=json)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="run folder", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="another", show_default=False)],
+) -> None:
+    """The first step, episode and token where two runs part (exit code 1), or that they are equal to the last bit."""
+    from tandem.cli import differing
+
+    sys.exit(differing.diff(a, b))
 
 
 @app.command()

@@ -26,12 +26,14 @@ from tandem.cli.keeping import keep, kept_path, mean_rewards
 from tandem.cli.progress import console
 from tandem.config import Config
 from tandem.data.render import ChatRenderer, load_renderer
+from tandem.describe import describe
 from tandem.disk import DISK, append_line, disk_errors, write_atomic
+from tandem.envs.record import seat
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
-from tandem.loop import Clock, describe, play
 from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.model.load import check_model
+from tandem.play import Clock, play
 from tandem.run import RunFolder, open_run
 from tandem.stream.journal import cut_episodes, episode_lines, read_episodes, write_episodes
 from tandem.types import Group, Problem, Row
@@ -89,10 +91,9 @@ def batch_maker(config: Config, problems: Sequence[Problem], renderer: ChatRende
         player = player_of(build_generator(config, renderer, problems, console.print), renderer)
 
         def make(number: int, clock: Clock) -> list[Group]:
-            return play(
-                player, problems[number * size : (number + 1) * size], group_size=config.rl.group_size,
-                place=(config.run.seed, "rollout only", number), params=params, shaping=config.reward, clock=clock,
-            )  # fmt: skip
+            part = problems[number * size : (number + 1) * size]
+            groups = seat(part, config.rl.group_size, (config.run.seed, "rollout only", number))
+            return play(player, groups, params=params, shaping=config.reward, clock=clock)
 
         yield make
 

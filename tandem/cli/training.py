@@ -15,9 +15,9 @@ from tandem.export import export, export_adapter, model_card
 from tandem.jobs import distill_job, dpo_job, rm_job, sft_job, training_job
 from tandem.metrics import read_metrics
 from tandem.recipe import load_config
-from tandem.run import open_run
+from tandem.run import RunFolder, open_run
 
-JobMaker = Callable[[Config, Path, Report], AbstractContextManager[Job]]
+JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[Job]]
 
 
 JOBS: dict[str, JobMaker] = {
@@ -34,7 +34,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             run.log(text)
             console.print(text)
 
-        with make(config, run.episodes, report) as job, StepProgress(command, job.steps) as progress:
+        with make(config, run, report) as job, StepProgress(command, job.steps) as progress:
             digest = drive(run, job, progress)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(job.steps)

@@ -19,10 +19,11 @@ from tandem.cli.progress import console
 from tandem.config import Config
 from tandem.data.render import ChatRenderer, load_renderer
 from tandem.envs.load import BUILT_IN
+from tandem.envs.record import seat
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
-from tandem.loop import Clock, Player, play
 from tandem.model.load import check_model
+from tandem.play import Clock, Player, play
 from tandem.types import (
     Array,
     Completion,
@@ -65,7 +66,7 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
         for number, problem in enumerate(problems):
             start = time.perf_counter()
             [group] = play(
-                player, [problem], group_size=1, place=(config.run.seed, "try", number), params=params, shaping=config.reward,
+                player, seat([problem], 1, (config.run.seed, "try", number)), params=params, shaping=config.reward,
                 clock=Clock(),
             )  # fmt: skip
             tell(group, time.perf_counter() - start, player.renderer)

@@ -20,6 +20,8 @@ import numpy as np
 from tandem.config import Data
 from tandem.data.template import LONGEST_TEXT, ChatTemplate, TextTooLong
 from tandem.errors import UserError
+from tandem.model.text import decode_text
+from tandem.model.text import load_tokenizer as load_tokenizer
 from tandem.types import Array, Message, Problem, Tool
 
 logger = logging.getLogger(__name__)
@@ -82,21 +84,6 @@ def _require_model(model_path: str) -> None:
             expected="a Hugging Face model directory, or a hub name such as Qwen/Qwen3-0.6B",
             next=f"ls {next(p for p in directory.parents if p.exists())}" if model_path else "set model.path=DIRECTORY",
         )
-
-
-def load_tokenizer(model_path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-    except Exception as error:  # a damaged file raises whatever its reader trips over: KeyError, TypeError, Exception
-        expected, advice = "the tokenizer files of a model", f"copy the tokenizer files again into {model_path}"
-        if not Path(model_path).is_dir():
-            expected, advice = "a directory here, or a hub name and a network", "set model.path to a model directory"
-        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise UserError(
-            "the tokenizer cannot be loaded", where=model_path, found=found, expected=expected, next=advice
-        ) from None
 
 
 def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
@@ -186,8 +173,7 @@ class ChatRenderer:
 
     def decode(self, tokens: Array) -> str:
         """The text of the tokens, without special tokens."""
-        ids = tokens.tolist()
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return decode_text(self.tokenizer, tokens)
 
     def check_lengths(self, problems: Sequence[Problem], config: Data, *, key: str = "data.train") -> list[Problem]:
         """The problems whose prompt fits data.max_prompt_tokens; a longer one is an error, or dropped and reported."""

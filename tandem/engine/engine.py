@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem import watchdog
 from tandem.draws import uniforms
 from tandem.engine.pages import PageCache
 from tandem.engine.sampler import sample
@@ -55,7 +56,7 @@ class Engine:
     def submit(self, request: Request) -> Running:
         """Queue a request. Raises UserError when it can never run and QueueFull when too many wait."""
         self.require_room(len(request.prompt) + request.params.max_new_tokens)
-        running = Running(request=request, arrival=self._arrivals, how=Filter.of(request.params))
+        running = Running.of(request, self._arrivals)
         self.scheduler.submit(running)
         self._arrivals += 1
         return running
@@ -150,6 +151,7 @@ class Engine:
 
     def step(self) -> list[Running]:
         """One forward pass; returns the sequences that got a token, with `completion` set on those that ended."""
+        watchdog.beat()
         ended, self._ended = self._ended, []
         return ended + self._pass(only_started=False)
 
@@ -218,14 +220,14 @@ class Engine:
         params, tokens = sequence.request.params, sequence.tokens
         if tokens[-1] in params.stop_token_ids:
             return self.decode(np.array(tokens[:-1], np.int64)), "stop"
-        full = len(tokens) >= params.max_new_tokens
-        if not params.stop and not full:
+        full, paused = len(tokens) >= params.max_new_tokens, len(tokens) == sequence.pause_at
+        if not params.stop and not full and not paused:
             return None
         text = self.decode(np.array(tokens, np.int64))
         cuts = [text.index(stop) for stop in params.stop if stop in text]
         if cuts:
             return text[: min(cuts)], "stop"
-        return (text, "length") if full else None
+        return (text, "length") if full else (text, "paused") if paused else None
 
     def _end(self, sequence: Running, text: str, reason: str) -> None:
         self.scheduler.remove(sequence)

@@ -31,6 +31,7 @@ class Running:
     request: Request
     arrival: int
     how: Filter
+    pause_at: int = 0  # tokens at which it pauses; 0: never
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)  # nats, float32 values
     weight_versions: list[int] = field(default_factory=list)
@@ -38,6 +39,17 @@ class Running:
     completion: Completion | None = None
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # tokens whose keys and values are in its pages
+
+    @classmethod
+    def of(cls, request: Request, arrival: int) -> "Running":
+        """One that goes on from what had begun is as if it had been preempted there."""
+        new, begun = cls(request=request, arrival=arrival, how=Filter.of(request.params)), request.begun
+        if begun is not None:
+            new.tokens, new.logprobs = begun.tokens.tolist(), begun.logprobs.tolist()
+            new.weight_versions = begun.weight_versions.tolist()
+            new.top = list(zip(begun.top_tokens.tolist(), begun.top_logprobs.tolist(), strict=True))
+        new.pause_at = len(new.tokens) + request.pause_after if request.pause_after else 0
+        return new
 
     @property
     def length(self) -> int:

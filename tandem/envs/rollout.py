@@ -14,6 +14,9 @@
 
 What is sampled is never tokenized again: a turn only appends. What an episode becomes depends on its address, the weights
 and its environment, never on who else is under way or came first.
+
+With a budget an episode pauses after so many tokens and is given back as it is; a later call goes on with it (`begun`), in
+its environment if that is still there, otherwise in a new one brought to the same place.
 """
 
 import asyncio
@@ -30,9 +33,10 @@ from typing import Any
 
 import numpy as np
 
+from tandem import watchdog
 from tandem.config import Env as EnvConfig
-from tandem.draws import address
 from tandem.envs.calls import Caller, EnvironmentFailed, describe, environment_loop, where_it_is
+from tandem.envs.record import Record
 from tandem.errors import UserError
 from tandem.types import (
     Array,
@@ -40,6 +44,7 @@ from tandem.types import (
     Env,
     Episode,
     Generate,
+    Group,
     Message,
     Observation,
     Problem,
@@ -47,7 +52,6 @@ from tandem.types import (
     Request,
     SamplingParams,
     Ticket,
-    Tool,
 )
 
 CLOSE_S = 5.0  # for an environment to give back what it holds
@@ -64,71 +68,30 @@ class World:
 
     make: Callable[[], Env]
     limits: EnvConfig
+    alive: dict[int, tuple[Env, Caller]] = field(default_factory=dict)  # of paused episodes, by their key
+
+    def close(self) -> None:
+        """Give up the environments of episodes that will not go on."""
+        closing = [
+            asyncio.run_coroutine_threadsafe(_close(*self.alive.popitem()[1]), environment_loop())
+            for _ in list(self.alive)
+        ]
+        for future in closing:
+            future.result()
 
 
 def run_episodes(
-    problems: Sequence[Problem], *, group_size: int, place: tuple[int | str, ...], engine: Generate, renderer: Renderer,
-    world: World, params: SamplingParams, ended: Ended | None = None,
+    groups: Sequence[Group], *, engine: Generate, renderer: Renderer, world: World, params: SamplingParams,
+    ended: Ended | None = None, budget: int = 0,
 ) -> list[tuple[Episode, ...]]:  # fmt: skip
-    """G episodes of each problem. Their draws are addressed by (place, row, uid, sample), so a problem that occurs
-    twice in a step is sampled anew. ended is called in the environments' thread.
+    """The groups' episodes, the paused ones played on; record.seat makes groups whose episodes have not begun.
 
-    Raises UserError where the episodes of a problem begin differently.
+    ended is called in the environments' thread, with each that ends now. budget: tokens that an episode samples before it
+    pauses; 0: to its end. Raises UserError where the episodes of a problem begin differently.
     """
-    rollout = _Rollout(problems, place, engine, renderer, world, params, ended)
-    episodes = rollout.run(group_size)
-    return [tuple(episodes[start : start + group_size]) for start in range(0, len(episodes), group_size)]
-
-
-@dataclass(kw_only=True)
-class _Record:
-    """An episode as it grows."""
-
-    uid: str
-    sample: int
-    parts: list[tuple[Array, Array, Array, float]] = field(default_factory=list)  # tokens, log-probs, versions, penalty
-    messages: list[Message] = field(default_factory=list)
-    given: dict[str, float] = field(default_factory=dict)
-    opening: tuple[Message, ...] = ()
-    tools: tuple[Tool, ...] = ()
-    prompt_tokens: int = 0
-    length: int = 0
-    drawn: int = 0
-
-    def read(self, tokens: Array) -> None:
-        """Tokens that the model did not sample."""
-        self._append(tokens, np.zeros(len(tokens), np.float32), np.full(len(tokens), -1, np.int32))
-
-    def say(self, completion: Completion) -> None:
-        self._append(completion.tokens, completion.logprobs, completion.weight_versions)
-        self.messages.append({"role": "assistant", "content": completion.text})
-        self.drawn += len(completion.tokens)
-
-    def hear(self, observation: Observation, penalty: float) -> None:
-        """What the environment makes of the turn just said."""
-        self.messages += observation.messages
-        if self.given:
-            self.given["env"] += float(observation.reward)
-        self.given |= {name: float(value) for name, value in observation.parts.items()}
-        self.parts[-1] = (*self.parts[-1][:3], float(observation.penalty) + penalty)
-
-    def _append(self, tokens: Array, logprobs: Array, versions: Array) -> None:
-        self.parts.append((tokens, logprobs, versions, 0.0))
-        self.length += len(tokens)
-
-    def tokens(self) -> Array:
-        return np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, *_ in self.parts)])
-
-    def episode(self, stop_reason: str, error: str) -> Episode:
-        versions = np.concatenate([np.zeros(0, np.int32), *(versions for *_, versions, _ in self.parts)])
-        penalties = [np.full(len(tokens), penalty, np.float32) for tokens, *_, penalty in self.parts]
-        return Episode(
-            uid=self.uid, sample_index=self.sample, tokens=self.tokens(), loss_mask=versions >= 0,
-            engine_logprobs=np.concatenate([np.zeros(0, np.float32), *(logprobs for _, logprobs, *_ in self.parts)]),
-            weight_versions=versions, penalties=np.concatenate([np.zeros(0, np.float32), *penalties]),
-            num_prompt_tokens=self.prompt_tokens, messages=tuple(self.messages), stop_reason=stop_reason,
-            opening=self.opening, tools=self.tools, given=dict(self.given), env_error=error,
-        )  # fmt: skip
+    rollout = _Rollout([group.problem for group in groups], engine, renderer, world, params, ended, budget)
+    episodes = iter(rollout.run([(row, episode) for row, group in enumerate(groups) for episode in group.episodes]))
+    return [tuple(next(episodes) for _ in group.episodes) for group in groups]
 
 
 Asked = tuple[Request, "asyncio.Future[Completion]"]
@@ -138,11 +101,11 @@ class _Rollout:
     """One call of run_episodes."""
 
     def __init__(
-        self, problems: Sequence[Problem], place: tuple[int | str, ...], engine: Generate, renderer: Renderer, world: World,
-        params: SamplingParams, ended: Ended | None,
+        self, problems: Sequence[Problem], engine: Generate, renderer: Renderer, world: World, params: SamplingParams,
+        ended: Ended | None, budget: int,
     ):  # fmt: skip
-        self.problems, self.place, self.engine, self.renderer = problems, place, engine, renderer
-        self.make, self.limits, self.params, self.ended = world.make, world.limits, params, ended
+        self.problems, self.engine, self.renderer, self.world = problems, engine, renderer, world
+        self.limits, self.params, self.ended, self.budget = world.limits, params, ended, budget
         self.longest = min(self.limits.max_tokens or engine.longest, engine.longest)
         self._loop = environment_loop()
         self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()  # None: look whether all have ended
@@ -154,9 +117,10 @@ class _Rollout:
 
     # ---- caller's thread
 
-    def run(self, group_size: int) -> list[Episode]:
+    def run(self, wanted: Sequence[tuple[int, Episode]]) -> list[Episode]:
+        """The episodes, by (row of the problem, where it stands), at their end or at the next pause."""
         over = threading.Event()
-        episodes = asyncio.run_coroutine_threadsafe(self._all(group_size, over), self._loop)
+        episodes = asyncio.run_coroutine_threadsafe(self._all(wanted, over), self._loop)
         episodes.add_done_callback(lambda _: self._inbox.put(None))
         try:
             self._pump(episodes)
@@ -196,11 +160,12 @@ class _Rollout:
                     self._submit(*asked)
 
     def _next(self) -> Asked | None:
-        while True:
-            try:
-                return self._inbox.get(timeout=ALIVE_S)
-            except queue.Empty:
-                self._require_life()
+        with watchdog.waits(of="environments", what="a turn to generate, or the end of the last episode"):
+            while True:
+                try:
+                    return self._inbox.get(timeout=ALIVE_S)
+                except queue.Empty:
+                    self._require_life()
 
     def _require_life(self) -> None:
         """The environments' loop must answer within env.timeout_s: what is `async` must not block. Raises UserError."""
@@ -220,10 +185,9 @@ class _Rollout:
 
     # ---- environments' thread
 
-    async def _all(self, group_size: int, over: threading.Event) -> list[Episode]:
+    async def _all(self, wanted: Sequence[tuple[int, Episode]], over: threading.Event) -> list[Episode]:
         places = asyncio.Semaphore(self.limits.concurrency)
-        wanted = [(row, sample) for row in range(len(self.problems)) for sample in range(group_size)]
-        tasks = [asyncio.create_task(self._play(row, sample, places)) for row, sample in wanted]
+        tasks = [asyncio.create_task(self._play(row, episode, places)) for row, episode in wanted]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -232,52 +196,67 @@ class _Rollout:
             await asyncio.gather(*tasks, return_exceptions=True)
             over.set()
 
-    async def _play(self, row: int, sample: int, places: asyncio.Semaphore) -> Episode:
-        record = _Record(uid=self.problems[row].uid, sample=sample)
+    async def _play(self, row: int, begun: Episode, places: asyncio.Semaphore) -> Episode:
+        if begun.stop_reason != "paused":
+            return begun
         async with places:
-            episode = await self._episode(row, record)
-        if self.ended is not None:
+            episode = await self._episode(row, Record(begun))
+        self._inbox.put(None)  # a sign of life for whoever waits for the environments
+        if self.ended is not None and episode.stop_reason != "paused":
             self.ended(row, episode)
         return episode
 
-    async def _episode(self, row: int, record: _Record) -> Episode:
-        caller = Caller(self.limits.timeout_s)
-        stop_reason, error, env = "error", "", None
+    async def _episode(self, row: int, record: Record) -> Episode:
+        stop_reason, error = "error", ""
+        env, caller = self.world.alive.pop(record.key, (None, Caller(self.limits.timeout_s)))
         try:
-            env = self._made()
+            if env is None:
+                env = self._made()
+                await self._take_up(env, row, record, caller)
             stop_reason = await self._turns(env, row, record, caller)
         except TimeoutError:
             stop_reason, error = "time", f"the environment took more than {self.limits.timeout_s} s (env.timeout_s)"
         except EnvironmentFailed as failure:
             error = str(failure)
         finally:  # also when the rollout is given up
-            if env is not None:
-                caller.seconds_left = CLOSE_S
-                with suppress(EnvironmentFailed, TimeoutError):  # the episode is over and stays what it was
-                    await caller.call(env.close)
-                caller.close()
+            if env is not None and stop_reason == "paused":
+                self.world.alive[record.key] = (env, caller)
+            elif env is not None:
+                await _close(env, caller)
         episode = record.episode(stop_reason, error)
         return replace(episode, masked=stop_reason in FAILED and self.limits.on_error == "mask")
 
     def _made(self) -> Env:
         try:
-            return self.make()
+            return self.world.make()
         except (Exception, SystemExit) as error:  # a user's constructor
             raise EnvironmentFailed(describe(error)) from error
 
-    async def _turns(self, env: Env, row: int, record: _Record, caller: Caller) -> str:
+    async def _take_up(self, env: Env, row: int, record: Record, caller: Caller) -> None:
+        """Begin, or bring a new environment to where the episode stands: what was answered then counts, not what is now."""
+        problem = self.problems[row]
+        chat = await caller.call(env.reset, problem)
+        if not record.length:
+            if type(env) is not Env:  # a single turn gives nothing
+                record.given["env"] = 0.0
+            self._begin(row, record, chat, env)
+        elif not env.stateless:
+            for text in record.turns:
+                await caller.call(env.step, text)
+
+    async def _turns(self, env: Env, row: int, record: Record, caller: Caller) -> str:
         """Play until the end; returns the stop reason. Raises EnvironmentFailed, and TimeoutError past its time."""
-        problem, params = self.problems[row], self.params
-        if type(env) is not Env:  # a single turn gives nothing
-            record.given["env"] = 0.0
-        self._begin(row, record, await caller.call(env.reset, problem), env)
-        key = address(*self.place, row, problem.uid, record.sample)
-        for turn in range(1, self.limits.max_turns + 1):
+        params, left = self.params, self.budget
+        for turn in range(len(record.turns) + 1, self.limits.max_turns + 1):
+            if self.budget and not left:
+                return "paused"
             room = min(params.max_new_tokens, self.longest - record.length)
-            request = Request(
-                key=key, prompt=record.tokens(), params=replace(params, max_new_tokens=room), drawn=record.drawn
-            )
-            completion = await self._generate(request)
+            before = len(record.began.tokens) if record.began else 0
+            completion = await self._generate(record, room, left)
+            left -= len(completion.tokens) - before
+            if completion.stop_reason == "paused":
+                record.began = completion
+                return "paused"
             record.say(completion)
             if completion.stop_reason != "stop":
                 return "length" if room == params.max_new_tokens else "tokens"
@@ -292,7 +271,7 @@ class _Rollout:
                 record.read(answer)
         return "turns"
 
-    def _begin(self, row: int, record: _Record, chat: Any, env: Env) -> None:
+    def _begin(self, row: int, record: Record, chat: Any, env: Env) -> None:
         if not _is_chat(chat):
             raise EnvironmentFailed(f"reset returned {_short(chat)}, expected a chat: messages with role and content")
         if type(env) is not Env:
@@ -314,16 +293,36 @@ class _Rollout:
         record.prompt_tokens = len(prompt)
         record.read(prompt)
 
-    async def _generate(self, request: Request) -> Completion:
+    async def _generate(self, record: Record, room: int, pause_after: int) -> Completion:
+        """The record's next turn, or what comes of it before it pauses."""
+        request = Request(
+            key=record.key, prompt=record.tokens(), params=replace(self.params, max_new_tokens=room), drawn=record.drawn,
+            begun=record.began, pause_after=pause_after,
+        )  # fmt: skip
         future: asyncio.Future[Completion] = self._loop.create_future()
         self._inbox.put((request, future))
-        return await future
+        completion = await future
+        if record.began and not np.array_equal(completion.tokens[: len(record.began.tokens)], record.began.tokens):
+            raise UserError("a turn that was paused went on with other tokens", where=f"problem {record.uid}",
+                            found="another beginning", expected="the tokens it had", next="report this")  # fmt: skip
+        return completion
 
     def _answer(self, completion: Completion, messages: Sequence[Message]) -> Array:
         """The tokens that come after a completion: the end of its turn only where it did not sample that itself."""
         with _template_errors():
             tokens = self.renderer.turn(messages)
+        if tokens[0] not in self.renderer.stop_token_ids:
+            raise UserError("a turn of the model would not be ended", where="the chat template",
+                            found=f"token {tokens[0]} behind it", expected=f"one of {self.renderer.stop_token_ids}",
+                            next="report this, with the model's chat template")  # fmt: skip
         return tokens[1:] if completion.tokens[-1] in self.renderer.stop_token_ids else tokens
+
+
+async def _close(env: Env, caller: Caller) -> None:
+    caller.seconds_left = CLOSE_S
+    with suppress(EnvironmentFailed, TimeoutError):  # the episode is over and stays what it was
+        await caller.call(env.close)
+    caller.close()
 
 
 def _settle(future: "asyncio.Future[Completion]", completion: Completion) -> None:

@@ -7,7 +7,8 @@
     future <- _settle     <-  _hear     <- its socket               <-   {"id": 7, "reward": 1.0, ...}
                               _look     SIGKILL to its group when unanswered[0] has had timeout_s
 
-    waits for: wake, the template's and the workers' sockets, the nearest deadline. Idle, it waits without a clock.
+    waits for: wake, the template's and the workers' sockets, the nearest deadline. Idle, it waits without a clock. While
+    somebody waits for scores it looks up each LOOK_S: that is the sign of life of all of them, as every item has a clock here.
     The item in flight of a worker is its oldest unanswered one; it has timeout_s, for all functions together, from the
     moment it became the oldest.
 
@@ -25,6 +26,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from tandem import watchdog
 from tandem.errors import UserError
 from tandem.rewards.parts import part_name
 from tandem.rewards.patience import Patience
@@ -34,7 +36,8 @@ from tandem.types import Score
 
 START_S = 60.0  # importing the user's module, on a cold disk under load
 LOADING_S = 20.0  # importing Math-Verify, likewise; allowed once for each process
-EXIT_S = 1.0  # between the end of a worker's socket and the news of its exit status
+LOOK_S = 0.5
+EXIT_S = 10.0  # between the end of a worker's socket and the news of its exit status
 WINDOW = 16  # items sent ahead to a worker, so that it never waits for us
 MAX_FAILED_STARTS = 3
 NOT_AN_ANSWER = "worker died: it wrote what is not an answer"
@@ -108,7 +111,7 @@ class Crew:
         self._staff()
         for worker in list(self._workers.values()):
             self._feed(worker)
-        for key, events in self._selector.select(self._until_next_look()):
+        for key, events in self._wait():
             match key.data:
                 case Worker() as worker:
                     if events & selectors.EVENT_READ and worker.number in self._workers:
@@ -121,6 +124,14 @@ class Crew:
                 case _:
                     os.read(self._woken, 4096)
         self._look()
+
+    def _wait(self) -> list[tuple[selectors.SelectorKey, int]]:
+        seconds = self._until_next_look()
+        if seconds is None:
+            with watchdog.waits(of="trainer", what="something to score"):
+                return self._selector.select()
+        with watchdog.waits(of="reward workers", what=f"{len(self._workers)} at work, {len(self._todo)} scores to do"):
+            return self._selector.select(min(seconds, LOOK_S))
 
     def _until_next_look(self) -> float | None:
         """Seconds until a clock runs out; None where there is none."""

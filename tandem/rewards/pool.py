@@ -18,10 +18,13 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
+from tandem import watchdog
 from tandem.rewards.crew import Crew
 from tandem.rewards.parts import Options, as_it_is, check_functions
 from tandem.rewards.process import Item
 from tandem.types import Attempt, Problem, Score
+
+THREAD = "rewards"  # whom to wait for, where the watchdog is told
 
 
 class RewardPool:
@@ -44,10 +47,11 @@ class RewardPool:
         arguments = (json.dumps(functions), json.dumps(list(weights)), json.dumps(options), str(memory_mb))
         self._crew = Crew(functions, as_it_is(functions, weights), arguments, timeout_s, workers)
         self._numbers = itertools.count()
-        self._thread = threading.Thread(target=self._crew.run, name="rewards", daemon=True)
+        self._thread = threading.Thread(target=self._crew.run, name=THREAD, daemon=True)
         self._thread.start()
         try:
-            self._crew.started.result()
+            with watchdog.waits(of=THREAD, what="the first worker"):
+                self._crew.started.result()
         except BaseException:  # Ctrl-C too
             self.close()
             raise
@@ -68,7 +72,8 @@ class RewardPool:
     def close(self) -> None:
         """Kill the workers and give everything back; a second call does nothing."""
         self._crew.stop()
-        self._thread.join()
+        with watchdog.waits(of=THREAD, what="the end of its workers"):
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self

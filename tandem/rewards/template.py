@@ -38,6 +38,7 @@ from tandem.rewards.load import load_all
 from tandem.rewards.parts import as_it_is
 from tandem.rewards.wire import HELLO
 from tandem.rewards.worker import Functions, Send, describe, place, serve
+from tandem.watchdog import dumps_stacks
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,6 +49,7 @@ def main(functions: str, weights: str, options: str, memory_mb: str, parent: str
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     control = socket.socket(fileno=os.dup(0))
     _private_streams()
+    dumps_stacks()
     _limit(int(memory_mb) * 2**20)
     load = partial(_load, functions, weights, options)
     before = _sockets()

@@ -3,7 +3,8 @@
     episodes/train_step_000012.parquet      import pyarrow.parquet; or in DuckDB: select uid, reward, text from it
 
 Columns are plain: arrays are lists, chats and metadata are JSON text. The same episodes give the same bytes, in Parquet
-and as lines of JSON. It does not know how an episode came about or what it is used for.
+and as lines of JSON. A `note` of whoever writes stands in the file's metadata. It does not know how an episode came about
+or what it is used for; recall.py reads a run's own files back.
 """
 
 import json
@@ -28,6 +29,7 @@ _ARRAYS = {
     "penalties": np.float32,
 }  # fmt: skip
 _SCALARS = {
+    "key": pa.uint64(),
     "num_prompt_tokens": pa.int64(),
     "stop_reason": pa.string(),
     "env_error": pa.string(),
@@ -36,6 +38,7 @@ _SCALARS = {
     "reward_error": pa.string(),
 }
 _SEEN = {"text": pa.string(), "num_turns": pa.int64()}  # follow from the others; for whoever reads the file
+_NOTE = b"tandem"
 _MAPS = ("reward_parts", "given")
 _JSON = ("messages", "metadata", "opening", "tools", "transcript")
 
@@ -71,15 +74,28 @@ _DICTIONARY = [
 ]
 
 
-def write_episodes(folder: Path, step: int, groups: Sequence[Group], kind: str = "train", *, disk: Disk = DISK) -> Path:
-    """Write `folder/<kind>_step_N.parquet`, durable on return; a file that is there is replaced. Raises UserError."""
-    path = folder / f"{kind}_step_{step:06d}.parquet"
+def write_episodes(
+    folder: Path, step: int, groups: Sequence[Group], kind: str = "train", *, note: Any = None, part: str = "",
+    disk: Disk = DISK,
+) -> Path:  # fmt: skip
+    """Write `folder/<kind>_step_N.parquet`, durable on return; a file that is there is replaced. Raises UserError.
+
+    note: JSON for the file's metadata; part: what follows N in the name of a file of some of a step's episodes.
+    """
+    path = episode_file(folder, step, kind, part)
+    table = _table(step, groups)
+    if note is not None:
+        table = table.replace_schema_metadata({_NOTE: json.dumps(note, allow_nan=False, sort_keys=True)})
     sink = pa.BufferOutputStream()
-    pq.write_table(_table(step, groups), sink, compression="zstd", use_dictionary=_DICTIONARY, write_page_checksum=True)
+    pq.write_table(table, sink, compression="zstd", use_dictionary=_DICTIONARY, write_page_checksum=True)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, sink.getvalue().to_pybytes(), disk)
     return path
+
+
+def episode_file(folder: Path, step: int, kind: str = "train", part: str = "") -> Path:
+    return folder / f"{kind}_step_{step:06d}{part}.parquet"
 
 
 def episode_lines(step: int, groups: Sequence[Group]) -> bytes:
@@ -96,16 +112,36 @@ def read_episodes(path: Path) -> list[Episode]:
     return _episodes(_read(path))
 
 
-def read_groups(path: Path, problems: Mapping[str, Problem], outcome: str) -> list[Group]:
-    """The groups of a file that had this outcome, in their order. Raises UserError for a damaged file."""
-    table = _read(path)
+def read_groups(path: Path, problems: Mapping[str, Problem]) -> list[Group]:
+    """The groups of a file, in their order. Raises UserError for a damaged file, and for one of other problems."""
     members: dict[int, list[Episode]] = defaultdict(list)
-    for group, kind, episode in zip(
-        table.column("group").to_pylist(), table.column("outcome").to_pylist(), _episodes(table), strict=True
-    ):
-        if kind == outcome:
-            members[group].append(episode)
-    return [Group(problem=problems[e[0].uid], episodes=tuple(e), outcome=outcome) for e in members.values()]
+    outcomes: dict[int, str] = {}
+    for group, outcome, episode in read_numbered(path):
+        members[group].append(episode)
+        outcomes[group] = outcome
+    if unknown := {e[0].uid for e in members.values()} - problems.keys():
+        raise UserError("the episodes are of problems that the data does not have", where=str(path),
+                        found=", ".join(sorted(unknown)[:3]), expected="problems of the run's data",
+                        next="restore the run's data")  # fmt: skip
+    return [Group(problem=problems[e[0].uid], episodes=tuple(e), outcome=outcomes[g]) for g, e in members.items()]
+
+
+def read_numbered(path: Path) -> list[tuple[int, str, Episode]]:
+    """(number of the group, its outcome, episode) in their order. Raises UserError for a damaged file."""
+    table = _read(path)
+    places = (table.column(name).to_pylist() for name in ("group", "outcome"))
+    return list(zip(*places, _episodes(table), strict=True))
+
+
+def read_note(path: Path) -> Any:
+    """What its writer noted in the file; None where there is no such file, or no note in it."""
+    if not path.exists():
+        return None
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+    return json.loads(metadata[_NOTE]) if _NOTE in metadata else None
 
 
 def _episodes(table: pa.Table) -> list[Episode]:
@@ -132,7 +168,7 @@ def cut_episodes(folder: Path, after_step: int) -> list[Path]:
 
 
 def _step(path: Path) -> int:
-    match = re.fullmatch(r".*_step_(\d+)", path.stem)
+    match = re.fullmatch(r".*_step_(\d+)(_\d+)*", path.stem)
     return int(match[1]) if match else -1
 
 
@@ -185,10 +221,11 @@ def _read(path: Path) -> pa.Table:
         table = pq.ParquetFile(path, page_checksum_verification=True).read(use_threads=False)
         return table.select(SCHEMA.names)
     except (OSError, KeyError, pa.ArrowException) as error:
-        raise UserError(
-            "the episodes of a step cannot be read",
-            where=str(path),
-            found=str(error).splitlines()[0],
-            expected="the Parquet file as Tandem wrote it",
-            next="restore it from a copy, or resume from a checkpoint before it",
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        "the episodes of a step cannot be read", where=str(path), found=str(error).splitlines()[0],
+        expected="the Parquet file as Tandem wrote it", next="restore it from a copy, or resume from a checkpoint before it",
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from tandem.model.logprobs import Filter
 from tandem.rl.distillation import sampled_advantages
 from tandem.rl.losses import Metrics, total
 from tandem.train.forward import reference_logprobs, teacher_kl
-from tandem.train.learn import Models, annotate, correct, merge, start, update_policy
+from tandem.train.learn import Models, Observe, annotate, correct, merge, start, update_policy
 from tandem.train.learner import Learner
 from tandem.types import Group, Microbatch, Row
 
@@ -25,6 +25,7 @@ def distill(
     *,
     version: int,
     exact: bool,
+    observe: Observe | None = None,
 ) -> Row:
     """The step's updates towards the teacher; "teacher_kl" is the student's mean reverse KL, nats a token.
 
@@ -40,7 +41,9 @@ def distill(
     graded = step.ask(lambda batch: reference_logprobs(teacher, batch, how))
     step.advantages = [sampled_advantages(own, held) for own, held in zip(step.proximal, graded, strict=True)]
     metrics = correct(step, config.rl)
-    rows = [update_policy(student, b, step, config, how, version, exact and number == 0) for number, b in updates]
+    rows = [
+        update_policy(student, b, step, config, how, version, exact and number == 0, observe) for number, b in updates
+    ]
     return {**metrics, **merge(rows), "teacher_kl": -float(np.mean(np.concatenate(step.advantages)))}
 
 

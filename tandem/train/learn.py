@@ -9,6 +9,7 @@ the ratio of every fresh token is exactly 1, which is checked. Knows no environm
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Literal
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem import watchdog
 from tandem.config import RL, Config
 from tandem.errors import UserError
 from tandem.model.load import ExactModel
@@ -58,6 +60,9 @@ class Columns:
     reference: Tensor | None  # float32, nats
 
 
+Observe = Callable[[Microbatch, Columns, Tensor], None]  # a microbatch of an update, the policy's log-probs [N] in it
+
+
 @dataclass(kw_only=True)
 class Step:
     """The episodes of a step that carry loss, packed for its updates, and what is known of their tokens so far."""
@@ -85,14 +90,18 @@ class Step:
 
     def ask(self, model: Callable[[Microbatch], Tensor]) -> Column:
         """What a model says about every loss token, without gradients."""
+        found = []
         with torch.no_grad():
-            columns = split(self.batches, [model(batch).numpy() for batch in self.batches])
+            for batch in self.batches:
+                watchdog.beat()
+                found.append(model(batch).numpy())
+        columns = split(self.batches, found)
         return [columns[sample] for sample in range(len(self.places))]
 
 
 def learn(
     models: Models, groups: Sequence[Group], config: Config, how: Filter, *, version: int, baseline: float = 0.0,
-    exact: bool = True, train_policy: bool = True,
+    exact: bool = True, train_policy: bool = True, observe: Observe | None = None,
 ) -> Row:  # fmt: skip
     """All updates of a step. version: of the weights now; baseline: of rl.advantage "ema"; exact: hold the policy to P1.
 
@@ -112,7 +121,7 @@ def learn(
         batches = step.updates[number % len(step.updates)]
         row: Row = {"num_loss_tokens": sum(len(batch.targets) for batch in batches)}
         if train_policy:
-            row = update_policy(models.policy, batches, step, config, how, version, exact and number == 0)
+            row = update_policy(models.policy, batches, step, config, how, version, exact and number == 0, observe)
         if models.critic is not None:
             critic = update_critic(models.critic, batches, step, config.critic.value_clip)
             row |= {f"critic/{name}" if not name.startswith("bad/") else name: value for name, value in critic.items()}
@@ -152,10 +161,20 @@ def annotate(step: Step, models: Models, rl: RL, how: Filter) -> None:
         step.proximal = step.recomputed
     if models.reference is not None:
         reference = models.reference
+        require_frozen(reference, models.policy)
         step.reference = step.ask(lambda batch: reference_logprobs(reference, batch, how))
     if models.critic is not None:
         critic = models.critic.model
         step.values = step.ask(lambda batch: batch_values(critic, batch))
+
+
+def require_frozen(reference: ExactModel, policy: Learner) -> None:
+    """Raises UserError where the reference has a tensor that the policy's optimizer writes: its KL would stay 0 for ever."""
+    adapter, written = reference.adapter_weights(), {p.data_ptr() for p in policy.model.trainable().values()}
+    shared = [n for n, w in reference.named_weights().items() if n not in adapter and w.data_ptr() in written]
+    if shared:
+        raise UserError("the reference would be trained with the policy", where=shared[0], found="one tensor for both",
+                        expected="frozen weights of its own (or adapters, which it leaves out)", next="report this")  # fmt: skip
 
 
 def token_advantages(step: Step, rl: RL, baseline: float) -> tuple[Column, Column]:
@@ -232,8 +251,9 @@ def correct(step: Step, rl: RL) -> Metrics:
 
 
 def update_policy(
-    policy: Learner, batches: Sequence[Microbatch], step: Step, config: Config, how: Filter, version: int, exact: bool
-) -> Row:
+    policy: Learner, batches: Sequence[Microbatch], step: Step, config: Config, how: Filter, version: int, exact: bool,
+    observe: Observe | None = None,
+) -> Row:  # fmt: skip
     """One optimizer step of the policy; with `exact`, only if it gives fresh tokens the very log-probs of the engine."""
     columns = policy_columns(step, batches, config, version)
     gaps = []  # between policy and engine, nats, of tokens that these very weights sampled
@@ -243,15 +263,28 @@ def update_policy(
         logprobs, entropy = batch_logprobs(policy.model, batch, how, expected)
         gap = (logprobs.detach() - columns[index].engine)[columns[index].fresh].abs()
         gaps.append(gap)
+        if observe is not None:
+            observe(batch, columns[index], logprobs.detach())
         if exact and (gap > 0).any():
             raise UserError("engine and policy do not agree on the tokens just sampled", where="log-prob gap of a first update",
                             found=f"{float(gap.max()):.3g} nats", expected="exactly 0: one model code, one set of weights (P1)",
                             next="tandem doctor; or set rl.correction=tis, and report this")  # fmt: skip
+        if expected is not None:
+            logprobs.register_hook(partial(require_gradient, expected, columns[index].fresh))
         return policy_loss(config.rl, columns[index], logprobs, entropy)
 
     metrics = policy.update(batches, loss)
     compared = torch.cat(gaps).numpy()  # numpy, whose max lets a NaN show
     return {**metrics, **({"logprob_gap": float(compared.max())} if len(compared) else {})}
+
+
+def require_gradient(expected: Tensor, fresh: Tensor, found: Tensor) -> None:
+    """Raises UserError where a fresh token's log-prob is not pulled by its advantage times its weight in the whole update."""
+    if found.isfinite().all() and not torch.allclose(found[fresh], expected[fresh], rtol=1e-4, atol=0.0):
+        worst = int((found - expected).abs().mul(fresh).argmax())
+        raise UserError("the gradient of the loss is not that of the algorithm", where=f"token {worst} of a first update",
+                        found=f"{float(found[worst]):.4g}", expected=f"{float(expected[worst]):.4g}: advantage x weight",
+                        next="report this; no weight was touched")  # fmt: skip
 
 
 def policy_columns(step: Step, batches: Sequence[Microbatch], config: Config, version: int) -> list[Columns]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from tandem import watchdog
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
 from tandem.train.optimizer import Optimizer
@@ -27,6 +28,7 @@ class Learner:
         sums: Metrics = {}
         finite = True
         for index, batch in enumerate(batches):
+            watchdog.beat()
             value, metrics = loss(index, batch)
             finite &= math.isfinite(float(value.detach()))
             value.backward()  # type: ignore[no-untyped-call]

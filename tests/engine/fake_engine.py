@@ -9,6 +9,7 @@ from tandem.engine.openai_api import Served
 from tandem.engine.scheduler import QueueFull, Running
 from tandem.model.logprobs import Filter
 from tandem.types import Completion
+from tests.waiting import WAIT_S
 
 FAKE = Served(name="fake", context=4096, vocabulary=256, default_max_tokens=16, max_choices=8)
 
@@ -48,7 +49,7 @@ class FakeEngine:
 
     def step(self):
         self.threads.add(threading.get_ident())
-        self.go.wait(20)
+        self.go.wait(WAIT_S)
         self.steps += 1
         if self.steps == self.fails_at:
             raise ArithmeticError("out of numbers")

@@ -2,12 +2,15 @@
 
 import socket
 import threading
-import time
 from contextlib import contextmanager
+from functools import partial
 
 import httpx
 
 from tandem.engine.server import Server
+from tests.waiting import WAIT_S
+
+get, post = partial(httpx.get, timeout=WAIT_S), partial(httpx.post, timeout=WAIT_S)
 
 
 @contextmanager
@@ -21,23 +24,15 @@ def running(engine, texts, served, *, api_key=""):
         thread = threading.Thread(target=server.run, args=(sock, ready.set))
         thread.start()
         try:
-            assert ready.wait(10)
+            assert ready.wait(WAIT_S)
             yield url
         finally:
             server.stop()
-            thread.join(15)
+            thread.join(WAIT_S)
             assert not thread.is_alive()
             assert not [t for t in set(threading.enumerate()) - before if t.name in ("engine", thread.name)]
 
 
 def metric(url, name):
-    lines = httpx.get(f"{url}/metrics").raise_for_status().text.splitlines()
+    lines = get(f"{url}/metrics").raise_for_status().text.splitlines()
     return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
-
-
-def eventually(holds, *, within_s=10.0):
-    """Whether it comes to hold."""
-    deadline = time.monotonic() + within_s
-    while not (result := holds()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return result

@@ -18,22 +18,24 @@ from tandem.envs.agent import AgentEnv, Played
 from tandem.envs.agent_chat import Asked, ConversationBroken, Refused, Reply, Said, continuation, read_request, verdict
 from tandem.envs.agent_run import AgentFailed
 from tandem.envs.agent_server import the_server
+from tandem.envs.record import seat
 from tandem.envs.rollout import World, run_episodes
 from tandem.errors import UserError
-from tandem.loop import Player, Stages, train_step
+from tandem.loop import Stages, train_step, update
+from tandem.play import Player
 from tandem.stream.journal import read_episodes
+from tandem.stream.recall import Journal
 from tandem.train.learn import Models
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.types import Problem, SamplingParams, Score
 from tandem.weights.inline import InlineSync
-from tests.engine.serving import eventually
 from tests.scripted import DigitRenderer, ScriptedReward
 from tests.tiny import exact_model
+from tests.waiting import WAIT_S, eventually
 
 ROOT = Path(__file__).parent.parent.parent
 PROBLEM = Problem(uid="p", messages=({"role": "user", "content": "How much is 3+4?"},), answer="7")
-WAIT_S = 20.0
 ADD = {
     "type": "function",
     "function": {
@@ -509,9 +511,10 @@ def test_a_training_step_with_an_agent_is_token_in_token_out_and_on_policy_to_th
     stages = Stages(
         config=config, problems=PROBLEMS,
         player=Player(engine=engine, renderer=DigitRenderer(), world=world, reward=Given()),
-        models=Models(policy=Learner(model, optimizer)), sync=InlineSync(engine), params=PARAMS, episodes=tmp_path, exact=True,
+        models=Models(policy=Learner(model, optimizer)), sync=InlineSync(engine), params=PARAMS,
+        journal=Journal(tmp_path, "run", PROBLEMS), exact=True,
     )  # fmt: skip
-    metrics, _ = train_step(stages, 0)
+    metrics, _, _ = train_step(stages, 0, update)
     assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0
     episodes = read_episodes(next(tmp_path.glob("*.parquet")))
     assert len(episodes) == 6 and max(e.num_turns for e in episodes) == 3
@@ -530,10 +533,10 @@ def test_a_training_step_with_an_agent_is_token_in_token_out_and_on_policy_to_th
 def test_dozens_of_agents_play_at_once_and_their_order_changes_nothing():
     def played(concurrency):
         model = exact_model("qwen3")
-        limits = EnvConfig(concurrency=concurrency, timeout_s=60)
+        limits = EnvConfig(concurrency=concurrency, timeout_s=WAIT_S)
         world = World(make=lambda: Played(chatty), limits=limits)
         return run_episodes(
-            PROBLEMS, group_size=8, place=("test",), engine=real_engine(model), renderer=DigitRenderer(), world=world,
+            seat(PROBLEMS, 8, ("test",)), engine=real_engine(model), renderer=DigitRenderer(), world=world,
             params=PARAMS,
         )  # fmt: skip
 

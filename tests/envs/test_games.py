@@ -17,6 +17,7 @@ from tandem.envs.tools import ToolUnavailable
 from tandem.errors import UserError
 from tandem.sandbox import Result
 from tandem.types import Problem
+from tests.waiting import WAIT_S, given_time
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples" / "environments"
@@ -123,7 +124,7 @@ def test_fenced_blocks_of_python_are_one_program():
 
 @needs_bubblewrap
 def test_code_is_run_and_its_output_read_in_either_form():
-    env = PythonEnv()
+    env = PythonEnv(seconds=WAIT_S)
     called = write_calls([Call(name="python", arguments={"code": "print(6 * 7)\n"})], "hermes")
     _, turns = play(env, problem(42), block("print(6 * 7)"), called, block("1 / 0"), "Answer: 42")
     assert [dict(turn.messages[0]) for turn in turns[:2]] == [
@@ -138,15 +139,18 @@ def test_code_is_run_and_its_output_read_in_either_form():
 @needs_bubblewrap
 def test_a_turn_with_a_call_runs_the_call_and_not_its_fenced_block():
     called = write_calls([Call(name="python", arguments={"code": "print(1)"})], "hermes")
-    [turn] = play(PythonEnv(), problem(1), block("print(2)") + called)[1]
+    [turn] = play(PythonEnv(seconds=WAIT_S), problem(1), block("print(2)") + called)[1]
     assert said([turn]) == ["1"]
 
 
 @needs_bubblewrap
 def test_a_program_that_does_not_end_is_stopped_and_the_model_told():
-    [turn] = play(PythonEnv(seconds=0.3), problem(1), block("print('a', flush=True)\nwhile True: pass"))[1]
-    assert said([turn]) == ["```output\na\n(stopped: timeout)\n```"]
-    assert turn.parts["failed_runs"] == 1.0
+    program = block("print('a', flush=True)\nwhile True: pass")
+    turns = given_time(
+        lambda seconds: play(PythonEnv(seconds=seconds), problem(1), program)[1][0], lambda t: "a" in said([t])[0], 0.3
+    )
+    assert said(turns)[-1] == "```output\na\n(stopped: timeout)\n```"
+    assert {turn.parts["failed_runs"] for turn in turns} == {1.0}
 
 
 def test_a_sandbox_that_does_not_answer_costs_the_episode():

@@ -8,6 +8,7 @@ import pytest
 
 from tandem.config import Env as EnvConfig
 from tandem.envs.gym import GymEnv, plain
+from tandem.envs.record import seat
 from tandem.envs.rollout import World, run_episodes
 from tandem.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
@@ -162,7 +163,7 @@ def test_a_rollout_plays_it_and_closes_every_world():
     world = World(make=lambda: GymEnv(id="TandemEcho-v0"), limits=EnvConfig())
     problems = [seeded(seed) for seed in (1, 2)]
     groups = run_episodes(
-        problems, group_size=4, place=("test",), engine=Guesser(), renderer=Digits(), world=world,
+        seat(problems, 4, ("test",)), engine=Guesser(), renderer=Digits(), world=world,
         params=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
     )  # fmt: skip
     for problem, group in zip(problems, groups, strict=True):

@@ -14,6 +14,8 @@ import torch
 
 from tandem.config import Env as EnvConfig
 from tandem.engine.engine import Engine
+from tandem.envs.calls import environment_loop
+from tandem.envs.record import seat
 from tandem.envs.rollout import World, malformed_thinking, run_episodes
 from tandem.errors import UserError
 from tandem.model.logprobs import Filter
@@ -22,6 +24,7 @@ from tandem.train.pack import join, pack
 from tandem.types import Completion, Env, Observation, Problem, Sample, SamplingParams
 from tests.scripted import DigitRenderer, ScriptedEngine
 from tests.tiny import exact_model
+from tests.waiting import WAIT_S, eventually
 
 ROOT = Path(__file__).parent.parent.parent
 PROBLEMS = [Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n)) for n in range(4)]
@@ -35,9 +38,13 @@ def user(text):
 def play(make, engine, *, problems=PROBLEMS[:1], group_size=1, params=PARAMS, place=("test",), ended=None, **limits):
     world = World(make=make, limits=EnvConfig(**limits))
     return run_episodes(
-        problems, group_size=group_size, place=place, engine=engine, renderer=DigitRenderer(), world=world, params=params,
+        seat(problems, group_size, place),
+        engine=engine,
+        renderer=DigitRenderer(),
+        world=world,
+        params=params,
         ended=ended,
-    )  # fmt: skip
+    )
 
 
 class TurnEngine(ScriptedEngine):
@@ -187,8 +194,6 @@ def fails(how):
                     raise SystemExit(3)
                 case "own timeout":
                     raise TimeoutError("the tool's own")
-                case "slow":
-                    await asyncio.sleep(30)
                 case "silent":
                     return Observation()
                 case "no messages at all":
@@ -247,17 +252,55 @@ def test_a_failing_environment_costs_its_own_episode_only(how, error):
     assert not zeroed.masked and zeroed.trainable == (how not in ("reset", "chat", "constructor"))
 
 
-def test_an_environment_that_takes_too_long_is_left_behind():
-    found = play(fails("slow"), TurnEngine(), problems=PROBLEMS[:3], timeout_s=0.2)
-    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"] and "0.2 s" in found[1][0].env_error
+LIMIT_S = 30.0  # what no environment takes on the busiest machine; for those that should, the clock is set forward
 
 
-def test_a_thread_that_never_returns_holds_up_nobody():
-    forever = threading.Event()
+@pytest.fixture
+def skip():
+    """Sets the clock of the environments' loop forward."""
+    loop, ahead = environment_loop(), 0.0
+
+    def skip(seconds):
+        nonlocal ahead
+        ahead += seconds
+        loop.call_soon_threadsafe(lambda: None)  # it looks at its clock
+
+    loop.time = lambda: time.monotonic() + ahead
+    yield skip
+    del loop.time
+
+
+def test_an_environment_that_takes_too_long_is_left_behind(skip):
+    """It takes its time when the others have ended."""
+    over = []
+
+    class Slow(Counting):
+        async def reset(self, problem):
+            self.slow = problem.uid == "p1"
+            return problem.messages
+
+        async def step(self, text):
+            if self.slow:
+                while len(over) < 2:
+                    await asyncio.sleep(0.001)
+                skip(LIMIT_S)
+                await asyncio.sleep(3600)
+            return await super().step(text)
+
+    found = play(
+        Slow, TurnEngine(), problems=PROBLEMS[:3], timeout_s=LIMIT_S, ended=lambda row, episode: over.append(row)
+    )
+    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"] and "30.0 s" in found[1][0].env_error
+
+
+def test_a_thread_that_never_returns_holds_up_nobody(skip):
+    forever, over = threading.Event(), []
 
     class Stuck(Counting):
         def step(self, text):
             if self.uid == "p1":
+                assert eventually(lambda: len(over) == 2)
+                skip(LIMIT_S)
                 forever.wait()
             return Observation(done=True)
 
@@ -265,7 +308,9 @@ def test_a_thread_that_never_returns_holds_up_nobody():
             self.uid = problem.uid
             return problem.messages
 
-    found = play(Stuck, TurnEngine(), problems=PROBLEMS[:3], timeout_s=0.2)
+    found = play(
+        Stuck, TurnEngine(), problems=PROBLEMS[:3], timeout_s=LIMIT_S, ended=lambda row, episode: over.append(row)
+    )
     assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"]
     forever.set()
 
@@ -305,13 +350,13 @@ def test_no_more_episodes_are_under_way_than_allowed():
     assert max(most) == 5 and len(most) == 12 and not under_way
 
 
-def test_the_time_that_the_engine_takes_is_not_the_environments():
+def test_the_time_that_the_engine_takes_is_not_the_environments(skip):
     class Slow(TurnEngine):
         def step(self):
-            time.sleep(0.1)
+            skip(20.0)
             return super().step()
 
-    [[episode]] = play(lambda: Blocking(6), Slow(), timeout_s=0.3)
+    [[episode]] = play(lambda: Blocking(6), Slow(), timeout_s=LIMIT_S)
     assert (episode.stop_reason, episode.num_turns) == ("stop", 6)
 
 
@@ -337,19 +382,20 @@ def test_an_environments_plain_methods_run_in_one_thread_and_it_keeps_its_loop_f
         play(Looped, TurnEngine())
     assert len(threads) == 1 == len(loops)
     [thread] = threads
-    thread.join(5)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
 
 
-def test_a_thread_of_an_executor_that_never_ends_holds_up_nobody():
+def test_a_thread_of_an_executor_that_never_ends_holds_up_nobody(skip):
     forever = threading.Event()
 
     class Stuck(Counting):
         async def step(self, text):
+            skip(LIMIT_S)
             await asyncio.to_thread(forever.wait)
 
     [[episode], [other]] = play(
-        lambda: Stuck() if not forever.is_set() else Counting(), TurnEngine(), problems=PROBLEMS[:2], timeout_s=0.2
+        lambda: Stuck() if not forever.is_set() else Counting(), TurnEngine(), problems=PROBLEMS[:2], timeout_s=LIMIT_S
     )
     assert episode.stop_reason == other.stop_reason == "time"
     forever.set()
@@ -365,9 +411,9 @@ class Blocks(Counting):
     async def step(self, text):
         time.sleep(100)
 
-play(Blocks, TurnEngine(), timeout_s=0.1)
+play(Blocks, TurnEngine(), timeout_s=3.0)
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert "blocks the event loop" in result.stderr and "<string>:7, step" in result.stderr
 
 
@@ -505,5 +551,5 @@ def test_a_rollout_runs_in_any_thread():
     model, results = exact_model("qwen3"), []
     thread = threading.Thread(target=lambda: results.append(real_episodes(model, real_engine(model))))
     thread.start()
-    thread.join(60)
+    thread.join(WAIT_S)
     assert repr(results) == repr([real_episodes(model, real_engine(model))])

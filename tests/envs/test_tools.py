@@ -18,6 +18,7 @@ from tandem.envs.tool_calls import Call, write_calls
 from tandem.envs.tools import MAX_CALLS, ToolEnv, ToolUnavailable
 from tandem.errors import UserError
 from tandem.sandbox import Result
+from tests.waiting import WAIT_S
 
 
 class Color(Enum):
@@ -176,7 +177,7 @@ def test_a_turn_makes_only_so_many_calls():
 
 
 def test_blocking_tools_of_many_episodes_run_at_the_same_time():
-    together = threading.Barrier(24, timeout=20)
+    together = threading.Barrier(24, timeout=WAIT_S)
 
     def meet() -> str:
         together.wait()
@@ -366,11 +367,11 @@ def test_a_number_has_at_most_so_many_bits():
 
 
 def test_a_number_that_is_too_large_is_not_computed_first():
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(20):
         with pytest.raises(ValueError, match="too large"):
             calculate("9**9**7")  # 15 million bits, seconds of work
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0  # processor seconds
 
 
 def test_the_calculator_is_a_tool():

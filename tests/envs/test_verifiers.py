@@ -12,13 +12,13 @@ from tandem.config import Env as EnvConfig
 from tandem.envs.agent_chat import Reply, read_request, whole
 from tandem.envs.agent_run import AgentFailed, agents_loop
 from tandem.envs.agent_server import the_server
+from tandem.envs.record import seat
 from tandem.envs.rollout import World, run_episodes
 from tandem.envs.verifiers_env import VerifiersEnv, _host, rows
 from tandem.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
 from tests.scripted import DigitRenderer, ScriptedEngine
-
-WAIT_S = 60.0
+from tests.waiting import WAIT_S, eventually
 
 # As `vf-init` lays a package out; the first is a plain taskset, the second brings tools, the third an Env of its own.
 SUMS = """
@@ -230,13 +230,13 @@ def test_a_rollout_plays_tasks_at_once_and_ends_what_they_share():
     world = World(make=lambda: VerifiersEnv("tandem-sums"), limits=EnvConfig(timeout_s=WAIT_S))
     for _ in range(2):  # what is shared starts again
         groups = run_episodes(
-            problems("tandem-sums"), group_size=4, place=("test",), engine=Successor(), renderer=DigitRenderer(), world=world,
+            seat(problems("tandem-sums"), 4, ("test",)), engine=Successor(), renderer=DigitRenderer(), world=world,
             params=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
         )  # fmt: skip
         assert [[e.given["env"] for e in group] for group in groups] == [[0.0] * 4, [2.0] * 4, [2.0] * 4]
         assert {e.tokens.tolist()[:4] == [90, 8, 90, int(e.uid[-1])] for group in groups for e in group} == {True}
     assert the_server().sessions == 0
-    assert [task for task in asyncio.all_tasks(agents_loop()) if not task.done()] == []
+    assert eventually(lambda: all(task.done() for task in asyncio.all_tasks(agents_loop())))
 
 
 def test_an_episode_that_is_cut_short_ends_its_environment():
@@ -247,8 +247,8 @@ def test_an_episode_that_is_cut_short_ends_its_environment():
         await env.close()
 
     asyncio.run(driver())
-    assert [task for task in asyncio.all_tasks(agents_loop()) if not task.done()] == []
-    assert not [t for t in threading.enumerate() if t.name == "agent"]
+    assert eventually(lambda: all(task.done() for task in asyncio.all_tasks(agents_loop())))
+    assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "agent"])
 
 
 def test_a_task_that_has_changed_since_the_data_was_written_is_not_played():

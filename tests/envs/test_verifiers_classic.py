@@ -9,8 +9,7 @@ from tandem.envs.agent_server import the_server
 from tandem.envs.verifiers_env import VerifiersEnv, rows
 from tandem.errors import UserError
 from tandem.types import Problem
-
-WAIT_S = 60.0
+from tests.waiting import WAIT_S, eventually
 
 SINGLE = """
 import verifiers as vf
@@ -112,7 +111,7 @@ def test_an_episode_that_is_cut_short_ends_its_environment():
 
     asyncio.run(driver())
     assert the_server().sessions == before
-    assert [task for task in asyncio.all_tasks(agents_loop()) if not task.done()] == []
+    assert eventually(lambda: all(task.done() for task in asyncio.all_tasks(agents_loop())))
 
 
 def test_a_task_that_has_changed_is_not_played_and_mistakes_are_the_users():

@@ -6,7 +6,7 @@ from tandem.sandbox import Limits
 from tests.hostile.world import Hostile
 
 QUICK = Limits(wall_s=0.3, cpu_s=2)
-SMALL = Limits(wall_s=5.0, cpu_s=5, memory_mb=128)
+SMALL = Limits(wall_s=60.0, cpu_s=30, memory_mb=128)
 X86 = platform.machine() == "x86_64"
 
 
@@ -290,7 +290,14 @@ if lines['NoNewPrivs'].strip() != '1' or lines['Seccomp'].strip() == '0': escape
 ]
 
 SIGNALS = [
-    Hostile(name="kill a process of the host", code="os.kill($VICTIM, 9); escaped('kill')", open="any"),
+    Hostile(
+        name="kill a process of the host",
+        code="""
+os.kill($VICTIM, 9); escaped('kill')
+while ') Z' not in open('/proc/$VICTIM/stat').read(): time.sleep(0.01)
+""",
+        open="any",
+    ),
     Hostile(name="signal the parent", code="os.kill($PARENT, 0); escaped('parent')", open="any"),
     Hostile(name="signal everyone", code="os.kill(-1, 9)", stops=("exit", "signal")),
     Hostile(name="signal its group", code="os.killpg(0, 9)", stops=("signal",)),
@@ -328,7 +335,7 @@ children = []
 try:
     for _ in range(40):
         pid = os.fork()
-        if pid == 0: time.sleep(5); os._exit(0)
+        if pid == 0: time.sleep(600); os._exit(0)
         children.append(pid)
 finally:
     for pid in children: os.kill(pid, 9)
@@ -341,7 +348,7 @@ finally:
         code="""
 threads = threading.stack_size(65536)
 try:
-    while threads < 40: threading.Thread(target=time.sleep, args=(0.2,), daemon=True).start(); threads += 1
+    while threads < 40: threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); threads += 1
 finally:
     if threads > 16: escaped(threads)
 """,
@@ -355,7 +362,7 @@ finally:
     Hostile(
         name="a daemon that holds our pipes",
         code=SPAWN.format(how="start_new_session=True"),
-        limits=Limits(wall_s=1.0),
+        limits=Limits(wall_s=60.0),
         open="any",
     ),
     Hostile(
@@ -368,7 +375,7 @@ if os.fork() == 0:
         time.sleep(30)
 os._exit(0)
 """,
-        limits=Limits(wall_s=1.0),
+        limits=Limits(wall_s=60.0),
         open="any",
     ),
     Hostile(name="sleep for ever", code="time.sleep(10**6)", stops=("timeout",), limits=QUICK),
@@ -380,7 +387,7 @@ signal.signal(signal.SIGXCPU, signal.SIG_IGN)
 while True: pass
 """,
         stops=("signal",),
-        limits=Limits(wall_s=10.0, cpu_s=1),
+        limits=Limits(wall_s=60.0, cpu_s=1),
     ),
     Hostile(
         name="close everything and wait",
@@ -446,7 +453,7 @@ for number in range(10**6): open(f'/tmp/{number}', 'x').close()
 escaped('files')
 """,
         stops=("memory",),
-        limits=Limits(wall_s=20.0, cpu_s=20),
+        limits=Limits(wall_s=60.0, cpu_s=60),
     ),
     Hostile(
         name="flood stdout",

@@ -6,6 +6,7 @@ A run is a process of its own (`run`, at given moments), or a fork of a process 
     python -m tests.invariants.kills dapo 5      five kills at random moments of a run with rl.algorithm=dapo
 """
 
+import ctypes
 import hashlib
 import json
 import multiprocessing
@@ -15,7 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess as Fork
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +71,7 @@ class Chat(Env):
         messages = [{"role": "user", "content": f"{text[:8]}?"}]
         return Observation(messages=messages, done=done, reward=float(sum(map(ord, text)) % 2), penalty=0.1 * (len(text) % 2))
 """
+_PR_SET_PDEATHSIG = 1
 KINDS = {  # name: command and overrides
     "train": ["train", "rl.advantage=grpo_no_std", "rl.minibatches=2"],
     "sft": ["sft"],
@@ -87,6 +92,12 @@ KINDS = {  # name: command and overrides
         'rollout.stop=["a", "e", "1", "x", "Z"]',
     ],
     "ppo, lora": ["train", "rl.algorithm=ppo", "critic.warmup_steps=1", "lora.rank=4", "rl.kl_coef=0.05"],
+}
+AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
+KINDS |= {
+    "one-step-off": [*KINDS["train"], *AHEAD],
+    "partial": [*KINDS["train"], *AHEAD, "rollout.token_budget=5"],
+    "multi-turn, two steps off": [*KINDS["multi-turn"], *AHEAD, "rollout.staleness=2", "rollout.workers=0"],
 }
 
 
@@ -152,8 +163,7 @@ class Forks:
 
     def run(self, command: list[str], folder: Path, kill_at_row: int | None = None) -> int:
         """The exit code; with kill_at_row it is killed with SIGKILL once metrics.jsonl has that many rows."""
-        process = self._context.Process(target=_forked, args=(command, folder))
-        process.start()
+        process = self.start(command, folder)
         metrics = folder / "metrics.jsonl"
         while kill_at_row is not None and process.is_alive():
             if metrics.exists() and metrics.read_bytes().count(b"\n") >= kill_at_row:
@@ -162,12 +172,32 @@ class Forks:
             time.sleep(0.002)
         process.join(300)
         code = process.exitcode
-        assert code in (0, -signal.SIGKILL), (folder.parent / f"{folder.name}.out").read_text()
+        assert code in (0, -signal.SIGKILL), output(folder)
         return code
 
+    def start(self, command: list[str], folder: Path, first: Callable[..., None] | None = None, *args: Any) -> Fork:
+        """Under way, after first(*args) in the new process; join it."""
+        process = self._context.Process(target=_forked, args=(command, folder, first, args))
+        process.start()
+        return process
 
-def _forked(command: list[str], folder: Path) -> None:
+
+def output(folder: Path) -> str:
+    """What the runs of a fork in this folder have printed."""
+    return (folder.parent / f"{folder.name}.out").read_text()
+
+
+def end_with_parent() -> None:
+    """On Linux; the parent of a fork is the server, which ends with whoever has the Forks."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _forked(command: list[str], folder: Path, first: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
     """The command line as `tandem` takes it, what it prints in a file beside the run folder."""
+    end_with_parent()
+    if first is not None:
+        first(*args)
     from tandem.cli.main import run as entry
 
     with (folder.parent / f"{folder.name}.out").open("ab", buffering=0) as out:
@@ -178,9 +208,10 @@ def _forked(command: list[str], folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Hashes of all that must not depend on kills: weights, optimizer, metrics, episodes, the exported model."""
+    """Hashes of all that must not depend on kills: weights, optimizer, metrics, ledger, episodes, the exported model."""
     steps = sorted((folder / "checkpoints").glob("step_*"))
-    files = [*steps[-1].glob("*.safetensors"), folder / "metrics.jsonl", *(folder / "episodes").glob("*.parquet")]
+    told = [folder / "metrics.jsonl", folder / "ledger.jsonl"]
+    files = [*steps[-1].glob("*.safetensors"), *told, *(folder / "episodes").glob("*.parquet")]
     files += (folder / "hf").glob("step_*/*.safetensors")
     return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
 

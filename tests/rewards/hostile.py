@@ -46,7 +46,7 @@ def _fork(problem):
     """Leave a child that holds our pipes, and die."""
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        time.sleep(3600)
         os._exit(0)
     Path(problem.metadata["child"]).write_text(str(child))
     os._exit(5)

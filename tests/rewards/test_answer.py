@@ -177,11 +177,11 @@ HUGE = ["9**9**9", "9^9^9^9", "1" * 250, "1e" + "9" * 200, "1e999999999", "9" * 
 
 @pytest.mark.parametrize("guess", HUGE, ids=lambda guess: guess[:12])
 def test_a_hostile_number_is_wrong_at_once(guess):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert score(f"Answer: {guess}", "5") == 0.0
     assert score(f"\\boxed{{{guess}}}", "5") == 0.0
     assert score(f"Answer: 5 {guess}", "-1/2") == 0.0
-    assert time.perf_counter() - start < 1.0  # evaluating any of them takes minutes or all memory
+    assert time.thread_time() - start < 5.0  # processor seconds; evaluating any of them takes minutes or all memory
 
 
 PIECES = ["\\boxed{", "Answer:", "answer" + " " * 50, "\\boxed", "{", "1,", "\\frac", " ", "5 "]
@@ -189,10 +189,10 @@ PIECES = ["\\boxed{", "Answer:", "answer" + " " * 50, "\\boxed", "{", "1,", "\\f
 
 @pytest.mark.parametrize("piece", PIECES)
 def test_no_text_makes_the_search_slow(piece):
-    start = time.perf_counter()
+    start = time.thread_time()
     score(piece * (10**6 // len(piece)), "5")
     parse_number((piece * 256)[:256])
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 5.0  # processor seconds; where it is quadratic, minutes
 
 
 integers = st.integers(-(10**12), 10**12)

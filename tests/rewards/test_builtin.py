@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tandem.rewards import builtin
+from tandem.rewards import builtin, crew, process
 from tandem.rewards.answer import written_numbers
 from tandem.rewards.countdown import countdown, value_of
 from tandem.rewards.judge import judge
@@ -15,6 +15,8 @@ from tandem.rewards.parts import BadFunction, BadValue
 from tandem.rewards.pool import RewardPool
 from tandem.rewards.schema import NOTHING, last_json
 from tandem.types import Attempt, Problem
+from tests.rewards.scoring import Clock, strike, submit_all
+from tests.waiting import WAIT_S
 
 
 def problem(answer="", **metadata):
@@ -89,11 +91,15 @@ def test_regex_takes_its_pattern_from_the_option_the_row_or_the_answer():
     assert builtin.regex(problem("b"), "abc", full=True) == 0.0
 
 
-def test_a_catastrophic_pattern_costs_its_own_attempt():
-    with RewardPool("regex", timeout_s=1.0, options={"regex": {"pattern": "^(a+)+$"}}) as pool:
-        texts = ("a" * 50 + "b", "aaa")
-        scores = [future.result() for future in [pool.submit(problem(), Attempt(text=text)) for text in texts]]
-    assert [(score.reward, score.error) for score in scores] == [(0.0, "timeout after 1.0 s"), (1.0, "")]
+def test_a_catastrophic_pattern_costs_its_own_attempt(monkeypatch):
+    clock = Clock()
+    for module in (crew, process):
+        monkeypatch.setattr(module, "time", clock)
+    with RewardPool("regex", timeout_s=30.0, options={"regex": {"pattern": "^(a+)+$"}}) as pool:
+        futures = submit_all(pool, problem(), texts := ("a" * 50 + "b", "aaa"))
+        strike(pool, clock, texts[:1], seconds=31.0)
+        scores = [future.result(WAIT_S) for future in futures]
+    assert [(score.reward, score.error) for score in scores] == [(0.0, "timeout after 30.0 s"), (1.0, "")]
 
 
 FORMAT = [
@@ -203,8 +209,14 @@ def test_countdown_needs_numbers():
 
 def test_code_is_scored_in_a_worker_like_the_others():
     task = problem(tests=[{"input": "2\n", "output": "4\n"}, {"input": "3\n", "output": "6\n"}])
-    options = {"code": {"sandbox": {"run_untrusted_code_without_isolation": True}, "test_timeout_s": 20.0}}
-    with RewardPool("code", timeout_s=60.0, options=options) as pool:
+    options = {
+        "code": {
+            "sandbox": {"run_untrusted_code_without_isolation": True},
+            "timeout_s": WAIT_S,
+            "test_timeout_s": WAIT_S,
+        }
+    }
+    with RewardPool("code", timeout_s=3 * WAIT_S, options=options) as pool:
         texts = ("```python\nprint(2 * int(input()))\n```", "print(4)", "no program")
         scores = [future.result() for future in [pool.submit(task, Attempt(text=text)) for text in texts]]
     assert [(score.reward, score.error) for score in scores] == [(1.0, ""), (0.5, ""), (0.0, "")]
@@ -367,7 +379,7 @@ def test_a_judge_that_refuses_is_not_asked_again(server):
 
 
 def test_judges_are_asked_side_by_side_by_as_many_workers(server):
-    together = threading.Barrier(3, timeout=30.0)  # passes only when three requests are there at once
+    together = threading.Barrier(3, timeout=WAIT_S)  # passes only when three requests are there at once
 
     class Together(Judging):
         def do_POST(self):
@@ -377,7 +389,7 @@ def test_judges_are_asked_side_by_side_by_as_many_workers(server):
     one = server("Score: 1")
     one.RequestHandlerClass = Together
     options = {"judge": {"base_url": one.url, "model": "m"}}
-    with RewardPool("judge", timeout_s=30.0, workers=3, options=options) as pool:
+    with RewardPool("judge", timeout_s=2 * WAIT_S, workers=3, options=options) as pool:
         futures = [pool.submit(problem("3"), Attempt(text=str(i))) for i in range(6)]
         assert [future.result().reward for future in futures] == [1.0] * 6
 

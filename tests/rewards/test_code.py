@@ -11,10 +11,11 @@ from tandem.errors import UserError
 from tandem.rewards.code import code_reward, extract_code, holds, read_tests, same_output
 from tandem.rewards.code_asserts import CallTest, calls, needed
 from tandem.rewards.code_inside import decode, encode
-from tandem.sandbox import Bubblewrap, Result, SandboxFusion, Unisolated
+from tandem.sandbox import Bubblewrap, Limits, Result, SandboxFusion, Unisolated
 from tandem.types import Problem
 from tests.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
 from tests.sandbox_fusion import FusionServer
+from tests.waiting import WAIT_S, given_time
 
 needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
 ADD = "```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```"
@@ -27,7 +28,19 @@ def problem(tests, **metadata):
 
 
 def reward(tests, completion, sandbox=None, options=None, **metadata):
-    return code_reward(problem(tests, **metadata), completion, sandbox=sandbox or Bubblewrap(), **(options or {}))
+    """A program that ends by itself has the time to, on the busiest machine."""
+    given = {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S, **(options or {})}
+    return code_reward(problem(tests, **metadata), completion, sandbox=sandbox or Bubblewrap(), **given)
+
+
+def best_in_time(share, tests, completion, **options):
+    """The best reward there is, where the option that is 0 has ever longer seconds until the reward is `share`."""
+    [limit] = [name for name, seconds in options.items() if not seconds]
+
+    def run(seconds):
+        return reward(tests, completion, options=options | {limit: seconds})["reward"]
+
+    return max(given_time(run, lambda found: found == share, 0.5))
 
 
 @dataclass
@@ -122,18 +135,18 @@ def test_a_script_that_never_uses_the_solution_proves_nothing():
 @needs_bubblewrap
 def test_tests_that_time_does_not_reach_have_failed():
     slow = "```python\nimport time\ntime.sleep(int(input()))\nprint('done')\n```"
-    tests = [{"input": text, "output": "done"} for text in ("0", "9", "0")]
-    assert reward(tests, slow, options={"test_timeout_s": 0.3})["reward"] == 2 / 3
-    assert reward(tests, slow, options={"timeout_s": 0.3})["reward"] == 1 / 3
+    tests = [{"input": text, "output": "done"} for text in ("0", "600", "0")]
+    assert best_in_time(2 / 3, tests, slow, test_timeout_s=0) == 2 / 3
+    assert best_in_time(1 / 3, tests, slow, timeout_s=0) == 1 / 3
 
 
 @needs_bubblewrap
 def test_a_call_that_does_not_end_costs_only_itself_while_there_is_time():
     loop = "```python\ndef f(x):\n    while x in (0, 3): pass\n    return x\n```"
     tests = [f"assert f({x}) == {x}" for x in range(10)]
-    assert reward(tests, loop, options={"test_timeout_s": 0.5, "timeout_s": 60})["reward"] == 0.8
+    assert best_in_time(0.8, tests, loop, test_timeout_s=0, timeout_s=10 * WAIT_S) == 0.8
     assert reward(tests, loop, options={"test_timeout_s": 1.0, "timeout_s": 0.5})["reward"] == 0.0
-    assert reward(tests[1:], loop, options={"test_timeout_s": 1.0, "timeout_s": 0.5})["reward"] == 2 / 9
+    assert best_in_time(2 / 9, tests[1:], loop, test_timeout_s=10 * WAIT_S, timeout_s=0) == 2 / 9
 
 
 @needs_bubblewrap
@@ -175,17 +188,22 @@ def test_a_cheat_gets_nothing(cheat):
     for form, tests in TESTS.items():
         if form == "unittest" and not cheat.naive and "unittest" not in cheat.code:
             continue  # the path of "script" again
-        sandbox = SpyingBubblewrap()
-        options = {"test_timeout_s": 0.4, "timeout_s": 0.8}
-        assert reward(tests, solution(cheat), sandbox, options)["reward"] == 0.0, form
-        ran = any("WITNESS" in result.stderr for result in sandbox.spy.results)
-        assert ran or cheat.name == "is no program", form
+
+        def run(seconds, tests=tests):
+            sandbox = SpyingBubblewrap()
+            options = {"test_timeout_s": seconds, "timeout_s": 2 * seconds}
+            found = reward(tests, solution(cheat), sandbox, options)["reward"]
+            ran = any("WITNESS" in result.stderr for result in sandbox.spy.results)
+            return found, ran or cheat.name == "is no program"
+
+        results = given_time(run, lambda result: result[1], 0.4)
+        assert {found for found, _ in results} == {0.0} and results[-1][1], form
 
 
 @pytest.mark.parametrize("cheat", [cheat for cheat in CHEATS if cheat.naive], ids=lambda cheat: cheat.name)
 def test_the_same_cheat_fools_asserts_in_the_same_process(cheat):
     text = f"{WITNESS}{cheat.code}\n{ASSERTS}\n"
-    result = Unisolated().run(["python", "main.py"], files={"main.py": text})
+    result = Unisolated().run(["python", "main.py"], files={"main.py": text}, limits=Limits(wall_s=WAIT_S))
     assert ("WITNESS" in result.stderr, result.exit_code) == (True, 0)
 
 

@@ -1,6 +1,5 @@
 """Real worker processes against hostile reward functions: each costs its own sample and nothing else."""
 
-import gc
 import json
 import math
 import os
@@ -14,20 +13,22 @@ import time
 import tracemalloc
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tandem.errors import UserError
-from tandem.rewards.crew import LOADING_S, Crew
+from tandem.rewards import crew, patience, process
+from tandem.rewards.crew import Crew
 from tandem.rewards.patience import SPARES, Patience
 from tandem.rewards.pool import RewardPool
 from tandem.rewards.process import GROWTH_BYTES, Template, Worker
 from tandem.rewards.wire import TEXT_CHARS
 from tandem.types import Attempt, Problem
-from tests.rewards.scoring import score_all, scores_of
+from tests.rewards.scoring import Clock, score_all, scores_of, scores_of_some_that_hang, strike, submit_all
+from tests.waiting import WAIT_S, eventually
 
 FILE = Path(__file__).with_name("hostile.py")
 HOSTILE = f"{FILE}:score"
@@ -38,8 +39,8 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="address space limits
 HARMLESS = {"fine": 0.25, "true": 1.0, "float32": 0.5, "parts": 1.5, "total": 2.0, "echo": 4.0}
 HARMLESS |= {"print": 0.5, "interrupt": 0.75}
 HARMS = {
-    "loop": ("timeout after 1.0 s", "timeout"),
-    "long c call": ("timeout after 1.0 s", "timeout"),
+    "loop": ("timeout after 30.0 s", "timeout"),
+    "long c call": ("timeout after 30.0 s", "timeout"),
     "exit": ("worker died: exit 7", "died"),
     "segfault": ("worker died: signal 11", "died"),
     "forge": ("worker died: it wrote what is not an answer", "died"),
@@ -61,15 +62,34 @@ HARMS = {
 }
 
 
-def hostile_pool(workers=1, timeout_s=1.0):
+LIMIT_S = 30.0  # no harmless text takes so long on the busiest machine; for the others the clock is set forward
+
+
+def hostile_pool(workers=1, timeout_s=LIMIT_S):
     return RewardPool(HOSTILE, timeout_s=timeout_s, workers=workers)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clock():
+    """Of every pool here. And the news of how a worker ended may come late, where the machine is busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock()
+        patch.setattr(crew, "time", clock)
+        patch.setattr(process, "time", clock)
+        patch.setattr(crew, "EXIT_S", WAIT_S)
+        yield clock
+
+
+def state(pid):
+    """As proc(5) has it: R, S, Z, ...; "" where there is no such process."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def alive(pid):
     """Whether the process runs; a zombie that nobody has waited for does not."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    return state(pid) not in ("", "Z", "X")
 
 
 def parent(pid):
@@ -80,24 +100,29 @@ def children(pid):
     return [int(stat.name) for stat in Path("/proc").glob("[0-9]*") if alive(stat.name) and parent(stat.name) == pid]
 
 
-def processor_ticks(place):
-    """Hundredths of a second that it has run: a process, or one thread of one (as "PID/task/ID")."""
-    return sum(map(int, Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()[11:13]))
+def processor_ticks(pid):
+    """Hundredths of a second that the process has run."""
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
 
 
-def gone_within(pid, seconds):
-    end = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not alive(pid)
+def naps(place):
+    """How often it has begun to sleep or was made to wait: a process, or one thread of one (as "PID/task/ID")."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return [line for line in Path(f"/proc/{place}/status").read_text().splitlines() if "ctxt_switches" in line]
+
+
+def gone(pid, *, within_s=WAIT_S):
+    return eventually(lambda: not alive(pid), within_s=within_s)
 
 
 @pytest.fixture(scope="module")
-def storm():
-    """Every harm once, each between two harmless texts, in one call: (acts, scores, failures)."""
+def storm(clock):
+    """Every harm once, each between two harmless texts, at once: (acts, scores, failures)."""
     acts = [act for harm in HARMS for act in ("fine", harm, "total")] + list(HARMLESS)
     with hostile_pool(workers=2) as pool:
-        return acts, scores_of(pool, PROBLEM, acts), pool.failures
+        scores_of(pool, PROBLEM, ["fine"] * 20)  # what is usual
+        hung = [harm for harm, (_, kind) in HARMS.items() if kind == "timeout"]
+        return acts, scores_of_some_that_hang(pool, clock, PROBLEM, acts, hung, timeout_s=LIMIT_S), pool.failures
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -122,9 +147,9 @@ def test_failures_are_counted_by_kind(storm):
 
 @LINUX
 def test_memory_is_limited_and_memory_held_by_one_text_is_not_missed_by_the_next():
-    with hostile_pool(timeout_s=10.0) as pool:
+    with hostile_pool() as pool:
         assert scores_of(pool, PROBLEM, ["allocate"])[0].error.startswith("MemoryError")  # 3 GiB of the default 2
-    with RewardPool(HOSTILE, timeout_s=10.0, memory_mb=640) as pool:
+    with RewardPool(HOSTILE, timeout_s=60.0, memory_mb=640) as pool:
         scores = scores_of(pool, PROBLEM, ["hold memory", "keep 200 MB", "fine", "keep 200 MB"])
     assert [score.error[:11] for score in scores] == ["MemoryError", "", "", ""]
     assert pool.failures == {"timeout": 0, "died": 0, "exception": 1, "bad_value": 0}
@@ -157,17 +182,29 @@ def test_scores_come_back_in_the_order_of_the_items_whatever_worker_made_them():
     assert not any(pool.failures.values())
 
 
-def test_every_worker_works():
-    with hostile_pool(3, timeout_s=30.0) as pool:
-        pids = {score.reward for score in scores_of(pool, PROBLEM, ["pid"] * 3000)}
-        assert 3 <= len(pids) <= 3 + SPARES  # on a busy machine one may seem late, and a spare helps
-        scores_of(pool, PROBLEM, ["pid"])
-    assert all(gone_within(int(pid), 2) for pid in pids)
+def test_every_worker_works(mine, server):
+    """Three texts that end only when all of them are under way."""
+    with RewardPool(mine("wait"), timeout_s=WAIT_S, workers=3) as pool:
+        futures = submit_all(pool, PROBLEM, [port(server)] * 3)
+        waiting = [begun(server) for _ in futures]
+        pids = {pid for _, pid in waiting}
+        for connection, _ in waiting:
+            connection.sendall(b".")
+        assert {int(future.result(WAIT_S).reward) for future in futures} == pids and len(pids) == 3
+        scores_of(pool, PROBLEM, [""])
+    assert all(gone(pid) for pid in pids)
 
 
-def test_a_worker_may_take_long_for_many_texts_and_the_clock_is_for_each():
-    with hostile_pool(timeout_s=1.0) as pool:
-        assert {(score.reward, score.error) for score in scores_of(pool, PROBLEM, ["slow"] * 10)} == {(0.25, "")}
+def test_a_worker_may_take_long_for_many_texts_and_the_clock_is_for_each(mine, server, clock):
+    """Three texts of 20 s each, where one may take 30."""
+    with RewardPool(mine("wait"), timeout_s=LIMIT_S) as pool:
+        futures = submit_all(pool, PROBLEM, [port(server)] * 3)
+        for future in futures:
+            connection, _ = begun(server)
+            clock.ahead += 20.0
+            pool._crew._ring()
+            connection.sendall(b".")
+            assert future.result(WAIT_S).error == ""
 
 
 def test_a_forged_answer_that_is_not_finite_does_not_get_through():
@@ -185,7 +222,7 @@ def test_a_call_without_items_has_no_scores():
 # ---------------------------------------------------------------- several functions
 
 MINE = """
-import os, time
+import os, socket, time
 from contextlib import suppress
 
 ONCE = []
@@ -225,10 +262,16 @@ def forge(problem, completion):
             os.write(fd, b'{"id": 0, "at": 1}\\n')
     time.sleep(60)
 
-def span(problem, completion):
-    began = time.monotonic()
+def slow(problem, completion):
     time.sleep(float(completion))
-    return {"reward": 0.0, "began": began, "ended": time.monotonic()}
+    return os.getpid()
+
+def wait(problem, completion):
+    if completion:
+        with socket.create_connection(("127.0.0.1", int(completion))) as connection:
+            connection.sendall(str(os.getpid()).encode())
+            connection.recv(1)
+    return os.getpid()
 
 def odd(problem, completion):
     return {"b.x": 1.0, "x": 1.0}
@@ -243,6 +286,25 @@ def mine(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     return lambda *names: [f"{file}:{name}" for name in names]
+
+
+@pytest.fixture
+def server():
+    """Where `wait` waits."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(WAIT_S)
+        yield server
+
+
+def port(server):
+    return str(server.getsockname()[1])
+
+
+def begun(server):
+    """(what lets the next `wait` end, the process that is at it)"""
+    connection, _ = server.accept()
+    connection.settimeout(WAIT_S)
+    return connection, int(connection.recv(100))
 
 
 @pytest.mark.parametrize("functions", [HOSTILE, [HOSTILE], (HOSTILE,)], ids=["text", "list", "tuple"])
@@ -289,11 +351,14 @@ def test_functions_of_one_file_share_its_module_and_no_problem(mine):
 
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
 @pytest.mark.parametrize("harm", ["loop", "exit", "forge", "raise", "raise long", "nan", "inf part", "string"])
-def test_one_failing_function_fails_the_text_and_is_named(mine, harm, first):
+def test_one_failing_function_fails_the_text_and_is_named(mine, clock, harm, first):
     functions = [HOSTILE, *mine("length")] if first else [*mine("length"), HOSTILE]
-    with RewardPool(functions, timeout_s=1.0, workers=1) as pool:
-        before, failed, after = scores_of(pool, PROBLEM, ["fine", harm, "fine"])
     said, kind = HARMS[harm]
+    with RewardPool(functions, timeout_s=LIMIT_S, workers=1) as pool:
+        futures = submit_all(pool, PROBLEM, ["fine", harm, "fine"])
+        if kind == "timeout":
+            strike(pool, clock, [harm], seconds=LIMIT_S + 1)
+        before, failed, after = [future.result(WAIT_S) for future in futures]
     assert (failed.reward, failed.parts) == (0.0, {})
     assert failed.error.startswith(f"score: {said}")
     assert len(failed.error) <= 500
@@ -371,16 +436,18 @@ def test_of_several_functions_the_one_that_cannot_be_loaded_is_named(tmp_path, m
 # ---------------------------------------------------------------- the verifier that hangs
 
 
-def test_a_math_verifier_that_hangs_costs_its_own_sample_only():
+def test_a_math_verifier_that_hangs_costs_its_own_sample_only(clock, monkeypatch):
+    monkeypatch.setattr(crew, "LOADING_S", 3600.0)  # for importing Math-Verify; it ends with the import
     hang = Problem(uid="hang", messages=(), answer="x+1")
     texts = [r"\boxed{\frac{3000000!}{2999999!}}", r"\boxed{1+x}", "Answer: 9**9**9**9", r"\boxed{x + 1}"]
-    with RewardPool("answer", timeout_s=2.0) as pool:
-        start = time.monotonic()
-        scores = scores_of(pool, hang, texts)
-        assert time.monotonic() - start < LOADING_S  # the allowance for importing Math-Verify ends with the import
+    with RewardPool("answer", timeout_s=LIMIT_S) as pool:
+        futures = submit_all(pool, hang, texts)
+        assert eventually(lambda: any(w.loading_notes == 0 for w in list(pool._crew._workers.values())))
+        strike(pool, clock, texts[:1], seconds=LIMIT_S + 1)
+        scores = [future.result(WAIT_S) for future in futures]
         number = scores_of(pool, Problem(uid="number", messages=(), answer="3000000"), [texts[0], texts[2]])
     assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 1.0]
-    assert scores[0].error == "timeout after 2.0 s"
+    assert scores[0].error == "timeout after 30.0 s"
     assert pool.failures == {"timeout": 1, "died": 0, "exception": 0, "bad_value": 0}
     assert [(score.reward, score.error) for score in number] == [(0.0, "")] * 2  # not evaluated, so nothing can hang
 
@@ -395,47 +462,60 @@ def test_the_first_formula_scores_as_the_second_where_the_verifier_is_one_of_thr
 
 # ---------------------------------------------------------------- storms
 
+STORM_S = 5.0  # real seconds, since a storm is known by its clock; a harmless text takes a thousandth
 STORM = ("loop", "long c call", "allocate", "nan", "string", "raise", "exit", "slow")
 
 
 def test_nobody_waits_behind_attempts_that_hang():
     """One worker, four endless loops first: the others are all scored while those still have their time."""
-    with hostile_pool(timeout_s=30.0) as pool:
+    with hostile_pool(timeout_s=600.0) as pool:
         scores_of(pool, PROBLEM, ["fine"] * 20)  # what is usual
         hung = [pool.submit(PROBLEM, Attempt(text="loop")) for _ in range(4)]
         others = [pool.submit(PROBLEM, Attempt(text="fine")) for _ in range(100)]
-        assert {future.result(timeout=20.0).reward for future in others} == {0.25}
+        assert {future.result(WAIT_S).reward for future in others} == {0.25}
         assert not any(future.done() for future in hung)
 
 
 def test_a_storm_takes_no_other_score_leaves_no_process_and_every_hostile_attempt_says_why():
     acts = [STORM[i // 10 % len(STORM)] if i % 10 == 0 else "fine" for i in range(800)]
-    with hostile_pool(workers=2, timeout_s=1.0) as pool:
+    with hostile_pool(workers=2, timeout_s=STORM_S) as pool:
         scores = scores_of(pool, PROBLEM, acts)
         pid = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
-        end = time.monotonic() + 20.0
-        while len(children(parent(pid))) > 2 and time.monotonic() < end:  # what was killed may still be dying
-            time.sleep(0.02)
-        assert len(children(parent(pid))) <= 2
+        assert eventually(lambda: len(children(parent(pid))) <= 2)  # what was killed may still be dying
     harmless = [score for score, act in zip(scores, acts, strict=True) if act in ("fine", "slow")]
     assert {(score.reward, score.error) for score in harmless} == {(0.25, "")}
     assert pool.failures == {"timeout": 20, "died": 10, "exception": 20, "bad_value": 20}
 
 
-def test_a_function_that_is_slow_for_every_attempt_gets_no_spare_workers():
-    with hostile_pool(workers=2, timeout_s=30.0) as pool:
-        futures = [pool.submit(PROBLEM, Attempt(text="slow pid")) for _ in range(12)]
-        assert len({future.result().reward for future in futures}) == 2
+def test_a_function_that_is_slow_for_every_attempt_gets_no_spare_workers(mine):
+    """Ten times as slow would be late, so the machine may stop for seconds."""
+    with RewardPool(mine("slow"), timeout_s=WAIT_S, workers=2) as pool:
+        assert len({score.reward for score in scores_of(pool, PROBLEM, ["0.5"] * 8)}) == 2
 
 
 @LINUX
-def test_a_function_that_waits_gets_no_spare_worker_and_holds_up_nobody_behind_it(mine):
-    with RewardPool(mine("span"), timeout_s=30.0, workers=2) as pool:
-        scores_of(pool, PROBLEM, ["0"] * 200)  # what is usual
-        spans = [score.parts for score in scores_of(pool, PROBLEM, ["0.3"] * 8 + ["2"] + ["0"] * 40)]
-    together = [sum(one["began"] <= other["began"] < one["ended"] for one in spans) for other in spans]
-    assert max(together) == 2
-    assert max(span["ended"] for span in spans[9:]) < spans[8]["ended"]
+def test_a_function_that_waits_gets_no_spare_worker_and_holds_up_nobody_behind_it(mine, server, monkeypatch):
+    with RewardPool(mine("wait"), timeout_s=600.0, workers=2) as pool:
+        workers = pool._crew._workers
+        scores_of(pool, PROBLEM, [""] * 200)  # what is usual
+        usual, held, waiting = patience.LATE_S, [], []
+        monkeypatch.setattr(patience, "LATE_S", math.inf)  # until both sleep for sure
+        for _ in range(2):
+            held += submit_all(pool, PROBLEM, [port(server)])
+            waiting.append(begun(server))
+        behind = submit_all(pool, PROBLEM, [""] * 40)
+        assert eventually(lambda: {state(pid) for _, pid in waiting} == {"S"})
+        monkeypatch.setattr(patience, "LATE_S", usual)
+        pool._crew._ring()
+        assert eventually(lambda: all(worker.late for worker in list(workers.values())))
+        time.sleep(0.2)  # a spare would be asked for at once
+        assert {worker.pid for worker in list(workers.values())} == {pid for _, pid in waiting}
+        assert not any(future.done() for future in behind)
+        waiting[0][0].sendall(b".")
+        assert {future.result(WAIT_S).error for future in (held[0], *behind)} == {""}
+        assert not held[1].done()
+        waiting[1][0].sendall(b".")
+        assert held[1].result(WAIT_S).reward == waiting[1][1]
 
 
 def worker_at(began=0.0, *, late=False, answered=1):
@@ -461,23 +541,35 @@ def test_late_is_ten_times_the_usual_and_in_a_storm_less():
     assert not patience.storm  # most late ones do answer
 
 
+@contextmanager
+def sleeper():
+    """A process that has begun, and waits."""
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert eventually(lambda: state(process.pid) == "S")
+        yield process
+        process.kill()
+
+
 @LINUX
 def test_in_a_storm_who_uses_much_processor_time_is_put_last_and_who_waits_for_something_is_not():
     patience, busy, waiting = Patience(timeout_s=4.0), worker_at(late=True), worker_at(late=True)
     patience.answered(worker_at(10.0), 10.25)  # a quarter of a second, and no processor time
-    busy.pid = waiting.pid = os.getpid()
-    busy.turn_to_next(0.0, 4.0)
-    while busy.processor_s() < 0.05:
-        pass
-    waiting.turn_to_next(0.0, 4.0)
-    assert not patience.too_much(busy)
-    patience.storm = True
-    assert (patience.too_much(busy), patience.too_much(waiting)) == (True, False)
+    with sleeper() as process:
+        busy.pid, waiting.pid = os.getpid(), process.pid
+        for worker in (busy, waiting):
+            worker.turn_to_next(0.0, 4.0)
+        while busy.processor_s() < 0.05:
+            pass
+        assert not patience.too_much(busy)
+        patience.storm = True
+        assert (patience.too_much(busy), patience.too_much(waiting)) == (True, False)
 
 
 @LINUX
 def test_a_worker_that_is_put_last_runs_when_nobody_else_wants_to_and_grows_little():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with sleeper() as process:
         worker = worker_at(late=True)
         worker.pid = process.pid
         worker.put_last()
@@ -486,7 +578,6 @@ def test_a_worker_that_is_put_last_runs_when_nobody_else_wants_to_and_grows_litt
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_AS)
         assert soft == hard
         assert 0 < hard - GROWTH_BYTES <= size
-        process.communicate(b"\n")
 
 
 def test_nobody_is_late_while_nobody_waits():
@@ -627,7 +718,7 @@ def test_a_worker_that_was_dropped_before_its_process_was_known_is_killed():
     crew = Crew(["answer"], True, (), 5.0, 1)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as process:
         crew._hear_template(Telling({"forked": 7, "pid": process.pid}))
-        assert process.wait(timeout=20.0) == -signal.SIGKILL
+        assert process.wait(WAIT_S) == -signal.SIGKILL
     crew.stop()
     crew.run()
 
@@ -636,7 +727,7 @@ def test_a_template_that_cannot_import_ahead_still_forks():
     template = Template((json.dumps(["answer"]), "[]", "{}", "2048"), 60.0)
     template.preload("no_such_module")
     worker = template.fork(60.0)
-    worker.socket.settimeout(60.0)
+    worker.socket.settimeout(WAIT_S)
     try:
         assert json.loads(worker.socket.recv(1000)) == {"id": -1, "ready": True}
     finally:
@@ -648,7 +739,7 @@ def test_a_worker_that_died_between_calls_is_replaced_and_no_text_is_blamed():
     with hostile_pool(timeout_s=30.0) as pool:
         pid = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
         os.kill(pid, signal.SIGKILL)
-        assert gone_within(pid, 2)
+        assert gone(pid)
         assert scores_of(pool, PROBLEM, ["fine"] * 3) == scores_of(pool, PROBLEM, ["fine"] * 3)
     assert not any(pool.failures.values())
 
@@ -659,7 +750,7 @@ def test_a_dead_worker_is_noticed_and_its_children_are_killed_though_they_hold_i
     with hostile_pool(timeout_s=30.0) as pool:
         forked, fine = scores_of(pool, problem, ["fork", "fine"])
     assert (forked.error, fine.reward) == ("worker died: exit 5", 0.25)
-    assert gone_within(int((tmp_path / "child").read_text()), 2)
+    assert gone(int((tmp_path / "child").read_text()))
 
 
 def test_a_pool_made_in_a_thread_outlives_it():
@@ -673,17 +764,17 @@ def test_a_pool_made_in_a_thread_outlives_it():
     thread.start()
     thread.join()
     with made[0] as pool:
-        assert not gone_within(int(made[1]), 0.2)
+        assert not gone(int(made[1]), within_s=0.2)
         assert scores_of(pool, PROBLEM, ["pid"])[0].reward == made[1]
 
 
 def test_closing_ends_what_runs_at_once_and_fails_what_waits():
-    with hostile_pool(timeout_s=60.0) as pool:
+    with hostile_pool(timeout_s=3600.0) as pool:
         pid = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
-        futures = [pool.submit(PROBLEM, Attempt(text=act)) for act in ("loop", "fine")]
+        futures = submit_all(pool, PROBLEM, ["loop", "fine"])
         start = time.monotonic()
-    assert time.monotonic() - start < 10.0  # far from the loop's 60 s
-    assert not alive(pid)
+    assert time.monotonic() - start < WAIT_S  # far from the loop's hour
+    assert gone(pid)
     for future in futures:
         with pytest.raises(RuntimeError, match="the reward pool is closed"):
             future.result(timeout=0)
@@ -692,12 +783,18 @@ def test_closing_ends_what_runs_at_once_and_fails_what_waits():
 
 
 def test_an_interrupt_while_waiting_leaves_the_pool_usable_and_closing_it_kills_what_runs():
-    with hostile_pool(timeout_s=60.0) as pool:
-        old = scores_of(pool, PROBLEM, ["pid"])[0].reward
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with hostile_pool(timeout_s=3600.0) as pool:
+        old = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
+        before = processor_ticks(old)
+
+        def interrupt():
+            eventually(lambda: processor_ticks(old) > before + 5)  # the loop has begun
+            os.kill(os.getpid(), signal.SIGINT)
+
         with pytest.raises(KeyboardInterrupt):
+            threading.Thread(target=interrupt).start()
             scores_of(pool, PROBLEM, ["loop"])
-    assert gone_within(int(old), 2)
+    assert gone(old)
 
 
 def test_items_of_many_threads_get_their_own_scores():
@@ -711,14 +808,20 @@ def test_items_of_many_threads_get_their_own_scores():
 
 
 def test_an_idle_pool_uses_no_processor():
-    with hostile_pool(2, timeout_s=30.0) as pool:
-        places = {int(score.reward) for score in scores_of(pool, PROBLEM, ["pid"] * 1000)}
-        places |= {parent(pid) for pid in places}
-        # of this process the pool's thread only: others of the test runner's may have something to do
-        places |= {f"self/task/{t.native_id}" for t in threading.enumerate() if t.name == "rewards"}
-        before = {place: processor_ticks(place) for place in places}
-        time.sleep(0.5)
-        assert {place: processor_ticks(place) for place in places} == before
+    """Once it has come to rest, nothing of it wakes in half a second: of this process the pool's thread is looked at only."""
+    with hostile_pool(2) as pool:
+        scores_of(pool, PROBLEM, ["pid"] * 1000)
+        template = parent(int(scores_of(pool, PROBLEM, ["pid"])[0].reward))
+        threads = [f"self/task/{t.native_id}" for t in threading.enumerate() if t.name == "rewards"]
+        assert len(threads) == 1
+
+        def asleep():
+            places = [template, *children(template), *threads]
+            before = [naps(place) for place in places]
+            time.sleep(0.5)
+            return [naps(place) for place in places] == before and len(places) >= 3
+
+        assert eventually(asleep)
 
 
 @LINUX
@@ -743,14 +846,22 @@ def test_an_item_that_kills_the_template_costs_its_own_score():
 
 @LINUX
 def test_no_process_and_no_file_descriptor_is_left():
-    gc.collect()
-    before, threads = sorted(os.listdir("/proc/self/fd")), threading.active_count()
-    with hostile_pool(3, timeout_s=30.0) as pool:
-        pids = [score.reward for score in scores_of(pool, PROBLEM, ["pid", "exit", "pid", "segfault"] * 5)]
-    pool.close()
-    assert sorted(os.listdir("/proc/self/fd")) == before
-    assert threading.active_count() == threads
-    assert all(gone_within(int(pid), 2) for pid in pids if pid)
+    """In a process of its own, where no thread of another test ends meanwhile."""
+    program = (
+        "import os, sys, threading\n"
+        "from tandem.rewards.pool import RewardPool; from tandem.types import Attempt, Problem\n"
+        "def held(): return sorted(os.listdir('/proc/self/fd')), threading.active_count()\n"
+        "before, problem = held(), Problem(uid='', messages=(), answer='')\n"
+        "with RewardPool(sys.argv[1], timeout_s=60.0, workers=3) as pool:\n"
+        "    futures = [pool.submit(problem, Attempt(text=t)) for t in ('pid', 'exit', 'pid', 'segfault') * 5]\n"
+        "    print(*{int(future.result().reward) for future in futures})\n"
+        "pool.close()\n"
+        "assert held() == before, (before, held())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, HOSTILE], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    pids = [int(pid) for pid in done.stdout.split() if pid != "0"]
+    assert pids and all(gone(pid) for pid in pids)
 
 
 @LINUX
@@ -758,17 +869,17 @@ def test_no_process_and_no_file_descriptor_is_left():
 def test_a_killed_parent_leaves_no_worker(act):
     program = (
         "import sys; from tandem.rewards.pool import RewardPool; from tandem.types import Attempt, Problem\n"
-        "pool, problem = RewardPool(sys.argv[1], timeout_s=60.0), Problem(uid='', messages=(), answer='')\n"
+        "pool, problem = RewardPool(sys.argv[1], timeout_s=600.0), Problem(uid='', messages=(), answer='')\n"
         "print(int(pool.submit(problem, Attempt(text='pid')).result().reward), flush=True)\n"
         "pool.submit(problem, Attempt(text=sys.argv[2])).result(); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", program, HOSTILE, act]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         worker = int(parent.stdout.readline())
-        time.sleep(0.2)
+        assert eventually(lambda: act == "fine" or processor_ticks(worker) > 20)  # it is at it
         assert alive(worker)
         parent.kill()
-    assert gone_within(worker, 5)
+    assert gone(worker)
 
 
 def test_importing_pool_and_worker_loads_nothing_heavy():

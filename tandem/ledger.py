@@ -1,0 +1,138 @@
+"""A run folder, read: its rows by step, the episodes of a step, its checkpoints, and what the ledger says of each step.
+
+    ledger.jsonl    {"step": 12, "weights": "<hash of the weights after it>", "episodes": "<SHA-256 of its journal file>"}
+
+Reading changes nothing and works while the run goes on. It does not know how a step is made: that is replay.py.
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tandem.config import Config
+from tandem.errors import UserError
+from tandem.metrics import Metrics, read_metrics
+from tandem.recipe import load_config
+from tandem.stream.journal import episode_file, read_numbered
+from tandem.types import Group, Problem
+
+LEDGER = "ledger.jsonl"
+_ABOUT = ["uid", "category", "answer", "messages", "metadata"]
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run folder that is only read. `command` is the one that made it, e.g. "train"."""
+
+    folder: Path
+    config: Config
+    command: str
+
+    @cached_property
+    def metrics(self) -> dict[int, Metrics]:
+        """The rows of metrics.jsonl by step."""
+        return {row["step"]: row for row in read_metrics(self.folder)}
+
+    @cached_property
+    def ledger(self) -> dict[int, Metrics]:
+        """The rows of the ledger of steps whose metrics are told."""
+        return {row["step"]: row for row in read_metrics(self.folder, LEDGER) if row["step"] in self.metrics}
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def episodes(self) -> Path:
+        return self.folder / "episodes"
+
+    def journal(self, step: int) -> Path:
+        """The file of the episodes that step `step` had, counted from 1."""
+        return episode_file(self.episodes, step)
+
+    def journaled(self) -> list[int]:
+        """The steps whose episodes are there, ascending."""
+        return sorted(int(path.stem.rpartition("_")[2]) for path in self.episodes.glob("train_step_*.parquet"))
+
+    def inputs(self) -> dict[str, str] | None:
+        """SHA-256 by key of the data, reward functions and models that the run began with, as each checkpoint has them; None
+        where none can be read."""
+        for path in sorted(self.checkpoints.glob("step_*/state.json"), reverse=True):
+            with suppress(UserError, KeyError):  # damaged, or pruned by the run just now
+                found: dict[str, str] = _json(path)["data"]
+                return found
+        return None
+
+
+def open_past(folder: Path) -> PastRun:
+    """Raises UserError for what is not a run folder, or one whose config this version does not read."""
+    if not (folder / "config.toml").is_file():
+        raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
+                        expected="a folder made by a command that trains", next="ls runs/")  # fmt: skip
+    return PastRun(folder, load_config(folder / "config.toml", []), str(_json(folder / "run.json")["command"]))
+
+
+def require_step(past: PastRun, step: int) -> None:
+    """Raises UserError for a step that the run has not told."""
+    last = max(past.metrics, default=0)
+    if not 1 <= step <= last or step not in past.metrics:
+        raise UserError("the run has no such step", where=str(past.folder / "metrics.jsonl"), found=f"step {step}",
+                        expected=f"1 to {last}" if last else "a step, but the run has not ended one yet",
+                        next="name one that is there, or run longer")  # fmt: skip
+
+
+def read_step(path: Path) -> list[Group]:
+    """Every group of a journal file, in its order. Raises UserError for a damaged or absent one.
+
+    The problems are as the journal has them: what JSON has no word for is text in their metadata.
+    """
+    if not path.is_file():
+        raise UserError("the episodes of a step are not there", where=str(path), found="no such file",
+                        expected="the journal file as Tandem wrote it", next="restore the folder from a copy")  # fmt: skip
+    rows = zip(_rows(path, _ABOUT), read_numbered(path), strict=True)
+    members = [list(group) for _, group in groupby(rows, key=lambda row: row[1][0])]
+    return [
+        Group(problem=_problem(group[0][0]), episodes=tuple(e for _, (_, _, e) in group), outcome=group[0][1][1])
+        for group in members
+    ]
+
+
+def holds(path: Path, column: str, value: str | int) -> bool:
+    """Whether some episode of a journal file has this uid, or this key. Raises UserError for a damaged file."""
+    return any(row[column] == value for row in _rows(path, [column]))
+
+
+def _rows(path: Path, columns: list[str]) -> list[dict[str, Any]]:
+    try:
+        return list(pq.read_table(path, columns=columns, use_threads=False).to_pylist())
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise UserError("the episodes of a step cannot be read", where=str(path), found=str(error).splitlines()[0],
+                        expected="the Parquet file as Tandem wrote it", next="restore it from a copy") from error  # fmt: skip
+
+
+def _problem(row: dict[str, Any]) -> Problem:
+    return Problem(
+        uid=row["uid"], messages=tuple(json.loads(row["messages"])), answer=row["answer"], category=row["category"],
+        metadata=json.loads(row["metadata"]),
+    )  # fmt: skip
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError("a file of the run folder cannot be read", where=str(path), found=f"{type(error).__name__}: {error}",
+                        expected="the file as Tandem wrote it", next="restore it from a copy") from error  # fmt: skip

@@ -1,0 +1,115 @@
+"""The chaos harness itself: a section that hangs, fails or leaves something behind misses its bar, and nothing lives on."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.processes import ENDED, descendants, state_of
+from tests.chaos.harness import Section, run_section
+from tests.chaos.results import Result, tally
+from tests.faults import in_a_fork, memory_folder
+
+GOOD = Result(what="good", injected=2, witnessed=2, survived=2, expected=2, seconds=0.1)
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def outcome_of(run, deadline_s, check, grace_s=60):
+    """In a fork, which the harness may take as its own: the outcome must pass the check, and no process be left."""
+
+    def alone():
+        check(run_section(Section(name="section", run=run, deadline_s=deadline_s), grace_s))
+        assert descendants(os.getpid()) == []
+
+    assert in_a_fork(alone) == 0
+
+
+def test_a_section_hands_back_its_rows():
+    def check(outcome):
+        assert outcome.rows == [GOOD] and outcome.met
+
+    outcome_of(lambda: [GOOD], 60, check)
+
+
+def test_a_section_past_its_deadline_is_ended_with_all_that_it_started():
+    def hang():
+        subprocess.Popen(SLEEP, start_new_session=True).wait()
+
+    def check(outcome):
+        assert not outcome.met and "deadline of 0.5 s" in outcome.problem
+
+    outcome_of(hang, 0.5, check)
+
+
+def test_a_section_that_raises_misses_its_bar():
+    def check(outcome):
+        assert not outcome.met and "exit code 1" in outcome.problem
+
+    outcome_of(lambda: [GOOD][1], 60, check)
+
+
+@pytest.mark.parametrize("leave", [lambda: subprocess.Popen(SLEEP, start_new_session=True), tempfile.mkdtemp])
+def test_what_a_section_leaves_behind_is_named_and_removed(leave):
+    def check(outcome):
+        assert outcome.rows == [GOOD] and len(outcome.left) == 1 and not outcome.met
+        assert outcome.left[0].startswith(("process", "file"))
+
+    outcome_of(lambda: [leave(), GOOD][1:], 60, check, grace_s=0.2)
+
+
+def test_what_ends_by_itself_soon_is_not_left_behind():
+    def check(outcome):
+        assert outcome.met, outcome.left
+
+    outcome_of(lambda: [subprocess.Popen(["sleep", "0.3"]), GOOD][1:], 60, check)
+
+
+def test_a_section_has_a_folder_of_its_own_for_temporary_files():
+    def run():
+        with memory_folder() as memory, tempfile.TemporaryDirectory() as folder:
+            assert Path(folder).parent == memory.parent == Path(os.environ["TMPDIR"])
+        return [GOOD]
+
+    def check(outcome):
+        assert outcome.met, outcome
+
+    outcome_of(run, 60, check)
+
+
+def test_a_bar_needs_every_fault_to_fire_and_every_end_to_be_right():
+    assert tally("", [(True, ""), (True, "")]).met
+    assert not tally("", [(True, ""), (False, "")]).met
+    assert not tally("", [(True, ""), (True, "wrong")]).met
+    assert not tally("", [(True, "")], at_least=2).met
+    assert not tally("", []).met
+
+
+def test_a_section_ends_with_a_harness_that_is_killed(tmp_path):
+    def alone():
+        os.environ["TMPDIR"], tempfile.tempdir = str(tmp_path), None
+        harness = os.fork()
+        if harness == 0:
+            run_section(Section(name="section", run=lambda: time.sleep(600), deadline_s=600))
+        section = wait_for(lambda: [process.pid for process in descendants(harness)])[0]
+        os.kill(harness, signal.SIGKILL)
+        os.waitpid(harness, 0)
+        try:
+            wait_for(lambda: state_of(section) in ("", *ENDED))
+        except AssertionError:
+            os.kill(section, signal.SIGKILL)
+            raise
+
+    assert in_a_fork(alone) == 0
+
+
+def wait_for(condition):
+    until = time.monotonic() + 60
+    while not (value := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return value

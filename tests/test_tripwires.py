@@ -1,0 +1,76 @@
+"""A bug of the field in a small real run: it is stopped in its step, and what is no bug is not. The rest: make chaos."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tandem.loop import update
+from tests.chaos.historical import (
+    BUGS,
+    CLEAN,
+    Bug,
+    Killed,
+    Witness,
+    clean_run,
+    each,
+    last_step,
+    outcome,
+    relayed,
+    train,
+)
+from tests.test_loop import config
+
+# One of each kind of tripwire, and of those that only a run shows; the section `historical` has all.
+QUICK = (
+    "SkyRL #1680", "AReaL #1569", "nanochat #810", "verl #6501", "verl #7579", "open-instruct #1483", "slime #1918",
+    "TRL #2617", "TRL #2046", "verl #7401", "OpenRLHF #1208", "transformers #34053",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("issue", QUICK)
+def test_a_bug_of_the_field_is_stopped_in_its_step_with_its_cause(issue, tmp_path):
+    [bug] = [bug for bug in BUGS if bug.issue == issue]
+    ended = outcome(bug, tmp_path / "run")
+    assert ended.problem == "" and ended.fired >= 0
+
+
+def test_there_are_at_least_25_bugs_each_under_a_name_of_its_own():
+    assert len({bug.issue for bug in BUGS}) == len(BUGS) >= 25
+
+
+def test_what_stops_nothing_is_told(tmp_path):
+    harmless = Bug(issue="none", what="nothing", inject=partial(train, steps=2), stopped_by="something")
+    assert outcome(harmless, tmp_path / "run").problem == "nothing stopped it"
+
+
+def test_a_bug_that_something_else_stops_is_told(tmp_path):
+    late = relayed(each(lambda c: replace(c, logprobs=np.roll(c.logprobs, 1))))
+    bug = Bug(issue="none", what="", inject=lambda f, w: train(f, w, late), stopped_by="the journal")
+    assert outcome(bug, tmp_path / "run").problem.startswith("stopped by something else")
+
+
+@pytest.mark.parametrize("name", ["small microbatches", "partial rollouts, late, two turns"])
+def test_a_clean_run_is_not_stopped_and_the_checks_have_looked(name, tmp_path):
+    counts: Counter = Counter()
+    assert clean_run(tmp_path / "run", CLEAN[name], 4, counts) == ""
+    assert (
+        last_step(tmp_path / "run") == 4 and counts["episodes whole, labelled, of their problem and version"] == 4 * 6
+    )
+    assert counts["what was loaded is what was saved"] == 1
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path):
+    def killed(stages, rolled):
+        if rolled.step == 2:
+            raise Killed
+        return update(stages, rolled)
+
+    how = config(run__save_every=3)
+    with pytest.raises(Killed):
+        train(tmp_path / "run", Witness(), how=how, learn=killed)
+    assert last_step(tmp_path / "run") == 2
+    train(tmp_path / "run", Witness(), how=how)
+    assert last_step(tmp_path / "run") == 5

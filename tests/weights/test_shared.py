@@ -1,0 +1,160 @@
+"""Weights in shared memory: what is published is what another process reads, for as long as anyone needs it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from tandem.model.hashing import weight_hash
+from tandem.model.mapped import Layout, read_tensors
+from tandem.weights.shared import SharedWeights
+
+READER = """
+import json, os, socket, sys
+from tandem.model.hashing import weight_hash
+from tandem.model.mapped import Layout, read_tensors
+data, [descriptor], _, _ = socket.recv_fds(socket.socket(fileno=0), 1 << 20, 1)
+tensors = read_tensors(Layout.from_json(json.loads(data)), descriptor)
+os.close(descriptor)
+print(weight_hash(tensors), flush=True)
+tensors["b"].zero_()
+print(weight_hash(tensors), flush=True)
+"""
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a.weight": torch.randn(3, 5, generator=generator),
+        "b": torch.randn(7, generator=generator).bfloat16(),
+        "scalar": torch.full((), float("nan")),
+        "c": torch.randn(4, 6, generator=generator).t(),  # not contiguous
+    }
+
+
+def read(shared, version):
+    descriptor = shared.descriptor(version)
+    try:
+        return read_tensors(shared.layout, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_what_is_read_is_what_was_published_with_its_hash_in_every_type_and_shape():
+    shared = SharedWeights(tensors())
+    digest = shared.publish(4, tensors())
+    assert digest == shared.hash_of(4) == weight_hash(tensors()) == weight_hash(read(shared, 4))
+    assert {name: (t.dtype, t.shape) for name, t in read(shared, 4).items()} == {
+        name: (t.dtype, t.shape) for name, t in tensors().items()
+    }
+    shared.close()
+
+
+def test_what_is_published_is_a_copy():
+    shared, mine = SharedWeights(tensors()), tensors()
+    digest = shared.publish(0, mine)
+    mine["b"].zero_()
+    assert weight_hash(read(shared, 0)) == digest != weight_hash(mine)
+    shared.close()
+
+
+def test_another_process_reads_it_and_cannot_change_it_for_others():
+    shared = SharedWeights(tensors())
+    digest = shared.publish(0, tensors())
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reader = subprocess.Popen(
+            [sys.executable, "-c", READER], stdin=theirs.fileno(), stdout=subprocess.PIPE, text=True
+        )
+        descriptor = shared.descriptor(0)
+        socket.send_fds(ours, [json.dumps(shared.layout.parts).encode()], [descriptor])
+        os.close(descriptor)
+        out, _ = reader.communicate()
+    before, after = out.split()
+    assert before == digest != after and reader.returncode == 0
+    assert weight_hash(read(shared, 0)) == digest
+    shared.close()
+
+
+def test_whoever_reads_a_version_keeps_it_and_a_later_one_is_another_place():
+    shared = SharedWeights(tensors())
+    first = shared.publish(0, tensors(0))
+    held = read(shared, 0)
+    held["a.weight"][0, 0] += 0  # a reader's write stays with the reader
+    shared.release(below=1)
+    second = shared.publish(1, tensors(1))
+    assert weight_hash(held) == first != second == weight_hash(read(shared, 1))
+    shared.close()
+
+
+def test_released_versions_are_gone_and_leave_no_descriptor():
+    before = len(os.listdir("/dev/fd"))
+    shared = SharedWeights(tensors())
+    for version in range(6):
+        shared.publish(version, tensors(version))
+        shared.release(below=version - 1)
+    assert shared.versions == [4, 5]
+    for ask in (shared.descriptor, shared.hash_of):
+        with pytest.raises(LookupError, match=r"version 3 are not published; there are \[4, 5\]"):
+            ask(3)
+    shared.close()
+    assert shared.versions == [] and len(os.listdir("/dev/fd")) == before
+
+
+def test_a_version_stands_for_the_same_weights_for_ever():
+    shared = SharedWeights(tensors())
+    assert shared.publish(0, tensors()) == shared.publish(0, tensors())
+    with pytest.raises(ValueError, match="version 0 already"):
+        shared.publish(0, tensors(1))
+    shared.close()
+
+
+def test_tensors_of_another_layout_are_refused():
+    shared = SharedWeights(tensors())
+    for wrong in ({**tensors(), "b": torch.zeros(7)}, {"b": tensors()["b"]}, {**tensors(), "b": tensors()["b"][:3]}):
+        with pytest.raises(ValueError, match="not those of the layout"):
+            shared.publish(0, wrong)
+    assert shared.versions == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is an unlinked file in the temporary folder")
+def test_the_memory_has_no_name_that_could_be_left_behind():
+    shared = SharedWeights(tensors())
+    shared.publish(0, tensors())
+    descriptor = shared.descriptor(0)
+    assert os.readlink(f"/proc/self/fd/{descriptor}") == "/memfd:tandem weights (deleted)"
+    os.close(descriptor)
+    shared.close()
+
+
+def test_threads_may_publish_release_and_read_at_once():
+    shared, wrong = SharedWeights(tensors()), []
+    hashes = [weight_hash(tensors(version)) for version in range(30)]
+    shared.publish(0, tensors(0))
+    published = threading.Semaphore(0)
+
+    def train():
+        for version in range(1, 30):
+            shared.publish(version, tensors(version))
+            shared.release(below=version - 3)
+            published.release()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    for _ in range(1, 30):
+        published.acquire()
+        version = shared.versions[-1]
+        wrong += [version] * (weight_hash(read(shared, version)) != hashes[version])
+    thread.join()
+    assert wrong == [] and shared.versions == [26, 27, 28, 29]
+    shared.close()
+
+
+def test_the_layout_survives_json():
+    layout = Layout.of(tensors())
+    assert Layout.from_json([[name, dtype, list(shape)] for name, dtype, shape in layout.parts]) == layout

@@ -1,0 +1,111 @@
+"""`make chaos`: faults injected for real, section by section; results in docs/chaos.json, and docs/chaos.md from it.
+
+    make chaos                              every section
+    make chaos only="checkpoints kills"     these; the results of the others stay as they are
+
+A section is a function of tests/chaos/ that returns rows (tests/chaos/results.py), here with a deadline; it runs in a
+process of its own, and what it leaves behind is a bar missed (tests/chaos/harness.py). Exit code 1 when a section that ran
+misses its bar.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import machine  # noqa: E402
+
+from tests.chaos import checkpoints, deadlocks, historical, kills, leaving, schedules, soak, workers  # noqa: E402
+from tests.chaos.harness import Outcome, Section, run_section  # noqa: E402
+from tests.chaos.results import Result  # noqa: E402
+
+# In the order of docs/chaos.md. A new one is an import and a line.
+SECTIONS = (
+    Section(name="checkpoints", run=checkpoints.section, deadline_s=900),
+    Section(name="deadlocks", run=deadlocks.section, deadline_s=1800),
+    Section(name="kills", run=kills.section, deadline_s=5400),
+    Section(name="workers", run=workers.section, deadline_s=3600),
+    Section(name="schedules", run=schedules.section, deadline_s=2400),
+    Section(name="historical", run=historical.section, deadline_s=1200),
+    Section(name="leaving", run=leaving.section, deadline_s=5400),
+    Section(name="soak", run=soak.section, deadline_s=5400),
+)
+
+JSON, PAGE = ROOT / "docs" / "chaos.json", ROOT / "docs" / "chaos.md"
+
+
+def main(only: list[str]) -> int:
+    if unknown := sorted(set(only) - {section.name for section in SECTIONS}):
+        print(f"unknown section: {', '.join(unknown)}; there are {', '.join(section.name for section in SECTIONS)}")
+        return 2
+    missed = []
+    for section in SECTIONS:
+        if not only or section.name in only:
+            print(f"{section.name}: at most {section.deadline_s / 60:g} minutes", flush=True)
+            outcome = run_section(section)
+            keep(section.name, outcome)
+            print("\n".join(table(section.name, told(section.name))), flush=True)
+            missed += [section.name] * (not outcome.met)
+    PAGE.write_text(page())
+    print(f"missed: {', '.join(missed)}" if missed else "every bar is met")
+    return int(bool(missed))
+
+
+def keep(name: str, outcome: Outcome) -> None:
+    """Put what a section gave into docs/chaos.json, in the place of what it gave before."""
+    entry = {
+        "command": f"make chaos only={name}", "date": str(date.today()), "machine": machine.describe(),
+        "met": outcome.met, "problem": outcome.problem, "left": outcome.left, "seconds": round(outcome.seconds),
+        "rows": [asdict(row) for row in outcome.rows],
+    }  # fmt: skip
+    JSON.write_text(json.dumps({**everything(), name: entry}, indent=1, ensure_ascii=False) + "\n")
+
+
+def everything() -> dict[str, Any]:
+    return json.loads(JSON.read_text()) if JSON.exists() else {}
+
+
+def told(name: str) -> dict[str, Any]:
+    return everything()[name]
+
+
+def page() -> str:
+    lines = [
+        "# Chaos",
+        "",
+        "Written by `make chaos`, section by section: faults that were injected, how many of them were seen to",
+    ]
+    lines += [
+        "fire, and how often the end was the right one. Nothing may be left behind: no process, file or shared memory."
+    ]
+    for section in SECTIONS:
+        if section.name in everything():
+            lines += ["", *table(section.name, told(section.name))]
+    return "\n".join(lines) + "\n"
+
+
+def table(name: str, entry: dict[str, Any]) -> list[str]:
+    rows = [Result(**row) for row in entry["rows"]]
+    verdict = "Every bar is met" if entry["met"] else "**A bar is missed**"
+    lines = [
+        f"## {name}",
+        "",
+        f"{verdict}. `{entry['command']}`, {entry['date']}, {entry['seconds']} s; {entry['machine']}.",
+    ]
+    lines += [f"**{entry['problem']}**"] if entry["problem"] else []
+    lines += [f"**left behind: {'; '.join(entry['left'])}**"] if entry["left"] else []
+    lines += ["", "| what | faults | seen to fire | right end | of at least | s | |", "|---|---|---|---|---|---|---|"]
+    return lines + [
+        f"| {row.what} | {row.injected:,} | {row.witnessed:,} | {row.survived:,} | {row.expected:,} | {row.seconds:.1f} "
+        f"| {row.note if row.met else f'**missed** {row.note}'} |"
+        for row in rows
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
