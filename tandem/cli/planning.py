@@ -55,8 +55,19 @@ def memory(parameters: int, adapters: int, config: Config) -> list[tuple[str, in
         rows.append(("reference", 4 * parameters, "packs of the weights without adapters"))
     elif config.rl.kl_coef:
         rows.append(("reference", 8 * parameters, "weights and packs of the frozen model"))
-    if config.rl.advantage == "gae":
+    critics = 1 if config.rl.advantage == "gae" else 0
+    if critics:
         rows.append(("critic", 8 * parameters + 12 * trained, "weights, packs, gradients and moments of its own"))
+    rows.append(
+        ("a save under way", 12 * trained * (1 + critics), "weights and moments, copied until they are written")
+    )
+    rollout = config.rollout
+    if rollout.workers:
+        each, versions = 8 * parameters + (rollout.cache_mb << 20), rollout.staleness + 1
+        rows.append(
+            ("rollout workers", rollout.workers * each, f"{rollout.workers} x weights, packs and rollout.cache_mb")
+        )
+        rows.append(("published weights", versions * 4 * parameters, f"shared memory, {versions} versions"))
     return rows
 
 

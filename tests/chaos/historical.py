@@ -160,7 +160,7 @@ def train(
 
 def learner_of(model: ExactModel, optimizer: type[Optimizer] = Optimizer, learner: type[Learner] = Learner) -> Learner:
     made = optimizer(
-        model.trainable(), learning_rate=1e-3, schedule="linear", warmup_steps=2, total_steps=50, weight_decay=0.0,
+        model.trainable(), learning_rate=1e-4, schedule="linear", warmup_steps=2, total_steps=50, weight_decay=0.0,
         betas=(0.9, 0.95), max_grad_norm=1.0,
     )  # fmt: skip
     return learner(model, made)
@@ -825,11 +825,13 @@ def clean_run(folder: Path, clean: Clean, steps: int, counts: Counter) -> str:
         counts["finite, and not flat"] += 1
         return row
 
+    def slowly(stages: Stages, witness: Witness) -> Stages:
+        """So that a policy with five problems does not come to say one thing only."""
+        return clean.change(with_policy(stages, learner_of(stages.models.policy.model)), witness)
+
     for last in (middle, steps):
         try:
-            train(
-                folder, Witness(), clean.change, how=how, learn=partial(learn, last), params=clean.params, steps=steps
-            )
+            train(folder, Witness(), slowly, how=how, learn=partial(learn, last), params=clean.params, steps=steps)
         except Killed:
             counts["what was loaded is what was saved"] += 1
         except (UserError, RuntimeError) as error:

@@ -66,3 +66,14 @@ def test_a_kill_after_a_checkpoint_leaves_no_trace_whatever_a_step_leaves_to_the
     assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "whole")
     learned = [row for row in read_metrics(tmp_path / "whole") if row.get("grad_norm", 0) > 0]
     assert len(learned) >= STEPS - 1  # the step of a critic's warm-up has none
+
+
+@pytest.mark.parametrize("kind", ["partial", "multi-turn, two steps off"])
+def test_a_kill_while_rollouts_are_ahead_leaves_no_trace_whoever_rolls_out(kind, forks, tmp_path):
+    """What is killed has a rollout worker; what is never stopped has none. The journal may then hold more than a checkpoint."""
+    command = [*prepare(tmp_path, steps=STEPS, command=kind), "run.save_every=2", "eval.every=0"]
+    assert forks.run([*command, "rollout.workers=0"], tmp_path / "whole") == 0
+    killed = [*command, f"rollout.workers={int(kind == 'partial')}"]
+    assert forks.run(killed, tmp_path / "killed", kill_at_row=STEPS - 1) != 0
+    assert forks.run(killed, tmp_path / "killed") == 0
+    assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "whole")

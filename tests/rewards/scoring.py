@@ -36,14 +36,14 @@ def scores_of(pool, problem, texts):
     return score_all(pool, [(problem, text) for text in texts])
 
 
-def strike(pool, clock, hung, *, seconds):
-    """Let the time of these texts run out, as soon as workers are at them and at no other."""
+def strike(pool, clock, hung, *, seconds, function=0):
+    """Let the time of these texts run out, as soon as workers are at them, at that function, and at no other text."""
 
     def at():
-        ahead = [list(worker.unanswered)[:1] for worker in list(pool._crew._workers.values())]
-        return sorted(item.attempt.text for items in ahead for item in items)
+        ahead = [(worker.at, list(worker.unanswered)[:1]) for worker in list(pool._crew._workers.values())]
+        return sorted((item.attempt.text, number) for number, items in ahead for item in items)
 
-    assert eventually(lambda: at() == sorted(hung))
+    assert eventually(lambda: at() == sorted((text, function) for text in hung))
     clock.ahead += seconds
     pool._crew._ring()
 

@@ -357,7 +357,7 @@ def test_one_failing_function_fails_the_text_and_is_named(mine, clock, harm, fir
     with RewardPool(functions, timeout_s=LIMIT_S, workers=1) as pool:
         futures = submit_all(pool, PROBLEM, ["fine", harm, "fine"])
         if kind == "timeout":
-            strike(pool, clock, [harm], seconds=LIMIT_S + 1)
+            strike(pool, clock, [harm], seconds=LIMIT_S + 1, function=0 if first else 1)
         before, failed, after = [future.result(WAIT_S) for future in futures]
     assert (failed.reward, failed.parts) == (0.0, {})
     assert failed.error.startswith(f"score: {said}")
