@@ -5,6 +5,7 @@ since the last checkpoint, and the same command makes them again with the same b
 """
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,22 +64,23 @@ def drive(run: RunFolder, job: Job, show: Callable[[int, Row, Row], None]) -> st
 
 
 class _Drive:
-    """One call of drive. counts: steps in a row of which something is wrong; saved: the step of the newest checkpoint."""
+    """One call of drive. counts: steps in a row of which something is wrong; saved: the step of the newest checkpoint; untold:
+    metrics of step `done` where it has no row yet, as its evaluation is still to come or was interrupted."""
 
     def __init__(self, run: RunFolder, job: Job, show: Callable[[int, Row, Row], None]):
         self.run, self.job, self.show = run, job, show
-        self.done, self.state, self.counts = resume(run, job)
+        self.done, self.state, self.counts, self.untold = resume(run, job)
         self.saved, self.stamp = self.done, self._stamp()
 
     def to_the_end(self) -> str:
         run, job = self.run, self.job
-        with MetricsWriter(run.path, self.done) as writer, Saver() as saver, self._leaving(saver):
-            if self.done < 0:
-                self.done = 0
-                row, timings = self._evaluated({}, {})
-                self._tell(writer, row, timings)
+        told = self.done if self.untold is None else self.done - 1
+        with MetricsWriter(run.path, told) as writer, Saver() as saver, self._leaving(saver):
             job.publish(self.done)
             job.begin(self.done)
+            if self.untold is not None:
+                with stopping.held():
+                    self._finish(writer, saver, self.untold, {})
             while self.done < job.steps:
                 with stopping.held():
                     self._step(writer, saver)
@@ -86,16 +88,20 @@ class _Drive:
 
     def _step(self, writer: MetricsWriter, saver: Saver) -> None:
         metrics, timings, self.state = self.job.step(self.done)
-        self.done, self.stamp = self.done + 1, self._stamp()
+        self.done, self.stamp, self.untold = self.done + 1, self._stamp(), metrics
         self._count(metrics)
-        last = self.done == self.job.steps
-        if last or (self.job.eval_every and self.done % self.job.eval_every == 0):
+        self._finish(writer, saver, metrics, timings)
+
+    def _finish(self, writer: MetricsWriter, saver: Saver, metrics: Row, timings: Row) -> None:
+        """What follows the updates of a step, and precedes those of the first one."""
+        end = self.done in (0, self.job.steps)
+        if end or (self.job.eval_every and self.done % self.job.eval_every == 0):
             metrics, timings = self._evaluated(metrics, timings)
         self._tell(writer, metrics, timings)
         if any(self.counts.values()):
             saver.wait()  # the error may name the last checkpoint
             stop_if_hopeless(self.run, self.done, metrics, self.counts)
-        if last or self.done % self.run.config.run.save_every == 0:
+        if self.done and (end or self.done % self.run.config.run.save_every == 0):
             self._save(saver)
 
     def _evaluated(self, metrics: Row, timings: Row) -> tuple[Row, Row]:
@@ -112,6 +118,7 @@ class _Drive:
             "episodes": hashlib.sha256(episodes.read_bytes()).hexdigest() if episodes.exists() else "",
         }
         writer.write(self.done, metrics, timings, ledger)
+        self.untold = None
         self.show(self.done, metrics, timings)
 
     def _count(self, metrics: Row) -> None:
@@ -126,6 +133,7 @@ class _Drive:
             tensors[f"{name}_optimizer"] = learner.optimizer.state()
         steps = {name: learner.optimizer.step for name, learner in job.learners.items()}
         state = {"step": done, "optimizer_steps": steps, **self.counts, "data": job.data, "progress": self.state}
+        state["untold"] = json.dumps(self.untold)  # as text: the order is the row's, and NaN may be in it
         saver.save(
             self.run.checkpoints, done, tensors, state, self.run.config.run.keep_checkpoints,
             config=to_toml(self.run.config), before_write=lambda: job.settled(done, within_s),
@@ -148,13 +156,13 @@ class _Drive:
             raise
 
 
-def resume(run: RunFolder, job: Job) -> tuple[int, dict[str, Any], dict[str, int]]:
-    """Load the newest whole checkpoint; returns its step (-1 where the run has none yet), what it leaves to the next one, and
-    the counts of what was wrong up to it."""
+def resume(run: RunFolder, job: Job) -> tuple[int, dict[str, Any], dict[str, int], Row | None]:
+    """Load the newest whole checkpoint; returns its step (0 where the run has none yet), what it leaves to the next one, the
+    counts of what was wrong up to it, and its metrics where they are not told yet."""
     path = latest_checkpoint(run.checkpoints, run.log)
     if path is None:
         _refuse_to_lose(run)
-        return -1, {}, {"bad_steps": 0, "flat_steps": 0}
+        return 0, {}, {"bad_steps": 0, "flat_steps": 0}, {}
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
     _same_data(state["data"], job.data)
     for name, learner in job.learners.items():
@@ -163,7 +171,8 @@ def resume(run: RunFolder, job: Job) -> tuple[int, dict[str, Any], dict[str, int
         _same_learner(name, learner, tensors, state)
     job.restore(checkpoint_step(path), state["progress"])
     run.log(f"resumed from {path.name}")
-    return checkpoint_step(path), state["progress"], {name: state[name] for name in ("bad_steps", "flat_steps")}
+    counts = {name: state[name] for name in ("bad_steps", "flat_steps")}
+    return checkpoint_step(path), state["progress"], counts, json.loads(state["untold"])
 
 
 def _refuse_to_lose(run: RunFolder) -> None:

@@ -87,8 +87,10 @@ class Ahead:
         return self._made.pop(step)
 
     def settled(self, version: int, within_s: float | None = None) -> None:
-        """Wait until everything that older weights than this version roll out is in the journal. Raises UserError if that
-        takes longer."""
+        """Wait until everything that older weights than this version roll out is in the journal, as it is without a thread.
+        Raises UserError if that takes longer."""
+        if not self.threaded:
+            return
         self._wait_for(min(version + self.staleness, self.steps) - 1, within_s)
 
     def close(self) -> None:

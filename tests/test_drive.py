@@ -23,9 +23,10 @@ class Killed(Exception):
 
 
 class ScriptedJob:
-    """Step n has the metrics script[n] ("." good, "x" bad, "K" a kill before it), and adds 1 to a weight when it is good."""
+    """Step n has the metrics script[n] ("." good, "x" bad, "K" a kill before it, "^" Ctrl-C), and adds 1 to a weight when it is good."""
 
-    def __init__(self, script):
+    def __init__(self, script, interrupted=None):
+        self.interrupted = interrupted  # the step whose evaluation is
         model = exact_model("llama", num_hidden_layers=1, hidden_size=12, intermediate_size=8)
         optimizer = Optimizer(
             model.trainable(), learning_rate=1e-3, schedule="constant", warmup_steps=0, total_steps=1, weight_decay=0.0,
@@ -38,6 +39,8 @@ class ScriptedJob:
         match self.script[done]:
             case "K":
                 raise Killed
+            case "^":
+                raise KeyboardInterrupt
             case "x":
                 self.memory.append(f"bad {done}")
                 return dict(BAD), {}, {"memory": list(self.memory)}
@@ -49,10 +52,16 @@ class ScriptedJob:
     def restore(self, done, state):
         self.restored, self.memory = (done, state), list(state["memory"])
 
+    def evaluate(self, done):
+        if done == self.interrupted:
+            raise KeyboardInterrupt
+        self.evaluated.append(done)
+        return {"eval/x": float(done)}
+
     def job(self):
         return Job(
             learners={"policy": self.learner}, steps=len(self.script), eval_every=2, step=self.step,
-            evaluate=lambda done: self.evaluated.append(done) or {"eval/x": float(done)}, publish=self.published.append,
+            evaluate=self.evaluate, publish=self.published.append,
             data={"data.train": "0"}, restore=self.restore,
         )  # fmt: skip
 
@@ -64,9 +73,9 @@ def opened(folder, max_bad_steps, save_every):
         yield run
 
 
-def ran(folder, script, *, max_bad_steps=2, save_every=1, shown=None):
+def ran(folder, script, *, max_bad_steps=2, save_every=1, shown=None, interrupted=None):
     """The job after the script: driven to its end, or to the exception that is raised."""
-    scripted = ScriptedJob(script)
+    scripted = ScriptedJob(script, interrupted)
     with opened(folder, max_bad_steps, save_every) as run:
         drive(run, scripted.job(), lambda done, metrics, timings: None if shown is None else shown.append(done))
     return scripted
@@ -141,3 +150,18 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint_and_comes_back_with
 def test_evaluation_comes_before_the_first_step_when_due_and_at_the_end(tmp_path):
     assert ran(tmp_path, ".....").evaluated == [0, 2, 4, 5]
     assert [row["step"] for row in read_metrics(tmp_path) if "eval/x" in row] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("script", "interrupted"), [("...^..", None), (".x....", 0), (".x....", 2), (".x....", 6)], ids=str
+)
+def test_ctrl_c_saves_the_last_step_that_is_done_and_the_run_goes_on_from_it(script, interrupted, tmp_path):
+    whole = ran(tmp_path / "whole", script.replace("^", "."), save_every=100)
+    with pytest.raises(KeyboardInterrupt):
+        ran(tmp_path / "run", script, save_every=100, interrupted=interrupted)
+    done = script.index("^") if interrupted is None else interrupted
+    assert checkpoints(tmp_path / "run") == [f"step_{done:06d}"] * bool(done)
+    again = ran(tmp_path / "run", script.replace("^", "."), save_every=100)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+    assert (tmp_path / "run/ledger.jsonl").read_bytes() == (tmp_path / "whole/ledger.jsonl").read_bytes()
+    assert again.memory == whole.memory
