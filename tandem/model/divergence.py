@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.model.linear import multiply
-from tandem.model.logprobs import Filter, chunks, log_distribution
+from tandem.model.logprobs import Filter, chunks, log_distribution, row_sums
 
 Head = tuple[Tensor, Tensor, Tensor]  # hidden states [N, D], output projection [V, D], its pack
 
@@ -30,7 +30,7 @@ class _ReverseKL(torch.autograd.Function):
         divergence = hidden.new_empty(len(hidden))
         for rows in chunks(len(hidden), len(weight)):
             own, gap = _tables(tensors, rows, ctx.how)
-            divergence[rows] = own.exp_().mul_(gap).sum(-1)
+            divergence[rows] = row_sums(own.exp_().mul_(gap))
         ctx.save_for_backward(*tensors, divergence)
         return divergence
 

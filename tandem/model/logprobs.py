@@ -128,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
             table = log_distribution(logits, how, targets[rows])
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
             if with_entropy:
-                entropy[rows] = -(table.exp() * table.clamp_min(-1e4)).sum(-1)
+                entropy[rows] = -row_sums(table.exp() * table.clamp_min(-1e4))
             if expected is not None and any(wanted):
                 grads.add(rows, _slope(table, targets[rows], entropy[rows], expected[rows, None], None), how, penalized)
         ctx.save_for_backward(hidden, weight, packed, targets, entropy, expected, grads.hidden, grads.weight)
@@ -194,6 +194,11 @@ def _penalize(logits: Tensor, how: Filter, seen: SeenBefore | None, rows: slice)
     assert seen is not None, "a repetition penalty needs the tokens seen before"
     part = seen(rows.start, rows.stop)
     return part, penalize(logits, how.repetition_penalty, part)
+
+
+def row_sums(table: Tensor) -> Tensor:
+    """[n] of [n, V]. A single row would be summed by all threads, in an order that depends on their number."""
+    return table.sum(-1) if len(table) > 1 else table.expand(2, -1).sum(-1)[:1]
 
 
 def chunks(rows: int, vocabulary: int) -> list[slice]:

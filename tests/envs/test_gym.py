@@ -29,9 +29,11 @@ class Echo(gymnasium.Env):
     action_space = gymnasium.spaces.Text(5, charset="0123456789")
     metadata = {"render_modes": []}  # noqa: RUF012
     closed: list["Echo"] = []  # noqa: RUF012
+    begun: list["Echo"] = []  # noqa: RUF012
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        self.begun.append(self)
         self.wanted, self.asked = str(self.np_random.integers(10)), 0
         return f"{self.wanted}", {}
 
@@ -159,19 +161,19 @@ class Digits(DigitRenderer):
 
 
 def test_a_rollout_plays_it_and_closes_every_world():
-    Echo.closed.clear()
+    Echo.begun.clear()  # one of an earlier test may be closed only now
     world = World(make=lambda: GymEnv(id="TandemEcho-v0"), limits=EnvConfig())
     problems = [seeded(seed) for seed in (1, 2)]
     groups = run_episodes(
         seat(problems, 4, ("test",)), engine=Guesser(), renderer=Digits(), world=world,
         params=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
     )  # fmt: skip
+    assert len(Echo.begun) == 8 and set(Echo.begun) <= set(Echo.closed)
     for problem, group in zip(problems, groups, strict=True):
         wanted = GymEnv(id="TandemEcho-v0").reset(problem)[-1]["content"][-1]
         right = 1 + (wanted == "1") + (wanted == "2")  # then it repeats "1" and "2"
         assert [episode.given["env"] for episode in group] == [right - 0.5 * (3 - right)] * 4
         assert {episode.stop_reason for episode in group} == {"stop"}
-    assert len(Echo.closed) == 8
 
 
 def test_methods_are_plain_so_that_a_world_may_block():

@@ -54,7 +54,15 @@ def test_value_and_gradient_are_those_of_autograd_on_whole_tables(rows, vocabula
         torch.testing.assert_close(one.grad, other.grad.float(), rtol=0, atol=1e-4 * scale)
 
 
-def test_chunks_give_the_bits_of_one_row_at_a_time():
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_chunks_give_the_bits_of_one_row_at_a_time(threads):
     rows = 2 * CHUNK + 7
     assert len(chunks(rows, MANY)) == 3
     (hidden, weight), (teacher, held) = model(rows, MANY), model(rows, MANY, seed=7)
