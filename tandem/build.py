@@ -1,9 +1,9 @@
 """Make the parts of a command from its config: data, models, engine, optimizer, evaluation. jobs.py puts them together."""
 
 import ctypes
-import hashlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -16,6 +16,7 @@ from tandem.config import SFT, Config, Preference, Train
 from tandem.data.problems import read_problems
 from tandem.data.render import ChatRenderer, load_renderer
 from tandem.data.sources import source_files
+from tandem.disk import file_hash
 from tandem.draws import address
 from tandem.engine.engine import Engine
 from tandem.engine.workers import Workers
@@ -43,7 +44,6 @@ from tandem.weights.shared import SharedWeights
 
 Report = Callable[[str], None]
 
-SILENCE_S = 30.0  # of a rollout worker, which is then replaced
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -74,23 +74,19 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     own = [source_of(function) for function in config.reward.functions]
     paths |= {f"reward.function/{file}": file for file in own if file is not None}
     paths |= {f"env/{file}": file for file in env_files(config.env)}
-    return {key: _sha256(path) for key, path in paths.items() if path.is_file()}
+    return {key: file_hash(path) for key, path in paths.items() if path.is_file()}
 
 
 def _names(source: str | list[str]) -> list[str]:
     return [source] * bool(source) if isinstance(source, str) else source
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def prepare_process(config: Config) -> None:
-    """Threads, and memory that stays with the process: page faults of fresh tensors cost a tenth of a small step."""
+def prepare_process(config: Config, workers: int = 0) -> None:
+    """Threads, on the cores that rollout workers leave, and memory that stays with the process: page faults of fresh tensors
+    cost a tenth of a small step."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    if config.run.threads or config.rollout.workers:
-        torch.set_num_threads(config.run.threads or max(1, cores - config.rollout.workers))
+    if config.run.threads or workers:
+        torch.set_num_threads(config.run.threads or max(1, cores - workers))
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
@@ -254,7 +250,7 @@ def rollout_side(
         closing(SharedWeights(model.merged_weights())) as shared,
         Workers(
             model_path=config.model.path, cache_mb=rollout.cache_mb, max_batch=rollout.max_batch, longest=local.engine.longest,
-            count=rollout.workers, heartbeat_s=min(SILENCE_S, config.run.stall_s / 2), restarts=rollout.restarts,
+            count=rollout.workers, heartbeat_s=config.run.stall_s / 2, restarts=rollout.restarts,
             weights=shared, report=report,
         ) as workers,
     ):  # fmt: skip
@@ -267,6 +263,7 @@ def grader(config: Config) -> Grade | None:
     if not config.reward.model:
         return None
     scorer, renderer = load_model(config.reward.model, head="value"), load_renderer(config.reward.model)
+    alone = threading.Lock()  # rollouts ahead and an evaluation may ask at once
 
     def grade(problems: Sequence[Problem], attempts: Sequence[tuple[Episode, ...]]) -> list[tuple[Episode, ...]]:
         rendered = {}
@@ -275,7 +272,8 @@ def grader(config: Config) -> Grade | None:
             said = max(i + 1 for i, message in enumerate(chat) if message["role"] == "assistant")
             with suppress(UserError):  # its template refuses the chat: `reward_model` has no word on it, and says so
                 [rendered[row, episode.sample_index]] = renderer.chats([chat[:said]])
-        values = scores(scorer, list(rendered.values()), config.train.tokens_per_microbatch)
+        with alone:
+            values = scores(scorer, list(rendered.values()), config.train.tokens_per_microbatch)
         word = dict(zip(rendered, values, strict=True))
         return [
             tuple(_with_word(episode, word.get((row, episode.sample_index))) for episode in group)
@@ -303,7 +301,12 @@ def evaluator(
         if not problems:
             return {}
         known = {} if journal is None else _passes(journal, done)
-        metrics, groups = evaluate(
+
+        def keep(kind: str, groups: list[Group]) -> None:
+            if journal is not None:
+                journal.write(done, groups, kind=f"eval_{kind}")
+
+        metrics, _ = evaluate(
             player,
             problems,
             seed=config.run.seed,
@@ -311,10 +314,8 @@ def evaluator(
             rollout=config.rollout,
             stop_token_ids=stop_token_ids,
             known=known,
+            ended=keep,
         )
-        if journal is not None:
-            for kind in groups.keys() - known.keys():
-                journal.write(done, groups[kind], kind=f"eval_{kind}")
         return metrics
 
     return run

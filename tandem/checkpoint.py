@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tandem import __version__
-from tandem.disk import DISK, Disk, disk_errors, human_bytes, make_folder, os_error
+from tandem.disk import DISK, Disk, disk_errors, file_hash, human_bytes, make_folder, os_error
 from tandem.errors import UserError
 from tandem.watchdog import beat
 
@@ -298,7 +298,5 @@ def _file_size_damage(file: Path, entry: dict[str, Any]) -> list[str]:
 
 
 def _file_hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     beat()
-    return digest
+    return file_hash(file)

@@ -83,7 +83,9 @@ class Rollout(Section):
         description="step t is sampled by the weights of step t - staleness, while earlier ones are trained; 0: sync",
     )
     token_budget: int = Field(
-        0, ge=0, description="partial rollouts: tokens an episode samples in one step before it pauses; 0: to its end"
+        0,
+        ge=0,
+        description="partial rollouts: tokens after which an episode pauses, to go on in the next step; 0: to its end",
     )
     workers: int = Field(0, ge=0, description="rollout processes, one thread each; 0: in the trainer's own process")
     restarts: int = Field(10, ge=0, description="rollout processes started anew before the run gives up")

@@ -99,6 +99,10 @@ def _schedule_contradictions(config: "Config") -> list[tuple[bool, str]]:
             "older weights; use ppo_clip, or a correction (rl.correction=tis)",
         ),
         (
+            rollout.token_budget > 0 and env.name in ("agent", "verifiers"),
+            "rollout.token_budget: an agent's client waits for its answer, so env.name=agent and verifiers cannot pause",
+        ),
+        (
             rollout.token_budget >= rollout.max_new_tokens and config.env.name == "single_turn",
             "rollout.token_budget: has no effect from rollout.max_new_tokens on, as no completion pauses",
         ),

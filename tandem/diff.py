@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from tandem.config import Config
+from tandem.disk import file_hash
 from tandem.errors import UserError
-from tandem.ledger import PastRun, file_hash, read_step
+from tandem.ledger import PastRun, read_step
 from tandem.types import Array, Episode, Group
 
 _ARRAYS = {

@@ -5,6 +5,7 @@ Tests hand in a Disk that dies at its n-th operation.
 """
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -66,6 +67,12 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256, as `sha256sum` has it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_folder(folder: Path, disk: Disk = DISK) -> None:

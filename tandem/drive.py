@@ -4,7 +4,6 @@ Order at a step: train, evaluate if due, write the metrics row, save if due. A k
 since the last checkpoint, and the same command makes them again with the same bits. Ctrl-C and SIGTERM save first.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ from torch import Tensor
 
 from tandem import stopping, watchdog
 from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint
+from tandem.contradictions import GROUP_RELATIVE
+from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.model.hashing import weight_hash
@@ -26,8 +27,6 @@ from tandem.saver import Saver
 from tandem.stream.journal import episode_file
 from tandem.train.learner import Learner
 from tandem.types import Row
-
-LEAVE_S = 3.0  # for rollouts under older weights to end, where the run is left in the middle
 
 Stepped = tuple[Row, Row, dict[str, Any]]  # metrics, timings, what else a step leaves to the next, as JSON
 
@@ -49,8 +48,8 @@ class Job:
     data: dict[str, str]  # SHA-256 of data files and starting weights by key: the run is a function of them too
     restore: Callable[[int, dict[str, Any]], None] = lambda done, state: None
     begin: Callable[[int], None] = _nothing  # its weights are published
-    settled: Callable[[int, float | None], None] = lambda done, within_s: None
-    """Waits until a checkpoint of that step needs nothing that could be lost; raises UserError after within_s."""
+    settled: Callable[[int], None] = _nothing  # waits until a checkpoint of that step needs nothing that could be lost
+    hurry: Callable[[], None] = lambda: None  # the run is left: `settled` gives up soon, with a UserError
 
     @property
     def model(self) -> ExactModel:
@@ -98,9 +97,7 @@ class _Drive:
         if end or (self.job.eval_every and self.done % self.job.eval_every == 0):
             metrics, timings = self._evaluated(metrics, timings)
         self._tell(writer, metrics, timings)
-        if any(self.counts.values()):
-            saver.wait()  # the error may name the last checkpoint
-            stop_if_hopeless(self.run, self.done, metrics, self.counts)
+        stop_if_hopeless(self.run, self.done, metrics, self.counts, saver)
         if self.done and (end or self.done % self.run.config.run.save_every == 0):
             self._save(saver)
 
@@ -111,22 +108,26 @@ class _Drive:
         return metrics, timings | {"eval_s": time.perf_counter() - start}
 
     def _tell(self, writer: MetricsWriter, metrics: Row, timings: Row) -> None:
-        timings["rss_mb"] = peak_rss_mb()
+        start = time.perf_counter()
         episodes = episode_file(self.run.episodes, self.done)
         ledger = {
             "weights": weight_hash(self.job.model.merged_weights()),
-            "episodes": hashlib.sha256(episodes.read_bytes()).hexdigest() if episodes.exists() else "",
+            "episodes": file_hash(episodes) if episodes.exists() else "",
         }
+        timings |= {"ledger_s": time.perf_counter() - start, "rss_mb": peak_rss_mb()}
         writer.write(self.done, metrics, timings, ledger)
         self.untold = None
         self.show(self.done, metrics, timings)
 
     def _count(self, metrics: Row) -> None:
-        flat = metrics.get("groups_without_signal") == 1.0
+        compares = self.run.command == "train" and self.run.config.rl.advantage in GROUP_RELATIVE
+        flat = (
+            compares and metrics.get("groups_without_signal") == 1.0
+        )  # elsewhere equal rewards are an advantage, or nothing
         seen = {"bad_steps": bool(_what_is_bad(metrics)), "flat_steps": flat}
         self.counts = {name: self.counts[name] + 1 if now else 0 for name, now in seen.items()}
 
-    def _save(self, saver: Saver, within_s: float | None = None) -> None:
+    def _save(self, saver: Saver) -> None:
         job, done, tensors = self.job, self.done, {}
         for name, learner in job.learners.items():
             tensors[name] = {key: p.detach() for key, p in learner.model.trainable().items()}
@@ -136,7 +137,7 @@ class _Drive:
         state["untold"] = json.dumps(self.untold)  # as text: the order is the row's, and NaN may be in it
         saver.save(
             self.run.checkpoints, done, tensors, state, self.run.config.run.keep_checkpoints,
-            config=to_toml(self.run.config), before_write=lambda: job.settled(done, within_s),
+            config=to_toml(self.run.config), before_write=lambda: job.settled(done),
         )  # fmt: skip
         self.saved = done
 
@@ -150,9 +151,13 @@ class _Drive:
         try:
             yield
         except KeyboardInterrupt:
+            self.job.hurry()
             if self.done > self.saved and self._stamp() == self.stamp:
-                self._save(saver, LEAVE_S)
-                self.run.log(f"interrupted after step {self.done}, which is being saved")
+                self.run.log(f"interrupted; step {self.done} is saved if no rollout of older weights is missing")
+                self._save(saver)
+            raise
+        except Exception:
+            self.job.hurry()
             raise
 
 
@@ -181,7 +186,8 @@ def _refuse_to_lose(run: RunFolder) -> None:
     if rows and rows[-1]["step"] > 2 * every:
         raise UserError("the checkpoints of the run are gone", where=str(run.checkpoints), found="none",
                         expected=f"some: metrics.jsonl ends at step {rows[-1]['step']}, with run.save_every = {every}",
-                        next="restore them, or start over with --fresh (the old run is kept beside it)")  # fmt: skip
+                        next="restore them, or set back a run.save_every that was lowered before the first save, or start over "
+                        "with --fresh (the old run is kept beside it)")  # fmt: skip
 
 
 def _same_learner(name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
@@ -201,9 +207,12 @@ def _what_is_bad(metrics: Row) -> list[str]:
     return sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
 
 
-def stop_if_hopeless(run: RunFolder, done: int, metrics: Row, counts: dict[str, int]) -> None:
+def stop_if_hopeless(run: RunFolder, done: int, metrics: Row, counts: dict[str, int], saver: Saver) -> None:
     """Raises UserError. No weight has been touched by what was not finite or had no advantage: every checkpoint is good."""
     config, bad, flat = run.config, counts["bad_steps"], counts["flat_steps"]
+    if bad <= config.train.max_bad_steps and not (flat and flat == config.rl.max_flat_steps):
+        return
+    saver.wait()  # the error names the last checkpoint
     saved = sorted(path.name for path in run.checkpoints.glob("step_*"))
     last = f"last checkpoint: {saved[-1] if saved else 'none yet'}"
     if bad > config.train.max_bad_steps:

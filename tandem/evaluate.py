@@ -4,7 +4,7 @@ It knows problems and a player; nothing of training.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import comb
 
 import numpy as np
@@ -21,9 +21,10 @@ NO_PENALTY = RewardConfig()  # shaping is for training
 
 def evaluate(
     player: Player, problems: Sequence[Problem], *, seed: int, how: Eval, rollout: Rollout, stop_token_ids: tuple[int, ...],
-    known: Mapping[str, list[Group]] = {},
+    known: Mapping[str, list[Group]] = {}, ended: Callable[[str, list[Group]], None] = lambda name, groups: None,
 ) -> tuple[Row, dict[str, list[Group]]]:  # fmt: skip
-    """(metrics, every episode by the pass it is of: "sampled", "greedy"); known: passes that need not be made again.
+    """(metrics, every episode by the pass it is of: "sampled", "greedy"); known: passes that need not be made again;
+    ended: told of each pass that is made.
 
     Sampled rewards come with a 95% interval over problems, by category, and with pass@k.
     """
@@ -35,9 +36,12 @@ def evaluate(
     metrics: Row = {}
     groups: dict[str, list[Group]] = {}
     for name, params, count in passes:
-        groups[name] = known.get(name) or play(
-            player, seat(problems, count, (seed, "eval", name)), params=params, shaping=NO_PENALTY, clock=Clock()
-        )
+        if name in known:
+            groups[name] = known[name]
+        else:
+            seated = seat(problems, count, (seed, "eval", name))
+            groups[name] = play(player, seated, params=params, shaping=NO_PENALTY, clock=Clock())
+            ended(name, groups[name])
         metrics |= _summary(name, groups[name])
     return metrics | _pass_rates(groups["sampled"], how.success), groups
 

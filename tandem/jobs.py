@@ -92,7 +92,7 @@ def _problems_job(
     config: Config, run: RunFolder, report: Report, others: Sequence[str], make: Callable[[Config], Models], update: Update,
 ) -> Iterator[Job]:  # fmt: skip
     """A job whose episodes are sampled on the way."""
-    prepare_process(config)
+    prepare_process(config, config.rollout.workers)
     data = read_data(config, "data.train")
     held_out = read_data(config, "eval.data")
     check_models(config, *others)
@@ -126,7 +126,7 @@ def _problems_job(
                 return
             with rollouts_ahead(stages, config.run.steps, leave) as ahead:
                 yield replace(
-                    job, begin=ahead.begin, settled=ahead.settled,
+                    job, begin=ahead.begin, settled=ahead.settled, hurry=ahead.hurry,
                     step=lambda done: train_step_async(ahead, done, update),
                 )  # fmt: skip
 

@@ -5,7 +5,6 @@
 Reading changes nothing and works while the run goes on. It does not know how a step is made: that is replay.py.
 """
 
-import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,11 +25,6 @@ from tandem.types import Group, Problem
 
 LEDGER = "ledger.jsonl"
 _ABOUT = ["uid", "category", "answer", "messages", "metadata"]
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

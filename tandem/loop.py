@@ -186,7 +186,8 @@ def collect(stages: Stages, step: int, clock: Clock) -> list[Group]:
         for _ in range(max(room // rl.prompts_per_step, 0) if budget else 1):
             _check_batches(rl.max_gen_batches, progress.batches - first_batch, step, ready, stages.config)
             under_way += begin_batch(stages)
-        with stages.journal.parts(step + 1, tick, [group.problem for group in under_way]) as parts:
+        last = not (budget or rl.max_gen_batches)
+        with stages.journal.parts(step + 1, tick, [group.problem for group in under_way], last) as parts:
             played = play(
                 stages.player, under_way, params=stages.params, shaping=stages.config.reward, clock=clock, budget=budget,
                 parts=parts,
@@ -262,7 +263,7 @@ def check_groups(rolled: Rolled, most_cut: float) -> None:
     """Raises UserError where an episode stands with another problem or another prompt than its group, which nothing would
     show in the loss; and where a share above most_cut was cut, as such a run learns nothing but to be cut."""
     for group in rolled.trained:
-        first = group.episodes[0]
+        first = next((e for e in group.episodes if e.trainable), group.episodes[0])
         for number, episode in enumerate(group.episodes):
             prompt, other = (e.tokens[: e.num_prompt_tokens] for e in (episode, first))
             if (episode.uid, episode.sample_index) != (group.problem.uid, number) or not (

@@ -7,9 +7,10 @@ need nothing of the steps t - k, ..., t - 1, which may be trained meanwhile. k =
     rollouts  roll 0 |  roll 1    |  roll 2    |  roll 3    | ...     takes version t - k, gives Rolled t
     weights   v0     |  v0        |  v1        |  v2        |
 
-    trainer   take(t)     waits for Rolled t; `_deliver` or an error of the rollouts unblocks it
+    trainer   take(t)     waits for Rolled t; `_roll` or an error of the rollouts unblocks it
               publish     never waits
-    rollouts  _weights    waits until version t - k is published; `published` or `close` unblocks it
+    saver     settled(v)  waits for what weights older than v roll out; the same unblocks it, and `hurry`
+    rollouts  _has_weights waits until version t - k is published; `published` or `close` unblocks it
 
 Without worker processes (rollout.workers = 0) nothing runs at the same time: `take(t)` first rolls what it may, up to step
 t + k. The bits are the same, because what a rollout sees is the same. What is rolled out under weights that a resumed run
@@ -18,7 +19,9 @@ no longer has stands in the journal: a checkpoint counts only once that is durab
     tandem train RECIPE rollout.staleness=1 rollout.workers=1 rl.correction=decoupled
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +33,8 @@ from tandem.loop import Rolled, Stages, Update, roll
 from tandem.play import Clock
 from tandem.types import Row
 
-LEAVE_S = 5.0  # for the rollouts to notice that the run is over
+LEAVE_S = 3.0  # for rollouts that a save waits for, and then for their thread, once the run is being left
+LOOK_S = 0.5
 
 Made = tuple[Rolled, Clock]
 
@@ -62,7 +66,7 @@ class Ahead:
         self._next = self._version = 0  # the step to roll next; the weights that are published
         self._change = threading.Condition()
         self._error: Exception | None = None
-        self._over = False
+        self._over, self._leave_at = False, math.inf
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int) -> None:
@@ -86,12 +90,16 @@ class Ahead:
         self._wait_for(step)
         return self._made.pop(step)
 
-    def settled(self, version: int, within_s: float | None = None) -> None:
+    def settled(self, version: int) -> None:
         """Wait until everything that older weights than this version roll out is in the journal, as it is without a thread.
-        Raises UserError if that takes longer."""
-        if not self.threaded:
-            return
-        self._wait_for(min(version + self.staleness, self.steps) - 1, within_s)
+        Raises UserError LEAVE_S after `hurry`."""
+        if self.threaded:
+            self._wait_for(min(version + self.staleness, self.steps) - 1, hurried=True)
+
+    def hurry(self) -> None:
+        with self._change:
+            self._leave_at = time.monotonic() + LEAVE_S
+            self._change.notify_all()
 
     def close(self) -> None:
         with self._change:
@@ -101,13 +109,14 @@ class Ahead:
         if self._thread is not None:
             self._thread.join(LEAVE_S)
 
-    def _wait_for(self, step: int, within_s: float | None = None) -> None:
+    def _wait_for(self, step: int, hurried: bool = False) -> None:
         waits = watchdog.waits(of="rollouts", what=f"the episodes of step {step + 1}")
         with stopping.interruptible(), self._change, waits:
-            self._change.wait_for(lambda: self._next > step or self._error is not None, within_s)
+            while self._next <= step and self._error is None and not (hurried and time.monotonic() > self._leave_at):
+                self._change.wait(LOOK_S)
             if self._next <= step:
                 raise self._error or UserError("rollouts of older weights have not ended", where=f"step {step + 1}",
-                                               found=f"none after {within_s} s", expected="its file in the journal")  # fmt: skip
+                                               found="none", expected="its file in the journal")  # fmt: skip
 
     # ---- the rollouts' thread, or the trainer's own
 

@@ -64,7 +64,7 @@ def play(
     An episode is scored while the others are still generated; one whose scoring fails costs its reward only, and says so.
     What has ended is kept in `parts`, and what stands there already is not played again.
     """
-    groups = [_recalled(group, row, parts) for row, group in enumerate(groups)]
+    groups = [_recalled(group, parts) for group in groups]
     problems = [group.problem for group in groups]
     open_ = {
         (row, e.sample_index) for row, group in enumerate(groups) for e in group.episodes if e.stop_reason == "paused"
@@ -91,7 +91,7 @@ def play(
         for row, group in enumerate(attempts)
     ]
     _refuse_if_all_failed(
-        [e.env_error for group in new for e in group], "failed in its environment",
+        [e.env_error for group in attempts for e in group], "failed in its environment",
         where=f"env.name = {player.world.limits.name}",
     )  # fmt: skip
     with clock("reward_s"):
@@ -101,16 +101,21 @@ def play(
                     submit(row, episode)
         with watchdog.waits(of="rewards", what="the last scores"):
             final = {place: verdict.result() for place, verdict in verdicts.items()}
-    _refuse_if_all_failed([e.reward_error for e in final.values()], "could not be scored", where="reward.function")
-    return [
+    played = [
         replace(group, episodes=tuple(final.get((row, e.sample_index), e) for e in attempts[row]))
         for row, group in enumerate(groups)
     ]
+    _refuse_if_all_failed(
+        [e.reward_error for group in played for e in group.episodes], "could not be scored", where="reward.function"
+    )
+    return played
 
 
-def _recalled(group: Group, row: int, parts: Parts | None) -> Group:
+def _recalled(group: Group, parts: Parts | None) -> Group:
     ended = {} if parts is None else parts.ended
-    return replace(group, episodes=tuple(ended.get((row, e.sample_index), e) for e in group.episodes))
+    return replace(
+        group, episodes=tuple(ended.get(e.key, e) if e.stop_reason == "paused" else e for e in group.episodes)
+    )
 
 
 def then(score: Future[Score], make: Callable[[Score], Episode]) -> Future[Episode]:

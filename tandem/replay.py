@@ -34,10 +34,11 @@ from tandem.build import (
 from tandem.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
 from tandem.config import Config
 from tandem.describe import describe
+from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
 from tandem.jobs import dpo_job, rm_job, sft_job
-from tandem.ledger import PastRun, file_hash, read_step, require_step
+from tandem.ledger import PastRun, read_step, require_step
 from tandem.loop import Learning, Progress, advance, imitate, rolled_out, update
 from tandem.metrics import metrics_row
 from tandem.model.hashing import tensor_hash, weight_hash

@@ -233,7 +233,7 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
             "the config differs from that of the run in the folder (its value -> the value now)\n"
             + "\n".join(f"  - {_change(key, old, new)}" for key in refused),
             where=str(folder / "config.toml"),
-            expected=f"the same config ({', '.join(_BOUNDS)} may grow, and run.steps under a constant schedule)",
+            expected=f"the same config ({', '.join(_BOUNDS)} may grow, and run.steps, with a constant schedule and no staleness)",
             next="take the old values, another run.folder=PATH, or --fresh (the old run is kept beside it)",
         )
     if changed:

@@ -228,7 +228,7 @@ class Generate(Protocol):
 
 
 class Sync(Protocol):
-    """Brings the trainer's weights to what generates. An engine runs version v or v + 1, never what is between."""
+    """Brings the trainer's weights to what generates. An engine runs a version whole, never what is between two."""
 
     def publish(self, version: int) -> None:
         """The trainer's weights are now those of that version."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tandem.build import Report
 from tandem.config import RL, Config
-from tandem.data.render import load_tokenizer
 from tandem.errors import UserError
 from tandem.ledger import PastRun, holds, read_step
+from tandem.model.text import load_tokenizer
 from tandem.replay import replay
 from tandem.rescore import Difference
 from tandem.train.learn import Columns, policy_loss, start

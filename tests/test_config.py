@@ -197,6 +197,7 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("run.stall_s", ["run.stall_s=1.0"], ["run.stall_s=2.0"]),
     ("rl.loss", ["rl.loss=reinforce", "rollout.staleness=1"], ["rl.correction=tis"]),
     ("rollout.token_budget", ["rollout.token_budget=64"], ["rollout.token_budget=63"]),
+    ("rollout.token_budget", ["rollout.token_budget=9", "env.name=agent"], ["rollout.token_budget=0"]),
     (
         "preference.label_smoothing",
         ["preference.loss=ipo", "preference.label_smoothing=0.1"],

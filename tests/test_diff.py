@@ -7,8 +7,9 @@ import pytest
 
 from tandem.cli.differing import diff
 from tandem.diff import compare, episode_part
+from tandem.disk import file_hash
 from tandem.errors import UserError
-from tandem.ledger import file_hash, open_past, read_step
+from tandem.ledger import open_past, read_step
 from tandem.metrics import read_metrics
 from tandem.stream.journal import episode_file, read_note, write_episodes
 from tandem.types import Episode

@@ -23,7 +23,7 @@ class Killed(Exception):
 
 
 class ScriptedJob:
-    """Step n has the metrics script[n] ("." good, "x" bad, "K" a kill before it, "^" Ctrl-C), and adds 1 to a weight when it is good."""
+    """Step n has the metrics script[n] ("." good, "x" bad, "K" a kill before it, "^" Ctrl-C); a good one adds 1 to a weight."""
 
     def __init__(self, script, interrupted=None):
         self.interrupted = interrupted  # the step whose evaluation is

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tandem.config import Config
+from tandem.disk import file_hash
 from tandem.errors import UserError
-from tandem.ledger import file_hash, holds, open_past, read_step, require_step
+from tandem.ledger import holds, open_past, read_step, require_step
 from tandem.recipe import to_toml
 from tandem.stream.journal import write_episodes
 from tandem.types import Episode, Group, Problem

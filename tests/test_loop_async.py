@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from tandem.config import Config
+from tandem.envs.rollout import World
 from tandem.errors import UserError
 from tandem.loop import Progress, update
 from tandem.loop import train_step as whole_step
 from tandem.loop_async import rollouts_ahead, train_step_async
 from tandem.stream.journal import read_episodes, read_groups
+from tandem.types import Env, Observation
 from tests.test_loop import BY_UID, AddressedEngine, KeyReward, config, stages_in, weights_of
 
 STEPS = 6
@@ -53,7 +55,7 @@ def ran(folder, staleness, workers, **changes):
         ahead.begin(0)
         for step in range(STEPS):
             rows.append(train_step_async(ahead, step, update)[0])
-            ahead.settled(step + 1, 60.0)
+            ahead.settled(step + 1)
     return stages, rows
 
 
@@ -210,3 +212,31 @@ def test_schedules_that_make_no_sense_are_refused(wrong):
         tree["rl" if name == "loss" else "rollout"][name] = value
     with pytest.raises(ValueError, match=r"rollout\.token_budget|rl\.loss"):
         Config.model_validate(tree)
+
+
+class Falling(Env):
+    """Fails where the problem's digit is 0; the others answer twice."""
+
+    turns = 0
+
+    def reset(self, problem):
+        if problem.messages[-1]["content"] == "0":
+            raise ValueError("it fell")
+        return problem.messages
+
+    def step(self, text):
+        self.turns += 1
+        return Observation(messages=({"role": "user", "content": "1"},), done=self.turns == 2, reward=0.5)
+
+
+def test_episodes_that_fail_at_once_do_not_stop_those_that_have_paused(tmp_path):
+    """The first tick ends with two episodes, both of which failed."""
+    stages = partial_stages(
+        tmp_path, 2, rl__prompts_per_step=5, rl__group_size=2, reward__function="env", env__name="x.py:X"
+    )
+    player = replace(stages.player, world=World(make=Falling, limits=stages.config.env))
+    stages = replace(stages, player=player, params=replace(stages.params, max_new_tokens=5, stop_token_ids=(91,)))
+    for step in range(3):
+        whole_step(stages, step, update)
+    failed = [e for e in read_episodes(tmp_path / "train_step_000001.parquet") if e.env_error]
+    assert len(failed) >= 2 and all("it fell" in e.env_error for e in failed)

@@ -31,6 +31,8 @@ def main() -> None:
     environments_md.write_text(fill(environments_md.read_text(), "environments", "\n".join(environments())))
     rewards_md = ROOT / "docs" / "rewards.md"
     rewards_md.write_text(fill(rewards_md.read_text(), "storm", "\n".join(storm())))
+    determinism_md = ROOT / "docs" / "determinism.md"
+    determinism_md.write_text(fill(determinism_md.read_text(), "asynchronous", "\n".join(asynchronous())))
     for page in (ROOT / "docs").glob("*.md"):
         page.write_text(re.sub(FILE_BLOCK, show_file, page.read_text()))
 
@@ -133,6 +135,58 @@ def storm() -> list[str]:
     return lines
 
 
+def asynchronous() -> list[str]:
+    """What rolling out ahead gains where the reward is slow."""
+    found = recorded("asynchronous")
+    if not found:
+        return ["Not measured yet."]
+    lines = [
+        f"`python benchmarks/asynchronous.py`; {found['machine']}; {found['date']}. The demo's sizes,",
+        f"a reward that waits for half of the generation ({found['scoring_s']:.2f} s a step); medians of {found['rounds']} rounds.",
+        "each: every answer waits its share while others are generated; together: all of it at the end. One pinned thread a",
+        "process, but for the second row.",
+        "",
+        "| reward waits | loop | samples/s | against sync, 1 thread | against sync, 2 threads |",
+        "|---|---|---|---|---|",
+    ]
+    for judge, rows in found["rows"].items():
+        for name, row in rows.items():
+            one, two = (f"{row[f'ratio to sync, {threads}']:.2f}x" for threads in ("1 thread", "2 threads"))
+            lines.append(f"| {judge} | {name} | {row['samples_per_s']:.0f} | {one} | {two} |")
+    return lines
+
+
+def asynchronous_rows() -> list[str]:
+    """Of README's table."""
+    rows = recorded("asynchronous").get("rows", {}).get("each", {})
+    where = "[docs/determinism.md](docs/determinism.md)"
+    return [
+        f"| rollouts a step ahead in a worker process, reward half as slow as generation: samples/s against sync, {base} | "
+        f"{row[f'ratio to sync, {base}']:.2f}x | {where} |"
+        for name, row in rows.items() if name == "async, staleness 1" for base in ("1 thread", "2 threads")
+    ]  # fmt: skip
+
+
+SURVIVED = {  # section of docs/chaos.json: what README says of it
+    "kills": "`kill -9` of a run at random moments: ends byte-equal",
+    "workers": "rollout workers killed, stopped or crashed: byte-equal",
+    "checkpoints": "damaged checkpoints found, kills and full disks in a save got over",
+    "deadlocks": "deadlocks: culprit named",
+    "historical": "bugs of the field put in: stopped; clean steps without a false alarm",
+}
+
+
+def chaos_rows() -> list[str]:
+    """Of README's table: what was injected, in all, and what was got over."""
+    rows = []
+    for section, label in SURVIVED.items():
+        results = [row for row in recorded("chaos").get(section, {}).get("rows", []) if row["expected"]]
+        if results:
+            right, injected = (sum(row[name] for row in results) for name in ("survived", "injected"))
+            rows.append(f"| {label} | {right:,} of {injected:,} | [docs/chaos.md](docs/chaos.md) |")
+    return rows
+
+
 def environment_rows() -> list[str]:
     """Of README's table."""
     learned, rollouts, sandbox = (recorded(name) for name in ("environments", "rollouts", "sandbox"))
@@ -205,7 +259,7 @@ def measured() -> list[str]:
             worst = max(worst, float(re.findall(r"\*\*largest log-prob gap\*\* \| \*\*([\d.e+-]+)\*\*", text)[0]))
         rows.append(f"| largest gap between engine and trainer log-probs, {of} | {worst} | "
                     "[docs/invariants.md](docs/invariants.md) |")  # fmt: skip
-    rows += environment_rows()
+    rows += environment_rows() + asynchronous_rows() + chaos_rows()
     return [*rows, "| anything on a GPU | not measured | |"]
 
 

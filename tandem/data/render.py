@@ -20,8 +20,7 @@ import numpy as np
 from tandem.config import Data
 from tandem.data.template import LONGEST_TEXT, ChatTemplate, TextTooLong
 from tandem.errors import UserError
-from tandem.model.text import decode_text
-from tandem.model.text import load_tokenizer as load_tokenizer
+from tandem.model.text import decode_text, load_tokenizer
 from tandem.types import Array, Message, Problem, Tool
 
 logger = logging.getLogger(__name__)

@@ -77,7 +77,8 @@ class World:
             for _ in list(self.alive)
         ]
         for future in closing:
-            future.result()
+            with suppress(TimeoutError):  # the loop is blocked: it ends with the process
+                future.result(CLOSE_S + ALIVE_S)
 
 
 def run_episodes(

@@ -46,7 +46,10 @@ SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("group", pa.int64()),  # place of the problem in the step
-        ("outcome", pa.string()),  # Group.outcome: trained here, carried to the next step, or without signal
+        (
+            "outcome",
+            pa.string(),
+        ),  # Group.outcome: trained here, carried to the next step, without signal, or unfinished
         ("uid", pa.string()),
         ("sample_index", pa.int64()),
         ("category", pa.string()),
@@ -227,5 +230,6 @@ def _read(path: Path) -> pa.Table:
 def _unreadable(path: Path, error: Exception) -> UserError:
     return UserError(
         "the episodes of a step cannot be read", where=str(path), found=str(error).splitlines()[0],
-        expected="the Parquet file as Tandem wrote it", next="restore it from a copy, or resume from a checkpoint before it",
+        expected="the Parquet file as Tandem wrote it",
+        next="restore it; or, without rollout.staleness, remove it if it is after the last checkpoint: its step is made again",
     )  # fmt: skip

@@ -3,7 +3,8 @@
     scoring threads                        the journal's thread                   files in episodes/
     ---------------                        --------------------                   ------------------
     Parts.add(row, episode)  -> list ->    every PART_S: what has come since ->   part_step_000012_0_3.parquet
-    (the step is complete)                 close: the rest is not written         train_step_000012.parquet, parts removed
+                                           close: the rest, unless Journal.write follows at once
+    Journal.write (the step is complete)                                          train_step_000012.parquet, parts removed
 
 A file counts only if it was written by the same run: its note has the hash of the config and of the inputs. So what cannot
 be repeated (a tool, a judge) stays what it was. It does not know what a step or its state mean.
@@ -12,7 +13,7 @@ be repeated (a tool, a judge) stays what it was. It does not know what a step or
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tandem.types import Episode, Group, Problem
 
 PART_S = 2.0  # what has ended is durable after this time, and until the step is complete
 
-Ended = dict[tuple[int, int], Episode]  # by (row, sample)
+Ended = dict[int, Episode]  # by the key of its draws
 
 
 class Journal:
@@ -49,20 +50,29 @@ class Journal:
         return read_groups(path, self.problems), note["state"]
 
     @contextmanager
-    def parts(self, step: int, tick: int, problems: Sequence[Problem]) -> Iterator["Parts"]:
-        """For the episodes of a step under way; `ended` has those that an earlier start of the run saw end."""
+    def parts(self, step: int, tick: int, problems: Sequence[Problem], last: bool) -> Iterator["Parts"]:
+        """For the episodes of a step under way; `ended` has those that an earlier start of the run saw end. last: the step's
+        own file follows at once."""
         parts = Parts(self, step, tick, problems)
+        whole = False
         try:
             yield parts
+            whole = last
         finally:
-            parts.close()
+            parts.close(write_rest=not whole)
 
     def clean(self) -> None:
         """Remove what a kill left behind: half files, and parts of steps that are complete."""
-        whole = {path.stem.rpartition("_")[2] for path in self.folder.glob("train_step_*.parquet")}
+        mine = [path for path in self.folder.glob("train_step_*.parquet") if self._is_mine(path)]
+        whole = {path.stem.rpartition("_")[2] for path in mine}
         parts = list(self.folder.glob("part_step_*.parquet"))
         self._remove(path for path in parts if path.stem.split("_")[2] in whole)
         self._remove(self.folder.glob(".tmp-*"))
+
+    def _is_mine(self, path: Path) -> bool:
+        with suppress(UserError):
+            return bool((read_note(path) or {}).get("run") == self.run)
+        return False
 
     def _remove(self, paths: Iterator[Path]) -> None:
         with disk_errors(self.folder):
@@ -76,7 +86,8 @@ class Parts:
     def __init__(self, journal: Journal, step: int, tick: int, problems: Sequence[Problem]):
         self._journal, self._step, self._tick, self._problems = journal, step, tick, problems
         self._new: list[tuple[int, Episode]] = []
-        self._lock, self._over, self._error = threading.Lock(), threading.Event(), list[UserError]()
+        self._lock, self._over, self._error = threading.Lock(), threading.Event(), list[Exception]()
+        self._rest = False  # whether what is left is written when it is over
         self.ended, self._count = self._read()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -85,7 +96,8 @@ class Parts:
         with self._lock:
             self._new.append((row, episode))
 
-    def close(self) -> None:
+    def close(self, write_rest: bool) -> None:
+        self._rest = write_rest
         self._over.set()
         with watchdog.waits(of="journal", what="a part of the step's episodes"):
             self._thread.join()
@@ -96,7 +108,9 @@ class Parts:
         try:
             while not self._over.wait(PART_S):
                 self._write()
-        except UserError as error:
+            if self._rest:
+                self._write()
+        except Exception as error:  # `close` raises it
             self._error.append(error)
 
     def _write(self) -> None:
@@ -118,6 +132,7 @@ class Parts:
         pattern = f"part_step_{self._step:06d}_{self._tick}_*.parquet"
         paths = sorted(self._journal.folder.glob(pattern), key=lambda path: int(re.split("_", path.stem)[-1]))
         for path in paths:
-            if (read_note(path) or {}).get("run") == self._journal.run:
-                ended |= {(row, episode.sample_index): episode for row, _, episode in read_numbered(path)}
+            with suppress(UserError):  # a damaged one: its episodes are played again
+                if (read_note(path) or {}).get("run") == self._journal.run:
+                    ended |= {episode.key: episode for _, _, episode in read_numbered(path)}
         return ended, int(paths[-1].stem.rpartition("_")[2]) + 1 if paths else 0

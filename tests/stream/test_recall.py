@@ -70,17 +70,38 @@ def test_an_episode_is_durable_soon_after_it_was_scored(tmp_path):
     train_step(whole, 0, update)
     groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
     journal = Journal(tmp_path / "run", "run", PROBLEMS)
-    with journal.parts(1, 0, [g.problem for g in groups]) as parts:
+    with journal.parts(1, 0, [g.problem for g in groups], True) as parts:
         assert parts.ended == {}
         parts.add(2, groups[2].episodes[1])
         assert eventually(lambda: list((tmp_path / "run").glob("part_step_000001_0_0.parquet")))
         parts.add(0, groups[0].episodes[0])
         assert eventually(lambda: list((tmp_path / "run").glob("part_step_000001_0_1.parquet")))
-    with journal.parts(1, 0, [g.problem for g in groups]) as parts:
-        expected = {(2, 1): groups[2].episodes[1], (0, 0): groups[0].episodes[0]}
+    with journal.parts(1, 0, [g.problem for g in groups], True) as parts:
+        expected = {e.key: e for e in (groups[2].episodes[1], groups[0].episodes[0])}
         assert repr(sorted(parts.ended.items())) == repr(sorted(expected.items()))
-    with journal.parts(1, 1, [g.problem for g in groups]) as parts:
+    with journal.parts(1, 1, [g.problem for g in groups], True) as parts:
         assert parts.ended == {}  # another tick of the step
+
+
+def test_what_is_left_of_a_step_that_is_not_over_is_written_at_its_end(tmp_path):
+    train_step(stages(tmp_path / "whole"), 0, update)
+    groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
+    journal = Journal(tmp_path / "run", "run", PROBLEMS)
+    for last in (True, False):
+        with journal.parts(1, 0, [g.problem for g in groups], last) as parts:
+            parts.add(1, groups[1].episodes[0])
+        with journal.parts(1, 0, [g.problem for g in groups], True) as parts:
+            assert list(parts.ended) == ([] if last else [groups[1].episodes[0].key])
+
+
+def test_a_damaged_part_costs_its_episodes_only(tmp_path):
+    train_step(stages(tmp_path / "whole"), 0, update)
+    groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again/part_step_000001_0_0.parquet").write_bytes(b"no parquet")
+    again = stages(tmp_path / "again")
+    train_step(again, 0, update)
+    assert len(again.player.engine.requests) == sum(len(g.episodes) for g in groups)
 
 
 def test_a_disk_that_takes_no_part_stops_the_step(tmp_path):
@@ -89,7 +110,10 @@ def test_a_disk_that_takes_no_part_stops_the_step(tmp_path):
     whole = stages(tmp_path / "whole")
     train_step(whole, 0, update)
     groups = read_groups(episode_file(tmp_path / "whole", 1), BY_UID)
-    with pytest.raises(UserError, match="cannot be written"), journal.parts(1, 0, [g.problem for g in groups]) as parts:
+    with (
+        pytest.raises(UserError, match="cannot be written"),
+        journal.parts(1, 0, [g.problem for g in groups], True) as parts,
+    ):
         parts.add(0, groups[0].episodes[0])
         assert eventually(lambda: parts._error)
 
