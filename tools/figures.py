@@ -142,7 +142,7 @@ def asynchronous() -> list[str]:
         return ["Not measured yet."]
     lines = [
         f"`python benchmarks/asynchronous.py`; {found['machine']}; {found['date']}. The demo's sizes,",
-        f"a reward that waits for half of the generation ({found['scoring_s']:.2f} s a step); medians of {found['rounds']} rounds.",
+        f"a reward that waits for half of the generation ({found['scoring_s']:.2f} s a step), {found['rounds']} rounds.",
         "each: every answer waits its share while others are generated; together: all of it at the end. One pinned thread a",
         "process, but for the second row.",
         "",
