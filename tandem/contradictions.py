@@ -99,6 +99,10 @@ def _schedule_contradictions(config: "Config") -> list[tuple[bool, str]]:
             "older weights; use ppo_clip, or a correction (rl.correction=tis)",
         ),
         (
+            rollout.staleness >= config.run.steps,
+            "rollout.staleness: must be below run.steps, or the starting weights sample every step",
+        ),
+        (
             rollout.token_budget > 0 and env.name in ("agent", "verifiers"),
             "rollout.token_budget: an agent's client waits for its answer, so env.name=agent and verifiers cannot pause",
         ),

@@ -70,7 +70,7 @@ def compare(a: PastRun, b: PastRun) -> Comparison:
             if parted := _evaluations_part(a, b, step):
                 break
     return Comparison(
-        config=_changes(_leaves(a), _leaves(b)), inputs=_changes(a.inputs() or {}, b.inputs() or {}),
+        config=_changes(_leaves(a), _leaves(b)), inputs=_changes(a.inputs() or b.inputs() or {}, b.inputs() or a.inputs() or {}),
         steps=sum(0 < s <= step for s in both), last=(max(a.metrics), max(b.metrics)),
         step=step, parted=parted, other_bytes=other_bytes,
     )  # fmt: skip

@@ -56,19 +56,22 @@ class Job:
         return next(iter(self.learners.values())).model
 
 
-def drive(run: RunFolder, job: Job, show: Callable[[int, Row, Row], None]) -> str:
-    """Take the job from its last checkpoint to its last step; returns the hash of the final weights."""
+def drive(
+    run: RunFolder, job: Job, show: Callable[[int, Row, Row], None], report: Callable[[str], None] | None = None
+) -> str:
+    """Take the job from its last checkpoint to its last step; returns the hash of the final weights. report is told what a
+    user should know; without it only log.txt is."""
     with watchdog.watching(run.config.run.stall_s, log=run.path / "log.txt"), stopping.on_signals():
-        return _Drive(run, job, show).to_the_end()
+        return _Drive(run, job, show, report or run.log).to_the_end()
 
 
 class _Drive:
     """One call of drive. counts: steps in a row of which something is wrong; saved: the step of the newest checkpoint; untold:
     metrics of step `done` where it has no row yet, as its evaluation is still to come or was interrupted."""
 
-    def __init__(self, run: RunFolder, job: Job, show: Callable[[int, Row, Row], None]):
-        self.run, self.job, self.show = run, job, show
-        self.done, self.state, self.counts, self.untold = resume(run, job)
+    def __init__(self, run: RunFolder, job: Job, show: Callable[[int, Row, Row], None], report: Callable[[str], None]):
+        self.run, self.job, self.show, self.report = run, job, show, report
+        self.done, self.state, self.counts, self.untold = resume(run, job, report)
         self.saved, self.stamp = self.done, self._stamp()
 
     def to_the_end(self) -> str:
@@ -153,7 +156,7 @@ class _Drive:
         except KeyboardInterrupt:
             self.job.hurry()
             if self.done > self.saved and self._stamp() == self.stamp:
-                self.run.log(f"interrupted; step {self.done} is saved if no rollout of older weights is missing")
+                self.report(f"interrupted; step {self.done} is saved if no rollout of older weights is missing")
                 self._save(saver)
             raise
         except Exception:
@@ -161,10 +164,12 @@ class _Drive:
             raise
 
 
-def resume(run: RunFolder, job: Job) -> tuple[int, dict[str, Any], dict[str, int], Row | None]:
+def resume(
+    run: RunFolder, job: Job, report: Callable[[str], None]
+) -> tuple[int, dict[str, Any], dict[str, int], Row | None]:
     """Load the newest whole checkpoint; returns its step (0 where the run has none yet), what it leaves to the next one, the
     counts of what was wrong up to it, and its metrics where they are not told yet."""
-    path = latest_checkpoint(run.checkpoints, run.log)
+    path = latest_checkpoint(run.checkpoints, report)
     if path is None:
         _refuse_to_lose(run)
         return 0, {}, {"bad_steps": 0, "flat_steps": 0}, {}
@@ -175,7 +180,7 @@ def resume(run: RunFolder, job: Job) -> tuple[int, dict[str, Any], dict[str, int
         learner.optimizer.load_state(tensors[f"{name}_optimizer"], state["optimizer_steps"][name])
         _same_learner(name, learner, tensors, state)
     job.restore(checkpoint_step(path), state["progress"])
-    run.log(f"resumed from {path.name}")
+    report(f"resumed from {path.name}")
     counts = {name: state[name] for name in ("bad_steps", "flat_steps")}
     return checkpoint_step(path), state["progress"], counts, json.loads(state["untold"])
 

@@ -95,6 +95,11 @@ class Rolled:
     tokens: int  # sampled, of the fresh ones
 
     @property
+    def told(self) -> list[Group]:
+        """Those that the step's metrics describe; of partial rollouts a step may see no group end."""
+        return self.fresh or self.trained
+
+    @property
     def trained(self) -> list[Group]:
         return [group for group in self.groups if group.outcome == "train"]
 
@@ -111,7 +116,7 @@ def train_step(stages: Stages, step: int, update: Update) -> tuple[Row, Row, dic
         metrics = update(stages, rolled)
     with clock("sync_s"):
         stages.sync.publish(step + 1)
-    return {**describe(rolled.fresh), **metrics}, clock.timings(tokens=rolled.tokens), rolled.state
+    return {**describe(rolled.told), **metrics}, clock.timings(tokens=rolled.tokens), rolled.state
 
 
 def roll(stages: Stages, step: int, clock: Clock) -> Rolled:
@@ -277,7 +282,7 @@ def check_groups(rolled: Rolled, most_cut: float) -> None:
     if share > most_cut:
         raise UserError("too many completions were cut", where=f"step {rolled.step + 1}", found=f"{share:.0%} of them",
                         expected=f"at most {most_cut:.0%} (rl.max_truncated)",
-                        next="raise rollout.max_new_tokens, or rl.max_truncated; the same command goes on")  # fmt: skip
+                        next="raise rl.max_truncated and go on, or rollout.max_new_tokens in a new run.folder")  # fmt: skip
 
 
 def check_batch(rolled: Rolled, config: Config) -> None:

@@ -49,7 +49,7 @@ def train_step_async(ahead: "Ahead", step: int, update: Update) -> tuple[Row, Ro
     with clock("sync_s"):
         ahead.publish(step + 1)
     timings = {**rolling.parts, **clock.timings(tokens=0)}
-    return {**describe(rolled.fresh), **metrics}, timings | _speed(rolled, rolling), rolled.state
+    return {**describe(rolled.told), **metrics}, timings | _speed(rolled, rolling), rolled.state
 
 
 def _speed(rolled: Rolled, rolling: Clock) -> Row:

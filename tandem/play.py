@@ -51,7 +51,7 @@ class Clock:
         return {
             **self.parts,
             "step_s": seconds,
-            "generated_tokens_per_s": tokens / max(self.parts.get("rollout_s", 0.0), 1e-9),
+            "generated_tokens_per_s": tokens / self.parts["rollout_s"] if self.parts.get("rollout_s") else 0.0,
         }
 
 

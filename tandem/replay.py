@@ -149,7 +149,7 @@ def _from_journal(past: PastRun, report: Report) -> Again:
         progress.batches += (len(groups) - carried - len(progress.unfinished)) // config.rl.prompts_per_step
         advance(progress, groups, carried, config)
         rolled = rolled_out(done, groups, carried, baseline, progress.state())
-        return {**describe(rolled.fresh), **learn(learning, rolled, observe)}
+        return {**describe(rolled.told), **learn(learning, rolled, observe)}
 
     def restore(done: int, state: dict[str, Any]) -> None:
         leaves = config.rl.max_gen_batches or config.rollout.token_budget

@@ -44,6 +44,7 @@ class RunFolder:
     command: str
     resumed: bool  # the folder was a run before this start
     log_descriptor: int
+    news: tuple[str, ...] = ()  # of this start, in log.txt already
 
     @property
     def checkpoints(self) -> Path:
@@ -85,9 +86,10 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
     with disk_errors(folder):
         log = os.open(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        run = RunFolder(path=folder, config=config, command=command, resumed=resumed, log_descriptor=log)
+        news = tuple(filter(None, [lock_news, *changes]))
+        run = RunFolder(path=folder, config=config, command=command, resumed=resumed, log_descriptor=log, news=news)
         run.log(f"{'resumed' if resumed else 'started'} by pid {os.getpid()}: tandem {command}")
-        for line in filter(None, [lock_news, *changes]):
+        for line in news:
             run.log(line)
         yield run
     finally:
@@ -233,7 +235,8 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
             "the config differs from that of the run in the folder (its value -> the value now)\n"
             + "\n".join(f"  - {_change(key, old, new)}" for key in refused),
             where=str(folder / "config.toml"),
-            expected=f"the same config ({', '.join(_BOUNDS)} may grow, and run.steps, with a constant schedule and no staleness)",
+            expected=f"the same config ({', '.join(_BOUNDS)} may grow, and run.steps, with a constant schedule and no staleness; "
+            "free to change: see docs/determinism.md)",
             next="take the old values, another run.folder=PATH, or --fresh (the old run is kept beside it)",
         )
     if changed:

@@ -196,6 +196,7 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("run.stall_s", ["env.name=guess", "env.timeout_s=400.0"], ["run.stall_s=406.0"]),
     ("run.stall_s", ["run.stall_s=1.0"], ["run.stall_s=2.0"]),
     ("rl.loss", ["rl.loss=reinforce", "rollout.staleness=1"], ["rl.correction=tis"]),
+    ("rollout.staleness", ["rollout.staleness=100"], ["rollout.staleness=99"]),
     ("rollout.token_budget", ["rollout.token_budget=64"], ["rollout.token_budget=63"]),
     ("rollout.token_budget", ["rollout.token_budget=9", "env.name=agent"], ["rollout.token_budget=0"]),
     (

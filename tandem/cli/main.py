@@ -39,7 +39,7 @@ def run() -> None:
     except KeyboardInterrupt as interrupt:
         for note in interrupt.__dict__.get("__notes__", []):
             print(note, file=sys.stderr)
-        print("\ninterrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        print("\ninterrupted; the same command goes on", file=sys.stderr)
         sys.exit(130)
 
 

@@ -36,7 +36,7 @@ class StepProgress:
     ) -> None:
         self.bar.stop()
         if kind is KeyboardInterrupt:
-            console.print("interrupted; the same command goes on from the last checkpoint")
+            console.print("interrupted; the same command goes on")
 
     def __call__(self, done: int, metrics: Row, timings: Row) -> None:
         self.bar.update(self.task, completed=done, text=summary(metrics, timings))

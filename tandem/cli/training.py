@@ -34,8 +34,10 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             run.log(text)
             console.print(text)
 
+        for line in run.news:
+            console.print(line, markup=False)
         with make(config, run, report) as job, StepProgress(command, job.steps) as progress:
-            digest = drive(run, job, progress)
+            digest = drive(run, job, progress, report)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(job.steps)
             card = model_card(job.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1])

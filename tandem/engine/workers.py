@@ -241,7 +241,9 @@ class Workers:
                             next="look at what the worker wrote last; the same command resumes the run")  # fmt: skip
         self.restarted += 1
         self.handed_over += len(back)
-        self._report(f"{told}; restart {self.restarted} of {self._restarts}, {len(back)} of its requests go to others")
+        self._report(
+            f"{told}; restart {self.restarted} of {self._restarts}, {len(back)} of its requests are served again"
+        )
         self._new(worker.number)
 
     # ---- what they say

@@ -28,6 +28,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 10.0  # for what ends by itself when its parent has ended
 # Prefixes of what Python, torch and this project would put there; others' files come and go.
 SHARED_MEMORY, PREFIXES = Path("/dev/shm"), ("psm_", "sem.", "torch_", "tandem")
+OURS = "pymp-"  # the socket of the forkserver from which sections start runs; a killed one leaves its folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +112,8 @@ def _problem(code: int | None, deadline_s: float) -> str:
 
 def _what_is_left(temporary: Path, shared: set[str], grace_s: float) -> list[str]:
     left = [f"process {process.pid}: {process.command[:100]}" for process in _living(grace_s)]
-    left += [f"file {path.name} in TMPDIR" for path in sorted(temporary.iterdir())]
+    names = sorted(path.name for path in temporary.iterdir())
+    left += [f"file {name} in TMPDIR" for name in names if not name.startswith(OURS)]
     return left + [f"shared memory {name}" for name in sorted(_shared_memory() - shared)]
 
 
