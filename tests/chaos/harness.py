@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -72,7 +73,9 @@ def run_section(section: Section, grace_s: float = GRACE_S) -> Outcome:
         return Outcome(rows=rows, problem=problem, left=left, seconds=time.monotonic() - start)
     finally:
         end_descendants(os.getpid())
-        _reap()
+        with suppress(ChildProcessError):  # there are no more
+            while True:
+                os.waitpid(-1, 0)
         shutil.rmtree(place, ignore_errors=True)
 
 
