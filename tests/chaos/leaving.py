@@ -121,15 +121,16 @@ class Started:
         self.process.join()
         return self.process.exitcode
 
-    def left(self) -> list[str]:
-        """What is still there a while after the end; removed."""
+    def left(self, killed: bool = False) -> list[str]:
+        """What is still there a while after the end; processes are ended. A half file of a killed run is the next start's."""
         until = time.monotonic() + ENDS_S
         while (alive := _marked(self.mark)) and time.monotonic() < until:
             time.sleep(0.02)
         for pid in alive:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        files = [path.name for path in self.temporary.iterdir()] + [path.name for path in self.folder.rglob(".tmp-*")]
+        halves = [] if killed else list(self.folder.rglob(".tmp-*"))
+        files = [path.name for path in [*self.temporary.iterdir(), *halves]]
         return [*(f"process {pid}" for pid in alive), *files, *sorted(_shared_memory() - self.shared)]
 
     @property
@@ -210,6 +211,8 @@ class Left:
         run = Started(self.command, folder)
         if (code := run.end()) != 0:
             return f"the same command ended with {code}: {run.told()[-1500:]}"
+        if halves := [path.name for path in folder.rglob(".tmp-*")]:
+            return f"half files are left after a resume: {halves}"
         return "" if self._same(run) else f"resumed, other bits: {different(fingerprint(folder), self.right)}"
 
     def _same(self, run: Started) -> bool:
@@ -233,8 +236,8 @@ class Left:
         problems = [
             f"the second run ended with {code}" * (code != 2),
             f"it does not name the first, {first.process.pid}: {told[-1500:]}" * (not named),
-            left_by(first),
-            left_by(second),
+            left_by(first, killed=True),
+            left_by(second, killed=True),
             self._resumed(first.folder),
             "the lock was not taken over"
             * (f"took over the lock of a run that was killed: pid {first.process.pid}" not in self._log(first)),
@@ -289,8 +292,8 @@ def _is_past(moment: float) -> bool:
     return time.monotonic() > moment
 
 
-def left_by(run: Started) -> str:
-    left = run.left()
+def left_by(run: Started, killed: bool = False) -> str:
+    left = run.left(killed)
     return f"left {left}" if left else ""
 
 
