@@ -8,6 +8,8 @@ import numpy as np
 from tandem.rl.filters import has_signal
 from tandem.types import Array, Episode, Group, Row
 
+CUT = ("length", "tokens")  # stop reasons of episodes that did not come to their end
+
 
 def valid_rewards(groups: Sequence[Group]) -> Array:
     """float64 [N]: of the episodes that are not masked."""
@@ -34,7 +36,7 @@ def describe(groups: Sequence[Group]) -> Row:
         "groups_without_signal": float(np.mean([not carries_signal(g) for g in groups])),
         **{f"groups/{kind}": float(outcomes.count(kind)) for kind in sorted(set(outcomes) - {"train"})},
         "completion_tokens": float(np.mean([e.loss_mask.sum() for e in episodes])),
-        "truncated": float(np.mean([e.stop_reason in ("length", "tokens") for e in episodes])),
+        "truncated": float(np.mean([e.stop_reason in CUT for e in episodes])),
         "reward_errors": float(sum(bool(e.reward_error) for e in episodes)),
         **played(episodes),
     }

@@ -22,7 +22,7 @@ import numpy as np
 from tandem import stopping
 from tandem.config import Config
 from tandem.data.mixture import problems_of_step
-from tandem.describe import carries_signal, describe, sampled_tokens, valid_rewards
+from tandem.describe import CUT, carries_signal, describe, sampled_tokens, valid_rewards
 from tandem.draws import address, uniforms
 from tandem.envs.record import seat
 from tandem.errors import UserError
@@ -278,7 +278,8 @@ def check_groups(rolled: Rolled, most_cut: float) -> None:
                                 found=f"sample {episode.sample_index} of {episode.uid}, with {len(prompt)} prompt tokens",
                                 expected=f"sample {number} of {group.problem.uid}, with the prompt of the others",
                                 next="report this; the journal has the episodes")  # fmt: skip
-    share = describe(rolled.fresh).get("truncated", 0.0)
+    cut = [episode.stop_reason in CUT for group in rolled.fresh for episode in group.episodes]
+    share = sum(cut) / max(len(cut), 1)
     if share > most_cut:
         raise UserError("too many completions were cut", where=f"step {rolled.step + 1}", found=f"{share:.0%} of them",
                         expected=f"at most {most_cut:.0%} (rl.max_truncated)",

@@ -56,7 +56,7 @@ class Clock:
 
 
 def play(
-    player: Player, groups: Sequence[Group], *, params: SamplingParams, shaping: Reward, clock: "Clock", budget: int = 0,
+    player: Player, groups: Sequence[Group], *, params: SamplingParams, shaping: Reward, clock: Clock, budget: int = 0,
     parts: Parts | None = None,
 ) -> list[Group]:  # fmt: skip
     """The groups with their paused episodes played on, to their end or through the budget, and those that end scored.

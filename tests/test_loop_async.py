@@ -1,13 +1,15 @@
 """Rollouts ahead of the training, and partial ones: which weights sample what; neither threads nor pauses change a bit."""
 
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tandem.config import Config
-from tandem.envs.rollout import World
+from tandem.envs.record import seat
+from tandem.envs.rollout import World, run_episodes
 from tandem.errors import UserError
 from tandem.loop import Progress, update
 from tandem.loop import train_step as whole_step
@@ -170,9 +172,6 @@ def logprobs_under(stages, episode):
 
 def test_pauses_change_nothing_while_the_weights_stay(tmp_path):
     """The same groups, whole and paused after every token or two."""
-    from tandem.envs.record import seat
-    from tandem.envs.rollout import run_episodes
-
     stages = partial_stages(tmp_path, 1)
     player = stages.player
     groups = seat(stages.problems, 3, ("test",))
@@ -240,3 +239,72 @@ def test_episodes_that_fail_at_once_do_not_stop_those_that_have_paused(tmp_path)
         whole_step(stages, step, update)
     failed = [e for e in read_episodes(tmp_path / "train_step_000001.parquet") if e.env_error]
     assert len(failed) >= 2 and all("it fell" in e.env_error for e in failed)
+
+
+class Counting(Env):
+    """Says how often it was asked; notes every call of every instance."""
+
+    calls = []  # noqa: RUF012
+    turns = 0
+
+    def reset(self, problem):
+        self.calls.append("reset")
+        return problem.messages
+
+    def step(self, text):
+        self.calls.append("step")
+        self.turns += 1
+        return Observation(
+            messages=({"role": "user", "content": str(self.turns)},), done=self.turns == 3, reward=float(self.turns)
+        )
+
+
+def continued(stages, make, budget, anew):
+    """Two episodes of three turns, a few tokens at a time; anew: as after a kill, with no environment left."""
+    world = World(make=make, limits=stages.config.env)
+    groups = seat(stages.problems[:1], 2, ("test",))
+    while any(e.stop_reason == "paused" for e in groups[0].episodes):
+        episodes = run_episodes(
+            groups, engine=stages.player.engine, renderer=stages.player.renderer, world=world, budget=budget,
+            params=replace(stages.params, stop_token_ids=tuple(range(0, 90, 3))),
+        )  # fmt: skip
+        groups = [replace(groups[0], episodes=episodes[0])]
+        if anew:
+            world.close()
+            assert not world.alive
+    return groups
+
+
+def test_an_episode_that_paused_goes_on_in_a_new_environment_as_in_its_own(tmp_path):
+    stages = partial_stages(tmp_path, 1)
+    whole = continued(stages, Counting, 0, anew=False)
+    assert any(e.num_turns > 1 for e in whole[0].episodes)
+    for budget in (1, 2, 3):
+        Counting.calls.clear()
+        assert repr(continued(stages, Counting, budget, anew=False)) == repr(whole)
+        kept = Counter(Counting.calls)
+        assert kept["reset"] == 2  # each episode kept the environment it had
+        Counting.calls.clear()
+        assert repr(continued(stages, Counting, budget, anew=True)) == repr(whole)
+        again = Counter(Counting.calls)
+        assert again["reset"] > kept["reset"] and again["step"] > kept["step"]  # brought to the same place
+
+
+def test_steps_that_leave_nothing_behind_are_not_made_again(tmp_path):
+    stages = partial_stages(tmp_path, 1)
+    calls = []
+    for anew in (False, True):
+        Counting.calls.clear()
+        continued(stages, Answering, 1, anew)
+        calls.append(Counter(Counting.calls)["step"])
+    assert calls[0] == calls[1] > 0
+
+
+class Answering(Counting):
+    """Always answers alike, and so knows no end of its own."""
+
+    stateless = True
+
+    def step(self, text):
+        self.calls.append("step")
+        return Observation(messages=({"role": "user", "content": "1"},))
