@@ -28,9 +28,8 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="start over; the old run fo
 
 def run() -> None:
     """Entry point: user errors are told in full, without a traceback."""
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a polite kill ends like Ctrl-C; around a run stopping.on_signals takes over
+    # a polite kill ends like Ctrl-C; around a run stopping.on_signals takes over
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except UserError as error:
