@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM
 
 from tandem.build import prepare_process
 from tandem.config import Config
+from tandem.model.forward import batch_logprobs
 from tandem.model.linear import pack as pack_weight
 from tandem.model.load import ExactModel, load_model
 from tandem.model.logprobs import Filter, token_logprobs
-from tandem.train.forward import batch_logprobs
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.types import Microbatch, Sample

@@ -1,8 +1,6 @@
 """Make the parts of a command from its config: data, models, engine, optimizer, evaluation. jobs.py puts them together."""
 
 import ctypes
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -12,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from tandem import numerics
 from tandem.config import SFT, Config, Preference, Train
 from tandem.data.problems import read_problems
 from tandem.data.render import ChatRenderer, load_renderer
@@ -28,7 +27,7 @@ from tandem.errors import UserError
 from tandem.evaluate import evaluate
 from tandem.model.load import ExactModel, check_model, load_model
 from tandem.model.lora import Lora, require_peft
-from tandem.model.probe import what_is_not_exact
+from tandem.model.probe import Exactness, probe
 from tandem.play import Grade, Player
 from tandem.rewards.pool import RewardPool
 from tandem.sandbox import open_sandbox
@@ -81,12 +80,10 @@ def _names(source: str | list[str]) -> list[str]:
     return [source] * bool(source) if isinstance(source, str) else source
 
 
-def prepare_process(config: Config, workers: int = 0) -> None:
-    """Threads, on the cores that rollout workers leave, and memory that stays with the process: page faults of fresh tensors
-    cost a tenth of a small step."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    if config.run.threads or workers:
-        torch.set_num_threads(config.run.threads or max(1, cores - workers))
+def prepare_process(config: Config) -> None:
+    """Reproducible arithmetic, and memory that stays with the process: page faults of fresh tensors cost a tenth of a small
+    step. Called before the first product."""
+    numerics.prepare(config.run.threads)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
@@ -96,7 +93,7 @@ def prepare_process(config: Config, workers: int = 0) -> None:
 def build_generator(config: Config, renderer: ChatRenderer, problems: Sequence[Problem], report: Report) -> Engine:
     """The engine of a command that only generates: the probe's finding is told, and every prompt has room."""
     model = load_model(config.model.path)
-    tell_exactness(model, report)
+    tell_exactness(config, model, report)
     engine = build_engine(config, model, renderer)
     require_room(config, engine, renderer, problems)
     return engine
@@ -108,14 +105,20 @@ def require_room(config: Config, engine: Engine, renderer: ChatRenderer, problem
     engine.require_room(longest + config.rollout.max_new_tokens)
 
 
-def tell_exactness(model: ExactModel, report: Report) -> list[str]:
-    """Contract D7: say whether P1 holds on this machine; returns what is not exact."""
-    failures = what_is_not_exact(model)
-    if failures:
-        report(f"exactness probe: NOT exact on this machine: {', '.join(failures)}")
-    else:
-        report("exactness probe: engine and trainer agree to the last bit at this model's shapes")
-    return failures
+def tell_exactness(config: Config, model: ExactModel, report: Report, workers: int = 0) -> Exactness:
+    """Contract D7: say whether P1 and P3 hold on this machine at this model's shapes.
+
+    Where the thread count changes no bit, no more threads are left than there are cores beside the rollout workers; where
+    it does, those of `prepare_process` stay.
+    """
+    found = probe(model, config.run.seed)
+    agree = "engine and trainer agree to the last bit at this model's shapes"
+    parity = f"NOT exact on this machine: {'; '.join(found.parity)}" if found.parity else agree
+    kept = f"with {torch.get_num_threads()} threads only: another count gives other bits"
+    report(f"exactness probe: {parity}, {kept if found.threads else 'with any number of threads'}")
+    if not found.threads:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), numerics.cores() - workers)))
+    return found
 
 
 def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **sizes: int) -> Engine:
@@ -205,14 +208,14 @@ def student_and_teacher(config: Config) -> Models:
     return Models(policy=student, teacher=load_model(config.distill.teacher))
 
 
-def check_exactness(config: Config, model: ExactModel, report: Report) -> bool:
+def require_parity(config: Config, found: Exactness) -> bool:
     """Whether the policy can be held to P1; refuses to rely on it where it does not hold."""
-    failures = tell_exactness(model, report)
-    if failures and config.rl.correction == "none":
+    if found.parity and config.rl.correction == "none":
         raise UserError("engine and trainer do not agree bit for bit on this machine", where="exactness probe",
-                        found=", ".join(failures), expected="every operator exact, or an off-policy correction",
-                        next="add rl.correction=tis (truncated importance sampling)")  # fmt: skip
-    return not failures
+                        found="; ".join(found.parity), expected="every operator exact, or an off-policy correction",
+                        next="add rl.correction=tis (truncated importance sampling); if it is MKL's mode: unset MKL_CBWR, and in "
+                        "a notebook call tandem.numerics.prepare() before anything is computed")  # fmt: skip
+    return not found.parity
 
 
 def reward_pool(config: Config) -> RewardPool:
@@ -239,22 +242,22 @@ def playground(config: Config) -> Iterator[Callable[[Generate, Renderer], Player
 
 @contextmanager
 def rollout_side(
-    config: Config, model: ExactModel, local: Player, report: Report
+    config: Config, engine: Engine, local: Player, report: Report
 ) -> Iterator[tuple[Player, Sync, Callable[[], None]]]:
     """Who samples for training, how weights get there, and what ends it: the trainer's own engine, or worker processes."""
-    rollout = config.rollout
+    rollout, model = config.rollout, engine.model
     if not rollout.workers:
-        yield local, InlineSync(local.engine), lambda: None
+        yield local, InlineSync(engine), lambda: None
         return
     with (
         closing(SharedWeights(model.merged_weights())) as shared,
         Workers(
-            model_path=config.model.path, cache_mb=rollout.cache_mb, max_batch=rollout.max_batch, longest=local.engine.longest,
+            model_path=config.model.path, cache_mb=rollout.cache_mb, max_batch=rollout.max_batch, longest=engine.longest,
             count=rollout.workers, heartbeat_s=config.run.stall_s / 2, restarts=rollout.restarts,
             weights=shared, report=report,
         ) as workers,
     ):  # fmt: skip
-        sync = ProcessSync(workers, local.engine, shared, model.merged_weights, rollout.staleness)
+        sync = ProcessSync(workers, engine, shared, model.merged_weights, rollout.staleness)
         yield replace(local, engine=workers), sync, workers.close
 
 

@@ -23,7 +23,10 @@ class Run(Section):
     save_every: int = Field(10, ge=1, description="steps between checkpoints; the last step is always saved")
     keep_checkpoints: int = Field(2, ge=2, description="newest checkpoints kept")
     threads: int = Field(
-        0, ge=0, description="torch threads of the trainer; 0: one for each core that no rollout worker has"
+        0,
+        ge=0,
+        description="torch threads of the trainer, kept for the whole run; 0: one a core as it begins. Where they change no "
+        "bit, fewer are used beside rollout workers or with fewer cores",
     )
     stall_s: float = Field(
         300.0, gt=0, description="seconds without a sign of life after which the run names the culprit and stops"

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tandem import numerics
 from tandem.build import (
     Report,
     build_engine,
     build_learner,
     build_model,
     build_reference,
-    check_exactness,
     check_models,
     evaluator,
     input_hashes,
@@ -29,9 +29,11 @@ from tandem.build import (
     playground,
     prepare_process,
     read_data,
+    require_parity,
     require_room,
     rollout_side,
     student_and_teacher,
+    tell_exactness,
 )  # fmt: skip
 from tandem.config import Config
 from tandem.data.chats import read_chats
@@ -44,6 +46,7 @@ from tandem.evaluate import sampling_params
 from tandem.loop import Stages, Update, imitate, train_step, update
 from tandem.loop_async import rollouts_ahead, train_step_async
 from tandem.model.load import ExactModel
+from tandem.model.probe import Exactness
 from tandem.model.text import load_tokenizer
 from tandem.play import Clock
 from tandem.rl.losses import Metrics
@@ -92,7 +95,7 @@ def _problems_job(
     config: Config, run: RunFolder, report: Report, others: Sequence[str], make: Callable[[Config], Models], update: Update,
 ) -> Iterator[Job]:  # fmt: skip
     """A job whose episodes are sampled on the way."""
-    prepare_process(config, config.rollout.workers)
+    prepare_process(config)
     data = read_data(config, "data.train")
     held_out = read_data(config, "eval.data")
     check_models(config, *others)
@@ -104,11 +107,11 @@ def _problems_job(
     journal, eval_journal = (Journal(run.episodes, identity(config, inputs), of) for of in (problems, held_out))
     with playground(config) as player_of:
         models = make(config)
-        exact = check_exactness(config, models.policy.model, report)
+        exact = require_parity(config, _exactness(config, models.policy.model, run, report, config.rollout.workers))
         engine = build_engine(config, models.policy.model, renderer)
         require_room(config, engine, renderer, [*problems, *held_out])
         local = player_of(engine, renderer)
-        with rollout_side(config, models.policy.model, local, report) as (player, sync, leave):
+        with rollout_side(config, engine, local, report) as (player, sync, leave):
             stages = Stages(
                 config=config, problems=problems, player=player, models=models, sync=sync, journal=journal, exact=exact,
                 params=sampling_params(config.rollout, renderer.stop_token_ids),
@@ -129,6 +132,14 @@ def _problems_job(
                     job, begin=ahead.begin, settled=ahead.settled, hurry=ahead.hurry,
                     step=lambda done: train_step_async(ahead, done, update),
                 )  # fmt: skip
+
+
+def _exactness(config: Config, model: ExactModel, run: RunFolder, report: Report, workers: int = 0) -> Exactness:
+    """What the probe finds, told and kept in the run folder."""
+    found = tell_exactness(config, model, report, workers)
+    if news := run.note_machine(numerics.processor(), not found.threads):
+        report(news)
+    return found
 
 
 def _check_curriculum(config: Config, problems: Sequence[Problem]) -> None:
@@ -161,6 +172,7 @@ def sft_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     samples = [Sample(tokens=t, loss_mask=mask) for t, mask in renderer.trainings(chats, loss=settings.loss_on)]
     _check_fit(samples, shape, "a chat", "sft.train, chat")
     policy = build_learner(config, build_model(config, config.model.path), settings, settings.steps)
+    _exactness(config, policy.model, run, report)
 
     def step(picked: list[Sample]) -> Metrics:
         return fit(policy, pack(picked, config.train.tokens_per_microbatch))
@@ -182,6 +194,7 @@ def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     train, test, renderer = _pairs(config, answer_pair, "model.reference")
     policy = build_learner(config, build_model(config, config.model.path), settings, settings.steps)
     reference = build_reference(config, policy.model)
+    _exactness(config, policy.model, run, report)
 
     def step(picked: list[list[Sample]]) -> Metrics:
         return fit_pairs(policy, reference, _pack_pairs(picked, config), settings)
@@ -213,6 +226,7 @@ def rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
             expected="a padding token of its own", next="name another pad_token in its tokenizer_config.json",
         )  # fmt: skip
     scorer = build_learner(config, build_model(config, config.model.path, head="value"), settings, settings.steps)
+    _exactness(config, scorer.model, run, report)
     scorer.model.config.pad_token_id = padding  # by which stock transformers finds the last token
 
     def step(picked: list[list[Sample]]) -> Metrics:

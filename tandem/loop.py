@@ -132,6 +132,9 @@ def roll(stages: Stages, step: int, clock: Clock) -> Rolled:
         with stopping.interruptible():
             stages.sync.bring(max(0, step - stages.config.rollout.staleness))
             groups = collect(stages, step, clock)
+            if stages.exact and stages.config.rollout.staleness:
+                with clock("check_s"):
+                    check_sampled(stages.sync, step)
         advance(progress, groups, carried, stages.config)
         with clock("journal_s"):
             journal.write(step + 1, groups, state=progress.state())
@@ -309,6 +312,16 @@ def check_batch(rolled: Rolled, config: Config) -> None:
         raise UserError("a step would train other tokens than its own", where=f"step {rolled.step + 1}", found=wrong[0],
                         expected="every token that its weights sampled, and no other",
                         next="report this; the journal has the episodes")  # fmt: skip
+
+
+def check_sampled(sync: Sync, step: int) -> None:
+    """Raises UserError where the rollouts' engine and the trainer's packed pass differ on a completion that the engine has just
+    sampled, while it still runs those weights. Without staleness the first update of the step compares every token."""
+    gap = sync.logprob_gap()
+    if gap != 0.0:
+        raise UserError("engine and trainer do not agree on a completion just sampled", where=f"rollouts of step {step + 1}",
+                        found=f"log-probs that differ by {gap:.3g} nats", expected="exactly 0 (P1): one model code",
+                        next="tandem doctor, and report this; the last checkpoint and the journal are as they were")  # fmt: skip
 
 
 def check_progress(progress: Progress, journal: Journal, step: int) -> None:

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from tandem.build import (
     Report,
-    check_exactness,
     check_models,
     input_hashes,
     learning_models,
     prepare_process,
+    require_parity,
     student_and_teacher,
+    tell_exactness,
 )  # fmt: skip
 from tandem.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
 from tandem.config import Config
@@ -41,12 +42,12 @@ from tandem.jobs import dpo_job, rm_job, sft_job
 from tandem.ledger import PastRun, read_step, require_step
 from tandem.loop import Learning, Progress, advance, imitate, rolled_out, update
 from tandem.metrics import metrics_row
+from tandem.model.forward import batch_logprobs
 from tandem.model.hashing import tensor_hash, weight_hash
 from tandem.model.logprobs import Filter
 from tandem.rescore import Difference, rescored
 from tandem.run import RunFolder
 from tandem.stream.journal import read_note
-from tandem.train.forward import batch_logprobs
 from tandem.train.learn import Observe, start
 from tandem.train.learner import Learner
 from tandem.types import Group, Row
@@ -139,7 +140,7 @@ def _from_journal(past: PastRun, report: Report) -> Again:
     models = student_and_teacher(config) if teaches else learning_models(config)
     learning = Learning(
         config=config, models=models, params=sampling_params(config.rollout, ()),
-        exact=check_exactness(config, models.policy.model, report),
+        exact=require_parity(config, tell_exactness(config, models.policy.model, report)),
     )  # fmt: skip
     learn, progress = imitate if teaches else update, Progress()
 

@@ -1,7 +1,9 @@
 """The run folder: opened by one process at a time, for one config and one command, and never overwritten in silence.
 
     runs/demo/  lock (pid of the process that has it)   run.json (command)   config.toml (resolved, written last)
-                log.txt   and what others write: metrics.jsonl, episodes/, checkpoints/ ...
+                log.txt   machine.json (processor)   and what others write: metrics.jsonl, episodes/, checkpoints/ ...
+
+run.threads = 0 is resolved when a run begins, and kept: a resume with other cores at hand computes as the run began.
 
 It does not know what a step is, nor what the folder's other files hold.
 """
@@ -19,19 +21,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tandem import numerics
 from tandem.config import Config
 from tandem.disk import append_line, disk_errors, write_atomic
 from tandem.errors import UserError
 from tandem.recipe import to_toml
 
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a run.
+MACHINE = "machine.json"
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
-    "run.folder", "run.keep_checkpoints", "run.save_every", "run.threads", "run.stall_s", "reward.workers", "rollout.workers",
+    "run.folder", "run.keep_checkpoints", "run.save_every", "run.stall_s", "reward.workers", "rollout.workers",
     "rollout.restarts", "rl.max_truncated", "rl.max_flat_steps", "train.activation_checkpointing",
 }  # fmt: skip
+_THREADS = "run.threads"  # free where the exactness probe has found that it changes no bit
 _BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}  # what stopped a run, and may grow from that value on
 
 
@@ -58,6 +63,15 @@ class RunFolder:
         """Append a line with the time to log.txt. Raises UserError when the disk is full."""
         append_line(self.log_descriptor, f"{_now()} {text}\n".encode(), self.path / "log.txt")
 
+    def note_machine(self, processor: str, any_threads: bool) -> str:
+        """Keep what the run computes on, and whether the thread count changes no bit there; returns what a user should know."""
+        before = read_machine(self.path)
+        now = {"processor": processor, "threads": self.config.run.threads, "any_threads": any_threads}
+        write_atomic(self.path / MACHINE, json.dumps(now, indent=1).encode() + b"\n")
+        if before is None or before["processor"] == processor:
+            return ""
+        return f"the run has computed on {before['processor']}, now on {processor}: from here on its bits are those of this one"
+
 
 @contextmanager
 def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iterator[RunFolder]:
@@ -82,6 +96,7 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
 @contextmanager
 def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Iterator[RunFolder]:
     resumed = _is_run(folder)
+    config = _with_threads(config, folder, resumed)
     changes = _take_up(folder, config, command) if resumed else _begin(folder, config, command)
     with disk_errors(folder):
         log = os.open(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -96,12 +111,18 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
         os.close(log)
 
 
+def read_machine(folder: Path) -> dict[str, Any] | None:
+    """What the run in the folder has last computed on: processor, threads, any_threads; None where that is not known."""
+    path = folder / MACHINE
+    return dict(_read(path, json.loads)) if path.exists() else None
+
+
 def identity(config: Config, inputs: dict[str, str]) -> str:
     """SHA-256 of all that the episodes of a run are a function of; inputs: hashes of its files by key."""
     leaves = {
         key: value
         for key, value in _leaves(to_toml(config)).items()
-        if key not in _FREE | _BOUNDS.keys() | {"run.steps"}
+        if key not in _FREE | _BOUNDS.keys() | {"run.steps", _THREADS}
     }
     return hashlib.sha256(json.dumps([leaves, inputs], sort_keys=True).encode()).hexdigest()
 
@@ -202,6 +223,15 @@ def _begin(folder: Path, config: Config, command: str) -> list[str]:
     return []
 
 
+def _with_threads(config: Config, folder: Path, resumed: bool) -> Config:
+    """The thread count that is not given is the run's, or as many as torch takes here."""
+    if config.run.threads:
+        return config
+    known = _read(folder / "config.toml", lambda text: _leaves(text)[_THREADS]) if resumed else 0
+    run = config.run.model_copy(update={"threads": known or numerics.prepare()})
+    return config.model_copy(update={"run": run})
+
+
 def _move_aside(folder: Path) -> Path:
     number = 1
     while (target := folder.with_name(f"{folder.name}.old-{number}")).exists():
@@ -230,13 +260,15 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
     old, new = _read(folder / "config.toml", _leaves), _leaves(to_toml(config))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     refused = [key for key in changed if key not in _FREE and not _extends(key, old, new)]
+    if _THREADS in refused and (old[_THREADS] == 0 or (read_machine(folder) or {}).get("any_threads")):
+        refused.remove(_THREADS)
     if refused:
         raise UserError(
             "the config differs from that of the run in the folder (its value -> the value now)\n"
             + "\n".join(f"  - {_change(key, old, new)}" for key in refused),
             where=str(folder / "config.toml"),
             expected=f"the same config ({', '.join(_BOUNDS)} may grow, and run.steps, with a constant schedule and no staleness; "
-            "free to change: see docs/determinism.md)",
+            f"{_THREADS} may change where the probe found that it changes no bit; free to change: see docs/determinism.md)",
             next="take the old values, another run.folder=PATH, or --fresh (the old run is kept beside it)",
         )
     if changed:

@@ -227,6 +227,15 @@ class Generate(Protocol):
         ...
 
 
+class RolloutEngine(Generate, Protocol):
+    """What samples for training."""
+
+    def logprob_gap(self) -> float:
+        """Compare a completion that was sampled since the weights changed with the trainer's packed pass over it: the largest
+        difference of log-probs in nats; 0 where there is none."""
+        ...
+
+
 class Sync(Protocol):
     """Brings the trainer's weights to what generates. An engine runs a version whole, never what is between two."""
 
@@ -236,6 +245,10 @@ class Sync(Protocol):
 
     def bring(self, version: int) -> None:
         """The engine of the rollouts runs that version, which was published, from now on. Raises UserError if it is gone."""
+        ...
+
+    def logprob_gap(self) -> float:
+        """RolloutEngine.logprob_gap of the engine of the rollouts."""
         ...
 
 

@@ -24,6 +24,7 @@ SHARED = {
     "disk",
     "metrics",
     "model",
+    "numerics",
     "sandbox",
     "watchdog",
     "processes",

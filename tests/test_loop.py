@@ -19,12 +19,12 @@ from tandem.evaluate import evaluate
 from tandem.jobs import _restore
 from tandem.loop import Stages, begin_batch, collect, imitate, update
 from tandem.loop import train_step as whole_step
+from tandem.model.forward import batch_logprobs
 from tandem.model.logprobs import Filter
 from tandem.play import Clock, Player, scored
 from tandem.rl.advantages import group_advantages
 from tandem.stream.journal import read_episodes, read_groups
 from tandem.stream.recall import Journal
-from tandem.train.forward import batch_logprobs
 from tandem.train.learn import Models, learn, start, token_advantages
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer

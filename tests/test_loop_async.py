@@ -161,8 +161,8 @@ def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_weights_that_sa
 
 
 def logprobs_under(stages, episode):
+    from tandem.model.forward import batch_logprobs
     from tandem.model.logprobs import Filter
-    from tandem.train.forward import batch_logprobs
     from tandem.train.pack import pack
     from tandem.types import Sample
 

@@ -28,8 +28,9 @@ with open_run(Path(sys.argv[1]), Config(), fresh=False, command="train"):
 
 
 def config(**changes):
-    """config(run__seed=1): the defaults but for run.seed."""
+    """config(run__seed=1): the defaults but for run.seed, and one thread."""
     tree = Config().model_dump()
+    tree["run"]["threads"] = 1
     for key, value in changes.items():
         section, field = key.split("__")
         tree[section][field] = value
@@ -114,11 +115,42 @@ def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_the_lock(tmp_p
 def test_a_changed_config_is_refused_and_every_changed_key_is_named(tmp_path):
     start(tmp_path, run__seed=0, train__learning_rate=1e-5)
     with pytest.raises(UserError, match="config differs") as caught:
-        start(tmp_path, run__seed=1, train__learning_rate=2e-5, run__threads=2)
+        start(tmp_path, run__seed=1, train__learning_rate=2e-5, rollout__workers=2)
     text = str(caught.value)
     assert "run.seed: 0 -> 1" in text and "train.learning_rate: 1e-05 -> 2e-05" in text and "--fresh" in text
-    assert "run.threads" not in text
+    assert "rollout.workers" not in text
     assert load_config(tmp_path / "config.toml", []) == config(run__seed=0, train__learning_rate=1e-5)
+
+
+def test_the_thread_count_is_resolved_when_a_run_begins_and_kept(tmp_path):
+    """Also where a resume has another number of cores at hand, which OMP_NUM_THREADS stands for here."""
+    code = "from tests.test_run import start; import sys; from pathlib import Path; "
+    code += "print(start(Path(sys.argv[1]), run__threads=0).config.run.threads)"
+
+    def threads(at_hand):
+        process = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True,
+                                 env={**os.environ, "OMP_NUM_THREADS": str(at_hand)}, check=True)  # fmt: skip
+        return int(process.stdout)
+
+    assert [threads(at_hand) for at_hand in (1, 2)] == [1, 1]
+    assert load_config(tmp_path / "config.toml", []).run.threads == 1
+
+
+def test_another_thread_count_is_taken_where_it_was_found_to_change_no_bit_and_else_refused(tmp_path):
+    run = start(tmp_path, run__threads=1)
+    with pytest.raises(UserError, match=r"run\.threads: 1 -> 2"):
+        start(tmp_path, run__threads=2)
+    run.note_machine("a processor", any_threads=False)
+    with pytest.raises(UserError, match=r"run\.threads: 1 -> 2"):
+        start(tmp_path, run__threads=2)
+    run.note_machine("a processor", any_threads=True)
+    assert "config changed: run.threads: 1 -> 2" in start(tmp_path, run__threads=2).news
+
+
+def test_a_run_that_goes_on_with_another_processor_says_so(tmp_path):
+    run = start(tmp_path)
+    assert run.note_machine("one", any_threads=True) == run.note_machine("one", any_threads=True) == ""
+    assert "has computed on one, now on another" in run.note_machine("another", any_threads=True)
 
 
 def test_a_start_that_failed_before_its_first_row_leaves_the_config_free(tmp_path):
@@ -132,7 +164,6 @@ def test_keys_that_do_not_change_what_a_step_computes_may_change(tmp_path):
     start(tmp_path)
     changes = {
         "run__keep_checkpoints": 5,
-        "run__threads": 2,
         "run__save_every": 3,
         "reward__workers": 2,
         "run__folder": "x",

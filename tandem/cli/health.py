@@ -1,10 +1,10 @@
 """`tandem doctor`: is this machine fit for an exact run? Exit code 0 when every check passes, else 1."""
 
-import os
 import platform
 import shutil
 from collections.abc import Callable
 
+from tandem import numerics
 from tandem.cli.progress import console
 from tandem.errors import UserError
 
@@ -12,6 +12,7 @@ Check = tuple[str, Callable[[], tuple[bool, str]]]
 
 
 def doctor() -> int:
+    numerics.prepare()
     checks: list[Check] = [
         ("python", lambda: (True, platform.python_version())),
         ("torch", _torch),
@@ -33,8 +34,10 @@ def _torch() -> tuple[bool, str]:
     import torch
 
     place = "CUDA is available, but the exact engine runs on the CPU for now" if torch.cuda.is_available() else "CPU"
-    detail = f"{torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores, "
-    return True, detail + f"{torch.backends.cpu.get_cpu_capability()}, {place}"
+    detail = (
+        f"{torch.__version__}, {torch.get_num_threads()} threads on {numerics.cores()} cores, {numerics.processor()}"
+    )
+    return True, f"{detail}, {place}"
 
 
 def _transformers() -> tuple[bool, str]:
@@ -49,17 +52,22 @@ def _exactness() -> tuple[bool, str]:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from tandem.model.load import make_exact
-    from tandem.model.probe import what_is_not_exact
+    from tandem.model.probe import probe
 
     config = Qwen2Config(
         vocab_size=32768, hidden_size=896, intermediate_size=4864, num_hidden_layers=1, num_attention_heads=14,
         num_key_value_heads=2,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
-        failures = what_is_not_exact(make_exact(AutoModelForCausalLM.from_config(config).float()))
-    if failures:
-        return False, f"not exact on this machine: {', '.join(failures)}; set rl.correction in recipes"
-    return True, "an output row is the same whatever rows are beside it: engine = trainer, bit for bit"
+        found = probe(make_exact(AutoModelForCausalLM.from_config(config).float()))
+    if found.parity:
+        return False, f"not exact on this machine: {'; '.join(found.parity)}; set rl.correction in recipes"
+    threads = (
+        f"; bits depend on the thread count: {'; '.join(found.threads)}"
+        if found.threads
+        else ", with any number of threads"
+    )
+    return True, f"engine = trainer, bit for bit{threads}"
 
 
 def _rewards() -> tuple[bool, str]:

@@ -114,7 +114,7 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     check_model(options.model)
     renderer = load_renderer(options.model)
     model, sizes = load_model(options.model), {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
-    tell_exactness(model, lambda line: print(line, file=sys.stderr))
+    tell_exactness(config, model, lambda line: print(line, file=sys.stderr))
     return build_engine(config, model, renderer, **sizes), renderer
 
 

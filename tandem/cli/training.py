@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tandem.build import Report, build_model
+from tandem.build import Report, build_model, prepare_process
 from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint, step_name
 from tandem.cli.progress import StepProgress, console, evaluation
 from tandem.config import Config
@@ -36,6 +36,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
         for line in run.news:
             console.print(line, markup=False)
+        config = run.config
         with make(config, run, report) as job, StepProgress(command, job.steps) as progress:
             digest = drive(run, job, progress, report)
             rows = read_metrics(folder)
@@ -60,6 +61,7 @@ def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) 
             "the target of the export exists", where=str(out), expected="a new directory", next="choose another --out"
         )
     path = _checkpoint(folder / "checkpoints", step)
+    prepare_process(config)  # an adapter is merged by a product
     tensors, _ = load_checkpoint(path)
     command = json.loads((folder / "run.json").read_text())["command"]
     scorer = command == "rm"

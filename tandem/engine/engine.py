@@ -23,11 +23,12 @@ from tandem.engine.pages import PageCache
 from tandem.engine.sampler import sample
 from tandem.engine.scheduler import Running, Scheduler, Work
 from tandem.errors import UserError
+from tandem.model.forward import batch_logprobs
 from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter, Seen
 from tandem.model.paged import PAGE, Runs
-from tandem.types import Completion, Request
+from tandem.types import Completion, Microbatch, Request
 
 OnUpdate = Literal["finish", "restart", "continue"]
 
@@ -49,6 +50,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens)
         self._ended: list[Running] = []  # while weights were changed; the next step returns them
         self._arrivals = self._generated = 0
+        self._to_check: Running | None = None  # of the completions under these weights, the one with the least key
         self._stamp = self._weights_stamp()
 
     # ---- requests
@@ -145,7 +147,29 @@ class Engine:
 
     def _forget(self) -> None:
         self.cache.flush()
+        self._to_check = None
         self._stamp = self._weights_stamp()
+
+    # ---- a check of itself
+
+    def logprob_gap(self) -> float:
+        """Pass a completion that was sampled since the weights changed through the trainer's packed pass: the largest difference
+        of its log-probs in nats; 0 where there is none. Which one depends on its address alone."""
+        checked = self._to_check
+        if checked is None:
+            return 0.0
+        prompt, tokens = checked.request.prompt, checked.known()
+        before, count = len(prompt), len(checked.tokens)
+        segments = [(0, before, 0, 0)] + [(before, count - 1, 0, before)] * (count > 1)
+        batch = Microbatch(
+            tokens=tokens[:-1], positions=np.arange(len(tokens) - 1), segments=np.array(segments),
+            rows=np.arange(before - 1, len(tokens) - 1), targets=tokens[before:], samples=np.zeros(1, np.int64),
+            sequences=np.zeros(count, np.int64),
+        )  # fmt: skip
+        with torch.no_grad():
+            logprobs = batch_logprobs(self.model, batch, checked.how, entropy=False)[0].cpu().numpy()
+        own = np.array(checked.weight_versions) == self.weight_version  # others were sampled before a pause
+        return float(np.abs(logprobs - np.array(checked.logprobs, np.float32))[own].max())
 
     # ---- one pass
 
@@ -231,6 +255,8 @@ class Engine:
 
     def _end(self, sequence: Running, text: str, reason: str) -> None:
         self.scheduler.remove(sequence)
+        if sequence.tokens and sequence.weight_versions[-1] == self.weight_version:
+            self._to_check = min(self._to_check or sequence, sequence, key=lambda one: one.request.key)
         shape = (len(sequence.top), sequence.request.params.top_logprobs)
         sequence.completion = Completion(
             tokens=np.array(sequence.tokens, np.int64),

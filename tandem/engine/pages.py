@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from tandem.errors import UserError
-from tandem.model.kernels import triton_for
 from tandem.model.load import ExactModel
 from tandem.model.paged import PAGE
 
@@ -46,7 +45,7 @@ class Match:
 class PageCache:
     """As many pages as the budget in bytes holds, of the weights' type; raises UserError when it holds none.
 
-    keys: [layers, pages, K, E, PAGE]; values: [layers, pages, K, PAGE, E].
+    keys and values: [layers, pages, K, PAGE, E].
     """
 
     def __init__(self, model: ExactModel, budget: int):
@@ -58,11 +57,7 @@ class PageCache:
                             found=f"{budget / 2**20:.1f} MiB", next="raise rollout.cache_mb",
                             expected=f"at least {-(-self.page_bytes >> 20)} MiB for {PAGE} tokens of this model")  # fmt: skip
         # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
-        by_token = _zeros((2, layers, count, kv_heads, PAGE, size), weight)
-        self._values = by_token[1]
-        # oneDNN multiplies by keys that lie element by element faster, the Triton kernels want a token's side by side
-        by_element = by_token[0].view(layers, count, kv_heads, size, PAGE)
-        self._keys = by_token[0].transpose(-1, -2) if triton_for(weight) else by_element
+        self._keys, self._values = _zeros((2, layers, count, kv_heads, PAGE, size), weight)
         self.keys, self.values = self._keys.unbind(), self._values.unbind()
         self.count = count
         self.holders = np.zeros(count, np.int64)  # sequences that hold the page
@@ -169,8 +164,8 @@ class PageCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first tokens of a page into another page."""
-        self._keys[:, target, :, :, :length] = self._keys[:, source, :, :, :length]
-        self._values[:, target, :, :length] = self._values[:, source, :, :length]
+        for side in (self._keys, self._values):
+            side[:, target, :, :length] = side[:, source, :, :length]
         self._tokens[target, :length] = self._tokens[source, :length]
         self._filled[target] = self._planned[target] = length
 

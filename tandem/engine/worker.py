@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from tandem import numerics
 from tandem.engine.worker_wire import (
     Message,
     completion_message,
@@ -120,6 +121,10 @@ class Server:
                 self._running[number], self._numbers[running] = running, number
             case {"cancel": int(number)}:
                 self._cancel(number)
+            case {"check": int(version)}:
+                with self._channel.long_call(self._beat_s):
+                    gap = self._engine.logprob_gap()
+                self._channel.send({"checked": version, "gap": gap})
             case {"apply": int(version)}:
                 self._apply(version, self._channel.descriptors.popleft())
             case _:
@@ -153,13 +158,11 @@ class Server:
 
 def load_engine(start: dict[str, Any]) -> "Engine":
     """The engine of a model directory, without an adapter: published weights are merged."""
-    import torch
-
+    numerics.prepare(threads=1)
     from tandem.engine.engine import Engine
     from tandem.model.load import load_model
     from tandem.model.text import decode_text, load_tokenizer
 
-    torch.set_num_threads(1)
     model, tokenizer = load_model(start["model_path"]), load_tokenizer(start["model_path"])
     size = start["max_batch"]
     return Engine(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Literal
 
+from tandem import numerics
 from tandem.engine.worker_wire import LINE_BYTES, Garbage, Message, decode, encode
 from tandem.types import Completion, Request
 
@@ -23,11 +24,12 @@ EXIT_S = 5.0  # between the end of a worker's socket, or a SIGKILL, and the end 
 STACK_S = 0.2  # that a silent worker has to write where it is
 LOG_BYTES = 1 << 16
 LAST_LINES = 6  # of what a worker wrote, for the error that it causes
-# one torch thread; and freed memory stays with the process, as page faults of fresh tensors cost a tenth of a small step
+# freed memory stays with the process, as page faults of fresh tensors cost a tenth of a small step
 SETTINGS = {
-    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-}  # fmt: skip
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
 
 
 class Lost(Exception):
@@ -61,7 +63,7 @@ class Process:
             self._log = os.dup(log.fileno())  # what it writes; the file has no name
             self._process = subprocess.Popen(
                 [*command, str(os.getpid())], stdin=theirs.fileno(), stdout=2, stderr=log,
-                env={**os.environ, **SETTINGS},
+                env={**os.environ, **numerics.environment(), **SETTINGS},
                 start_new_session=True,  # no terminal reaches it: Ctrl-C is the driver's to handle
             )  # fmt: skip
         self.socket.setblocking(False)

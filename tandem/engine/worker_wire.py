@@ -4,11 +4,13 @@
                    {"apply": 4}                       with the descriptor of the weights of version 4 beside it
                    {"request": 7, "key", "prompt", "params", "drawn", "begun", "pause_after"}
                    {"cancel": 7}
+                   {"check": 4}                       a completion of version 4 against the trainer's packed pass
     from a worker  {"alive": true}                    a sign of life, and whether it is at something; any other line is one too
                    {"ready": true}                    it has started, and waits for weights
                    {"applied": 4, "hash": "9f86..."}  what it runs now, hashed
                    {"completion": 7, "identity", "tokens", "logprobs", ...}
                    {"cancelled": 7}
+                   {"checked": 4, "gap": 0.0}         Engine.logprob_gap
                    {"error": {"what", "where", "found", "expected", "next"}}   a UserError: it ends
 
 Every request is answered by exactly one completion or one cancelled. Arrays travel as base64 of their bytes, so a float32

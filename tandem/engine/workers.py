@@ -99,6 +99,7 @@ class Workers:
         self._homes: dict[
             int, Process
         ] = {}  # who has a beginning in its cache: by an episode's key, by a prompt's hash
+        self._gaps: dict[int, float | None] = {}  # by worker, None while it is asked
         self._listened = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, Process] = {}
@@ -176,6 +177,18 @@ class Workers:
         with watchdog.waits(of="rollout workers", what=f"the hash of weights {version}"):
             while any(self._is_there(worker) and worker.state == "syncing" for worker in up):
                 self._listen()
+
+    def logprob_gap(self) -> float:
+        """The largest Engine.logprob_gap of the workers that are up, each of a completion of its own; of one that is lost
+        meanwhile nothing is known."""
+        asked = [worker for worker in self._workers.values() if worker.version == self.weight_version]
+        self._gaps = dict.fromkeys((worker.number for worker in asked), None)
+        for worker in asked:
+            self._tell(worker, {"check": self.weight_version})
+        with watchdog.waits(of="rollout workers", what="the log-probs of a completion of theirs"):
+            while any(self._is_there(worker) and self._gaps[worker.number] is None for worker in asked):
+                self._listen()
+        return float(np.max([gap for gap in self._gaps.values() if gap is not None], initial=0.0))  # a NaN shows
 
     # ---- who gets what
 
@@ -292,6 +305,8 @@ class Workers:
                 self._take_completion(worker, worker.tickets[number], identity, message)
             case {"cancelled": int(number)} if number in worker.tickets and worker.tickets[number].completion:
                 del worker.tickets[number]
+            case {"checked": int(version), "gap": float(gap)} if version == self.weight_version:
+                self._gaps[worker.number] = gap
             case {"error": {"what": _}}:
                 raise read_error(message)
             case _:

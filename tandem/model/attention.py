@@ -1,10 +1,11 @@
 """Exact attention: a token's output has the same bits in a packed training pass and in one-token decode.
 
-Three rules make it so (fp32, CPU; `probe` checks them on the machine at hand):
+Four rules make it so (fp32, CPU; `probe` checks them on the machine at hand):
   1. the query rows of a key/value head (new tokens x GQA group) are padded to a multiple of 4, keys to one of 16;
   2. softmax runs over the padded row, where masked keys add exact zeros;
   3. probabilities x values are summed over blocks of 128 keys counted from position 0, because one long matmul
-     splits its sum by length.
+     splits its sum by length;
+  4. the keys of queries x keys lie by token on both sides (`query_key`), and MKL is in its strict mode (`numerics`).
 A layer finds what to do in the plan it is handed: `PackedPlan` for packed segments, `paged.PagedPlan` in the engine.
 Nothing here knows sampling, losses or schedules.
 """
@@ -22,6 +23,14 @@ QUERY_BLOCK = 256
 BUCKET_BYTES = 1 << 26  # scores held at once; attention memory is bounded by it and not by the packed length
 # Padded sizes of a bucket: few enough that short segments share a batched matmul, close enough to waste little.
 _SIZES = np.array([4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
+
+
+def query_key(query: Tensor, keys: Tensor) -> Tensor:
+    """Attention scores [n, K, M, L] of queries [n, K, M, E] with keys [n, K, L, E].
+
+    Trainer and engine both come here with keys stored by token: of keys stored by element MKL makes another product.
+    """
+    return torch.matmul(query, keys.transpose(-1, -2))
 
 
 def weigh(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -132,7 +141,7 @@ def rows_first(t: Tensor, run: int, heads: int) -> Tensor:
 
 def _probabilities(q: Tensor, k: Tensor, bucket: Bucket, scale: float, window: int | None) -> Tensor:
     n, kv_heads, rows, _ = q.shape
-    scores = torch.matmul(q, k.transpose(-1, -2))
+    scores = query_key(q, k)
     split = scores.view(n, kv_heads, bucket.queries.shape[1], -1, k.shape[2])
     return weigh(split, bucket.mask(window), scale).view(n, kv_heads, rows, -1)
 

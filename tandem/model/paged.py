@@ -14,7 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.model.attention import BUCKET_BYTES, KEY_BLOCK, QUERY_BLOCK, heads_first, ladder, rows_first, weigh
+from tandem.model.attention import (
+    BUCKET_BYTES,
+    KEY_BLOCK,
+    QUERY_BLOCK,
+    heads_first,
+    ladder,
+    query_key,
+    rows_first,
+    weigh,
+)
 
 PAGE = KEY_BLOCK
 
@@ -59,22 +68,21 @@ class Runs:
 class PagedPlan:
     """Writes the new tokens' keys and values into their pages, then attends.
 
-    keys: per layer [pages, K, E, PAGE]; values: per layer [pages, K, PAGE, E]; heads: query heads.
+    keys and values: per layer [pages, K, PAGE, E]; heads: query heads.
     """
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs, heads: int):
         self.keys, self.values = keys, values
         kv_heads = keys[0].shape[1]
         head = runs.pages[:, None] * kv_heads + np.arange(kv_heads)  # [T, K]
-        self._page, self._offset = torch.from_numpy(runs.pages), torch.from_numpy(runs.offsets)
-        self._value_rows = torch.from_numpy((head * PAGE + runs.offsets[:, None]).reshape(-1))
+        self._rows = torch.from_numpy((head * PAGE + runs.offsets[:, None]).reshape(-1))
         self._new = len(runs.pages)
         self.buckets = _buckets(runs, heads)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         keys, values, new = self.keys[layer], self.values[layer], self._new
-        keys[self._page, :, :, self._offset] = k[:new]
-        values.view(-1, values.shape[-1]).index_copy_(0, self._value_rows, v[:new].reshape(-1, values.shape[-1]))
+        for cache, written in ((keys, k), (values, v)):
+            cache.view(-1, cache.shape[-1]).index_copy_(0, self._rows, written[:new].reshape(-1, cache.shape[-1]))
         if self.buckets[0].rows is None:
             out = _attend(self.buckets[0], q[:new], keys, values, scale, window)
             return out if new == len(q) else F.pad(out, (0, 0, 0, 0, 0, len(q) - new))
@@ -106,13 +114,13 @@ def _attend(bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: floa
     if rows % 4:
         query = F.pad(query, (0, 0, 0, -rows % 4))
     (first, first_used), *others = bucket.columns
-    scores = query @ _pages(keys[..., :first_used], first)
+    scores = query_key(query, _pages(keys[:, :, :first_used], first))
     if others:
         whole = query.new_empty(*query.shape[:3], len(others) * PAGE + others[-1][1])
         whole[..., :PAGE] = scores
         for at, (pages, used) in enumerate(others, 1):
-            held = _pages(keys[..., :used], pages)
-            whole[: len(held), :, :, at * PAGE : at * PAGE + used] = query[: len(held)] @ held
+            held = _pages(keys[:, :, :used], pages)
+            whole[: len(held), :, :, at * PAGE : at * PAGE + used] = query_key(query[: len(held)], held)
         scores = whole
     probs = weigh(scores.view(n, kv_heads, run, -1, scores.shape[-1]), bucket.mask(window), scale).view(scores.shape)
     out = probs[..., :PAGE] @ _pages(values[:, :, :first_used], first)

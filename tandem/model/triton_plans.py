@@ -28,10 +28,10 @@ class TritonPackedPlan:
 
 
 class TritonPagedPlan:
-    """keys, values and runs as in PagedPlan; the keys' E must be the contiguous dimension."""
+    """keys, values and runs as in PagedPlan."""
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs):
-        self.keys, self.values = [layer.transpose(2, 3) for layer in keys], values
+        self.keys, self.values = keys, values
         device = keys[0].device
 
         def int32(array: np.ndarray) -> Tensor:

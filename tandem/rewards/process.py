@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem import numerics
 from tandem.rewards.wire import LINE_BYTES, decode
 from tandem.types import Attempt, Problem, Score
 
@@ -192,10 +193,9 @@ def kill_worker(pid: int) -> None:
 def _popen(arguments: tuple[str, ...], channel: socket.socket) -> subprocess.Popen[bytes]:
     """The template, in a session of its own: no terminal reaches it and its workers."""
     # One thread each, as the cores belong to engine and trainer; one hash seed, so that sympy orders terms alike.
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return subprocess.Popen(
         [sys.executable, "-m", "tandem.rewards.template", *arguments, str(os.getpid())],
         stdin=channel.fileno(),
-        env={**os.environ, **threads, "PYTHONHASHSEED": "0"},
+        env={**os.environ, **numerics.environment(), "PYTHONHASHSEED": "0"},
         start_new_session=True,
     )

@@ -6,11 +6,11 @@ import numpy as np
 from torch import Tensor
 
 from tandem.config import Config
+from tandem.model.forward import reference_logprobs, teacher_kl
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter
 from tandem.rl.distillation import sampled_advantages
 from tandem.rl.losses import Metrics, total
-from tandem.train.forward import reference_logprobs, teacher_kl
 from tandem.train.learn import Models, Observe, annotate, correct, merge, start, update_policy
 from tandem.train.learner import Learner
 from tandem.types import Group, Microbatch, Row

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tandem.config import Preference
+from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter
 from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
-from tandem.train.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.train.learner import Learner
 from tandem.train.pack import pack, split
 from tandem.types import Array, Microbatch, Sample

@@ -20,6 +20,7 @@ from torch import Tensor
 from tandem import watchdog
 from tandem.config import RL, Config
 from tandem.errors import UserError
+from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter
 from tandem.rl.advantages import group_advantages, penalize
@@ -28,7 +29,6 @@ from tandem.rl.corrections import correction, sequence_errors
 from tandem.rl.kl import kl_estimate
 from tandem.rl.losses import Metrics, cispo, gspo, ppo_clip, reinforce, total, value_clip
 from tandem.rl.returns import gae, returns_to_go, token_rewards, whiten
-from tandem.train.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.train.learner import Learner
 from tandem.train.pack import join, pack, split
 from tandem.types import Array, Episode, Group, Microbatch, Row, Sample

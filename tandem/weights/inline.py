@@ -5,13 +5,13 @@ seam for other transports is `Sync` of types.py.
 """
 
 from tandem.errors import UserError
-from tandem.types import Generate
+from tandem.types import RolloutEngine
 
 
 class InlineSync:
     """Publishes to engines that share the trainer's memory."""
 
-    def __init__(self, engine: Generate):
+    def __init__(self, engine: RolloutEngine):
         self.engine = engine
 
     def publish(self, version: int) -> None:
@@ -24,3 +24,6 @@ class InlineSync:
                             found=f"version {self.engine.weight_version} in the trainer's memory",
                             expected="the journal's file of that rollout, or rollouts by these weights",
                             next="restore the files of episodes/, or start over with --fresh")  # fmt: skip
+
+    def logprob_gap(self) -> float:
+        return self.engine.logprob_gap()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tandem.errors import UserError
-from tandem.types import Generate
+from tandem.types import Generate, RolloutEngine
 from tandem.weights.shared import SharedWeights
 
 
@@ -19,7 +19,8 @@ class ProcessSync:
     """
 
     def __init__(
-        self, workers: Generate, local: Generate, shared: SharedWeights, weights: Callable[[], dict[str, Tensor]], keep: int
+        self, workers: RolloutEngine, local: Generate, shared: SharedWeights, weights: Callable[[], dict[str, Tensor]],
+        keep: int,
     ):  # fmt: skip
         self.workers, self.local, self.shared, self.weights, self.keep = workers, local, shared, weights, keep
 
@@ -38,3 +39,6 @@ class ProcessSync:
                             expected="the journal's file of that rollout, or rollouts by these weights",
                             next="restore the files of episodes/, or start over with --fresh")  # fmt: skip
         self.workers.apply(version)
+
+    def logprob_gap(self) -> float:
+        return self.workers.logprob_gap()

@@ -29,7 +29,7 @@ def write(cache, sequence, shared=()):
     at = np.arange(len(shared) * PAGE, len(sequence))
     cache.fill(np.array(pages)[at // PAGE], at % PAGE, sequence[at])
     for page, offset, token in zip(np.array(pages)[at // PAGE], at % PAGE, sequence[at], strict=True):
-        cache.keys[0][page, :, :, offset] = float(token)
+        cache.keys[0][page, :, offset] = float(token)
         cache.values[0][page, :, offset] = -float(token)
     return pages
 
@@ -71,9 +71,9 @@ def test_a_copy_of_the_equal_part_has_its_keys_values_and_tokens():
     [page] = write(cache, sequence)
     target = cache.take(BEGINNING)
     cache.copy(page, target, 40)
-    assert torch.equal(cache.keys[0][target, 0, 0, :40], torch.from_numpy(sequence[:40]).float())
+    assert torch.equal(cache.keys[0][target, 0, :40, 0], torch.from_numpy(sequence[:40]).float())
     assert torch.equal(cache.values[0][target, 0, :40, 0], -torch.from_numpy(sequence[:40]).float())
-    assert not cache.keys[0][target, ..., 40:].any()
+    assert not cache.keys[0][target, :, 40:].any()
     assert cache.match(np.concatenate([sequence[:40], [95, 95]])).length == 40
 
 

@@ -18,8 +18,8 @@ from tandem.envs.calls import environment_loop
 from tandem.envs.record import seat
 from tandem.envs.rollout import World, malformed_thinking, run_episodes
 from tandem.errors import UserError
+from tandem.model.forward import batch_logprobs
 from tandem.model.logprobs import Filter
-from tandem.train.forward import batch_logprobs
 from tandem.train.pack import join, pack
 from tandem.types import Completion, Env, Observation, Problem, Sample, SamplingParams
 from tests.scripted import DigitRenderer, ScriptedEngine

@@ -8,10 +8,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.draws import address
 from tandem.engine.engine import Engine
+from tandem.model.forward import batch_logprobs
 from tandem.model.kernels import triton_everywhere
 from tandem.model.load import make_exact
 from tandem.model.logprobs import Filter
-from tandem.train.forward import batch_logprobs
 from tandem.train.pack import join, pack
 from tandem.types import Request, SamplingParams
 from tests.invariants.parity import sample_of, words

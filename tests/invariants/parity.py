@@ -6,9 +6,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from tandem.draws import address
 from tandem.engine.engine import Engine
+from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import Filter
-from tandem.train.forward import batch_logprobs
 from tandem.train.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
 

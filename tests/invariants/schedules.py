@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tandem.draws import address
 from tandem.engine.engine import Engine
 from tandem.engine.pages import PageCache
+from tandem.model.forward import batch_logprobs
 from tandem.model.logprobs import Filter
-from tandem.train.forward import batch_logprobs
 from tandem.train.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
 from tests.invariants.parity import CONFIGS, VOCABULARY, random_model, words

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.model.forward import batch_logprobs, reference_logprobs
 from tandem.model.logprobs import Filter
 from tandem.rl.kl import kl_estimate
-from tandem.train.forward import batch_logprobs, reference_logprobs
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tests.invariants.parity import CONFIGS, engine_for, largest_gap, random_model, random_requests, sample_of

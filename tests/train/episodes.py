@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from tandem.config import RL, Config, Rollout, Train
+from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
 from tandem.model.logprobs import Filter
 from tandem.model.lora import Lora
-from tandem.train.forward import batch_logprobs
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.model.forward import batch_logprobs
 from tandem.model.logprobs import Filter
 from tandem.train.fixed import fit
-from tandem.train.forward import batch_logprobs
 from tandem.train.pack import pack
 from tests.tiny import exact_logits, exact_model, random_samples, random_tokens, stock_logits, stock_model, tiny_config
 from tests.train.episodes import bits, recorded, trained

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs, teacher_kl
 from tandem.model.logprobs import Filter
-from tandem.train.forward import batch_logprobs, batch_values, reference_logprobs, teacher_kl
 from tandem.train.pack import join, pack, split
 from tests.tiny import CONFIGS, exact_model, random_samples, stock_logits, twins, value_twins
 from tests.train import dense
