@@ -1,7 +1,7 @@
 """Where two runs part: the first step, and in it the first episode and token, or the first number of learning.
 
     config.toml, inputs     what was asked of them; told, not judged
-    ledger.jsonl            the steps whose journal and weights are the same bytes need no second look
+    ledger.jsonl            weights; and whether the files of each run are still those that it wrote
     episodes/, metrics      of the first step where they are not: who, where, both values
 
 Reads two run folders, also of runs in progress and of different length. It does not know why: `tandem why` and `replay` do.
@@ -19,7 +19,7 @@ import numpy as np
 from tandem.config import Config
 from tandem.disk import file_hash
 from tandem.errors import UserError
-from tandem.ledger import PastRun, read_step
+from tandem.ledger import Altered, PastRun, altered, read_step
 from tandem.types import Array, Episode, Group
 
 _ARRAYS = {
@@ -50,6 +50,7 @@ class Comparison:
     last: tuple[int, int]  # step of each run
     step: int  # where they part, else the last that both have
     parted: Parting | None
+    altered: list[tuple[str, Altered]]  # what is not as a run wrote it, of run "A" or "B"
     other_bytes: list[int]  # steps whose files hold equal episodes in other bytes: they name the run's settings too
 
 
@@ -73,6 +74,7 @@ def compare(a: PastRun, b: PastRun) -> Comparison:
         config=_changes(_leaves(a), _leaves(b)), inputs=_changes(a.inputs() or b.inputs() or {}, b.inputs() or a.inputs() or {}),
         steps=sum(0 < s <= step for s in both), last=(max(a.metrics), max(b.metrics)),
         step=step, parted=parted, other_bytes=other_bytes,
+        altered=[(name, one) for name, past in (("A", a), ("B", b)) for one in altered(past.folder, both[-1]) if one.found],
     )  # fmt: skip
 
 
@@ -132,9 +134,10 @@ def _episodes_part(a: PastRun, b: PastRun, step: int, other_bytes: list[int]) ->
 
 
 def _journal_hash(past: PastRun, step: int) -> str:
-    if step in past.ledger:
-        return str(past.ledger[step]["episodes"])
-    return file_hash(past.journal(step)) if past.journal(step).is_file() else ""
+    """Of the file; where it is no longer there, what the ledger has."""
+    if past.journal(step).is_file():
+        return file_hash(past.journal(step))
+    return str(past.ledger[step]["episodes"]) if step in past.ledger else ""
 
 
 def groups_part(a: Sequence[Group], b: Sequence[Group]) -> Parting | None:

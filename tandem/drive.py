@@ -18,6 +18,7 @@ from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoin
 from tandem.contradictions import GROUP_RELATIVE
 from tandem.disk import file_hash
 from tandem.errors import UserError
+from tandem.ledger import altered
 from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
@@ -112,11 +113,12 @@ class _Drive:
 
     def _tell(self, writer: MetricsWriter, metrics: Row, timings: Row) -> None:
         start = time.perf_counter()
-        episodes = episode_file(self.run.episodes, self.done)
-        ledger = {
-            "weights": weight_hash(self.job.model.merged_weights()),
-            "episodes": file_hash(episodes) if episodes.exists() else "",
+        files = {
+            name: episode_file(self.run.episodes, self.done, kind)
+            for name, kind in (("episodes", "train"), ("eval_sampled", "eval_sampled"), ("eval_greedy", "eval_greedy"))
         }
+        ledger = {"weights": weight_hash(self.job.model.merged_weights()), "episodes": ""}
+        ledger |= {name: file_hash(path) for name, path in files.items() if path.exists()}
         timings |= {"ledger_s": time.perf_counter() - start, "rss_mb": peak_rss_mb()}
         writer.write(self.done, metrics, timings, ledger)
         self.untold = None
@@ -175,6 +177,7 @@ def resume(
         return 0, {}, {"bad_steps": 0, "flat_steps": 0}, {}
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
     _same_data(state["data"], job.data)
+    _same_past(run, checkpoint_step(path), report)
     for name, learner in job.learners.items():
         learner.model.load_weights(tensors[name])
         learner.optimizer.load_state(tensors[f"{name}_optimizer"], state["optimizer_steps"][name])
@@ -193,6 +196,19 @@ def _refuse_to_lose(run: RunFolder) -> None:
                         expected=f"some: metrics.jsonl ends at step {rows[-1]['step']}, with run.save_every = {every}",
                         next="restore them, or set back a run.save_every that was lowered before the first save, or start over "
                         "with --fresh (the old run is kept beside it)")  # fmt: skip
+
+
+def _same_past(run: RunFolder, done: int, report: Callable[[str], None]) -> None:
+    """What is kept of the steps up to the checkpoint is as they wrote it. Episodes that are gone are told: nothing needs them."""
+    changed = altered(run.path, done)
+    gone = [one.what for one in changed if not one.found and one.what.startswith("episodes/")]
+    if gone:
+        report(f"no longer there, of steps before the checkpoint: {', '.join(gone[:3])}{' ...' * (len(gone) > 3)}")
+    if wrong := [one for one in changed if one.what not in gone]:
+        raise UserError("what the run has kept of its steps is not as it was written", where=str(run.path),
+                        found="; ".join(map(str, wrong[:3])), expected="the bytes that ledger.jsonl has the hashes of",
+                        next="restore it from a copy, remove a damaged file of episodes/, or start over with --fresh (the old "
+                        "run is kept beside it)")  # fmt: skip
 
 
 def _same_learner(name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config, tokenizer, card.
+"""A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config, tokenizer, card,
+and their SHA-256 (`sha256sum -c SHA256SUMS`), which `load_model` holds the weights against.
 
 An adapter is merged into it, or exported by itself in PEFT's format.
 """
@@ -12,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tandem import __version__
-from tandem.disk import disk_errors, os_error
+from tandem.disk import disk_errors, file_hash, os_error
 from tandem.errors import UserError
 from tandem.model.hashing import weight_hash
-from tandem.model.load import ExactModel
+from tandem.model.load import SUMS, ExactModel
 from tandem.model.lora import write_adapter_config
 
 
@@ -78,6 +79,8 @@ def _fill(folder: Path, write: Callable[[Path], None], card: str) -> None:
     folder.mkdir(parents=True)
     write(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
+    sums = [f"{file_hash(file)}  {file.name}\n" for file in sorted(folder.iterdir())]
+    (folder / SUMS).write_text("".join(sums))
     for file in folder.iterdir():
         file.chmod(0o644)  # safetensors writes files that only their owner can read
 

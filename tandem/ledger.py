@@ -1,10 +1,13 @@
 """A run folder, read: its rows by step, the episodes of a step, its checkpoints, and what the ledger says of each step.
 
-    ledger.jsonl    {"step": 12, "weights": "<hash of the weights after it>", "episodes": "<SHA-256 of its journal file>"}
+    ledger.jsonl    {"step": 12, "weights": "<hash of the weights after it>", "episodes": "<SHA-256 of its journal file>",
+                     "eval_greedy": "<of the file of its evaluation>", ..., "metrics": "<of its line in metrics.jsonl>"}
 
-Reading changes nothing and works while the run goes on. It does not know how a step is made: that is replay.py.
+`altered` holds the folder against it. Reading changes nothing and works while the run goes on. It does not know how a
+step is made: that is replay.py.
 """
 
+import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,8 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tandem.config import Config
+from tandem.disk import file_hash
 from tandem.errors import UserError
-from tandem.metrics import Metrics, read_metrics
+from tandem.metrics import Metrics, read_lines, read_metrics
 from tandem.recipe import load_config
 from tandem.stream.journal import episode_file, read_numbered
 from tandem.types import Group, Problem
@@ -77,6 +81,38 @@ def open_past(folder: Path) -> PastRun:
         raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
                         expected="a folder made by a command that trains", next="ls runs/")  # fmt: skip
     return PastRun(folder, load_config(folder / "config.toml", []), str(_json(folder / "run.json")["command"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Altered:
+    """What a run has kept of a step and is not as its ledger has it."""
+
+    step: int
+    what: str  # "episodes/train_step_000002.parquet", "the row of step 2 in metrics.jsonl"
+    recorded: str  # SHA-256
+    found: str  # empty: it is not there
+
+    def __str__(self) -> str:
+        return f"{self.what}: SHA-256 {self.found[:16] or '(it is not there)'}, {self.recorded[:16]} as it was written"
+
+
+def altered(folder: Path, up_to: int, after: int = -1) -> list[Altered]:
+    """Hash what the folder has of the steps behind `after`, up to `up_to`; empty where all of it is as it was written, and for a
+    run without a ledger."""
+    lines, rows = read_lines(folder), {row["step"]: row for row in read_metrics(folder, LEDGER)}
+    pairs: list[tuple[int, str, str, str]] = []
+    for step in range(after + 1, up_to + 1):
+        if step not in rows:
+            pairs += [(step, f"the row of step {step} in {LEDGER}", "a row", "")] * bool(rows and step in lines)
+            continue
+        for kind, recorded in rows[step].items():
+            if kind == "metrics":
+                line = hashlib.sha256(lines[step]).hexdigest() if step in lines else ""
+                pairs.append((step, f"the row of step {step} in metrics.jsonl", recorded, line))
+            elif kind not in ("step", "weights") and recorded:
+                path = episode_file(folder / "episodes", step, "train" if kind == "episodes" else kind)
+                pairs.append((step, f"episodes/{path.name}", recorded, file_hash(path) if path.is_file() else ""))
+    return [Altered(step=s, what=what, recorded=was, found=now) for s, what, was, now in pairs if was != now]
 
 
 def require_step(past: PastRun, step: int) -> None:

@@ -5,6 +5,7 @@ metrics.jsonl holds nothing that differs between two runs of one config, so a re
 that was never stopped; what does differ (seconds, memory) stands beside it. It does not know what a metric means.
 """
 
+import hashlib
 import json
 import math
 import numbers
@@ -50,7 +51,7 @@ class MetricsWriter:
         timing_row = metrics_row(step, timings)
         self._timings.append(timing_row)
         if ledger is not None:
-            self._ledger.append({"step": step, **ledger})
+            self._ledger.append({"step": step, **ledger, "metrics": hashlib.sha256(_line(row)).hexdigest()})
         self._metrics.append(row)  # last: a kill before it leaves others that the next start cuts off
         self._events.append(step, {**_flat(metrics), **{f"timings/{k}": v for k, v in _flat(timings).items()}})
         self._last_step = step
@@ -73,6 +74,11 @@ def read_metrics(run_folder: Path, name: str = "metrics.jsonl") -> list[Metrics]
     return [row for _, row in _read_rows(run_folder / name)]
 
 
+def read_lines(run_folder: Path) -> dict[int, bytes]:
+    """The lines of metrics.jsonl by step, as they stand there."""
+    return {row["step"]: line for line, row in _read_rows(run_folder / "metrics.jsonl")}
+
+
 def peak_rss_mb() -> float:
     """The most memory this process has held at once, MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -88,10 +94,14 @@ class _Lines:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def append(self, row: Metrics) -> None:
-        append_line(self._descriptor, json.dumps(row, allow_nan=False).encode() + b"\n", self._path)
+        append_line(self._descriptor, _line(row), self._path)
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _line(row: Metrics) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 def metrics_row(step: int, metrics: Metrics) -> Metrics:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from tandem import numerics
 from tandem.build import (
     Report,
     check_models,
@@ -39,14 +40,14 @@ from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
 from tandem.jobs import dpo_job, rm_job, sft_job
-from tandem.ledger import PastRun, read_step, require_step
+from tandem.ledger import PastRun, altered, read_step, require_step
 from tandem.loop import Learning, Progress, advance, imitate, rolled_out, update
 from tandem.metrics import metrics_row
 from tandem.model.forward import batch_logprobs
 from tandem.model.hashing import tensor_hash, weight_hash
 from tandem.model.logprobs import Filter
 from tandem.rescore import Difference, rescored
-from tandem.run import RunFolder
+from tandem.run import RunFolder, read_machine
 from tandem.stream.journal import read_note
 from tandem.train.learn import Observe, start
 from tandem.train.learner import Learner
@@ -96,7 +97,7 @@ def replay(past: PastRun, step: int, report: Report, observe: Observe | None = N
         report("this run has no ledger: weights can be compared only where there is a checkpoint")
     with _again(past, report) as again:
         verdict = Verdict(step=step)
-        verdict.notes += changed_inputs(past, again.data)
+        verdict.notes += changed_inputs(past, again.data) + _other_machine(past)
         groups = _groups(past, again, step)
         done = _begin(past, again, min([step - 1, *_versions(groups)]), report, verdict)
         while done < step and verdict.difference is None:
@@ -182,6 +183,14 @@ def changed_inputs(past: PastRun, now: dict[str, str]) -> list[str]:
     return [
         f"{key} is {'not the file' if found else 'not there'} that the run began with" for key, found in changed.items()
     ]
+
+
+def _other_machine(past: PastRun) -> list[str]:
+    """A note where the run has last computed on another processor, whose bits may be others."""
+    known, here = read_machine(past.folder), numerics.processor()
+    if known is None or known["processor"] == here:
+        return []
+    return [f"the run has computed on {known['processor']}, this is {here}: the bits of both may differ"]
 
 
 # Where it begins ------------------------------------------------------------------------------------------------------
@@ -271,6 +280,7 @@ def _step_otherwise(
     row = again.step(done, observe)
     return (
         _metrics_otherwise(past.metrics[step], metrics_row(step, row), verdict)
+        or _row_otherwise(past, step)
         or _state_otherwise(past, again, step)
         or _weights_otherwise(past, again, step, verdict)
         or (_checkpoint_otherwise(past, again, step, verdict) if step == verdict.step else None)
@@ -309,6 +319,16 @@ def _metrics_otherwise(recorded: Row, found: Row, verdict: Verdict) -> Differenc
     if found["step"] == verdict.step:
         verdict.metrics = {name: recorded[name] for name in names}
     return None
+
+
+def _row_otherwise(past: PastRun, step: int) -> Difference | None:
+    """Its row in metrics.jsonl, an evaluation's numbers included, which a replay does not make again."""
+    found = [one for one in altered(past.folder, step, step - 1) if one.what.endswith("in metrics.jsonl")]
+    return (
+        Difference(what=f"SHA-256 of {found[0].what}", recorded=found[0].recorded, found=found[0].found)
+        if found
+        else None
+    )
 
 
 def _state_otherwise(past: PastRun, again: Again, step: int) -> Difference | None:

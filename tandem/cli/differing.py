@@ -12,7 +12,7 @@ def diff(a: Path, b: Path) -> int:
     found = compare(open_past(a), open_past(b))
     for line in lines(found, str(a), str(b)):
         console.print(line, markup=False)
-    return int(found.parted is not None)
+    return int(found.parted is not None or bool(found.altered))
 
 
 def lines(found: Comparison, a: str, b: str) -> list[str]:
@@ -22,6 +22,9 @@ def lines(found: Comparison, a: str, b: str) -> list[str]:
         told += [f"  {title} {parting.what}: A {parting.a}, B {parting.b}" for parting in partings]
     if found.other_bytes:
         told.append(f"  note: journal files of {len(found.other_bytes)} steps hold equal episodes in different bytes")
+    told += [f"{name} is not as it was written: {one}" for name, one in found.altered]
+    if found.parted is None and found.altered:
+        return [*told, f"NOT known to be equal over {found.steps} steps: restore what is not as it was written"]
     if found.parted is None:
         longer = "" if found.last[0] == found.last[1] else ", all that both have"
         return [*told, f"equal to the last bit over {found.steps} steps{longer}"]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.experts import ExactExperts, ExactRouter
@@ -28,6 +29,7 @@ from tandem.model.lora import Lora, add_adapter, exact_adapted
 from tandem.model.paged import PagedPlan, Runs
 
 EXACT_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SUMS = "SHA256SUMS"  # beside exported weights
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -172,7 +174,22 @@ def load_model(path: str, lora: Lora | None = None, *, head: Literal["tokens", "
     UserError when the model is missing or not exact.
     """
     check_model(path, head=head)
+    _check_sums(Path(path))
     return make_exact(_stock_model(path, head), lora)
+
+
+def _check_sums(folder: Path) -> None:
+    """Raises UserError where weights are not those that were exported; a directory without SHA256SUMS is taken as it is."""
+    if not (folder / SUMS).is_file():
+        return
+    for line in (folder / SUMS).read_text().splitlines():
+        recorded, _, name = line.partition("  ")
+        if name.endswith(".safetensors"):
+            found = file_hash(folder / name) if (folder / name).is_file() else "no such file"
+            if found != recorded:
+                raise UserError("the weights are not those that were exported", where=str(folder / name), found=found,
+                                expected=f"{recorded}, as in {SUMS}",
+                                next=f"export them again; or remove {SUMS} if they were changed on purpose")  # fmt: skip
 
 
 def _stock_model(path: str, head: Literal["tokens", "value"]) -> Any:
