@@ -49,7 +49,7 @@ gpu: $(READY)
 
 # The long proofs; their results are committed under docs/.
 invariants: $(READY)
-	@$(BIN)/python tools/invariants.py
+	@$(BIN)/python tools/invariants.py $(only)
 
 # Faults of every kind, each seen to fire; `make chaos only="checkpoints kills"` runs these sections.
 chaos: $(READY)

@@ -1,8 +1,10 @@
 """Tandem's engine against transformers: same weights, same prompts, same number of sampled tokens, temperature 1.
 
-    python benchmarks/decode.py MODEL_DIR [steady] [ragged] [shared] [exact]      prints one JSON line
+    python benchmarks/decode.py MODEL_DIR [steady] [long] [ragged] [shared] [exact]      prints one JSON line
 
 steady   48 tokens of 1, 8, 32 and 64 prompts of 64 tokens. Decode is the time of 48 tokens less that of one.
+long     the same at a context of 404 to 452 tokens, each sequence in pages that lie anywhere in the cache, as after a while
+         of serving: four page columns, all of them gathered.
 ragged   16 prompts x 8 samples whose lengths differ, the longest about 4 times the mean. `generate` runs the whole batch
          until the longest has ended; `generate_batch` is transformers' own continuous batching. Tokens that were asked for
          count. One round.
@@ -37,24 +39,25 @@ from tandem.engine.pages import PageCache
 from tandem.model.load import ExactModel, load_model
 from tandem.types import Request, SamplingParams
 
-PROMPT, NEW, ROUNDS = 64, 48, 3
+PROMPT, LONG, NEW, ROUNDS = 64, 404, 48, 3
 
 
 def main() -> None:
     path, *parts = sys.argv[1:]
-    stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model = load_model(path)
     prepare_process(Config())
+    model = load_model(path)
+    stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     before = ceilings()
     result = {"bench": "decode", **before, "parameters": sum(p.numel() for p in model.module.parameters())}
     result["head_parameters"] = model.head.weight.numel()
-    sides = {"steady": steady, "ragged": ragged, "shared": shared, "exact": exact}
+    sides = {"steady": steady, "long": long, "ragged": ragged, "shared": shared, "exact": exact}
     for part in parts or list(sides):
         result[part] = sides[part](stock, model)
     for name, after in ceilings().items():  # a machine that others share has better and worse minutes
         result[name] = max(before[name], after)
-    for batch, row in result.get("steady", {}).items():
-        row["floor_tok_s"] = floor(result, model, batch, PROMPT + NEW / 2)
+    for part, prompt in (("steady", PROMPT), ("long", LONG)):
+        for batch, row in result.get(part, {}).items():
+            row["floor_tok_s"] = floor(result, model, batch, prompt + NEW / 2)
     if "shared" in result:
         result["shared"]["floor_s"] = prefill_floor(
             512, parameters=result["parameters"], head=result["head_parameters"], gemm_gflops=result["gemm_gflops"]
@@ -70,6 +73,30 @@ def steady(stock: torch.nn.Module, model: ExactModel) -> dict:
         sides = {"generate": partial(_generate, stock, prompts), "tandem": partial(_tandem, engine, prompts)}
         rows[batch] = decode_speeds(sides, batch)
     return rows
+
+
+def long(stock: torch.nn.Module, model: ExactModel) -> dict:
+    rows = {}
+    for batch in (1, 8, 32):
+        prompts = np.random.default_rng(0).integers(0, 1000, (batch, LONG))
+        engine = engine_of(model)
+        shuffle_pages(engine)
+        sides = {"generate": partial(_generate, stock, prompts), "tandem": partial(_tandem, engine, prompts)}
+        rows[batch] = decode_speeds(sides, batch)
+    return rows
+
+
+def shuffle_pages(engine: Engine) -> None:
+    """Let the cache hand out its pages in random order, and flush to the same."""
+    order = np.random.default_rng(0).permutation(engine.cache.count).tolist()
+    flush = engine.cache.flush
+
+    def shuffled() -> None:
+        flush()
+        engine.cache._free = list(order)
+
+    engine.cache.flush = shuffled  # type: ignore[method-assign]
+    shuffled()
 
 
 def ragged(stock: torch.nn.Module, model: ExactModel) -> dict:

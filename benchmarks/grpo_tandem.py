@@ -1,8 +1,9 @@
 """One GRPO step of Tandem on the work of grpo_trl.py: the real step of loop.py, rewards in workers, journal included.
 
-    python benchmarks/grpo_tandem.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED     one JSON line
+    python benchmarks/grpo_tandem.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED MEMORY     one JSON line
 
-FIXED 1 lets no sequence stop early, so that every step has the same number of tokens.
+FIXED 1 lets no sequence stop early, so that every step has the same number of tokens. MEMORY is "whole" (all samples in one
+microbatch) or "checkpointed" (1,024 tokens at a time, activation checkpointing).
 """
 
 import json
@@ -21,18 +22,21 @@ from tandem.recipe import load_config
 from tandem.stream.recall import Journal
 from tandem.weights.inline import InlineSync
 
-LARGE = ("train.tokens_per_microbatch=1024", "train.activation_checkpointing=true")
+MEMORY = {
+    "whole": ["train.tokens_per_microbatch=1000000"],
+    "checkpointed": ["train.tokens_per_microbatch=1024", "train.activation_checkpointing=true"],
+}
 REWARD = str(Path(__file__).parent.parent / "examples" / "last_number.py") + ":score"
 
 
 def main() -> None:
-    path, data, prompts, group, new, steps, fixed = sys.argv[1:]
+    path, data, prompts, group, new, steps, fixed, memory = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "empty.toml").write_text("")
         config = load_config(Path(folder) / "empty.toml", [
             f"model.path={path}", f"data.train={data}", f"rl.prompts_per_step={prompts}", f"rl.group_size={group}",
             f"rollout.max_new_tokens={new}", "train.learning_rate=1e-6", f"reward.function={REWARD}",
-            *LARGE * ("smollm2" in path),
+            *MEMORY[memory],
         ])  # fmt: skip
         prepare_process(config)
         renderer, models = load_renderer(path), learning_models(config)

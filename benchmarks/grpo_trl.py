@@ -1,8 +1,8 @@
 """The paired baseline: TRL's GRPOTrainer on the same model, prompts, samples and lengths as grpo_tandem.py.
 
-    .cache/bench-venv/bin/python benchmarks/grpo_trl.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED
+    python benchmarks/grpo_trl.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED MEMORY
 
-Runs in an environment of its own (`make bench` makes it), as Tandem does not depend on TRL.
+MEMORY is "whole" (all samples in one batch) or "checkpointed" (8 sequences at a time, gradient checkpointing).
 """
 
 import json
@@ -41,7 +41,9 @@ class StepClock(TrainerCallback):
 
 
 def main() -> None:
-    path, data, prompts, group, new, steps, fixed = sys.argv[1:]
+    path, data, prompts, group, new, steps, fixed, memory = sys.argv[1:]
+    samples = int(prompts) * int(group)
+    at_once = 8 if memory == "checkpointed" else samples
     rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
     chat = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
@@ -51,10 +53,10 @@ def main() -> None:
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), reward_funcs=reward, callbacks=[clock],
         train_dataset=Dataset.from_list(chat), processing_class=tokenizer,
         args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=int(prompts) * int(group), num_generations=int(group),
-            gradient_accumulation_steps=1, max_completion_length=int(new), max_steps=int(steps), learning_rate=1e-6,
+            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=at_once, num_generations=int(group),
+            gradient_accumulation_steps=samples // at_once, max_completion_length=int(new), max_steps=int(steps), learning_rate=1e-6,
             temperature=1.0, beta=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
-            gradient_checkpointing=False, disable_tqdm=True, seed=0, remove_unused_columns=False,
+            gradient_checkpointing=memory == "checkpointed", disable_tqdm=True, seed=0, remove_unused_columns=False,
         ),
     )  # fmt: skip
     if fixed == "1":
@@ -62,7 +64,7 @@ def main() -> None:
     trainer.train()
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
     skip = 2 if int(steps) > 4 else 1
-    tokens = [length * int(prompts) * int(group) for length in lengths]
+    tokens = [length * samples for length in lengths]
     print(json.dumps({
         "bench": "trl", "step_s": statistics.median(clock.seconds[skip:]), "tokens": statistics.median(tokens[skip:]),
         "tokens_per_s": sum(tokens[skip:]) / sum(clock.seconds[skip:]),

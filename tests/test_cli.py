@@ -25,7 +25,7 @@ def tandem(*arguments, cwd):
     """(exit code, stdout, stderr, whether torch was imported)"""
     result = subprocess.run(
         [sys.executable, "-c", ENTRY, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
+        env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
     )  # fmt: skip
     *stderr, torch = result.stderr.splitlines()
     return result.returncode, result.stdout, "\n".join(stderr), torch == "True"

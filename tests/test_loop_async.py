@@ -91,6 +91,34 @@ def test_with_staleness_0_it_is_the_synchronous_loop(tmp_path):
     assert weights_of(ahead) == weights_of(stages)
 
 
+class GappySync(SlowSync):
+    """Its engine does not agree with the trainer on what it sampled, from some version on."""
+
+    gap, first = 1e-7, 2
+
+    def logprob_gap(self):
+        return self.gap if self.engine.weight_version >= self.first else 0.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("gap", [1e-7, float("nan")])
+def test_in_every_step_what_was_sampled_is_held_against_the_trainers_pass_before_it_is_kept(gap, workers, tmp_path):
+    how = config(rollout__staleness=1, rollout__workers=workers)
+    stages = stages_in(tmp_path, how, engine=VersionedEngine(), reward=KeyReward())
+    sync = GappySync(stages.player.engine)
+    sync.gap = gap
+    with rollouts_ahead(replace(stages, sync=sync, exact=True, models=None), STEPS) as ahead:
+        sync.publish(0)
+        ahead.begin(0)
+        for version in (1, 2):  # nothing is learned: the scripted log-probs are no model's
+            ahead.take(version - 1)
+            ahead.publish(version)
+        with pytest.raises(UserError, match=r"(?s)do not agree on a completion just sampled.*rollouts of step 4"):
+            for step in (2, 3):
+                ahead.take(step)
+    assert len(list(tmp_path.glob("train_step_*.parquet"))) == 3  # those before it
+
+
 def test_an_error_of_the_rollouts_reaches_whoever_waits_for_them(tmp_path):
     with pytest.raises(UserError, match="every episode could not be scored"):
         stages = stages_in(

@@ -375,10 +375,10 @@ def score(problem, completion):
 def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
     """The command in a process group of its own, killed once its first batch is there, before the last one is scored."""
     (tmp_path / "held.py").write_text(HELD)
-    values = ["run.threads=1", "rollout.max_new_tokens=6", "rl.prompts_per_step=2", "rl.group_size=2"]
+    values = ["rollout.max_new_tokens=6", "rl.prompts_per_step=2", "rl.group_size=2"]
     values += [f"reward.function={tmp_path}/held.py:score", "reward.timeout_s=600", "--out", str(tmp_path / "e.jsonl")]
     command = [sys.executable, "-m", "tandem", "rollout", "recipe.toml", *values]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=home, env=env, start_new_session=True)
     while process.poll() is None and not (tmp_path / "e.jsonl").exists():
         time.sleep(0.01)

@@ -65,7 +65,7 @@ def test_missing_packages_are_told_with_the_command_that_installs_them(tmp_path)
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_it_says_where_it_serves_and_ends_soon_after_a_signal(model, ending):
     command = [sys.executable, "-c", ENTRY, "serve", str(model), "--port", "0", "--served-name", "m", "--cache-mb", "8"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TANDEM_API_KEY": "k", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "TANDEM_API_KEY": "k", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as it:

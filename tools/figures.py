@@ -156,14 +156,16 @@ def asynchronous() -> list[str]:
     return lines
 
 
-def asynchronous_rows() -> list[str]:
-    """Of README's table."""
-    rows = recorded("asynchronous").get("rows", {}).get("each", {})
-    where = "[docs/determinism.md](docs/determinism.md)"
+Row = tuple[str, str, str, str]  # of README's table: what, figure, machine, page
+
+
+def asynchronous_rows() -> list[Row]:
+    found = recorded("asynchronous")
+    label = "rollouts a step ahead in a worker process, reward half as slow as generation: samples/s against sync"
     return [
-        f"| rollouts a step ahead in a worker process, reward half as slow as generation: samples/s against sync, {base} | "
-        f"{row[f'ratio to sync, {base}']:.2f}x | {where} |"
-        for name, row in rows.items() if name == "async, staleness 1" for base in ("1 thread", "2 threads")
+        (f"{label}, {base}", f"{row[f'ratio to sync, {base}']:.2f}x", found["machine"], "determinism")
+        for name, row in found.get("rows", {}).get("each", {}).items() if name == "async, staleness 1"
+        for base in ("1 thread", "2 threads")
     ]  # fmt: skip
 
 
@@ -176,91 +178,118 @@ SURVIVED = {  # section of docs/chaos.json: what README says of it
 }
 
 
-def chaos_rows() -> list[str]:
-    """Of README's table: what was injected, in all, and what was got over."""
+def chaos_rows() -> list[Row]:
+    """What was injected, in all, and what was got over."""
     rows = []
     for section, label in SURVIVED.items():
-        results = [row for row in recorded("chaos").get(section, {}).get("rows", []) if row["expected"]]
+        found = recorded("chaos").get(section, {})
+        results = [row for row in found.get("rows", []) if row["expected"]]
         if results:
             right, injected = (sum(row[name] for row in results) for name in ("survived", "injected"))
-            rows.append(f"| {label} | {right:,} of {injected:,} | [docs/chaos.md](docs/chaos.md) |")
+            rows.append((label, f"{right:,} of {injected:,}", found["machine"], "chaos"))
     return rows
 
 
-def environment_rows() -> list[str]:
-    """Of README's table."""
+def environment_rows() -> list[Row]:
     learned, rollouts, sandbox = (recorded(name) for name in ("environments", "rollouts", "sandbox"))
-    where, rows = "[docs/environments.md](docs/environments.md)", []
+    at, rows = learned["machine"], []
     for task, label in (("guess", "the guessing game"), ("calculator", "the calculator-tool task")):
         rises = ", ".join(f"{r['before']['reward']:.2f} -> {r['after']['reward']:.2f}" for r in learned[task])
-        rows.append(f"| {label}, 0.9M parameters, held-out reward, three seeds | {rises} | {where} |")
+        rows.append((f"{label}, 0.9M parameters, held-out reward, three seeds", rises, at, "environments"))
     for name, row in rollouts["rows"].items():
         if "64 under way" in name:
-            rows.append(f"| engine batch of 64 full, tools of 0 to 500 ms, {name} | {row['batch']:.0%} | {where} |")
+            label = f"engine batch of 64 full, tools of 0 to 500 ms, {name}"
+            rows.append((label, f"{row['batch']:.0%}", rollouts["machine"], "environments"))
     hostile, escapes = sandbox["escapes"], sum(len(row["escapes"]) for row in sandbox["escapes"])
-    rows.append(f"| hostile programs in the sandbox: escapes; a run, median | {escapes} of {len(hostile)}; "
-                f"{sandbox['times_ms']['run']['median']:.0f} ms | [docs/sandbox.md](docs/sandbox.md) |")  # fmt: skip
-    for row in recorded("storm"):
-        what = f"{row['cost_ms']:g} ms each, timeout {row['timeout_s']:g} s"
-        rows.append(f"| rewards: throughput kept with 10% hostile samples, {what} | {row['throughput_kept']:.0%} | "
-                    "[docs/rewards.md](docs/rewards.md) |")  # fmt: skip
+    figure = f"{escapes} of {len(hostile)}; {sandbox['times_ms']['run']['median']:.0f} ms"
+    return [*rows, ("hostile programs in the sandbox: escapes; a run, median", figure, sandbox["machine"], "sandbox")]
+
+
+def performance_rows() -> list[Row]:
+    results, rows = recorded("performance"), list[tuple[str, str]]()
+    for part, label in (("steady", ""), ("long", ", context of 404, pages shuffled")):
+        for batch, row in results.get("decode", {}).get(part, {}).items():
+            ratio = row["tandem_decode_tok_s"] / row["generate_decode_tok_s"]
+            what = f"decode, SmolLM2-135M, batch {batch}{label}, against transformers `generate`"
+            rows.append((what, f"{ratio:.2f}x"))
+    if "decode" in results:
+        ragged, shared = results["decode"]["ragged"], results["decode"]["shared"]
+        for name in ("generate", "generate_batch"):
+            ratio = ragged[f"{name}_s"] / ragged["tandem_s"]
+            rows.append((f"ragged rollout, 16 prompts x 8 samples, against transformers `{name}`", f"{ratio:.1f}x"))
+        ratio = shared["unshared_s"] / shared["shared_s"]
+        rows.append(("a prompt of 512 tokens shared by 8 samples, to their first tokens", f"{ratio:.1f}x"))
+    if "trainer" in results:
+        ragged, logprobs, adamw = (results["trainer"][name] for name in ("ragged", "logprobs", "adamw"))
+        packed, chunks = ragged["padded_s"] / ragged["packed_s"], logprobs["chunks_mib"] / logprobs["full_mib"]
+        rows.append(("forward + backward, ragged batch, against padded transformers", f"{packed:.1f}x"))
+        rows.append(("log-probs over 49,152 tokens, against full logits", f"{chunks:.0%} of the memory"))
+        ratio = adamw["default_alone_s"] / adamw["tandem_alone_s"]
+        rows.append(("AdamW step, against torch's default", f"{ratio:.1f}x"))
+    steps = {"1M parameters": results["tiny"]} if "tiny" in results else {}
+    for kind, label in (("whole", "all sequences at once"), ("checkpointed", "activation checkpointing")):
+        steps |= {f"SmolLM2-135M, {label} on both sides": results["smollm2"][kind]} if "smollm2" in results else {}
+    for label, r in steps.items():
+        figure = f"{r['step_ratio']:.2f}x the speed, {r['memory_ratio']:.2f}x the memory"
+        rows.append((f"a GRPO step, {label}, against TRL 1.16", figure))
+    return [(what, figure, results["machine"], "performance") for what, figure in rows]
+
+
+def learning_rows() -> list[Row]:
+    learning, rows = recorded("learning"), []
+    rises = [f"{row['after'] - row['before']:+.3f}" for row in learning["demo"]]
+    if "algorithms" in learning:
+        means = {n: sum(r["after"] - r["before"] for r in own) / len(own) for n, own in learning["algorithms"].items()}
+        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+        label = f"{len(means)} algorithms, rise of held-out reward in 30 steps, mean of three seeds"
+        rows.append((label, f"{means[low]:+.3f} (`{low}`) to {means[high]:+.3f} (`{high}`)"))
+    rows.append(("demo, held-out reward, five seeds", ", ".join(rises)))
+    return [(what, figure, learning["machine"], "learning") for what, figure in rows]
+
+
+def invariant_rows() -> list[Row]:
+    found, rows = recorded("invariants"), []
+    if "parity" in found and "lives" in found:
+        gaps = [gap for _, gap in found["parity"]["rows"].values()]
+        label = f"largest gap between engine and trainer log-probs, {len(gaps)} architectures, 1,000 random schedules"
+        rows.append((label, str(max([*gaps, found["lives"]["gap"]])), found["lives"]["machine"], "invariants"))
+    if "cells" in found:
+        cells = found["cells"]["rows"]
+        label = (
+            f"{len(cells)} cells of model shapes and processor switches: the exactness probe says yes and a bit differs"
+        )
+        wrong = sum(
+            (c["says_parity"] and c["gap"] != 0.0) or (c["says_threads"] and not c["threads_agree"]) for c in cells
+        )
+        rows.append((label, str(wrong), found["cells"]["machine"], "invariants"))
+    if "kills" in found:
+        kills = found["kills"]["rows"].values()
+        label = "`kill -9` and a resume with other threads, cores and workers: ends byte-equal"
+        figure = f"{sum(equal for _, equal in kills)} of {sum(hits for hits, _ in kills)}"
+        rows.append((label, figure, found["kills"]["machine"], "invariants"))
     return rows
 
 
 def measured() -> list[str]:
-    rows = []
-    performance = ROOT / "docs" / "performance.json"
-    results = json.loads(performance.read_text()) if performance.exists() else {}
-    source = "[docs/performance.md](docs/performance.md)"
-    for batch, row in results.get("decode", {}).get("steady", {}).items():
-        ratio = row["tandem_decode_tok_s"] / row["generate_decode_tok_s"]
-        rows.append(
-            f"| decode, SmolLM2-135M, batch {batch}, against transformers `generate` | {ratio:.2f}x | {source} |"
-        )
-    if "ragged" in results.get("decode", {}):
-        ragged, shared = results["decode"]["ragged"], results["decode"]["shared"]
-        for name in ("generate", "generate_batch"):
-            ratio = ragged[f"{name}_s"] / ragged["tandem_s"]
-            rows.append(
-                f"| ragged rollout, 16 prompts x 8 samples, against transformers `{name}` | {ratio:.1f}x | {source} |"
-            )
-        ratio = shared["unshared_s"] / shared["shared_s"]
-        rows.append(f"| a prompt of 512 tokens shared by 8 samples, to their first tokens | {ratio:.1f}x | {source} |")
-    if "trainer" in results:
-        ragged, logprobs, adamw = (results["trainer"][name] for name in ("ragged", "logprobs", "adamw"))
-        packed, chunks = ragged["padded_s"] / ragged["packed_s"], logprobs["chunks_mib"] / logprobs["full_mib"]
-        rows.append(f"| forward + backward, ragged batch, against padded transformers | {packed:.1f}x | {source} |")
-        rows.append(f"| log-probs over 49,152 tokens, against full logits | {chunks:.0%} of the memory | {source} |")
-        rows.append(
-            f"| AdamW step, against torch's default | {adamw['default_alone_s'] / adamw['tandem_alone_s']:.1f}x | {source} |"
-        )
-    for name, label in (("tiny", "1M parameters"), ("smollm2", "SmolLM2-135M")):
-        if name in results:
-            r = results[name]
-            speed = min(r["speed_ratio"], r["step_ratio"])
-            figure = f"{speed:.2f}x the speed, {r['memory_ratio']:.2f}x the memory"
-            rows.append(f"| a GRPO step, {label}, against TRL 1.16 | {figure} | {source} |")
-    learning = json.loads((ROOT / "docs" / "learning.json").read_text())
-    rises = [f"{row['after'] - row['before']:+.3f}" for row in learning["demo"]]
-    where = "[docs/learning.md](docs/learning.md)"
-    if "algorithms" in learning:
-        means = {n: sum(r["after"] - r["before"] for r in own) / len(own) for n, own in learning["algorithms"].items()}
-        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-        rows.append(f"| {len(means)} algorithms, rise of held-out reward in 30 steps, mean of three seeds | "
-                    f"{means[low]:+.3f} (`{low}`) to {means[high]:+.3f} (`{high}`) | {where} |")  # fmt: skip
-    rows.append(f"| demo, held-out reward, five seeds | {', '.join(rises)} | {where} |")
-    if (ROOT / "docs" / "invariants.md").exists():
-        text = (ROOT / "docs" / "invariants.md").read_text()
-        gaps = re.findall(r"\| (\w+) \| \d+ \| [\d,]+ \| ([\d.e+-]+) \|", text)
-        worst = max(float(gap) for _, gap in gaps)
-        lives = re.search(r"([\d,]+) random schedules", text)
-        of = f"{len(gaps)} architectures" + (f", {lives[1]} random schedules" if lives else "")
-        if lives:
-            worst = max(worst, float(re.findall(r"\*\*largest log-prob gap\*\* \| \*\*([\d.e+-]+)\*\*", text)[0]))
-        rows.append(f"| largest gap between engine and trainer log-probs, {of} | {worst} | "
-                    "[docs/invariants.md](docs/invariants.md) |")  # fmt: skip
-    rows += environment_rows() + asynchronous_rows() + chaos_rows()
-    return [*rows, "| anything on a GPU | not measured | |"]
+    """README's table."""
+    rows = [
+        *performance_rows(),
+        *learning_rows(),
+        *invariant_rows(),
+        *environment_rows(),
+        *asynchronous_rows(),
+        *chaos_rows(),
+    ]
+    lines = ["| what | figure | processor | where |", "|---|---|---|---|"]
+    lines += [f"| {w} | {f} | {processor(m)} | [docs/{page}.md](docs/{page}.md) |" for w, f, m, page in rows]
+    return [*lines, "| anything on a GPU | not measured | | |"]
+
+
+def processor(machine: str) -> str:
+    """ "Intel(R) Xeon(R) Processor 6/167, AVX512, MKL_CBWR=...; 2 cores, ..." -> "Intel Xeon 6/167, AVX512"."""
+    name = machine.partition(";")[0].partition(", 2 cores")[0]
+    name = re.sub(r", \w+=[\w,]+(?=,|$)", "", name.replace("(R)", "").replace(" Processor", ""))
+    return re.sub(r" \((AVX\w+)\)", r", \1", name)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
       SIGKILL, to the driver or to its group     rollout workers, reward processes and guard end by themselves
     within LEAVE_S no process of it lives
     the same command; every other run is killed a second time; then it ends
-    same bytes, nothing half written
+    same bytes, nothing half written; begun with the default thread count, 1 or 2, and gone on with another one
 
 Right is: weights, optimizer, metrics, ledger, every file of episodes and the exported model are those of the undisturbed run.
 A kill counts when the exit code of a process that was alive is -9.
@@ -44,10 +44,11 @@ from tests.invariants.kills import Forks, end_with_parent, fingerprint, output, 
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = 25  # killed, of each kind
-LANES = 2  # kinds at a time
+LANES = 1  # kinds at a time; a run has as many threads as there are cores
 SEED = 0
 STEPS = 5
-SHORT = ["run.save_every=2", "eval.every=3", "run.threads=1"]
+SHORT = ["run.save_every=2", "eval.every=3"]
+THREADS = ([], ["run.threads=1"], ["run.threads=2"])  # in turns, where a run begins and where it goes on
 LEAVE_S = 5.0  # for what a killed driver leaves to end by itself
 HANG_S = 300.0  # a run of seconds that takes so long hangs
 TRIES = 8  # moments drawn until one strikes a live run
@@ -148,17 +149,18 @@ class Killer:
         random = np.random.default_rng([SEED, *self.name.encode(), number])
         folder = self.place / f"run_{number}"
         try:
+            begins, goes_on = (replace(whole, command=[*whole.command, *THREADS[(number + n) % 3]]) for n in (0, 1))
             for _ in range(TRIES):
-                if self.kill(whole, folder, random.uniform(0, whole.seconds), group=number % 2 == 0):
+                if self.kill(begins, folder, random.uniform(0, whole.seconds), group=number % 2 == 0):
                     break
                 shutil.rmtree(folder)  # it had ended before
             else:
                 return False, f"no kill within {whole.seconds:.1f} s struck a live run"
             wrong = left(self.standing, None)
             if number % 2 and not wrong:
-                self.again += self.kill(whole, folder, random.uniform(0, whole.seconds), group=number % 4 == 1)
+                self.again += self.kill(goes_on, folder, random.uniform(0, whole.seconds), group=number % 4 == 1)
                 wrong = left(self.standing, None)
-            wrong = wrong or ended(self.forks.start(whole.command, folder), folder)
+            wrong = wrong or ended(self.forks.start(goes_on.command, folder), folder)
             return True, wrong or left(self.standing, folder) or differs(whole.bytes, fingerprint(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -209,7 +211,7 @@ def _alive(standing: Sequence[int]) -> list[Process]:
 def adopting_forks() -> tuple[Forks, list[int]]:
     """What starts runs, and the processes that stand from now on. Orphans of a run become this process's children."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     forks = Forks()
     forkserver.ensure_running()
     return forks, [process.pid for process in descendants(os.getpid())]

@@ -347,7 +347,7 @@ def _run(command: list[str], folder: Path, out: Path, temporary: Path, mark: str
     with out.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ.update({MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    os.environ.update({MARK: mark, "TMPDIR": str(temporary), "HF_HUB_OFFLINE": "1"})
     tempfile.tempdir = None  # so that TMPDIR is looked up again
     sys.argv = ["tandem", *command[3:], f"run.folder={folder}"]
     entry()

@@ -40,7 +40,8 @@ COUNTS = (1, 2, 4)
 KINDS = ("one-step-off", "partial")  # of tests/invariants/kills.py
 SEED = 0
 STEPS = 10
-SHORT = ["run.save_every=2", "eval.every=5", "run.threads=1"]
+SHORT = ["run.save_every=2", "eval.every=5"]
+THREADS = ([], ["run.threads=1"], ["run.threads=2"])  # in turns; the inline run has the default
 
 PASS_S = 0.004  # a worker sleeps up to so long between two passes
 STOP_S, GAP_S = (0.01, 0.3), (0.05, 0.4)  # one is stopped for, and after
@@ -106,13 +107,15 @@ class Player:
         for kind, number in product(KINDS, range(runs)):
             told, name = self.place / "told", f"asleep {number}"
             told.write_bytes(b"")
-            wrong = self.finish(kind, name, "rollout.workers=2", first=be_disturbed, args=(number, str(told)))
+            wrong = self.finish(
+                kind, name, "rollout.workers=2", *THREADS[number % 3], first=be_disturbed, args=(number, str(told))
+            )
             yield bool(told.stat().st_size), wrong or self.differs(kind, name)
 
     def counts(self) -> Iterator[Case]:
-        for count in COUNTS:
+        for number, count in enumerate(COUNTS):
             name = f"with {count}"
-            wrong = self.finish(KINDS[0], name, f"rollout.workers={count}")
+            wrong = self.finish(KINDS[0], name, f"rollout.workers={count}", *THREADS[number])
             yield True, wrong or self.differs(KINDS[0], name)
 
     def changes(self) -> Iterator[Case]:
@@ -120,8 +123,8 @@ class Player:
         for kind, ends in zip(KINDS, [(signal.SIGTERM, signal.SIGKILL), (signal.SIGKILL, signal.SIGTERM)], strict=True):
             fired = True
             rows = sorted(self.random.choice(np.arange(2, STEPS), 2, replace=False).tolist())
-            for count, row, end in zip((1, 4), rows, ends, strict=True):
-                fired = self.end_at(row, end, kind, f"rollout.workers={count}") and fired
+            for number, (count, row, end) in enumerate(zip((1, 4), rows, ends, strict=True)):
+                fired = self.end_at(row, end, kind, f"rollout.workers={count}", *THREADS[number]) and fired
             wrong = self.finish(kind, "changing", "rollout.workers=2")
             yield fired, wrong or self.differs(kind, "changing")
 

@@ -145,7 +145,7 @@ class Soak:
         self.process = self._popen(self.folder, "rollout.workers=2")
 
     def _popen(self, folder: Path, *more: str) -> subprocess.Popen[bytes]:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
         command = [*self.command, *more, f"run.folder={folder}"]
         with self.out.open("ab") as out:
             return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)

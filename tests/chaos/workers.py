@@ -43,7 +43,8 @@ FAULTS = 17  # in each schedule: each way in each state, and one more
 A_RUN = 6  # faults in one run
 STEPS = 12
 SEED = 0
-SHORT = ["run.save_every=4", "eval.every=6", "run.threads=1", "rollout.restarts=1000"]
+SHORT = ["run.save_every=4", "eval.every=6", "rollout.restarts=1000"]
+THREADS = ([], ["run.threads=1"], ["run.threads=2"])  # of the runs in turns; the undisturbed one has the default
 STRUCK = ["rollout.workers=2", "run.stall_s=12"]  # a worker is silent after 6 s
 
 SCHEDULES = {"staleness 0": "train", "staleness 1": "one-step-off", "partial rollouts": "partial"}  # kinds of kills.py
@@ -89,7 +90,10 @@ class Striker:
         expected, plan = fingerprint(inputs / "whole"), planned(name, faults)
         for first in range(0, len(plan), A_RUN):
             yield from self.run(
-                f"{name}, faults from {first}", [*command, *STRUCK], plan[first : first + A_RUN], expected
+                f"{name}, faults from {first}",
+                [*command, *STRUCK, *THREADS[first // A_RUN % 3]],
+                plan[first : first + A_RUN],
+                expected,
             )
 
     def run(self, name: str, command: list[str], plan: list[Fault], expected: dict[str, str]) -> Iterator[Case]:

@@ -90,6 +90,9 @@ class LightEngine:
             self.sample(running)
         return before
 
+    def logprob_gap(self):
+        return {"gap": 1e-6, "no number": float("nan")}.get(self.fault, 0.0)
+
     def sample(self, running):
         request, at = running.request, len(running.tokens)
         place = f"{self.weights} {request.key} {request.drawn + at} {request.prompt.tolist()}"

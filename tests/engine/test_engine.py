@@ -1,5 +1,6 @@
 """The engine: how sequences end, what is shared, what is refused, and that a request's result is its own."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -230,3 +231,45 @@ def test_many_sequences_that_end_at_once_all_leave():
     assert [len(c.tokens) for c in completions] == [1, 2] * 10
     assert all(0 <= t < VOCAB for c in completions for t in c.tokens)
     assert any(facts(a) != facts(b) for a, b in pairwise(completions))
+
+
+def test_a_completion_has_no_gap_to_the_trainers_pass_whatever_its_sampling_and_length():
+    engine = engine_of()
+    assert engine.logprob_gap() == 0.0 and engine._to_check is None
+    for number, one in enumerate(mixed_requests()):
+        engine.apply(number)
+        engine.generate([one, *mixed_requests(number % 3)])
+        assert engine._to_check is not None and engine.logprob_gap() == 0.0
+
+
+def test_which_completion_is_checked_depends_on_the_addresses_alone_and_on_this_version_only():
+    requests = mixed_requests()
+    checked = set()
+    for batch in (1, 3, 64):
+        engine = engine_of(max_batch=batch)
+        engine.generate(requests[batch % 3 :] + requests[: batch % 3])
+        checked.add(engine._to_check.request.key)
+    assert checked == {min(r.key for r in requests)}
+    engine.apply(1)
+    assert engine.logprob_gap() == 0.0 and engine._to_check is None
+
+
+def test_a_logprob_that_is_not_the_trainers_is_seen():
+    engine = engine_of()
+    engine.generate(mixed_requests())
+    engine._to_check.logprobs[-1] += 1e-6
+    assert 0 < engine.logprob_gap() < 1e-5
+    engine._to_check.logprobs[-1] = float("nan")
+    assert np.isnan(engine.logprob_gap())
+
+
+def test_of_a_completion_that_had_paused_only_the_tokens_of_these_weights_are_compared():
+    model = exact_model("qwen3", seed=5)
+    engine = engine_of(model)
+    [begun] = engine.generate([replace(request(max_new_tokens=20), pause_after=7)])
+    with torch.no_grad():
+        model.head.weight.mul_(1.5)
+    engine.apply(1)
+    [whole] = engine.generate([replace(request(max_new_tokens=20), begun=begun)])
+    assert whole.weight_versions.tolist() == [0] * 7 + [1] * 13
+    assert engine.logprob_gap() == 0.0

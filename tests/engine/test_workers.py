@@ -394,6 +394,26 @@ def real(tmp_path_factory):
     shared.close()
 
 
+@pytest.mark.parametrize(("fault", "gap"), [("none", 0.0), ("gap", 1e-6), ("no number", np.nan)])
+def test_the_largest_gap_of_all_workers_is_told(fault, gap):
+    with odd_workers(fault=fault) as workers:
+        run(workers, groups(3))
+        np.testing.assert_equal(workers.logprob_gap(), gap)
+        run(workers, groups(2))
+
+
+def test_a_worker_that_is_lost_while_it_checks_has_nothing_to_say():
+    with odd_workers(restarts=1) as workers:
+        run(workers, groups(3))
+        os.kill(workers.status()[0].pid, signal.SIGSTOP)
+        killer = threading.Timer(0.3, os.kill, (workers.status()[0].pid, signal.SIGKILL))
+        killer.start()
+        assert workers.logprob_gap() == 0.0
+        killer.join()
+        assert workers.restarted == 1
+        run(workers, groups(2))
+
+
 def every_kind():
     """Groups under every sampling setting, a turn that goes on, and prompts that share a beginning."""
     kinds = [
@@ -437,6 +457,13 @@ def test_workers_give_the_bits_of_the_inline_engine_also_with_new_weights_and_wh
     assert [bits(c, text=True) for c in run(workers, going_on)] == [
         bits(c, text=True) for c in engine.generate(going_on)
     ]
+
+
+def test_every_worker_holds_a_completion_of_its_own_against_the_trainers_pass(real):
+    workers, _, _ = real
+    assert workers.logprob_gap() == 0.0
+    run(workers, every_kind())
+    assert workers.logprob_gap() == 0.0
 
 
 def test_weights_that_are_not_the_trainers_are_found_by_name(real):

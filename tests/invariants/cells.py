@@ -134,6 +134,12 @@ def run(number: int, chosen: list[int], timeout_s: float = 3600) -> list[dict[st
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def is_false_yes(cell: dict[str, Any], measured: bool = False) -> bool:
+    """Whether the probe says that something is exact which is not; measured: what it would say without knowing MKL's mode."""
+    parity, threads = (cell[f"{'measured' if measured else 'says'}_{name}"] for name in ("parity", "threads"))
+    return bool((parity and cell["gap"] != 0.0) or (threads and not cell["threads_agree"]))
+
+
 # In the process of the switches -------------------------------------------------------------------------------------
 
 

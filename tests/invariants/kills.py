@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess as Fork
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ RECIPE = """
 [run]
 steps = {steps}
 save_every = 3
-threads = 1
 [rollout]
 max_new_tokens = 12
 [rl]
@@ -131,13 +130,17 @@ def pair(number: int) -> str:
     return json.dumps({"prompt": f"What is {number} + 0?", **answers})
 
 
-def run(command: list[str], folder: Path, kill_after_s: float | None = None) -> tuple[int, float]:
-    """(exit code, seconds); with kill_after_s the whole process group is killed with SIGKILL at that moment."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def run(
+    command: list[str], folder: Path, kill_after_s: float | None = None, *, place: Sequence[str] = ()
+) -> tuple[int, float]:
+    """(exit code, seconds); with kill_after_s the whole process group is killed with SIGKILL at that moment.
+
+    place: what stands before the command line, e.g. "taskset", "-c", "0".
+    """
     start = time.perf_counter()
     process = subprocess.Popen(
-        [*command, f"run.folder={folder}"],
-        env=env,
+        [*place, *command, f"run.folder={folder}"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,

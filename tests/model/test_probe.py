@@ -1,0 +1,110 @@
+"""The probe: yes where a prepared process is exact, no where something is not, whatever it is."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tandem.model.linear import ExactLinear
+from tandem.model.load import make_exact
+from tandem.model.probe import PACKED_ROWS, ROWS, probe
+from tandem.model.trial import Schedule, random_model, threads_of
+from tests.invariants import cells
+from tests.invariants.parity import CONFIGS
+from tests.invariants.parity import random_model as model_of
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_finds_nothing_where_engine_and_trainer_agree(name, seed):
+    found = probe(model_of(name), seed)
+    assert (found.parity, found.threads) == ([], [])
+
+
+class Odd(ExactLinear):
+    """Another last bit where the rows are of a certain number, as another kernel would give."""
+
+    rows = 0
+
+    def forward(self, x):
+        out = super().forward(x)
+        return torch.nextafter(out, out + 1) if len(x) == self.rows else out
+
+
+@pytest.mark.parametrize("rows", [4, 32])
+def test_a_linear_that_takes_another_kernel_for_some_rows_is_named(rows):
+    model = model_of("qwen3")
+    odd = Odd(nn.Parameter(torch.randn(97, 96)))
+    odd.rows, model.head = rows, odd
+    assert probe(model).parity == [f"linear 96 -> 97: {rows} rows"]
+
+
+def test_every_row_count_that_is_said_to_be_tried_is():
+    assert {*range(1, 9), 20, 28, 32, 64, *range(255, 261)} == set(ROWS) and PACKED_ROWS > 512
+
+
+def test_the_random_model_has_the_shapes_of_the_model_and_every_kind_of_its_layers():
+    config = CONFIGS["qwen2"]()
+    config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 40, 1
+    config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
+    model = make_exact(AutoModelForCausalLM.from_config(config))
+    small = random_model(model.config, seed=3)
+    assert small.heads == model.heads and [layer.window for layer in small.module.model.layers] == [None, 40]
+    assert (
+        small.module.model.layers[0].mlp.down_proj.weight.shape
+        == model.module.model.layers[0].mlp.down_proj.weight.shape
+    )
+    assert all(parameter.std() > 0.005 for parameter in small.module.parameters() if parameter.numel() > 1)
+
+
+def test_a_schedule_is_another_one_for_another_seed_and_its_passes_agree():
+    model = random_model(CONFIGS["llama"](), seed=0)
+    one, other = Schedule(model, 1), Schedule(model, 2)
+    assert (one.prefix, one.own) != (other.prefix, other.own)
+    logprobs, gradients = one.packed()
+    assert torch.equal(one.paged((1, 2)), logprobs) and torch.equal(one.paged((1,)), logprobs)
+    assert len(gradients) == len(list(model.module.parameters())) and all(g.abs().sum() > 0 for g in gradients.values())
+
+
+def test_a_schedule_shows_an_attention_that_depends_on_the_chunks():
+    """Witness: a plan that rounds otherwise for single tokens is seen."""
+    model = random_model(CONFIGS["llama"](), seed=0)
+    plan = model.paged_plan
+
+    def odd(keys, values, runs):
+        made = plan(keys, values, runs)
+        attend = made.attend
+        made.attend = lambda *how: (
+            torch.nextafter(out := attend(*how), out + 1) if (runs.counts == 1).any() else attend(*how)
+        )
+        return made
+
+    model.paged_plan = odd
+    schedule = Schedule(model, 0)
+    assert not torch.equal(schedule.paged((1,)), schedule.packed()[0])
+
+
+def test_threads_are_as_before_afterwards():
+    before = torch.get_num_threads()
+    with pytest.raises(ArithmeticError), threads_of(before + 1):
+        raise ArithmeticError
+    assert torch.get_num_threads() == before
+
+
+SMALL = {  # name of the switches: shapes, by parts of their names
+    ("default", True): ("1 x 2 heads of 128", "7 x 1 heads of 48"),
+    ("all at AVX2", True): ("1 x 2 heads of 128",),
+    ("all at AVX2", False): ("2 x 1 heads of 80",),
+}
+
+
+@pytest.mark.parametrize("switches", SMALL, ids=str)
+def test_it_never_says_yes_where_a_bit_differs(switches):
+    """A part of `make invariants`: other processors, as far as this one can be another."""
+    number = next(n for n, one in enumerate(cells.switches()) if (one.name, one.strict, one.threads) == (*switches, 2))
+    chosen = [n for n, shape in enumerate(cells.shapes()) if shape.name in SMALL[switches]]
+    found = cells.run(number, chosen)
+    assert len(found) == len(SMALL[switches])
+    assert [cell["shape"] for cell in found if cells.is_false_yes(cell)] == []
+    if switches == ("default", True):
+        assert all(cell["says_parity"] and cell["says_threads"] for cell in found)
