@@ -54,7 +54,8 @@ def main() -> None:
         train_dataset=Dataset.from_list(chat), processing_class=tokenizer,
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(), per_device_train_batch_size=at_once, num_generations=int(group),
-            gradient_accumulation_steps=samples // at_once, max_completion_length=int(new), max_steps=int(steps), learning_rate=1e-6,
+            gradient_accumulation_steps=samples // at_once, max_completion_length=int(new), max_steps=int(steps),
+            learning_rate=1e-6,
             temperature=1.0, beta=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
             gradient_checkpointing=memory == "checkpointed", disable_tqdm=True, seed=0, remove_unused_columns=False,
         ),

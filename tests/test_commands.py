@@ -15,8 +15,10 @@ from tandem.build import input_hashes
 from tandem.checkpoint import step_name
 from tandem.cli.main import app
 from tandem.config import Config, Reward
+from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.metrics import read_metrics
+from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tests.invariants.kills import prepare
 from tests.test_cli import assert_is_a_users_error, tandem
@@ -159,6 +161,24 @@ def test_an_adapter_is_exported_alone_and_peft_makes_the_merged_model_of_it(adap
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS).logits, stock_logits(target), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(stock_logits(home / "model"), stock_logits(target), atol=1e-3)
+
+
+def test_exported_weights_have_hashes_and_a_flipped_byte_is_found_when_they_are_loaded(adapted, tmp_path):
+    _, _, target = adapted
+    copy = tmp_path / "copy"
+    shutil.copytree(target, copy)
+    sums = dict(reversed(line.split("  ")) for line in (copy / "SHA256SUMS").read_text().splitlines())
+    assert sums.keys() == {path.name for path in copy.iterdir()} - {"SHA256SUMS"}
+    assert sums == {name: file_hash(copy / name) for name in sums}
+    (copy / "README.md").write_text("my own words")
+    load_model(str(copy))
+    data = bytearray((copy / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match=r"(?s)not those that were exported.*model\.safetensors"):
+        load_model(str(copy))
+    (copy / "SHA256SUMS").unlink()
+    load_model(str(copy))
 
 
 def test_an_adapter_is_exported_to_a_place_of_its_own_and_only_from_a_run_that_has_one(adapted, home, tmp_path):

@@ -177,3 +177,22 @@ def test_what_parts_two_episodes_first_is_named(change, what, a, b):
     found = episode_part(one, replace(one, **change))
     assert found.what.endswith(what) and (found.a, found.b) == (a, b)
     assert episode_part(one, replace(one)) is None
+
+
+def test_a_run_whose_files_were_changed_is_never_equal(tmp_path, capsys):
+    """Also where the ledger says what it said before."""
+    run = past_run("ema")
+    for name, place in (("episodes", tmp_path / "a"), ("metrics", tmp_path / "b"), ("evaluation", tmp_path / "c")):
+        place.mkdir()
+        copy = copy_of(run, place)
+        if name == "episodes":
+            rewrite(copy, 2, lambda row, at, e: replace(e, reward=e.reward + 1) if (row, at) == (0, 0) else e)
+        elif name == "metrics":
+            edit(copy / "metrics.jsonl", '"step": 3', '"step": 3, "else": 1')
+        else:
+            path = next((copy / "episodes").glob("eval_sampled_step_000004.parquet"))
+            path.write_bytes(path.read_bytes() + b" ")
+        for pair in ((run, copy), (copy, run), (copy, copy)):
+            assert diff(*pair) == 1
+            told = capsys.readouterr().out
+            assert "is not as it was written: " in told and "equal to the last bit" not in told

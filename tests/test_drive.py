@@ -1,11 +1,13 @@
 """The driver: what it does when steps go bad, and what a resumed run knows of the steps before; a fake job, a real folder."""
 
+import json
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tandem.config import Config
+from tandem.disk import file_hash
 from tandem.drive import Job, drive
 from tandem.errors import UserError
 from tandem.metrics import read_metrics
@@ -165,3 +167,38 @@ def test_ctrl_c_saves_the_last_step_that_is_done_and_the_run_goes_on_from_it(scr
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
     assert (tmp_path / "run/ledger.jsonl").read_bytes() == (tmp_path / "whole/ledger.jsonl").read_bytes()
     assert again.memory == whole.memory
+
+
+def kept(folder, step):
+    """A row of the ledger is the hash of this file's bytes, as of episodes that a step had."""
+    (folder / "episodes").mkdir(exist_ok=True)
+    path = folder / "episodes" / f"train_step_{step:06d}.parquet"
+    path.write_bytes(b"episodes")
+    rows = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    rows[step]["episodes"] = file_hash(path)
+    (folder / "ledger.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_a_resume_refuses_a_changed_row_of_an_earlier_step_and_names_it(tmp_path):
+    with pytest.raises(Killed):
+        ran(tmp_path, "...K..")
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"step": 1, "reward": 1.0', '"step": 1, "reward": 2.0'))
+    text = metrics.read_text()
+    with pytest.raises(UserError, match=r"(?s)not as it was written.*the row of step 1 in metrics.jsonl"):
+        ran(tmp_path, "......")
+    assert metrics.read_text() == text
+
+
+def test_a_resume_refuses_changed_episodes_and_tells_of_missing_ones(tmp_path):
+    with pytest.raises(Killed):
+        ran(tmp_path, "...K..")
+    path = kept(tmp_path, 2)
+    path.write_bytes(b"Episodes")
+    with pytest.raises(UserError, match=r"(?s)not as it was written.*episodes/train_step_000002.parquet"):
+        ran(tmp_path, "......")
+    path.unlink()
+    assert ran(tmp_path, "......").memory[-1] == "good 5"
+    told = (tmp_path / "log.txt").read_text()
+    assert "no longer there, of steps before the checkpoint: episodes/train_step_000002.parquet" in told

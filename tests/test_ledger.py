@@ -9,7 +9,8 @@ import pytest
 from tandem.config import Config
 from tandem.disk import file_hash
 from tandem.errors import UserError
-from tandem.ledger import holds, open_past, read_step, require_step
+from tandem.ledger import altered, holds, open_past, read_step, require_step
+from tandem.metrics import MetricsWriter
 from tandem.recipe import to_toml
 from tandem.stream.journal import write_episodes
 from tandem.types import Episode, Group, Problem
@@ -117,3 +118,57 @@ def test_inputs_are_those_of_the_newest_checkpoint_that_can_be_read(run):
 def test_the_hash_of_a_file_is_what_sha256sum_prints(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
     assert file_hash(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """Two steps as a run keeps them; the second with an evaluation."""
+    with MetricsWriter(tmp_path, 0) as writer:
+        for step in (0, 1, 2):
+            files = [write_episodes(tmp_path / "episodes", step, [a_group("a")])] if step else []
+            ledger = {"weights": "w", "episodes": file_hash(files[0]) if files else ""}
+            if step == 2:
+                ledger["eval_greedy"] = file_hash(
+                    write_episodes(tmp_path / "episodes", 2, [a_group("b")], "eval_greedy")
+                )
+            writer.write(step, {"reward": 0.5 * step}, {}, ledger)
+    return tmp_path
+
+
+def test_a_folder_that_is_as_it_was_written_has_nothing_altered(kept):
+    assert altered(kept, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("train_step_000001", 1), ("train_step_000002", 2), ("eval_greedy_step_000002", 2)],
+)
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_changed_or_missing_file_of_any_step_is_named(kept, name, step, gone):
+    name = f"episodes/{name}.parquet"
+    path = kept / name
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    if gone:
+        path.unlink()
+    [found] = altered(kept, 2)
+    assert (found.step, found.what) == (step, name) and (found.found == "") == gone
+    assert altered(kept, 2, after=step) == [] and name in str(found)
+
+
+def test_a_changed_or_missing_row_of_the_metrics_or_of_the_ledger_is_named(kept):
+    for name, old, new, what in (
+        ("metrics.jsonl", '"reward": 0.5', '"reward": 0.6', "the row of step 1 in metrics.jsonl"),
+        ("metrics.jsonl", '{"step": 1, "reward": 0.5}\n', "", "the row of step 1 in metrics.jsonl"),
+        ("ledger.jsonl", '"step": 1', '"step": 7', "the row of step 1 in ledger.jsonl"),
+    ):
+        text = (kept / name).read_text()
+        assert old in text
+        (kept / name).write_text(text.replace(old, new))
+        assert [one.what for one in altered(kept, 2)] == [what]
+        (kept / name).write_text(text)
+
+
+def test_a_run_without_a_ledger_is_taken_as_it_is(kept):
+    (kept / "ledger.jsonl").unlink()
+    assert altered(kept, 2) == []

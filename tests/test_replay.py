@@ -254,3 +254,21 @@ def test_the_commands_of_the_command_line_tell_by_their_exit_code(tmp_path):
     assert runner.invoke(app, ["replay", str(run), "--step", "4"]).exit_code == 0
     assert runner.invoke(app, ["diff", str(run), str(other)]).exit_code == 1
     assert isinstance(runner.invoke(app, ["why", str(run), "--episode", "x"]).exception, UserError)
+
+
+def test_a_changed_number_of_an_evaluation_is_told_though_no_replay_makes_it_again(tmp_path):
+    run = copy_of(past_run("ema"), tmp_path)
+    value = read_metrics(run)[4]["eval/sampled"]
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines[4] = lines[4].replace(f'"eval/sampled": {value}', f'"eval/sampled": {value + 0.5}')
+    (run / "metrics.jsonl").write_text("".join(lines))
+    assert read_metrics(run)[4]["eval/sampled"] == value + 0.5
+    assert first_difference(run, 4).what == "SHA-256 of the row of step 4 in metrics.jsonl"
+
+
+def test_a_run_of_another_processor_is_told_by_its_name(tmp_path):
+    run = copy_of(past_run("ema"), tmp_path)
+    edit(run / "machine.json", json.loads((run / "machine.json").read_text())["processor"], "an abacus")
+    verdict = again(run, 2)
+    assert verdict.difference is None
+    assert [note for note in verdict.notes if "has computed on an abacus, this is " in note]

@@ -1,9 +1,14 @@
 """P2: a killed run, started again by the same command, ends with the same bytes as one that was never stopped."""
 
+import os
+import shutil
+import subprocess
+
 import numpy as np
 import pytest
 
 from tandem.metrics import read_metrics
+from tandem.recipe import load_config
 from tests.invariants.kills import Forks, fingerprint, interrupted, prepare, run
 
 STEPS = 5  # a checkpoint after 3; the kill at the row of step 4 costs a step that had been told
@@ -77,3 +82,25 @@ def test_a_kill_while_rollouts_are_ahead_leaves_no_trace_whoever_rolls_out(kind,
     assert forks.run(killed, tmp_path / "killed", kill_at_row=STEPS - 1) != 0
     assert forks.run(killed, tmp_path / "killed") == 0
     assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "whole")
+
+
+needs_taskset = pytest.mark.skipif(not shutil.which("taskset"), reason="no taskset here")
+ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if hasattr(os, "sched_getaffinity") else ()
+
+
+@needs_taskset
+def test_a_run_that_goes_on_with_other_cores_threads_and_workers_ends_with_the_same_bytes_and_replays(tmp_path):
+    """With as many threads as there are cores, as a user has it: nothing here pins them."""
+    command = [*prepare(tmp_path, steps=4, command="one-step-off"), "run.save_every=2", "eval.every=0"]
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    _, seconds = run([*command, "rollout.workers=0"], whole)
+    for part in (0.8, 0.7, 0.6, 0.9):  # the kill may come before the first step, but not after the last one
+        shutil.rmtree(moved, ignore_errors=True)
+        if run([*command, "rollout.workers=1"], moved, part * seconds)[0]:
+            break
+    run([*command, "rollout.workers=2"], moved, place=ONE_CORE)
+    assert fingerprint(moved) == fingerprint(whole)
+    assert load_config(moved / "config.toml", []).run.threads == load_config(whole / "config.toml", []).run.threads
+    replay = [*ONE_CORE, *command[:3], "replay", str(moved), "--step", "3"]
+    told = subprocess.run(replay, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert told.returncode == 0 and f"equal: step 3 of {moved}" in told.stdout.replace("\n", "")
