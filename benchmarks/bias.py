@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
+from tandem import numerics  # noqa: E402
 from tandem.rl.advantages import rloo  # noqa: E402
 from tandem.rl.corrections import Correction, correction, sequence_errors  # noqa: E402
 from tandem.rl.losses import ppo_clip, reinforce  # noqa: E402
@@ -86,7 +87,7 @@ ROWS: dict[str, Losses] = {
 
 
 def main() -> int:
-    torch.set_num_threads(1)  # tensors are tiny: a second thread only waits
+    numerics.prepare(threads=1)  # tensors are tiny: a second thread only waits
     (ROOT / "docs" / "bias.md").write_text(document(measure_all()))
     return 0
 

@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT)]
 
 import machine  # noqa: E402
 
+from tandem import numerics  # noqa: E402
 from tandem.config import Env as EnvConfig  # noqa: E402
 from tandem.data.render import load_renderer  # noqa: E402
 from tandem.draws import address  # noqa: E402
@@ -106,6 +107,7 @@ def remaining(passes):
 
 
 def main() -> int:
+    numerics.prepare()
     if (share := machine.others_cpu_share()) > 0.10:
         print(f"error: other processes use {share:.0%} of the CPU\n  expected: at most 10%", file=sys.stderr)
         return 2

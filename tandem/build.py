@@ -105,20 +105,34 @@ def require_room(config: Config, engine: Engine, renderer: ChatRenderer, problem
     engine.require_room(longest + config.rollout.max_new_tokens)
 
 
-def tell_exactness(config: Config, model: ExactModel, report: Report, workers: int = 0) -> Exactness:
-    """Contract D7: say whether P1 and P3 hold on this machine at this model's shapes.
+def tell_exactness(
+    config: Config, model: ExactModel, report: Report, *, workers: int = 0, beside: Sequence[ExactModel] = ()
+) -> Exactness:
+    """Contract D7: say whether engine and trainer agree on this machine at this model's shapes, and with how many threads.
 
     Where the thread count changes no bit, no more threads are left than there are cores beside the rollout workers; where
-    it does, those of `prepare_process` stay.
+    it does, those of `prepare_process` stay. beside: other models that the process computes with; of those that have other
+    shapes the threads are tried too.
     """
-    found = probe(model, config.run.seed)
+    free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
+    found, seen = probe(model, config.run.seed, [free]), [_shape(model)]
+    for other in beside:
+        if _shape(other) not in seen:
+            seen.append(_shape(other))
+            found.thread_dependent.extend(probe(other, config.run.seed, [free]).thread_dependent)
     agree = "engine and trainer agree to the last bit at this model's shapes"
     parity = f"NOT exact on this machine: {'; '.join(found.parity)}" if found.parity else agree
-    kept = f"with {torch.get_num_threads()} threads only: another count gives other bits"
-    report(f"exactness probe: {parity}, {kept if found.threads else 'with any number of threads'}")
-    if not found.threads:
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), numerics.cores() - workers)))
+    if found.thread_dependent:
+        report(f"exactness probe: {parity}; bits depend on the thread count, {torch.get_num_threads()} are kept")
+    else:
+        report(f"exactness probe: {parity}{', with any number of threads' * (not found.parity)}")
+        torch.set_num_threads(free)
     return found
+
+
+def _shape(model: ExactModel) -> tuple[Any, ...]:
+    config = model.config
+    return config.model_type, model.heads, config.hidden_size, config.intermediate_size, config.vocab_size
 
 
 def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **sizes: int) -> Engine:

@@ -74,7 +74,12 @@ def compare(a: PastRun, b: PastRun) -> Comparison:
         config=_changes(_leaves(a), _leaves(b)), inputs=_changes(a.inputs() or b.inputs() or {}, b.inputs() or a.inputs() or {}),
         steps=sum(0 < s <= step for s in both), last=(max(a.metrics), max(b.metrics)),
         step=step, parted=parted, other_bytes=other_bytes,
-        altered=[(name, one) for name, past in (("A", a), ("B", b)) for one in altered(past.folder, both[-1]) if one.found],
+        altered=[
+            (name, one)
+            for name, past in (("A", a), ("B", b))
+            for one in altered(past.folder, both[-1])
+            if one.found or not one.what.startswith("episodes/")  # of episodes that are gone the hash is left
+        ],
     )  # fmt: skip
 
 

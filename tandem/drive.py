@@ -113,12 +113,10 @@ class _Drive:
 
     def _tell(self, writer: MetricsWriter, metrics: Row, timings: Row) -> None:
         start = time.perf_counter()
-        files = {
-            name: episode_file(self.run.episodes, self.done, kind)
-            for name, kind in (("episodes", "train"), ("eval_sampled", "eval_sampled"), ("eval_greedy", "eval_greedy"))
-        }
         ledger = {"weights": weight_hash(self.job.model.merged_weights()), "episodes": ""}
-        ledger |= {name: file_hash(path) for name, path in files.items() if path.exists()}
+        for name, kind in (("episodes", "train"), ("eval_sampled", "eval_sampled"), ("eval_greedy", "eval_greedy")):
+            if (path := episode_file(self.run.episodes, self.done, kind)).exists():
+                ledger[name] = file_hash(path)
         timings |= {"ledger_s": time.perf_counter() - start, "rss_mb": peak_rss_mb()}
         writer.write(self.done, metrics, timings, ledger)
         self.untold = None
@@ -177,7 +175,8 @@ def resume(
         return 0, {}, {"bad_steps": 0, "flat_steps": 0}, {}
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
     _same_data(state["data"], job.data)
-    _same_past(run, checkpoint_step(path), report)
+    untold = json.loads(state["untold"])
+    _same_past(run, checkpoint_step(path) - (untold is not None), report)
     for name, learner in job.learners.items():
         learner.model.load_weights(tensors[name])
         learner.optimizer.load_state(tensors[f"{name}_optimizer"], state["optimizer_steps"][name])
@@ -185,7 +184,7 @@ def resume(
     job.restore(checkpoint_step(path), state["progress"])
     report(f"resumed from {path.name}")
     counts = {name: state[name] for name in ("bad_steps", "flat_steps")}
-    return checkpoint_step(path), state["progress"], counts, json.loads(state["untold"])
+    return checkpoint_step(path), state["progress"], counts, untold
 
 
 def _refuse_to_lose(run: RunFolder) -> None:
@@ -199,7 +198,8 @@ def _refuse_to_lose(run: RunFolder) -> None:
 
 
 def _same_past(run: RunFolder, done: int, report: Callable[[str], None]) -> None:
-    """What is kept of the steps up to the checkpoint is as they wrote it. Episodes that are gone are told: nothing needs them."""
+    """Hold what is kept of the steps up to `done` against the ledger. Raises UserError for what has changed; episodes that are
+    gone are told only, as all but the last step's are not needed any more."""
     changed = altered(run.path, done)
     gone = [one.what for one in changed if not one.found and one.what.startswith("episodes/")]
     if gone:
@@ -207,8 +207,7 @@ def _same_past(run: RunFolder, done: int, report: Callable[[str], None]) -> None
     if wrong := [one for one in changed if one.what not in gone]:
         raise UserError("what the run has kept of its steps is not as it was written", where=str(run.path),
                         found="; ".join(map(str, wrong[:3])), expected="the bytes that ledger.jsonl has the hashes of",
-                        next="restore it from a copy, remove a damaged file of episodes/, or start over with --fresh (the old "
-                        "run is kept beside it)")  # fmt: skip
+                        next="restore it from a copy, or start over with --fresh (the old run is kept beside it)")  # fmt: skip
 
 
 def _same_learner(name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:

@@ -107,7 +107,10 @@ def _problems_job(
     journal, eval_journal = (Journal(run.episodes, identity(config, inputs), of) for of in (problems, held_out))
     with playground(config) as player_of:
         models = make(config)
-        exact = require_parity(config, _exactness(config, models.policy.model, run, report, config.rollout.workers))
+        found = _exactness(
+            config, models.policy.model, run, report, workers=config.rollout.workers, beside=models.others
+        )
+        exact = require_parity(config, found)
         engine = build_engine(config, models.policy.model, renderer)
         require_room(config, engine, renderer, [*problems, *held_out])
         local = player_of(engine, renderer)
@@ -134,10 +137,10 @@ def _problems_job(
                 )  # fmt: skip
 
 
-def _exactness(config: Config, model: ExactModel, run: RunFolder, report: Report, workers: int = 0) -> Exactness:
-    """What the probe finds, told and kept in the run folder."""
-    found = tell_exactness(config, model, report, workers)
-    if news := run.note_machine(numerics.processor(), not found.threads):
+def _exactness(config: Config, model: ExactModel, run: RunFolder, report: Report, **how: Any) -> Exactness:
+    """What the probe finds, told and kept in the run folder; how: as tell_exactness takes it."""
+    found = tell_exactness(config, model, report, **how)
+    if news := run.note_machine(numerics.processor(), not found.thread_dependent):
         report(news)
     return found
 

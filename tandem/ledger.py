@@ -83,6 +83,11 @@ def open_past(folder: Path) -> PastRun:
     return PastRun(folder, load_config(folder / "config.toml", []), str(_json(folder / "run.json")["command"]))
 
 
+def line_hash(lines: dict[int, bytes], step: int) -> str:
+    """SHA-256 of a step's line; empty where there is none."""
+    return hashlib.sha256(lines[step]).hexdigest() if step in lines else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Altered:
     """What a run has kept of a step and is not as its ledger has it."""
@@ -93,22 +98,21 @@ class Altered:
     found: str  # empty: it is not there
 
     def __str__(self) -> str:
-        return f"{self.what}: SHA-256 {self.found[:16] or '(it is not there)'}, {self.recorded[:16]} as it was written"
+        return f"{self.what}: {f'SHA-256 is {self.found[:16]}' if self.found else 'it is not there'}, was {self.recorded[:16]}"
 
 
-def altered(folder: Path, up_to: int, after: int = -1) -> list[Altered]:
-    """Hash what the folder has of the steps behind `after`, up to `up_to`; empty where all of it is as it was written, and for a
-    run without a ledger."""
+def altered(folder: Path, up_to: int) -> list[Altered]:
+    """Hash what the folder has of the steps up to that one, from the first that the ledger has; empty where all of it is as it
+    was written."""
     lines, rows = read_lines(folder), {row["step"]: row for row in read_metrics(folder, LEDGER)}
     pairs: list[tuple[int, str, str, str]] = []
-    for step in range(after + 1, up_to + 1):
+    for step in range(min(rows, default=up_to + 1), up_to + 1):
         if step not in rows:
-            pairs += [(step, f"the row of step {step} in {LEDGER}", "a row", "")] * bool(rows and step in lines)
+            pairs += [(step, f"the row of step {step} in {LEDGER}", "a row", "")] * (step in lines)
             continue
         for kind, recorded in rows[step].items():
             if kind == "metrics":
-                line = hashlib.sha256(lines[step]).hexdigest() if step in lines else ""
-                pairs.append((step, f"the row of step {step} in metrics.jsonl", recorded, line))
+                pairs.append((step, f"the row of step {step} in metrics.jsonl", recorded, line_hash(lines, step)))
             elif kind not in ("step", "weights") and recorded:
                 path = episode_file(folder / "episodes", step, "train" if kind == "episodes" else kind)
                 pairs.append((step, f"episodes/{path.name}", recorded, file_hash(path) if path.is_file() else ""))

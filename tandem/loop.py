@@ -132,7 +132,7 @@ def roll(stages: Stages, step: int, clock: Clock) -> Rolled:
         with stopping.interruptible():
             stages.sync.bring(max(0, step - stages.config.rollout.staleness))
             groups = collect(stages, step, clock)
-            if stages.exact and stages.config.rollout.staleness:
+            if stages.exact:
                 with clock("check_s"):
                     check_sampled(stages.sync, step)
         advance(progress, groups, carried, stages.config)
@@ -316,7 +316,7 @@ def check_batch(rolled: Rolled, config: Config) -> None:
 
 def check_sampled(sync: Sync, step: int) -> None:
     """Raises UserError where the rollouts' engine and the trainer's packed pass differ on a completion that the engine has just
-    sampled, while it still runs those weights. Without staleness the first update of the step compares every token."""
+    sampled, while it still runs those weights. An update compares the tokens that are of its own weights, and no others."""
     gap = sync.logprob_gap()
     if gap != 0.0:
         raise UserError("engine and trainer do not agree on a completion just sampled", where=f"rollouts of step {step + 1}",

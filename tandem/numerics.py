@@ -15,6 +15,7 @@ float32 products   torch can be told to round them to bf16 (AVX512-BF16, AMX). A
 
 import ctypes
 import os
+import platform
 import sys
 from functools import cache
 from pathlib import Path
@@ -58,8 +59,8 @@ def processor() -> str:
     import torch
 
     about = _cpuinfo()
-    name = about.get("model name", "unknown processor")
-    model = "/".join(about[key] for key in ("cpu family", "model") if key in about)
+    name = about.get("model name", platform.processor() or platform.machine())
+    model = "/".join(about[key] for key in ("cpu family", "model", "CPU implementer", "CPU part") if key in about)
     switches = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
     held = [f"{switch}={os.environ[switch]}" for switch in switches if switch in os.environ]
     return ", ".join([f"{name} {model}".strip(), torch.backends.cpu.get_cpu_capability(), *held])

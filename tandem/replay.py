@@ -40,9 +40,9 @@ from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
 from tandem.jobs import dpo_job, rm_job, sft_job
-from tandem.ledger import PastRun, altered, read_step, require_step
+from tandem.ledger import PastRun, line_hash, read_step, require_step
 from tandem.loop import Learning, Progress, advance, imitate, rolled_out, update
-from tandem.metrics import metrics_row
+from tandem.metrics import metrics_row, read_lines
 from tandem.model.forward import batch_logprobs
 from tandem.model.hashing import tensor_hash, weight_hash
 from tandem.model.logprobs import Filter
@@ -323,12 +323,11 @@ def _metrics_otherwise(recorded: Row, found: Row, verdict: Verdict) -> Differenc
 
 def _row_otherwise(past: PastRun, step: int) -> Difference | None:
     """Its row in metrics.jsonl, an evaluation's numbers included, which a replay does not make again."""
-    found = [one for one in altered(past.folder, step, step - 1) if one.what.endswith("in metrics.jsonl")]
-    return (
-        Difference(what=f"SHA-256 of {found[0].what}", recorded=found[0].recorded, found=found[0].found)
-        if found
-        else None
-    )
+    if "metrics" not in past.ledger.get(step, {}):  # a run of before the ledger had them
+        return None
+    recorded, found = past.ledger[step]["metrics"], line_hash(read_lines(past.folder), step)
+    what = f"SHA-256 of the row of step {step} in metrics.jsonl"
+    return Difference(what=what, recorded=recorded, found=found) if recorded != found else None
 
 
 def _state_otherwise(past: PastRun, again: Again, step: int) -> Difference | None:

@@ -27,8 +27,8 @@ from tandem.disk import append_line, disk_errors, write_atomic
 from tandem.errors import UserError
 from tandem.recipe import to_toml
 
+_MACHINE = "machine.json"
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a run.
-MACHINE = "machine.json"
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
@@ -64,11 +64,18 @@ class RunFolder:
         append_line(self.log_descriptor, f"{_now()} {text}\n".encode(), self.path / "log.txt")
 
     def note_machine(self, processor: str, any_threads: bool) -> str:
-        """Keep what the run computes on, and whether the thread count changes no bit there; returns what a user should know."""
-        before = read_machine(self.path)
-        now = {"processor": processor, "threads": self.config.run.threads, "any_threads": any_threads}
-        write_atomic(self.path / MACHINE, json.dumps(now, indent=1).encode() + b"\n")
-        if before is None or before["processor"] == processor:
+        """Keep what the run computes on, and whether the thread count changes no bit there; returns what a user should know.
+
+        Raises UserError where it does, and is another one than before.
+        """
+        before, threads = read_machine(self.path), self.config.run.threads
+        moved = before is not None and before["processor"] != processor
+        if before is not None and not moved and not any_threads and before["threads"] != threads:
+            raise UserError("bits depend on the thread count here, and it has changed", where=_THREADS, found=str(threads),
+                            expected=str(before["threads"]), next=f"{_THREADS}={before['threads']}")  # fmt: skip
+        now = {"processor": processor, "threads": threads, "any_threads": any_threads}
+        write_atomic(self.path / _MACHINE, json.dumps(now, indent=1).encode() + b"\n")
+        if before is None or not moved:
             return ""
         return f"the run has computed on {before['processor']}, now on {processor}: from here on its bits are those of this one"
 
@@ -113,8 +120,8 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
 
 def read_machine(folder: Path) -> dict[str, Any] | None:
     """What the run in the folder has last computed on: processor, threads, any_threads; None where that is not known."""
-    path = folder / MACHINE
-    return dict(_read(path, json.loads)) if path.exists() else None
+    path, names = folder / _MACHINE, ("processor", "threads", "any_threads")
+    return _read(path, lambda text: {name: json.loads(text)[name] for name in names}) if path.exists() else None
 
 
 def identity(config: Config, inputs: dict[str, str]) -> str:
@@ -227,7 +234,8 @@ def _with_threads(config: Config, folder: Path, resumed: bool) -> Config:
     """The thread count that is not given is the run's, or as many as torch takes here."""
     if config.run.threads:
         return config
-    known = _read(folder / "config.toml", lambda text: _leaves(text)[_THREADS]) if resumed else 0
+    begun = resumed and (folder / "metrics.jsonl").exists()
+    known = _read(folder / "config.toml", lambda text: _leaves(text)[_THREADS]) if begun else 0
     run = config.run.model_copy(update={"threads": known or numerics.prepare()})
     return config.model_copy(update={"run": run})
 
@@ -260,7 +268,8 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
     old, new = _read(folder / "config.toml", _leaves), _leaves(to_toml(config))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     refused = [key for key in changed if key not in _FREE and not _extends(key, old, new)]
-    if _THREADS in refused and (old[_THREADS] == 0 or (read_machine(folder) or {}).get("any_threads")):
+    machine = read_machine(folder)
+    if _THREADS in refused and (old[_THREADS] == 0 or (machine is not None and machine["any_threads"])):
         refused.remove(_THREADS)
     if refused:
         raise UserError(

@@ -231,8 +231,8 @@ class RolloutEngine(Generate, Protocol):
     """What samples for training."""
 
     def logprob_gap(self) -> float:
-        """Compare a completion that was sampled since the weights changed with the trainer's packed pass over it: the largest
-        difference of log-probs in nats; 0 where there is none."""
+        """Compare a completion that it has just sampled with the trainer's packed pass over it, by the weights that it runs: the
+        largest difference of log-probs in nats; 0 where there is none."""
         ...
 
 

@@ -40,6 +40,9 @@ class ScriptedEngine:
     def cancel(self, ticket):
         self.cancelled.append(ticket)
 
+    def logprob_gap(self):
+        return 0.0  # as if it were a model's
+
 
 class DigitRenderer:
     """A chat is its digits, each a token, after token 90 for every message; 91 ends an assistant's turn."""

@@ -212,9 +212,16 @@ def test_with_the_real_engine_a_step_is_on_policy_to_the_last_bit_and_moves_the_
         assert (metrics["logprob_gap"], metrics["ratio"], metrics["clip_share"]) == (0.0, 1.0, 0.0)
         assert metrics["num_loss_tokens"] == 6 * PARAMS.max_new_tokens and metrics["grad_norm"] > 0
     assert not any(weight == before[name] for name, weight in weights_of(stages).items())
-    assert {"rollout_s", "reward_s", "journal_s", "learn_s", "sync_s", "step_s", "generated_tokens_per_s"} == set(
-        timings
-    )
+    assert {
+        "rollout_s",
+        "reward_s",
+        "check_s",
+        "journal_s",
+        "learn_s",
+        "sync_s",
+        "step_s",
+        "generated_tokens_per_s",
+    } == set(timings)
 
 
 def test_two_runs_of_the_same_steps_have_the_same_metrics_weights_and_files(tmp_path):

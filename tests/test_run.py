@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.config import Config
 from tandem.disk import DISK, write_atomic
@@ -145,6 +146,22 @@ def test_another_thread_count_is_taken_where_it_was_found_to_change_no_bit_and_e
         start(tmp_path, run__threads=2)
     run.note_machine("a processor", any_threads=True)
     assert "config changed: run.threads: 1 -> 2" in start(tmp_path, run__threads=2).news
+
+
+def test_a_count_that_has_changed_is_refused_where_bits_turn_out_to_depend_on_it(tmp_path):
+    """The probe comes after the config is taken; it may say otherwise than in the start before."""
+    start(tmp_path, run__threads=1).note_machine("one", any_threads=True)
+    run = start(tmp_path, run__threads=2)
+    with pytest.raises(UserError, match=r"(?s)depend on the thread count.*next: +run\.threads=1"):
+        run.note_machine("one", any_threads=False)
+    run.note_machine("another", any_threads=False)  # whose bits are its own from here on
+
+
+def test_a_start_that_failed_before_its_first_row_does_not_fix_the_thread_count(tmp_path):
+    with open_run(tmp_path, config(run__threads=7), fresh=False, command="train"):
+        pass
+    with open_run(tmp_path, config(run__threads=0), fresh=False, command="train") as run:
+        assert run.config.run.threads == torch.get_num_threads() != 7
 
 
 def test_a_run_that_goes_on_with_another_processor_says_so(tmp_path):

@@ -198,7 +198,8 @@ def parity_of(name: str) -> tuple[int, float]:
         requests = random_requests(rng, prompts=int(rng.integers(1, 9)), longest=longest, group=int(rng.integers(1, 5)))
         completions = engine_for(model, max_batch=int(rng.integers(1, 40))).generate(requests)
         tokens += sum(len(c.tokens) for c in completions)
-        worst = max(worst, largest_gap(model, requests, completions, int(rng.integers(100, 4000)), gradients=True))
+        gap = largest_gap(model, requests, completions, int(rng.integers(100, 4000)), gradients=True)
+        worst = float(np.max([worst, gap]))  # np: a NaN must show
         optimizer.update()
     return tokens, worst
 

@@ -63,8 +63,8 @@ def _exactness() -> tuple[bool, str]:
     if found.parity:
         return False, f"not exact on this machine: {'; '.join(found.parity)}; set rl.correction in recipes"
     threads = (
-        f"; bits depend on the thread count: {'; '.join(found.threads)}"
-        if found.threads
+        f"; bits depend on the thread count: {'; '.join(found.thread_dependent)}"
+        if found.thread_dependent
         else ", with any number of threads"
     )
     return True, f"engine = trainer, bit for bit{threads}"

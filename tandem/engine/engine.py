@@ -58,6 +58,8 @@ class Engine:
     def submit(self, request: Request) -> Running:
         """Queue a request. Raises UserError when it can never run and QueueFull when too many wait."""
         self.require_room(len(request.prompt) + request.params.max_new_tokens)
+        if not self.has_work:
+            self._to_check = None  # what ended before is somebody else's: an evaluation's
         running = Running.of(request, self._arrivals)
         self.scheduler.submit(running)
         self._arrivals += 1
@@ -153,8 +155,8 @@ class Engine:
     # ---- a check of itself
 
     def logprob_gap(self) -> float:
-        """Pass a completion that was sampled since the weights changed through the trainer's packed pass: the largest difference
-        of its log-probs in nats; 0 where there is none. Which one depends on its address alone."""
+        """Pass a completion that has ended since the engine was last idle, under these weights, through the trainer's packed
+        pass: the largest difference of its log-probs in nats; 0 where there is none."""
         checked = self._to_check
         if checked is None:
             return 0.0

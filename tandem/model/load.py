@@ -182,11 +182,11 @@ def _check_sums(folder: Path) -> None:
     """Raises UserError where weights are not those that were exported; a directory without SHA256SUMS is taken as it is."""
     if not (folder / SUMS).is_file():
         return
-    for line in (folder / SUMS).read_text().splitlines():
+    for line in (folder / SUMS).read_text(errors="replace").splitlines():
         recorded, _, name = line.partition("  ")
         if name.endswith(".safetensors"):
             found = file_hash(folder / name) if (folder / name).is_file() else "no such file"
-            if found != recorded:
+            if found != recorded.lower():
                 raise UserError("the weights are not those that were exported", where=str(folder / name), found=found,
                                 expected=f"{recorded}, as in {SUMS}",
                                 next=f"export them again; or remove {SUMS} if they were changed on purpose")  # fmt: skip

@@ -17,48 +17,48 @@ from torch import Tensor
 from tandem import numerics
 from tandem.model.attention import Plan
 from tandem.model.layers import ExactLayer
-from tandem.model.linear import ExactLinear, padded_rows, swiglu
+from tandem.model.linear import HAS_PREPACKED, ExactLinear, padded_rows, swiglu
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import Filter, log_distribution
+from tandem.model.logprobs import Filter, chunks, log_distribution
 from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_model, threads_of
 
 ROWS = (*SHORT, *LONG)  # counts at which kernels were seen to change, and those about a block of queries
 PACKED_ROWS = 640  # of a packed pass
-HEAD_ROWS = (4, 32, 64)  # of the output projection, where each row costs as much as a layer
-GRADIENT_ROWS = 37, 330  # of gradients: of the output projection's, a sum over the vocabulary, and of the others'
+HEAD_ROWS = (4, 32)  # of the output projection, where a row costs as much as a layer; and as many as a chunk has
+GRADIENT_ROWS, HEAD_GRADIENT_ROWS = 330, 37
+MANY_ROWS = 1100  # of the gradient of the smallest linear
 LENGTH = 400  # past three key blocks, with a partial fourth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exactness:
-    """What is not exact here, by name. Example: Exactness(parity=["attention, decode: 1 3"], threads=[])"""
+    """What is not exact here, by name. Example: Exactness(parity=["attention, decode: 1 3"], thread_dependent=[])"""
 
     parity: list[str]  # between engine and trainer; empty: they agree to the last bit
-    threads: list[str]  # between one thread and several; empty: the thread count changes no bit
+    thread_dependent: list[str]  # what has other bits with one thread than with several; empty: nothing
 
 
-def probe(model: ExactModel, seed: int = 0) -> Exactness:
-    """Try the operators of the model, and a random model of its shapes in the random schedule of that seed."""
-    noise, threads, unfit = (
-        torch.Generator().manual_seed(seed),
-        torch.get_num_threads(),
-        numerics.why_not_reproducible(),
-    )
-    small = random_model(model.config, seed)
-    schedule, parity, several = Schedule(small, seed), list(unfit), max(2, threads)
+def probe(model: ExactModel, seed: int = 0, threads: Sequence[int] = ()) -> Exactness:
+    """Try the operators of the model, and a random model of its shapes in the random schedule of that seed.
+
+    threads: counts that will be computed with, besides one and those at hand (two at least).
+    """
+    noise, counts = torch.Generator().manual_seed(seed), sorted({1, max(2, torch.get_num_threads()), *threads})
+    unfit, small = numerics.why_not_reproducible(), random_model(model, seed)
     with torch.no_grad():
-        parity += _linears_differ(model, noise) + _rows_differ(model, noise) + _attention_differs(small, noise)
-    passes = []
-    for count in (several, 1):
+        parity = _linears_differ(model, noise) + _rows_differ(model, noise) + _attention_differs(small, noise)
+    schedule, passes = Schedule(small, seed), []
+    for count in counts:
         with threads_of(count):
             passes.append(schedule.packed())
-    (logprobs, gradients), (of_one, gradients_of_one) = passes
-    if not torch.equal(schedule.paged((1, several)), logprobs):
+    (logprobs, gradients), *others = passes
+    if not torch.equal(schedule.paged(counts), logprobs):
         parity.append("a random model in a random schedule")
-    other = _gradients_differ(model, noise, several)
-    other += ["log-probs of a random model"] * (not torch.equal(logprobs, of_one))
-    other += [f"gradient of {name}" for name, g in gradients.items() if not torch.equal(g, gradients_of_one[name])]
-    return Exactness(parity=parity, threads=unfit + other)
+    found = _gradients_differ(model, noise, counts)
+    for other, theirs in others:
+        found += ["log-probs of a random model"] * (not torch.equal(logprobs, other))
+        found += [f"gradient of {name}" for name, g in gradients.items() if not torch.equal(g, theirs[name])]
+    return Exactness(parity=unfit + parity, thread_dependent=unfit + found)
 
 
 # The operators ------------------------------------------------------------------------------------------------------
@@ -67,8 +67,13 @@ def probe(model: ExactModel, seed: int = 0) -> Exactness:
 def _linears_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
     found = []
     for (outputs, inputs), linear in _linears(model).items():
-        wanted = HEAD_ROWS if linear is model.head else (*ROWS, PACKED_ROWS)
-        counts = sorted(set(map(padded_rows, wanted)))
+        if linear is model.head:
+            counts = [*HEAD_ROWS, min(chunks(PACKED_ROWS, outputs)[0].stop, PACKED_ROWS)]
+        else:
+            drawn = torch.randint(1, PACKED_ROWS, (3,), generator=noise).tolist()
+            counts = [*ROWS, *drawn, PACKED_ROWS]
+        if HAS_PREPACKED:  # what is rounded up to the same count is the same product
+            counts = sorted({padded_rows(rows): rows for rows in counts}.values())
         x = torch.randn(counts[-1], inputs, generator=noise)
         found += _told(f"linear {inputs} -> {outputs}", _rows_that_differ(linear, x, counts[:-1]))
     return found
@@ -87,12 +92,12 @@ def _rows_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
 
 
 def _rows_that_differ(function: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int]) -> list[int]:
-    """The counts at which rows of x alone, in turns its first and its last ones, have other bits than among all; the few rows
-    with one thread, as a rollout worker has them."""
+    """The counts at which rows of x alone, its first or its last ones, have other bits than among all; few rows in turns with one
+    thread, as a rollout worker has it, and with those at hand."""
     whole, differing = function(x), []
     for number, rows in enumerate(counts):
-        part = slice(len(x) - rows, None) if number % 2 else slice(rows)
-        with threads_of(1 if rows <= 8 else torch.get_num_threads()):
+        part = slice(len(x) - rows, None) if number % 4 < 2 else slice(rows)
+        with threads_of(1 if number % 2 and rows <= 64 else torch.get_num_threads()):
             if not torch.equal(function(x[part].contiguous()), whole[part]):
                 differing.append(rows)
     return differing
@@ -113,19 +118,22 @@ def _linears(model: ExactModel) -> dict[tuple[int, int], Callable[[Tensor], Tens
     return {(sum(len(p.weight) for p in parts), parts[0].weight.shape[1]): linear for linear, parts in found}
 
 
-def _gradients_differ(model: ExactModel, noise: torch.Generator, threads: int) -> list[str]:
-    """The long sums of a backward pass, with one thread and with several: over the vocabulary, and over the rows of a pass."""
-    found = []
-    for (outputs, inputs), linear in _linears(model).items():
-        head = linear is model.head
-        above = torch.randn(GRADIENT_ROWS[not head], outputs, generator=noise)
-        other = model.head.weight.detach() if head else torch.randn(len(above), inputs, generator=noise)
+def _gradients_differ(model: ExactModel, noise: torch.Generator, threads: Sequence[int]) -> list[str]:
+    """The long sums of a backward pass: over the vocabulary, and over the rows of a pass."""
+    found, linears = [], _linears(model)
+    for (outputs, inputs), linear in linears.items():
+        if linear is model.head:
+            left, right = torch.randn(HEAD_GRADIENT_ROWS, outputs, generator=noise), model.head.weight.detach()
+        else:
+            rows = MANY_ROWS if outputs * inputs == min(o * i for o, i in linears) else GRADIENT_ROWS
+            left, right = (torch.randn(rows, width, generator=noise) for width in (outputs, inputs))
+            left = left.t()
         made = []
-        for count in (1, threads):
+        for count in threads:
             with threads_of(count):
-                made.append((above if head else above.t()) @ other)
-        if not torch.equal(*made):
-            found += _told(f"gradient of a linear {inputs} -> {outputs}", [len(above)])
+                made.append(left @ right)
+        if not all(torch.equal(made[0], other) for other in made[1:]):
+            found.append(f"gradient of a linear {inputs} -> {outputs}")
     return found
 
 

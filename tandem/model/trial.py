@@ -19,18 +19,15 @@ from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import Filter, log_distribution, token_logprobs
 from tandem.model.paged import PAGE, Runs
 
-VOCABULARY = 512
+VOCABULARY, EXPERTS = 512, 8
 SHORT, LONG = (*range(1, 9), 20, 28, 32, 64), range(255, 261)  # tokens of a sequence behind its prefix
 CHUNKS = (1, 1, 2, 7, 33, 130, 400)  # new tokens of a sequence in a pass of the engine
 
 
-def random_model(config: Any, seed: int) -> ExactModel:
-    """A layer of each kind that a transformers config has, of its shapes, with a small vocabulary."""
-    config = copy.deepcopy(config)
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))  # transformers' own, not in every config
-    config.num_hidden_layers = max(1, len(kinds))
-    if kinds:
-        config.layer_types = kinds
+def random_model(model: ExactModel, seed: int) -> ExactModel:
+    """A layer of each kind that a model has (with and without a window, dense and of experts), of its shapes, with a small
+    vocabulary and few experts."""
+    config = _few_layers(model)
     config.vocab_size, config.pad_token_id = VOCABULARY, None
     noise = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
@@ -41,6 +38,22 @@ def random_model(config: Any, seed: int) -> ExactModel:
         spread = torch.randn(weight.shape, generator=noise)
         weight.data.copy_(1.0 + 0.1 * spread if weight.dim() == 1 else spread / weight.shape[-1] ** 0.5)
     return make_exact(module)
+
+
+def _few_layers(model: ExactModel) -> Any:
+    """The transformers config of a model of the first layer of each kind."""
+    config = copy.deepcopy(model.config)
+    firsts: dict[tuple[int | None, bool], int] = {}
+    for number, layer in enumerate(model.module.model.layers):
+        firsts.setdefault((layer.window, layer.sparse), number)
+    config.num_hidden_layers = len(firsts)
+    if getattr(config, "layer_types", None):  # transformers' own, not in every config
+        config.layer_types = [config.layer_types[number] for number in firsts.values()]
+    if any(sparse for _, sparse in firsts):
+        config.mlp_only_layers = [at for at, (_, sparse) in enumerate(firsts) if not sparse]
+        config.decoder_sparse_step = 1
+        config.num_experts = min(config.num_experts, max(EXPERTS, config.num_experts_per_tok))
+    return config
 
 
 @contextmanager

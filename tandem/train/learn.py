@@ -45,6 +45,12 @@ class Models:
     reference: ExactModel | None = None
     teacher: ExactModel | None = None
 
+    @property
+    def others(self) -> list[ExactModel]:
+        """All but the policy."""
+        critic = None if self.critic is None else self.critic.model
+        return [model for model in (critic, self.reference, self.teacher) if model is not None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:

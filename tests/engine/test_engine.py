@@ -242,7 +242,7 @@ def test_a_completion_has_no_gap_to_the_trainers_pass_whatever_its_sampling_and_
         assert engine._to_check is not None and engine.logprob_gap() == 0.0
 
 
-def test_which_completion_is_checked_depends_on_the_addresses_alone_and_on_this_version_only():
+def test_which_completion_is_checked_depends_on_the_addresses_alone():
     requests = mixed_requests()
     checked = set()
     for batch in (1, 3, 64):
@@ -250,6 +250,13 @@ def test_which_completion_is_checked_depends_on_the_addresses_alone_and_on_this_
         engine.generate(requests[batch % 3 :] + requests[: batch % 3])
         checked.add(engine._to_check.request.key)
     assert checked == {min(r.key for r in requests)}
+
+
+def test_neither_what_other_weights_sampled_is_checked_nor_what_ended_before_the_engine_was_idle():
+    engine, requests = engine_of(), sorted(mixed_requests(), key=lambda r: r.key)
+    engine.generate(requests[:3])  # an evaluation
+    engine.generate(requests[5:])
+    assert engine._to_check.request.key == requests[5].key
     engine.apply(1)
     assert engine.logprob_gap() == 0.0 and engine._to_check is None
 

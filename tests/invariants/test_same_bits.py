@@ -98,6 +98,8 @@ def test_a_run_that_goes_on_with_other_cores_threads_and_workers_ends_with_the_s
         shutil.rmtree(moved, ignore_errors=True)
         if run([*command, "rollout.workers=1"], moved, part * seconds)[0]:
             break
+    else:
+        raise AssertionError("no kill hit a live run")
     run([*command, "rollout.workers=2"], moved, place=ONE_CORE)
     assert fingerprint(moved) == fingerprint(whole)
     assert load_config(moved / "config.toml", []).run.threads == load_config(whole / "config.toml", []).run.threads

@@ -18,7 +18,7 @@ from tests.invariants.parity import random_model as model_of
 @pytest.mark.parametrize("seed", [0, 1])
 def test_it_finds_nothing_where_engine_and_trainer_agree(name, seed):
     found = probe(model_of(name), seed)
-    assert (found.parity, found.threads) == ([], [])
+    assert (found.parity, found.thread_dependent) == ([], [])
 
 
 class Odd(ExactLinear):
@@ -48,7 +48,7 @@ def test_the_random_model_has_the_shapes_of_the_model_and_every_kind_of_its_laye
     config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 40, 1
     config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
     model = make_exact(AutoModelForCausalLM.from_config(config))
-    small = random_model(model.config, seed=3)
+    small = random_model(model, seed=3)
     assert small.heads == model.heads and [layer.window for layer in small.module.model.layers] == [None, 40]
     assert (
         small.module.model.layers[0].mlp.down_proj.weight.shape
@@ -57,8 +57,19 @@ def test_the_random_model_has_the_shapes_of_the_model_and_every_kind_of_its_laye
     assert all(parameter.std() > 0.005 for parameter in small.module.parameters() if parameter.numel() > 1)
 
 
+def test_the_random_model_of_a_mixture_has_a_dense_layer_and_one_of_experts_where_the_model_has():
+    config = CONFIGS["qwen3_moe"]()
+    config.mlp_only_layers, config.num_experts, config.num_experts_per_tok = [0, 1], 24, 3
+    model = make_exact(AutoModelForCausalLM.from_config(config))
+    assert [layer.sparse for layer in model.module.model.layers] == [False, False, True]
+    small = random_model(model, seed=0)
+    assert [layer.sparse for layer in small.module.model.layers] == [False, True] and small.config.num_experts == 8
+    found = probe(model)
+    assert (found.parity, found.thread_dependent) == ([], [])
+
+
 def test_a_schedule_is_another_one_for_another_seed_and_its_passes_agree():
-    model = random_model(CONFIGS["llama"](), seed=0)
+    model = random_model(model_of("llama"), seed=0)
     one, other = Schedule(model, 1), Schedule(model, 2)
     assert (one.prefix, one.own) != (other.prefix, other.own)
     logprobs, gradients = one.packed()
@@ -68,7 +79,7 @@ def test_a_schedule_is_another_one_for_another_seed_and_its_passes_agree():
 
 def test_a_schedule_shows_an_attention_that_depends_on_the_chunks():
     """Witness: a plan that rounds otherwise for single tokens is seen."""
-    model = random_model(CONFIGS["llama"](), seed=0)
+    model = random_model(model_of("llama"), seed=0)
     plan = model.paged_plan
 
     def odd(keys, values, runs):
