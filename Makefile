@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# One thread a process: several OpenMP processes beside each other slow each other down many times over.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Nothing here pins the thread count: tests/conftest.py shares the cores between the processes of pytest-xdist.
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: setup adapters demo test check format lint types size gpu invariants chaos bench smollm2 learning environments figures clean
 

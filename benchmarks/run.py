@@ -34,8 +34,7 @@ def main() -> int:
         result = SECTIONS[name]()
         if not quiet():  # then it was perhaps not while this was measured
             return 2
-        results[name] = result
-        results["machine"], results["date"] = machine.describe(), str(date.today())
+        results[name] = {"machine": machine.describe(), "date": str(date.today()), **result}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         write_table(results)
     return 0
@@ -109,22 +108,28 @@ def model_with_examples() -> Path:
 def write_table(results: dict) -> None:
     lines = ["# Performance", "", "Written by `make bench` (`benchmarks/run.py`); raw numbers in performance.json.", ""]
     lines += [
-        f"Machine: {results['machine']}; {results['date']}. Medians; in each section baseline and Tandem alternate in one run,",
-        "with the same allocator settings and threads.",
+        "Medians; in each section baseline and Tandem alternate in one run, with the same allocator settings and threads.",
         "",
     ]
     if "decode" in results:
-        lines += decode_table(results["decode"])
+        lines += measured(results["decode"], decode_table(results["decode"]))
     if "trainer" in results:
-        lines += trainer_table(results["trainer"])
+        lines += measured(results["trainer"], trainer_table(results["trainer"]))
     if "tiny" in results:
-        lines += step_table("1.06M parameters, 32 prompts x 8 samples x 16 tokens", results["tiny"])
+        table = step_table("1.06M parameters, 32 prompts x 8 samples x 16 tokens", results["tiny"])
+        lines += measured(results["tiny"], table)
     for kind, how in (("whole", "no checkpointing, all sequences at once"),
                       ("checkpointed", "activation checkpointing, 8 sequences / 1,024 tokens at a time")):  # fmt: skip
         if "smollm2" in results:
-            lines += step_table(f"SmolLM2-135M, 4 prompts x 8 samples x 64 tokens, {how}", results["smollm2"][kind])
+            table = step_table(f"SmolLM2-135M, 4 prompts x 8 samples x 64 tokens, {how}", results["smollm2"][kind])
+            lines += measured(results["smollm2"], table)
     lines += ["GPU: not measured.", ""]
     (ROOT / "docs" / "performance.md").write_text("\n".join(lines))
+
+
+def measured(result: dict, table: list[str]) -> list[str]:
+    """The table with what it was measured on, under its title."""
+    return [table[0], "", f"{result['machine']}; {result['date']}.", *table[1:]]
 
 
 def decode_table(result: dict) -> list[str]:
