@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Nothing here pins the thread count: tests/conftest.py shares the cores between the processes of pytest-xdist.
+# Nothing here pins the thread count: tests/conftest.py shares the cores between the processes that test.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: setup adapters demo test check format lint types size gpu invariants chaos bench smollm2 learning environments figures clean

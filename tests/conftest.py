@@ -1,6 +1,8 @@
-"""Prepares the process as every process of Tandem that computes is; processes of pytest-xdist share the cores between them.
+"""Prepares the process as every process of Tandem that computes is.
 
-Without a GPU the kernels run in Triton's interpreter, which must be asked for before triton is first imported.
+Processes of pytest-xdist share the cores, and what they start inherits their share; a test of what a user has without any
+setting takes OMP_NUM_THREADS out of the environment (tests/invariants). Without a GPU the kernels run in Triton's interpreter,
+which must be asked for before triton is first imported.
 """
 
 import os
@@ -9,6 +11,10 @@ import torch
 
 from tandem import numerics
 
-numerics.prepare(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+share = max(1, torch.get_num_threads() // processes)
+if processes > 1:
+    os.environ["OMP_NUM_THREADS"] = str(share)
+numerics.prepare(share)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -208,6 +208,9 @@ class Relay:
     def cancel(self, ticket) -> None:
         self.engine.cancel(ticket)
 
+    def logprob_gap(self) -> float:
+        return self.engine.logprob_gap()
+
     def step(self):
         tickets = self.engine.step()
         if self.witness.now >= AT:

@@ -140,7 +140,7 @@ def run(
     start = time.perf_counter()
     process = subprocess.Popen(
         [*place, *command, f"run.folder={folder}"],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**unpinned(), "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -153,6 +153,11 @@ def run(
         return -signal.SIGKILL, time.perf_counter() - start
     assert process.returncode == 0, output.decode()
     return 0, time.perf_counter() - start
+
+
+def unpinned() -> dict[str, str]:
+    """The environment without a thread count, as a user has it."""
+    return {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
 
 
 class Forks:

@@ -6,7 +6,7 @@ from tests.invariants.schedules import Ask, Schedule, Step, Update, run, schedul
 
 
 @given(schedules())
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_token_has_the_policys_logprob_in_every_schedule(schedule):
     gap, _, _ = run(schedule)
     assert gap == 0.0
