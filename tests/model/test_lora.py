@@ -324,7 +324,12 @@ def test_an_exported_adapter_is_read_by_peft(kind, tmp_path):
     source = saved(kind, tmp_path / "source")
     model = trained(kind, source)
     folder = export_adapter(model, source, tmp_path / "adapter", "card")
-    assert {p.name for p in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert {p.name for p in folder.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+        "SHA256SUMS",
+    }
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == source
     base = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     check_same_logits(model, PeftModel.from_pretrained(base, folder))
