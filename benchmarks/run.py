@@ -1,6 +1,6 @@
 """`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this machine, in one run.
 
-    python benchmarks/run.py [decode] [trainer] [tiny] [smollm2]     default: all; rewrites docs/performance.md
+    python benchmarks/run.py [decode] [ragged] [trainer] [tiny] [smollm2]     default: all; rewrites docs/performance.md
 
 Every side runs with the allocator settings that Tandem gives itself (memory stays with the process), and with as many threads
 as there are cores. Refuses to judge while other processes use more than 10% of the CPU.
@@ -50,7 +50,11 @@ def quiet() -> bool:
 
 
 def decode() -> dict:
-    return run("decode.py", str(model_with_examples()))
+    return run("decode.py", str(model_with_examples()), "steady", "long")
+
+
+def ragged() -> dict:
+    return run("decode.py", str(model_with_examples()), "ragged", "shared", "exact")
 
 
 def tiny() -> dict:
@@ -113,6 +117,8 @@ def write_table(results: dict) -> None:
     ]
     if "decode" in results:
         lines += measured(results["decode"], decode_table(results["decode"]))
+    if "ragged" in results:
+        lines += measured(results["ragged"], ragged_table(results["ragged"]))
     if "trainer" in results:
         lines += measured(results["trainer"], trainer_table(results["trainer"]))
     if "tiny" in results:
@@ -153,7 +159,11 @@ def decode_table(result: dict) -> list[str]:
                 f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {ours / theirs:.2f}x | {share:.0%} | {whole:.2f}x |"
             )
         lines.append("")
-    ragged, shared = result["ragged"], result["shared"]
+    return lines
+
+
+def ragged_table(result: dict) -> list[str]:
+    lines, ragged, shared = ["## Uneven and shared prompts, SmolLM2-135M", ""], result["ragged"], result["shared"]
     of = f"{ragged['tokens']:,} tokens in all, the longest {ragged['max_over_mean']:.1f} times the mean"
     lines += [f"Ragged rollout, 16 prompts x 8 samples, {of}:", ""]
     lines += ["| engine | s | tok/s | Tandem is |", "|---|---|---|---|"]
@@ -237,7 +247,7 @@ def step_table(title: str, result: dict) -> list[str]:
     ]
 
 
-SECTIONS = {"decode": decode, "trainer": trainer, "tiny": tiny, "smollm2": smollm2}
+SECTIONS = {"decode": decode, "ragged": ragged, "trainer": trainer, "tiny": tiny, "smollm2": smollm2}
 
 if __name__ == "__main__":
     sys.exit(main())

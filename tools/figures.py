@@ -216,13 +216,13 @@ def performance_rows() -> list[Row]:
             ratio = row["tandem_decode_tok_s"] / row["generate_decode_tok_s"]
             what = f"decode, SmolLM2-135M, batch {batch}{label}, against transformers `generate`"
             add("decode", what, f"{ratio:.2f}x")
-    if "decode" in results:
-        ragged, shared = results["decode"]["ragged"], results["decode"]["shared"]
+    if "ragged" in results:
+        ragged, shared = results["ragged"]["ragged"], results["ragged"]["shared"]
         for name in ("generate", "generate_batch"):
             ratio = ragged[f"{name}_s"] / ragged["tandem_s"]
-            add("decode", f"ragged rollout, 16 prompts x 8 samples, against transformers `{name}`", f"{ratio:.1f}x")
+            add("ragged", f"ragged rollout, 16 prompts x 8 samples, against transformers `{name}`", f"{ratio:.1f}x")
         ratio = shared["unshared_s"] / shared["shared_s"]
-        add("decode", "a prompt of 512 tokens shared by 8 samples, to their first tokens", f"{ratio:.1f}x")
+        add("ragged", "a prompt of 512 tokens shared by 8 samples, to their first tokens", f"{ratio:.1f}x")
     if "trainer" in results:
         ragged, logprobs, adamw = (results["trainer"][name] for name in ("ragged", "logprobs", "adamw"))
         packed, part = ragged["padded_s"] / ragged["packed_s"], logprobs["chunks_mib"] / logprobs["full_mib"]

@@ -54,7 +54,7 @@ LIVES = 1000
 SOAK = 10_000  # requests
 SCHEDULES = 40  # for each architecture
 CELLS = 12  # of each set of switches; of two sets all shapes
-KILLS = 5  # of each kind, in the order of MOVES
+KILLS, STEPS = 5, 6  # of each kind, in the order of MOVES; of a run
 KINDS = ("train", "sft", "dapo, curriculum", "ppo, lora", "multi-turn", "one-step-off")
 # Where a run begins, and where it goes on after its kill: (before the command line, overrides).
 ONE_CORE = ("taskset", "-c", "0")
@@ -280,7 +280,7 @@ def kills_of(kind: str) -> tuple[int, int]:
     """(kills that hit, runs whose every byte is that of the undisturbed run)"""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        arguments = prepare(folder, command=kind)
+        arguments = prepare(folder, steps=STEPS, command=kind)
         ahead = "rollout.workers=1" in arguments
         _, seconds = run(arguments, folder / "undisturbed")
         expected, rng = fingerprint(folder / "undisturbed"), np.random.default_rng(7)
@@ -306,7 +306,7 @@ def kills_table(found: Found) -> list[str]:
     return [
         "## Killed = never stopped, with other threads, cores and workers",
         "",
-        "A run of 12 steps with the default number of threads, against runs that were killed once with `kill -9` at a random",
+        f"A run of {STEPS} steps with the default number of threads, against runs that were killed once with `kill -9` at a random",
         "moment and went on by the same command; equal: weights, optimizer, metrics, ledger, episodes and exported model, byte",
         "for byte. The five kills of a kind: begun and gone on with all cores; begun with all, gone on with one (`taskset`); the",
         "other way round; begun with one thread, gone on with two; begun with two, gone on with one thread on one core. With",
