@@ -107,10 +107,11 @@ def _problems_job(
     journal, eval_journal = (Journal(run.episodes, identity(config, inputs), of) for of in (problems, held_out))
     with playground(config) as player_of:
         models = make(config)
-        found = _exactness(
-            config, models.policy.model, run, report, workers=config.rollout.workers, beside=models.others
+        found = tell_exactness(
+            config, models.policy.model, report, workers=config.rollout.workers, beside=models.others
         )
         exact = require_parity(config, found)
+        _note_machine(run, found, report)
         engine = build_engine(config, models.policy.model, renderer)
         require_room(config, engine, renderer, [*problems, *held_out])
         local = player_of(engine, renderer)
@@ -137,12 +138,10 @@ def _problems_job(
                 )  # fmt: skip
 
 
-def _exactness(config: Config, model: ExactModel, run: RunFolder, report: Report, **how: Any) -> Exactness:
-    """What the probe finds, told and kept in the run folder; how: as tell_exactness takes it."""
-    found = tell_exactness(config, model, report, **how)
+def _note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
+    """Keep what the run computes on in its folder, and tell where it has moved."""
     if news := run.note_machine(numerics.processor(), not found.thread_dependent):
         report(news)
-    return found
 
 
 def _check_curriculum(config: Config, problems: Sequence[Problem]) -> None:
@@ -175,7 +174,7 @@ def sft_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     samples = [Sample(tokens=t, loss_mask=mask) for t, mask in renderer.trainings(chats, loss=settings.loss_on)]
     _check_fit(samples, shape, "a chat", "sft.train, chat")
     policy = build_learner(config, build_model(config, config.model.path), settings, settings.steps)
-    _exactness(config, policy.model, run, report)
+    _note_machine(run, tell_exactness(config, policy.model, report), report)
 
     def step(picked: list[Sample]) -> Metrics:
         return fit(policy, pack(picked, config.train.tokens_per_microbatch))
@@ -197,7 +196,7 @@ def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     train, test, renderer = _pairs(config, answer_pair, "model.reference")
     policy = build_learner(config, build_model(config, config.model.path), settings, settings.steps)
     reference = build_reference(config, policy.model)
-    _exactness(config, policy.model, run, report)
+    _note_machine(run, tell_exactness(config, policy.model, report), report)
 
     def step(picked: list[list[Sample]]) -> Metrics:
         return fit_pairs(policy, reference, _pack_pairs(picked, config), settings)
@@ -229,7 +228,7 @@ def rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
             expected="a padding token of its own", next="name another pad_token in its tokenizer_config.json",
         )  # fmt: skip
     scorer = build_learner(config, build_model(config, config.model.path, head="value"), settings, settings.steps)
-    _exactness(config, scorer.model, run, report)
+    _note_machine(run, tell_exactness(config, scorer.model, report), report)
     scorer.model.config.pad_token_id = padding  # by which stock transformers finds the last token
 
     def step(picked: list[list[Sample]]) -> Metrics:

@@ -83,11 +83,6 @@ def open_past(folder: Path) -> PastRun:
     return PastRun(folder, load_config(folder / "config.toml", []), str(_json(folder / "run.json")["command"]))
 
 
-def line_hash(lines: dict[int, bytes], step: int) -> str:
-    """SHA-256 of a step's line; empty where there is none."""
-    return hashlib.sha256(lines[step]).hexdigest() if step in lines else ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Altered:
     """What a run has kept of a step and is not as its ledger has it."""
@@ -112,11 +107,16 @@ def altered(folder: Path, up_to: int) -> list[Altered]:
             continue
         for kind, recorded in rows[step].items():
             if kind == "metrics":
-                pairs.append((step, f"the row of step {step} in metrics.jsonl", recorded, line_hash(lines, step)))
+                pairs.append((step, f"the row of step {step} in metrics.jsonl", recorded, _line_hash(lines, step)))
             elif kind not in ("step", "weights") and recorded:
                 path = episode_file(folder / "episodes", step, "train" if kind == "episodes" else kind)
                 pairs.append((step, f"episodes/{path.name}", recorded, file_hash(path) if path.is_file() else ""))
     return [Altered(step=s, what=what, recorded=was, found=now) for s, what, was, now in pairs if was != now]
+
+
+def _line_hash(lines: dict[int, bytes], step: int) -> str:
+    """SHA-256 of a step's line; empty where there is none."""
+    return hashlib.sha256(lines[step]).hexdigest() if step in lines else ""
 
 
 def require_step(past: PastRun, step: int) -> None:

@@ -51,7 +51,9 @@ def why_not_reproducible() -> list[str]:
     """What this process computes with although bits then depend on row and thread counts; empty after `prepare` in time."""
     if vendor() != "GenuineIntel" or _mkl_mode() & _STRICT_BIT:
         return []
-    return [f"MKL is not in its strict mode (MKL_CBWR={os.environ.get('MKL_CBWR', 'unset')}, or set too late)"]
+    asked = os.environ.get("MKL_CBWR", "unset")
+    why = "it had computed before it was asked: start the process again" if asked == STRICT else f"MKL_CBWR={asked}"
+    return [f"MKL is not in its strict mode ({why})"]
 
 
 def processor() -> str:

@@ -40,9 +40,9 @@ from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
 from tandem.jobs import dpo_job, rm_job, sft_job
-from tandem.ledger import PastRun, line_hash, read_step, require_step
+from tandem.ledger import PastRun, altered, read_step, require_step
 from tandem.loop import Learning, Progress, advance, imitate, rolled_out, update
-from tandem.metrics import metrics_row, read_lines
+from tandem.metrics import metrics_row
 from tandem.model.forward import batch_logprobs
 from tandem.model.hashing import tensor_hash, weight_hash
 from tandem.model.logprobs import Filter
@@ -106,7 +106,18 @@ def replay(past: PastRun, step: int, report: Report, observe: Observe | None = N
                 past, again, done, verdict, observe if last else None, score and last
             )
             done += 1
+        _hold_against_ledger(past, verdict)
         return verdict
+
+
+def _hold_against_ledger(past: PastRun, verdict: Verdict) -> None:
+    """Note what the folder has of the steps up to this one and is not as it was written; of the step itself it is a difference,
+    also where the replay does not make it again (an evaluation)."""
+    changed = altered(past.folder, verdict.step)
+    verdict.notes += [f"not as it was written: {one}" for one in changed]
+    for one in changed:
+        if one.step == verdict.step and one.found and verdict.difference is None:
+            verdict.difference = Difference(what=f"SHA-256 of {one.what}", recorded=one.recorded, found=one.found)
 
 
 @contextmanager
@@ -266,21 +277,20 @@ def _step_otherwise(
     """Learn the step after `done`; what is first found to differ, from its episodes to the weights after it."""
     step, learning = done + 1, again.learning
     require_step(past, step)
-    altered = None if learning is None else _file_otherwise(past, step)
-    if learning is not None and (score or altered):
+    rewritten = None if learning is None else _file_otherwise(past, step)
+    if learning is not None and (score or rewritten):
         groups = read_step(past.journal(step))
         found = (
             _sampled_otherwise(again, [g for g in groups if g.outcome == "train"], step, done, verdict)
-            if altered
+            if rewritten
             else None
         )
         found = found or _scored_otherwise(learning.config, groups, step, verdict)
-        if found or altered:
-            return found or altered
+        if found or rewritten:
+            return found or rewritten
     row = again.step(done, observe)
     return (
         _metrics_otherwise(past.metrics[step], metrics_row(step, row), verdict)
-        or _row_otherwise(past, step)
         or _state_otherwise(past, again, step)
         or _weights_otherwise(past, again, step, verdict)
         or (_checkpoint_otherwise(past, again, step, verdict) if step == verdict.step else None)
@@ -319,15 +329,6 @@ def _metrics_otherwise(recorded: Row, found: Row, verdict: Verdict) -> Differenc
     if found["step"] == verdict.step:
         verdict.metrics = {name: recorded[name] for name in names}
     return None
-
-
-def _row_otherwise(past: PastRun, step: int) -> Difference | None:
-    """Its row in metrics.jsonl, an evaluation's numbers included, which a replay does not make again."""
-    if "metrics" not in past.ledger.get(step, {}):  # a run of before the ledger had them
-        return None
-    recorded, found = past.ledger[step]["metrics"], line_hash(read_lines(past.folder), step)
-    what = f"SHA-256 of the row of step {step} in metrics.jsonl"
-    return Difference(what=what, recorded=recorded, found=found) if recorded != found else None
 
 
 def _state_otherwise(past: PastRun, again: Again, step: int) -> Difference | None:

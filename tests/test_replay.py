@@ -266,6 +266,20 @@ def test_a_changed_number_of_an_evaluation_is_told_though_no_replay_makes_it_aga
     assert first_difference(run, 4).what == "SHA-256 of the row of step 4 in metrics.jsonl"
 
 
+def test_what_is_not_as_it_was_written_is_told_by_its_hash_whatever_else_differs(tmp_path):
+    run = copy_of(past_run("ema"), tmp_path)
+    rewrite(run, 3, lambda row, at, e: replace(e, reward=e.reward + 1) if (row, at) == (0, 0) else e)
+    verdict = again(run, 4)
+    assert [
+        note for note in verdict.notes if note.startswith("not as it was written: episodes/train_step_000003.parquet")
+    ]
+    path = run / "episodes" / "eval_sampled_step_000004.parquet"
+    path.write_bytes(path.read_bytes() + b" ")
+    other = copy_of(past_run("ema"), tmp_path / "other")
+    (other / "episodes" / path.name).write_bytes(path.read_bytes())
+    assert first_difference(other, 4).what == f"SHA-256 of episodes/{path.name}"
+
+
 def test_a_run_of_another_processor_is_told_by_its_name(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     edit(run / "machine.json", json.loads((run / "machine.json").read_text())["processor"], "an abacus")
