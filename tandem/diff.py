@@ -139,7 +139,7 @@ def _episodes_part(a: PastRun, b: PastRun, step: int, other_bytes: list[int]) ->
 
 
 def _journal_hash(past: PastRun, step: int) -> str:
-    """Of the file; where it is no longer there, what the ledger has."""
+    """Hash the journal file of a step; where it is gone, return the ledger's hash of it."""
     if past.journal(step).is_file():
         return file_hash(past.journal(step))
     return str(past.ledger[step]["episodes"]) if step in past.ledger else ""

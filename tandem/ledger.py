@@ -85,7 +85,7 @@ def open_past(folder: Path) -> PastRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Altered:
-    """What a run has kept of a step and is not as its ledger has it."""
+    """A file or a row of a run folder that is not as the run wrote it, by the ledger's hash."""
 
     step: int
     what: str  # "episodes/train_step_000002.parquet", "the row of step 2 in metrics.jsonl"
@@ -97,8 +97,8 @@ class Altered:
 
 
 def altered(folder: Path, up_to: int) -> list[Altered]:
-    """Hash what the folder has of the steps up to that one, from the first that the ledger has; empty where all of it is as it
-    was written."""
+    """Hash the files and rows of all steps up to `up_to` and return those whose hash is not the ledger's. Steps of before the
+    first row of the ledger are not checked."""
     lines, rows = read_lines(folder), {row["step"]: row for row in read_metrics(folder, LEDGER)}
     pairs: list[tuple[int, str, str, str]] = []
     for step in range(min(rows, default=up_to + 1), up_to + 1):

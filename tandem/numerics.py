@@ -42,13 +42,13 @@ def prepare(threads: int = 0) -> int:
 
 
 def environment() -> dict[str, str]:
-    """What a process that computes beside others is started with: one thread, and the mode of `prepare`."""
+    """Return the variables to start a process with that computes beside others: one thread, and the mode of `prepare`."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return threads | ({"MKL_CBWR": os.environ.get("MKL_CBWR", STRICT)} if vendor() == "GenuineIntel" else {})
 
 
 def why_not_reproducible() -> list[str]:
-    """What this process computes with although bits then depend on row and thread counts; empty after `prepare` in time."""
+    """Return the reasons why this process is not reproducible; empty after `prepare`, unless that came too late."""
     if vendor() != "GenuineIntel" or _mkl_mode() & _STRICT_BIT:
         return []
     asked = os.environ.get("MKL_CBWR", "unset")
@@ -69,7 +69,7 @@ def processor() -> str:
 
 
 def vendor() -> str:
-    """As the processor gives it, e.g. "GenuineIntel" or "AuthenticAMD"; empty where that is not known."""
+    """Return the maker of the processor, e.g. "GenuineIntel" or "AuthenticAMD"; empty where it is not known."""
     return _cpuinfo().get(
         "vendor_id", "GenuineIntel" if sys.platform == "darwin" and os.uname().machine == "x86_64" else ""
     )

@@ -64,9 +64,10 @@ class RunFolder:
         append_line(self.log_descriptor, f"{_now()} {text}\n".encode(), self.path / "log.txt")
 
     def note_machine(self, processor: str, any_threads: bool) -> str:
-        """Keep what the run computes on, and whether the thread count changes no bit there; returns what a user should know.
+        """Write machine.json: the processor, the thread count, and whether any count gives the same bits (any_threads). Returns
+        a warning if the run was on another processor before.
 
-        Raises UserError where it does, and is another one than before.
+        Raises UserError if the count matters here and has changed.
         """
         before, threads = read_machine(self.path), self.config.run.threads
         moved = before is not None and before["processor"] != processor
@@ -119,7 +120,7 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
 
 
 def read_machine(folder: Path) -> dict[str, Any] | None:
-    """What the run in the folder has last computed on: processor, threads, any_threads; None where that is not known."""
+    """Read machine.json of a run folder: processor, threads, any_threads; None where there is none."""
     path, names = folder / _MACHINE, ("processor", "threads", "any_threads")
     return _read(path, lambda text: {name: json.loads(text)[name] for name in names}) if path.exists() else None
 
@@ -231,7 +232,7 @@ def _begin(folder: Path, config: Config, command: str) -> list[str]:
 
 
 def _with_threads(config: Config, folder: Path, resumed: bool) -> Config:
-    """The thread count that is not given is the run's, or as many as torch takes here."""
+    """Resolve run.threads = 0: to the count of the run in the folder, or of torch where it has not begun."""
     if config.run.threads:
         return config
     begun = resumed and (folder / "metrics.jsonl").exists()

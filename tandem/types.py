@@ -228,7 +228,7 @@ class Generate(Protocol):
 
 
 class RolloutEngine(Generate, Protocol):
-    """What samples for training."""
+    """The engine that samples for training."""
 
     def logprob_gap(self) -> float:
         """Compare a completion that it has just sampled with the trainer's packed pass over it, by the weights that it runs: the

@@ -32,16 +32,16 @@ LENGTH = 400  # past three key blocks, with a partial fourth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exactness:
-    """What is not exact here, by name. Example: Exactness(parity=["attention, decode: 1 3"], thread_dependent=[])"""
+    """Result of a probe. Example: Exactness(parity=["attention by pages: 4 rows"], thread_dependent=[])"""
 
-    parity: list[str]  # between engine and trainer; empty: they agree to the last bit
-    thread_dependent: list[str]  # what has other bits with one thread than with several; empty: nothing
+    parity: list[str]  # operators on which engine and trainer differ; empty: they agree to the last bit
+    thread_dependent: list[str]  # results whose bits change with the number of threads
 
 
 def probe(model: ExactModel, seed: int = 0, threads: Sequence[int] = ()) -> Exactness:
-    """Try the operators of the model, and a random model of its shapes in the random schedule of that seed.
+    """Compare engine and trainer on the model's operators, and on a random model of its shapes in a random schedule.
 
-    threads: counts that will be computed with, besides one and those at hand (two at least).
+    seed: of model and schedule; threads: thread counts to try besides 1 and the current one (2 at least).
     """
     noise, counts = torch.Generator().manual_seed(seed), sorted({1, max(2, torch.get_num_threads()), *threads})
     unfit, small = numerics.why_not_reproducible(), random_model(model, seed)
