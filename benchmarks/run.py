@@ -124,8 +124,10 @@ def write_table(results: dict) -> None:
     if "tiny" in results:
         table = step_table("1.06M parameters, 32 prompts x 8 samples x 16 tokens", results["tiny"])
         lines += measured(results["tiny"], table)
-    for kind, how in (("whole", "no checkpointing, all sequences at once"),
-                      ("checkpointed", "activation checkpointing, 8 sequences / 1,024 tokens at a time")):  # fmt: skip
+    for kind, how in (
+        ("whole", "no checkpointing, all sequences at once"),
+        ("checkpointed", "activation checkpointing, 8 sequences / 1,024 tokens at a time"),
+    ):
         if "smollm2" in results:
             table = step_table(f"SmolLM2-135M, 4 prompts x 8 samples x 64 tokens, {how}", results["smollm2"][kind])
             lines += measured(results["smollm2"], table)
@@ -146,8 +148,10 @@ def decode_table(result: dict) -> list[str]:
         "",
     ]
     lines[-2] += " is included."
-    parts = {"steady": "64 prompt tokens, 48 sampled tokens:",
-             "long": "404 prompt tokens, 48 sampled tokens, Tandem's pages in random order (all of them gathered):"}  # fmt: skip
+    parts = {
+        "steady": "64 prompt tokens, 48 sampled tokens:",
+        "long": "404 prompt tokens, 48 sampled tokens, Tandem's pages in random order (all of them gathered):",
+    }
     for part, title in parts.items():
         lines += [title, ""]
         lines += ["| batch | decode, `generate` | decode, Tandem | ratio | share of the floor | with prefill |"]

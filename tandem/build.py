@@ -225,10 +225,14 @@ def student_and_teacher(config: Config) -> Models:
 def require_parity(config: Config, found: Exactness) -> bool:
     """Whether the policy can be held to P1; refuses to rely on it where it does not hold."""
     if found.parity and config.rl.correction == "none":
-        raise UserError("engine and trainer do not agree bit for bit on this machine", where="exactness probe",
-                        found="; ".join(found.parity), expected="every operator exact, or an off-policy correction",
-                        next="add rl.correction=tis (truncated importance sampling); if it is MKL's mode: unset MKL_CBWR, and in "
-                        "a notebook call tandem.numerics.prepare() before anything is computed")  # fmt: skip
+        raise UserError(
+            "engine and trainer do not agree bit for bit on this machine",
+            where="exactness probe",
+            found="; ".join(found.parity),
+            expected="every operator exact, or an off-policy correction",
+            next="add rl.correction=tis (truncated importance sampling); if it is MKL's mode: unset MKL_CBWR, and in "
+            "a notebook call tandem.numerics.prepare() before anything is computed",
+        )
     return not found.parity
 
 

@@ -205,9 +205,13 @@ def _same_past(run: RunFolder, done: int, report: Callable[[str], None]) -> None
     if gone:
         report(f"no longer there, of steps before the checkpoint: {', '.join(gone[:3])}{' ...' * (len(gone) > 3)}")
     if wrong := [one for one in changed if one.what not in gone]:
-        raise UserError("what the run has kept of its steps is not as it was written", where=str(run.path),
-                        found="; ".join(map(str, wrong[:3])), expected="the bytes that ledger.jsonl has the hashes of",
-                        next="restore it from a copy, or start over with --fresh (the old run is kept beside it)")  # fmt: skip
+        raise UserError(
+            "what the run has kept of its steps is not as it was written",
+            where=str(run.path),
+            found="; ".join(map(str, wrong[:3])),
+            expected="the bytes that ledger.jsonl has the hashes of",
+            next="restore it from a copy, or start over with --fresh (the old run is kept beside it)",
+        )
 
 
 def _same_learner(name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:

@@ -319,9 +319,13 @@ def check_sampled(sync: Sync, step: int) -> None:
     sampled, while it still runs those weights. An update compares the tokens that are of its own weights, and no others."""
     gap = sync.logprob_gap()
     if gap != 0.0:
-        raise UserError("engine and trainer do not agree on a completion just sampled", where=f"rollouts of step {step + 1}",
-                        found=f"log-probs that differ by {gap:.3g} nats", expected="exactly 0 (P1): one model code",
-                        next="tandem doctor, and report this; the last checkpoint and the journal are as they were")  # fmt: skip
+        raise UserError(
+            "engine and trainer do not agree on a completion just sampled",
+            where=f"rollouts of step {step + 1}",
+            found=f"log-probs that differ by {gap:.3g} nats",
+            expected="exactly 0 (P1): one model code",
+            next="tandem doctor, and report this; the last checkpoint and the journal are as they were",
+        )
 
 
 def check_progress(progress: Progress, journal: Journal, step: int) -> None:

@@ -72,8 +72,13 @@ class RunFolder:
         before, threads = read_machine(self.path), self.config.run.threads
         moved = before is not None and before["processor"] != processor
         if before is not None and not moved and not any_threads and before["threads"] != threads:
-            raise UserError("bits depend on the thread count here, and it has changed", where=_THREADS, found=str(threads),
-                            expected=str(before["threads"]), next=f"{_THREADS}={before['threads']}")  # fmt: skip
+            raise UserError(
+                "bits depend on the thread count here, and it has changed",
+                where=_THREADS,
+                found=str(threads),
+                expected=str(before["threads"]),
+                next=f"{_THREADS}={before['threads']}",
+            )
         now = {"processor": processor, "threads": threads, "any_threads": any_threads}
         write_atomic(self.path / _MACHINE, json.dumps(now, indent=1).encode() + b"\n")
         if before is None or not moved:

@@ -129,8 +129,14 @@ def test_the_thread_count_is_resolved_when_a_run_begins_and_kept(tmp_path):
     code += "print(start(Path(sys.argv[1]), run__threads=0).config.run.threads)"
 
     def threads(at_hand):
-        process = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True,
-                                 env={**os.environ, "OMP_NUM_THREADS": str(at_hand)}, check=True)  # fmt: skip
+        process = subprocess.run(
+            [sys.executable, "-c", code, tmp_path],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(at_hand)},
+            check=True,
+        )
         return int(process.stdout)
 
     assert [threads(at_hand) for at_hand in (1, 2)] == [1, 1]

@@ -287,10 +287,16 @@ def measured() -> list[str]:
     ]
     lines = ["| what | figure | processor | where |", "|---|---|---|---|"]
     lines += [f"| {w} | {f} | {processor(m)} | [docs/{page}.md](docs/{page}.md) |" for w, f, m, page in rows]
-    missing = {"decode": "decode against transformers `generate`", "tiny": "a GRPO step, 1M parameters, against TRL 1.16",
-               "smollm2": "a GRPO step, SmolLM2-135M, against TRL 1.16"}  # fmt: skip
-    lines += [f"| {what} | not measured at equal settings | | `make bench` |" for name, what in missing.items()
-              if name not in recorded("performance")]  # fmt: skip
+    missing = {
+        "decode": "decode against transformers `generate`",
+        "tiny": "a GRPO step, 1M parameters, against TRL 1.16",
+        "smollm2": "a GRPO step, SmolLM2-135M, against TRL 1.16",
+    }
+    lines += [
+        f"| {what} | not measured at equal settings | | `make bench` |"
+        for name, what in missing.items()
+        if name not in recorded("performance")
+    ]
     return [*lines, "| anything on a GPU | not measured | | |"]
 
 

@@ -260,8 +260,11 @@ def cells_table(found: Found) -> list[str]:
     ]
     for key in dict.fromkeys((row["switches"], row["strict"], row["threads"]) for row in rows):
         mine = [row for row in rows if (row["switches"], row["strict"], row["threads"]) == key]
-        counts = [sum(row["gap"] == 0.0 for row in mine), *(sum(row[name] for row in mine) for name in
-                  ("says_parity", "threads_agree", "says_threads")), sum(map(cells.is_false_yes, mine))]  # fmt: skip
+        counts = [
+            sum(row["gap"] == 0.0 for row in mine),
+            *(sum(row[name] for row in mine) for name in ("says_parity", "threads_agree", "says_threads")),
+            sum(map(cells.is_false_yes, mine)),
+        ]
         lines.append(
             f"| {key[0]} | {'yes' if key[1] else 'no'} | {key[2]} | {len(mine)} | {' | '.join(map(str, counts))} |"
         )
@@ -321,9 +324,12 @@ def kills_table(found: Found) -> list[str]:
 
 
 SECTIONS = {
-    "lives": (lives, lives_table), "soak": (soak, soak_table), "parity": (parity, parity_table),
-    "cells": (try_cells, cells_table), "kills": (kills, kills_table),
-}  # fmt: skip
+    "lives": (lives, lives_table),
+    "soak": (soak, soak_table),
+    "parity": (parity, parity_table),
+    "cells": (try_cells, cells_table),
+    "kills": (kills, kills_table),
+}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -164,10 +164,14 @@ class Engine:
         before, count = len(prompt), len(checked.tokens)
         segments = [(0, before, 0, 0)] + [(before, count - 1, 0, before)] * (count > 1)
         batch = Microbatch(
-            tokens=tokens[:-1], positions=np.arange(len(tokens) - 1), segments=np.array(segments),
-            rows=np.arange(before - 1, len(tokens) - 1), targets=tokens[before:], samples=np.zeros(1, np.int64),
+            tokens=tokens[:-1],
+            positions=np.arange(len(tokens) - 1),
+            segments=np.array(segments),
+            rows=np.arange(before - 1, len(tokens) - 1),
+            targets=tokens[before:],
+            samples=np.zeros(1, np.int64),
             sequences=np.zeros(count, np.int64),
-        )  # fmt: skip
+        )
         with torch.no_grad():
             logprobs = batch_logprobs(self.model, batch, checked.how, entropy=False)[0].cpu().numpy()
         own = np.array(checked.weight_versions) == self.weight_version  # others were sampled before a pause

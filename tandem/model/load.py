@@ -187,9 +187,13 @@ def _check_sums(folder: Path) -> None:
         if name.endswith(".safetensors"):
             found = file_hash(folder / name) if (folder / name).is_file() else "no such file"
             if found != recorded.lower():
-                raise UserError("the weights are not those that were exported", where=str(folder / name), found=found,
-                                expected=f"{recorded}, as in {SUMS}",
-                                next=f"export them again; or remove {SUMS} if they were changed on purpose")  # fmt: skip
+                raise UserError(
+                    "the weights are not those that were exported",
+                    where=str(folder / name),
+                    found=found,
+                    expected=f"{recorded}, as in {SUMS}",
+                    next=f"export them again; or remove {SUMS} if they were changed on purpose",
+                )
 
 
 def _stock_model(path: str, head: Literal["tokens", "value"]) -> Any:

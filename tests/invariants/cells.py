@@ -24,10 +24,15 @@ GROUPS = (2, 3, 7, 8)
 VOCABULARIES = (997, 50_257, 151_936)
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 512},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
-}  # fmt: skip
+}
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512", "ATEN_CPU_CAPABILITY": "avx512"}
 PROMPTS = (*range(1, 9), 20, 28, 32, 64, 127, 128, 129, 130, *range(255, 261), 300)
@@ -77,7 +82,7 @@ def shapes() -> list[Shape]:
         _shape("biases, tied", "qwen2", 112, 7, 1, 16, 997, tie_word_embeddings=True),
         _shape("experts", "qwen3_moe", *small, 997, **experts),
         _shape("inputs of 1,100 and 2,060", "llama", 1100, 2, 2, 64, 997, intermediate_size=2060, num_hidden_layers=1),
-    ]  # fmt: skip
+    ]
     context = _shape("context of 6,000", "llama", *small, 997)
     return [*made, Shape(name=context.name, architecture="llama", config=context.config, longest=6000)]
 
@@ -87,10 +92,15 @@ def _shape(
 ) -> Shape:
     hidden += -hidden % (group * kv_heads)  # Llama's config insists
     config = {
-        "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 2 * hidden + 12, "num_hidden_layers": 2,
-        "num_attention_heads": group * kv_heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 8192,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden + 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": group * kv_heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 8192,
         "head_dim": size,
-    }  # fmt: skip
+    }
     if architecture == "qwen2":  # its head size follows from the others
         del config["head_dim"]
     return Shape(name=name, architecture=architecture, config={**config, **more})
@@ -176,10 +186,15 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
         for lines in (found.parity, found.thread_dependent)
     ]
     return {
-        "says_parity": not found.parity, "says_threads": not found.thread_dependent, "gap": gap, "tokens": tokens,
-        "threads_agree": threads_agree, "measured_parity": not measured[0], "measured_threads": not measured[1],
+        "says_parity": not found.parity,
+        "says_threads": not found.thread_dependent,
+        "gap": gap,
+        "tokens": tokens,
+        "threads_agree": threads_agree,
+        "measured_parity": not measured[0],
+        "measured_threads": not measured[1],
         "found": (measured[0] + measured[1])[:3],
-    }  # fmt: skip
+    }
 
 
 def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, int, bool]:
