@@ -21,7 +21,7 @@ $(READY): constraints.txt pyproject.toml
 
 # Adapters whose packages are heavy or need a compiler; their tests are skipped without them.
 adapters: $(READY)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning_gym]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py

@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as missing:
     raise UserError(
         "the package reasoning-gym is not installed", found=f"no {missing.name}", expected="reasoning-gym",
-        next="pip install 'tandem-rl[reasoning_gym]'",
+        next="pip install 'tandem-rl[reasoning-gym]'",
     ) from None  # fmt: skip
 
 CHUNK = 500  # entries made under one seed; fixed, because the entries of some generators depend on how many there are
