@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Nothing here pins the thread count: tests/conftest.py shares the cores between the processes that test.
-TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Nothing here pins the thread count: tests/conftest.py shares the cores between the processes that test. A thread that waits
+# leaves its core to them (what it computes is the same).
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
 .PHONY: setup adapters demo test check format lint types size gpu invariants chaos bench smollm2 learning environments figures clean
 
@@ -26,8 +27,9 @@ adapters: $(READY)
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
+# The tests of a file stay in one process, which prepares for them once.
 test: $(READY)
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 tests
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 check: $(READY) lint types size test
 

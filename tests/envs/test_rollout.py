@@ -411,7 +411,7 @@ class Blocks(Counting):
     async def step(self, text):
         time.sleep(100)
 
-play(Blocks, TurnEngine(), timeout_s=3.0)
+play(Blocks, TurnEngine(), timeout_s=1.0)
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert "blocks the event loop" in result.stderr and "<string>:7, step" in result.stderr

@@ -77,7 +77,7 @@ def sequence(dtype=BF16):
 
 
 @cache
-def packed_pass(window, dtype=BF16):
+def packed_pass(window, dtype):
     """What a trainer computes: the whole sequence in one pass, one program walking all splits of a tile."""
     q, k, v = sequence(dtype)
     segments = int32((0, LENGTH, 0, 0))
@@ -167,14 +167,14 @@ def test_any_chunking_of_prefill_has_the_bits_of_the_packed_pass(chunks, window)
     start = FROM
     for size in chunks:
         found = new_tokens(start, start + size, window=window)
-        assert same_bits(found, packed_pass(window)[start : start + size])
+        assert same_bits(found, packed_pass(window, BF16)[start : start + size])
         start += size
     assert start == LENGTH
 
 
 @WINDOWS
 def test_splits_side_by_side_or_in_turn_and_more_of_them_than_needed_change_no_bit(window):
-    expected = packed_pass(window)[FROM:]
+    expected = packed_pass(window, BF16)[FROM:]
     for max_length in (LENGTH, 1025, 4096):
         assert same_bits(new_tokens(FROM, LENGTH, max_length=max_length, window=window), expected)
     assert same_bits(new_tokens(FROM, LENGTH, max_length=4096, window=window, scratch_bytes=0), expected)
@@ -196,12 +196,12 @@ def test_sequences_are_found_among_hundreds_of_unused_places():
     for row, place in enumerate((0, 255, 256, 299)):
         first[place], count[place], start[place], table[place] = row, 1, row, 0
     rows = PagedRows(tables=table[:, None], first=first, count=count, start=start, max_length=128)
-    assert same_bits(attention(q, *pages_of([(k, v)], [(0,)], 1), rows, SCALE), packed_pass(None)[:4])
+    assert same_bits(attention(q, *pages_of([(k, v)], [(0,)], 1), rows, SCALE), packed_pass(None, BF16)[:4])
 
 
 def test_numbers_and_size_of_pages_change_no_bit():
     _, k, v = sequence()
-    expected = packed_pass(None)[FROM:]
+    expected = packed_pass(None, BF16)[FROM:]
     for table in ((0, 1, 2, 3, 4), (6, 5, 4, 3, 2)):
         assert same_bits(new_tokens(FROM, LENGTH, table=table), expected)
     small = tuple(reversed(range(9)))
@@ -221,7 +221,7 @@ def test_a_sequence_has_the_same_bits_beside_others_that_share_its_prefix():
         max_length=LENGTH,
     )  # fmt: skip
     found = attention(torch.cat((other_q[:50], other_q[144:145], q[FROM:])), *pages, rows, SCALE)
-    assert same_bits(found[51:], packed_pass(None)[FROM:])
+    assert same_bits(found[51:], packed_pass(None, BF16)[FROM:])
     alone = PagedRows(tables=int32(tables[1]), first=int32(0), count=int32(1), start=int32(400), max_length=2048)
     assert same_bits(found[50:51], attention(other_q[144:145], *pages, alone, SCALE))
     together = segment_attention(
@@ -236,7 +236,7 @@ def test_heads_and_strides_of_a_fused_projection_change_no_bit():
     q, k, v = (t[:70] for t in sequence())
     fused = torch.cat((q, k, v), 1)
     parts = fused.split((HEADS, KV_HEADS, KV_HEADS), 1)
-    assert same_bits(segment_attention(*parts, int32((0, 70, 0, 0)), SCALE), packed_pass(None)[:70])
+    assert same_bits(segment_attention(*parts, int32((0, 70, 0, 0)), SCALE), packed_pass(None, BF16)[:70])
 
 
 def test_segments_of_a_pack_have_the_bits_they_have_over_pages():

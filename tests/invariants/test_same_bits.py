@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tandem.metrics import read_metrics
-from tandem.recipe import load_config
-from tests.invariants.kills import Forks, fingerprint, interrupted, prepare, run, unpinned
+from tests.invariants.kills import Forks, fingerprint, prepare, run, unpinned
 
 STEPS = 5  # a checkpoint after 3; the kill at the row of step 4 costs a step that had been told
 KINDS = [
@@ -19,6 +18,9 @@ KINDS = [
     "ppo, lora",
     "multi-turn",
 ]  # each by itself, and more: python -m tests.invariants.kills
+
+needs_taskset = pytest.mark.skipif(not shutil.which("taskset"), reason="no taskset here")
+ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if hasattr(os, "sched_getaffinity") else ()
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +51,23 @@ def test_another_seed_gives_other_bytes(forks, undisturbed, tmp_path):
     assert not [name for name in (*weights, "metrics.jsonl") if other[name] == expected[name]]
 
 
-def test_kills_leave_no_trace(undisturbed, tmp_path):
+@needs_taskset
+def test_a_killed_run_goes_on_with_other_cores_and_workers_to_the_same_bytes_and_replays(undisturbed, tmp_path):
+    """With as many threads as there are cores, as a user has it: nothing here pins them."""
     command, expected, seconds = undisturbed
-    moments = (np.random.default_rng(0).uniform(0.4, 0.95, 2) * seconds).tolist()
+    moment = np.random.default_rng(0).uniform(0.4, 0.95) * seconds
     for part in (1.0, 0.5, 0.25):  # a machine that was slower a moment ago has ended before the kill
         killed = tmp_path / f"killed at {part}"
-        if interrupted(command, killed, [part * moment for moment in moments]):
+        code, _ = run([*command, "rollout.workers=1"], killed, part * moment)
+        run(command, killed, place=ONE_CORE)
+        if code:
             break
     else:
         raise AssertionError("no kill hit a live run")
     assert fingerprint(killed) == expected
+    replay = [*ONE_CORE, *command[:3], "replay", str(killed), "--step", "9"]
+    told = subprocess.run(replay, capture_output=True, text=True, env={**unpinned(), "HF_HUB_OFFLINE": "1"})
+    assert told.returncode == 0 and f"equal: step 9 of {killed}" in told.stdout.replace("\n", "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,27 +91,3 @@ def test_a_kill_while_rollouts_are_ahead_leaves_no_trace_whoever_rolls_out(kind,
     assert forks.run(killed, tmp_path / "killed", kill_at_row=STEPS - 1) != 0
     assert forks.run(killed, tmp_path / "killed") == 0
     assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "whole")
-
-
-needs_taskset = pytest.mark.skipif(not shutil.which("taskset"), reason="no taskset here")
-ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if hasattr(os, "sched_getaffinity") else ()
-
-
-@needs_taskset
-def test_a_run_that_goes_on_with_other_cores_threads_and_workers_ends_with_the_same_bytes_and_replays(tmp_path):
-    """With as many threads as there are cores, as a user has it: nothing here pins them."""
-    command = [*prepare(tmp_path, steps=4, command="one-step-off"), "run.save_every=2", "eval.every=0"]
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    _, seconds = run([*command, "rollout.workers=0"], whole)
-    for part in (0.8, 0.7, 0.6, 0.9):  # the kill may come before the first step, but not after the last one
-        shutil.rmtree(moved, ignore_errors=True)
-        if run([*command, "rollout.workers=1"], moved, part * seconds)[0]:
-            break
-    else:
-        raise AssertionError("no kill hit a live run")
-    run([*command, "rollout.workers=2"], moved, place=ONE_CORE)
-    assert fingerprint(moved) == fingerprint(whole)
-    assert load_config(moved / "config.toml", []).run.threads == load_config(whole / "config.toml", []).run.threads
-    replay = [*ONE_CORE, *command[:3], "replay", str(moved), "--step", "3"]
-    told = subprocess.run(replay, capture_output=True, text=True, env={**unpinned(), "HF_HUB_OFFLINE": "1"})
-    assert told.returncode == 0 and f"equal: step 3 of {moved}" in told.stdout.replace("\n", "")
