@@ -97,13 +97,14 @@ def replay(past: PastRun, step: int, report: Report, observe: Observe | None = N
         report("this run has no ledger: weights can be compared only where there is a checkpoint")
     with _again(past, report) as again:
         verdict = Verdict(step=step)
-        verdict.notes += changed_inputs(past, again.data) + _other_machine(past)
+        elsewhere = _other_machine(past)
+        verdict.notes += changed_inputs(past, again.data) + elsewhere
         groups = _groups(past, again, step)
         done = _begin(past, again, min([step - 1, *_versions(groups)]), report, verdict)
         while done < step and verdict.difference is None:
             last = done + 1 == step
             verdict.difference = _sampled_otherwise(again, groups, step, done, verdict) or _step_otherwise(
-                past, again, done, verdict, observe if last else None, score and last
+                past, again, done, verdict, observe if last else None, score and last, bool(elsewhere)
             )
             done += 1
         _hold_against_ledger(past, verdict)
@@ -272,20 +273,21 @@ def _sampled_otherwise(
 
 
 def _step_otherwise(
-    past: PastRun, again: Again, done: int, verdict: Verdict, observe: Observe | None, score: bool
+    past: PastRun, again: Again, done: int, verdict: Verdict, observe: Observe | None, score: bool, elsewhere: bool
 ) -> Difference | None:
-    """Learn the step after `done`; what is first found to differ, from its episodes to the weights after it."""
+    """Learn the step after `done`; what is first found to differ, from its episodes to the weights after it.
+
+    elsewhere: the run has computed on another processor, whose log-probs are compared before the step would stop at them.
+    """
     step, learning = done + 1, again.learning
     require_step(past, step)
     rewritten = None if learning is None else _file_otherwise(past, step)
-    if learning is not None and (score or rewritten):
-        groups = read_step(past.journal(step))
-        found = (
-            _sampled_otherwise(again, [g for g in groups if g.outcome == "train"], step, done, verdict)
-            if rewritten
-            else None
-        )
-        found = found or _scored_otherwise(learning.config, groups, step, verdict)
+    if learning is not None and (score or rewritten or elsewhere):
+        groups, found = read_step(past.journal(step)), None
+        if rewritten or elsewhere:
+            found = _sampled_otherwise(again, [g for g in groups if g.outcome == "train"], step, done, verdict)
+        if found is None and (score or rewritten):
+            found = _scored_otherwise(learning.config, groups, step, verdict)
         if found or rewritten:
             return found or rewritten
     row = again.step(done, observe)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.cli.replaying import replay_step
+from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.ledger import open_past, read_step
 from tandem.metrics import read_metrics
@@ -285,4 +286,16 @@ def test_a_run_of_another_processor_is_told_by_its_name(tmp_path):
     edit(run / "machine.json", json.loads((run / "machine.json").read_text())["processor"], "an abacus")
     verdict = again(run, 2)
     assert verdict.difference is None
+    assert [note for note in verdict.notes if "has computed on an abacus, this is " in note]
+
+
+def test_where_another_processor_gives_other_bits_the_first_is_told_and_no_step_stops_at_it(tmp_path):
+    run = copy_of(past_run("ema"), tmp_path)
+    edit(run / "machine.json", json.loads((run / "machine.json").read_text())["processor"], "an abacus")
+    written = file_hash(run / "episodes" / "train_step_000001.parquet")
+    off = np.float32(1 + 1e-6)
+    rewrite(run, 1, lambda row, place, e: replace(e, engine_logprobs=e.engine_logprobs * off))
+    edit(run / "ledger.jsonl", written, file_hash(run / "episodes" / "train_step_000001.parquet"))
+    verdict = again(run, 2)
+    assert verdict.difference is not None and verdict.difference.what.startswith("log-prob of token ")
     assert [note for note in verdict.notes if "has computed on an abacus, this is " in note]
