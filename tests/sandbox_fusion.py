@@ -5,6 +5,7 @@ with FusionServer() as server: SandboxFusion(server.url)
 
 import base64
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -70,7 +71,16 @@ def run_code(request):
 def _run(command, folder, stdin, timeout):
     start = time.monotonic()
     try:
-        done = subprocess.run(command, cwd=folder, input=stdin, capture_output=True, text=True, timeout=timeout)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it has a `python`, this machine perhaps not
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, "PATH": path},
+        )
     except subprocess.TimeoutExpired:
         return {
             "status": "TimeLimitExceeded",

@@ -227,6 +227,7 @@ class Left:
         first = Started(self.command, self._next())
         if not first.wait_for(lambda: first.rows > 2):
             return False, f"the first run ended: {first.told()[-1500:]}"
+        first.send(signal.SIGSTOP)  # it holds its lock, and does not end before the second run has asked
         second = Started(self.command, first.folder)
         code, told = second.end(), second.told()
         named = re.search(rf"the run folder is in use.*pid {first.process.pid} on", told, re.S)
