@@ -1,6 +1,6 @@
 """`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this machine, in one run.
 
-    python benchmarks/run.py [decode] [ragged] [trainer] [tiny] [smollm2]     default: all; rewrites docs/performance.md
+    python benchmarks/run.py [decode] [long] [ragged] [trainer] [tiny] [smollm2]     default: all; rewrites docs/performance.md
 
 Every side runs with the allocator settings that Tandem gives itself (memory stays with the process), and with as many threads
 as there are cores. Refuses to judge while other processes use more than 10% of the CPU.
@@ -50,7 +50,11 @@ def quiet() -> bool:
 
 
 def decode() -> dict:
-    return run("decode.py", str(model_with_examples()), "steady", "long")
+    return run("decode.py", str(model_with_examples()), "steady")
+
+
+def long() -> dict:
+    return run("decode.py", str(model_with_examples()), "long")
 
 
 def ragged() -> dict:
@@ -115,8 +119,13 @@ def write_table(results: dict) -> None:
         "Medians; in each section baseline and Tandem alternate in one run, with the same allocator settings and threads.",
         "",
     ]
-    if "decode" in results:
-        lines += measured(results["decode"], decode_table(results["decode"]))
+    for section, part, title in (
+        ("decode", "steady", "64 prompt tokens"),
+        ("long", "long", "404 prompt tokens, Tandem's pages in random order, all of them gathered"),
+    ):
+        if section in results:
+            table = decode_table(f"{title}, 48 sampled tokens", results[section], results[section][part])
+            lines += measured(results[section], table)
     if "ragged" in results:
         lines += measured(results["ragged"], ragged_table(results["ragged"]))
     if "trainer" in results:
@@ -140,30 +149,24 @@ def measured(result: dict, table: list[str]) -> list[str]:
     return [table[0], "", f"{result['machine']}; {result['date']}.", *table[1:]]
 
 
-def decode_table(result: dict) -> list[str]:
-    lines = ["## Generation, SmolLM2-135M", ""]
+def decode_table(title: str, result: dict, rows: dict) -> list[str]:
     ceilings = f"{result['gemm_gflops']:.0f} GFLOP/s, {result['read_gb_s']:.1f} GB/s"
-    lines += [
-        f"Ceilings in the same run: {ceilings}. Floors are arithmetic, benchmarks/roofline.py. Sampling at temperature 1",
+    lines = [
+        f"## Generation, SmolLM2-135M, {title}",
         "",
+        f"Ceilings in the same run: {ceilings}. Floors are arithmetic, benchmarks/roofline.py.",
+        "Sampling at temperature 1 is included.",
+        "",
+        "| batch | decode, `generate` | decode, Tandem | ratio | share of the floor | with prefill |",
+        "|---|---|---|---|---|---|",
     ]
-    lines[-2] += " is included."
-    parts = {
-        "steady": "64 prompt tokens, 48 sampled tokens:",
-        "long": "404 prompt tokens, 48 sampled tokens, Tandem's pages in random order (all of them gathered):",
-    }
-    for part, title in parts.items():
-        lines += [title, ""]
-        lines += ["| batch | decode, `generate` | decode, Tandem | ratio | share of the floor | with prefill |"]
-        lines += ["|---|---|---|---|---|---|"]
-        for batch, row in result[part].items():
-            theirs, ours = row["generate_decode_tok_s"], row["tandem_decode_tok_s"]
-            share, whole = ours / row["floor_tok_s"], row["generate_s"] / row["tandem_s"]
-            lines.append(
-                f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {ours / theirs:.2f}x | {share:.0%} | {whole:.2f}x |"
-            )
-        lines.append("")
-    return lines
+    for batch, row in rows.items():
+        theirs, ours = row["generate_decode_tok_s"], row["tandem_decode_tok_s"]
+        share, whole = ours / row["floor_tok_s"], row["generate_s"] / row["tandem_s"]
+        lines.append(
+            f"| {batch} | {theirs:.0f} tok/s | {ours:.0f} tok/s | {ours / theirs:.2f}x | {share:.0%} | {whole:.2f}x |"
+        )
+    return [*lines, ""]
 
 
 def ragged_table(result: dict) -> list[str]:
@@ -251,7 +254,7 @@ def step_table(title: str, result: dict) -> list[str]:
     ]
 
 
-SECTIONS = {"decode": decode, "ragged": ragged, "trainer": trainer, "tiny": tiny, "smollm2": smollm2}
+SECTIONS = {"decode": decode, "long": long, "ragged": ragged, "trainer": trainer, "tiny": tiny, "smollm2": smollm2}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -211,11 +211,11 @@ def performance_rows() -> list[Row]:
     def add(section: str, what: str, figure: str) -> None:
         rows.append((what, figure, results[section]["machine"], "performance"))
 
-    for part, label in (("steady", ""), ("long", ", context of 404, pages shuffled")):
-        for batch, row in results.get("decode", {}).get(part, {}).items():
+    for section, part, label in (("decode", "steady", ""), ("long", "long", ", context of 404, pages shuffled")):
+        for batch, row in results.get(section, {}).get(part, {}).items():
             ratio = row["tandem_decode_tok_s"] / row["generate_decode_tok_s"]
             what = f"decode, SmolLM2-135M, batch {batch}{label}, against transformers `generate`"
-            add("decode", what, f"{ratio:.2f}x")
+            add(section, what, f"{ratio:.2f}x")
     if "ragged" in results:
         ragged, shared = results["ragged"]["ragged"], results["ragged"]["shared"]
         for name in ("generate", "generate_batch"):
