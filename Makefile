@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Nothing here pins the thread count: tests/conftest.py shares the cores between the processes that test. A thread that waits
-# leaves its core to them (what it computes is the same).
+# Nothing here pins the thread count: tests/conftest.py shares the cores between the processes that test.
+# With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
 .PHONY: setup adapters demo test check format lint types size gpu invariants chaos bench smollm2 learning environments figures clean

@@ -139,7 +139,7 @@ def _problems_job(
 
 
 def _note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
-    """Keep what the run computes on in its folder, and tell where it has moved."""
+    """Write the processor to machine.json, and report it if it has changed."""
     if news := run.note_machine(numerics.processor(), not found.thread_dependent):
         report(news)
 

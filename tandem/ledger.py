@@ -97,8 +97,8 @@ class Altered:
 
 
 def altered(folder: Path, up_to: int) -> list[Altered]:
-    """Hash the files and rows of all steps up to `up_to` and return those whose hash is not the ledger's. Steps of before the
-    first row of the ledger are not checked."""
+    """Hash the files and rows of all steps up to `up_to` and return those whose hash is not the ledger's. Steps before the
+    ledger's first row are not checked."""
     lines, rows = read_lines(folder), {row["step"]: row for row in read_metrics(folder, LEDGER)}
     pairs: list[tuple[int, str, str, str]] = []
     for step in range(min(rows, default=up_to + 1), up_to + 1):

@@ -52,7 +52,7 @@ def why_not_reproducible() -> list[str]:
     if vendor() != "GenuineIntel" or _mkl_mode() & _STRICT_BIT:
         return []
     asked = os.environ.get("MKL_CBWR", "unset")
-    why = "it had computed before it was asked: start the process again" if asked == STRICT else f"MKL_CBWR={asked}"
+    why = "it computed before the mode was set: restart the process" if asked == STRICT else f"MKL_CBWR={asked}"
     return [f"MKL is not in its strict mode ({why})"]
 
 

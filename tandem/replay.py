@@ -104,7 +104,7 @@ def replay(past: PastRun, step: int, report: Report, observe: Observe | None = N
         while done < step and verdict.difference is None:
             last = done + 1 == step
             verdict.difference = _sampled_otherwise(again, groups, step, done, verdict) or _step_otherwise(
-                past, again, done, verdict, observe if last else None, score and last, bool(elsewhere)
+                past, again, done, verdict, observe if last else None, score and last, bool(elsewhere) and not last
             )
             done += 1
         _hold_against_ledger(past, verdict)
@@ -112,8 +112,8 @@ def replay(past: PastRun, step: int, report: Report, observe: Observe | None = N
 
 
 def _hold_against_ledger(past: PastRun, verdict: Verdict) -> None:
-    """Note what the folder has of the steps up to this one and is not as it was written; of the step itself it is a difference,
-    also where the replay does not make it again (an evaluation)."""
+    """Compare the folder's files and rows, up to this step, with the ledger's hashes. What differs becomes a note; if it is of
+    this step, evaluations included, it is the difference."""
     changed = altered(past.folder, verdict.step)
     verdict.notes += [f"not as it was written: {one}" for one in changed]
     for one in changed:
@@ -277,7 +277,7 @@ def _step_otherwise(
 ) -> Difference | None:
     """Learn the step after `done`; what is first found to differ, from its episodes to the weights after it.
 
-    elsewhere: the run has computed on another processor, whose log-probs are compared before the step would stop at them.
+    elsewhere: compare the log-probs first, as a run of another processor can differ in them, which would stop the update.
     """
     step, learning = done + 1, again.learning
     require_step(past, step)

@@ -49,7 +49,7 @@ print(bool(torch.tensor([1e-40]) * 0.5 > 0), torch.get_float32_matmul_precision(
 @of_mkl
 def test_what_was_set_too_late_or_otherwise_is_named():
     late = said("import torch; torch.ones(8, 8) @ torch.ones(8, 8); " + PREPARED)
-    assert "MKL is not in its strict mode (it had computed before it was asked" in late
+    assert "MKL is not in its strict mode (it computed before the mode was set" in late
     assert "strict mode (MKL_CBWR=AVX2)" in said(PREPARED, MKL_CBWR="AVX2")
 
 
