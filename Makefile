@@ -74,8 +74,8 @@ learning: $(READY)
 
 # The baselines (transformers, TRL) come with the development environment.
 bench: $(READY)
-	@$(BIN)/python benchmarks/run.py
-	@$(BIN)/python benchmarks/asynchronous.py
+	@$(BIN)/python benchmarks/run.py $(only)
+	@$(if $(only),,$(BIN)/python benchmarks/asynchronous.py)
 
 smollm2: $(READY)
 	@$(BIN)/python examples/smollm2.py

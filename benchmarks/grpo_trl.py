@@ -56,12 +56,11 @@ def main() -> None:
             output_dir=tempfile.mkdtemp(), per_device_train_batch_size=at_once, num_generations=int(group),
             gradient_accumulation_steps=samples // at_once, max_completion_length=int(new), max_steps=int(steps),
             learning_rate=1e-6,
+            generation_kwargs={"min_new_tokens": int(new)} if fixed == "1" else None,  # no end-of-sequence token before
             temperature=1.0, beta=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
             gradient_checkpointing=memory == "checkpointed", disable_tqdm=True, seed=0, remove_unused_columns=False,
         ),
     )  # fmt: skip
-    if fixed == "1":
-        never_stop(trainer)
     trainer.train()
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
     skip = 2 if int(steps) > 4 else 1
@@ -71,12 +70,6 @@ def main() -> None:
         "tokens_per_s": sum(tokens[skip:]) / sum(clock.seconds[skip:]),
         "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }))  # fmt: skip
-
-
-def never_stop(trainer: GRPOTrainer) -> None:
-    trainer.generation_config.eos_token_id = None
-    trainer.generation_kwargs["eos_token_id"] = None
-    trainer.model.generation_config.eos_token_id = None
 
 
 if __name__ == "__main__":

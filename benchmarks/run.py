@@ -237,7 +237,7 @@ def step_table(title: str, result: dict) -> list[str]:
     lines = [
         f"## One GRPO step, {title}",
         "",
-        "| | s a step | tokens in the loss | peak memory |",
+        "| | s a step | tokens a step | peak memory |",
         "|---|---|---|---|",
     ]
     for name, label in (("trl", "TRL 1.16 `GRPOTrainer`"), ("tandem", "Tandem")):
@@ -248,7 +248,6 @@ def step_table(title: str, result: dict) -> list[str]:
     return [
         *lines,
         "",
-        "Both sample every completion to its full length; TRL leaves what follows an end-of-sequence token out of the loss.",
         f"{ratios} (of several rounds the least favourable one).",
         "",
     ]
