@@ -6,11 +6,16 @@ which must be asked for before triton is first imported.
 """
 
 import os
+import signal
 
 import torch
 
 from tandem import numerics
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell gives to what it starts in the background, and to its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 share = max(1, torch.get_num_threads() // processes)
 if processes > 1:
