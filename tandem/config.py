@@ -150,6 +150,11 @@ class Reward(Section):
     def functions(self) -> list[str]:
         return [self.function] if isinstance(self.function, str) else self.function
 
+    @property
+    def names(self) -> list[str]:
+        """What the functions are called in parts and options: "score" for "my.py:score"."""
+        return [function.rpartition(":")[2] for function in self.functions]
+
 
 # What an algorithm means, as data: the settings of [rl] that it is made of. `rl.algorithm` fills them in where the
 # recipe says nothing, so each stays free to change. Equations, functions and papers: docs/algorithms.md.
@@ -186,7 +191,16 @@ class RL(Section):
     minibatches: int = Field(1, ge=1, description="optimizer updates that one pass over a step's episodes makes")
     epochs: int = Field(1, ge=1, description="passes over a step's episodes")
     advantage: Literal[
-        "grpo", "grpo_no_std", "rloo", "ema", "max_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae"
+        "grpo",
+        "grpo_no_std",
+        "rloo",
+        "rloo_std",
+        "gdpo",
+        "ema",
+        "max_at_k",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gae",
     ] = Field("grpo", description="how rewards become advantages")
     k: int = Field(4, ge=1, description="max_at_k: the group is rewarded for the best of k episodes (pass@k)")
     ema_decay: float = Field(0.9, ge=0, lt=1, description="ema: decay of the running mean reward that is the baseline")
@@ -200,22 +214,29 @@ class RL(Section):
     clip_high: float = Field(
         0.2, gt=0, description="ratios above 1 + clip_high are clipped (larger: DAPO's clip-higher)"
     )
-    dual_clip: float = Field(0.0, ge=0, description="ppo_clip: bound of ratio x negative advantage, above 1; 0: off")
+    dual_clip: float = Field(
+        0.0, ge=0, description="ppo_clip: largest ratio with a negative advantage (two-sided clip), above 1; 0: off"
+    )
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference; 0: no reference is loaded")
     kl_in: Literal["loss", "reward"] = Field("loss", description="where that KL goes")
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="its estimator")
-    correction: Literal["none", "decoupled", "tis", "tis_sequence", "icepop", "mis"] = Field(
+    correction: Literal["none", "decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"] = Field(
         "none", description="off-policy correction by policy/engine probability; none: P1 makes it 1"
     )
     correction_cap: float = Field(
         2.0,
         gt=0,
-        description="largest ratio: tis and tis_sequence truncate to it, icepop and mis leave out what is above",
+        description="largest ratio: tis and tis_sequence truncate to it, the others leave out what is above",
     )
-    correction_floor: float = Field(0.5, ge=0, lt=1, description="smallest ratio that icepop accepts")
+    correction_floor: float = Field(0.5, ge=0, lt=1, description="smallest ratio that icepop and mis_geometric accept")
     max_logprob_error: float = Field(
         0.0, ge=0, description="sequences whose mean exp|policy - engine| is above it carry no loss; 0: off"
+    )
+    off_policy_mask: float = Field(
+        0.0,
+        ge=0,
+        description="no loss for negative advantages of sequences whose mean log engine/policy is above it; 0: off",
     )
     max_gen_batches: int = Field(
         0,
@@ -308,7 +329,19 @@ class Preference(Section):
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="dpo: share of pairs assumed to be the wrong way round"
     )
-    length_normalized: bool = Field(False, description="dpo: mean log-probs of a token in place of sums")
+    length_normalized: bool = Field(
+        False, description="dpo: mean log-probs of a token in place of sums; ipo's own default is true"
+    )
+    nll_coef: float = Field(
+        0.0, ge=0, description="dpo: weight of the chosen answer's mean negative log-likelihood, added to the loss"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _means_for_ipo(cls, given: Any) -> Any:
+        """IPO compares means over tokens, as its authors do, unless the recipe says otherwise."""
+        ipo = isinstance(given, dict) and given.get("loss") == "ipo"
+        return {"length_normalized": True, **given} if ipo else given
 
 
 class Distill(Section):
@@ -317,7 +350,14 @@ class Distill(Section):
     teacher: str = Field("", description="Hugging Face directory or hub name of a model with the same tokenizer")
     estimator: Literal["exact", "sampled"] = Field(
         "exact",
-        description="reverse KL over the whole vocabulary at each sampled position, or at the sampled token only",
+        description="the divergence over the vocabulary at each sampled position, or reverse KL at the sampled token only",
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
+        "reverse_kl", description="exact: KL of student to teacher, of teacher to student, or of both to their mixture"
+    )
+    jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: the teacher's share of the mixture")
+    top_k: int = Field(
+        0, ge=0, description="exact: the teacher's k likeliest tokens and all others as one; 0: each token"
     )
 
 
@@ -355,7 +395,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "Config":
-        mistakes = [reason for wrong, reason in contradictions(self) if wrong]
-        if mistakes:
+        if mistakes := [reason for wrong, reason in contradictions(self) if wrong]:
             raise ValueError("\n".join(mistakes))
         return self

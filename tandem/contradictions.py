@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tandem.config import RL, Config
 
-GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo", "max_at_k", "reinforce_pp_baseline")
+GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo", "rloo_std", "max_at_k", "reinforce_pp_baseline")
 
 
 def contradictions(config: "Config") -> list[tuple[bool, str]]:
@@ -31,13 +31,18 @@ def contradictions(config: "Config") -> list[tuple[bool, str]]:
             preference.loss == "ipo" and preference.label_smoothing > 0,
             "preference.label_smoothing: is defined for the dpo loss only",
         ),
+        (
+            config.distill.estimator == "sampled"
+            and (config.distill.divergence != "reverse_kl" or config.distill.top_k > 0),
+            "distill.estimator: sampled knows the teacher's log-prob of one token, which gives the reverse KL only; use exact",
+        ),
     ]
 
 
 def _algorithm_contradictions(rl: "RL") -> list[tuple[bool, str]]:
     return [
         (
-            rl.group_size < 2 and rl.advantage in GROUP_RELATIVE,
+            rl.group_size < 2 and rl.advantage in (*GROUP_RELATIVE, "gdpo"),
             f"rl.group_size: {rl.advantage} compares the episodes of a group, so it needs at least 2",
         ),
         (
@@ -75,8 +80,12 @@ def _algorithm_contradictions(rl: "RL") -> list[tuple[bool, str]]:
             f"rl.kl_estimator: {rl.kl_estimator} in the reward can push the policy away from the reference; use k1",
         ),
         (
-            rl.correction == "icepop" and rl.correction_floor >= rl.correction_cap,
-            "rl.correction_floor: must be below rl.correction_cap, or icepop accepts no token",
+            rl.correction in ("icepop", "mis_geometric") and rl.correction_floor >= rl.correction_cap,
+            "rl.correction_floor: must be below rl.correction_cap, or icepop and mis_geometric accept nothing",
+        ),
+        (
+            rl.advantage == "gdpo" and rl.kl_coef > 0 and rl.kl_in == "reward",
+            "rl.kl_in: gdpo normalizes each reward function by itself, and a KL in the reward is none; use rl.kl_in=loss",
         ),
         (
             0 < rl.max_logprob_error < 1,
@@ -126,6 +135,10 @@ def _reward_contradictions(config: "Config") -> list[tuple[bool, str]]:
             f"reward.weights: {len(reward.weights)} weights for {len(functions)} functions",
         ),
         (
+            config.rl.advantage == "gdpo" and len(functions) < 2,
+            "rl.advantage: gdpo normalizes each reward function by itself, so reward.function needs a list of several",
+        ),
+        (
             reward.overlong_buffer > 0 and not reward.overlong_penalty,
             "reward.overlong_buffer: has no effect without reward.overlong_penalty",
         ),
@@ -142,7 +155,7 @@ def _reward_contradictions(config: "Config") -> list[tuple[bool, str]]:
             "reward.model: belongs to the function `reward_model`, and that function needs it",
         ),
         (
-            bool(set(reward.options) - {name.rpartition(":")[2] for name in functions}),
+            bool(set(reward.options) - set(reward.names)),
             f"reward.options: has options for {', '.join(sorted(reward.options))}, but reward.function is {', '.join(functions)}",
         ),
         (

@@ -145,6 +145,12 @@ def test_a_group_needs_two_episodes_to_be_compared(kind, tmp_path):
     assert line.startswith(f"rl.group_size: {kind} ")
 
 
+def test_gdpo_needs_two_episodes_and_keeps_groups_whose_rewards_only_sum_up_to_the_same(tmp_path):
+    for wrong, key in (("rl.group_size=1", "rl.group_size"), ("rl.max_gen_batches=2", "rl.max_gen_batches")):
+        [line] = mistakes(tmp_path, "", "rl.advantage=gdpo", *TWO_REWARDS, wrong)
+        assert line.startswith(f"{key}: ")
+
+
 @pytest.mark.parametrize("kind", ["ema", "reinforce_pp", "gae"])
 def test_one_episode_is_enough_where_nothing_is_compared(kind, tmp_path):
     assert load(tmp_path, "", f"rl.advantage={kind}", "rl.group_size=1").rl.group_size == 1
@@ -155,6 +161,7 @@ def test_keys_that_contradict_each_other_are_all_named(tmp_path):
     assert [line.split(":")[0] for line in lines] == ["rl.group_size", "rl.minibatches", "rl.dual_clip"]
 
 
+TWO_REWARDS = ['reward.function=["answer", "mine.py:score"]']
 CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("rollout.stop", ['rollout.stop=["a", ""]'], ['rollout.stop=["a"]']),
     ("rl.group_size", ["rl.group_size=1"], ["rl.group_size=2"]),
@@ -174,6 +181,13 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("rl.kl_estimator", ["rl.kl_coef=0.1", "rl.kl_estimator=k1"], ["rl.kl_in=reward"]),
     ("rl.kl_estimator", ["rl.kl_coef=0.1", "rl.kl_estimator=k1"], ["rl.kl_estimator=k2"]),
     ("rl.correction_floor", ["rl.correction=icepop", "rl.correction_cap=0.5"], ["rl.correction_cap=0.6"]),
+    ("rl.advantage", ["rl.advantage=gdpo"], ['reward.function=["answer", "mine.py:score"]']),
+    (
+        "rl.kl_in",
+        ["rl.advantage=gdpo", *TWO_REWARDS, "rl.kl_coef=0.1", "rl.kl_in=reward", "rl.kl_estimator=k1"],
+        ["rl.kl_in=loss", "rl.kl_estimator=k3"],
+    ),
+    ("distill.estimator", ["distill.estimator=sampled", "distill.top_k=9"], ["distill.estimator=exact"]),
     ("rl.max_logprob_error", ["rl.max_logprob_error=0.5"], ["rl.max_logprob_error=1.5"]),
     ("rl.curriculum", ["rl.curriculum=true", "data.shuffle=false"], ["data.shuffle=true"]),
     ("reward.function", ['reward.function=["answer", "answer"]'], ['reward.function=["answer", "mine.py:score"]']),
@@ -310,7 +324,7 @@ def test_any_value_survives_the_round_trip_through_toml(folder, seed, stop, temp
 
 def test_every_leaf_has_a_help_and_defaults_that_are_valid_by_themselves():
     leaves = describe()
-    assert len({key for key, _, _ in leaves}) == len(leaves) <= 120
+    assert len({key for key, _, _ in leaves}) == len(leaves) <= 150
     assert all(help_text for _, _, help_text in leaves)
     Config.model_validate(Config().model_dump())  # a default that breaks its own bounds would be found here
 

@@ -294,7 +294,7 @@ def test_every_loss_token_carries_the_advantage_of_its_own_episode(kind):
     rewards = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     how = config(rl__advantage=kind)
     step = start(groups_with(*rewards), how)
-    advantages, _ = token_advantages(step, how.rl, 0.0)
+    advantages, _ = token_advantages(step, how, 0.0)
     table = group_advantages(kind, np.array(rewards), k=4, baseline=0.0).astype(np.float32)
     assert len(step.places) == 6 and all(column.dtype == np.float32 for column in advantages)
     assert [column.tolist() for column in advantages] == [[table[place]] * 3 for place in step.places]

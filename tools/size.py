@@ -1,6 +1,6 @@
 """`make size`: lines of the package by folder, the longest files and functions, and the limits of the house.
 
-Exit code 1 when a file is over 400 lines, a function over 60 (the step: 100), or the config over 120 leaves.
+Exit code 1 when a file is over 400 lines, a function over 60 (the step: 100), or the config over 150 leaves.
 """
 
 import ast
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILE_LIMIT, FUNCTION_LIMIT, STEP_LIMIT, LEAF_LIMIT = 400, 60, 100, 120
+FILE_LIMIT, FUNCTION_LIMIT, STEP_LIMIT, LEAF_LIMIT = 400, 60, 100, 150
 THE_STEP = "train_step"
 
 

@@ -1,4 +1,4 @@
-"""What the models say about a microbatch: log-probs, entropies, values, the KL to a teacher. Each [N], one a loss token."""
+"""What the models say about a microbatch: log-probs, entropies, values, divergences. Each [N], one a loss token."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.model.divergence import Head, reverse_kl
+from tandem.model.divergence import Divergence, Head, divergences
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter, Seen, token_logprobs
 from tandem.types import Microbatch
@@ -34,11 +34,13 @@ def batch_values(model: ExactModel, batch: Microbatch) -> Tensor:
     return model.head(_hidden(model, batch))[:, 0]
 
 
-def teacher_kl(student: ExactModel, teacher: ExactModel, batch: Microbatch, temperature: float) -> Tensor:
-    """float32 [N]: KL(student || teacher) over the vocabulary where each target was sampled."""
+def teacher_divergences(
+    student: ExactModel, teacher: ExactModel, batch: Microbatch, temperature: float, divergence: Divergence
+) -> Tensor:
+    """float32 [N]: the divergence over the vocabulary where each target was sampled."""
     with torch.no_grad():
         fixed = _head(teacher, batch)
-    return reverse_kl(_head(student, batch), fixed, temperature)
+    return divergences(_head(student, batch), fixed, temperature, divergence)
 
 
 def _head(model: ExactModel, batch: Microbatch) -> Head:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-GroupAdvantage = Literal["grpo", "grpo_no_std", "rloo", "max_at_k", "reinforce_pp_baseline", "ema"]
+GroupAdvantage = Literal["grpo", "grpo_no_std", "rloo", "rloo_std", "max_at_k", "reinforce_pp_baseline", "ema"]
 
 
 def grpo(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
@@ -35,13 +35,19 @@ def rloo(rewards: np.ndarray) -> np.ndarray:
     return centred(rewards) * (size / (size - 1))
 
 
-def reinforce_pp_baseline(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
-    """`centred` in each group, then divided by the std of the whole step (REINFORCE++-baseline, arXiv 2501.03262, section 3.2).
+def rloo_std(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
+    """`rloo` divided by the std of the group, as `grpo` is: G / (G - 1) times `grpo`."""
+    return rloo(rewards) / (centred(rewards).std(1, keepdims=True) + epsilon)
 
-    The group's own std is not used, so that an easy and a hard problem weigh alike (in a step of one group it is `grpo`).
+
+def gdpo(parts: np.ndarray, weights: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
+    """The weighted sum of `grpo` of each reward by itself, then shifted and scaled by mean and std over the step (GDPO,
+    arXiv 2601.05242, section 3.1). parts float64 [K, P, G], weights [K].
+
+    Normalized together, episodes that earn different rewards of the same sum would have one advantage.
     """
-    gains = centred(rewards)
-    return gains / (gains.std() + epsilon)
+    gains = np.tensordot(weights, np.stack([grpo(part, epsilon) for part in parts]), axes=1)
+    return (gains - gains.mean()) / (gains.std() + epsilon)
 
 
 def max_at_k(rewards: np.ndarray, k: int) -> np.ndarray:
@@ -99,13 +105,13 @@ def group_advantages(kind: GroupAdvantage, rewards: np.ndarray, *, k: int, basel
     match kind:
         case "grpo":
             return grpo(exact)
-        case "grpo_no_std":
+        case "grpo_no_std" | "reinforce_pp_baseline":  # which `returns.whiten` then scales, over the step's tokens
             return centred(exact)
         case "rloo":
             return rloo(exact)
+        case "rloo_std":
+            return rloo_std(exact)
         case "max_at_k":
             return max_at_k(exact, k)
-        case "reinforce_pp_baseline":
-            return reinforce_pp_baseline(exact)
         case "ema":
             return against(exact, baseline)

@@ -24,4 +24,4 @@ def sequence_weights(kind: Aggregation, lengths: np.ndarray, max_tokens: int) ->
         case "sequence_mean":
             return 1.0 / (len(lengths) * np.maximum(lengths, 1))
         case "fixed_length":
-            return np.full(len(lengths), 1.0 / (len(lengths) * max_tokens))
+            return np.full(len(lengths), 1.0 / (max(len(lengths), 1) * max_tokens))

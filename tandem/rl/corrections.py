@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.rl.losses import sequence_means, sequence_sums
 
-Correction = Literal["none", "decoupled", "tis", "tis_sequence", "icepop", "mis"]
+Correction = Literal["none", "decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"]
 
 
 def importance(log_ratio: Tensor) -> Tensor:
@@ -43,6 +43,13 @@ def masked_sequence(log_ratio: Tensor, sequences: Tensor, cap: float) -> Tensor:
     return torch.where(ratio <= cap, ratio, 0.0)[sequences]
 
 
+def masked_geometric(log_ratio: Tensor, sequences: Tensor, low: float, high: float) -> Tensor:
+    """r where the geometric mean of r over the sequence is inside [low, high], 0 for the tokens of any other sequence, whatever
+    its length (verl's geometric rejection, NeMo-RL's seq-mask-tis)."""
+    mean = sequence_means(log_ratio, sequences).exp()
+    return torch.where((mean >= low) & (mean <= high), 1.0, 0.0)[sequences] * log_ratio.exp()
+
+
 def correction(
     kind: Correction, proximal_logprobs: Tensor, engine_logprobs: Tensor, sequences: Tensor, *, low: float, cap: float
 ) -> Tensor:
@@ -61,6 +68,8 @@ def correction(
             return icepop(log_ratio, low, cap)
         case "mis":
             return masked_sequence(log_ratio, sequences, cap)
+        case "mis_geometric":
+            return masked_geometric(log_ratio, sequences, low, cap)
 
 
 def sequence_errors(proximal_logprobs: Tensor, engine_logprobs: Tensor, sequences: Tensor) -> Tensor:

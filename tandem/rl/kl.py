@@ -12,6 +12,7 @@ def kl_estimate(kind: Literal["k1", "k2", "k3"], policy_logprobs: Tensor, refere
     k1 = d                 unbiased. As a loss its gradient is zero in expectation; in the reward it is the one that is right.
     k2 = d^2 / 2           biased. As a loss its gradient is that of each token's own KL.
     k3 = exp(-d) - 1 + d   unbiased, never negative. As a loss its gradient is that of KL(reference || policy).
+    d of k3 is bounded to 20 nats, as beyond them exp overflows float32; outside there is no gradient.
     k2 and k3 in the reward give a gradient that can point away from the reference (tests/rl/test_expectation.py).
     """
     d = policy_logprobs - reference_logprobs
@@ -21,4 +22,5 @@ def kl_estimate(kind: Literal["k1", "k2", "k3"], policy_logprobs: Tensor, refere
         case "k2":
             return d * d / 2
         case "k3":
+            d = d.clamp(-20.0, 20.0)
             return (-d).expm1() + d

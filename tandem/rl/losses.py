@@ -41,7 +41,8 @@ def ppo_clip(
     """-min(r A, clip(r, 1 - low, 1 + high) A) with r = policy / proximal (PPO, arXiv 1707.06347, eq. 7).
 
     Bounds that differ are DAPO's clip-higher (arXiv 2503.14476, eq. 10). dual_clip c > 1 bounds the loss where A < 0
-    by -c A, so that a large ratio cannot blow it up (arXiv 1912.09729, eq. 5).
+    by -c A, so that a large ratio cannot blow it up (arXiv 1912.09729, eq. 5). With c > 1 + high it is the two-sided clip of
+    INTELLECT-2 (arXiv 2505.07291, section 3.4), TRL's `delta`.
     """
     log_ratio = _bounded(policy_logprobs - proximal_logprobs)
     objective, plain = _clipped(log_ratio, advantages, clip_low, clip_high)
@@ -54,18 +55,27 @@ def gspo(
     policy_logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, sequences: Tensor, *, clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """PPO's clip on the ratio of a sequence, the geometric *mean* of its tokens' ratios (GSPO, arXiv 2507.18071, eq. 5-7).
+    """PPO's clip on the ratio of a sequence, the geometric *mean* of its tokens' ratios, in the form of GSPO-token (GSPO,
+    arXiv 2507.18071, eq. 5-7 and 13-17).
 
-    Every token of a sequence carries the same ratio, so sequence_mean gives the paper's objective. Their sum in place of
-    the mean would make a long sequence's ratio vanish (TRL #5814). The paper has one advantage for a whole sequence; where
-    tokens have their own, each keeps it.
+    Every token of a sequence has that ratio as its value, and passes the gradient of its own log-prob only. Where the tokens of
+    a sequence have one advantage, sequence_mean gives the paper's sequence objective and its gradient; where a token has its
+    own advantage or weight, that pulls this token and no other. The sum in place of the mean would make a long sequence's
+    ratio vanish (TRL #5814).
     """
-    means = sequence_means(policy_logprobs - proximal_logprobs, sequences)
-    log_ratio = _bounded(
-        means.index_select(0, sequences)
-    )  # not means[sequences], whose gradient is summed in any order
+    means = sequence_means((policy_logprobs - proximal_logprobs).detach(), sequences)
+    log_ratio = _bounded(means.index_select(0, sequences) + (policy_logprobs - policy_logprobs.detach()))
     objective, plain = _clipped(log_ratio, advantages, clip_low, clip_high)
     return -objective, _ratio_metrics(-objective, log_ratio, objective != plain)
+
+
+def off_policy_mask(
+    policy_logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, sequences: Tensor, *, most: float
+) -> Tensor:
+    """float32 [N]: 0 for the tokens with A < 0 of a sequence that the policy has left, 1 for all others (DeepSeek-V3.2,
+    arXiv 2512.02556, section 3.1). It has left one where the mean over its tokens of log engine - log policy is above `most`."""
+    gap = sequence_means((engine_logprobs - policy_logprobs).detach(), sequences).index_select(0, sequences)
+    return ((advantages >= 0) | (gap <= most)).to(policy_logprobs.dtype)
 
 
 def cispo(

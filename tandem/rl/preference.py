@@ -21,7 +21,9 @@ def dpo(margin: Tensor, *, beta: float, label_smoothing: float = 0.0) -> tuple[T
 
 
 def ipo(margin: Tensor, *, beta: float) -> tuple[Tensor, Metrics]:
-    """(m - 1 / (2 beta))^2: does not run off where preferences are certain (IPO, arXiv 2310.12036, eq. 17; beta is its tau)."""
+    """(m - 1 / (2 beta))^2: does not run off where preferences are certain (IPO, arXiv 2310.12036, eq. 17; beta is its tau).
+
+    Its authors take the margin of means over tokens; with sums, 1 / (2 beta) means something else for every length."""
     losses = (margin - 1 / (2 * beta)).square()
     return losses, _pair_metrics(losses, beta * margin)
 

@@ -17,7 +17,9 @@ def token_rewards(reward: float, kl: np.ndarray, kl_coef: float) -> np.ndarray:
 
 
 def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
-    """G_t = r_t + gamma G_{t+1}; with `whiten` over a step's tokens this is REINFORCE++ (arXiv 2501.03262, eq. 5)."""
+    """G_t = r_t + gamma G_{t+1}; with `whiten` over a step's tokens this is REINFORCE++ (arXiv 2501.03262, eq. 5).
+
+    `whiten` of `advantages.centred`, the same at every token of an episode, is REINFORCE++-baseline (section 3.2)."""
     result = np.empty(len(rewards))
     ahead = 0.0
     for t in range(len(rewards) - 1, -1, -1):

@@ -1,18 +1,21 @@
 """On-policy distillation: the student's own episodes, graded token by token by a teacher; no reward is needed."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tandem.config import Config
-from tandem.model.forward import reference_logprobs, teacher_kl
+from tandem.model.forward import reference_logprobs, teacher_divergences
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter
-from tandem.rl.distillation import sampled_advantages
+from tandem.rl.distillation import divergence, sampled_advantages
 from tandem.rl.losses import Metrics, total
-from tandem.train.learn import Models, Observe, annotate, correct, merge, start, update_policy
+from tandem.train.learn import Models, Observe, Step, annotate, correct, merge, start, token_weights, update_policy
 from tandem.train.learner import Learner
+from tandem.train.pack import join
 from tandem.types import Group, Microbatch, Row
 
 
@@ -27,7 +30,7 @@ def distill(
     exact: bool,
     observe: Observe | None = None,
 ) -> Row:
-    """The step's updates towards the teacher; "teacher_kl" is the student's mean reverse KL, nats a token.
+    """The step's updates towards the teacher; "teacher_kl" is the mean divergence from it, nats a token.
 
     The exact estimator is that of the tempered distributions, whatever top-k, top-p or min-p left out when sampling.
     """
@@ -36,7 +39,7 @@ def distill(
         return {"num_loss_tokens": 0.0, "skipped_updates": 1.0}
     updates = list(enumerate(step.updates * config.rl.epochs))
     if config.distill.estimator == "exact":
-        return merge([_fit_exact(student, teacher, batches, how) for _, batches in updates])
+        return merge([_fit_exact(student, teacher, batches, step, config, how) for _, batches in updates])
     annotate(step, Models(policy=student), config.rl, how)
     graded = step.ask(lambda batch: reference_logprobs(teacher, batch, how))
     step.advantages = [sampled_advantages(own, held) for own, held in zip(step.proximal, graded, strict=True)]
@@ -47,11 +50,15 @@ def distill(
     return {**metrics, **merge(rows), "teacher_kl": -float(np.mean(np.concatenate(step.advantages)))}
 
 
-def _fit_exact(student: Learner, teacher: ExactModel, batches: Sequence[Microbatch], how: Filter) -> Metrics:
-    tokens = sum(len(batch.targets) for batch in batches)
+def _fit_exact(
+    student: Learner, teacher: ExactModel, batches: Sequence[Microbatch], step: Step, config: Config, how: Filter
+) -> Metrics:
+    weights = join(batches, token_weights(step, batches, config))
+    how_far = config.distill
+    distance = partial(divergence, how_far.divergence, beta=how_far.jsd_beta, top_k=how_far.top_k)
 
     def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
-        terms = teacher_kl(student.model, teacher, batch, how.temperature)
-        return terms.sum() / tokens, {"teacher_kl": total(terms)}
+        terms = teacher_divergences(student.model, teacher, batch, how.temperature, distance)
+        return (terms * torch.from_numpy(weights[index])).sum(), {"teacher_kl": total(terms)}
 
     return student.update(batches, loss)

@@ -14,7 +14,7 @@ from tandem.config import Preference
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter
-from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums
+from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums, total
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
 from tandem.train.learner import Learner
 from tandem.train.pack import pack, split
@@ -73,15 +73,22 @@ def fit_pairs(policy: Learner, reference: ExactModel, batches: Sequence[Microbat
 
 
 def pair_loss(model: ExactModel, reference: ExactModel, batch: Microbatch, how: Preference) -> tuple[Tensor, Metrics]:
-    """DPO or IPO of a microbatch of whole pairs: losses [B / 2] and sums over pairs."""
+    """DPO or IPO of a microbatch of whole pairs, with the chosen answers' negative log-likelihood where it has a weight
+    (iterative RPO, arXiv 2404.19733, eq. 1; Llama 3, section 4.1.4): losses [B / 2] and sums over pairs."""
     sequences = torch.from_numpy(batch.sequences)
     add = sequence_means if how.length_normalized else sequence_sums
-    own = add(batch_logprobs(model, batch, Filter(), entropy=False)[0], sequences)
-    held = add(reference_logprobs(reference, batch, Filter()), sequences)
+    logprobs = batch_logprobs(model, batch, Filter(), entropy=False)[0]
+    own, held = add(logprobs, sequences), add(reference_logprobs(reference, batch, Filter()), sequences)
     margin = margins(own[0::2], own[1::2], held[0::2], held[1::2])
     if how.loss == "ipo":
-        return ipo(margin, beta=how.beta)
-    return dpo(margin, beta=how.beta, label_smoothing=how.label_smoothing)
+        losses, metrics = ipo(margin, beta=how.beta)
+    else:
+        losses, metrics = dpo(margin, beta=how.beta, label_smoothing=how.label_smoothing)
+    if not how.nll_coef:
+        return losses, metrics
+    chosen = -sequence_means(logprobs, sequences)[0::2]
+    losses = losses + how.nll_coef * chosen
+    return losses, {**metrics, "loss": total(losses), "nll": total(chosen)}
 
 
 def fit_scores(scorer: Learner, batches: Sequence[Microbatch]) -> Metrics:

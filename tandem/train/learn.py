@@ -18,17 +18,28 @@ import torch
 from torch import Tensor
 
 from tandem import watchdog
-from tandem.config import RL, Config
+from tandem.config import RL, Config, Reward
 from tandem.errors import UserError
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter
-from tandem.rl.advantages import group_advantages, penalize
+from tandem.rl.advantages import gdpo, group_advantages, penalize
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.corrections import correction, sequence_errors
 from tandem.rl.kl import kl_estimate
-from tandem.rl.losses import Metrics, cispo, gspo, ppo_clip, reinforce, total, value_clip
+from tandem.rl.losses import (
+    Metrics,
+    cispo,
+    gspo,
+    off_policy_mask,
+    ppo_clip,
+    reinforce,
+    sequence_sums,
+    total,
+    value_clip,
+)
 from tandem.rl.returns import gae, returns_to_go, token_rewards, whiten
+from tandem.train.checks import require_frozen, require_gradient
 from tandem.train.learner import Learner
 from tandem.train.pack import join, pack, split
 from tandem.types import Array, Episode, Group, Microbatch, Row, Sample
@@ -117,7 +128,7 @@ def learn(
     if not step.places:
         return {"num_loss_tokens": 0.0, "skipped_updates": 1.0}
     annotate(step, models, config.rl, how)
-    step.advantages, step.returns = token_advantages(step, config.rl, baseline)
+    step.advantages, step.returns = token_advantages(step, config, baseline)
     step.advantages = penalized(step, config.env.penalty_mode)
     if bad := _not_finite(step):
         return {"num_loss_tokens": 0.0, "skipped_updates": 1.0, **bad}
@@ -174,20 +185,12 @@ def annotate(step: Step, models: Models, rl: RL, how: Filter) -> None:
         step.values = step.ask(lambda batch: batch_values(critic, batch))
 
 
-def require_frozen(reference: ExactModel, policy: Learner) -> None:
-    """Raises UserError where the reference has a tensor that the policy's optimizer writes: its KL would stay 0 for ever."""
-    adapter, written = reference.adapter_weights(), {p.data_ptr() for p in policy.model.trainable().values()}
-    shared = [n for n, w in reference.named_weights().items() if n not in adapter and w.data_ptr() in written]
-    if shared:
-        raise UserError("the reference would be trained with the policy", where=shared[0], found="one tensor for both",
-                        expected="frozen weights of its own (or adapters, which it leaves out)", next="report this")  # fmt: skip
-
-
-def token_advantages(step: Step, rl: RL, baseline: float) -> tuple[Column, Column]:
+def token_advantages(step: Step, config: Config, baseline: float) -> tuple[Column, Column]:
     """(advantages, returns for the critic), float32; the returns are empty without one.
 
     A KL in the reward counts at its token for gae and reinforce_pp, and as the episode's sum for the others.
     """
+    rl = config.rl
     kl = _kl_rewards(step, rl)
     rewards = np.array([group.rewards for group in step.groups])
     returns: Column = []
@@ -202,13 +205,26 @@ def token_advantages(step: Step, rl: RL, baseline: float) -> tuple[Column, Colum
                 advantages, returns = [a for a, _ in pairs], [r.astype(np.float32) for _, r in pairs]
             else:
                 advantages = [returns_to_go(r, rl.gamma) for r in tokens]
-            advantages = whiten(advantages)
         case kind:
             for at, k in zip(step.places, kl, strict=True):
                 rewards[at] -= rl.kl_coef * k.sum()
-            table = group_advantages(kind, rewards, k=rl.k, baseline=baseline)
+            if kind == "gdpo":
+                table = gdpo(*_parts(step, config.reward))
+            else:
+                table = group_advantages(kind, rewards, k=rl.k, baseline=baseline)
             advantages = [np.full(len(e), table[at]) for at, e in zip(step.places, step.engine, strict=True)]
+    if rl.advantage in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
+        advantages = whiten(advantages)
     return [a.astype(np.float32) for a in advantages], returns
+
+
+def _parts(step: Step, reward: Reward) -> tuple[Array, Array]:
+    """(float64 [K, P, G], weights [K]) of each reward function by itself, and of the overlong penalty; 0 where one gave none."""
+    weights = dict(zip(reward.names, reward.weights or [1.0] * len(reward.names), strict=True))
+    if reward.overlong_penalty:
+        weights["overlong"] = 1.0
+    table = [[[e.reward_parts.get(name, 0.0) for e in group.episodes] for group in step.groups] for name in weights]
+    return np.array(table), np.array(list(weights.values()))
 
 
 def penalized(step: Step, mode: Literal["lower", "set"]) -> Column:
@@ -276,7 +292,7 @@ def update_policy(
                             found=f"{float(gap.max()):.3g} nats", expected="exactly 0: one model code, one set of weights (P1)",
                             next="tandem doctor; or set rl.correction=tis, and report this")  # fmt: skip
         if expected is not None:
-            logprobs.register_hook(partial(require_gradient, expected, columns[index].fresh))
+            logprobs.register_hook(partial(require_gradient, expected, on_policy(config.rl, columns[index])))
         return policy_loss(config.rl, columns[index], logprobs, entropy)
 
     metrics = policy.update(batches, loss)
@@ -284,22 +300,20 @@ def update_policy(
     return {**metrics, **({"logprob_gap": float(compared.max())} if len(compared) else {})}
 
 
-def require_gradient(expected: Tensor, fresh: Tensor, found: Tensor) -> None:
-    """Raises UserError where a fresh token's log-prob is not pulled by its advantage times its weight in the whole update."""
-    if found.isfinite().all() and not torch.allclose(found[fresh], expected[fresh], rtol=1e-4, atol=0.0):
-        worst = int((found - expected).abs().mul(fresh).argmax())
-        raise UserError("the gradient of the loss is not that of the algorithm", where=f"token {worst} of a first update",
-                        found=f"{float(found[worst]):.4g}", expected=f"{float(expected[worst]):.4g}: advantage x weight",
-                        next="report this; no weight was touched")  # fmt: skip
+def token_weights(step: Step, batches: Sequence[Microbatch], config: Config) -> dict[int, Array]:
+    """What each loss token of an update weighs, float32 by sample, fixed by the whole update. Masked samples weigh 0 and are
+    not counted."""
+    samples = [sample for batch in batches for sample in batch.samples.tolist()]
+    lengths = np.array([len(step.engine[sample]) for sample in samples])
+    kept = np.array([sample not in step.masked for sample in samples])
+    shares = np.zeros(len(samples))
+    shares[kept] = sequence_weights(config.rl.aggregation, lengths[kept], config.rollout.max_new_tokens)
+    return {i: np.full(n, w, np.float32) for i, n, w in zip(samples, lengths, shares, strict=True)}
 
 
 def policy_columns(step: Step, batches: Sequence[Microbatch], config: Config, version: int) -> list[Columns]:
-    """The columns of one update's microbatches; a token's weight is fixed by the whole update."""
-    samples = [sample for batch in batches for sample in batch.samples.tolist()]
-    lengths = np.array([len(step.engine[sample]) for sample in samples])
-    shares = sequence_weights(config.rl.aggregation, lengths, config.rollout.max_new_tokens)
-    shares[[sample in step.masked for sample in samples]] = 0.0
-    weights = {i: np.full(n, w, np.float32) for i, n, w in zip(samples, lengths, shares, strict=True)}
+    """The columns of one update's microbatches."""
+    weights = token_weights(step, batches, config)
     fresh = [e.weight_versions[e.loss_mask] == version for e in map(step.episode, range(len(step.places)))]
 
     def of(batch: Microbatch, column: Sequence[Array] | Mapping[int, Array]) -> Tensor:
@@ -315,9 +329,18 @@ def policy_columns(step: Step, batches: Sequence[Microbatch], config: Config, ve
     ]  # fmt: skip
 
 
+def on_policy(rl: RL, columns: Columns) -> Tensor:
+    """bool [N]: the tokens whose ratio is 1 at a first update: the fresh ones, and where a loss looks at whole sequences, those
+    of sequences without an older token."""
+    if rl.loss != "gspo" and not rl.off_policy_mask:
+        return columns.fresh
+    older = sequence_sums((~columns.fresh).float(), columns.sequences)
+    return older.index_select(0, columns.sequences) == 0
+
+
 def expected_gradient(rl: RL, columns: Columns) -> Tensor | None:
     """[N]: what the log-probs receive from `policy_loss` while every ratio is 1; None where more than the ratio says it."""
-    if rl.loss == "gspo" or rl.entropy_coef or (columns.reference is not None and rl.kl_in == "loss"):
+    if rl.entropy_coef or (columns.reference is not None and rl.kl_in == "loss"):
         return None
     return -(columns.weights * columns.corrections * columns.advantages)
 
@@ -337,6 +360,9 @@ def policy_loss(rl: RL, columns: Columns, logprobs: Tensor, entropy: Tensor) -> 
         case "reinforce":
             terms, metrics = reinforce(logprobs, advantages)
     terms = terms * columns.corrections
+    if rl.off_policy_mask:
+        kept = off_policy_mask(logprobs, columns.engine, advantages, columns.sequences, most=rl.off_policy_mask)
+        terms, metrics["off_policy_masked"] = terms * kept, total(1 - kept)
     if rl.entropy_coef:
         terms = terms - rl.entropy_coef * entropy
     metrics["entropy"] = total(entropy)

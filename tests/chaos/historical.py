@@ -813,7 +813,7 @@ def clean_run(folder: Path, clean: Clean, steps: int, counts: Counter) -> str:
     looked."""
     rl, middle = clean.how.rl, max(1, steps // 2)
     how = clean.how.model_copy(update={"run": clean.how.run.model_copy(update={"save_every": middle})})
-    foretold = rl.loss != "gspo" and not rl.entropy_coef and not (rl.kl_coef and rl.kl_in == "loss")
+    foretold = not rl.entropy_coef and not (rl.kl_coef and rl.kl_in == "loss")
 
     def learn(last: int, stages: Stages, rolled: Rolled) -> dict[str, float]:
         if rolled.step == last:

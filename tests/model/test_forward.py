@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs, teacher_kl
+from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs, teacher_divergences
 from tandem.model.logprobs import Filter
+from tandem.rl.distillation import reverse_kl
 from tandem.train.pack import join, pack, split
 from tests.tiny import CONFIGS, exact_model, random_samples, stock_logits, twins, value_twins
 from tests.train import dense
@@ -93,9 +94,13 @@ def test_the_kl_to_a_teacher_and_its_gradient_are_those_of_whole_logits(temperat
     (exact, stock), (teacher, stock_teacher) = twins("qwen3"), twins("qwen3", seed=5)
     samples = random_samples(np.random.default_rng(4), 3)
     batches, column = pack(samples, 60), random_column(samples)
+
+    def distance(batch):
+        return teacher_divergences(exact, teacher, batch, temperature, reverse_kl)
+
     with torch.no_grad():
-        said = split(batches, [teacher_kl(exact, teacher, batch, temperature).numpy() for batch in batches])
-    add_gradients(batches, column, lambda batch: teacher_kl(exact, teacher, batch, temperature))
+        said = split(batches, [distance(batch).numpy() for batch in batches])
+    add_gradients(batches, column, distance)
     assert gradients(teacher) == {}
     for number, (sample, part) in enumerate(zip(samples, column, strict=True)):
         rows = np.flatnonzero(sample.loss_mask) - 1

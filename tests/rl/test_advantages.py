@@ -14,16 +14,16 @@ from tandem.rl.advantages import (
     GroupAdvantage,
     against,
     centred,
+    gdpo,
     group_advantages,
     grpo,
     max_at_k,
-    reinforce_pp_baseline,
     rloo,
+    rloo_std,
     running_mean,
 )
 
 KINDS = get_args(GroupAdvantage)
-IN_GROUP = [kind for kind in KINDS if kind != "reinforce_pp_baseline"]  # these look at no other group
 BASELINE_FROM_GROUP = [kind for kind in KINDS if kind != "ema"]
 EPSILON = 1e-6
 K, BASELINE = 3, 0.25
@@ -53,7 +53,6 @@ def mean_gain(reward, others, k):
 def by_formula(kind, table, k=K):
     """The advantages of a step, in Python floats."""
     table = [[float(r) for r in group] for group in table]
-    step_std = std([r - mean(group) for group in table for r in group])
     rows = []
     for group in table:
         row = []
@@ -64,8 +63,9 @@ def by_formula(kind, table, k=K):
                     "grpo": lambda r, g, o: (r - mean(g)) / (std(g) + EPSILON),
                     "grpo_no_std": lambda r, g, o: r - mean(g),
                     "rloo": lambda r, g, o: r - mean(o),
+                    "rloo_std": lambda r, g, o: (r - mean(o)) / (std(g) + EPSILON),
                     "max_at_k": lambda r, g, o: k * mean_gain(r, o, k),
-                    "reinforce_pp_baseline": lambda r, g, o: (r - mean(g)) / (step_std + EPSILON),
+                    "reinforce_pp_baseline": lambda r, g, o: r - mean(g),  # not whitened yet
                     "ema": lambda r, g, o: r - BASELINE,
                 }[kind](reward, group, others)
             )
@@ -105,7 +105,7 @@ def test_advantages_equal_the_formula_for_any_rewards(rewards):
     for kind in KINDS:
         expected = by_formula(kind, rewards, k=2)
         # a spread near epsilon turns the rounding of the mean, 1e-14 for rewards of 100, into 1e-8
-        atol = 1e-7 if kind in ("grpo", "reinforce_pp_baseline") else 1e-11
+        atol = 1e-7 if kind in ("grpo", "rloo_std") else 1e-11
         np.testing.assert_allclose(advantages(kind, rewards, k=2), expected, rtol=1e-9, atol=atol)
 
 
@@ -115,8 +115,7 @@ def test_advantages_of_a_plain_case_are_the_numbers_of_a_hand_calculation():
     assert rloo(rewards)[1].tolist() == [1.0, -1 / 3, -1 / 3, -1 / 3]
     # std of [1, 0, 0, 1] is 1/2 and that of [1, 0, 0, 0] sqrt(3) / 4, with G in the denominator
     np.testing.assert_allclose(grpo(rewards)[:, 0], [0.5 / (0.5 + EPSILON), 0.75 / (math.sqrt(3) / 4 + EPSILON)])
-    # squares: 4 x 1/4 in the first group, 9/16 + 3/16 in the second, over 8 episodes
-    np.testing.assert_allclose(reinforce_pp_baseline(rewards)[0, 0], 0.5 / (math.sqrt(1.75 / 8) + EPSILON))
+    np.testing.assert_allclose(rloo_std(rewards)[0, 0], (2 / 3) / (0.5 + EPSILON))
     # one success in four: alone it lifts the max of every pair by 1, so k = 2 gives 2; failures lift nothing
     assert max_at_k(rewards, 2)[1].tolist() == [2.0, 0.0, 0.0, 0.0]
     # two successes: one is redundant where the other is drawn, which is in 1 of 3 pairs
@@ -165,7 +164,7 @@ def test_the_order_of_episodes_does_not_matter(kind):
     )
 
 
-@pytest.mark.parametrize("kind", IN_GROUP)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_group_does_not_see_the_other_groups(kind):
     table = advantages(kind, REWARDS)
     for row, group in enumerate(REWARDS):
@@ -173,16 +172,35 @@ def test_a_group_does_not_see_the_other_groups(kind):
         np.testing.assert_allclose(advantages(kind, group[None])[0], table[row], rtol=1e-14)
 
 
-def test_reinforce_pp_baseline_sees_the_other_groups_through_one_scale_only():
-    alone, together = (reinforce_pp_baseline(part) for part in (REWARDS[:1], REWARDS))
-    ratios = together[0] / alone[0]
-    np.testing.assert_allclose(ratios, ratios[0])
-    assert abs(ratios[0] - 1) > 0.1
-    np.testing.assert_allclose(together.std(), 1.0, rtol=1e-5)  # epsilon
+def test_gdpo_equals_the_formula():
+    parts, weights = np.random.default_rng(3).normal(size=(3, 4, 5)), [1.0, 0.5, 2.0]
+    parts[1, 2] = 0.7  # a group in which all earn the same of one reward
+    sums = [
+        [
+            math.fsum(
+                w * (p[i][j] - mean(p[i])) / (std(p[i]) + EPSILON) for w, p in zip(weights, parts.tolist(), strict=True)
+            )
+            for j in range(5)
+        ]
+        for i in range(4)
+    ]
+    flat = [x for row in sums for x in row]
+    expected = [[(x - mean(flat)) / (std(flat) + EPSILON) for x in row] for row in sums]
+    np.testing.assert_allclose(gdpo(parts, np.array(weights)), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gdpo_tells_episodes_apart_whose_rewards_have_one_sum():
+    """The paper's example: right and badly formed against wrong and well formed, where the first is rare."""
+    right, formed = np.array([[1.0, 0.0, 0.0, 0.0]]), np.array([[0.0, 1.0, 1.0, 0.0]])
+    together, apart = grpo(right + formed)[0], gdpo(np.stack([right, formed]), np.ones(2))[0]
+    assert together[0] == together[1] and apart[0] > apart[1] == apart[2] > apart[3]
+    one = gdpo(right[None], np.ones(1))
+    np.testing.assert_allclose(one, grpo(right) / (grpo(right).std() + EPSILON), rtol=1e-12)
+    assert not gdpo(np.ones((2, 3, 4)), np.ones(2)).any()
 
 
 def test_only_what_divides_by_a_spread_forgets_the_scale_of_the_rewards():
-    for kind in ("grpo", "reinforce_pp_baseline"):
+    for kind in ("grpo", "rloo_std"):
         np.testing.assert_allclose(advantages(kind, REWARDS * 1024), advantages(kind, REWARDS), rtol=1e-5, atol=1e-9)
     for kind in ("grpo_no_std", "rloo", "max_at_k"):
         assert np.array_equal(advantages(kind, REWARDS * 1024), advantages(kind, REWARDS) * 1024)

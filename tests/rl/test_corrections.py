@@ -38,6 +38,7 @@ def by_formula(kind, rows, low, cap):
                     "tis_sequence": min(product, cap),
                     "icepop": ratio if low <= ratio <= cap else 0.0,
                     "mis": product if product <= cap else 0.0,
+                    "mis_geometric": ratio if low <= product ** (1 / len(row)) <= cap else 0.0,
                 }[kind]
             )
     return weights
@@ -63,8 +64,11 @@ def test_a_correction_equals_its_formula(kind):
 def test_the_examples_fall_on_both_sides_of_every_bound():
     ratio = (PROXIMAL - ENGINE).exp()
     assert (ratio < 0.5).any() and (ratio > 2.0).any() and ((ratio > 0.5) & (ratio < 2.0)).any()
-    masked = correction("mis", PROXIMAL, ENGINE, SEQUENCES, **BOUNDS) == 0
-    assert masked.any() and not masked.all()
+    for kind, bounds in (("mis", BOUNDS), ("mis_geometric", {"low": 0.9, "cap": 1.3})):
+        masked = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **bounds) == 0
+        assert masked.any() and not masked.all()
+    means = [math.exp(sum(p - e for p, e in row) / len(row)) for row in rows_of(PROXIMAL, ENGINE, LENGTHS)]
+    assert min(means) < 0.9 and max(means) > 1.3
 
 
 @given(sequences_of_pairs, st.floats(0.1, 1.0), st.floats(1.0, 5.0))
@@ -74,7 +78,9 @@ def test_a_correction_equals_its_formula_for_any_sequences(rows, low, cap):
         found = correction(kind, *flat(rows), low=low, cap=cap).tolist()
         for x, y in zip(found, expected, strict=True):
             # at a bound the rounding of exp decides, and both sides are right: the ratio itself or 0
-            assert x == pytest.approx(y, rel=1e-9) or min(abs(max(x, y) - low), abs(max(x, y) - cap)) < 1e-9
+            means = [math.exp(sum(p - e for p, e in row) / len(row)) for row in rows]
+            near = min(abs(edge - bound) for edge in (x, y, *means) for bound in (low, cap))
+            assert x == pytest.approx(y, rel=1e-9) or near < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)

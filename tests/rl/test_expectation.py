@@ -200,13 +200,19 @@ def step_gradient(world, groups_a_step, size, advantages):
     return policy_gradient(world, batch, batch.per_token(np.stack([advantages(step) for step in steps])))
 
 
-def test_reinforce_pp_baseline_is_grpo_for_one_group_and_turns_to_the_gradient_as_the_step_grows():
-    """The std is of the step that it scales: a bias of the direction that only a large step makes small."""
-    gradient = TINY.gradient(toy.expected_reward(TINY))
-    found = [step_gradient(TINY, count, 2, adv.reinforce_pp_baseline) for count in (1, 2, 3)]
-    assert_equal(found[0], group_gradient(TINY, 2, adv.grpo))
-    angles = [1 - cosine(estimate, gradient) for estimate in found]
-    assert angles[0] > 1.5 * angles[1] > 1.5 * 1.5 * angles[2] > 0
+def test_reinforce_pp_baseline_turns_to_the_gradient_as_the_step_grows():
+    """Mean and std are of the tokens of the step that they shift and scale: a bias that only a large step makes small."""
+    gradient, angles = TINY.gradient(toy.expected_reward(TINY)), []
+    for groups in (1, 2, 3):
+        batch = groups_of(TINY, 2 * groups)
+        steps = rewards_of(TINY, batch).reshape(-1, groups, 2)
+        tokens = [
+            np.concatenate(whiten([np.full(TINY.process.lengths[i], a) for i, a in zip(picks, row, strict=True)]))
+            for picks, row in zip(batch.picks.tolist(), map(np.ravel, map(adv.centred, steps)), strict=True)
+        ]
+        advantages = torch.from_numpy(np.concatenate(tokens))
+        angles.append(1 - cosine(policy_gradient(TINY, batch, advantages), gradient))
+    assert angles[0] > 1.4 * angles[1] > 1.4 * 1.4 * angles[2] > 0
 
 
 def test_rloo_of_a_step_of_several_groups_is_as_unbiased_as_of_one():
@@ -330,7 +336,7 @@ def test_on_policy_the_clipped_losses_move_each_update_exactly_as_reinforce_does
 
 @every_group
 def test_on_policy_gspo_is_reinforce_with_sequence_means(world, size):
-    """Of gspo every token has the mean gradient of its sequence, so for sequence_mean the two are one estimate."""
+    """At a ratio of 1 each token of gspo is pulled by its advantage, as without a ratio."""
     batch = groups_of(world, size)
     advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
     proximal, weights = world.logprobs()[batch.rows], weights_of(batch, "sequence_mean")

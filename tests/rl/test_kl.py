@@ -38,6 +38,16 @@ def test_an_estimate_equals_the_formula_for_any_token(policy, reference):
         assert found.item() == pytest.approx(FORMULA[kind](distance), rel=1e-9, abs=1e-14)
 
 
+def test_k3_of_a_token_that_the_policy_makes_all_but_impossible_is_bounded():
+    """Without a bound d = -24 has a gradient of 2.6e10 and d = -94 is infinite in float32."""
+    for distance in (-24.0, -94.0, 94.0):
+        policy = torch.tensor([distance], requires_grad=True)
+        estimate = kl_estimate("k3", policy, torch.zeros(1))
+        estimate.sum().backward()
+        assert estimate.item() == pytest.approx(FORMULA["k3"](math.copysign(20.0, distance)), rel=1e-6)
+        assert policy.grad.item() == 0.0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kl_of_identical_logprobs_is_exactly_zero(kind):
     policy = logprobs(0).float().requires_grad_()

@@ -13,6 +13,7 @@ from tandem.rl.losses import (
     cispo,
     gspo,
     negative_log_likelihood,
+    off_policy_mask,
     ppo_clip,
     reinforce,
     sequence_means,
@@ -201,7 +202,12 @@ def test_on_policy_the_ratio_is_exactly_one_and_the_gradient_is_the_advantage():
     assert (metrics["ratio"], metrics["clip_share"], metrics["approx_kl"]) == (N, 0.0, 0.0)
     assert torch.equal(clipped.detach(), -advantages)
     assert torch.equal(policy.grad, -advantages)
-    for loss in (lambda p: cispo(p, p.detach(), advantages, **CLIP), lambda p: reinforce(p, advantages)):
+    losses = (
+        lambda p: cispo(p, p.detach(), advantages, **CLIP),
+        lambda p: gspo(p, p.detach(), advantages, SEQUENCES, **CLIP),
+        lambda p: reinforce(p, advantages),
+    )
+    for loss in losses:
         assert torch.equal(gradient(loss, policy.detach()), -advantages)
 
 
@@ -242,10 +248,28 @@ def test_the_sequence_loss_equals_the_formula_for_any_lengths(rows, random):
     np.testing.assert_allclose(terms, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_the_gradient_of_the_sequence_loss_is_that_of_the_formula():
-    assert torch.autograd.gradcheck(
-        lambda p: gspo(p, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP)[0], POLICY.clone().requires_grad_()
-    )
+def test_the_gradient_of_the_sequence_loss_is_that_of_the_papers_sequence_objective():
+    """Eq. 5, one term a sequence, by autograd; the mean over a sequence's tokens has the same gradient."""
+    policy = POLICY.clone().requires_grad_()
+    for i, length in enumerate(LENGTHS):
+        s = ((policy - PROXIMAL)[i == SEQUENCES].sum() / length).exp()
+        a = OF_SEQUENCE[i == SEQUENCES][0]
+        (-torch.minimum(s * a, s.clamp(0.8, 1.28) * a)).backward()
+    means = 1 / torch.tensor(LENGTHS, dtype=torch.float64)[SEQUENCES]
+    found = gradient(lambda p: (means * gspo(p, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP)[0], {}), POLICY)
+    torch.testing.assert_close(found, policy.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_what_belongs_to_single_tokens_of_a_sequence_pulls_these_and_no_other():
+    """A penalty on tokens 3 and 4, and token 2 left out by a correction (GSPO-token, section 4.3)."""
+    advantages, factors = torch.tensor([0.0, 0.0, -1.0, -1.0]), torch.tensor([1.0, 0.0, 1.0, 1.0])
+    policy, sequences = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+
+    def loss(p, a):
+        return gspo(p, torch.zeros(4), a, sequences, **CLIP)[0] * factors / 4, {}
+
+    assert gradient(lambda p: loss(p, advantages), policy).tolist() == [0.0, 0.0, 0.25, 0.25]
+    assert gradient(lambda p: loss(p, torch.ones(4)), policy).tolist() == [-0.25, 0.0, -0.25, -0.25]
 
 
 def test_a_clipped_sequence_has_no_gradient_and_the_others_share_theirs_evenly():
@@ -260,6 +284,18 @@ def test_a_clipped_sequence_has_no_gradient_and_the_others_share_theirs_evenly()
         # the terms of a sequence's |y| tokens are equal, so the sum of them has |y| times the gradient of one
         np.testing.assert_allclose(found[i == SEQUENCES], 0.0 if clipped else -s * a, rtol=1e-12)
     assert 0 < stopped < len(LENGTHS)
+
+
+def test_only_what_is_bad_in_a_sequence_that_the_policy_has_left_is_masked():
+    means = sequence_means(PROXIMAL - POLICY, SEQUENCES).tolist()
+    most = sorted(means)[3]
+    found = off_policy_mask(POLICY, PROXIMAL, ADVANTAGES, SEQUENCES, most=most)
+    pairs = zip(SEQUENCES.tolist(), ADVANTAGES.tolist(), strict=True)
+    assert found.tolist() == [float(a >= 0 or means[i] <= most) for i, a in pairs]
+    assert 0 < found.sum() < N
+    assert not off_policy_mask(
+        POLICY.clone().requires_grad_(), PROXIMAL, ADVANTAGES, SEQUENCES, most=most
+    ).requires_grad
 
 
 def test_sequences_of_one_token_are_clipped_like_tokens():

@@ -21,10 +21,10 @@ from tandem.model.tiny import make_tiny
 from tandem.rl.advantages import centred, grpo, rloo
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.corrections import correction
-from tandem.rl.distillation import sampled_advantages
+from tandem.rl.distillation import divergence, sampled_advantages
 from tandem.rl.filters import overlong_penalty
 from tandem.rl.kl import kl_estimate
-from tandem.rl.losses import cispo, gspo, ppo_clip, reinforce, sequence_sums
+from tandem.rl.losses import cispo, gspo, off_policy_mask, ppo_clip, reinforce, sequence_sums
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
 
 # Lazy: TRL loads its trainers, 2 s, when a test first names one, and not when the suite is collected.
@@ -147,6 +147,25 @@ def test_on_policy_the_loss_and_its_gradient_are_trls():
     )
 
 
+def test_the_two_sided_clip_is_trls_delta():
+    same(
+        lambda p: ours(
+            ppo_clip(p - 1.5, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH, dual_clip=1.4)[0],
+            "token_mean",
+        ),
+        lambda p: trl_grpo(p - 1.5, "dapo", delta=1.4)[0],
+    )
+
+
+def test_the_off_policy_sequence_mask_is_trls():
+    threshold = 0.05
+    found = off_policy_mask(POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], SEQUENCES, most=threshold)
+    theirs = trl.GRPOTrainer.get_off_policy_mask(
+        ADVANTAGES[:, None], padded(POLICY), padded(PROXIMAL), MASK.double(), threshold
+    )
+    assert found.tolist() == theirs[:, 0][SEQUENCES].tolist() and 0 < found.sum() < len(found)
+
+
 def test_the_sequence_loss_and_its_gradient_are_trls():
     """TRL keeps one ratio a sequence, Tandem repeats it for each token; the sequence mean makes them equal."""
     same(
@@ -267,6 +286,17 @@ def test_distillation_of_sampled_tokens_has_trls_gradient():
     torch.testing.assert_close(reinforce(policy, advantages)[0], theirs.reshape(-1), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.0), ("jsd", 0.3), ("jsd", 0.5), ("reverse_kl", 1.0)])
+def test_divergences_from_a_teacher_are_trls(kind, beta):
+    """TRL's beta of 0 and 1 are the two directions of KL."""
+    from trl.experimental.gkd import GKDTrainer
+
+    student, teacher = (torch.from_numpy(RNG.normal(0, 2, (2, 7, 11))) for _ in range(2))
+    own, held = (table.log_softmax(-1).view(-1, 11) for table in (student, teacher))
+    theirs = GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, reduction="none").sum(-1).view(-1)
+    torch.testing.assert_close(divergence(kind, own, held, beta=beta, top_k=0)[0], theirs, rtol=1e-10, atol=1e-12)
+
+
 # --- pairs
 
 CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED = torch.from_numpy(RNG.normal(-6, 3, (4, 5))).unbind(0)
@@ -318,7 +348,7 @@ def test_label_smoothing_is_trls_where_trl_has_it():
 
 @pytest.mark.parametrize(("loss_type", "loss"), [("ipo", ipo), ("sigmoid_norm", dpo)])
 def test_losses_of_mean_log_probs_are_trls(loss_type, loss):
-    """TRL divides by the answers' tokens inside; Tandem's functions take sums or means, and IPO's paper has sums."""
+    """TRL divides by the answers' tokens inside; Tandem's functions take sums or means, and IPO's default is means too."""
     means = [x / COUNTS for x in (CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED)]
     assert loss(margins(*means), beta=0.3)[0].mean().item() == pytest.approx(trl_dpo(loss_type)[0], rel=1e-12)
 

@@ -49,7 +49,8 @@ def policy_terms(rl, logprobs, proximal, advantages):
         case "cispo":
             return -ratio.clamp(low, high).detach() * advantages * logprobs
         case "gspo":
-            ratio = ratio.prod().pow(1 / len(ratio)).expand(len(ratio))
+            mean = ratio.prod().pow(1 / len(ratio)).detach()
+            ratio = mean * (logprobs - logprobs.detach()).exp()  # each token passes its own gradient
     terms = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     if rl.dual_clip:
         terms = torch.where(advantages < 0, torch.maximum(terms, rl.dual_clip * advantages), terms)

@@ -73,7 +73,7 @@ def test_advantages_and_returns_have_one_entry_a_sampled_token():
     groups, config = sampled_groups(model, turns=3), settings(**PPO)
     step = start(groups, config)
     annotate(step, Models(policy=recorded(model), critic=recorded(value)), config.rl, HOW)
-    advantages, returns = token_advantages(step, config.rl, 0.0)
+    advantages, returns = token_advantages(step, config, 0.0)
     lengths = [int(e.loss_mask.sum()) for e in episodes_of(groups)]
     for columns in (step.values, advantages, returns):
         assert [len(column) for column in columns] == lengths

@@ -27,9 +27,11 @@ from tests.train.episodes import (
 )
 
 
-def config_of(estimator, budget=60, **rl):
+def config_of(estimator, budget=60, distill={}, **rl):  # noqa: B006 - it is not changed
     plain = settings(budget, **rl)
-    return Config(rl=plain.rl, train=plain.train, rollout=plain.rollout, distill=Distill(estimator=estimator))
+    return Config(
+        rl=plain.rl, train=plain.train, rollout=plain.rollout, distill=Distill(estimator=estimator, **distill)
+    )
 
 
 def once(student, teacher, groups, config, *, exact=True):
@@ -46,15 +48,28 @@ def dense_kl(stock, stock_teacher, episode):
     return (own.exp() * gap).sum(-1)
 
 
-def test_the_exact_estimator_has_the_value_and_the_gradient_of_the_kl_over_whole_logits():
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+def test_the_exact_estimator_has_the_value_and_the_gradient_of_the_kl_over_whole_logits(aggregation):
     (student, stock), (teacher, stock_teacher) = twins("qwen3"), twins("qwen3", seed=5)
     groups = sampled_groups(student, turns=2)
-    row, [gradients] = once(student, teacher, groups, config_of("exact"))
-    loss = torch.cat([dense_kl(stock, stock_teacher, episode) for episode in episodes_of(groups)]).mean()
-    loss.backward()
+    row, [gradients] = once(student, teacher, groups, config_of("exact", aggregation=aggregation))
+    terms = [dense_kl(stock, stock_teacher, episode) for episode in episodes_of(groups)]
+    dense.aggregate(aggregation, terms, MAX_NEW_TOKENS).backward()
     dense.assert_gradients(gradients, stock)
-    assert row["teacher_kl"] == pytest.approx(loss.item(), rel=1e-5)
+    assert row["teacher_kl"] == pytest.approx(torch.cat(terms).mean().item(), rel=1e-5)
     assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+def test_another_divergence_falls_too_and_is_not_the_reverse_kl(kind, top_k):
+    student, teacher = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
+    groups = sampled_groups(student.model)
+    config = config_of("exact", distill={"divergence": kind, "top_k": top_k})
+    reverse, _ = once(exact_model("qwen3"), teacher, groups, config_of("exact"))
+    found = [distill(student, teacher, groups, config, HOW, version=0, exact=True)["teacher_kl"] for _ in range(10)]
+    assert found[0] != pytest.approx(reverse["teacher_kl"], rel=1e-3)
+    assert found[1] < found[0] and found[-1] < 0.6 * found[0]
 
 
 def test_the_sampled_estimator_weighs_each_token_by_what_the_teacher_thinks_more_of_it():

@@ -69,7 +69,7 @@ def test_a_penalty_counts_whatever_the_algorithm(algorithm):
     groups = penalizing(sampled_groups(exact_model("qwen3"), turns=2), *PLACES)
     config = settings(algorithm=algorithm)
     step = start(groups, config)
-    step.advantages, _ = token_advantages(step, config.rl, 0.0)
+    step.advantages, _ = token_advantages(step, config, 0.0)
     found = penalized(step, "set")
     for sample, place in enumerate(step.places):
         penalty = dict(PLACES).get(place)
@@ -94,7 +94,7 @@ def test_a_masked_episode_carries_no_loss_and_moves_no_other_advantage_but_in_sc
     config = settings(advantage="grpo_no_std")
     step = start(failed, config)
     assert (1, 2) not in step.places and len(step.places) == 8
-    advantages, _ = token_advantages(step, config.rl, 0.0)
+    advantages, _ = token_advantages(step, config, 0.0)
     others = Group(problem=groups[1].problem, episodes=groups[1].episodes[:2])
     wanted = others.rewards - others.rewards.mean()
     found = [advantages[step.places.index((1, place))][0] for place in (0, 1)]

@@ -20,7 +20,7 @@ LOSSES = {
     "dpo, smoothed": Preference(beta=0.3, label_smoothing=0.2),
     "dpo, of means": Preference(beta=2.0, length_normalized=True),
     "ipo": Preference(loss="ipo", beta=0.3),
-    "ipo, of means": Preference(loss="ipo", beta=0.3, length_normalized=True),
+    "ipo, of sums": Preference(loss="ipo", beta=0.3, length_normalized=False),
 }
 
 
@@ -138,6 +138,25 @@ def test_a_pair_loss_and_its_gradient_are_those_of_the_formula_on_a_padded_stock
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert row["margin"] == pytest.approx(how.beta * margin.mean().item(), rel=1e-3)
     assert row["accuracy"] == (margin > 0).float().mean() and 0.0 < row["accuracy"] < 1.0
+
+
+def test_ipo_compares_means_over_tokens_unless_it_is_told_otherwise():
+    assert [how.length_normalized for how in LOSSES.values()] == [False, False, True, True, False]
+
+
+def test_the_chosen_answers_mean_negative_log_likelihood_is_added_and_reported():
+    how, pairs = Preference(beta=0.3, nll_coef=0.7), random_pairs()
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    learner = recorded(exact)
+    row = fit_pairs(learner, reference, packed(pairs), how)
+    logprobs, counts = padded_logprobs(stock, [chosen for chosen, _ in pairs])
+    nll = -logprobs.sum(1) / counts.sum(1)
+    loss = (losses_of(padded_margins(stock, stock_reference, pairs, how), how) + 0.7 * nll).mean()
+    loss.backward()
+    dense.assert_gradients(learner.optimizer.updates[0], stock)
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-4) and row["nll"] == pytest.approx(
+        nll.mean().item(), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config import ALGORITHMS
+from tandem.config import ALGORITHMS, Config, Reward
 from tandem.errors import UserError
 from tandem.model.logprobs import Filter
 from tandem.train.learn import (
@@ -100,7 +100,7 @@ def test_the_gap_of_a_step_is_that_of_its_first_update_and_of_no_later_one():
     assert "logprob_gap" not in merge([counts, {**counts, "logprob_gap": 1.0}])  # the first had survivors only
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
 def test_the_gradient_expected_on_policy_is_the_one_that_arrives_to_the_last_bit(loss):
     rng = np.random.default_rng(0)
     engine, advantages, weights, corrections = (
@@ -298,11 +298,11 @@ def kl_of_episodes(stock, stock_reference, groups):
         return [(stock_logprobs(stock, e) - stock_logprobs(stock_reference, e)).tolist() for e in episodes_of(groups)]
 
 
-def advantages_of(config, groups, exact, reference):
-    models = Models(policy=recorded(exact), reference=reference)
+def advantages_of(config, groups, exact, reference, critic=None):
+    models = Models(policy=recorded(exact), reference=reference, critic=critic)
     step = start(groups, config)
     annotate(step, models, config.rl, HOW)
-    return token_advantages(step, config.rl, 0.0)[0]
+    return token_advantages(step, config, 0.0)[0]
 
 
 def test_a_kl_in_the_reward_of_an_episode_is_subtracted_before_the_group_is_compared():
@@ -331,6 +331,59 @@ def test_a_kl_in_the_reward_of_reinforce_pp_counts_at_its_own_token():
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_a_kl_in_the_reward_of_gae_counts_at_its_own_token():
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    critic, stock_critic = value_twins("qwen3")
+    groups = sampled_groups(exact, turns=2)
+    config = settings(algorithm="ppo", kl_coef=0.05, gamma=0.9, gae_lambda=0.8)
+    parts = []
+    for episode, kl in zip(episodes_of(groups), kl_of_episodes(stock, stock_reference, groups), strict=True):
+        rewards = [-0.05 * k for k in kl]
+        rewards[-1] += episode.reward
+        values = dense.values(stock_critic, episode.tokens, episode.loss_mask).tolist()
+        parts.append(dense.gae(rewards, values, 0.9, 0.8)[0])
+    found = advantages_of(config, groups, exact, reference, critic=recorded(critic))
+    for column, expected in zip(found, dense.whitened(parts), strict=True):
+        np.testing.assert_allclose(column, expected, rtol=1e-3, atol=1e-4)
+
+
+# ---- advantages of a step
+
+
+def test_reinforce_pp_baseline_is_whitened_over_the_tokens_of_the_step():
+    """As in verl and NeMo-RL: a long episode counts as often as it has tokens."""
+    groups = sampled_groups(exact_model("qwen3"), turns=2)
+    config = settings(algorithm="reinforce_pp_baseline")
+    parts = []
+    for group in groups:
+        mean = sum(group.rewards.tolist()) / len(group.episodes)
+        parts += [[e.reward - mean] * int(e.loss_mask.sum()) for e in group.episodes]
+    found = advantages_of(config, groups, exact_model("qwen3"), None)
+    for column, expected in zip(found, dense.whitened(parts), strict=True):
+        np.testing.assert_allclose(column, expected, rtol=1e-5)
+    tokens = np.concatenate(found)
+    assert tokens.mean() == pytest.approx(0.0, abs=1e-6) and tokens.std() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_gdpo_compares_the_rewards_of_each_function_with_its_weight_and_the_overlong_penalty():
+    groups = sampled_groups(exact_model("qwen3"))
+    rng, table = np.random.default_rng(5), {}
+    for place in [(row, column) for row in range(3) for column in range(3)]:
+        parts = dict(zip(("score", "form", "overlong", "detail"), rng.normal(size=4).tolist(), strict=True))
+        table[place] = parts if place != (1, 1) else {"form": 0.5}  # of which the first function did not apply
+        groups = changed(groups, place, reward_parts=table[place])
+    reward = Reward(function=["my.py:score", "form"], weights=[1.0, 0.3], overlong_penalty=0.5)
+    plain = settings(aggregation="token_mean")
+    config = Config(rl={**plain.rl.model_dump(), "advantage": "gdpo"}, reward=reward, train=plain.train)
+    sums = np.zeros((3, 3))
+    for name, weight in (("score", 1.0), ("form", 0.3), ("overlong", 1.0)):
+        rows = [[table[row, column].get(name, 0.0) for column in range(3)] for row in range(3)]
+        sums += weight * np.array([dense.group_relative(row) for row in rows])
+    expected = (sums - sums.mean()) / (sums.std() + 1e-6)
+    found = advantages_of(config, groups, exact_model("qwen3"), None)
+    assert [set(column.tolist()) for column in found] == [{float(np.float32(a))} for a in expected.ravel()]
+
+
 # ---- an engine that is not exact
 
 FLOOR, CAP = 0.9, 1.1
@@ -349,13 +402,16 @@ def by_hand(kind, ratios):
             return [r if FLOOR <= r <= CAP else 0.0 for r in ratios]
         case "mis":
             return [math.prod(ratios) if math.prod(ratios) <= CAP else 0.0] * len(ratios)
+        case "mis_geometric":
+            return [r if FLOOR <= math.prod(ratios) ** (1 / len(ratios)) <= CAP else 0.0 for r in ratios]
 
 
-@pytest.mark.parametrize("kind", ["decoupled", "tis", "tis_sequence", "icepop", "mis"])
-def test_a_correction_weighs_each_token_as_computed_by_hand_and_the_ratio_starts_at_one(kind):
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize("kind", ["decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"])
+def test_a_correction_weighs_each_token_as_computed_by_hand_and_the_ratio_starts_at_one(kind, loss):
     exact, stock = twins("qwen3")
     groups = perturbed(sampled_groups(exact, turns=2), 0.1)
-    config = settings(correction=kind, correction_cap=CAP, correction_floor=FLOOR)
+    config = settings(correction=kind, correction_cap=CAP, correction_floor=FLOOR, loss=loss)
     row, gradients = learn_once(exact, groups, config)
     terms, factors = [], []
     for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
@@ -372,7 +428,64 @@ def test_a_correction_weighs_each_token_as_computed_by_hand_and_the_ratio_starts
     assert row["correction"] == pytest.approx(float(weights.mean()), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["none", "decoupled", "tis", "tis_sequence", "icepop", "mis"])
+def test_a_correction_weighs_the_policy_loss_and_neither_the_kl_nor_the_entropy_bonus():
+    (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
+    groups = perturbed(sampled_groups(exact, turns=2), 0.3)
+    config = settings(correction="tis", correction_cap=CAP, kl_coef=0.4, entropy_coef=0.3)
+    _, gradients = learn_once(exact, groups, config, reference=reference)
+    terms = []
+    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
+        logprobs = stock_logprobs(stock, episode)
+        factor = (logprobs.detach() - engine_of(episode)).exp().clamp(max=CAP)
+        part = dense.policy_terms(config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage)) * factor
+        kl = dense.k3(logprobs, stock_logprobs(stock_reference, episode).detach())
+        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, HOW.temperature)
+        terms.append(part + 0.4 * kl - 0.3 * entropy)
+    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+
+
+@pytest.mark.parametrize("correction", ["none", "decoupled", "tis"])
+def test_the_ratio_of_a_later_update_is_to_the_policy_at_the_start_of_the_step(correction):
+    """Log-probs that were made anew before each update would make every ratio 1."""
+    policy = trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model)
+    row = learn(Models(policy=policy), groups, settings(epochs=3, correction=correction), HOW, version=0)
+    assert row["approx_kl"] > 0.0 and row["ratio"] != 1.0
+
+
+def test_the_off_policy_mask_drops_the_bad_tokens_of_sequences_that_the_policy_has_left():
+    exact, stock = twins("qwen3")
+    groups = perturbed(sampled_groups(exact, turns=2), 0.3, seed=2)
+    config = settings(off_policy_mask=0.01)
+    row, gradients = learn_once(exact, groups, config)
+    terms, dropped = [], 0
+    for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
+        logprobs, engine = stock_logprobs(stock, episode), engine_of(episode)
+        left = advantage < 0 and (engine - logprobs.detach()).mean() > 0.01
+        part = dense.policy_terms(config.rl, logprobs, engine, torch.full_like(logprobs, advantage))
+        terms.append(part * float(not left))
+        dropped += len(part) * left
+    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+    dense.assert_gradients(gradients, stock)
+    assert row["off_policy_masked"] * row["num_loss_tokens"] == pytest.approx(dropped) and dropped > 0
+
+
+@pytest.mark.parametrize("changes", [{"loss": "gspo"}, {"off_policy_mask": 0.001}], ids=str)
+def test_a_sequence_with_older_tokens_is_not_held_to_a_ratio_of_one(changes):
+    policy = trained(exact_model("qwen3"))
+    groups = sampled_groups(policy.model, version=1, turns=2)
+    for place in ((row, column) for row in range(3) for column in range(3)):
+        episode = groups[place[0]].episodes[place[1]]
+        first = int(np.flatnonzero(episode.loss_mask)[0])
+        versions, engine = episode.weight_versions.copy(), episode.engine_logprobs.copy()
+        versions[first], engine[first] = 0, engine[first] + 0.4
+        groups = changed(groups, place, weight_versions=versions, engine_logprobs=engine)
+    row = learn(Models(policy=policy), groups, settings(**changes), HOW, version=1)
+    assert row["logprob_gap"] == 0.0 and row["ratio"] != 1.0
+
+
+@pytest.mark.parametrize("kind", ["none", "decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"])
 def test_every_correction_of_an_exact_engine_is_one_and_changes_no_bit(kind):
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
@@ -384,7 +497,8 @@ def test_every_correction_of_an_exact_engine_is_one_and_changes_no_bit(kind):
     assert [row[name] for name in names] == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_sequences_with_a_large_logprob_error_and_no_others_carry_no_loss():
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+def test_sequences_with_a_large_logprob_error_carry_no_loss_and_are_not_counted(aggregation):
     exact, stock = twins("qwen3")
     groups = sampled_groups(exact)
     wrong = {(0, 2): 0.5, (1, 0): -0.6}
@@ -392,15 +506,17 @@ def test_sequences_with_a_large_logprob_error_and_no_others_carry_no_loss():
         episode = groups[row].episodes[place]
         off = np.where(episode.loss_mask, episode.engine_logprobs + np.float32(shift), np.float32(0))
         groups = changed(groups, (row, place), engine_logprobs=off)
-    config = settings(max_logprob_error=1.2)
+    config = settings(max_logprob_error=1.2, aggregation=aggregation)
     row, gradients = learn_once(exact, groups, config)
     terms = []
     for number, (episode, advantage) in enumerate(zip(episodes_of(groups), grpo_of(groups), strict=True)):
+        if divmod(number, 3) in wrong:
+            continue
         logprobs = stock_logprobs(stock, episode)
         engine = torch.from_numpy(episode.engine_logprobs[episode.loss_mask])  # the mask does not change the ratio
         part = dense.policy_terms(config.rl, logprobs, engine, torch.full_like(logprobs, advantage))
-        terms.append(part * float(divmod(number, 3) not in wrong))
-    dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
+        terms.append(part)
+    dense.aggregate(aggregation, terms, MAX_NEW_TOKENS).backward()
     dense.assert_gradients(gradients, stock)
     errors = [1.0] * 6 + [math.exp(0.5), math.exp(0.6), math.exp(0.1)]
     assert row["masked_sequences"] == 2.0
