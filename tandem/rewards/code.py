@@ -7,11 +7,13 @@ gains nothing. Forms of `tests` in a problem's metadata (or, as JSON, in its ans
     [{"input": "1 2\\n", "output": "3\\n"}]                    a program: what it prints for this stdin
     [{"function": "add", "args": [1, 2], "expected": 3}]      a function; also `kwargs`, and e.g. "Solution().add"
     {"inputs": [...], "outputs": [...], "fn_name": "add"}     both in APPS' columns; without fn_name a program
+    [{"input": "1\n2", "output": "3", "testtype": "functional"}]      LiveCodeBench's, of the function `func_name`
     ["assert add(1, 2) == 3"]                                 scripts, as MBPP's `test_list`, HumanEval's `test`
 
 An assert of `call == constant` is a function call with an expected value. Any other script runs in a sandbox of its
 own beside the solution's, and reaches the solution by messages only (code_inside.py); that needs a sandbox on this
-machine. It knows neither models nor training, and of isolation only the sandbox's Protocol.
+machine. MBPP's `test_imports` and `test_setup_code` come before each script. It knows neither models nor training, and of
+isolation only the sandbox's Protocol.
 
     python -c "from tandem.rewards.code import extract_code; print(extract_code('So:\\n```python\\nprint(1)\\n```'))"
 """
@@ -20,6 +22,7 @@ import ast
 import json
 import math
 import time
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.errors import UserError
 from tandem.rewards import code_asserts
 from tandem.rewards.code_asserts import CallTest
-from tandem.rewards.code_inside import decode
+from tandem.rewards.code_compare import holds, same_output
 from tandem.sandbox import Bubblewrap, Limits, Sandbox, Unisolated, opened, run_python
 from tandem.types import Problem
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 TEXT_CHARS = 200_000  # of a completion; the program is near its end
 ANSWER_BYTES = 2**20  # of what a program prints in one test, or returns in all of them
 PYTHON = ("python", "python3", "py")  # labels of a fenced block that holds a program
-INSIDE = Path(__file__).with_name("code_inside.py")
+INSIDE, PYTEST = (Path(__file__).with_name(name) for name in ("code_inside.py", "code_pytest.py"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,16 @@ def code_reward(
     tests, entry_point = read_tests(problem), str(problem.metadata.get("entry_point") or "")
     where = sandbox if isinstance(sandbox, Sandbox) else opened(sandbox)
     limits = Limits(wall_s=test_timeout_s, cpu_s=math.ceil(timeout_s), memory_mb=memory_mb, output_bytes=ANSWER_BYTES)
-    attempt = _Attempt(extract_code(completion), where, limits, time.monotonic() + timeout_s, tolerance, entry_point)
+    attempt = _Attempt(
+        problem=problem,
+        code=extract_code(completion),
+        helpers=helpers(problem, entry_point),
+        entry_point=entry_point,
+        sandbox=where,
+        limits=limits,
+        deadline=time.monotonic() + timeout_s,
+        tolerance=tolerance,
+    )
     share = sum(attempt.passed(tests, all_or_nothing)) / len(tests)
     return {"reward": float(share == 1) if all_or_nothing else share, "passed": share, "tests": float(len(tests))}
 
@@ -93,7 +105,7 @@ def extract_code(completion: str) -> str:
     said = completion.rpartition("</think>")[2][-TEXT_CHARS:]
     blocks: list[tuple[str, list[str]]] = []
     inside = False
-    for line in said.splitlines():
+    for line in said.replace("\r\n", "\n").split("\n"):  # not splitlines, which cuts at form feeds in strings too
         if line.lstrip().startswith("```"):
             inside = not inside
             if inside:
@@ -113,7 +125,9 @@ def read_tests(problem: Problem) -> list[Test]:
     given = given or problem.answer
     entry_point = str(problem.metadata.get("entry_point") or "")
     try:
-        tests = _tests(_unquoted(given), entry_point)
+        function = _function(problem, entry_point)
+        how = _Scripts(entry_point, function, _setup(problem), helpers(problem, entry_point))
+        tests = _tests(_unquoted(given), how)
     except (KeyError, TypeError, ValueError, SyntaxError) as error:
         raise _unreadable(problem, f"{type(error).__name__}: {error} in {str(given)[:200]}") from error
     if not tests:
@@ -131,6 +145,55 @@ def _unreadable(problem: Problem, found: str) -> UserError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Scripts:
+    """What the tests of a problem are read with."""
+
+    entry_point: str
+    function: str  # whom LiveCodeBench's functional tests call
+    setup: str  # comes before each of them
+    helpers: str  # see `helpers`
+
+
+def _function(problem: Problem, entry_point: str) -> str:
+    """LiveCodeBench names it in JSON in its column `metadata`."""
+    column = problem.metadata.get("metadata")
+    more = json.loads(column) if isinstance(column, str) and column.lstrip().startswith("{") else problem.metadata
+    return str(more.get("func_name") or entry_point)
+
+
+def _imports(problem: Problem) -> str:
+    return "".join(f"{line}\n" for line in problem.metadata.get("test_imports") or [])
+
+
+def _setup(problem: Problem) -> str:
+    """MBPP's columns."""
+    return f"{_imports(problem)}{problem.metadata.get('test_setup_code') or ''}\n".lstrip("\n")
+
+
+def helpers(problem: Problem, entry_point: str) -> str:
+    """The imports and finished functions of the code in a problem's text, as in HumanEval's prompts; "" where there is none.
+
+    A solution may call them, and a test that does calls these, not the solution's.
+    """
+    asked = [str(message.get("content") or "") for message in problem.messages if message.get("role") == "user"]
+    try:
+        tree = ast.parse(extract_code(asked[-1])) if asked and entry_point else ast.Module([], [])
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    return ast.unparse(ast.Module([statement for statement in tree.body if _is_helper(statement, entry_point)], []))
+
+
+def _is_helper(statement: ast.stmt, entry_point: str) -> bool:
+    match statement:
+        case ast.Import() | ast.ImportFrom():
+            return True
+        case ast.FunctionDef(name, _, body) | ast.ClassDef(name, _, _, body):
+            stub = all(isinstance(line, ast.Pass | ast.Expr) for line in body)
+            return not stub and name != entry_point
+    return False
+
+
 def _unquoted(given: Any) -> Any:
     """What a string holds, if it is JSON of a list or an object; a script is none."""
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
@@ -138,29 +201,28 @@ def _unquoted(given: Any) -> Any:
     return given
 
 
-def _tests(given: Any, entry_point: str) -> list[Test]:
+def _tests(given: Any, how: _Scripts) -> list[Test]:
     match given:
         case str() if given.strip():
-            return _script(given, entry_point)
+            calls = code_asserts.calls(how.setup + given, how.entry_point, how.helpers)
+            return [*calls] if calls else [Script(text=how.setup + given)]
         case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
             name = given.get("fn_name")
             return [_column(name, one, other) for one, other in zip(inputs, outputs, strict=True)]
         case {"input": _, "output": _} | {"expected": _}:
-            return [_test(given, entry_point)]
+            return [_test(given, how)]
         case list() | tuple():
-            return [test for item in given for test in _tests(_unquoted(item), entry_point)]
+            return [test for item in given for test in _tests(_unquoted(item), how)]
     raise ValueError("no form of tests")
 
 
-def _script(text: str, entry_point: str) -> list[Test]:
-    calls = code_asserts.calls(text, entry_point)
-    return [*calls] if calls else [Script(text=text)]
-
-
-def _test(given: dict[str, Any], entry_point: str) -> Test:
+def _test(given: dict[str, Any], how: _Scripts) -> Test:
+    if given.get("testtype") == "functional":
+        args = [json.loads(line) for line in str(given["input"]).split("\n") if line.strip()]
+        return _call(how.function, args, {}, [json.loads(given["output"])])
     if "input" in given:
         return IoTest(input=_text(given["input"]), output=_text(given["output"]))
-    name = given.get("function") or given.get("entry_point") or entry_point
+    name = given.get("function") or given.get("entry_point") or how.entry_point
     if not name:
         raise KeyError("function")
     return _call(str(name), list(given.get("args") or []), dict(given.get("kwargs") or {}), [given["expected"]])
@@ -187,16 +249,18 @@ def _call(name: str, args: list[Any], kwargs: dict[str, Any], expected: list[Any
 # ---------------------------------------------------------------- running them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
     """A program on its way through its tests."""
 
+    problem: Problem
     code: str
+    helpers: str
+    entry_point: str
     sandbox: Sandbox
     limits: Limits
     deadline: float
     tolerance: float
-    entry_point: str
 
     def passed(self, tests: Sequence[Test], all_or_nothing: bool) -> list[bool]:
         """Whether each test passed, in the order of their kinds; ends at the first failure if only all of them count."""
@@ -236,7 +300,7 @@ class _Attempt:
     def _replies(self, tests: Sequence[CallTest], limits: Limits) -> tuple[list[bool], bool]:
         """Which of the tests that were answered passed, and whether time sufficed for all; a reply is only a value."""
         requests = "".join(repr(test.expression) + "\n" for test in tests)
-        files = {"code_inside.py": _inside(), "solution.py": self.code}
+        files = self._files()
         command = ["python", "-S", "code_inside.py", "solve"]
         result = self.sandbox.run(command, files=files, stdin=requests, limits=limits)
         replies = result.stdout.split("\n")[:-1]
@@ -256,77 +320,37 @@ class _Attempt:
         limits = self._left()
         if limits is None:
             return [False] * len(scripts)
-        names = {name for script in scripts for name in code_asserts.needed(script)} | {self.entry_point} - {""}
-        tests = json.dumps({"scripts": scripts, "names": sorted(names), "entry_point": self.entry_point})
-        tester = (["python", "-S", "code_inside.py", "test"], {"code_inside.py": _inside(), "tests.json": tests})
-        solver = (["python", "-S", "code_inside.py", "solve"], {"code_inside.py": _inside(), "solution.py": self.code})
+        names = {name for script in scripts for name in code_asserts.needed(script, self.entry_point, self.helpers)}
+        names |= {self.entry_point} - {""}
+        before = [f"import {name}" for script in scripts for name in code_asserts.modules(script)]
+        given = {
+            "scripts": scripts,
+            "before": [*before, self.helpers],
+            "names": sorted(names),
+            "entry_point": self.entry_point,
+        }
+        files = {"code_inside.py": _text_of(INSIDE), "pytest.py": _text_of(PYTEST), "tests.json": json.dumps(given)}
+        tester = (["python", "-S", "code_inside.py", "test"], files)
+        solver = (["python", "-S", "code_inside.py", "solve"], self._files())
         result, _ = self.sandbox.converse(tester, solver, limits=limits)
-        reports = json.loads(result.stderr) if result.exit_code == 0 else None
-        return [report == "" for report in reports] if reports is not None else [False] * len(scripts)
+        reports = json.loads(result.stderr) if result.exit_code == 0 else [["failed", ""]] * len(scripts)
+        for script, report in zip(scripts, reports, strict=True):
+            if report[:1] == ["broken"]:
+                raise UserError(
+                    "a test script cannot run, whatever the solution",
+                    where=f"problem {self.problem.uid}: {script.strip()[:200]}",
+                    found=report[1],
+                    expected="a script of Python's own library, pytest's basics and the solution's names",
+                    next="mend the row, or leave it out",
+                )
+        return [not report for report in reports]
+
+    def _files(self) -> dict[str, str]:
+        types = code_asserts.free(self.code) & set(typing.__all__)
+        before = f"{_imports(self.problem)}{self.helpers}\n" + "".join(f"from typing import {name}\n" for name in types)
+        return {"code_inside.py": _text_of(INSIDE), "before.py": before, "solution.py": self.code}
 
 
 @cache
-def _inside() -> str:
-    return INSIDE.read_text(encoding="utf-8")
-
-
-# ---------------------------------------------------------------- comparing, outside
-
-
-def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Equal lines, without spaces at their ends and empty lines at the end; with a tolerance, equal words."""
-    one, other = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (found, expected))
-    if one == other or not tolerance:
-        return one == other
-    words, wanted = found.split(), expected.split()
-    return len(words) == len(wanted) and all(map(lambda a, b: _same_word(a, b, tolerance), words, wanted))
-
-
-def _same_word(found: str, expected: str, tolerance: float) -> bool:
-    try:
-        return found == expected or math.isclose(float(found), float(expected), rel_tol=tolerance, abs_tol=tolerance)
-    except ValueError:
-        return False
-
-
-def holds(test: CallTest, reply: str, tolerance: float = 0.0) -> bool:
-    """Whether a reply of code_inside.py is a value as the test wants it."""
-    try:
-        value = code_asserts.WRAPPERS[test.wrapper](decode(json.loads(reply)["value"], _no_object))
-        match test.how:
-            case "truth":
-                return bool(value) is test.expected[0]
-            case "is":
-                return type(value) is type(test.expected[0]) and value == test.expected[0]
-            case "json":
-                return any(_same(_as_json(value), _as_json(expected), tolerance) for expected in test.expected)
-            case "equal":
-                return any(_same(value, expected, tolerance) for expected in test.expected)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return False
-
-
-def _no_object(number: int) -> Any:
-    raise ValueError("an object is no value")
-
-
-def _same(found: Any, expected: Any, tolerance: float) -> bool:
-    """Equality of plain data, as Python has it, but NaN equals NaN; a tolerance is for numbers, however deep."""
-    if isinstance(expected, float | int) and isinstance(found, float | int):
-        both_nan = expected != expected and found != found
-        close = tolerance > 0 and math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance)
-        return both_nan or found == expected or close
-    if type(found) is type(expected) and isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(_same(a, b, tolerance) for a, b in zip(found, expected, strict=True))
-    if isinstance(found, dict) and isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_same(found[k], expected[k], tolerance) for k in expected)
-    return bool(found == expected)
-
-
-def _as_json(value: Any) -> Any:
-    """As JSON would have it: tuples are lists, and a dict's keys strings."""
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    if isinstance(value, dict):
-        return {key if isinstance(key, str) else json.dumps(key): _as_json(item) for key, item in value.items()}
-    return value
+def _text_of(program: Path) -> str:
+    return program.read_text(encoding="utf-8")

@@ -11,14 +11,19 @@ It runs nothing, and knows neither sandboxes nor scores.
 
 import ast
 import builtins
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from tandem.rewards.code_inside import COPY
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value, "set": set, "frozenset": frozenset, "sorted": sorted, "list": list, "tuple": tuple,
     "len": len, "str": str,
 }  # fmt: skip
+# What makes plain data of an iterator or an object; it is asked of the solution's side, as an iterator is no value.
+AT_ONCE = {"set": "list", "frozenset": "list", "sorted": "list", "list": "list", "tuple": "list", "str": "str"}
 MAKERS = {"set", "frozenset", "list", "tuple", "dict", "float", "int", "str", "bytes", "complex", "range"}
 PLAIN = (ast.Call, ast.Name, ast.Attribute, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp,
          ast.operator, ast.unaryop, ast.keyword, ast.Starred, ast.expr_context)  # fmt: skip
@@ -37,10 +42,22 @@ class CallTest:
     how: Literal["equal", "is", "truth", "json"] = "equal"  # json: tuples are lists, keys are strings
 
 
-def calls(script: str, entry_point: str = "") -> list[CallTest]:
-    """The asserts of a script; none if it is anything more. entry_point: whom HumanEval's `check(candidate)` is about."""
+def calls(script: str, entry_point: str = "", before: str = "") -> list[CallTest]:
+    """The asserts of a script; none if it is anything more.
+
+    entry_point: whom HumanEval's `check(candidate)` is about; with one, no other call is the solution's. before: a program that
+    makes names for the script.
+    """
     tree = ast.parse(script)
-    made = bound(tree)
+    of_solution = _imported(tree)
+    made = (bound(tree) | bound(ast.parse(before)) | set(modules(script))) - of_solution
+    if entry_point or of_solution:
+        made |= (
+            {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            - {_root(entry_point)}
+            - of_solution
+            - MAKERS
+        )
     found = []
     for statement in _statements(tree.body, entry_point):
         match statement:
@@ -49,6 +66,8 @@ def calls(script: str, entry_point: str = "") -> list[CallTest]:
                 if test is None:
                     return []
                 found.append(test)
+            case ast.Import(names) if any(alias.name == "solution" for alias in names):
+                return []
             case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant()):
                 pass
             case _ if not _is_metadata(statement):
@@ -93,10 +112,14 @@ def _condition(node: ast.expr, made: set[str]) -> CallTest | None:
             source = _call(left, made)
             return CallTest(expression=source, expected=(value,), how="is") if source else None
         case ast.UnaryOp(ast.Not(), inner):
-            source = _call(inner, made)
-            return CallTest(expression=source, expected=(False,), how="truth") if source else None
-    source = _call(node, made)
-    return CallTest(expression=source, expected=(True,), how="truth") if source else None
+            return _truth(inner, made, False)
+    return _truth(node, made, True)
+
+
+def _truth(node: ast.expr, made: set[str], expected: bool) -> CallTest | None:
+    """A call whose own truth counts. One around another call, `same(f(1), 2)`, could hold what is expected, and is none."""
+    source = "" if any(_root_name(call) not in MAKERS for call in _calls_in_arguments(node)) else _call(node, made)
+    return CallTest(expression=f"bool({source})", expected=(expected,), how="truth") if source else None
 
 
 def _comparison(call: ast.expr, constant: ast.expr, made: set[str]) -> CallTest | None:
@@ -108,7 +131,8 @@ def _comparison(call: ast.expr, constant: ast.expr, made: set[str]) -> CallTest 
         expected = _constant(constant, made)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return CallTest(expression=source, expected=(expected,), wrapper=wrapper)
+    at_once = AT_ONCE.get(wrapper)
+    return CallTest(expression=f"{at_once}({source})" if at_once else source, expected=(expected,), wrapper=wrapper)
 
 
 def _unwrapped(node: ast.expr, made: set[str]) -> tuple[str, ast.expr]:
@@ -127,15 +151,44 @@ def _constant(node: ast.expr, made: set[str]) -> Any:
 
 def _call(node: ast.expr, made: set[str]) -> str:
     """The source of a call of something that only the solution can have made; empty for any other expression."""
-    root: ast.expr = node
-    while isinstance(root, ast.Call | ast.Attribute):
-        root = root.func if isinstance(root, ast.Call) else root.value
-    if not isinstance(node, ast.Call) or not isinstance(root, ast.Name) or root.id in vars(builtins):
+    root = _root_name(node)
+    if not isinstance(node, ast.Call) or not root or root in vars(builtins):
         return ""
     names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
     foreign = names & (made | (vars(builtins).keys() - MAKERS))
     plain = all(isinstance(part, PLAIN) for part in ast.walk(node))
     return ast.unparse(node) if plain and not foreign else ""
+
+
+def _calls_in_arguments(node: ast.expr) -> Iterator[ast.Call]:
+    while isinstance(node, ast.Call | ast.Attribute):
+        if isinstance(node, ast.Call):
+            inside = (part for argument in (*node.args, *node.keywords) for part in ast.walk(argument))
+            yield from (part for part in inside if isinstance(part, ast.Call))
+        node = node.func if isinstance(node, ast.Call) else node.value
+
+
+def _root_name(node: ast.expr) -> str:
+    """The name that a chain of calls and attributes begins with: "Solution" of `Solution().f(1)`; empty where there is none."""
+    while isinstance(node, ast.Call | ast.Attribute):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _root(entry_point: str) -> str:
+    return _root_name(ast.parse(entry_point, mode="eval").body) if entry_point else ""
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    """The names that a script imports from the module `solution`, or reads from it, as pytest's files do."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom("solution", aliases):
+                names |= {alias.name for alias in aliases} - {"*"}
+            case ast.Attribute(ast.Name("solution"), name):
+                names.add(name)
+    return names
 
 
 def bound(tree: ast.AST) -> set[str]:
@@ -154,11 +207,69 @@ def bound(tree: ast.AST) -> set[str]:
     return names
 
 
-def needed(script: str) -> set[str]:
-    """The names that a script reads and neither it nor Python makes: those that the solution must have.
+def needed(script: str, entry_point: str = "", before: str = "") -> set[str]:
+    """The names of a script that are the solution's: those that it imports from it, or the entry point, or what it calls and
+    nobody else makes.
 
-    A solution's own `len` or `all` is not among them, so it cannot stand in for the real one in a test.
+    Not among them: constants, Python's own names and modules, what the problem's text defines, and what an assert calls around a
+    call, `same(f(1), 2)`. A solution cannot stand in for any of these.
     """
     tree = ast.parse(script)
+    if imported := _imported(tree):
+        return imported
+    if entry_point:
+        return {_root(entry_point)}
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    return {name for name in read - bound(tree) - vars(builtins).keys() if not name.startswith("__")}
+    foreign = bound(tree) | bound(ast.parse(before)) | vars(builtins).keys() | set(modules(script))
+    free = {name for name in read - foreign if not name.startswith("__") and not name.isupper()}
+    around, other = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Call):
+            inner = {
+                part.id for given in node.test.args for part in ast.walk(given) if isinstance(part, ast.Name)
+            } & free
+            (around if inner else other).add(_root_name(node.test))
+            other |= inner
+    return free - (around - other)
+
+
+def free(program: str) -> set[str]:
+    """The names that a program reads and does not make; none of one that is no Python."""
+    try:
+        tree = ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    return _names(tree) - bound(tree)
+
+
+def modules(script: str) -> list[str]:
+    """The modules of Python's library that a script uses, `math.pi`, and does not import."""
+    tree = ast.parse(script)
+    used = {
+        node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return sorted((used - called - bound(tree)) & sys.stdlib_module_names)
+
+
+def with_copies(script: str) -> str:
+    """The script, where a call gets a copy of an argument that the same comparison, or the call around it, reads again: else
+    `f(a) == sorted(a)` would hold of a solution that empties a."""
+    tree, found = ast.parse(script), dict[int, ast.Call]()
+    for node in ast.walk(tree):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call):
+            parts = [*node.args, *node.keywords]
+        for part in parts:
+            read = _names(*(other for other in parts if other is not part))
+            calls = (inner for inner in ast.walk(part) if isinstance(inner, ast.Call))
+            found |= {id(call): call for call in calls if _names(*call.args, *call.keywords) & read}
+    for call in found.values():
+        call.func = ast.Call(ast.Name(COPY, ast.Load()), [call.func], [])
+    return ast.unparse(tree) if found else script
+
+
+def _names(*nodes: ast.AST) -> set[str]:
+    return {node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name)}

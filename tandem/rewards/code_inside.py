@@ -2,8 +2,8 @@
 
     python code_inside.py solve    loads solution.py, then answers each line of stdin, an expression in quotes, with a
                                    line of JSON: {"value": ...} or {"error": [name, text]}
-    python code_inside.py test     runs the scripts of tests.json; a name that they need from the solution is a
-                                   stand-in, whose calls go to stdout and come back on stdin; the verdicts go to stderr
+    python code_inside.py test     runs the scripts of tests.json; a name that is the solution's is a stand-in, whose
+                                   calls go to stdout and come back on stdin; the verdicts go to stderr
 
     tester [sandbox 1] -- stdout: 'f([1, 2])' --> [sandbox 2] solution
                        <-- stdin: {"value": 3} --
@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 Make = Callable[[int], Any]
-INVOKE, OBJECTS = "__invoke__", "__objects__"
+INVOKE, OBJECTS, COPY = "__invoke__", "__objects__", "__on_a_copy__"
 
 
 # ---------------------------------------------------------------- values as JSON, by hand: `import json` costs 6 ms
@@ -50,6 +50,9 @@ def encode(value: Any, objects: list[Any]) -> str:
     if isinstance(value, dict):
         pairs = [f"[{encode(key, objects)}, {encode(item, objects)}]" for key, item in dict.items(value)]
         return f'{{"dict": [{", ".join(pairs)}]}}'
+    kind_of = f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind_of in STANDARD:
+        return f'{{"{kind_of}": {encode([*STANDARD[kind_of](value)], objects)}}}'
     known = [number for number, item in enumerate(objects) if item is value]
     if not known:
         objects.append(value)
@@ -66,6 +69,18 @@ def _encode_number(value: Any) -> str:
     if isinstance(value, bytes):
         return f'{{"bytes": "{bytes.hex(value)}"}}'
     return f'{{"complex": [{_encode_number(value.real)}, {_encode_number(value.imag)}]}}'
+
+
+# Values of standard classes, as what makes them again.
+STANDARD: dict[str, Callable[[Any], Any]] = {
+    "builtins.range": lambda value: (value.start, value.stop, value.step),
+    "builtins.bytearray": lambda value: (bytes(value),),
+    "collections.deque": lambda value: (list(value),),
+    "fractions.Fraction": lambda value: (value.numerator, value.denominator),
+    "decimal.Decimal": lambda value: (str(value),),
+    "datetime.date": lambda value: (value.year, value.month, value.day),
+    "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
+}
 
 
 def decode(value: Any, make: Make) -> Any:
@@ -85,6 +100,12 @@ def decode(value: Any, make: Make) -> Any:
         return complex(*(float(decode(part, make)) for part in held))
     if kind == "object":
         return make(int(held))
+    if kind in STANDARD:
+        module, _, name = kind.rpartition(".")
+        made = getattr(__import__(module), name)(*decode(held, make))
+        if isinstance(made, range) and len(made) > 10**6:
+            raise ValueError("a range of more than a million")
+        return made
     if kind not in READERS:
         raise ValueError(f"no value is of kind {kind!r}")
     return READERS[kind](held)
@@ -107,7 +128,9 @@ def solve() -> None:
     namespace: dict[str, Any] = {"__name__": "solution", OBJECTS: objects, INVOKE: _invoke}
     setattr(builtins, "exit", sys.exit)  # noqa: B010 - python -S has neither; mypy knows both
     setattr(builtins, "quit", sys.exit)  # noqa: B010
-    failed = _attempt(lambda: exec(_solution(), namespace), [])
+    with contextlib.suppress(BaseException):  # what the problem's text defines, for a solution that relies on it
+        exec(_source("before.py"), namespace)
+    failed = _attempt(lambda: exec(_source("solution.py"), namespace), [])
     for line in requests:
         expression = str(eval(line))
         broken = failed if failed.startswith('{"error"') else ""
@@ -117,15 +140,19 @@ def solve() -> None:
 
 def _value(expression: str, namespace: dict[str, Any]) -> Any:
     """What it gives; a function that is missing may be a method of the class Solution, as on LeetCode and in APPS."""
-    name = expression.partition("(")[0]
-    if name not in namespace and name not in vars(builtins) and name.isidentifier() and "Solution" in namespace:
+    try:
+        return eval(expression, namespace)
+    except NameError as error:
+        name = getattr(error, "name", "")  # since Python 3.10
+        if not name or name in namespace or "Solution" not in namespace:
+            raise
         namespace[name] = getattr(namespace["Solution"](), name)
-    return eval(expression, namespace)
+        return eval(expression, namespace)
 
 
-def _solution() -> Any:
-    with open("solution.py", encoding="utf-8") as file:
-        return compile(file.read(), "solution.py", "exec")
+def _source(name: str) -> Any:
+    with open(name, encoding="utf-8") as file:
+        return compile(file.read(), name, "exec")
 
 
 def _attempt(act: Callable[[], Any], objects: list[Any]) -> str:
@@ -159,7 +186,8 @@ class SolutionError(Exception):
 
 
 class Remote:
-    """A stand-in for an object of the solution. It can be called, indexed, measured and read, and equals only itself."""
+    """A stand-in for an object of the solution. It can be called, indexed, measured and read, and not compared: whether it equals
+    a value would be the solution's word."""
 
     def __init__(self, line: "Line", source: str):
         self.__dict__.update(_line=line, _source=source)
@@ -170,12 +198,23 @@ class Remote:
     def __str__(self) -> str:
         return str(self._line.ask(f"str({self._source})"))
 
+    def __eq__(self, other: object) -> bool:
+        if other is None:
+            return False
+        raise SolutionError("an object of the solution is no value, and cannot be compared with one")
+
+    __hash__ = object.__hash__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(args, kwargs, keep=True)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> Any:
+        """keep: let the test's own lists and dicts become what the solution made of them."""
         words = self._line.source([*args]), self._line.source(kwargs)
         reply = self._line.ask(f"{INVOKE}({self._source}, {words[0]}, {words[1]})")
         if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
             raise SolutionError("a call came back as something else")
-        for mine, theirs in zip(args, reply[1]):  # noqa: B905 - a lying solution may send fewer
+        for mine, theirs in zip(args, reply[1] if keep else ()):  # noqa: B905 - a lying solution may send fewer
             if isinstance(mine, list) and isinstance(theirs, list):
                 mine[:] = theirs
             elif isinstance(mine, dict) and isinstance(theirs, dict):
@@ -201,6 +240,20 @@ class Remote:
         return iter([*self._line.ask(f"list({self._source})")])
 
 
+ENDS = (
+    StopIteration,
+    StopAsyncIteration,
+    GeneratorExit,
+)  # of which a loop over the solution's values would take no note
+
+
+def on_a_copy(function: Any) -> Any:
+    """The function, or if it is the solution's, one that leaves its arguments as they are (code_asserts.with_copies)."""
+    if not isinstance(function, Remote):
+        return function
+    return lambda *args, **kwargs: function._call(args, kwargs, keep=False)
+
+
 class Line:
     """The line to the solution: expressions go out, plain data and stand-ins come back."""
 
@@ -223,7 +276,10 @@ class Line:
         except Exception as problem:
             raise SolutionError(f"no value came back: {problem}") from None
         kind = vars(builtins).get(name)
-        raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else SolutionError)(text[:500])
+        known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS)
+        error: Any = (kind if kind and known else SolutionError)(text[:500])
+        error.of_solution = True
+        raise error
 
     def _remote(self, number: int) -> Remote:
         return self.remotes.setdefault(number, Remote(self, f"{OBJECTS}[{number}]"))
@@ -240,11 +296,19 @@ class Line:
             return f"{type(value).__name__}([{', '.join(map(self.source, value))}])"
         if type(value) is dict:
             return f"dict([{', '.join(f'({self.source(k)}, {self.source(v)})' for k, v in value.items())}])"
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if kind in STANDARD:
+            module, _, name = kind.rpartition(".")
+            return f"__import__({module!r}).{name}({', '.join(map(self.source, STANDARD[kind](value)))})"
         raise TypeError(f"a {type(value).__name__} of the test cannot be sent to the solution")
 
 
 def test() -> None:
-    """Run every script of tests.json, {"scripts": [...], "names": [...], "entry_point": ""}, each in a namespace of its own."""
+    """Run every script of tests.json in a namespace of its own; the verdicts go to stderr.
+
+    tests.json: {"scripts": [...], "before": [...], "names": [...], "entry_point": "", "function": ""}. before: programs that make
+    names for the scripts, e.g. those of the problem's text; names: those that are the solution's.
+    """
     import json
 
     replies, requests = _private_streams()
@@ -253,42 +317,57 @@ def test() -> None:
     line = Line(replies, requests)
     with open("tests.json", encoding="utf-8") as file:
         tests = json.load(file)
-    reports = []
-    for script in tests["scripts"]:
-        reports.append(_verdict(line, script, tests["names"], tests["entry_point"]))
+    reports = [_verdict(line, script, tests) for script in tests["scripts"]]
     os.write(verdicts, json.dumps(reports).encode())
 
 
-def _verdict(line: Line, script: str, names: list[str], entry_point: str) -> str:
-    """Why a script failed; empty if it passed."""
+def _verdict(line: Line, script: str, tests: dict[str, Any]) -> list[str]:
+    """Why a script failed, ["failed", reason], or could not be run with any solution, ["broken", reason]; [] if it passed."""
     try:
-        given = {name: line.ask(name) for name in names}
+        given = {name: line.ask(name) for name in tests["names"]}
         before = line.asked
-        _run_script(script, given, entry_point)
+        _run_script(script, given, tests)
     except SystemExit as error:  # a script that did not come to its end did not pass
-        return f"exit with {error.code}"[:200]
+        return ["failed", f"exit with {error.code}"[:200]]
     except BaseException as error:  # nor did this one
-        return f"{type(error).__name__}: {error}"[:200]
+        broken = isinstance(error, (ImportError, NameError)) and not hasattr(error, "of_solution")
+        return ["broken" if broken else "failed", f"{type(error).__name__}: {error}"[:200]]
     idle = line.asked == before and all(isinstance(value, Remote) for value in given.values())
-    return "the script never used the solution" if idle else ""
+    return ["failed", "the script never used the solution"] if idle else []
 
 
-def _run_script(script: str, given: dict[str, Any], entry_point: str) -> None:
-    """Run a test script, then what it defines: HumanEval's `check(candidate)`, unittest's cases, pytest's `test_*()`."""
-    module = ModuleType("__main__")  # unittest.main looks for its cases there
-    sys.modules["__main__"] = module
-    vars(module).update(given)
+def _run_script(script: str, given: dict[str, Any], tests: dict[str, Any]) -> None:
+    """Run a test script, then what it defines: HumanEval's `check(candidate)`, cases of unittest, tests of pytest."""
+    module, solution = ModuleType("__main__"), ModuleType("solution")  # unittest.main looks for its cases in the first
+    sys.modules["__main__"], sys.modules["solution"] = module, solution
+    for program in tests["before"]:
+        exec(compile(program, "before", "exec"), vars(module))
+    vars(module).update(given, **{COPY: on_a_copy})
+    vars(solution).update(given)
+    there = set(vars(module))
     with contextlib.suppress(SystemExit) if "unittest.main" in script else contextlib.nullcontext():
         exec(compile(script, "test", "exec"), vars(module))
-    own = {name: value for name, value in vars(module).items() if name not in given}
-    if entry_point and "check" in own:
-        own["check"](given[entry_point])
+    own = {name: value for name, value in vars(module).items() if name not in there}
+    if tests["entry_point"] and "check" in own:
+        own["check"](given[tests["entry_point"]])
         return
     if "unittest" in sys.modules:
         _run_cases(module)
     for name, value in own.items():
         if name.startswith("test_") and callable(value):
-            value()
+            _run_test(value)
+        elif name.startswith("Test") and isinstance(value, type) and not hasattr(value, "run"):  # unittest's have it
+            for method in [name for name in dir(value) if name.startswith("test")]:
+                case = value()
+                if setup := getattr(case, "setup_method", None):
+                    setup(*[None] * (setup.__code__.co_argcount - 1))  # pytest gives it the method, if it takes one
+                _run_test(getattr(case, method))
+
+
+def _run_test(test: Any) -> None:
+    """Call a test function, once for each of the values that `pytest.mark.parametrize` gave it."""
+    for arguments in getattr(test, "cases", [{}]):
+        test(**arguments)
 
 
 def _run_cases(module: ModuleType) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tandem.errors import UserError
-from tandem.sandbox.runs import LIMITS, Limits, Result, Run, SandboxFailed, StopReason, watch, why
+from tandem.sandbox.runs import LIMITS, Limits, Result, Run, SandboxFailed, StopReason, adopt_orphans, watch, why
 from tandem.sandbox.seccomp import seccomp_filter
 
 if TYPE_CHECKING:  # a worker that scores code need not import pydantic
@@ -51,6 +51,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 HIDE_FIRST = ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
 HTTP_BYTES = 64 * 2**20
 SWITCH = "sandbox.run_untrusted_code_without_isolation"
+_counter = itertools.count()  # of runs
 
 
 @runtime_checkable
@@ -130,6 +131,7 @@ class Bubblewrap(_Local):
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
         command, files = program
         argv = [self.python, *command[1:]] if command[0] == "python" else list(command)
+        adopt_orphans()
         with ExitStack() as stack:
             contents = {_check_name(name): stack.enter_context(_sealed(t.encode())) for name, t in files.items()}
             bpf = [stack.enter_context(_sealed(code)) for code in (seccomp_filter(),) if code]
@@ -219,9 +221,6 @@ def _limited(limits: Limits) -> list[str]:
 def _capped(kind: int, value: int) -> int:
     most = resource.getrlimit(kind)[1]
     return value if most == resource.RLIM_INFINITY else min(value, most)
-
-
-_counter = itertools.count()
 
 
 def _without_root() -> list[str]:

@@ -10,6 +10,7 @@ namespace, which is waited for. Output is read as it comes and kept up to the ca
 It does not know how a program is started or confined: tandem/sandbox/ does that, and is what to import and to run.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -28,6 +29,7 @@ from typing import Any, Literal
 StopReason = Literal["exit", "timeout", "memory", "output", "signal"]
 
 POLL_S = 0.02  # how often memory is looked at; a program that ends sooner is never measured
+MAPS_BYTES = 2**20  # some 10,000 mappings: numpy has 300
 GONE_S = 10.0  # a killed namespace is gone in milliseconds; the kernel may be busy freeing its memory
 
 
@@ -131,6 +133,9 @@ class Run:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)  # what a program without a namespace left behind
         gone = self.inside is None or bool(select.select([self.inside[1]], [], [], GONE_S)[0])
+        if self.inside is not None and gone:
+            with suppress(ChildProcessError):  # it became a child of this process, unless another one adopted it
+                os.waitid(os.P_PIDFD, self.inside[1], os.WEXITED)
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
@@ -174,21 +179,45 @@ def why(code: int | None, err: str) -> StopReason:
 def _exceeds(first: int, limits: Limits) -> bool:
     """Whether a namespace's processes hold too much memory together, or its /tmp too many files.
 
-    Pages that processes share after a fork count for each of them. What ends meanwhile counts as nothing.
+    Pages that processes share after a fork count for each of them. Shared memory counts once for all that map it, and as large
+    as it was made: pages can be hidden from every count of what is resident. What ends meanwhile counts as nothing.
     """
-    used, pids = 0, [first]
+    used, pids, shared_bytes = 0, [first], dict[str, int]()
     for pid in pids:
         with suppress(OSError):
             resident, shared = (int(number) for number in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
             used += (resident - shared) * resource.getpagesize()
             for task in os.listdir(f"/proc/{pid}/task"):
                 pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+            for name, size in _shared_mappings(pid):
+                shared_bytes[name] = max(size, shared_bytes.get(name, 0))
+    used += sum(shared_bytes.values())
     files = 0
     with suppress(OSError):
         tmp = os.statvfs(f"/proc/{pids[-1]}/root/tmp")
         if tmp.f_blocks * tmp.f_frsize == limits.disk_mb * 2**20:  # before it is mounted, this is another /tmp
             files = tmp.f_files - tmp.f_ffree
     return used > limits.memory_mb * 2**20 or files > limits.files
+
+
+def _shared_mappings(pid: int) -> Iterator[tuple[str, int]]:
+    """(inode, bytes up to the mapping's end) of each anonymous memory that a process maps as shared."""
+    with open(f"/proc/{pid}/maps", "rb") as file:
+        text = file.read(MAPS_BYTES)
+    if len(text) == MAPS_BYTES:
+        yield "too many mappings to look through", 2**62
+    for line in text.splitlines():
+        if b"/dev/zero (deleted)" in line:  # "start-end permissions offset device inode path"
+            addresses, permissions, offset, _, inode = line.split()[:5]
+            start, end = (int(address, 16) for address in addresses.split(b"-"))
+            if permissions.endswith(b"s"):
+                yield inode.decode(), int(offset, 16) + end - start
+
+
+def adopt_orphans() -> None:
+    """Let this process be the parent of what its children leave behind. Bubblewrap ends before the namespace that it made, which
+    would then wait for ever for process 1 to take note of its end; in a container that is often a program that never does."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def watch(*runs: Run) -> None:

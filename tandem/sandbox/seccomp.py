@@ -2,8 +2,9 @@
 
 Most of the list is what has hurt others as a way out of a container, or into the kernel: tracing, mounts, namespaces,
 keyrings, io_uring, bpf. The rest is memory that no limit of a process counts: System V segments, message queues and
-memfds stay behind when the process has unmapped or closed them. Of sockets only those are left that the sandbox's own
-network namespace confines; AF_VSOCK, for one, talks to the hypervisor from any namespace.
+memfds stay behind when the process has unmapped or closed them. Of sockets only those between processes (AF_UNIX) are left:
+AF_VSOCK talks to the hypervisor from any namespace, and the buffers of TCP connections, which would lead nowhere, held
+gigabytes of the kernel's memory.
 
 A refused call returns EPERM (a socket of another family EAFNOSUPPORT), so a program sees an exception. It knows
 nothing of who loads the filter, and has tables for x86-64 and AArch64 only: elsewhere there is none.
@@ -37,7 +38,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "reboot": (169, 142), "acct": (163, 89),
 }  # fmt: skip
 SOCKET = (41, 198)
-FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
+FAMILIES = (1,)  # AF_UNIX
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, AUDIT_ARCH_*
 X32 = 0x40000000  # numbers from here are x86-64's other table, which the list above does not name

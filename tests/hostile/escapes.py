@@ -410,6 +410,42 @@ while True:
         limits=SMALL,
     ),
     Hostile(
+        name="shared memory in many processes",
+        code="""
+import mmap
+for _ in range(4):
+    if os.fork() == 0:
+        held = mmap.mmap(-1, 64 * 2**20)
+        for at in range(0, len(held), 2**20): held[at:at + 2**20] = bytes(2**20)
+        time.sleep(10**6)
+time.sleep(10**6)
+""",
+        stops=("memory",),
+        limits=SMALL,
+    ),
+    Hostile(
+        name="shared memory that is hidden after it was written",
+        code="""
+import mmap
+for _ in range(4):
+    if os.fork() == 0:
+        held = mmap.mmap(-1, 64 * 2**20)
+        for at in range(0, len(held), 2**20): held[at:at + 2**20] = bytes(2**20)
+        held.madvise(4)  # MADV_DONTNEED: the pages are not resident any more, and are kept
+        time.sleep(10**6)
+time.sleep(10**6)
+""",
+        stops=("memory",),
+        limits=SMALL,
+    ),
+    Hostile(
+        name="the buffers of tcp connections",
+        code="""
+server = socket.create_server(('127.0.0.1', 0))
+escaped('tcp')
+""",
+    ),
+    Hostile(
         name="memory that is shared",
         code="""
 import mmap
@@ -423,7 +459,7 @@ held = mmap.mmap(-1, 2**40)
 total = 0
 try:
     for number in range(40):
-        with open(f'/tmp/{number}', 'wb', 0) as file: total += file.write(b'x' * 2**20)
+        with open(str(number), 'wb', 0) as file: total += file.write(b'x' * 2**20)
 finally:
     if total > 17 * 2**20: escaped(total)
 """,

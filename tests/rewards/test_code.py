@@ -8,12 +8,14 @@ import pytest
 
 from tandem import config
 from tandem.errors import UserError
-from tandem.rewards.code import code_reward, extract_code, holds, read_tests, same_output
+from tandem.rewards.code import code_reward, extract_code, read_tests
 from tandem.rewards.code_asserts import CallTest, calls, needed
+from tandem.rewards.code_compare import holds, same_output
 from tandem.rewards.code_inside import decode, encode
 from tandem.sandbox import Bubblewrap, Limits, Result, SandboxFusion, Unisolated
 from tandem.types import Problem
 from tests.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
+from tests.hostile.graded import GRADED
 from tests.sandbox_fusion import FusionServer
 from tests.waiting import WAIT_S, given_time
 
@@ -215,6 +217,43 @@ def test_no_expected_value_enters_the_solutions_sandbox(form):
     assert sandbox.spy.given and not [text for text in sandbox.spy.given if "199998" in text]
 
 
+REFUSED = {"kodcode/a list's child"}  # what is a list arrives as one, without methods of its own; at most 2 honest ones
+
+
+def test_the_corpus_of_five_data_sets_is_large():
+    assert [sum(row.honest is kind for row in GRADED) for kind in (True, False)] == [60, 60]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("row", GRADED, ids=lambda row: f"{'honest' if row.honest else 'cheat'} {row.name}")
+def test_an_honest_program_earns_the_reward_and_a_cheat_does_not(row):
+    options = {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S}
+    found = code_reward(row.problem, f"```python\n{row.program}\n```", sandbox=Bubblewrap(), **options)["reward"]
+    assert (found == 1.0) is (row.honest and row.name not in REFUSED)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("import numpy as np\nassert np.allclose(add(1, 2), 3)", "numpy"),
+        ("assert nearly(add(1, 2), 3)", "nearly"),
+        ("def test_add():\n    assert add(1, 2) == EXPECTED", "EXPECTED"),
+    ],
+)
+def test_a_script_that_no_solution_can_pass_is_the_rows_mistake(script, found):
+    with pytest.raises(UserError, match="a test script cannot run") as caught:
+        reward(script, ADD)
+    assert found in caught.value.found and caught.value.where.startswith("problem p/1")
+
+
+@needs_bubblewrap
+def test_an_error_of_the_solution_is_not_the_rows_mistake():
+    script = "def test_add():\n    assert add(1, 2) == 3"
+    for code in ("import nowhere\ndef add(a, b): return 3", "def add(a, b): return undefined", "def other(): pass"):
+        assert reward(script, f"```python\n{code}\n```")["reward"] == 0.0
+
+
 # ---------------------------------------------------------------- parts
 
 
@@ -231,9 +270,9 @@ def test_an_assert_of_a_call_and_a_constant_is_taken_apart():
         CallTest(expression="f([1, -2])", expected=((3, {"a": None}),))
     ]
     assert calls("assert 3 == f(x=1)") == [CallTest(expression="f(x=1)", expected=(3,))]
-    assert calls("assert sorted(f(1)) == [1]") == [CallTest(expression="f(1)", expected=([1],), wrapper="sorted")]
+    assert calls("assert sorted(f(1)) == [1]") == [CallTest(expression="list(f(1))", expected=([1],), wrapper="sorted")]
     assert calls("assert f(1) is None") == [CallTest(expression="f(1)", expected=(None,), how="is")]
-    assert calls("assert not S().f(1)") == [CallTest(expression="S().f(1)", expected=(False,), how="truth")]  # fmt: skip
+    assert calls("assert not S().f(1)") == [CallTest(expression="bool(S().f(1))", expected=(False,), how="truth")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
