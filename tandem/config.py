@@ -152,7 +152,7 @@ class Reward(Section):
 
     @property
     def names(self) -> list[str]:
-        """What the functions are called in parts and options: "score" for "my.py:score"."""
+        """Names of the functions in parts and options: "score" for "my.py:score"."""
         return [function.rpartition(":")[2] for function in self.functions]
 
 

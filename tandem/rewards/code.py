@@ -60,6 +60,17 @@ class Script:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Columns of a problem that its tests are read and run with."""
+
+    entry_point: str
+    function: str  # which LiveCodeBench's functional tests call
+    imports: str  # MBPP's test_imports
+    setup: str  # these and MBPP's test_setup_code: the beginning of every script
+    helpers: tuple[str, ...]  # imports and finished functions of the problem's text
+
+
 Test = IoTest | CallTest | Script
 
 
@@ -80,14 +91,13 @@ def code_reward(
     failed, so keep it below reward.timeout_s. tolerance: relative, between numbers. Raises UserError for a problem
     without tests that can be read, SandboxFailed where the sandbox did not work.
     """
-    tests, entry_point = read_tests(problem), str(problem.metadata.get("entry_point") or "")
+    tests, columns = read_tests(problem)
     where = sandbox if isinstance(sandbox, Sandbox) else opened(sandbox)
     limits = Limits(wall_s=test_timeout_s, cpu_s=math.ceil(timeout_s), memory_mb=memory_mb, output_bytes=ANSWER_BYTES)
     attempt = _Attempt(
-        problem=problem,
+        uid=problem.uid,
         code=extract_code(completion),
-        helpers=helpers(problem, entry_point),
-        entry_point=entry_point,
+        columns=columns,
         sandbox=where,
         limits=limits,
         deadline=time.monotonic() + timeout_s,
@@ -119,20 +129,18 @@ def extract_code(completion: str) -> str:
 # ---------------------------------------------------------------- the tests of a problem
 
 
-def read_tests(problem: Problem) -> list[Test]:
-    """The tests of a problem, at least one; raises UserError."""
+def read_tests(problem: Problem) -> tuple[list[Test], Columns]:
+    """The tests of a problem, at least one, and what they are run with; raises UserError."""
     given = next((problem.metadata[k] for k in ("tests", "test_list", "test") if problem.metadata.get(k)), "")
     given = given or problem.answer
-    entry_point = str(problem.metadata.get("entry_point") or "")
     try:
-        function = _function(problem, entry_point)
-        how = _Scripts(entry_point, function, _setup(problem), helpers(problem, entry_point))
-        tests = _tests(_unquoted(given), how)
+        columns = _columns(problem)
+        tests = _tests(_unquoted(given), columns)
     except (KeyError, TypeError, ValueError, SyntaxError) as error:
         raise _unreadable(problem, f"{type(error).__name__}: {error} in {str(given)[:200]}") from error
     if not tests:
         raise _unreadable(problem, str(given)[:200] or "nothing")
-    return tests
+    return tests, columns
 
 
 def _unreadable(problem: Problem, found: str) -> UserError:
@@ -145,43 +153,30 @@ def _unreadable(problem: Problem, found: str) -> UserError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Scripts:
-    """What the tests of a problem are read with."""
-
-    entry_point: str
-    function: str  # whom LiveCodeBench's functional tests call
-    setup: str  # comes before each of them
-    helpers: str  # see `helpers`
-
-
-def _function(problem: Problem, entry_point: str) -> str:
-    """LiveCodeBench names it in JSON in its column `metadata`."""
-    column = problem.metadata.get("metadata")
-    more = json.loads(column) if isinstance(column, str) and column.lstrip().startswith("{") else problem.metadata
-    return str(more.get("func_name") or entry_point)
+def _columns(problem: Problem) -> Columns:
+    given, entry_point = problem.metadata, str(problem.metadata.get("entry_point") or "")
+    lines = given.get("test_imports") or []
+    imports = "".join(f"{line}\n" for line in ([lines] if isinstance(lines, str) else lines))
+    held = given.get("metadata")  # LiveCodeBench's column, JSON
+    more = json.loads(held) if isinstance(held, str) and held.lstrip().startswith("{") else given
+    return Columns(
+        entry_point=entry_point,
+        function=str(more.get("func_name") or entry_point),
+        imports=imports,
+        setup=f"{imports}{given.get('test_setup_code') or ''}\n".lstrip("\n"),
+        helpers=_helpers(problem, entry_point) if entry_point else (),
+    )
 
 
-def _imports(problem: Problem) -> str:
-    return "".join(f"{line}\n" for line in problem.metadata.get("test_imports") or [])
-
-
-def _setup(problem: Problem) -> str:
-    """MBPP's columns."""
-    return f"{_imports(problem)}{problem.metadata.get('test_setup_code') or ''}\n".lstrip("\n")
-
-
-def helpers(problem: Problem, entry_point: str) -> str:
-    """The imports and finished functions of the code in a problem's text, as in HumanEval's prompts; "" where there is none.
-
-    A solution may call them, and a test that does calls these, not the solution's.
-    """
+def _helpers(problem: Problem, entry_point: str) -> tuple[str, ...]:
+    """Statements of the code in a problem's text that its tests may rely on, as in HumanEval's prompts. A solution may call the
+    functions, and a test that does calls these, not the solution's."""
     asked = [str(message.get("content") or "") for message in problem.messages if message.get("role") == "user"]
     try:
-        tree = ast.parse(extract_code(asked[-1])) if asked and entry_point else ast.Module([], [])
+        tree = ast.parse(extract_code("".join(asked[-1:])))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
-    return ast.unparse(ast.Module([statement for statement in tree.body if _is_helper(statement, entry_point)], []))
+        return ()
+    return tuple(ast.unparse(statement) for statement in tree.body if _is_helper(statement, entry_point))
 
 
 def _is_helper(statement: ast.stmt, entry_point: str) -> bool:
@@ -201,28 +196,29 @@ def _unquoted(given: Any) -> Any:
     return given
 
 
-def _tests(given: Any, how: _Scripts) -> list[Test]:
+def _tests(given: Any, columns: Columns) -> list[Test]:
     match given:
         case str() if given.strip():
-            calls = code_asserts.calls(how.setup + given, how.entry_point, how.helpers)
-            return [*calls] if calls else [Script(text=how.setup + given)]
+            script = columns.setup + given
+            calls = code_asserts.calls(script, columns.entry_point, columns.helpers)
+            return [*calls] if calls else [Script(text=script)]
         case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
             name = given.get("fn_name")
             return [_column(name, one, other) for one, other in zip(inputs, outputs, strict=True)]
         case {"input": _, "output": _} | {"expected": _}:
-            return [_test(given, how)]
+            return [_test(given, columns)]
         case list() | tuple():
-            return [test for item in given for test in _tests(_unquoted(item), how)]
+            return [test for item in given for test in _tests(_unquoted(item), columns)]
     raise ValueError("no form of tests")
 
 
-def _test(given: dict[str, Any], how: _Scripts) -> Test:
+def _test(given: dict[str, Any], columns: Columns) -> Test:
     if given.get("testtype") == "functional":
         args = [json.loads(line) for line in str(given["input"]).split("\n") if line.strip()]
-        return _call(how.function, args, {}, [json.loads(given["output"])])
+        return _call(columns.function, args, {}, [json.loads(given["output"])])
     if "input" in given:
         return IoTest(input=_text(given["input"]), output=_text(given["output"]))
-    name = given.get("function") or given.get("entry_point") or how.entry_point
+    name = given.get("function") or given.get("entry_point") or columns.entry_point
     if not name:
         raise KeyError("function")
     return _call(str(name), list(given.get("args") or []), dict(given.get("kwargs") or {}), [given["expected"]])
@@ -253,10 +249,9 @@ def _call(name: str, args: list[Any], kwargs: dict[str, Any], expected: list[Any
 class _Attempt:
     """A program on its way through its tests."""
 
-    problem: Problem
+    uid: str
     code: str
-    helpers: str
-    entry_point: str
+    columns: Columns
     sandbox: Sandbox
     limits: Limits
     deadline: float
@@ -320,35 +315,36 @@ class _Attempt:
         limits = self._left()
         if limits is None:
             return [False] * len(scripts)
-        names = {name for script in scripts for name in code_asserts.needed(script, self.entry_point, self.helpers)}
-        names |= {self.entry_point} - {""}
-        before = [f"import {name}" for script in scripts for name in code_asserts.modules(script)]
+        entry_point, helpers = self.columns.entry_point, self.columns.helpers
+        names = {name for script in scripts for name in code_asserts.needed(script, entry_point, helpers)}
+        imports = [f"import {name}" for script in scripts for name in code_asserts.modules(script)]
         given = {
-            "scripts": scripts,
-            "before": [*before, self.helpers],
-            "names": sorted(names),
-            "entry_point": self.entry_point,
+            "scripts": [code_asserts.with_copies(script) for script in scripts],
+            "before": [*imports, *helpers],
+            "names": sorted(names | {entry_point} - {""}),
+            "entry_point": entry_point,
         }
         files = {"code_inside.py": _text_of(INSIDE), "pytest.py": _text_of(PYTEST), "tests.json": json.dumps(given)}
         tester = (["python", "-S", "code_inside.py", "test"], files)
         solver = (["python", "-S", "code_inside.py", "solve"], self._files())
         result, _ = self.sandbox.converse(tester, solver, limits=limits)
-        reports = json.loads(result.stderr) if result.exit_code == 0 else [["failed", ""]] * len(scripts)
+        reports = json.loads(result.stderr) if result.exit_code == 0 else [["no verdict", ""]] * len(scripts)
         for script, report in zip(scripts, reports, strict=True):
-            if report[:1] == ["broken"]:
+            if report and code_asserts.is_missing(script, report[1]):
                 raise UserError(
                     "a test script cannot run, whatever the solution",
-                    where=f"problem {self.problem.uid}: {script.strip()[:200]}",
-                    found=report[1],
+                    where=f"problem {self.uid}: {script.strip()[:200]}",
+                    found=report[0],
                     expected="a script of Python's own library, pytest's basics and the solution's names",
                     next="mend the row, or leave it out",
                 )
         return [not report for report in reports]
 
     def _files(self) -> dict[str, str]:
-        types = code_asserts.free(self.code) & set(typing.__all__)
-        before = f"{_imports(self.problem)}{self.helpers}\n" + "".join(f"from typing import {name}\n" for name in types)
-        return {"code_inside.py": _text_of(INSIDE), "before.py": before, "solution.py": self.code}
+        types = sorted(code_asserts.free(self.code) & set(typing.__all__))
+        imports = [*self.columns.imports.splitlines(), *(f"from typing import {name}" for name in types)]
+        before = "".join(f"{statement!r}\n" for statement in (*imports, *self.columns.helpers))
+        return {"code_inside.py": _text_of(INSIDE), "before.txt": before, "solution.py": self.code}
 
 
 @cache

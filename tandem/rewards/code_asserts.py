@@ -12,7 +12,7 @@ It runs nothing, and knows neither sandboxes nor scores.
 import ast
 import builtins
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,15 +42,15 @@ class CallTest:
     how: Literal["equal", "is", "truth", "json"] = "equal"  # json: tuples are lists, keys are strings
 
 
-def calls(script: str, entry_point: str = "", before: str = "") -> list[CallTest]:
+def calls(script: str, entry_point: str = "", before: Sequence[str] = ()) -> list[CallTest]:
     """The asserts of a script; none if it is anything more.
 
-    entry_point: whom HumanEval's `check(candidate)` is about; with one, no other call is the solution's. before: a program that
-    makes names for the script.
+    entry_point: whom HumanEval's `check(candidate)` is about; with one, no other call is the solution's. before: statements
+    that make names for the script.
     """
     tree = ast.parse(script)
     of_solution = _imported(tree)
-    made = (bound(tree) | bound(ast.parse(before)) | set(modules(script))) - of_solution
+    made = (bound(tree) | bound(ast.parse("\n".join(before))) | set(modules(script))) - of_solution
     if entry_point or of_solution:
         made |= (
             {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -207,7 +207,7 @@ def bound(tree: ast.AST) -> set[str]:
     return names
 
 
-def needed(script: str, entry_point: str = "", before: str = "") -> set[str]:
+def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> set[str]:
     """The names of a script that are the solution's: those that it imports from it, or the entry point, or what it calls and
     nobody else makes.
 
@@ -220,7 +220,7 @@ def needed(script: str, entry_point: str = "", before: str = "") -> set[str]:
     if entry_point:
         return {_root(entry_point)}
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    foreign = bound(tree) | bound(ast.parse(before)) | vars(builtins).keys() | set(modules(script))
+    foreign = bound(tree) | bound(ast.parse("\n".join(before))) | vars(builtins).keys() | set(modules(script))
     free = {name for name in read - foreign if not name.startswith("__") and not name.isupper()}
     around, other = set[str](), set[str]()
     for node in ast.walk(tree):
@@ -231,6 +231,14 @@ def needed(script: str, entry_point: str = "", before: str = "") -> set[str]:
             (around if inner else other).add(_root_name(node.test))
             other |= inner
     return free - (around - other)
+
+
+def is_missing(script: str, name: str) -> bool:
+    """Whether a name that was not there when the script ran is one that the script itself never makes. One that it does make,
+    in a loop over an empty answer for instance, is missing because of the solution."""
+    tree = ast.parse(script)
+    imports = [bound(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return bool(name) and name not in bound(tree).difference(*imports)
 
 
 def free(program: str) -> set[str]:

@@ -30,7 +30,7 @@ def _same_word(found: str, expected: str, tolerance: float) -> bool:
 
 
 def holds(test: CallTest, reply: str, tolerance: float = 0.0) -> bool:
-    """Whether a reply of code_inside.py is a value as the test wants it."""
+    """Compare a reply of code_inside.py with what the test expects."""
     try:
         value = WRAPPERS[test.wrapper](decode(json.loads(reply)["value"], _no_object))
         match test.how:
@@ -64,7 +64,7 @@ def _same(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """As JSON would have it: tuples are lists, and a dict's keys strings."""
+    """Convert to what JSON has: tuples become lists, and a dict's keys strings."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict):

@@ -128,9 +128,11 @@ def solve() -> None:
     namespace: dict[str, Any] = {"__name__": "solution", OBJECTS: objects, INVOKE: _invoke}
     setattr(builtins, "exit", sys.exit)  # noqa: B010 - python -S has neither; mypy knows both
     setattr(builtins, "quit", sys.exit)  # noqa: B010
-    with contextlib.suppress(BaseException):  # what the problem's text defines, for a solution that relies on it
-        exec(_source("before.py"), namespace)
-    failed = _attempt(lambda: exec(_source("solution.py"), namespace), [])
+    with open("before.txt", encoding="utf-8") as before:  # what the problem defines, for a solution that relies on it
+        for line in before:
+            with contextlib.suppress(BaseException):
+                exec(eval(line), namespace)
+    failed = _attempt(lambda: exec(_solution(), namespace), [])
     for line in requests:
         expression = str(eval(line))
         broken = failed if failed.startswith('{"error"') else ""
@@ -150,9 +152,9 @@ def _value(expression: str, namespace: dict[str, Any]) -> Any:
         return eval(expression, namespace)
 
 
-def _source(name: str) -> Any:
-    with open(name, encoding="utf-8") as file:
-        return compile(file.read(), name, "exec")
+def _solution() -> Any:
+    with open("solution.py", encoding="utf-8") as file:
+        return compile(file.read(), "solution.py", "exec")
 
 
 def _attempt(act: Callable[[], Any], objects: list[Any]) -> str:
@@ -240,11 +242,8 @@ class Remote:
         return iter([*self._line.ask(f"list({self._source})")])
 
 
-ENDS = (
-    StopIteration,
-    StopAsyncIteration,
-    GeneratorExit,
-)  # of which a loop over the solution's values would take no note
+# A loop of the test would end at one of these, and take no note of the failure.
+ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 def on_a_copy(function: Any) -> Any:
@@ -306,8 +305,8 @@ class Line:
 def test() -> None:
     """Run every script of tests.json in a namespace of its own; the verdicts go to stderr.
 
-    tests.json: {"scripts": [...], "before": [...], "names": [...], "entry_point": "", "function": ""}. before: programs that make
-    names for the scripts, e.g. those of the problem's text; names: those that are the solution's.
+    tests.json: {"scripts": [...], "before": [...], "names": [...], "entry_point": ""}. before: statements that make names for the
+    scripts; names: those that are the solution's.
     """
     import json
 
@@ -322,26 +321,28 @@ def test() -> None:
 
 
 def _verdict(line: Line, script: str, tests: dict[str, Any]) -> list[str]:
-    """Why a script failed, ["failed", reason], or could not be run with any solution, ["broken", reason]; [] if it passed."""
+    """[] if a script passed, else [why it failed, the name or module that the script itself lacked or ""]."""
     try:
         given = {name: line.ask(name) for name in tests["names"]}
         before = line.asked
         _run_script(script, given, tests)
     except SystemExit as error:  # a script that did not come to its end did not pass
-        return ["failed", f"exit with {error.code}"[:200]]
+        return [f"exit with {error.code}"[:200], ""]
     except BaseException as error:  # nor did this one
-        broken = isinstance(error, (ImportError, NameError)) and not hasattr(error, "of_solution")
-        return ["broken" if broken else "failed", f"{type(error).__name__}: {error}"[:200]]
+        own = isinstance(error, (ImportError, NameError)) and not hasattr(error, "of_solution")
+        lacked = getattr(error, "name", "") if own else ""  # since Python 3.10
+        return [f"{type(error).__name__}: {error}"[:200], lacked or ""]
     idle = line.asked == before and all(isinstance(value, Remote) for value in given.values())
-    return ["failed", "the script never used the solution"] if idle else []
+    return ["the script never used the solution", ""] if idle else []
 
 
 def _run_script(script: str, given: dict[str, Any], tests: dict[str, Any]) -> None:
     """Run a test script, then what it defines: HumanEval's `check(candidate)`, cases of unittest, tests of pytest."""
     module, solution = ModuleType("__main__"), ModuleType("solution")  # unittest.main looks for its cases in the first
     sys.modules["__main__"], sys.modules["solution"] = module, solution
-    for program in tests["before"]:
-        exec(compile(program, "before", "exec"), vars(module))
+    for statement in tests["before"]:
+        with contextlib.suppress(ImportError):  # it may be the solution's only
+            exec(statement, vars(module))
     vars(module).update(given, **{COPY: on_a_copy})
     vars(solution).update(given)
     there = set(vars(module))

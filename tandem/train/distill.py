@@ -54,8 +54,8 @@ def _fit_exact(
     student: Learner, teacher: ExactModel, batches: Sequence[Microbatch], step: Step, config: Config, how: Filter
 ) -> Metrics:
     weights = join(batches, token_weights(step, batches, config))
-    how_far = config.distill
-    distance = partial(divergence, how_far.divergence, beta=how_far.jsd_beta, top_k=how_far.top_k)
+    settings = config.distill
+    distance = partial(divergence, settings.divergence, beta=settings.jsd_beta, top_k=settings.top_k)
 
     def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
         terms = teacher_divergences(student.model, teacher, batch, how.temperature, distance)

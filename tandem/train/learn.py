@@ -301,8 +301,8 @@ def update_policy(
 
 
 def token_weights(step: Step, batches: Sequence[Microbatch], config: Config) -> dict[int, Array]:
-    """What each loss token of an update weighs, float32 by sample, fixed by the whole update. Masked samples weigh 0 and are
-    not counted."""
+    """Weights of the loss tokens of an update, float32 [n] by sample, fixed by the whole update. A masked sample weighs 0 and
+    is not counted."""
     samples = [sample for batch in batches for sample in batch.samples.tolist()]
     lengths = np.array([len(step.engine[sample]) for sample in samples])
     kept = np.array([sample not in step.masked for sample in samples])

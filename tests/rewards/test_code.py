@@ -238,6 +238,7 @@ def test_an_honest_program_earns_the_reward_and_a_cheat_does_not(row):
     [
         ("import numpy as np\nassert np.allclose(add(1, 2), 3)", "numpy"),
         ("assert nearly(add(1, 2), 3)", "nearly"),
+        ("import numpy\nassert numpy.sum([add(1, 2)]) == 3", "numpy"),
         ("def test_add():\n    assert add(1, 2) == EXPECTED", "EXPECTED"),
     ],
 )
@@ -252,6 +253,22 @@ def test_an_error_of_the_solution_is_not_the_rows_mistake():
     script = "def test_add():\n    assert add(1, 2) == 3"
     for code in ("import nowhere\ndef add(a, b): return 3", "def add(a, b): return undefined", "def other(): pass"):
         assert reward(script, f"```python\n{code}\n```")["reward"] == 0.0
+    empty = "```python\ndef add(a, b): return []\n```"
+    for script in (
+        "for x in add(1, 2):\n    last = x\nassert last == 3",
+        "def test_add():\n    for x in add(1, 2): pass\n    assert x == 3",
+    ):
+        assert reward(script, empty)["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_a_problems_text_may_import_what_the_sandbox_does_not_have():
+    text = "import numpy as np\nfrom math import floor\n\ndef twice(x):\n    return 2 * x\n\n\ndef f(x):\n    pass\n"
+    chat = ({"role": "user", "content": text},)
+    columns = {"entry_point": "f", "test": "def check(candidate):\n    assert twice(candidate(floor(4.5))) == 4"}
+    row = Problem(uid="p/1", messages=chat, answer="", metadata=columns)
+    program = "```python\ndef f(x): return twice(x) / 4\n```"
+    assert code_reward(row, program, sandbox=Bubblewrap(), timeout_s=WAIT_S)["reward"] == 1.0
 
 
 # ---------------------------------------------------------------- parts

@@ -351,7 +351,7 @@ def test_a_kl_in_the_reward_of_gae_counts_at_its_own_token():
 
 
 def test_reinforce_pp_baseline_is_whitened_over_the_tokens_of_the_step():
-    """As in verl and NeMo-RL: a long episode counts as often as it has tokens."""
+    """A long episode counts as often as it has tokens, as in verl and NeMo-RL."""
     groups = sampled_groups(exact_model("qwen3"), turns=2)
     config = settings(algorithm="reinforce_pp_baseline")
     parts = []
