@@ -14,6 +14,8 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from tandem.rewards import answer as verifier
+from tandem.rewards import answer_numbers as numbers
+from tandem.rewards.answer_compare import Loading, ignore_loading
 from tandem.rewards.countdown import countdown
 from tandem.rewards.parts import BadFunction, BadValue
 from tandem.rewards.schema import check_schema, json_schema
@@ -86,8 +88,8 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- is it the answer?
 
 
-def answer(problem: Problem, completion: str, loading: verifier.Loading = verifier.ignore_loading) -> float:
-    """1 if the final answer is the ground truth, as number, text, choice or formula (answer.py)."""
+def answer(problem: Problem, completion: str, loading: Loading = ignore_loading) -> float:
+    """1 if the final answer is the ground truth, as number, list, text, choice or formula (answer.py)."""
     return verifier.score(completion, problem.answer, loading)
 
 
@@ -102,7 +104,7 @@ def exact(problem: Problem, completion: str, *, strip: bool = True, casefold: bo
 def numeric(problem: Problem, completion: str, *, tolerance: float = 1e-6, relative: float = 0.0) -> float:
     """1 if the final answer, or else the last number of the completion, is within a tolerance of the ground truth:
     |number - truth| <= max(tolerance, relative x |truth|). 50% is 0.5. Compared exactly, as fractions."""
-    truth = verifier.parse_number(problem.answer)
+    truth = numbers.parse_number(problem.answer)
     if truth is None:
         raise BadValue(f"the answer {problem.answer[:100]!r} of problem {problem.uid!r} is not a number")
     number = _number(completion)
@@ -112,17 +114,17 @@ def numeric(problem: Problem, completion: str, *, tolerance: float = 1e-6, relat
     return float(wrong <= max(Fraction(str(tolerance)), Fraction(str(relative)) * abs(_value(truth))))
 
 
-def _number(completion: str) -> verifier.Number | None:
+def _number(completion: str) -> numbers.Number | None:
     """The final answer's; of an answer with words around it ("about 3.1 cm") the only one, as two are two guesses."""
     final = verifier.extract(completion)
     if final is None:
-        written = verifier.written_numbers(completion)[-1:]
+        written = numbers.written_numbers(completion[-verifier.TEXT_CHARS :])[-1:]
     else:
-        written = [final] if verifier.parse_number(final) else verifier.written_numbers(final)
-    return verifier.parse_number(written[0]) if len(written) == 1 else None
+        written = [final] if numbers.parse_number(final) else numbers.written_numbers(final)
+    return numbers.parse_number(written[0]) if len(written) == 1 else None
 
 
-def _value(number: verifier.Number) -> Fraction:
+def _value(number: numbers.Number) -> Fraction:
     return number.value / 100 if number.percent else number.value
 
 

@@ -27,7 +27,7 @@ from typing import Any, get_origin
 import numpy as np
 
 from tandem.rewards import builtin
-from tandem.rewards.answer import Loading
+from tandem.rewards.answer_compare import Loading
 from tandem.rewards.parts import BadFunction, BadValue, Options, Result, number, part_name, read_value
 from tandem.types import Attempt, Problem
 

@@ -3,14 +3,18 @@ r"""The `answer` verifier: which answer is taken from a completion, and which an
 import subprocess
 import sys
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.rewards.answer import equal, extract, parse_number, score
+from tandem.rewards.answer import extract, score
+from tandem.rewards.answer_compare import equal
+from tandem.rewards.answer_numbers import parse_number
 
 FINAL = {
     "Answer: 7": "7",
@@ -80,6 +84,10 @@ SAME = [
     ("(C)", "C"),
     ("\\textbf{(C)}", "C"),
     ("(1, 2)", "(1,2)"),
+    ("50%", "0.5"),
+    ("50%", "50"),
+    ("5" * 300, "5" * 300),
+    ("5", "5 apples"),
     ("0", "-0.0"),
 ]
 
@@ -97,8 +105,6 @@ DIFFERENT = [
     ("1, 200", "1200"),
     ("1,20", "120"),
     ("0.333", "1/3"),
-    ("50%", "0.5"),
-    ("50%", "50"),
     ("x=5", "y=5"),
     ("5\\text{ cm}", "5\\text{ m}"),
     ("1/0", "0"),
@@ -108,12 +114,10 @@ DIFFERENT = [
     ("1e999", "inf"),
     ("", ""),
     ("$", "$"),
-    ("5" * 300, "5" * 300),
     ("seat", "east"),
     ("٥", "5"),
     ("1_000", "1000"),
     ("0x10", "16"),
-    ("5", "5 apples"),
 ]
 
 
@@ -170,6 +174,116 @@ def test_words_and_unevaluated_numbers_never_reach_math_verify_which_multiplies_
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False", "False", "True", "False", "True", "True"]
+
+
+WRITTEN = [
+    ("5 cm", "5 m", False),
+    ("5_{10}", "5_2", False),
+    ("\\{1,2\\}", "(1,2)", False),
+    ("10^3", "1000", True),
+    ("1\\times 10^3", "1000", True),
+    ("5 dollars", "5", True),
+    ("18 miles per hour", "18", True),
+    ("5 cm", "5", True),
+    ("5\\text{ cm}", "5", True),
+    ("50\\%", "50", True),
+    ("\\textbf{(C)}\\ 12", "C", True),
+    ("(5)", "5", True),
+    ("{5}", "5", True),
+    ("x<2", "(-\\infty,2)", True),
+    ("5 (since 2+3=5)", "5", True),
+    ("５", "5", True),
+    ("18 mph", "18 miles per hour", True),
+    ("5 square meters", "5\\text{ m}^2", True),
+    ("5 m", "5\\text{ m}^2", False),
+    ("$\\$5.00$", "5 dollars", True),
+    ("1,2", "\\{2,1\\}", True),
+    ("x = 3 or x = -5", "-5, 3", True),
+    ("\\pm 5", "5,-5", True),
+    ("-5\\text{ and }5", "\\pm 5", True),
+    ("x\\le -1 \\text{ or } x > 4", "(-\\infty,-1]\\cup(4,\\infty)", True),
+    ("(-\\infty,-1)\\cup(4,\\infty)", "(-\\infty,-1]\\cup(4,\\infty)", False),
+    ("2\\le x<5", "[2,5)", True),
+    ("x \\in [2,5)", "[2,5)", True),
+    ("(1,2)", "[1,2]", False),
+    ("y=2x+3", "2x+3", True),
+    ("y=2x+3", "y=3+2x", True),
+    ("1 and 2", "2,1", True),
+    ("B", "\\textbf{(B)}\\ 7", True),
+    ("7", "\\textbf{(B)}\\ 7", True),
+    ("A or B", "B", False),
+    ("(A) not (B)", "A", False),
+    ("5 million", "5,000,000", True),
+    ("0.\\overline{3}", "1/3", True),
+    ("3.14", "\\pi", False),
+    ("1.41421356", "\\sqrt{2}", False),
+    ("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}", True),
+    ("(1,2),(3,4)", "(3,4),(1,2)", True),
+    ("(2,1)", "(1,2)", False),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{pmatrix}1&3\\\\2&4\\end{pmatrix}", False),
+    ("\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", True),
+    ("-\\frac{1}{2}\\hat{i}", "x", False),
+    ("f(x)=x^2", "x^2", True),
+    ("the value of $x$ is 5", "5", True),
+    ("5 or 6", "5", False),
+    ("90^\\circ", "90", True),
+    ("5x", "5", False),
+    ("5 x", "5", False),
+    ("101", "101_2", True),
+    ("5 feet", "5 inches", False),
+    ("0.5%", "0.5", False),
+    ("50%", "\\frac{1}{2}", True),
+    ("\\frac{10}{20}", "50\\%", True),
+    ("x=5,y=6", "(5,6)", True),
+    ("y=6,x=5", "(5,6)", True),
+    ("500 cm", "5\\text{ m}", True),
+    ("75 cents", "\\$0.75", True),
+    ("0x1F", "1F_{16}", True),
+    ("[[1,2],[3,4]]", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", True),
+    ("No, it is not", "Yes", False),
+    ("Yes, it is", "Yes", True),
+    ("1" * 300, "1" * 300, True),
+    ("9 or 10^3", "1000", False),
+    ("5 times 3", "5", False),
+    ("two or 5 apples", "5", False),
+]
+
+
+@pytest.mark.parametrize(("found", "truth", "same"), WRITTEN)
+def test_units_lists_intervals_bases_and_choices_are_compared_by_what_they_mean(found, truth, same):
+    assert equal(found, truth) is same
+
+
+COMPLETIONS = [
+    ("\\boxed{5}. Wait, that is wrong, it is 6.", "5", False),
+    ("\\boxed{3} and \\boxed{5}", "3,5", True),
+    ("\\boxed{3} and \\boxed{5}", "5", False),
+    ("$x=\\boxed{3}$ or $x=\\boxed{5}$", "5, 3", True),
+    ("Answer: 5\nActually, no, I made a mistake.", "5", False),
+    ("**Answer:** $x = 5$", "5", True),
+    ("Answer: 5\n\nHmm so finally \\boxed{6}", "6", True),
+    ("\\boxed{5}\n\nThis is the correct answer.", "5", True),
+    ("\\boxed{\\boxed{5}}", "5", True),
+]
+
+
+@pytest.mark.parametrize(("text", "truth", "right"), COMPLETIONS)
+def test_boxes_that_belong_together_are_one_answer_and_one_that_is_taken_back_is_none(text, truth, right):
+    assert score(text, truth) == right
+
+
+GRADED = tomllib.loads((Path(__file__).parent / "graded_answers.toml").read_text())["pair"]
+NOT_READ = {
+    r"(-\infty,0)\cup(0,\infty)",
+    r"\text{does not exist}",
+    "f(x) = 0, f(x) = x",
+}  # and an identity matrix in words
+
+
+def test_of_300_graded_pairs_no_wrong_answer_is_paid_and_four_right_ones_are_refused():
+    assert [pair for pair in GRADED if score(pair["completion"], pair["truth"]) and not pair["right"]] == []
+    refused = {pair["truth"] for pair in GRADED if pair["right"] and not score(pair["completion"], pair["truth"])}
+    assert len(GRADED) == 300 and refused - NOT_READ == {truth for truth in refused if "1 & 0 & 0" in truth}
 
 
 HUGE = ["9**9**9", "9^9^9^9", "1" * 250, "1e" + "9" * 200, "1e999999999", "9" * 10**7, "\\frac{1}{" * 60, "1," * 120]

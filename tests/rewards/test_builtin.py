@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tandem.rewards import builtin, crew, process
-from tandem.rewards.answer import written_numbers
+from tandem.rewards.answer_numbers import written_numbers
 from tandem.rewards.countdown import countdown, value_of
 from tandem.rewards.judge import judge
 from tandem.rewards.parts import BadFunction, BadValue

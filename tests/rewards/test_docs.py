@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config import Config
-from tandem.rewards.answer import ignore_loading
+from tandem.rewards.answer_compare import ignore_loading
 from tandem.rewards.builtin import Name
 from tandem.rewards.load import load, load_all
 from tandem.rewards.parts import check_functions

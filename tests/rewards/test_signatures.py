@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tandem.errors import UserError
-from tandem.rewards.answer import ignore_loading
+from tandem.rewards.answer_compare import ignore_loading
 from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue
 from tandem.rewards.pool import RewardPool

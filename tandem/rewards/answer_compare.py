@@ -1,0 +1,271 @@
+r"""Are two answers the same? As text, as a choice, as numbers, or as formulas; lists, sets and tuples member by member.
+
+Numbers are compared exactly as fractions, with their units, and nothing is evaluated: when the truth is a number, `2+3` is not 5,
+because paying for arithmetic left undone pays for repeating the question. Only formulas are left to Math-Verify (sympy), imported
+at the first of them.
+
+It knows no completions.
+
+    python -c "from tandem.rewards.answer_compare import equal; print(equal('x = 3 or x = -5', r'\{-5, 3\}'))"
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tandem.rewards.answer_numbers import NUMBER_CHARS, parse_based, parse_number, parse_unit, same_number, split_name
+from tandem.rewards.answer_spelling import normal, without_fonts
+
+MEMBERS = 32  # of a list; more are compared as one string
+
+Loading = Callable[[bool], None]
+
+
+def ignore_loading(_: bool) -> None:
+    pass
+
+
+_REMARK = re.compile(
+    r"(?<=\S)\s+(?:\\text\{)?\((?!or\b|not\b|maybe\b|mod\b)[^()]*[A-Za-z]{3}[^()]*\)\}?[\s$.*]*$", re.IGNORECASE
+)
+_LEAD = re.compile(
+    r"[A-Za-z][A-Za-z' $-]{0,60} (?:is|are|equals|be)(?: equal to| at| in)?:?(?: (?:a|an|the)(?: line| set| point)?)?"
+    r"(?: (?!not\b)|(?=[(\\]))"
+    r"|(?:all )?real (?:numbers )?(?=[a-z])",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(
+    r"(?:the )?(?:(?:correct )?(?:option|choice|answer)(?: is)?:? ?)?(?:\(([A-Ja-j])\)|([A-J])(?=[).:]|$))[).:]* ?(.*)"
+)
+
+
+def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
+    """Whether two answers are the same. loading: as in answer.score."""
+    if not _REMARK.search(truth):
+        found = _REMARK.sub("", found)
+    one, other = normal(found), normal(truth)
+    if not one or not other:
+        return False
+    if _key(one) == _key(other):
+        return True
+    if max(len(one), len(other)) > NUMBER_CHARS:
+        return False
+    if _key(other) in ("yes", "no", "true", "false"):
+        return _key(one).startswith((_key(other) + ",", _key(other) + ";", _key(other) + " -"))
+    if _CHOICE.fullmatch(without_fonts(other)):
+        return _same_choice(without_fonts(one).strip(" ."), without_fonts(other), loading)
+    return _same(_LEAD.sub("", one, count=1), other, loading)
+
+
+def _key(text: str) -> str:
+    """What is compared as a string: words in any case and without their article, a choice without its parentheses."""
+    text = re.sub(r" ?([,;]) ?", r"\1", without_fonts(text)).strip(" .")
+    text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)
+    return text if re.search(r"[0-9\\]", text) else re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
+
+
+def _same_choice(one: str, other: str, loading: Loading) -> bool:
+    """Whether both name one letter; a choice's text counts where the other names no letter."""
+    guess, truth = _CHOICE.fullmatch(one) or _CHOICE.fullmatch(_LEAD.sub("", one, count=1)), _CHOICE.fullmatch(other)
+    assert truth is not None
+    if guess is None:
+        return bool(truth[3]) and _same(one, normal(truth[3]), loading)
+    more = re.search(r"^(?:or|and|,|/)|\([A-J]\)", guess[3])
+    return (guess[1] or guess[2]).upper() == (truth[1] or truth[2]).upper() and more is None
+
+
+# ---------------------------------------------------------------- lists, sets, tuples, intervals, matrices
+
+
+class Bracketed(NamedTuple):
+    """Items in brackets whose order counts: a tuple, a point, an interval, the rows of a matrix."""
+
+    opening: str
+    items: list[str]
+    closing: str
+
+
+def _same(one: str, other: str, loading: Loading) -> bool:
+    ones, others = _members(one), _members(other)
+    if len(ones) > 1 and len(others) == 1:
+        ones = _by_name(ones)
+    if max(len(ones), len(others)) > 1:
+        return len(ones) == len(others) and _matched(ones, others, loading)
+    one, other = ones[0], others[0]
+    guess, truth = _bracketed(split_name(one)[1]), _bracketed(split_name(other)[1])
+    if guess is None or truth is None:
+        comparable = guess is truth is None or ("matrix" in one and "matrix" in other)
+        return _key(one) == _key(other) or (comparable and _same_value(one, other, loading))
+    brackets = (guess.opening, guess.closing, len(guess.items)) == (truth.opening, truth.closing, len(truth.items))
+    return brackets and all(_same(a, b, loading) for a, b in zip(guess.items, truth.items, strict=True))
+
+
+def _matched(ones: list[str], others: list[str], loading: Loading) -> bool:
+    """Whether each of ones is the same as another one of others, in any order."""
+    left = list(others)
+    for one in ones:
+        same = next((k for k, other in enumerate(left) if _same(one, other, loading)), None)
+        if same is None:
+            return False
+        del left[same]
+    return True
+
+
+def _by_name(items: list[str]) -> list[str]:
+    """The point whose coordinates are named one by one, ["(3,-1)"] for x=3 and y=-1; other lists as they are."""
+    named = sorted(split_name(item) for item in items)
+    names = {name for name, _ in named}
+    point = "" not in names and len(names) == len(items)
+    return [f"({','.join(value for _, value in named)})"] if point else items
+
+
+_SEPARATOR = r"[,;]|\\(?:cup|lor|vee)(?![A-Za-z])|\\text\{ ?,? ?(?:and|or) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+_TOKEN = re.compile(rf"\\(?:begin|end)\{{[a-z]+\*?\}}|\\[{{}}]|[(){{}}\[\]]|{_SEPARATOR}")
+_THOUSANDS = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
+_DOLLARS = re.compile(r"\$ *(,|;|and|or|, and|, or) *\$")
+_ELEMENT = re.compile(r"[A-Za-z] ?\\in(?![A-Za-z]) ?(.+)|[A-Za-z]=(\\\{.+\\\})")
+_BRACES = re.compile(r"\\\{(.*)\\\}|\{(.*,.*)\}")
+
+
+def _members(text: str) -> list[str]:
+    r"""The members of a set or of a list without brackets, the parts of a union; else the text alone.
+
+    "\pm" makes two of one; what stands before "\in" or before the equals sign of a set is left out.
+    """
+    text = _DOLLARS.sub(r" \1 ", text).strip()
+    element = _ELEMENT.fullmatch(text)
+    text = (element[1] or element[2]) if element else text
+    if parse_number(text) is not None:  # "1,234"
+        return [text]
+    braces = _BRACES.fullmatch(text)
+    if braces and len(_split(text)) == 1:
+        text = (braces[1] or braces[2] or "").strip()
+    items = [sign for item in _split(text) for sign in _signs(item)]
+    return items if items and len(items) <= MEMBERS else [text]
+
+
+def _signs(item: str) -> list[str]:
+    if item.count(r"\pm") != 1:
+        return [item]
+    return [normal(item.replace(r"\pm", sign)).removeprefix("+") for sign in "+-"]
+
+
+def _split(text: str) -> list[str]:
+    """Text cut at the separators that stand in no brackets, a single item where the brackets do not close."""
+    items, depth, start = list[str](), 0, 0
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token in (r"\{", "(", "[", "{") or token.startswith(r"\begin"):
+            depth += 1
+        elif token in (r"\}", ")", "]", "}") or token.startswith(r"\end"):
+            depth -= 1
+        elif depth == 0 and not (match.start() and _THOUSANDS.match(text, match.start() - 1)):
+            items.append(text[start : match.start()].strip())
+            start = match.end()
+    items.append(text[start:].strip())
+    return [item for item in items if item] if depth == 0 else [text]
+
+
+def _bracketed(text: str) -> Bracketed | None:
+    text = _as_rows(_as_interval(text))
+    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
+        return None
+    items = _split(text[1:-1])
+    return Bracketed(text[0], items, text[-1]) if len(items) > 1 or text.startswith("[[") else None
+
+
+_SIDE = r"([^<>=]+?)"
+_ONE_SIDED = re.compile(rf"([a-zA-Z])(<|>|\\le |\\ge ){_SIDE}|{_SIDE}(<|>|\\le |\\ge )([a-zA-Z])")
+_TWO_SIDED = re.compile(rf"{_SIDE}(<|\\le )[a-zA-Z](<|\\le ){_SIDE}|{_SIDE}(>|\\ge )[a-zA-Z](>|\\ge ){_SIDE}")
+
+
+def _as_interval(text: str) -> str:
+    r"""An inequality of one variable as the interval that it describes: "1<x\le 2" as "(1,2]"; anything else as it is."""
+    text = re.sub(r"\s*(\\[lg]e)(?![A-Za-z])\s*", r"\1 ", text)
+    if match := _TWO_SIDED.fullmatch(text):
+        low, left, right, high = match.groups()[:4] if match[1] else match.groups()[:3:-1]
+    elif match := _ONE_SIDED.fullmatch(text):
+        sign, side = (match[2], match[3]) if match[1] else (match[5], match[4])
+        above = ("<" in sign or "le" in sign) == bool(match[1])  # the side is the upper end
+        low, left, right, high = (r"-\infty", "<", sign, side) if above else (side, sign, "<", r"\infty")
+    else:
+        return text
+    return f"{'[' if 'e' in left else '('}{low.strip()},{high.strip()}{']' if 'e' in right else ')'}"
+
+
+_MATRIX = re.compile(r"[(\[]?\\begin\{(?:[pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]+\})?(.*?)\\end\{\w+\}[)\]]?")
+
+
+def _as_rows(text: str) -> str:
+    r"""A matrix as its rows, "[[1,2],[3,4]]", and a column as "[1,2]"; anything else as it is."""
+    match = _MATRIX.fullmatch(text)
+    if match is None:
+        return text
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1]) if row.strip()]
+    cells = [",".join(cell.strip() for cell in row.split("&")) for row in rows]
+    return f"[{','.join(f'[{row}]' for row in cells)}]" if "&" in match[1] else f"[{','.join(cells)}]"
+
+
+# ---------------------------------------------------------------- numbers and formulas
+
+
+def _same_value(one: str, other: str, loading: Loading) -> bool:
+    based, truth_based = parse_based(one), parse_based(other)
+    if based and truth_based and (based[1] or truth_based[1]):
+        return based[0] == truth_based[0] and (based[1] == truth_based[1] or 0 in (based[1], truth_based[1]))
+    number = parse_number(other)
+    if number is not None:
+        guess = parse_number(one)
+        return guess is not None and same_number(guess, number)
+    (name, value), (truth_name, truth) = split_name(one), split_name(other)
+    if name == truth_name or "=" not in one or "=" not in other:
+        one, other = value, truth
+    (one, unit), (other, truth_unit) = _without_unit(one), _without_unit(other)
+    if unit and truth_unit and unit != truth_unit:
+        return False
+    return _key(one) == _key(other) or (_is_math(one) and _is_math(other) and _math_verify(one, other, loading))
+
+
+_MEASURED = re.compile(r"(.*[0-9)}a-z°!]) ([A-Za-z/^0-9 ]+)")
+
+
+def _without_unit(formula: str) -> tuple[str, str]:
+    r"""A formula and the unit behind it, e.g. "2\pi" and "cm" of "2\pi\text{ cm}"; no unit is ""."""
+    match = _MEASURED.fullmatch(re.sub(" +", " ", without_fonts(formula, r" \1 ")).strip())
+    unit = parse_unit(match[2]) if match and "=" not in formula else None
+    return (match[1], unit) if match and unit and not unit.isdigit() else (formula, "")
+
+
+_COMMANDS = r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+"
+_FUNCTIONS = re.compile(_COMMANDS + r"|arc|sinh?|cosh?|tanh?|cot|sec|csc|log|ln|exp|sqrt|pi|gcd|lcm|min|max")
+
+
+def _is_math(text: str) -> bool:
+    r"""Whether Math-Verify may see it. It multiplies letters, so that "seat" equals "east", and it picks a number out
+    of prose; words, unbalanced braces and inner dollar signs (two formulas, two guesses) never reach it.
+    """
+    letters = _FUNCTIONS.sub(" ", text)
+    opened, closed = (len(re.findall(rf"(?<!\\)\{brace}", text)) for brace in "{}")
+    wordless = not re.search(r"[A-Za-z]{3}", letters) and bool(re.search(r"[0-9\\^*/+=-]", text))
+    return wordless and opened == closed and "$" not in text
+
+
+def _math_verify(found: str, truth: str, loading: Loading) -> bool:
+    """Math-Verify's verdict, with its own alarms off: they need the main thread and cannot stop a C call."""
+    first = "math_verify" not in sys.modules
+    if first:
+        loading(True)
+    import logging
+
+    import math_verify
+
+    if first:
+        loading(False)
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each process that its alarms are off
+    config = [math_verify.LatexExtractionConfig()]
+    parsed = [
+        math_verify.parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=None)
+        for text in (truth, found)
+    ]
+    return all(parsed) and bool(math_verify.verify(*parsed, float_rounding=12, timeout_seconds=None))

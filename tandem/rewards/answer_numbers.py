@@ -1,0 +1,231 @@
+r"""Numbers and units as answers write them: one spelling for each answer, exact values, units under one name.
+
+Nothing is evaluated: `2+3` is no number. `3\times 10^8` is one, as it is how a number of that size is written.
+It knows neither completions nor which answer is the right one.
+
+    python -c "from tandem.rewards.answer_numbers import parse_number; print(parse_number(r'v = 1\frac{1}{2} m/s'))"
+"""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from tandem.rewards.answer_spelling import normal, without_fonts
+
+NUMBER_CHARS = 256  # longer is no number; it bounds the digits of every number below
+
+# ---------------------------------------------------------------- units
+
+_NAMES = {
+    "cm": "centimeter centimetre", "mm": "millimeter millimetre", "m": "meter metre", "km": "kilometer kilometre kms",
+    "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile", "h": "hour hr", "min": "minute", "s": "second sec",
+    "ms": "millisecond", "d": "day", "g": "gram gramme", "kg": "kilogram kilo", "mg": "milligram", "lb": "pound",
+    "oz": "ounce", "l": "liter litre", "ml": "milliliter millilitre", "gal": "gallon", "dollar": r"\$ $ usd buck",
+    "euro": "€ eur", "pound sterling": "£ gbp", "cent": "¢", "°": "degree deg", "rad": "radian", "n": "newton",
+    "j": "joule", "kj": "kilojoule", "w": "watt", "kw": "kilowatt", "v": "volt", "a": "ampere amp", "k": "kelvin",
+    "pa": "pascal", "kpa": "kilopascal", "hz": "hertz", "mol": "mole", "c": "coulomb", "mi/h": "mph", "km/h": "kph kmh",
+    "%": "percent", "°c": "celsius", "°f": "fahrenheit", "unit": "",
+}  # fmt: skip
+_UNITS = {word: unit for unit, words in _NAMES.items() for word in (unit, *words.split())}
+_BEFORE = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
+_AFTER = {"squared": "^2", "cubed": "^3", "per": "/", "/": "/", "^": "^", "2": "2", "3": "3", "-1": "-1", "-2": "-2"}
+# Words that say something else than a unit: a second guess, a doubt, arithmetic, another number.
+_NO_UNIT = re.compile(
+    "a|am|an|and|answer|approximately|as|at|be|because|but|by|dozen|each|either|else|equals?|even|for|from|hence|hundred|i|if|into|"
+    "is|it|less|maybe|minus|mod|modulo|more|nor|not|odd|of|off|or|over|perhaps|pi|plus|possibly|since|so|sqrt|than|that|then|"
+    "therefore|times?|to|too|was|were|which|with|wrong|thousand|[mbtr]+illion|zero|one|two|three|four|five|six|seven|eight|nine|ten|"
+    "eleven|twelve|half|third|quarter|twice|double"
+)
+_MAGNITUDES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    "mm": ("m", Fraction(1, 1000)), "cm": ("m", Fraction(1, 100)), "m": ("m", Fraction(1)), "km": ("m", Fraction(1000)),
+    "mg": ("g", Fraction(1, 1000)), "g": ("g", Fraction(1)), "kg": ("g", Fraction(1000)), "ml": ("l", Fraction(1, 1000)),
+    "l": ("l", Fraction(1)), "s": ("s", Fraction(1)), "min": ("s", Fraction(60)), "h": ("s", Fraction(3600)),
+    "cent": ("dollar", Fraction(1, 100)), "dollar": ("dollar", Fraction(1)),
+}  # fmt: skip
+_UNIT_WORD = re.compile(r"[A-Za-zµ°%$€£¢]+|\\\$|[/^]|[23]|-[12](?![0-9])")
+
+
+def parse_unit(text: str, spaced: bool = True) -> str | None:
+    """The unit that text names, e.g. "km/h" for "kilometers per hour"; None where it is no unit.
+
+    spaced: it stands apart from its number. Only then one letter is a unit, and a longer word that no table knows: "5 apples".
+    """
+    words = _UNIT_WORD.findall(text := re.sub(r"\\cdot|[{}.\s]+", " ", text))
+    if not words or len(words) > 6 or _UNIT_WORD.sub("", text).strip():
+        return None
+    parts, power = list[str](), ""
+    for word in map(str.lower, words):
+        if word in _BEFORE:
+            power = _BEFORE[word]
+        elif word in _AFTER:
+            parts.append(_AFTER[word])
+        else:
+            known = next(
+                (form for form in (word, word.removesuffix("s"), word.removesuffix("es")) if form in _UNITS), ""
+            )
+            if not known and (not spaced or _NO_UNIT.fullmatch(word) or len(word) < 3):
+                return None
+            if known and not spaced and len(word) == 1 and word.isalpha():
+                return None
+            parts.append((_UNITS[known] if known else word.removesuffix("s")) + power)
+            power = ""
+    return re.sub(
+        r"(\w+) \^ -([12])", lambda match: f"/{match[1]}" + ("^2" if match[2] == "2" else ""), " ".join(parts)
+    ).replace(" ", "")
+
+
+# ---------------------------------------------------------------- numbers
+
+
+class Number(NamedTuple):
+    r"""A number as written, e.g. "x = -\frac{1}{2}\text{ cm}" is Number(Fraction(-1, 2), False, "x", "cm")."""
+
+    value: Fraction
+    percent: bool
+    name: str
+    unit: str
+
+
+_UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
+_PLAIN = re.compile(rf"([+-]?{_UNSIGNED})")
+_SLASH = re.compile(rf"([+-]?{_UNSIGNED})/([+-]?{_UNSIGNED})")
+_FRAC = re.compile(rf"([+-]?)\\frac\{{([+-]?{_UNSIGNED})\}}\{{([+-]?{_UNSIGNED})\}}")
+_MIXED = re.compile(r"([+-]?)([0-9]+) ?(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<= )([0-9]+)/([0-9]+))")
+_POWER_OF_TEN = re.compile(rf"([+-]?)(?:({_UNSIGNED}) ?(?:\\times|\\cdot|\*|x) ?)?10\^\{{?([+-]?[0-9]{{1,3}})\}}?")
+_REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]{0,20})\\(?:overline|bar)\{([0-9]{1,20})\}")
+_LETTERS = r"(?:[A-Za-z]'{0,2}|\\[a-z]+)(?:_?\{?[A-Za-z0-9]{1,16}\}?)?"
+_NAME = re.compile(
+    rf"({_LETTERS}(?:\([a-z]\))?|\({_LETTERS}(?:, ?{_LETTERS})+\)|\\(?:vec|hat|bar|overline)\{{\w+\}})=(.+)"
+)
+_CHAIN = re.compile(r"(?:\\(?:frac|times|cdot|sqrt)|[^A-Za-z,;])*=([^=]+)")  # behind a name: "10/2=5"
+_MEASURED = re.compile(r"(.*?[0-9.})%])( ?)(?![eE][+-]?[0-9])((?:[A-Za-zµ°€£¢]|\\\$).*)")
+_CURRENCY = re.compile(r"([+-]?)(\\\$|[$€£]|USD|US\\\$) ?([+-]?[0-9.].*)")
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """The name before an equals sign and what follows, e.g. "x" and "5" of "x=5"; no name is ""."""
+    match = _NAME.fullmatch(text)
+    return (match[1], match[2]) if match else ("", text)
+
+
+def parse_number(text: str) -> Number | None:
+    r"""The number that text writes, None if it writes anything else. Nothing is evaluated; 256 characters are the most.
+
+    Integers, decimals, `1,000`, `1e-5`, `3\times 10^8`, `a/b`, `\frac{a}{b}`, `1\frac{1}{2}`, `0.\overline{3}`, with a sign,
+    parentheses, `%`, `x =`, a currency before it, a unit behind it.
+    """
+    text = normal(text)
+    if len(text) > NUMBER_CHARS:
+        return None
+    name, text = split_name(without_fonts(_unwrapped(text), r" \1 ").strip())
+    if name and (chain := _CHAIN.fullmatch(text)):
+        text = chain[1]
+    unit, text = _split_unit(_unwrapped(re.sub(" +", " ", text.replace(r"\approx", "")).strip()))
+    percent = unit == "%" or text.endswith("%")
+    value = _fraction(_unwrapped(text.removesuffix("%").strip()))
+    return None if value is None else Number(value, percent, name, "" if percent else unit)
+
+
+def _unwrapped(text: str) -> str:
+    """Text without one pair of brackets around all of it."""
+    match = re.fullmatch(r"\(([^()]*)\)|\\\{([^{}]*)\\\}|\{([^{}]*)\}", text)
+    return text if match is None else match[match.lastindex or 0].strip()
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    if match := _CURRENCY.fullmatch(text):
+        return _UNITS[match[2].lower().removeprefix("us") if match[2] != "USD" else "usd"], match[1] + match[3]
+    match = _MEASURED.fullmatch(text)
+    if match is None:
+        return "", text
+    words = match[3].split()
+    if words[0].lower() in _MAGNITUDES and (scale := _fraction(match[1])) is not None:
+        value = scale * _MAGNITUDES[words[0].lower()]
+        unit = parse_unit(" ".join(words[1:])) if words[1:] else ""
+        return ("", text) if unit is None else (unit, f"{value.numerator}/{value.denominator}")
+    unit = parse_unit(match[3], bool(match[2]))
+    return ("", text) if unit is None else (unit, match[1])
+
+
+_IN_PROSE = re.compile(rf"(?<![\w.,/])[+-]?{_UNSIGNED}(?:/{_UNSIGNED})?%?")
+
+
+def written_numbers(text: str) -> list[str]:
+    """The numbers that stand in a text, for parse_number: "2 cats and -3.5 dogs." has "2" and "-3.5"."""
+    return _IN_PROSE.findall(re.sub(r"[−–]", "-", text))
+
+
+def _fraction(text: str) -> Fraction | None:
+    if match := _PLAIN.fullmatch(text):
+        return _decimal(match[1])
+    if match := _SLASH.fullmatch(text):
+        return _ratio("", match[1], match[2])
+    if match := _FRAC.fullmatch(text):
+        return _ratio(match[1], match[2], match[3])
+    if match := _MIXED.fullmatch(text):
+        part = _ratio("", match[3] or match[5], match[4] or match[6])
+        return None if part is None else (Fraction(match[2]) + part) * _sign(match[1])
+    if match := _POWER_OF_TEN.fullmatch(text):
+        return _sign(match[1]) * _decimal(match[2] or "1") * Fraction(10) ** int(match[3])
+    if match := _REPEATING.fullmatch(text):
+        fixed, repeated = Fraction(f"{match[2] or 0}.{match[3] or 0}"), Fraction(int(match[4]), 10 ** len(match[4]) - 1)
+        return _sign(match[1]) * (fixed + repeated / 10 ** len(match[3]))
+    return None
+
+
+def _sign(sign: str) -> int:
+    return -1 if sign == "-" else 1
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(text.replace(",", ""))
+
+
+def _ratio(sign: str, above: str, below: str) -> Fraction | None:
+    denominator = _decimal(below)
+    return _sign(sign) * _decimal(above) / denominator if denominator else None
+
+
+def same_number(one: Number, other: Number) -> bool:
+    """Equal values; a name or a unit may be left out, but two different names or quantities are two different answers.
+
+    50% is 0.5, and is 50 where the question asked for a percentage. 0.5% is not 0.5, which may be a share.
+    """
+    if one.name and other.name and one.name != other.name:
+        return False
+    if one.unit and other.unit and one.unit != other.unit:
+        (base, scale), (other_base, other_scale) = _SCALES.get(one.unit, ("", 1)), _SCALES.get(other.unit, ("", 1))
+        return bool(base) and base == other_base and one.value * scale == other.value * other_scale
+    if one.percent == other.percent:
+        return one.value == other.value
+    percent, plain = (one.value, other.value) if one.percent else (other.value, one.value)
+    return percent / 100 == plain or (percent == plain and abs(plain) > 1)
+
+
+# ---------------------------------------------------------------- other bases
+
+_BASES = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "twelve": 12,
+}
+_BASES |= {"sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16}
+_BASED = re.compile(r"(-?)\(?(0x)?([0-9A-Fa-f]+)\)?(?:_\{?(\w+)\}?| ?\(?(?:in )?(?:base[- ])?(\w+)\)?)?")
+
+
+def parse_based(text: str) -> tuple[str, int] | None:
+    """Digits and base of a number that names its base, e.g. ("-1f", 16) for "-1F_{16}"; a base of 0 is not named."""
+    match = _BASED.fullmatch(without_fonts(normal(text)).replace("{", "").replace("}", ""))
+    if match is None:
+        return None
+    named = (match[4] or match[5] or "").lower()
+    base = 16 if match[2] else int(named) if named.isdigit() and len(named) < 3 else _BASES.get(named, 0)
+    return (match[1] + match[3].lower(), base) if base or not named else None
