@@ -23,7 +23,7 @@ import machine  # noqa: E402
 
 from tandem.rewards import answer  # noqa: E402
 
-PAIRS = ROOT / "tests" / "rewards" / "graded_answers.toml"
+PAIRS = [ROOT / "tests" / "rewards" / name for name in ("graded_answers.toml", "graded_answers_2.toml")]
 RESULTS, DOCUMENT = ROOT / "docs" / "graders.json", ROOT / "docs" / "rewards.md"
 FALSE_POSITIVES, FALSE_NEGATIVES = 3, 20  # most that Tandem may have
 
@@ -33,24 +33,20 @@ def main():
     parser.add_argument("--verl", help="a folder that holds the package verl")
     parser.add_argument("--show", action="store_true", help="print Tandem's mistakes")
     args = parser.parse_args()
-    pairs = tomllib.loads(PAIRS.read_text())["pair"]
+    sets = [tomllib.loads(file.read_text())["pair"] for file in PAIRS]
     graders = {"Tandem `answer`": answer.score, **peers(), **(verl(args.verl) if args.verl else {})}
     rows = [
-        {"grader": name, **mistakes(grade, pairs, args.show and name.startswith("Tandem"))}
+        {"grader": name, "sets": [mistakes(grade, pairs, args.show and name.startswith("Tandem")) for pairs in sets]}
         for name, grade in graders.items()
     ]
-    figures = {
-        "machine": machine.describe(),
-        "date": str(date.today()),
-        "pairs": len(pairs),
-        "right": sum(p["right"] for p in pairs),
-    }
+    figures = {"machine": machine.describe(), "date": str(date.today()), "pairs": [len(pairs) for pairs in sets]}
     RESULTS.write_text(json.dumps({**figures, "graders": rows}, indent=1) + "\n")
-    text = table(figures, rows)
+    text = table(rows)
     before, mark, rest = DOCUMENT.read_text().partition("<!-- graders -->\n")
     DOCUMENT.write_text(before + mark + text + "<!-- /graders -->" + rest.partition("<!-- /graders -->")[2])
     print(text)
-    if rows[0]["paid_wrong"] > FALSE_POSITIVES or rows[0]["refused_right"] > FALSE_NEGATIVES:
+    ours = rows[0]["sets"][0]
+    if ours["paid_wrong"] > FALSE_POSITIVES or ours["refused_right"] > FALSE_NEGATIVES:
         sys.exit(
             f"error: missed: at most {FALSE_POSITIVES} wrong answers paid and {FALSE_NEGATIVES} right ones refused"
         )
@@ -111,10 +107,14 @@ def verl(folder):
     }
 
 
-def table(figures, rows):
-    right, wrong = figures["right"], figures["pairs"] - figures["right"]
-    lines = [f"| grader | wrong answers paid, of {wrong} | right answers refused, of {right} |", "|---|---|---|"]
-    lines += [f"| {row['grader']} | {row['paid_wrong']} | {row['refused_right']} |" for row in rows]
+def table(rows):
+    lines = [
+        "| grader | wrong answers paid, of 150 | right ones refused, of 150 | second set: paid, of 50 | refused, of 50 |"
+    ]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        counts = [str(found[name]) for found in row["sets"] for name in ("paid_wrong", "refused_right")]
+        lines.append(f"| {row['grader']} | {' | '.join(counts)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -141,9 +141,13 @@ def _refuse_if_all_failed(errors: Sequence[str], what: str, where: str) -> None:
 
 def attempt_of(episode: Episode) -> Attempt:
     return Attempt(
-        text=episode.text, messages=episode.messages, opening=episode.opening, stop_reason=episode.stop_reason,
+        text=episode.text,
+        messages=episode.messages,
+        opening=episode.opening,
+        stop_reason=episode.stop_reason,
+        tokens=tuple(episode.tokens[episode.num_prompt_tokens :].tolist()),
         given=episode.given,
-    )  # fmt: skip
+    )
 
 
 def scored(episode: Episode, verdict: Score, shaping: Reward, max_tokens: int) -> Episode:

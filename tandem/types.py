@@ -318,9 +318,9 @@ class Attempt:
     messages: tuple[Message, ...] = ()  # the chat behind the prompt, as Episode.messages
     opening: tuple[Message, ...] = ()  # the chat before that, where it is not the problem's
     stop_reason: str = "stop"
-    given: dict[str, float] = field(
-        default_factory=dict
-    )  # rewards that are known already, by function: "env", and its parts
+    tokens: tuple[int, ...] = ()  # the ids of all tokens behind the prompt
+    # Rewards that are known already, by function: "env", and its parts.
+    given: dict[str, float] = field(default_factory=dict)
 
 
 class Reward(Protocol):

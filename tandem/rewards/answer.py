@@ -63,6 +63,9 @@ def extract(text: str) -> str | None:
     return None if found is None or _TAKEN_BACK.search(text, found[1]) else found[0]
 
 
+_BOX = re.compile(r"\\f?boxed\s*\{([^{}]*)\}")
+
+
 def _last_boxed(text: str) -> tuple[str, int] | None:
     r"""The content of the last complete \boxed{...}, or of those that belong together, and where the first of them begins.
 
@@ -72,7 +75,10 @@ def _last_boxed(text: str) -> tuple[str, int] | None:
     boxes, before = list[str](), 0
     for match in reversed(starts):
         end = _closing_brace(text, match.end())
-        if end is None or (boxes and end >= before):  # cut, or around the last one
+        if end is None:
+            continue
+        if boxes and end >= before:  # a box around those
+            boxes, before = [_BOX.sub(r"\1", text[match.end() : end])], match.start()
             continue
         if boxes and not _BETWEEN_BOXES.fullmatch(text, end + 1, before):
             break

@@ -1,11 +1,12 @@
 """Finds the reward function that a name names, and calls it the way it wants to be called.
 
 A FUNCTION is a built-in (builtin.py), `module:function` or `path/file.py:function`. Plain or `async`, a user's function
-has one of three signatures, told apart by the names of its parameters:
+has one of three signatures, told apart by the names of its parameters; any other is refused:
 
     score(problem, completion)  or  score(problem, completion, attempt)  -> float | dict of parts       Tandem's
-    reward(completions, **columns) -> list[float | None]                                                TRL's
+    reward(completions, completion_ids, **columns) -> list[float | None]                                TRL's
     compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict             verl's
+                               (or predict_str, or model_output)
 
 A float is the reward. A dict holds the reward's parts: the reward is the value of "reward" (verl's: "score") if that key
 is there, else the sum of the values. Further keyword arguments come from reward.options. It knows no process.
@@ -36,6 +37,9 @@ Scorer = Callable[[Problem, Attempt, Loading], Result | None]  # None: the funct
 Given = Mapping[str, Any]  # the options of one function
 
 RAW_ANSWER = "raw_answer"  # in a problem's metadata: the row's own answer where it was no text
+_VERL_TEXTS = ("solution_str", "predict_str", "model_output")  # verl's names for the completion's text
+_OWN = ("problem", "completion")  # the names of the first two parameters; a leading underscore is let pass
+_KNOWN_FORMS = "(problem, completion), or TRL's (completions, ...), or verl's (solution_str, ground_truth, ...)"
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
 
@@ -109,14 +113,15 @@ def _adapted(function: Function, part: str, name: str, options: Given) -> Scorer
     except ValueError:  # some functions written in C have none
         return partial(_own, function, part, (), dict(options))
     parameters = signature.parameters
-    if "completion_ids" in parameters:
-        raise BadFunction(f"{name} takes {signature}; token ids are not known here, expected a function of the text")
-    if "completions" in parameters:
-        names = _names(signature, name, options, sample={"completions": [], "prompts": []})
+    if "completions" in parameters or "completion_ids" in parameters:
+        names = _names(signature, name, options, expected="(completions, prompts)")
         return partial(_trl, function, part, names, dict(options))
-    if "solution_str" in parameters:
-        sample = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
-        return partial(_verl, function, part, _names(signature, name, options, sample=sample), dict(options))
+    if not parameters.keys().isdisjoint(_VERL_TEXTS):
+        names = _names(signature, name, options, expected="(data_source, solution_str, ground_truth, extra_info)")
+        return partial(_verl, function, part, names, dict(options))
+    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(found.strip("_") not in ("", own) for found, own in zip(positional, _OWN, strict=False)):
+        raise BadFunction(_unfit(name, signature, options, _KNOWN_FORMS))
     extras = tuple(extra for extra in ("attempt", "loading") if extra in parameters)
     try:
         signature.bind(None, None, **dict.fromkeys(extras), **options)
@@ -125,13 +130,13 @@ def _adapted(function: Function, part: str, name: str, options: Given) -> Scorer
     return partial(_own, function, part, extras, dict(options))
 
 
-def _names(signature: inspect.Signature, name: str, options: Given, sample: Given) -> frozenset[str] | None:
+def _names(signature: inspect.Signature, name: str, options: Given, expected: str) -> frozenset[str] | None:
     """Which keyword arguments the function takes; None for any. Refuses options that it does not take."""
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return None
     if not set(options) <= set(signature.parameters):
-        raise BadFunction(_unfit(name, signature, options, f"({', '.join(sample)})"))
+        raise BadFunction(_unfit(name, signature, options, expected))
     return frozenset(signature.parameters)
 
 
@@ -175,6 +180,7 @@ def _trl(
     talk = problem.conversational
     columns["prompts"] = [list(problem.messages) if talk else problem.messages[-1]["content"]]
     columns["completions"] = [list(attempt.messages) if talk else attempt.text]
+    columns["completion_ids"] = [list(attempt.tokens)]
     logs = {"log_extra": lambda column, values: None, "log_metric": metrics.__setitem__}
     values = _finished(function(**_wanted({**columns, **logs, **options}, names)))
     if not isinstance(values, (list, tuple)) or len(values) != 1:
@@ -193,7 +199,7 @@ def _verl(
     """As verl's reward managers call it. Of a dict, "score" is the reward, other numbers are parts."""
     arguments = {
         "data_source": problem.category,
-        "solution_str": attempt.text,
+        **dict.fromkeys(_VERL_TEXTS, attempt.text),
         "ground_truth": _truth(problem),
         "extra_info": problem.metadata.get("extra_info", _columns(problem)),  # the column of verl's rows, else all
     }

@@ -7,7 +7,7 @@
                    {"id": 7, "loading": true}   Math-Verify is being imported (false: it is); the clock may allow for it
                    {"id": 7, "reward": 1.0, "parts": {"answer": 1.0}, "error": "", "kind": "", "last": false}
 
-A text travels as its last TEXT_CHARS characters, and so does each message of an attempt. Metadata
+A text travels as its last TEXT_CHARS characters, and so does each message of an attempt; of its tokens the last TOKENS. Metadata
 arrives as JSON has it (tuples are lists, keys are strings). It knows no process, and believes nothing that a worker wrote.
 """
 
@@ -20,7 +20,8 @@ import numpy as np
 from tandem.types import Attempt, Problem, Score
 
 HELLO = -1  # the id of what a worker says before its first item
-TEXT_CHARS = 500_000  # some 128,000 tokens
+TEXT_CHARS = 500_000
+TOKENS = 128_000
 REQUEST_BYTES = 8 * 2**20
 LINE_BYTES = 2**20  # no answer is longer
 _PROBLEM = ("uid", "messages", "answer", "category", "metadata", "conversational")
@@ -44,6 +45,7 @@ def _brief(attempt: Attempt) -> dict[str, Any]:
         "text": attempt.text[-TEXT_CHARS:],
         "messages": [{key: value[-TEXT_CHARS:] for key, value in message.items()} for message in messages],
         "stop_reason": attempt.stop_reason,
+        "tokens": attempt.tokens[-TOKENS:],
         "given": attempt.given,
     }
 

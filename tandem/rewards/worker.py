@@ -66,7 +66,7 @@ def _read(line: bytes) -> tuple[Problem, Attempt]:
     messages = attempt.get("messages") or [{"role": "assistant", "content": attempt["text"]}]  # wire._brief left it out
     return (
         Problem(**{**problem, "messages": tuple(problem["messages"])}),
-        Attempt(**{**attempt, "messages": tuple(messages)}),
+        Attempt(**{**attempt, "messages": tuple(messages), "tokens": tuple(attempt["tokens"])}),
     )
 
 

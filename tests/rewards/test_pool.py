@@ -654,7 +654,7 @@ def test_a_function_that_does_not_exist_is_a_user_error(function):
 
 
 def test_a_function_is_found_by_its_module():
-    with RewardPool("operator:eq", timeout_s=30.0) as pool:
+    with RewardPool("tandem.rewards.builtin:exact", timeout_s=30.0) as pool:
         assert scores_of(pool, PROBLEM, ["a"])[0].reward == 0.0
 
 

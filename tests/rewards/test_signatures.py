@@ -67,8 +67,8 @@ def trl_two(completions, **kwargs):
 def trl_float(completions, **kwargs):
     return 1.0
 
-def trl_ids(completions, completion_ids, **kwargs):
-    return [0.0]
+def trl_ids(completion_ids, **kwargs):
+    return [float(sum(completion_ids[0]))]
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     SEEN.update(data_source=data_source, extra_info=extra_info)
@@ -83,6 +83,21 @@ def gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1
 
 def reward_kwargs(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return {"score": 0.5, "acc": True, "pred": "1/3", "none": None, "reward": 9}
+
+def deepeyes(predict_str: str, ground_truth: str, extra_info=None):
+    return {"score": float(predict_str == ground_truth)}
+
+def prime(model_output, ground_truth):
+    return float(model_output == ground_truth)
+
+def swapped(response, answer):
+    return float(response == answer)
+
+def openrlhf(queries, prompts, labels):
+    return 0.0
+
+def ignores(_, completion):
+    return float(len(completion))
 
 def no_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"acc": 1.0}
@@ -218,9 +233,10 @@ def test_a_trl_function_that_returns_another_number_of_rewards_is_a_failure(scor
         score(name, "x")
 
 
-def test_a_trl_function_of_token_ids_is_refused_at_the_start(score):
-    with pytest.raises(BadFunction, match="token ids are not known here"):
-        score("trl_ids", "x")
+def test_a_trl_function_gets_the_token_ids_of_the_completion(score, mine):
+    assert score("trl_ids", "x", attempt=Attempt(text="x", tokens=(5, 9, 2))) == (16.0, {"trl_ids": 16.0})
+    with RewardPool(f"{mine}:trl_ids", timeout_s=30.0) as pool:
+        assert pool.submit(CHAT, Attempt(text="x", tokens=(5, 9, 2))).result().reward == 16.0
 
 
 def test_trls_own_reward_functions_give_what_they_give_in_trl():
@@ -240,6 +256,24 @@ def test_trls_own_reward_functions_give_what_they_give_in_trl():
         scores = {text: future.result() for text, future in futures.items()}
     assert {text: score.error for text, score in scores.items()} == dict.fromkeys(texts, "")
     assert {text: tuple(score.parts.values()) for text, score in scores.items()} == texts
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("name", ["deepeyes", "prime"])
+def test_verls_other_names_for_the_completion_are_known(score, name):
+    assert (score(name, "1/3")[0], score(name, "1/2")[0]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["swapped", "openrlhf"])
+def test_a_function_whose_parameters_have_unknown_names_is_refused_and_not_called_by_position(score, name):
+    with pytest.raises(BadFunction, match=rf"{name} takes \(.*\), expected \(problem, completion\), or TRL"):
+        score(name, "1/3")
+
+
+def test_a_parameter_that_is_not_used_may_be_an_underscore(score):
+    assert score("ignores", "abc")[0] == 3.0
 
 
 # ---------------------------------------------------------------- verl
