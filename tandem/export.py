@@ -21,7 +21,7 @@ from tandem.model.lora import write_adapter_config
 
 
 def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
-    """Write model, and the tokenizer of the model at `source`, into folder; it appears whole or not at all.
+    """Write model, and the tokenizer at `source`, into folder; it appears whole or not at all.
 
     An adapter is merged into the weights.
     """
@@ -33,6 +33,21 @@ def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
     return _appear(folder, write, card)
+
+
+def keep_model(model: ExactModel, source: str, folder: Path) -> None:
+    """Write config and tokenizer of a run's model into folder, so that checkpoints are of use without the model at `source`."""
+
+    def write(folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        model.module.config.save_pretrained(folder)
+        if model.module.can_generate():
+            model.module.generation_config.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+    if not folder.exists():
+        _appear(folder, write, f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n")
 
 
 def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:

@@ -9,7 +9,8 @@ step is made: that is replay.py.
 
 import hashlib
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -28,16 +29,24 @@ from tandem.stream.journal import episode_file, read_numbered
 from tandem.types import Group, Problem
 
 LEDGER = "ledger.jsonl"
+KEPT_MODEL = "model"  # in a run folder: config and tokenizer of its model
 _ABOUT = ["uid", "category", "answer", "messages", "metadata"]
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run folder that is only read. `command` is the one that made it, e.g. "train"."""
+    """A run folder that is only read."""
 
     folder: Path
     config: Config
-    command: str
+    command: str  # the one that made it, e.g. "train"
+    directory: str  # where relative paths of the config begin; empty where that is not there any more
+
+    @property
+    def kept_model(self) -> str:
+        """Directory with the model's config and tokenizer: the run's own copy, else (of an older run) model.path."""
+        kept = self.folder / KEPT_MODEL
+        return str(kept) if kept.is_dir() else self.config.model.path
 
     @cached_property
     def metrics(self) -> dict[int, Metrics]:
@@ -80,7 +89,18 @@ def open_past(folder: Path) -> PastRun:
     if not (folder / "config.toml").is_file():
         raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
                         expected="a folder made by a command that trains", next="ls runs/")  # fmt: skip
-    return PastRun(folder, load_config(folder / "config.toml", []), str(_json(folder / "run.json")["command"]))
+    about = _json(folder / "run.json")
+    directory = str(about.get("directory", ""))  # runs of older versions have none
+    config = load_config(folder / "config.toml", [])
+    return PastRun(folder, config, str(about["command"]), directory if Path(directory).is_dir() else "")
+
+
+@contextmanager
+def entered(folder: Path) -> Iterator[PastRun]:
+    """The run of a folder, with its directory as the working directory, so that the config's relative paths are the run's."""
+    past = open_past(folder.absolute())
+    with chdir(past.directory or "."):
+        yield past
 
 
 @dataclass(frozen=True, kw_only=True)

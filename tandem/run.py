@@ -1,6 +1,7 @@
 """The run folder: opened by one process at a time, for one config and one command, and never overwritten in silence.
 
-    runs/demo/  lock (pid of the process that has it)   run.json (command)   config.toml (resolved, written last)
+    runs/demo/  lock (pid of the process that has it)   config.toml (resolved, written last)
+                run.json (command, and the directory that relative paths of the config begin in)
                 log.txt   machine.json (processor)   and what others write: metrics.jsonl, episodes/, checkpoints/ ...
 
 run.threads = 0 is resolved when a run begins, and kept: a resume with other cores at hand computes as the run began.
@@ -230,10 +231,14 @@ def _close_locks() -> None:
 
 
 def _begin(folder: Path, config: Config, command: str) -> list[str]:
-    about = {"command": command, "created": _now(), "config": "config.toml"}
-    write_atomic(folder / "run.json", json.dumps(about, indent=1).encode() + b"\n")
+    _write_about(folder, {"command": command, "created": _now()})
     write_atomic(folder / "config.toml", to_toml(config).encode())
     return []
+
+
+def _write_about(folder: Path, about: dict[str, Any]) -> None:
+    here = {"directory": os.getcwd(), "config": "config.toml"}
+    write_atomic(folder / "run.json", json.dumps(about | here, indent=1).encode() + b"\n")
 
 
 def _with_threads(config: Config, folder: Path, resumed: bool) -> Config:
@@ -262,12 +267,12 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
     """
     if not (folder / "metrics.jsonl").exists():
         return _begin(folder, config, command)
-    started_by = _read(folder / "run.json", lambda text: json.loads(text)["command"])
-    if started_by != command:
+    about = _read(folder / "run.json", lambda text: {name: json.loads(text)[name] for name in ("command", "created")})
+    if about["command"] != command:
         raise UserError(
             "the run folder belongs to another command",
             where=str(folder),
-            found=f"a run of `tandem {started_by}`",
+            found=f"a run of `tandem {about['command']}`",
             expected=f"a run of `tandem {command}`",
             next="choose another with run.folder=PATH, or start over with --fresh (the old run is kept beside it)",
         )
@@ -288,6 +293,7 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
         )
     if changed:
         write_atomic(folder / "config.toml", to_toml(config).encode())
+    _write_about(folder, about)
     return [f"config changed: {_change(key, old, new)}" for key in changed]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.build import Report
-from tandem.config import RL, Config
+from tandem.config import RL
 from tandem.errors import UserError
 from tandem.ledger import PastRun, holds, read_step
 from tandem.model.text import load_tokenizer
@@ -176,7 +176,7 @@ def _part(columns: Columns, which: Tensor | slice) -> Columns:
 def tokens(past: PastRun, found: Found, learned: Learned | None) -> list[Token]:
     """Every token of the episode; learned: None where that was not asked for."""
     episode = found.episode
-    pieces = _pieces(past.config, episode.tokens)
+    pieces = _pieces(past.kept_model, episode.tokens)
     made = _made_of(past, found, learned)
     rows = []
     for at in range(len(episode.tokens)):
@@ -239,6 +239,6 @@ def _ratio(rl: RL, columns: Columns, logprobs: Tensor, n: int) -> tuple[float | 
     return (sums["ratio"] / size, sums["clip_share"] == size) if "ratio" in sums else (None, None)
 
 
-def _pieces(config: Config, ids: Array) -> Sequence[str]:
-    tokenizer = load_tokenizer(config.model.path)
+def _pieces(model: str, ids: Array) -> Sequence[str]:
+    tokenizer = load_tokenizer(model)
     return [str(tokenizer.decode([i], clean_up_tokenization_spaces=False)) for i in ids.tolist()]

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from contextlib import chdir
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -152,6 +154,26 @@ def test_with_an_adapter_the_reference_is_the_same_model_without_it(adapted, hom
     assert saved and all(".lora_" in name for name in saved)
     frozen = {name for name, w in weights(target).items() if torch.equal(w, weights(home / "model")[name])}
     assert "model.embed_tokens.weight" in frozen and "model.layers.0.mlp.up_proj.weight" not in frozen
+
+
+def test_a_run_is_exported_replayed_and_explained_from_another_directory(home, tmp_path):
+    shutil.copytree(home, tmp_path / "project")
+    text = (home / "recipe.toml").read_text().replace(f"{home}/", "")
+    (tmp_path / "project/recipe.toml").write_text(text)
+    with chdir(tmp_path / "project"):
+        _, target = done("train", Path(), Path("runs/mine"))
+    (tmp_path / "other").mkdir()
+    with chdir(tmp_path / "other"):
+        assert "equal" in invoke("replay", "../project/runs/mine", "--step", 1).output
+        row = pq.read_table("../project/runs/mine/episodes/train_step_000001.parquet").to_pylist()[0]
+        name = f"1:{row['uid']}:{row['sample_index']}"
+        assert row["text"][:5] in invoke("why", "../project/runs/mine", "--episode", name, "--no-learning").output
+        shutil.rmtree(tmp_path / "project/model")
+        assert invoke("export", "../project/runs/mine", "--out", "again").exit_code == 0
+    assert same(weights(tmp_path / "other/again"), weights(tmp_path / "project" / target))
+    assert torch.equal(stock_logits(tmp_path / "other/again"), stock_logits(tmp_path / "project" / target))
+    names = {file.name for file in (tmp_path / "other/again").iterdir()}
+    assert names == {file.name for file in (tmp_path / "project" / target).iterdir()}
 
 
 def test_an_adapter_is_exported_alone_and_peft_makes_the_merged_model_of_it(adapted, home, tmp_path):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tandem.cli.progress import console
-from tandem.ledger import open_past
+from tandem.ledger import entered
 from tandem.replay import Verdict, replay
 
 _SHOWN = ("reward", "policy_loss", "nll", "loss", "teacher_kl", "grad_norm", "critic/grad_norm")
@@ -11,8 +11,8 @@ _SHOWN = ("reward", "policy_loss", "nll", "loss", "teacher_kl", "grad_norm", "cr
 
 def replay_step(folder: Path, step: int) -> int:
     """Print the verdict; returns the exit code, 1 where something is not equal."""
-    past = open_past(folder)
-    verdict = replay(past, step, console.print)
+    with entered(folder) as past:
+        verdict = replay(past, step, console.print)
     for line in lines(verdict, str(folder)):
         console.print(line, markup=False)
     return int(verdict.difference is not None)

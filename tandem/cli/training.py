@@ -1,9 +1,9 @@
 """The commands that train, and `tandem export`."""
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Literal
 
 from tandem.build import Report, build_model, prepare_process
 from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint, step_name
@@ -11,10 +11,11 @@ from tandem.cli.progress import StepProgress, console, evaluation
 from tandem.config import Config
 from tandem.drive import Job, drive
 from tandem.errors import UserError
-from tandem.export import export, export_adapter, model_card
+from tandem.export import export, export_adapter, keep_model, model_card
 from tandem.jobs import distill_job, dpo_job, rm_job, sft_job, training_job
+from tandem.ledger import KEPT_MODEL, entered
 from tandem.metrics import read_metrics
-from tandem.recipe import load_config
+from tandem.model.load import empty_model
 from tandem.run import RunFolder, open_run
 
 JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[Job]]
@@ -38,11 +39,12 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             console.print(line, markup=False)
         config = run.config
         with make(config, run, report) as job, StepProgress(command, job.steps) as progress:
+            keep_model(job.model, config.model.path, folder / KEPT_MODEL)
             digest = drive(run, job, progress, report)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(job.steps)
             card = model_card(job.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1])
-            export(job.model, config.model.path, target, card)
+            export(job.model, str(folder / KEPT_MODEL), target, card)
         report(f"done: {job.steps} steps, weights {digest[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
         if evals:
@@ -52,27 +54,31 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
 
 def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) -> None:
-    if not (folder / "config.toml").is_file():
-        raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
-                        expected="a folder made by a command that trains", next="ls runs/")  # fmt: skip
-    config = load_config(folder / "config.toml", [])
     if out is not None and out.exists():
         raise UserError(
             "the target of the export exists", where=str(out), expected="a new directory", next="choose another --out"
         )
-    path = _checkpoint(folder / "checkpoints", step)
-    prepare_process(config)  # an adapter is merged by a product
-    tensors, _ = load_checkpoint(path)
-    command = json.loads((folder / "run.json").read_text())["command"]
-    scorer = command == "rm"
-    model = build_model(config, config.model.path, head="value" if scorer else "tokens")
-    model.load_weights(tensors["scorer" if scorer else "policy"])
-    done = checkpoint_step(path)
-    rows = [row for row in read_metrics(folder) if row["step"] == done] or [{"step": done}]
-    card = model_card(model, base=config.model.path, command=command, step=done, metrics=rows[-1])
-    target = out or folder / ("adapter" if adapter else "hf") / step_name(done)
-    write = export_adapter if adapter else export
-    console.print(f"model in {write(model, config.model.path, target, card)}")
+    target = out and out.absolute()
+    with entered(folder) as past:
+        config = past.config
+        head: Literal["tokens", "value"] = "value" if past.command == "rm" else "tokens"
+        path = _checkpoint(past.checkpoints, step)
+        prepare_process(config)  # an adapter is merged by a product
+        tensors, _ = load_checkpoint(path)
+        kept = (
+            past.kept_model != config.model.path and not config.lora.rank
+        )  # an adapter's checkpoint lacks the base's weights
+        model = empty_model(past.kept_model, head=head) if kept else build_model(config, config.model.path, head=head)
+        model.load_weights(tensors["scorer" if past.command == "rm" else "policy"])
+        done = checkpoint_step(path)
+        rows = [row for row in read_metrics(past.folder) if row["step"] == done] or [{"step": done}]
+        card = model_card(model, base=config.model.path, command=past.command, step=done, metrics=rows[-1])
+        target = target or past.folder / ("adapter" if adapter else "hf") / step_name(done)
+        if adapter:
+            export_adapter(model, config.model.path, target, card)
+        else:
+            export(model, past.kept_model, target, card)
+    console.print(f"model in {target}")
 
 
 def _checkpoint(folder: Path, step: int | None) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.cli.progress import console
 from tandem.disk import write_atomic
-from tandem.ledger import PastRun, open_past
+from tandem.ledger import PastRun, entered
 from tandem.why import Found, Learned, Token, find, follow, not_learned, tokens, watch
 
 _OUTCOMES = {
@@ -21,7 +21,12 @@ _LISTED = 40
 
 def why(folder: Path, name: str, *, learning: bool, out: Path | None) -> None:
     """Explain the episode that a name means; where it means several, list them."""
-    past = open_past(folder)
+    target = out and out.absolute()
+    with entered(folder) as past:
+        _explain(past, name, learning, target)
+
+
+def _explain(past: PastRun, name: str, learning: bool, out: Path | None) -> None:
     found = find(past, name)
     if len(found) > 1:
         _print([f"{len(found)} episodes; ask for one of them:", *map(_line, found[:_LISTED])])

@@ -178,6 +178,18 @@ def load_model(path: str, lora: Lora | None = None, *, head: Literal["tokens", "
     return make_exact(_stock_model(path, head), lora)
 
 
+def empty_model(path: str, *, head: Literal["tokens", "value"] = "tokens") -> ExactModel:
+    """The exact model of a directory with a config and no weights. Its numbers are random until `load_weights` fills it."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+    config = check_model(path, head=head)
+    if head == "value":
+        return make_exact(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    module.generation_config = GenerationConfig.from_pretrained(path)
+    return make_exact(module)
+
+
 def _check_sums(folder: Path) -> None:
     """Raises UserError where weights are not those that were exported; a directory without SHA256SUMS is taken as it is."""
     if not (folder / SUMS).is_file():
