@@ -17,7 +17,7 @@ from tandem import stopping, watchdog
 from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint
 from tandem.contradictions import GROUP_RELATIVE
 from tandem.disk import file_hash
-from tandem.errors import UserError
+from tandem.errors import InternalError, UserError
 from tandem.ledger import altered
 from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.model.hashing import weight_hash
@@ -156,7 +156,8 @@ class _Drive:
         except KeyboardInterrupt:
             self.job.hurry()
             if self.done > self.saved and self._stamp() == self.stamp:
-                self.report(f"interrupted; step {self.done} is saved if no rollout of older weights is missing")
+                ahead = " once the rollouts that it owes are there" if self.run.config.rollout.staleness else ""
+                self.report(f"interrupted; step {self.done} is being saved{ahead}")
                 self._save(saver)
             raise
         except Exception:
@@ -222,7 +223,7 @@ def _same_learner(name: str, learner: Learner, tensors: dict[str, dict[str, Tens
         "steps of the schedule": learner.optimizer.step == state["optimizer_steps"][name],
     }  # fmt: skip
     if lost := [what for what, same in loaded.items() if not same]:
-        raise UserError("a resumed run would not be the run that was saved", where=name,
+        raise InternalError("a resumed run would not be the run that was saved", where=name,
                         found=f"other {', '.join(lost)} than the checkpoint's", expected="the same bits",
                         next="report this")  # fmt: skip
 

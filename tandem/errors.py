@@ -1,6 +1,6 @@
 """The one error a user sees: what, where, found, expected, and the next command.
 
-The command line prints it and exits with code 2; anything else that escapes is a bug and keeps its traceback.
+The command line prints it and exits with code 2; anything else that escapes is a bug, keeps its traceback and exits with 1.
 """
 
 
@@ -20,3 +20,7 @@ class UserError(Exception):
     def __str__(self) -> str:
         rows = [("where", self.where), ("found", self.found), ("expected", self.expected), ("next", self.next)]
         return "\n".join([self.what, *(f"  {name + ':':<10}{text}" for name, text in rows if text)])
+
+
+class InternalError(UserError):
+    """An invariant of Tandem's own that does not hold: told in full as well, but as the bug that it is, with its traceback."""

@@ -25,7 +25,7 @@ from tandem.data.mixture import problems_of_step
 from tandem.describe import CUT, carries_signal, describe, sampled_tokens, valid_rewards
 from tandem.draws import address, uniforms
 from tandem.envs.record import seat
-from tandem.errors import UserError
+from tandem.errors import InternalError, UserError
 from tandem.model.logprobs import Filter
 from tandem.play import Clock, Player, play
 from tandem.rl.advantages import running_mean
@@ -277,7 +277,7 @@ def check_groups(rolled: Rolled, most_cut: float) -> None:
             if (episode.uid, episode.sample_index) != (group.problem.uid, number) or not (
                 np.array_equal(prompt, other) or not episode.trainable or not first.trainable
             ):
-                raise UserError("an episode is not of the problem it is trained for", where=f"step {rolled.step + 1}",
+                raise InternalError("an episode is not of the problem it is trained for", where=f"step {rolled.step + 1}",
                                 found=f"sample {episode.sample_index} of {episode.uid}, with {len(prompt)} prompt tokens",
                                 expected=f"sample {number} of {group.problem.uid}, with the prompt of the others",
                                 next="report this; the journal has the episodes")  # fmt: skip
@@ -309,7 +309,7 @@ def check_batch(rolled: Rolled, config: Config) -> None:
                     f"{e.uid}, sample {e.sample_index}: tokens of versions {np.unique(sampled)}, not {version}"
                 )
     if wrong:
-        raise UserError("a step would train other tokens than its own", where=f"step {rolled.step + 1}", found=wrong[0],
+        raise InternalError("a step would train other tokens than its own", where=f"step {rolled.step + 1}", found=wrong[0],
                         expected="every token that its weights sampled, and no other",
                         next="report this; the journal has the episodes")  # fmt: skip
 
@@ -319,7 +319,7 @@ def check_sampled(sync: Sync, step: int) -> None:
     sampled, while it still runs those weights. An update compares the tokens that are of its own weights, and no others."""
     gap = sync.logprob_gap()
     if gap != 0.0:
-        raise UserError(
+        raise InternalError(
             "engine and trainer do not agree on a completion just sampled",
             where=f"rollouts of step {step + 1}",
             found=f"log-probs that differ by {gap:.3g} nats",
@@ -333,7 +333,7 @@ def check_progress(progress: Progress, journal: Journal, step: int) -> None:
     would be skipped or repeated, and nothing would show it."""
     note = read_note(episode_file(journal.folder, step))
     if note is not None and note["run"] == journal.run and note["state"] != progress.state():
-        raise UserError("the rollouts do not go on where they ended", where=f"step {step + 1}",
+        raise InternalError("the rollouts do not go on where they ended", where=f"step {step + 1}",
                         found=f"{progress.batches} batches of problems drawn before it",
                         expected=f"{note['state']['batches']}, and the rest as the journal of step {step} has it",
                         next="report this; the last checkpoint and the journal are as they were")  # fmt: skip

@@ -4,11 +4,13 @@ All mistakes are reported together, each with its key and file, an unknown key w
 """
 
 import difflib
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from tandem.config import ALGORITHMS, SHORTHANDS, Config, Section
 from tandem.errors import UserError
@@ -63,6 +65,14 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         value = raw
+    if value == raw and raw.startswith(("[", "{")):
+        raise UserError(
+            "a list or table on the command line is no TOML",
+            where=key,
+            found=text,
+            expected="quotes around its texts, and around the whole for the shell",
+            next=f"{key}='{_quoted(raw)}'" if raw.startswith("[") else f"{key}='{{name = 1}}'",
+        )
     if not isinstance(tree.setdefault(section, {}), dict):
         raise UserError(
             "the recipe has a value where a section belongs",
@@ -80,28 +90,60 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     origin[f"{section}.{field}"] = "command line"
 
 
+def _quoted(raw: str) -> str:
+    """A list with the quotes that its texts lack: [a.jsonl, 1] as ["a.jsonl", 1]."""
+    items = [item.strip().strip("'\"") for item in raw.strip("[]").split(",")]
+    numbers = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+    return f"[{', '.join(item if numbers.fullmatch(item) else _toml_value(item) for item in items if item)}]"
+
+
 def _section(name: str) -> type[Section]:
     return Config.model_fields[name].annotation  # type: ignore[return-value]
 
 
 def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserError:
-    lines = []
+    lines = list[str]()
     for mistake in error.errors():
-        key = ".".join(str(part) for part in mistake["loc"])
+        either = mistake["loc"][2:3] in (
+            ("str",),
+            ("list[str]",),
+        )  # of a key that takes both, pydantic tells both mistakes
+        key = ".".join(str(part) for part in mistake["loc"][: 2 if either else None])
         where = origin.get(key, path)
         if mistake["type"] == "extra_forbidden":
             lines.append(f"{key} ({where}): unknown key{_nearest(key)}")
+        elif either:
+            lines.append(f"{key} ({where}): found {mistake['input']!r}, expected text or a list of texts")
         elif not key:
             lines += [f"{line} ({path})" for line in mistake["msg"].removeprefix("Value error, ").splitlines()]
         else:
-            lines.append(
-                f"{key} ({where}): found {mistake['input']!r}, {mistake['msg'][0].lower()}{mistake['msg'][1:]}"
-            )
+            lines.append(f"{key} ({where}): found {mistake['input']!r}, {_expected(mistake['type'], key, mistake)}")
+    lines = list(dict.fromkeys(lines))
     return UserError(
         f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
         + "\n".join(f"  - {line}" for line in lines),
         next="tandem plan --keys lists every key",
     )
+
+
+def _expected(kind: str, key: str, mistake: ErrorDetails) -> str:
+    found = mistake["input"]
+    match kind:
+        case "bool_type":
+            return (
+                f"expected true or false{f'; write {key}={found.lower()}' if str(found) in ('True', 'False') else ''}"
+            )
+        case "int_type":
+            return "expected a whole number"
+        case "string_type":
+            return f"expected text; write {key}='\"{found}\"'"
+        case "list_type":
+            return f"expected a list; write {key}='{_quoted(str(found))}'"
+        case "literal_error":
+            known = re.findall(r"'([^']*)'", mistake["msg"])
+            near = difflib.get_close_matches(str(found), known, 1, 0.5)
+            return f"expected one of {', '.join(known)}{f'; did you mean {near[0]}?' if near else ''}"
+    return mistake["msg"][0].lower() + mistake["msg"][1:]
 
 
 def _nearest(key: str) -> str:

@@ -45,11 +45,11 @@ def assert_is_a_users_error(result, *words, torch):
     assert imported == torch
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["version"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["version"], ["--version"]], ids=" ".join)
 def test_help_and_version_come_before_torch(arguments, tmp_path):
     code, stdout, _, torch = tandem(*arguments, cwd=tmp_path)
     assert code == 0 and not torch
-    assert stdout.strip() == __version__ if arguments == ["version"] else "Usage" in stdout
+    assert stdout.strip() == __version__ if arguments[0].endswith("version") else "Usage" in stdout
 
 
 def test_a_bare_command_shows_the_help_and_an_unknown_one_is_an_error(tmp_path):
@@ -70,6 +70,17 @@ def test_every_mistake_of_a_config_is_told_before_torch_is_imported(command, tmp
     write(tmp_path / "r.toml", "[rl]\ngrop_size = 4\n")
     result = tandem(command, "r.toml", "run.seed=x", cwd=tmp_path)
     assert_is_a_users_error(result, "2 mistakes", "rl.group_size", "r.toml", "run.seed (command line)", torch=False)
+
+
+def test_a_broken_invariant_is_told_as_a_bug_with_its_traceback(tmp_path):
+    program = (
+        "import tandem.cli.main as main\nfrom tandem.errors import InternalError\n"
+        "def app():\n    raise InternalError('a token has changed', next='report this')\n"
+        "main.app = app\nmain.run()"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1 and "bug: a token has changed" in result.stderr
+    assert "Traceback" in result.stderr and "in app" in result.stderr
 
 
 @pytest.fixture(scope="module")

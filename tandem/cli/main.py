@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a bug (with its traceback), a failed check of `doctor`, a 
 
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 
 from tandem import __version__
 from tandem.config import Config
-from tandem.errors import UserError
+from tandem.errors import InternalError, UserError
 from tandem.recipe import load_config
 
 app = typer.Typer(
@@ -32,6 +33,10 @@ def run() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
+    except InternalError as error:
+        traceback.print_exc()
+        print(f"bug: {error}", file=sys.stderr)
+        sys.exit(1)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -40,6 +45,21 @@ def run() -> None:
             print(note, file=sys.stderr)
         print("\ninterrupted; the same command goes on", file=sys.stderr)
         sys.exit(130)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
 
 
 def run_folder(config: Config, recipe: str, command: str) -> Path:

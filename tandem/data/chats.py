@@ -1,10 +1,8 @@
 """Chats for supervised fine-tuning, from a file.
 
-A row holds `messages`, or a `prompt` (text or messages) and a `response`. Does not know tokens or chat templates: what
-carries loss is decided in render.py.
+A row holds `messages`, or a `prompt` (text or messages) and a `response`; or it is written as TRL's, ShareGPT's and Alpaca's
+data sets are (docs/data.md). Does not know tokens or chat templates: what carries loss is decided in render.py.
 """
-
-from typing import Any
 
 from tandem.data.messages import chat_messages, prompt_messages
 from tandem.data.mistakes import RowError, show
@@ -22,23 +20,38 @@ def read_chats(path: str, *, key: str) -> list[tuple[Message, ...]]:
 
 def _chat(row: Row) -> tuple[Message, ...]:
     # `messages` wins over `prompt`: data sets with both keep the whole chat in `messages`.
-    if row.values.get("messages") is not None:
-        return _whole_chat(row.values["messages"])
-    if "prompt" not in row.values:
-        column(row, "messages", rename="rename {} to messages")
-    prompt = prompt_messages(column(row, "prompt", rename="rename {} to prompt"), field="prompt")
-    response = column(row, "response", rename="rename {} to response")
+    for name in ("messages", "conversations"):
+        if row.values.get(name) is not None:
+            return _whole_chat(chat_messages(row.values[name], field=name), field=name)
+    if row.values.keys() >= {"instruction", "output"}:
+        asked, answer = _instruction(row), "output"
+    else:
+        if "prompt" not in row.values:
+            column(row, "messages", rename="rename {} to messages")
+        asked = column(row, "prompt", rename="rename {} to prompt")
+        answer = "completion" if row.values.get("completion") is not None else "response"
+    prompt = prompt_messages(asked, field="prompt")
+    response = column(row, answer, rename="rename {} to response")
+    if isinstance(response, list):
+        return _whole_chat((*prompt, *chat_messages(response, field=answer)), field=answer)
     if not isinstance(response, str) or not response:
-        raise RowError("empty text" if response == "" else show(response), "the assistant's text", field="response")
+        raise RowError("empty text" if response == "" else show(response), "the assistant's text", field=answer)
     return (*prompt, {"role": "assistant", "content": response})
 
 
-def _whole_chat(value: Any) -> tuple[Message, ...]:
-    messages = chat_messages(value, field="messages")
+def _instruction(row: Row) -> str:
+    """Alpaca's prompt: the instruction, and behind an empty line its input."""
+    parts = [row.values["instruction"], row.values.get("input") or ""]
+    if not all(isinstance(part, str) for part in parts):
+        raise RowError(show(parts), "text", field="instruction and input")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _whole_chat(messages: tuple[Message, ...], *, field: str) -> tuple[Message, ...]:
     roles = [message["role"] for message in messages]
     if roles[-1] != "assistant":
         found = f"a last message from {roles[-1]!r}"
-        raise RowError(found, "a chat that ends with the assistant's message", field="messages")
+        raise RowError(found, "a chat that ends with the assistant's message", field=field)
     if "user" not in roles[: roles.index("assistant")]:
-        raise RowError("an assistant's message before any user's", "a user's message first", field="messages")
+        raise RowError("an assistant's message before any user's", "a user's message first", field=field)
     return messages

@@ -83,16 +83,25 @@ def _refuse_known_uid(uid: str, number: int, uids: Uids, earlier: dict[str, Uids
 
 
 def _answer_path(row: Row, name: str) -> tuple[str, ...]:
-    """Where the row's answer is: the answer column, or verl's place for it where the config names no column."""
+    """Where the row's answer is: the answer column, or verl's place for it where the config names no column; () for none."""
+    if not name:
+        return ()
     verl = row.values.get("reward_model")
     has_verl = isinstance(verl, dict) and verl.get("ground_truth") is not None
     if name == DEFAULT_ANSWER and has_verl and row.values.get(name) is None:
         return VERL_ANSWER
-    column(row, name, rename="set data.answer_column={}")
+    column(
+        row,
+        name,
+        rename="set data.answer_column={}",
+        otherwise="set data.answer_column='' if no reward needs an answer",
+    )
     return (name,)
 
 
 def _answer(row: Row, path: tuple[str, ...]) -> str:
+    if not path:
+        return ""
     match value := _value(row, path):
         case str():
             return value
@@ -149,5 +158,5 @@ def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str,
         reward_model = {name: value for name, value in row.values["reward_model"].items() if name != "ground_truth"}
         del rest["reward_model"]
         rest |= {"reward_model": reward_model} if reward_model else {}
-    raw = _value(row, answer_path)
+    raw = _value(row, answer_path) if answer_path else ""
     return rest if isinstance(raw, str) else {RAW_ANSWER: raw, **rest}

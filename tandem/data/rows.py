@@ -61,7 +61,9 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
         raise UserError(f"{key} cannot be read", where=source, found=str(error), next=f"ls -l {source}") from None
     mistakes.raise_any()
     if not built:
-        raise UserError(f"{key} has no rows", where=source, found="an empty file", expected="at least one row")
+        raise UserError(
+            f"{key} has no rows", where=source, found="no rows (a header alone is none)", expected="at least one row"
+        )
     return built
 
 
@@ -80,14 +82,15 @@ def _no_garbage_collection() -> Iterator[None]:
 # ---- what build functions use
 
 
-def column(row: Row, name: str, *, rename: str) -> Any:
-    """row's value in a column that must be there. rename: what to do about a near name, with {} for it."""
+def column(row: Row, name: str, *, rename: str, otherwise: str = "") -> Any:
+    """row's value in a column that must be there. rename: what to do about a near name, with {} for it; otherwise: where there
+    is none."""
     if name in row.values:
         return row.values[name]
     names = list(row.values)
     near = [n for n in ALIASES.get(name, ()) if n in row.values] or difflib.get_close_matches(name, names, 1, 0.6)
     found = "columns " + ", ".join(n[:40] for n in names[:8]) + (", ..." if len(names) > 8 else "")
-    advice = rename.format(near[0]) if near else ""
+    advice = rename.format(near[0]) if near else otherwise
     raise RowError(found if names else "an empty row", f"a column {name!r}", field=name, next=advice)
 
 

@@ -26,7 +26,7 @@ def _bad_leaf(value: Any, depth: int) -> tuple[str, RowError] | None:
     if isinstance(value, str):
         return _bad_text(value)
     if isinstance(value, float):
-        return None if math.isfinite(value) else ("", RowError(str(value), "a finite number, or null"))
+        return None if math.isfinite(value) else ("", RowError(str(value), "a finite number"))
     if isinstance(value, dict | list) and depth > MAX_DEPTH:
         return "", too_deep()
     if isinstance(value, dict):

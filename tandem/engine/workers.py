@@ -36,7 +36,7 @@ import numpy as np
 from tandem import watchdog
 from tandem.engine.worker_process import Handed, Lost, Process, State
 from tandem.engine.worker_wire import Garbage, Message, identity_of, read_completion, read_error, request_message
-from tandem.errors import UserError
+from tandem.errors import InternalError, UserError
 from tandem.types import Completion, Request
 
 if TYPE_CHECKING:  # nothing here needs torch
@@ -326,7 +326,7 @@ class Workers:
     def _take_completion(self, worker: Process, ticket: Handed, identity: str, message: Message) -> None:
         where = f"rollout worker {worker.number} (process {worker.pid}), request {ticket.number}"
         if identity != ticket.identity:
-            raise UserError("a completion was made for another request", where=where, found=identity,
+            raise InternalError("a completion was made for another request", where=where, found=identity,
                             expected=ticket.identity, next="a bug: it is not trained; please report it")  # fmt: skip
         try:
             completion = read_completion(message)

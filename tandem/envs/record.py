@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.draws import address
-from tandem.errors import UserError
+from tandem.errors import InternalError
 from tandem.types import Array, Completion, Episode, Group, Observation, Problem
 
 
@@ -101,7 +101,7 @@ class Record:
             began = self.began
             parts.append((began.tokens, began.logprobs, began.weight_versions, np.zeros(len(began.tokens), np.float32)))
         if self._digest.digest() != hashlib.blake2b(self.tokens().tobytes()).digest():
-            raise UserError("a token of an episode has changed since it was sampled or read",
+            raise InternalError("a token of an episode has changed since it was sampled or read",
                             where=f"problem {self.uid}, sample {self.sample}", found="other tokens at a turn's end",
                             expected="a turn only appends", next="report this, with the environment in use")  # fmt: skip
         tokens, logprobs, versions, penalties = (np.concatenate(column) for column in zip(*parts, strict=True))

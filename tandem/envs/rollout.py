@@ -37,7 +37,7 @@ from tandem import watchdog
 from tandem.config import Env as EnvConfig
 from tandem.envs.calls import Caller, EnvironmentFailed, describe, environment_loop, where_it_is
 from tandem.envs.record import Record
-from tandem.errors import UserError
+from tandem.errors import InternalError, UserError
 from tandem.types import (
     Array,
     Completion,
@@ -304,7 +304,7 @@ class _Rollout:
         self._inbox.put((request, future))
         completion = await future
         if record.began and not np.array_equal(completion.tokens[: len(record.began.tokens)], record.began.tokens):
-            raise UserError("a turn that was paused went on with other tokens", where=f"problem {record.uid}",
+            raise InternalError("a turn that was paused went on with other tokens", where=f"problem {record.uid}",
                             found="another beginning", expected="the tokens it had", next="report this")  # fmt: skip
         return completion
 

@@ -7,6 +7,7 @@ in killable workers, so a user's pattern or schema may take forever. It knows ne
         print(numeric(Problem(uid='', messages=(), answer='3.14'), 'about 3.1', tolerance=0.1))"
 """
 
+import difflib
 import importlib
 import re
 from collections.abc import Callable, Mapping
@@ -60,10 +61,11 @@ def find(name: str) -> Callable[..., Any]:
             return regex
         case "reward_model":
             return reward_model
-    known = ", ".join(get_args(Name))
-    raise BadFunction(
-        f"cannot read {name!r}: neither `module:function` nor `file.py:function` nor a built-in ({known})"
-    )
+    if name.endswith(".py"):
+        raise BadFunction(f"{name!r} names a file and no function in it, as {name}:score does")
+    near = difflib.get_close_matches(name, get_args(Name), 1, 0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise BadFunction(f"no built-in {name!r}{hint} The built-in ones are {', '.join(get_args(Name))}")
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:

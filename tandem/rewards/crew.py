@@ -387,11 +387,12 @@ class Crew:
 
 
 def _cannot_load(function: str, found: str, where: str) -> UserError:
-    source = function.rpartition(":")[0] or "tandem.rewards.builtin"
+    source = function.rpartition(":")[0]
+    look = "see docs/rewards.md, or tandem try REWARD --data FILE --answer TEXT"
     return UserError(
         "the reward function cannot be loaded",
         where=f"reward.function = {function}" + (f" ({where})" if where else ""),
         found=found,
         expected="a built-in, `module:function` or `file.py:function`, with a signature of docs/rewards.md",
-        next=f"python {source}" if source.endswith(".py") else f'python -c "import {source}"',
+        next=f"python {source}" if source.endswith(".py") else f'python -c "import {source}"' if source else look,
     )

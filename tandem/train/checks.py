@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tandem.errors import UserError
+from tandem.errors import InternalError
 from tandem.model.load import ExactModel
 from tandem.train.learner import Learner
 
@@ -13,7 +13,7 @@ def require_frozen(reference: ExactModel, policy: Learner) -> None:
     adapter, written = reference.adapter_weights(), {p.data_ptr() for p in policy.model.trainable().values()}
     shared = [n for n, w in reference.named_weights().items() if n not in adapter and w.data_ptr() in written]
     if shared:
-        raise UserError(
+        raise InternalError(
             "the reference would be trained with the policy",
             where=shared[0],
             found="one tensor for both",
@@ -26,7 +26,7 @@ def require_gradient(expected: Tensor, on_policy: Tensor, found: Tensor) -> None
     """Raises UserError where an on-policy token's log-prob is not pulled by its advantage times its weight in the update."""
     if found.isfinite().all() and not torch.allclose(found[on_policy], expected[on_policy], rtol=1e-4, atol=0.0):
         worst = int((found - expected).abs().mul(on_policy).argmax())
-        raise UserError(
+        raise InternalError(
             "the gradient of the loss is not that of the algorithm",
             where=f"token {worst} of a first update",
             found=f"{float(found[worst]):.4g}",

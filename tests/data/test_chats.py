@@ -10,6 +10,7 @@ from tandem.data.chats import read_chats
 from tandem.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}
+PARTS = [{"type": "text", "text": "1 + 1 "}, {"type": "text", "text": "="}, {"type": "text", "text": "2"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -27,9 +28,15 @@ def jsonl(path, *rows):
         ({"prompt": [SYSTEM, USER], "response": "2", "level": 3}, (SYSTEM, USER, ASSISTANT)),
         ({"prompt": "the whole chat wins", "messages": [USER, ASSISTANT]}, (USER, ASSISTANT)),
         ({"prompt": "1 + 1 =", "response": "2", "messages": None}, (USER, ASSISTANT)),
+        ({"prompt": "1 + 1 =", "completion": "2"}, (USER, ASSISTANT)),
+        ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, (SYSTEM, USER, ASSISTANT)),
+        ({"conversations": [{"from": "human", "value": "1 + 1 ="}, {"from": "gpt", "value": "2"}]}, (USER, ASSISTANT)),
+        ({"instruction": "1 + 1 =", "input": "", "output": "2"}, (USER, ASSISTANT)),
+        ({"instruction": "1", "input": "+ 1 =", "output": "2"}, ({**USER, "content": "1\n\n+ 1 ="}, ASSISTANT)),
+        ({"messages": [{**USER, "content": PARTS[:2]}, {**ASSISTANT, "content": PARTS[2:]}]}, (USER, ASSISTANT)),
     ],
 )
-def test_a_chat_is_read_from_messages_or_from_prompt_and_response(tmp_path, row, chat):
+def test_a_chat_is_read_in_the_forms_that_data_sets_have(tmp_path, row, chat):
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "c.parquet")
     assert read_chats(jsonl(tmp_path / "c.jsonl", row), key="sft.train") == [chat]
     assert read_chats(str(tmp_path / "c.parquet"), key="sft.train") == [chat]
@@ -40,8 +47,15 @@ def test_a_chat_is_read_from_messages_or_from_prompt_and_response(tmp_path, row,
     [
         ("{", ":2", "broken JSON at column 2"),
         ({}, ":2, messages", "an empty row"),
-        ({"conversations": []}, ":2, messages", "rename conversations to messages"),
-        ({"prompt": "?", "completion": "2"}, ":2, response", "rename completion to response"),
+        ({"conversations": []}, ":2, conversations", "an empty list"),
+        ({"conversation": [USER, ASSISTANT]}, ":2, messages", "rename conversation to messages"),
+        ({"prompt": "?", "target": "2"}, ":2, response", "rename target to response"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            ":2, messages[0].content[0]",
+            "a part {",
+        ),
+        ({"instruction": "?", "input": 3, "output": "2"}, ":2, instruction and input", "expected: text"),
         ({"prompt": "?", "response": ""}, ":2, response", "empty text"),
         ({"prompt": "?", "response": 2}, ":2, response", "found:    2"),
         ({"prompt": [], "response": "2"}, ":2, prompt", "an empty list"),

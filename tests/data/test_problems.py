@@ -236,7 +236,7 @@ BAD_LINES = [
     (b'{"prompt": ["?"], "answer": "2"}', ":2, prompt[0]", 'found:    "?"'),
     (b'{"prompt": [{"content": "?"}], "answer": "2"}', ":2, prompt[0]", "a message with a 'role'"),
     (b'{"prompt": [{"role": "user"}], "answer": "2"}', ":2, prompt[0]", "a message with a 'content'"),
-    (b'{"prompt": [{"role": "user", "content": ["?"]}], "answer": "2"}', ":2, prompt[0].content", "a list of 1"),
+    (b'{"prompt": [{"role": "user", "content": ["?"]}], "answer": "2"}', ":2, prompt[0].content", 'a part {"type"'),
     (b'{"prompt": [{"role": "human", "content": "?"}], "answer": "2"}', ":2, prompt[0].role", "one of system, user"),
     (b'{"prompt": [{"role": "assistant", "content": "?"}], "answer": "2"}', ":2, prompt", "ends with the user's"),
     (b'{"prompt": "?", "answer": true}', ":2, answer", "found:    true"),
