@@ -26,6 +26,7 @@ SHARED = {
     "model",
     "numerics",
     "sandbox",
+    "user_code",
     "watchdog",
     "processes",
     "guard",

@@ -161,7 +161,9 @@ Row = tuple[str, str, str, str]  # of README's table: what, figure, machine, pag
 
 def asynchronous_rows() -> list[Row]:
     found = recorded("asynchronous")
-    label = "rollouts a step ahead in a worker process, reward half as slow as generation: samples/s against sync"
+    label = (
+        "asynchronous rollouts (staleness 1, one worker), scoring half as long as generating: samples/s against sync"
+    )
     return [
         (f"{label}, {base}", f"{row[f'ratio to sync, {base}']:.2f}x", found["machine"], "determinism")
         for name, row in found.get("rows", {}).get("each", {}).items() if name == "async, staleness 1"
@@ -198,7 +200,7 @@ def environment_rows() -> list[Row]:
         rows.append((f"{label}, 0.9M parameters, held-out reward, three seeds", rises, at, "environments"))
     for name, row in rollouts["rows"].items():
         if "64 under way" in name:
-            label = f"engine batch of 64 full, tools of 0 to 500 ms, {name}"
+            label = f"share of the engine's batch of 64 in use while episodes wait 0 to 500 ms for tools, {name}"
             rows.append((label, f"{row['batch']:.0%}", rollouts["machine"], "environments"))
     hostile, escapes = sandbox["escapes"], sum(len(row["escapes"]) for row in sandbox["escapes"])
     figure = f"{escapes} of {len(hostile)}; {sandbox['times_ms']['run']['median']:.0f} ms"

@@ -1,5 +1,6 @@
-"""A reward: 1 if the answer is in the completion, less for every character. `reward = "examples/environments/reward.py:score"`"""
+"""A reward: 1 if the completion ends with the answer, less for every character. `reward = "examples/environments/reward.py:score"`"""
 
 
 def score(problem, completion):
-    return float(problem.answer in completion) - 0.001 * len(completion)
+    right = completion.rstrip(" .").split()[-1:] == [problem.answer]  # with `in`, 17 would be paid where 7 is right
+    return float(right) - 0.001 * len(completion)

@@ -8,14 +8,13 @@ import importlib
 import importlib.util
 import inspect
 import os
-import sys
 import traceback
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tandem.errors import UserError
+from tandem.user_code import load_file
 
 
 def load_own(spec: str, *, key: str) -> Any:
@@ -65,23 +64,11 @@ def _load(source: str, spec: str, key: str) -> ModuleType:
         raise UserError(f"there is no file {source}", where=f"{key} = {spec}", found=f"the working directory {os.getcwd()}",
                         expected="a Python file, named from there", next=f"ls {Path(source).parent}")  # fmt: skip
     try:
-        return _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        return load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         at = place(error)
         raise UserError(f"{source} cannot be loaded", where=f"{key} = {spec}" + (f" ({at})" if at else ""),
                         found=f"{type(error).__name__}: {error}", next=_by_hand(source)) from error  # fmt: skip
-
-
-@cache  # an environment is made for every episode, of the same classes and functions
-def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, path  # it ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up here
-    if str(path.resolve().parent) not in sys.path:
-        sys.path.append(str(path.resolve().parent))  # behind all others: neighbours shadow nothing
-    spec.loader.exec_module(module)
-    return module
 
 
 def _by_hand(source: str) -> str:

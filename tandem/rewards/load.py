@@ -15,12 +15,10 @@ is there, else the sum of the values. Further keyword arguments come from reward
 """
 
 import importlib
-import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, get_origin
@@ -31,6 +29,7 @@ from tandem.rewards import builtin
 from tandem.rewards.answer_compare import Loading
 from tandem.rewards.parts import BadFunction, BadValue, Options, Result, number, part_name, read_value
 from tandem.types import Attempt, Problem
+from tandem.user_code import load_file
 
 Function = Callable[..., Any]
 Scorer = Callable[[Problem, Attempt, Loading], Result | None]  # None: the function does not apply to this problem
@@ -73,7 +72,11 @@ def load(function: str, options: Given, part: str = "") -> Scorer:
         return scorer
     if not (source and name):
         raise BadFunction(f"cannot read {function!r}: expected `module:function` or `file.py:function`")
-    module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    if not source.endswith(".py"):
+        return _adapted(_member(importlib.import_module(source), name, source), part, function, options)
+    if not Path(source).is_file():
+        raise BadFunction(f"no file {source!r} in {os.getcwd()}")
+    module = load_file(Path(source))
     return _adapted(_member(module, name, source), part, function, options)
 
 
@@ -87,20 +90,6 @@ def _member(module: Any, name: str, source: str) -> Function:
         known = [value.__name__ for value in functions if value.__module__ == module.__name__]
         raise BadFunction(f"no function {name!r} in {source}; it has {', '.join(known) or 'none'}")
     return found
-
-
-@cache  # two functions of one file share its module, as those of a module do
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise BadFunction(f"no file {str(path)!r} in {os.getcwd()}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise BadFunction(f"{str(path)!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up here
-    sys.path.append(str(path.resolve().parent))  # its neighbours can be imported, and shadow nothing
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---------------------------------------------------------------- how a function is called

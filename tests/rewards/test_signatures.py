@@ -1,5 +1,6 @@
 """Functions written for TRL and for verl, and Tandem's own, give their rewards as they are."""
 
+import subprocess
 import sys
 
 import pytest
@@ -256,6 +257,17 @@ def test_trls_own_reward_functions_give_what_they_give_in_trl():
         scores = {text: future.result() for text, future in futures.items()}
     assert {text: score.error for text, score in scores.items()} == dict.fromkeys(texts, "")
     assert {text: tuple(score.parts.values()) for text, score in scores.items()} == texts
+
+
+def test_a_file_that_is_named_like_a_package_does_not_hide_the_package(tmp_path):
+    (tmp_path / "math_verify.py").write_text("def compute_score(solution_str, ground_truth):\n    return 0.5\n")
+    program = (
+        "from tandem.rewards.load import load; from tandem.rewards.answer import score\n"
+        f"load({str(tmp_path / 'math_verify.py')!r} + ':compute_score', {{}})\n"
+        "print(score(r'\\boxed{2\\sqrt{3}}', r'\\sqrt{12}'))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert found.stdout.strip() == "1.0", found.stderr
 
 
 # ---------------------------------------------------------------- names
