@@ -145,6 +145,13 @@ def adapted(home, tmp_path_factory):
     return folder, *done("train", home, folder, "lora.rank=4", "rl.kl_coef=0.1", "train.learning_rate=1e-2")
 
 
+def test_the_log_of_a_run_has_a_line_a_step_and_its_evaluations(adapted):
+    folder, rows, _ = adapted
+    log = (folder / "log.txt").read_text()
+    assert f" step 1/2  reward {rows[1]['reward']:.3f}  " in log and "s/step" in log and " left " in log
+    assert log.count(" step 2/2  reward ") == log.count(" step 2/2  held-out reward: sampled ") == 1
+
+
 def test_with_an_adapter_the_reference_is_the_same_model_without_it(adapted, home):
     folder, rows, target = adapted
     assert rows[1]["reference_kl"] == 0.0 < rows[2]["reference_kl"]

@@ -51,9 +51,11 @@ def fill(text: str, name: str, block: str) -> str:
 
 def demo() -> str:
     rows = read_metrics(DEMO)
-    evals = [row for row in rows if "eval/sampled" in row]
-    lines = [f"step {r['step']:3d}  held-out reward: sampled {r['eval/sampled']:.3f} ± {r['eval/sampled_interval']:.3f}, "
-             f"greedy {r['eval/greedy']:.3f}" for r in evals]  # fmt: skip
+    evals, last = [row for row in rows if "eval/sampled" in row], rows[-1]["step"]
+    lines = []
+    for r in evals:
+        held_out = f"sampled {r['eval/sampled']:.3f} ± {r['eval/sampled_interval']:.3f}, greedy {r['eval/greedy']:.3f}"
+        lines.append(f"step {r['step']:{len(str(last))}d}/{last}  held-out reward: {held_out}")
     rewards = [row["reward"] for row in rows if "reward" in row]
     curve = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in rewards)
     return "\n".join(["```", *lines, f"training reward  {curve}  {rewards[0]:.2f} -> {rewards[-1]:.2f}", "```"])

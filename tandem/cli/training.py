@@ -32,12 +32,15 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
         def report(text: str) -> None:
             run.log(text)
-            console.print(text)
+            console.print(text, markup=False)
 
         for line in run.news:
             console.print(line, markup=False)
         config = run.config
-        with make(config, run, report) as job, StepProgress(command, job.steps) as progress:
+        with (
+            make(config, run, report) as job,
+            StepProgress(command, job.steps, eval_every=job.eval_every, log=run.log) as progress,
+        ):
             digest = drive(run, job, progress, report)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(job.steps)
