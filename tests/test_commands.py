@@ -9,18 +9,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from typer.testing import CliRunner
 
 from tandem.build import input_hashes
 from tandem.checkpoint import step_name
-from tandem.cli.main import app
 from tandem.config import Config, Reward
 from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.metrics import read_metrics
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
-from tests.invariants.kills import prepare
+from tests.home import invoke, make_home
 from tests.test_cli import assert_is_a_users_error, tandem
 
 STEPS = 2
@@ -30,19 +28,7 @@ TOKENS = torch.arange(10, 40)[None]
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Data, models and a recipe for every command, without the overrides that make it one of them."""
-    folder = tmp_path_factory.mktemp("home")
-    prepare(folder, steps=STEPS, command="sft")
-    text = (folder / "reward.py").read_text()
-    (folder / "reward.py").write_text(text + "\ndef length(problem, completion):\n    return len(completion) / 100\n")
-    recipe = (folder / "recipe.toml").read_text().replace("[run]\n", f'[run]\nfolder = "{folder}/run"\n')
-    recipe += 'data = "{0}/data/test.jsonl"\n[data]\ntrain = "{0}/data/train.jsonl"\n[model]\npath = "{0}/model"\n'
-    recipe += '[reward]\nfunction = "{0}/reward.py:score"\n'
-    (folder / "recipe.toml").write_text(recipe.format(folder))
-    return folder
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return make_home(tmp_path_factory.mktemp("home"), STEPS)
 
 
 def done(command, home, folder, *overrides):

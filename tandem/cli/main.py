@@ -1,7 +1,8 @@
 """The `tandem` command: arguments in, exit code out. Nothing heavy is imported before a command runs.
 
 Exit codes: 0 done, 1 a bug (with its traceback), a failed check of `doctor`, a failed row of `try` or a difference found by
-`replay` or `diff`, 2 a user's mistake, 3 a stall (the watchdog says who is to blame), 130 interrupted.
+`replay` or `diff`, 2 a user's mistake, or a run that `plan` finds not ready, 3 a stall (the watchdog says who is to blame),
+130 interrupted.
 """
 
 import signal
@@ -223,17 +224,23 @@ def serve(
 
 @app.command()
 def plan(
-    recipe: Annotated[str | None, typer.Argument(help="TOML recipe")] = None, overrides: Overrides = None,
-    keys: Annotated[bool, typer.Option("--keys", help="list every configuration key with its default and meaning")] = False,
-) -> None:  # fmt: skip
-    """Show the resolved config and what the run will need, without loading any weights."""
-    config = None if keys or recipe is None else load_config(recipe, overrides or [])
-    from tandem.cli import planning
+    recipe: Annotated[str | None, typer.Argument(help="TOML recipe")] = None,
+    overrides: Overrides = None,
+    command: Annotated[str, typer.Option("--for", help="train, sft, dpo, rm or distill")] = "train",
+    keys: Annotated[
+        bool, typer.Option("--keys", help="list every configuration key with its default and meaning")
+    ] = False,
+) -> None:
+    """Check whether a run could start (exit code 0, else 2): changed keys, data, memory, disk. No weights are loaded."""
+    if keys or recipe is None:
+        from tandem.cli import planning
 
-    if config is None:
         planning.show_keys()
-    else:
-        planning.plan(config)
+        return
+    config = load_config(recipe, overrides or [])
+    from tandem.cli import plan
+
+    sys.exit(plan.plan(config, command, run_folder(config, recipe, command)))
 
 
 @app.command()
