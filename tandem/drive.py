@@ -26,10 +26,13 @@ from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
 from tandem.recipe import to_toml
 from tandem.run import RunFolder
+from tandem.samples import as_markdown, brief, page, read_samples, sample_file
 from tandem.saver import Saver
 from tandem.stream.journal import episode_file
 from tandem.train.learner import Learner
 from tandem.types import Row
+
+SHOWN = 10  # times in a run that samples are shown where nothing is evaluated
 
 Stepped = tuple[Row, Row, dict[str, Any]]  # metrics, timings, what else a step leaves to the next, as JSON
 
@@ -100,9 +103,13 @@ class _Drive:
     def _finish(self, writer: MetricsWriter, saver: Saver, metrics: Row, timings: Row) -> None:
         """What follows the updates of a step, and precedes those of the first one."""
         end = self.done in (0, self.job.steps)
-        if end or (self.job.eval_every and self.done % self.job.eval_every == 0):
+        evaluates = end or bool(self.job.eval_every and self.done % self.job.eval_every == 0)
+        if evaluates:
             metrics, timings = self._evaluated(metrics, timings)
         self._tell(writer, metrics, timings)
+        unevaluated = not (self.run.config.eval.data or self.job.eval_every)
+        if evaluates or (unevaluated and self.done % max(1, self.job.steps // SHOWN) == 0):
+            self._show_samples(writer)
         stop_if_hopeless(self.run, self.done, metrics, self.counts, saver)
         if self.done and (end or self.done % self.run.config.run.save_every == 0):
             self._save(saver)
@@ -123,6 +130,15 @@ class _Drive:
         writer.write(self.done, metrics, timings, ledger)
         self.untold = None
         self.show(self.done, metrics, timings)
+
+    def _show_samples(self, writer: MetricsWriter) -> None:
+        """Held-out episodes of the step, else its training episodes, the same problems each time; nothing without any."""
+        count, path = self.run.config.run.show_samples, sample_file(self.run.episodes, self.done, held_out=True)
+        if count and path is not None:
+            samples = read_samples(path)[:count]
+            for sample in samples:
+                self.report(brief(sample))
+            writer.write_text(self.done, "samples", as_markdown([page(sample) for sample in samples]))
 
     def _count(self, metrics: Row) -> None:
         compares = self.run.command == "train" and self.run.config.rl.advantage in GROUP_RELATIVE

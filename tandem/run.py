@@ -34,8 +34,8 @@ _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
-    "run.folder", "run.keep_checkpoints", "run.save_every", "run.stall_s", "reward.workers", "rollout.workers",
-    "rollout.restarts", "rl.max_truncated", "rl.max_flat_steps", "train.activation_checkpointing",
+    "run.folder", "run.keep_checkpoints", "run.save_every", "run.show_samples", "run.stall_s", "reward.workers",
+    "rollout.workers", "rollout.restarts", "rl.max_truncated", "rl.max_flat_steps", "train.activation_checkpointing",
 }  # fmt: skip
 _THREADS = "run.threads"  # free where the exactness probe has found that it changes no bit
 _BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}  # what stopped a run, and may grow from that value on

@@ -42,7 +42,8 @@ FILE_BLOCK = re.compile(r"<!-- file (\S+) -->\n.*?<!-- /file -->", re.S)
 
 def show_file(block: re.Match[str]) -> str:
     source = (ROOT / block[1]).read_text().rstrip()
-    return f"<!-- file {block[1]} -->\n```python\n# {block[1]}\n{source}\n```\n<!-- /file -->"
+    language = {".py": "python"}.get(Path(block[1]).suffix, Path(block[1]).suffix[1:])
+    return f"<!-- file {block[1]} -->\n```{language}\n# {block[1]}\n{source}\n```\n<!-- /file -->"
 
 
 def fill(text: str, name: str, block: str) -> str:

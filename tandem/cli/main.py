@@ -119,6 +119,33 @@ def generate(
     )
 
 
+@app.command()
+def tiny(
+    folder: Annotated[Path, typer.Argument(help="where the model goes: a new folder", show_default=False)],
+    sources: Annotated[
+        list[str] | None,
+        typer.Option("--from", help="a data set whose characters it knows; any number", show_default=False),
+    ] = None,
+    vocab: Annotated[
+        str, typer.Option(help="characters; default: those of --from, or printable ASCII", show_default=False)
+    ] = "",
+    hidden: Annotated[int, typer.Option(min=8, help="width of the model")] = 128,
+    layers: Annotated[int, typer.Option(min=1)] = 3,
+    heads: Annotated[int, typer.Option(min=1, help="attention heads")] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="key/value heads")] = 2,
+    intermediate: Annotated[int, typer.Option(min=1, help="width of the MLP")] = 640,
+    context: Annotated[int, typer.Option(min=8, help="tokens of the longest sequence")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed gives the same weights")] = 0,
+) -> None:
+    """Make a tiny random model of characters, to train at once: a real model's every file, in seconds, without a network."""
+    from tandem.cli import tiny
+
+    tiny.tiny(
+        folder, sources=sources or [], vocab=vocab, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads,
+        intermediate=intermediate, max_tokens=context, seed=seed,
+    )  # fmt: skip
+
+
 @app.command("try")
 def try_out(
     what: Annotated[str, typer.Argument(help="a reward function (my.py:score, answer) or an environment (my.py:Shop, guess)")],
@@ -178,9 +205,24 @@ def replay(
 
 
 @app.command()
+def show(
+    run: Run,
+    step: Annotated[int | None, typer.Option(min=0, help="default: the newest", show_default=False)] = None,
+    best: Annotated[bool, typer.Option("--best", help="highest rewards first")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="lowest rewards first")] = False,
+    count: Annotated[int, typer.Option(min=1, help="how many")] = 4,
+    held_out: Annotated[bool, typer.Option("--eval", help="those of the step's evaluation")] = False,
+) -> None:
+    """Show episodes of a step: the conversation, the reward and its parts, and how it ended."""
+    from tandem.cli import show
+
+    show.show(run, step, best=best, worst=worst, count=count, held_out=held_out)
+
+
+@app.command()
 def why(
     run: Run,
-    episode: Annotated[str, typer.Option(help="STEP:UID:SAMPLE as in the journal, or UID alone", show_default=False)],
+    episode: Annotated[str, typer.Option(help="STEP:UID:SAMPLE; or UID, or STEP, for a list", show_default=False)],
     learning: Annotated[bool, typer.Option(help="replay the step that trained it, for advantages and ratios")] = True,
     json: Annotated[Path | None, typer.Option(help="also write all of it to this file", show_default=False)] = None,
 ) -> None:
