@@ -1,6 +1,6 @@
 """What a person sees of a run: a live line on a terminal, a line now and then elsewhere and in log.txt, and warnings.
 
-    step 12/100  reward 0.512  entropy 1.20  gap 0.0e+00  3.10 s/step  412 tok/s  left 4 min 31 s
+    step 12/100  reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 4 min 31 s
 
 The time left is the median of recent steps times the steps to come, and the evaluations to come besides. It does not know
 what a step does.
@@ -130,32 +130,29 @@ class StepProgress:
 
 
 class TimeLeft:
-    """The seconds that a run still needs, from the times of its steps; None before the first."""
+    """The seconds that a run still needs, from the times of its steps; None before the first. The live line's thread calls it
+    while another one adds."""
 
     def __init__(self, steps: int, eval_every: int, clock: Callable[[], float]):
-        self.steps, self.eval_every, self.clock = steps, eval_every, clock
+        self.steps, self.eval_every, self.clock = steps, eval_every or steps, clock
         self.recent: deque[float] = deque(maxlen=RECENT)
-        self.done, self.eval_s, self.since = 0, 0.0, clock()
+        self.eval_s = 0.0
+        self.step_s: float | None = None  # the median of the recent steps
+        self.end: float | None = None  # the clock's time then
 
     def add(self, done: int, timings: Row) -> None:
-        self.done, self.since = done, self.clock()
         self.eval_s = timings.get("eval_s", self.eval_s)
         if "step_s" in timings:
             self.recent.append(timings["step_s"] + timings.get("ledger_s", 0.0))
-
-    @property
-    def step_s(self) -> float | None:
-        """The median of the recent steps."""
-        return median(self.recent) if self.recent else None
+        if self.recent:
+            self.step_s = median(self.recent)
+            last = self.steps % self.eval_every and done < self.steps  # the evaluation after the last step
+            evaluations = self.steps // self.eval_every - done // self.eval_every + bool(last)
+            self.end = self.clock() + (self.steps - done) * self.step_s + evaluations * self.eval_s
 
     def __call__(self) -> float | None:
-        """The seconds from now on; between two steps they count down."""
-        if self.step_s is None:
-            return None
-        every = self.eval_every or self.steps
-        evaluations = self.steps // every - self.done // every + bool(self.steps % every and self.done < self.steps)
-        left = (self.steps - self.done) * self.step_s + evaluations * self.eval_s
-        return max(0.0, left - (self.clock() - self.since))
+        """The seconds from now on."""
+        return None if self.end is None else max(0.0, self.end - self.clock())
 
 
 class _LeftColumn(ProgressColumn):

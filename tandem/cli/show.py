@@ -19,7 +19,8 @@ def show(folder: Path, step: int | None, *, best: bool, worst: bool, count: int,
         samples.sort(key=lambda shown: shown.reward, reverse=best)
     mean = sum(shown.reward for shown in samples) / len(samples)
     order = ", best first" if best else ", worst first" if worst else ""
-    console.print(f"{path}: {len(samples)} episodes, mean reward {mean:.3f}; {min(count, len(samples))} of them{order}")
+    some = f"{min(count, len(samples))} of them{order}"
+    console.print(f"{path}: {len(samples)} episodes, mean reward {mean:.3f}; {some}", markup=False)
     for shown in samples[:count]:
         console.rule(style="dim")
         console.print(page(shown), markup=False)
