@@ -97,7 +97,7 @@ def find(past: PastRun, name: str) -> list[Found]:
     example = next((f.name for s in last for f in _of_file(past, s)), "12:algebra/17:3")
     raise UserError("the journal has no such episode", where=str(past.episodes), found=name or "nothing",
                     expected=f"STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. {example}",
-                    next=f"columns step, uid, sample_index and key of {past.episodes}/train_step_*.parquet")  # fmt: skip
+                    next=f"tandem why {past.folder} --episode STEP lists those of a step")  # fmt: skip
 
 
 def _readings(name: str) -> Iterator[tuple[int | None, str, int | None]]:
