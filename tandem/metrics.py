@@ -56,6 +56,10 @@ class MetricsWriter:
         self._events.append(step, {**_flat(metrics), **{f"timings/{k}": v for k, v in _flat(timings).items()}})
         self._last_step = step
 
+    def write_text(self, step: int, tag: str, text: str) -> None:
+        """Put a text, read as Markdown, into TensorBoard and nowhere else."""
+        self._events.append_text(step, tag, text)
+
     def close(self) -> None:
         self._metrics.close()
         self._timings.close()
@@ -194,10 +198,10 @@ class _EventFile:
 
     def __init__(self, folder: Path, purge_step: int):
         # Imported here because it takes as long as the rest of this module's imports several times over.
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = event_pb2, summary_pb2
+        self._event, self._summary, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
         self._folder = folder
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
@@ -211,6 +215,15 @@ class _EventFile:
     def append(self, step: int, scalars: dict[str, float]) -> None:
         values = [self._summary.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._put(self._event.Event(step=step, summary=self._summary.Summary(value=values)))
+
+    def append_text(self, step: int, tag: str, text: str) -> None:
+        """As TensorBoard's text tab wants it: a tensor of one string, with that plugin's name."""
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        tensor = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()])
+        tensor.tensor_shape.dim.add(size=1)
+        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
+        value = self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+        self._put(self._event.Event(step=step, summary=self._summary.Summary(value=[value])))
 
     def _put(self, event: Any) -> None:
         event.wall_time = time.time()

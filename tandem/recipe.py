@@ -187,6 +187,17 @@ def _escape(char: str) -> str:
     return f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
 
 
+def changed(config: Config) -> list[tuple[str, str, str]]:
+    """(key, value, default) of every leaf that has another value than its default, in order."""
+    defaults, tree = Config().model_dump(), config.model_dump()
+    return [
+        (f"{section}.{name}", _toml_value(value), _toml_value(defaults[section][name]))
+        for section, fields in tree.items()
+        for name, value in fields.items()
+        if value != defaults[section][name]
+    ]
+
+
 def describe() -> list[tuple[str, str, str]]:
     """(key, default, help) of every leaf, in order."""
     return [

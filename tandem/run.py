@@ -9,6 +9,7 @@ run.threads = 0 is resolved when a run begins, and kept: a resume with other cor
 It does not know what a step is, nor what the folder's other files hold.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -24,7 +25,7 @@ from typing import Any
 
 from tandem import numerics
 from tandem.config import Config
-from tandem.disk import append_line, disk_errors, write_atomic
+from tandem.disk import append_line, disk_errors, existing_parent, write_atomic
 from tandem.errors import UserError
 from tandem.recipe import to_toml
 
@@ -34,8 +35,8 @@ _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
-    "eval.every", "run.folder", "run.keep_checkpoints", "run.save_every", "run.stall_s", "reward.workers", "rollout.workers",
-    "rollout.restarts", "rl.max_truncated", "rl.max_flat_steps", "train.activation_checkpointing",
+    "eval.every", "run.folder", "run.keep_checkpoints", "run.save_every", "run.show_samples", "run.stall_s", "reward.workers",
+    "rollout.workers", "rollout.restarts", "rl.max_truncated", "rl.max_flat_steps", "train.activation_checkpointing",
 }  # fmt: skip
 _THREADS = "run.threads"  # free where the exactness probe has found that it changes no bit
 _BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}  # what stopped a run, and may grow from that value on
@@ -260,6 +261,34 @@ def _move_aside(folder: Path) -> Path:
     return target
 
 
+def check_run(folder: Path, config: Config, command: str) -> bool:
+    """Check that open_run would take the folder, and change nothing; returns whether there is a run to go on with. Raises
+    UserError as open_run."""
+    _refuse_foreign(folder)
+    _check_writable(folder)
+    if (folder / "lock").is_file():
+        with (folder / "lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use(folder, lock.read().strip()) from None
+    begun = _is_run(folder) and (folder / "metrics.jsonl").exists()
+    if begun:
+        _changed(folder, _with_threads(config, folder, True), command)
+    return begun
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise the UserError that creating the folder would end in."""
+    parent = existing_parent(folder)
+    with disk_errors(folder):
+        for place in (folder, *folder.parents):
+            if place.exists() and not place.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        if not os.access(parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
+
+
 def _take_up(folder: Path, config: Config, command: str) -> list[str]:
     """Check that the run in the folder is the same; returns what changed and may, for the log.
 
@@ -267,7 +296,21 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
     """
     if not (folder / "metrics.jsonl").exists():
         return _begin(folder, config, command)
-    about = _read(folder / "run.json", lambda text: {name: json.loads(text)[name] for name in ("command", "created")})
+    changed = _changed(folder, config, command)
+    if changed:
+        write_atomic(folder / "config.toml", to_toml(config).encode())
+    _write_about(folder, _about(folder))
+    return [f"config changed: {change}" for change in changed]
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    return _read(folder / "run.json", lambda text: {name: json.loads(text)[name] for name in ("command", "created")})  # type: ignore[no-any-return]
+
+
+def _changed(folder: Path, config: Config, command: str) -> list[str]:
+    """What of the config has changed since the run in the folder began, and may. Raises UserError for what may not, and for
+    a run of another command."""
+    about = _about(folder)
     if about["command"] != command:
         raise UserError(
             "the run folder belongs to another command",
@@ -291,10 +334,7 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
             f"{_THREADS} may change where the probe found that it changes no bit; free to change: see docs/determinism.md)",
             next="take the old values, another run.folder=PATH, or --fresh (the old run is kept beside it)",
         )
-    if changed:
-        write_atomic(folder / "config.toml", to_toml(config).encode())
-    _write_about(folder, about)
-    return [f"config changed: {_change(key, old, new)}" for key in changed]
+    return [_change(key, old, new) for key in changed]
 
 
 def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:

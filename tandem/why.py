@@ -6,7 +6,7 @@
 An episode is named STEP:UID:SAMPLE, the columns `step`, `uid` and `sample_index` of the journal, or by its `key` where a step
 has a problem twice. It does not judge: that is `tandem replay`.
 
-    tandem why runs/demo --episode 12:algebra/17:3
+    tandem why runs/demo --episode 12:algebra/17:3      --episode 12 lists those of step 12
 """
 
 import re
@@ -80,13 +80,15 @@ class Learned:
 
 
 def find(past: PastRun, name: str) -> list[Found]:
-    """The episodes that a name means, each once: STEP:UID:SAMPLE, or less of it, or the journal's key. Raises UserError where
-    there is none."""
+    """The episodes that a name means, each once: STEP:UID:SAMPLE, or less of it, the journal's key, or a step's number for all
+    that it had. A number is read as a uid first. Raises UserError where there is none."""
     for step, uid, sample in _readings(name):
         steps = [s for s in past.journaled() if step in (None, s) and holds(past.journal(s), "uid", uid)]
         found = [f for s in steps for f in _of_file(past, s) if f.episode.uid == uid]
         if found := [f for f in found if sample is None or f.episode.sample_index == sample]:
             return list({f.episode.key: f for f in found}.values())
+    if name.isdecimal() and int(name) in past.journaled():
+        return _of_file(past, int(name))
     if name.isdecimal():
         steps = [s for s in past.journaled() if holds(past.journal(s), "key", int(name))]
         if found := [f for s in steps[-1:] for f in _of_file(past, s) if f.episode.key == int(name)]:
@@ -94,8 +96,8 @@ def find(past: PastRun, name: str) -> list[Found]:
     last = past.journaled()[-1:]
     example = next((f.name for s in last for f in _of_file(past, s)), "12:algebra/17:3")
     raise UserError("the journal has no such episode", where=str(past.episodes), found=name or "nothing",
-                    expected=f"STEP:UID:SAMPLE, UID:SAMPLE, UID or KEY, e.g. {example}",
-                    next=f"columns step, uid, sample_index and key of {past.episodes}/train_step_*.parquet")  # fmt: skip
+                    expected=f"STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. {example}",
+                    next=f"tandem why {past.folder} --episode STEP lists those of a step")  # fmt: skip
 
 
 def _readings(name: str) -> Iterator[tuple[int | None, str, int | None]]:

@@ -11,18 +11,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from typer.testing import CliRunner
 
 from tandem.build import input_hashes
 from tandem.checkpoint import step_name
-from tandem.cli.main import app
 from tandem.config import Config, Reward
 from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.metrics import read_metrics
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
-from tests.invariants.kills import prepare
+from tests.home import invoke, make_home
 from tests.test_cli import assert_is_a_users_error, tandem
 
 STEPS = 2
@@ -32,19 +30,7 @@ TOKENS = torch.arange(10, 40)[None]
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Data, models and a recipe for every command, without the overrides that make it one of them."""
-    folder = tmp_path_factory.mktemp("home")
-    prepare(folder, steps=STEPS, command="sft")
-    text = (folder / "reward.py").read_text()
-    (folder / "reward.py").write_text(text + "\ndef length(problem, completion):\n    return len(completion) / 100\n")
-    recipe = (folder / "recipe.toml").read_text().replace("[run]\n", f'[run]\nfolder = "{folder}/run"\n')
-    recipe += 'data = "{0}/data/test.jsonl"\n[data]\ntrain = "{0}/data/train.jsonl"\n[model]\npath = "{0}/model"\n'
-    recipe += '[reward]\nfunction = "{0}/reward.py:score"\n'
-    (folder / "recipe.toml").write_text(recipe.format(folder))
-    return folder
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return make_home(tmp_path_factory.mktemp("home"), STEPS)
 
 
 def done(command, home, folder, *overrides):
@@ -145,6 +131,13 @@ def test_supervised_training_on_all_tokens_also_learns_what_the_user_says(home, 
 def adapted(home, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapted") / "run"
     return folder, *done("train", home, folder, "lora.rank=4", "rl.kl_coef=0.1", "train.learning_rate=1e-2")
+
+
+def test_the_log_of_a_run_has_a_line_a_step_and_its_evaluations(adapted):
+    folder, rows, _ = adapted
+    log = (folder / "log.txt").read_text()
+    assert f" step 1/2  reward {rows[1]['reward']:.3f}  " in log and "s/step" in log and " left " in log
+    assert log.count(" step 2/2  reward ") == log.count(" step 2/2  held-out reward: sampled ") == 1
 
 
 def test_with_an_adapter_the_reference_is_the_same_model_without_it(adapted, home):

@@ -42,7 +42,8 @@ FILE_BLOCK = re.compile(r"<!-- file (\S+) -->\n.*?<!-- /file -->", re.S)
 
 def show_file(block: re.Match[str]) -> str:
     source = (ROOT / block[1]).read_text().rstrip()
-    return f"<!-- file {block[1]} -->\n```python\n# {block[1]}\n{source}\n```\n<!-- /file -->"
+    language = {".py": "python"}.get(Path(block[1]).suffix, Path(block[1]).suffix[1:])
+    return f"<!-- file {block[1]} -->\n```{language}\n# {block[1]}\n{source}\n```\n<!-- /file -->"
 
 
 def fill(text: str, name: str, block: str) -> str:
@@ -51,9 +52,11 @@ def fill(text: str, name: str, block: str) -> str:
 
 def demo() -> str:
     rows = read_metrics(DEMO)
-    evals = [row for row in rows if "eval/sampled" in row]
-    lines = [f"step {r['step']:3d}  held-out reward: sampled {r['eval/sampled']:.3f} ± {r['eval/sampled_interval']:.3f}, "
-             f"greedy {r['eval/greedy']:.3f}" for r in evals]  # fmt: skip
+    evals, last = [row for row in rows if "eval/sampled" in row], rows[-1]["step"]
+    lines = []
+    for r in evals:
+        held_out = f"sampled {r['eval/sampled']:.3f} ± {r['eval/sampled_interval']:.3f}, greedy {r['eval/greedy']:.3f}"
+        lines.append(f"step {r['step']:{len(str(last))}d}/{last}  held-out reward: {held_out}")
     rewards = [row["reward"] for row in rows if "reward" in row]
     curve = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in rewards)
     return "\n".join(["```", *lines, f"training reward  {curve}  {rewards[0]:.2f} -> {rewards[-1]:.2f}", "```"])

@@ -23,9 +23,22 @@ def generate(
     if out.exists() and not force:
         raise UserError("the file exists", where=str(out), expected="a new file", next="add --force to replace it")
     rows = _rows(task, count, difficulty, seed, split, _numbers(weights))
+    if not rows:
+        raise UserError("the task has no problem of this split", where=task, found=f"split {split}", expected="one at least",
+                        next="another --difficulty, or the other --split")  # fmt: skip
     with disk_errors(out):
         write_rows(out, rows)
     console.print(f"{len(rows):,} problems of {task}, split {split}, seed {seed} -> {out}", markup=False)
+    if len(rows) < count:
+        console.print(f"{len(rows):,} of {count:,}: {_why_fewer(task)}", markup=False)
+
+
+def _why_fewer(task: str) -> str:
+    if task.startswith(VERIFIERS):
+        return "the environment has no more tasks"
+    if "," in task:
+        return "one of the data sets has no more new questions, and each keeps its share"
+    return "there are no more new ones at this difficulty; another --difficulty may have more"
 
 
 def _rows(task: str, count: int, difficulty: int | None, seed: int, split: str, weights: list[float]) -> list[Row]:

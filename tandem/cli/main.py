@@ -1,7 +1,8 @@
 """The `tandem` command: arguments in, exit code out. Nothing heavy is imported before a command runs.
 
 Exit codes: 0 done, 1 a bug (with its traceback), a failed check of `doctor`, a failed row of `try` or a difference found by
-`replay` or `diff`, 2 a user's mistake, 3 a stall (the watchdog says who is to blame), 130 interrupted.
+`replay` or `diff`, 2 a user's mistake, or a run that `plan` finds not ready, 3 a stall (the watchdog says who is to blame),
+130 interrupted.
 """
 
 import signal
@@ -138,6 +139,33 @@ def generate(
     )
 
 
+@app.command()
+def tiny(
+    folder: Annotated[Path, typer.Argument(help="where the model goes: a new folder", show_default=False)],
+    sources: Annotated[
+        list[str] | None,
+        typer.Option("--from", help="a data set whose characters it knows; any number", show_default=False),
+    ] = None,
+    vocab: Annotated[
+        str, typer.Option(help="characters; default: those of --from, or printable ASCII", show_default=False)
+    ] = "",
+    hidden: Annotated[int, typer.Option(min=8, help="width of the model")] = 128,
+    layers: Annotated[int, typer.Option(min=1)] = 3,
+    heads: Annotated[int, typer.Option(min=1, help="attention heads")] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="key/value heads")] = 2,
+    intermediate: Annotated[int, typer.Option(min=1, help="width of the MLP")] = 640,
+    context: Annotated[int, typer.Option(min=8, help="tokens of the longest sequence")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed gives the same weights")] = 0,
+) -> None:
+    """Make a tiny random model of characters, to train at once: a real model's every file, in seconds, without a network."""
+    from tandem.cli import tiny
+
+    tiny.tiny(
+        folder, sources=sources or [], vocab=vocab, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads,
+        intermediate=intermediate, max_tokens=context, seed=seed,
+    )  # fmt: skip
+
+
 @app.command("try")
 def try_out(
     what: Annotated[str, typer.Argument(help="a reward function (my.py:score, answer) or an environment (my.py:Shop, guess)")],
@@ -197,9 +225,24 @@ def replay(
 
 
 @app.command()
+def show(
+    run: Run,
+    step: Annotated[int | None, typer.Option(min=0, help="default: the newest", show_default=False)] = None,
+    best: Annotated[bool, typer.Option("--best", help="highest rewards first")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="lowest rewards first")] = False,
+    count: Annotated[int, typer.Option(min=1, help="how many")] = 4,
+    held_out: Annotated[bool, typer.Option("--eval", help="those of the step's evaluation")] = False,
+) -> None:
+    """Show episodes of a step: the conversation, the reward and its parts, and how it ended."""
+    from tandem.cli import show
+
+    show.show(run, step, best=best, worst=worst, count=count, held_out=held_out)
+
+
+@app.command()
 def why(
     run: Run,
-    episode: Annotated[str, typer.Option(help="STEP:UID:SAMPLE as in the journal, or UID alone", show_default=False)],
+    episode: Annotated[str, typer.Option(help="STEP:UID:SAMPLE; or UID, or STEP, for a list", show_default=False)],
     learning: Annotated[bool, typer.Option(help="replay the step that trained it, for advantages and ratios")] = True,
     json: Annotated[Path | None, typer.Option(help="also write all of it to this file", show_default=False)] = None,
 ) -> None:
@@ -243,17 +286,23 @@ def serve(
 
 @app.command()
 def plan(
-    recipe: Annotated[str | None, typer.Argument(help="TOML recipe")] = None, overrides: Overrides = None,
-    keys: Annotated[bool, typer.Option("--keys", help="list every configuration key with its default and meaning")] = False,
-) -> None:  # fmt: skip
-    """Show the resolved config and what the run will need, without loading any weights."""
-    config = None if keys or recipe is None else load_config(recipe, overrides or [])
-    from tandem.cli import planning
+    recipe: Annotated[str | None, typer.Argument(help="TOML recipe")] = None,
+    overrides: Overrides = None,
+    command: Annotated[str, typer.Option("--for", help="train, sft, dpo, rm or distill")] = "train",
+    keys: Annotated[
+        bool, typer.Option("--keys", help="list every configuration key with its default and meaning")
+    ] = False,
+) -> None:
+    """Check whether a run could start (exit code 0, else 2): changed keys, data, memory, disk. No weights are loaded."""
+    if keys or recipe is None:
+        from tandem.cli import planning
 
-    if config is None:
         planning.show_keys()
-    else:
-        planning.plan(config)
+        return
+    config = load_config(recipe, overrides or [])
+    from tandem.cli import plan
+
+    sys.exit(plan.plan(config, command, run_folder(config, recipe, command)))
 
 
 @app.command()

@@ -1,30 +1,61 @@
-"""What a person sees of a run: a live line on a terminal, one line a step elsewhere, and warnings that matter."""
+"""What a person sees of a run: a live line on a terminal, a line now and then elsewhere and in log.txt, and warnings.
 
+    step 12/100  reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 4 min 31 s
+
+The time left is the median of recent steps times the steps to come, and the evaluations to come besides. It does not know
+what a step does.
+"""
+
+import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
 from tandem.types import Row
 
 console = Console(highlight=False, soft_wrap=True)
 WINDOW = 5  # steps that the moving average of the reward looks back
+RECENT = 9  # steps whose median is the time of the next one
+LINES = 20  # step lines of a run of fast steps
+LINE_S = 10.0  # seconds after which slower steps get a line each
 
 
 class StepProgress:
-    """Call it with (steps done, metrics, timings) after each step."""
+    """Call it with (steps done, metrics, timings) after each step. log gets every line, output is where they are shown."""
 
-    def __init__(self, title: str, steps: int):
-        self.steps = steps
+    def __init__(
+        self,
+        title: str,
+        steps: int,
+        *,
+        eval_every: int = 0,
+        log: Callable[[str], None] = lambda line: None,
+        output: Console = console,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.steps, self.log, self.output, self.clock = steps, log, output, clock
+        self.time_left = TimeLeft(steps, eval_every, clock)
+        self.last_line = float("-inf")  # when the last step line was written
         self.recent: deque[float] = deque(maxlen=WINDOW)
         self.best = float("-inf")
         self.warned: set[str] = set()
+        width = 10 if output.width < 100 else 24
+        self.room = output.width - len(f"{title}  {steps}/{steps}  left 59 min 59 s  ") - width
         self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[text]}"), TimeRemainingColumn(), console=console, transient=True,
-            disable=not console.is_terminal,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=width),
+            TextColumn("{task.completed}/{task.total}"),
+            _LeftColumn(self.time_left),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=output,
+            transient=True,
+            disable=not output.is_terminal,
+        )
         self.task = self.bar.add_task(title, total=steps, text="")
 
     def __enter__(self) -> "StepProgress":
@@ -36,18 +67,34 @@ class StepProgress:
     ) -> None:
         self.bar.stop()
         if kind is KeyboardInterrupt:
-            console.print("interrupted; the same command goes on")
+            self.output.print("interrupted; the same command goes on")
 
     def __call__(self, done: int, metrics: Row, timings: Row) -> None:
-        self.bar.update(self.task, completed=done, text=summary(metrics, timings))
-        if text := evaluation(metrics):
-            console.print(f"step {done:4d}  {text}")
-        elif not console.is_terminal and (done % max(1, self.steps // 20) == 0):
-            console.print(f"step {done:4d}  {summary(metrics, timings)}")
+        self.time_left.add(done, timings)
+        parts, held_out = summary(metrics, timings, self.time_left.step_s), evaluation(metrics)
+        self.bar.update(self.task, completed=done, text=fitting(parts, self.room), refresh=True)
+        step = f"step {done:{len(str(self.steps))}d}/{self.steps}  "
+        if parts and (held_out or self._is_due(done)):
+            left = f"  left {duration(seconds)}" if (seconds := self.time_left()) and done < self.steps else ""
+            self._tell(step + "  ".join(parts) + left, shown=bool(held_out) or not self.output.is_terminal)
+        if held_out:
+            self._tell(step + held_out)
         for warning in self._warnings(metrics):
             if warning not in self.warned:
                 self.warned.add(warning)
-                console.print(f"warning at step {done}: {warning}", style="yellow")
+                self._tell(f"warning at step {done}: {warning}", style="yellow")
+
+    def _is_due(self, done: int) -> bool:
+        """Decide whether a step gets a line: the first one, 20 of a run, and all that end long after the line before."""
+        every = max(1, self.steps // LINES)
+        due = done % every == 0 or done == self.steps or self.clock() - self.last_line >= LINE_S
+        self.last_line = self.clock() if due else self.last_line
+        return due
+
+    def _tell(self, line: str, *, shown: bool = True, style: str | None = None) -> None:
+        self.log(line)
+        if shown:
+            self.output.print(line, style=style, markup=False)
 
     def _warnings(self, metrics: Row) -> list[str]:
         bad = sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
@@ -82,22 +129,81 @@ class StepProgress:
         return [text for hit, text in checks if hit]
 
 
-def summary(metrics: Row, timings: Row) -> str:
-    shown = [
-        ("reward", "reward {:.3f}"),
-        ("nll", "nll {:.3f}"),
-        ("loss", "loss {:.3f}"),
+class TimeLeft:
+    """The seconds that a run still needs, from the times of its steps; None before the first. The live line's thread calls it
+    while another one adds."""
+
+    def __init__(self, steps: int, eval_every: int, clock: Callable[[], float]):
+        self.steps, self.eval_every, self.clock = steps, eval_every or steps, clock
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.eval_s = 0.0
+        self.step_s: float | None = None  # the median of the recent steps
+        self.end: float | None = None  # the clock's time then
+
+    def add(self, done: int, timings: Row) -> None:
+        self.eval_s = timings.get("eval_s", self.eval_s)
+        if "step_s" in timings:
+            self.recent.append(timings["step_s"] + timings.get("ledger_s", 0.0))
+        if self.recent:
+            self.step_s = median(self.recent)
+            last = self.steps % self.eval_every and done < self.steps  # the evaluation after the last step
+            evaluations = self.steps // self.eval_every - done // self.eval_every + bool(last)
+            self.end = self.clock() + (self.steps - done) * self.step_s + evaluations * self.eval_s
+
+    def __call__(self) -> float | None:
+        """The seconds from now on."""
+        return None if self.end is None else max(0.0, self.end - self.clock())
+
+
+class _LeftColumn(ProgressColumn):
+    """The time left on the live line."""
+
+    def __init__(self, time_left: TimeLeft):
+        super().__init__()
+        self.time_left = time_left
+
+    def render(self, task: Task) -> Text:
+        seconds = self.time_left()
+        return Text("" if seconds is None else f"left {duration(seconds)}")
+
+
+def duration(seconds: float) -> str:
+    """271.4 -> "4 min 31 s": the two largest units."""
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def fitting(parts: Sequence[str], room: int) -> str:
+    """As many of the parts as there is room for, the first ones first."""
+    text = ""
+    for part in parts:
+        longer = f"{text}  {part}" if text else part
+        if len(longer) > room:
+            break
+        text = longer
+    return text
+
+
+def summary(metrics: Row, timings: Row, step_s: float | None) -> list[str]:
+    """The figures of a step, most wanted first; step_s: seconds of a step."""
+    rewards = [("reward", "reward {:.3f}"), ("nll", "nll {:.3f}"), ("loss", "loss {:.3f}")]
+    others = [
         ("accuracy", "accuracy {:.3f}"),
         ("teacher_kl", "KL to the teacher {:.3f}"),
         ("entropy", "entropy {:.2f}"),
         ("logprob_gap", "gap {:.1e}"),
     ]
-    parts = [text.format(metrics[name]) for name, text in shown if name in metrics]
-    if "step_s" in timings:
-        parts.append(f"{timings['step_s']:.2f} s/step")
-    if timings.get("generated_tokens_per_s"):
-        parts.append(f"{timings['generated_tokens_per_s']:,.0f} tok/s")
-    return "  ".join(parts)
+    speed = [f"{step_s:.2f} s/step"] if step_s is not None and "step_s" in timings else []
+    tokens = timings.get("generated_tokens_per_s")
+    first, rest = (
+        [text.format(metrics[name]) for name, text in shown if name in metrics] for shown in (rewards, others)
+    )
+    return [*first, *speed, *rest, *([f"{tokens:,.0f} tok/s"] if tokens else [])]
 
 
 def evaluation(metrics: Row) -> str:

@@ -16,6 +16,7 @@ from tandem.jobs import distill_job, dpo_job, rm_job, sft_job, training_job
 from tandem.ledger import KEPT_MODEL, entered
 from tandem.metrics import read_metrics
 from tandem.model.load import empty_model
+from tandem.needs import Machine, require_disk
 from tandem.run import RunFolder, open_run
 
 JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[Job]]
@@ -33,12 +34,16 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
         def report(text: str) -> None:
             run.log(text)
-            console.print(text)
+            console.print(text, markup=False)
 
         for line in run.news:
             console.print(line, markup=False)
         config = run.config
-        with make(config, run, report) as job, StepProgress(command, job.steps) as progress:
+        with (
+            make(config, run, report) as job,
+            StepProgress(command, job.steps, eval_every=job.eval_every, log=run.log) as progress,
+        ):
+            require_disk(config, command, folder, Machine.here(folder))
             keep_model(job.model, config.model.path, folder / KEPT_MODEL)
             digest = drive(run, job, progress, report)
             rows = read_metrics(folder)

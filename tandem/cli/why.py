@@ -29,8 +29,9 @@ def why(folder: Path, name: str, *, learning: bool, out: Path | None) -> None:
 def _explain(past: PastRun, name: str, learning: bool, out: Path | None) -> None:
     found = find(past, name)
     if len(found) > 1:
-        _print([f"{len(found)} episodes; ask for one of them:", *map(_line, found[:_LISTED])])
-        _print([f"  and {len(found) - _LISTED} more"] * (len(found) > _LISTED))
+        listed = found if name == str(found[0].step) else found[:_LISTED]  # those of a step are all to choose from
+        _print([f"{len(found)} episodes; ask for one of them:", *map(_line, listed)])
+        _print([f"  and {len(found) - len(listed)} more"] * (len(found) > len(listed)))
         return
     it = follow(past, found[0])
     learned = watch(past, it, console.print) if learning and past.command == "train" else None

@@ -34,7 +34,7 @@ def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
 
 
 def generate(split: str, count: int, seed: int, level: str) -> list[Row]:
-    """count different problems of a split, the templates in turn. Raises UserError where a template runs out.
+    """count different problems of a split, the templates in turn; fewer where all templates have run out.
 
     Example row: {"data_source": "fraction_linear", "prompt": [{"role": "user", "content": "(x+3)/4=2, x?"}],
     "ability": "math", "reward_model": {"style": "rule", "ground_truth": "5"}, "extra_info": {"uid":
@@ -42,12 +42,18 @@ def generate(split: str, count: int, seed: int, level: str) -> list[Row]:
     "solution": "x+3=8\\nAnswer: 5"}}
     """
     seen: set[str] = set()
-    rows = []
-    for n in range(count):
+    rows: list[Row] = []
+    left, n = set(_templates(level)), 0  # templates that have run out lose their turns
+    while left and len(rows) < count:
         template = _template(level, n)
-        draft = _draw(template, (seed, "algebra", level, split, template, n), level, split, seen)
-        seen.add(draft.core)
-        rows.append(_row(draft, template, split, level, n))
+        if template in left:
+            draft = _draw(template, (seed, "algebra", level, split, template, n), level, split, seen)
+            if draft is None:
+                left.remove(template)
+            else:
+                seen.add(draft.core)
+                rows.append(_row(draft, template, split, level, n))
+        n += 1
     return rows
 
 
@@ -63,9 +69,9 @@ def warm_start(count: int, seed: int, level: str, careless: float) -> list[Row]:
     rows = []
     for n in range(count):
         template = _template(level, n)
-        draft = _draw(template, (seed, "algebra", level, "warm", template, n), level, "train", set())
+        draft = _any_draft(template, (seed, "algebra", level, "warm", template, n), level)
         if _generator(seed, "algebra", level, "careless", n).random() < careless:
-            guess = _draw(template, (seed, "algebra", level, "guess", template, n), level, "train", set())
+            guess = _any_draft(template, (seed, "algebra", level, "guess", template, n), level)
             answer = f"Answer: {guess.answer}"
         else:
             answer = solution(draft)
@@ -110,8 +116,8 @@ def _templates(level: str) -> dict[str, Callable[[np.random.Generator], Draft]]:
     return LEVELS[level]
 
 
-def _draw(template: str, place: tuple[int | str, ...], level: str, split: str, seen: set[str]) -> Draft:
-    """The first draft at this place that is on the split's side and new."""
+def _draw(template: str, place: tuple[int | str, ...], level: str, split: str, seen: set[str]) -> Draft | None:
+    """The first draft at this place that is on the split's side and new; None where the template has run out."""
     if split not in ("train", "test"):
         raise UserError("there is no such algebra split", found=split, expected="train or test")
     make = _templates(level)[template]
@@ -119,12 +125,14 @@ def _draw(template: str, place: tuple[int | str, ...], level: str, split: str, s
         draft = make(_generator(*place, attempt))
         if is_test(draft.core) == (split == "test") and draft.core not in seen:
             return draft
-    raise UserError(
-        "the algebra templates have no more new problems",
-        where=f"{template}, level {level}, split {split}",
-        found=f"{len(seen)} problems made",
-        expected="a smaller data set",
-    )
+    return None
+
+
+def _any_draft(template: str, place: tuple[int | str, ...], level: str) -> Draft:
+    """A draft of the train side, which other places may have too."""
+    draft = _draw(template, place, level, "train", set())
+    assert draft is not None, "every template has problems on both sides"
+    return draft
 
 
 def _generator(*place: int | str) -> np.random.Generator:

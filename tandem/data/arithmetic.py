@@ -11,7 +11,7 @@ LEVELS = {1: (2, 1), 2: (2, 2), 3: (3, 2), 4: (3, 3), 5: (4, 3), 6: (5, 4)}  # d
 
 
 def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """count different problems. Raises UserError: difficulty 1 has about 100 for training and 25 for testing.
+    """count different problems, or all that there are: difficulty 1 has about 100 for training and 25 for testing.
 
     Example row: {"uid": "arithmetic/3/train/0", "prompt": "12+34-50=?", "answer": "-4", "data_source": "arithmetic_3",
     "difficulty": 3, "terms": [12, 34, -50]}

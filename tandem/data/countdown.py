@@ -15,7 +15,7 @@ Term = tuple[int, str]  # (value, how it is written)
 
 
 def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """count different problems. Raises UserError: difficulty 2 has about 470 for training and 115 for testing.
+    """count different problems, or all that there are: difficulty 2 has about 470 for training and 115 for testing.
 
     Example row: {"uid": "countdown/3/train/0", "prompt": "Make 23 from 11,15,3, each once, with + - * /.", "answer": "23",
     "data_source": "countdown_3", "difficulty": 3, "numbers": [11, 15, 3], "solution": "(15-3)+11"}

@@ -40,9 +40,10 @@ Make = Callable[[Draw, int], Draft]
 def draw_rows(
     task: str, make: Make, split: str, count: int, seed: int, difficulty: int, levels: list[int]
 ) -> list[Row]:
-    """count different problems of a split. make(draw, difficulty) draws one; levels: the difficulties there are.
+    """Draw count different problems of a split; fewer where the task has no more. make(draw, difficulty) draws one; levels:
+    the difficulties there are.
 
-    Raises UserError for another split or level, and where the task runs out of problems.
+    Raises UserError for another split or level.
     """
     check_split(task, split)
     if difficulty not in levels:
@@ -52,6 +53,8 @@ def draw_rows(
     rows = []
     for number in range(count):
         draft = _first_new(make, task, split, difficulty, (seed, number), seen)
+        if draft is None:
+            break
         seen.add(draft.core)
         rows.append(_row(draft, task, split, difficulty, number))
     return rows
@@ -67,18 +70,17 @@ def is_test(side: str) -> bool:
     return draws.address("test side", side) % 5 == 0
 
 
-def _first_new(make: Make, task: str, split: str, difficulty: int, place: tuple[int, int], seen: set[str]) -> Draft:
-    """The first draft at this place (seed, number) that is on the split's side and new."""
+def _first_new(
+    make: Make, task: str, split: str, difficulty: int, place: tuple[int, int], seen: set[str]
+) -> Draft | None:
+    """The first draft at this place (seed, number) that is on the split's side and new; None where the task has run out."""
     seed, number = place
     for attempt in range(ATTEMPTS):
         key = draws.address(seed, task, difficulty, split, number, attempt)
         draft = make(np.random.Generator(np.random.Philox(key=key)), difficulty)
         if is_test(draft.side) == (split == "test") and draft.core not in seen:
             return draft
-    raise UserError(
-        f"{task} has no more new problems", where=f"difficulty {difficulty}, split {split}", found=f"{number} problems made",
-        expected="a smaller data set", next="a higher difficulty has more",
-    )  # fmt: skip
+    return None
 
 
 def _row(draft: Draft, task: str, split: str, difficulty: int, number: int) -> Row:

@@ -12,8 +12,8 @@ WIDTHS = {1: 8, 2: 16, 3: 32, 4: 64, 5: 128, 6: 256}
 
 
 def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """count different games, a range and a secret each; no game is on both sides, while ranges are. Raises UserError:
-    difficulty 1 has about 580 games for training and 150 for testing.
+    """count different games, a range and a secret each; no game is on both sides, while ranges are. Fewer where
+    there are no more: difficulty 1 has about 580 games for training and 150 for testing.
 
     Example row: {"uid": "guess/1/train/0", "prompt": "Guess my number, 12 to 19. I say higher or lower.",
     "answer": "17", "data_source": "guess_1", "difficulty": 1, "low": 12, "high": 19}

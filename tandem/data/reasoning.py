@@ -46,8 +46,8 @@ def names() -> list[str]:
 def rows(
     datasets: Sequence[str], weights: Sequence[float], split: str, count: int, seed: int, difficulty: int | None
 ) -> list[Row]:
-    """count different questions of a split, of each data set its share. difficulty: 1 for the lowest level of its
-    curriculum; None for its own default. Raises UserError.
+    """Make count different questions of a split, of each data set its share; fewer where a data set has no more for its
+    share. difficulty: 1 for the lowest level of its curriculum; None for its own default. Raises UserError.
 
     Example row: {"uid": "leg_counting/train/0", "prompt": "Your task is to count how many legs ...", "answer": "26",
     "data_source": "leg_counting", "reasoning_gym": {"dataset": "leg_counting", "difficulty": None, "entry": {...}}}
@@ -56,7 +56,13 @@ def rows(
     _check_names(datasets, weights)
     shares = [Fraction(str(weight)) for weight in weights or [1.0] * len(datasets)]
     made = [_rows_of(name, split, seed, difficulty) for name in datasets]
-    return [next(made[part]) for part in owners([taken_by(slots, shares) for slots in range(count + 1)])]
+    found: list[Row] = []
+    for part in owners([taken_by(slots, shares) for slots in range(count + 1)]):
+        row = next(made[part], None)
+        if row is None:
+            break
+        found.append(row)
+    return found
 
 
 def _check_names(datasets: Sequence[str], weights: Sequence[float]) -> None:
@@ -83,8 +89,6 @@ def _rows_of(name: str, split: str, seed: int, difficulty: int | None) -> Iterat
             "data_source": name,
             "reasoning_gym": {"dataset": name, "difficulty": difficulty, "entry": _to_json(entry)},
         }
-    raise UserError("the generator has no more new questions", where=f"{name}, split {split}",
-                    found=f"{len(seen)} questions", expected="a smaller data set")  # fmt: skip
 
 
 def _new_entries(name: str, split: str, seed: int, difficulty: int | None, seen: set[str]) -> Iterator[dict[str, Any]]:

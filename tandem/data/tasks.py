@@ -21,7 +21,7 @@ TASKS = {  # name -> (its rows, its lowest difficulty)
 
 
 def task_rows(task: str, split: str, count: int, seed: int, difficulty: int | None) -> list[Row]:
-    """count different problems of one of TASKS; difficulty None is its lowest. Raises UserError.
+    """Make count different problems of one of TASKS, or all that it has; difficulty None is its lowest. Raises UserError.
 
     The rows of (task, split, seed, difficulty) begin with those of a smaller count, and no problem is on both sides.
     """

@@ -11,7 +11,7 @@ shared prefixes, preemption or order. One thread calls it. It knows no problem, 
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -95,17 +95,7 @@ class Engine:
 
     def require_room(self, longest: int) -> None:
         """UserError when a sequence of that many tokens fits neither the cache nor the model's positions."""
-        limit, needed = self.model.config.max_position_embeddings, -(-longest // PAGE)
-        if longest > limit:
-            raise UserError("a sequence would be longer than the model can place", where="rollout.max_new_tokens",
-                            found=f"{longest} tokens, prompt and completion",
-                            expected=f"at most {limit} (the model's max_position_embeddings)")  # fmt: skip
-        if needed > self.cache.count:
-            mib = self.cache.page_bytes / 2**20
-            raise UserError("the key/value cache cannot hold one sequence", where="rollout.cache_mb",
-                            found=f"{self.cache.count * mib:.0f} MiB",
-                            expected=f"at least {-(-needed * self.cache.page_bytes >> 20)} MiB for {longest} tokens",
-                            next="raise rollout.cache_mb, or lower rollout.max_new_tokens")  # fmt: skip
+        check_room(self.model.config, self.cache.count, self.cache.page_bytes, longest)
 
     # ---- weights
 
@@ -291,3 +281,18 @@ def _seen(sequences: list[Running], device: torch.device) -> Seen:
     tokens = [np.unique(sequence.known()) for sequence in sequences]
     rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
     return Seen(torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(tokens)).to(device))
+
+
+def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
+    """Raise UserError when a sequence of that many tokens has no place in the model of a transformers config, or in a cache
+    of that many pages."""
+    limit, needed = config.max_position_embeddings, -(-longest // PAGE)
+    if longest > limit:
+        raise UserError("a sequence would be longer than the model can place", where="rollout.max_new_tokens",
+                        found=f"{longest} tokens, prompt and completion",
+                        expected=f"at most {limit} (the model's max_position_embeddings)")  # fmt: skip
+    if needed > pages:
+        raise UserError("the key/value cache cannot hold one sequence", where="rollout.cache_mb",
+                        found=f"{pages * page_bytes / 2**20:.0f} MiB",
+                        expected=f"at least {-(-needed * page_bytes >> 20)} MiB for {longest} tokens",
+                        next="raise rollout.cache_mb, or lower rollout.max_new_tokens")  # fmt: skip

@@ -16,13 +16,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.errors import UserError
-from tandem.model.load import ExactModel
+from tandem.model.load import ExactModel, head_size
 from tandem.model.paged import PAGE
 
 BEGINNING = b""  # the past of a first page
@@ -42,6 +43,11 @@ class Match:
         return len(self.pages) * PAGE + self.tail_length
 
 
+def page_bytes(config: Any, element_size: int = 4) -> int:
+    """The bytes of a page, of the model of a transformers config."""
+    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head_size(config) * element_size * PAGE)
+
+
 class PageCache:
     """As many pages as the budget in bytes holds, of the weights' type; raises UserError when it holds none.
 
@@ -50,7 +56,7 @@ class PageCache:
 
     def __init__(self, model: ExactModel, budget: int):
         layers, (_, kv_heads, size), weight = int(model.config.num_hidden_layers), model.heads, model.head.weight
-        self.page_bytes = layers * 2 * kv_heads * size * weight.element_size() * PAGE
+        self.page_bytes = page_bytes(model.config, weight.element_size())
         count = budget // self.page_bytes
         if not count:
             raise UserError("the key/value cache cannot hold one page", where="rollout.cache_mb",

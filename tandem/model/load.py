@@ -174,6 +174,7 @@ def load_model(path: str, lora: Lora | None = None, *, head: Literal["tokens", "
     UserError when the model is missing or not exact.
     """
     check_model(path, head=head)
+    require_weights(path)
     _check_sums(Path(path))
     return make_exact(_stock_model(path, head), lora)
 
@@ -188,6 +189,14 @@ def empty_model(path: str, *, head: Literal["tokens", "value"] = "tokens") -> Ex
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     module.generation_config = GenerationConfig.from_pretrained(path)
     return make_exact(module)
+
+
+def require_weights(path: str) -> None:
+    """Raise UserError for a directory without any file of weights; a hub name passes."""
+    folder = Path(path)
+    if folder.is_dir() and not any(next(folder.glob(kind), None) for kind in ("*.safetensors", "*.bin")):
+        raise UserError("the model cannot be loaded", where=path, found=f"no weights among {_names(folder)}",
+                        expected="weights in safetensors beside config.json")  # fmt: skip
 
 
 def _check_sums(folder: Path) -> None:

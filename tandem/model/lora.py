@@ -40,7 +40,7 @@ def add_adapter(module: Any, lora: Lora) -> None:
     """
     peft = require_peft()
     there = _linear_names(module)
-    _check_targets(lora, there)
+    _check_targets(lora.targets, there)
     config = _config(peft, lora, there)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(lora.seed)
@@ -55,17 +55,18 @@ def exact_adapted(layer: Any) -> ExactLinear:
     return ExactLinear(base.weight, base.bias, lora_a, lora_b, layer.scaling[_ADAPTER])
 
 
-def _check_targets(lora: Lora, there: Sequence[str]) -> None:
-    unknown = [target for target in lora.targets if target != ALL_LINEAR and not _ends_of(there, target)]
-    if unknown or not lora.targets:
+def _check_targets(targets: Sequence[str], there: Sequence[str]) -> None:
+    unknown = [target for target in targets if target != ALL_LINEAR and not _ends_of(there, target)]
+    if unknown or not targets:
         raise UserError("LoRA targets are not in this model", where="lora.targets", found=", ".join(unknown) or "none",
                         expected=f"{ALL_LINEAR}, or some of its linear modules: {', '.join(_last_names(there))}")  # fmt: skip
 
 
 def chosen_linears(module: Any, targets: Sequence[str]) -> list[nn.Linear]:
-    """The linears of a stock transformers module that the targets name."""
+    """The linears of a stock transformers module that the targets name. Raises UserError for a target that is not there."""
     named = dict(module.named_modules())
     there = _linear_names(module)
+    _check_targets(targets, there)
     names = there if ALL_LINEAR in targets else [name for target in targets for name in _ends_of(there, target)]
     return [named[name] for name in dict.fromkeys(names)]
 

@@ -1,19 +1,25 @@
 """A model small enough to train on a laptop in a minute: a random Qwen3 and its character tokenizer, on disk.
 
+    tandem tiny DIR
+
 Writes an ordinary Hugging Face directory, which `AutoModelForCausalLM` and `AutoTokenizer` load like any other.
 Knows nothing of data sets or training; imports torch, so it is imported late.
 """
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, logging
+
+from tandem.errors import UserError
 
 PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
 ROLES = ("user", "assistant", "system", "tool")
 ANSWER = "Answer: "  # one token: it ends every response, and eight characters would be a third of a short one
+SMALLEST_HEAD = 8  # a smaller one is not exact, see model/load.py
 CHARACTERS = sorted(set(string.printable) - set("\t\r\x0b\x0c"))  # printable ASCII and the newline
 
 TEMPLATE = (
@@ -30,6 +36,7 @@ TEMPLATE = (
 def make_tiny(
     folder: str | Path,
     *,
+    characters: Sequence[str] = CHARACTERS,
     hidden: int = 128,
     layers: int = 3,
     heads: int = 4,
@@ -38,13 +45,15 @@ def make_tiny(
     max_tokens: int = 256,
     init_std: float = 0.06,
     seed: int = 0,
-) -> None:
-    """Write a random model of about 0.9M parameters and its tokenizer; the same arguments give the same bits.
+) -> int:
+    """Write a random model of about 0.9M parameters and its tokenizer; the same arguments give the same bits. Returns the
+    number of parameters, and raises UserError for a shape that the engine cannot run.
 
     The shape was tuned for what a minute of supervised training on two cores reaches on easy algebra: three wide layers
     pass four narrow ones at equal cost, and the customary init_std of 0.02 learns half as much at this width.
     """
-    tokenizer = make_tokenizer(max_tokens)
+    _check_shape(hidden, heads, kv_heads)
+    tokenizer = make_tokenizer(max_tokens, characters)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -64,14 +73,27 @@ def make_tiny(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return int(model.num_parameters())
 
 
-def make_tokenizer(max_tokens: int = 256) -> PreTrainedTokenizerFast:
+def _check_shape(hidden: int, heads: int, kv_heads: int) -> None:
+    if hidden % (2 * heads) or heads % kv_heads or hidden // heads < SMALLEST_HEAD:
+        raise UserError(
+            "the heads do not fit the model",
+            where="hidden, heads, kv_heads",
+            found=f"{hidden}, {heads}, {kv_heads}",
+            expected=f"heads of equal, even size, at least {SMALLEST_HEAD}, and equally many of them for each of kv_heads",
+            next="e.g. --hidden 64 --heads 4 --kv-heads 2",
+        )
+
+
+def make_tokenizer(max_tokens: int = 256, characters: Sequence[str] = CHARACTERS) -> PreTrainedTokenizerFast:
     """One token a character, besides the roles, the end of a turn and the answer marker; `<unk>` for all else."""
     special = [PAD, *(f"<|{role}|>" for role in ROLES), END, UNKNOWN]
-    vocabulary = {token: i for i, token in enumerate([*special, ANSWER, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*special, ANSWER, *characters])}
     # BPE without merges splits a text into its characters, and unlike WordLevel needs no pre-tokenizer to do so.
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     core.decoder = decoders.Fuse()

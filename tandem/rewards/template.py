@@ -46,6 +46,7 @@ _PR_SET_PDEATHSIG = 1
 def main(functions: str, weights: str, options: str, memory_mb: str, parent: str, late: str = "") -> None:
     """Serve until standard input ends."""
     _die_with(int(parent))
+    sys.path.append(sys.path.pop(0))  # -m put the working directory first, where a user's file would hide a package
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     control = socket.socket(fileno=os.dup(0))
     _private_streams()

@@ -8,6 +8,9 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
+from typer.testing import CliRunner
+
+from tandem.cli.main import app
 from tandem.config import Data
 from tandem.data import reasoning
 from tandem.data.problems import read_problems
@@ -135,9 +138,20 @@ def test_what_the_package_cannot_make_is_refused(names, weights, level, said):
     assert said in str(caught.value)
 
 
-def test_a_generator_that_runs_out_says_how_many_it_had():
-    with pytest.raises(UserError, match=r"found: +\d+ questions"):
-        reasoning.rows(["tower_of_hanoi"], [], "test", 1000, 0, None)
+def test_a_generator_that_runs_out_gives_what_it_has_and_a_mixture_keeps_its_shares():
+    alone = reasoning.rows(["tower_of_hanoi"], [], "test", 1000, 0, None)
+    assert 10 < len(alone) < 900
+    mixed = Counter(
+        row["data_source"] for row in reasoning.rows(["tower_of_hanoi", "chain_sum"], [], "test", 3000, 0, None)
+    )
+    assert mixed["tower_of_hanoi"] == len(alone) and abs(mixed["chain_sum"] - len(alone)) <= 1
+
+
+def test_the_command_tells_that_a_generator_has_run_out(tmp_path):
+    command = ["generate", "reasoning_gym:tower_of_hanoi", "--split", "test", "--out", str(tmp_path / "r.jsonl")]
+    result = CliRunner().invoke(app, command)
+    count = len((tmp_path / "r.jsonl").read_text().splitlines())
+    assert result.exit_code == 0 and f"{count} of 1,000: there are no more" in result.output
 
 
 # ---- a model's text

@@ -7,8 +7,10 @@ import re
 from collections import Counter
 
 import pytest
+from typer.testing import CliRunner
 
 from tandem.cli.generate import generate
+from tandem.cli.main import app
 from tandem.config import Data
 from tandem.data import algebra, arithmetic, calculator, countdown, guess
 from tandem.data.drawing import is_test
@@ -101,10 +103,18 @@ def test_other_difficulties_and_splits_are_refused(module):
         module.rows("val", 1, 0, 2)
 
 
-def test_a_task_without_more_problems_says_how_many_it_had():
-    with pytest.raises(UserError) as caught:
-        arithmetic.rows("test", 1000, 0, 1)
-    assert re.search(r"found: +2\d problems made", str(caught.value))
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_with_fewer_problems_than_asked_for_gives_all_of_them(task):
+    rows = task_rows(task, "test", 1000, 0, None)
+    assert rows[:20] == task_rows(task, "test", 20, 0, None)
+    prompts = [json.dumps([row["prompt"], row.get("answer")]) for row in rows]
+    assert len(set(prompts)) == len(rows) and (len(rows) == 1000) == (task == "calculator")
+
+
+def test_one_digit_arithmetic_gives_every_problem_there_is():
+    """45 sums without order and 81 differences; a fifth of them to test on."""
+    parts = [arithmetic.rows(split, 1000, 0, 1) for split in ("train", "test")]
+    assert sum(map(len, parts)) == 126
 
 
 # ---- each task
@@ -189,6 +199,14 @@ def test_a_wrong_argument_is_told_and_nothing_is_written(tmp_path, changed, said
         write(tmp_path / "g.jsonl", **changed)
     assert said in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_command_of_the_docs_writes_what_there_is_and_tells_the_numbers(task, tmp_path):
+    result = CliRunner().invoke(app, ["generate", task, "--out", str(tmp_path / "g.jsonl")])
+    count = len((tmp_path / "g.jsonl").read_text().splitlines())
+    assert result.exit_code == 0 and f"{count:,} problems of {task}" in result.output
+    assert (f"{count} of 1,000: there are no more" in result.output) == (count < 1000) == (task != "calculator")
 
 
 def test_a_file_is_replaced_only_on_request_and_has_to_be_jsonl(tmp_path):

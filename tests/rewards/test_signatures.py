@@ -1,7 +1,8 @@
 """Functions written for TRL and for verl, and Tandem's own, give their rewards as they are."""
 
-import subprocess
 import sys
+from contextlib import chdir
+from dataclasses import replace
 
 import pytest
 
@@ -261,13 +262,9 @@ def test_trls_own_reward_functions_give_what_they_give_in_trl():
 
 def test_a_file_that_is_named_like_a_package_does_not_hide_the_package(tmp_path):
     (tmp_path / "math_verify.py").write_text("def compute_score(solution_str, ground_truth):\n    return 0.5\n")
-    program = (
-        "from tandem.rewards.load import load; from tandem.rewards.answer import score\n"
-        f"load({str(tmp_path / 'math_verify.py')!r} + ':compute_score', {{}})\n"
-        "print(score(r'\\boxed{2\\sqrt{3}}', r'\\sqrt{12}'))"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert found.stdout.strip() == "1.0", found.stderr
+    with chdir(tmp_path), RewardPool(["math_verify.py:compute_score", "answer"], timeout_s=60.0) as pool:
+        found = pool.submit(replace(CHAT, answer=r"\sqrt{12}"), Attempt(text=r"\boxed{2\sqrt{3}}")).result()
+    assert (found.parts, found.error) == ({"compute_score": 0.5, "answer": 1.0}, "")
 
 
 # ---------------------------------------------------------------- names

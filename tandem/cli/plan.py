@@ -1,0 +1,116 @@
+"""`tandem plan`: whether a run could start here, without loading weights: changed keys, data, memory, disk, and the verdict.
+
+    tandem plan my.toml                    of `tandem train`; exit code 0 where it could start, else 2
+    tandem plan my.toml --for sft          of another command that trains
+
+What is checked is what the run itself checks before its weights (inputs.py, run.py, drive.py). Memory is arithmetic over the
+shapes; what one step computes comes on top. It does not know whether anything is learned.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tandem.build import input_hashes, playground
+from tandem.cli.progress import console
+from tandem.config import Config
+from tandem.disk import human_bytes
+from tandem.drive import resumable
+from tandem.errors import UserError
+from tandem.inputs import INPUTS, KEYS
+from tandem.needs import Machine, Need, disk, memory, model_sizes
+from tandem.recipe import changed
+from tandem.run import check_run
+
+
+def plan(config: Config, command: str, folder: Path, machine: Machine | None = None) -> int:
+    """Print the plan of a command of INPUTS in a run folder; returns the exit code: 0 where the run could start."""
+    if command not in INPUTS:
+        raise UserError("this command has no plan", where="--for", found=command, expected=", ".join(INPUTS))
+    return _Plan(config, command, folder, machine or Machine.here(folder)).show()
+
+
+class _Plan:
+    def __init__(self, config: Config, command: str, folder: Path, machine: Machine):
+        self.config, self.command, self.folder, self.machine = config, command, folder, machine
+        self.reasons: list[str] = []  # why it could not start
+
+    def show(self) -> int:
+        _say("changed keys (all: tandem plan --keys)")
+        for key, value, default in changed(self.config):
+            _say(f"  {key} = {value}    (default {default})")
+        _say("data")
+        with self._checked():
+            self._data()
+        with self._checked():
+            if self.command != "rm":  # a reward model plays no episodes
+                with playground(self.config):  # environment and reward functions can be loaded
+                    pass
+        with self._checked():
+            sizes = model_sizes(self.config, self.command)
+            self._need("memory", memory(sizes, self.config, self.command), self.machine.memory, "in this machine")
+            self._need("disk", disk(sizes, self.config), self.machine.disk, f"free for {self.folder}")
+        news = "a new run"
+        with self._checked():
+            news = self._folder()
+        if self.reasons:
+            _say(f"not ready: {'; '.join(self.reasons)}")
+            return 2
+        _say(f"ready: {work(self.config, self.command)}, {news} in {self.folder}")
+        return 0
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """A UserError inside is told, and the plan goes on."""
+        try:
+            yield
+        except UserError as error:
+            if (reason := error.what.splitlines()[0]) not in self.reasons:  # two parts may need the same file
+                _say("\n".join(f"  {line}" for line in f"error: {error}".splitlines()))
+                self.reasons.append(reason)
+
+    def _data(self) -> None:
+        inputs = INPUTS[self.command](self.config)
+        for key, count in inputs.counts.items():
+            what = "prompt" if count.unit == "problems" else "text"
+            _say(f"  {key:<18}{count.number:,} {count.unit}, longest {what} {count.longest:,} tokens")
+        prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
+        places = f"of {inputs.shape.max_position_embeddings:,} that the model can place"
+        if prompts:
+            _say(f"  {'longest sequence':<18}{max(prompts)} + {self.config.rollout.max_new_tokens} tokens, {places}")
+
+    def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
+        needed = sum(count for _, count, _ in rows)
+        _say(title)
+        for name, count, how in rows:
+            _say(f"  {name:<17}{human_bytes(count):>10}  {how}")
+        _say(f"  {'sum':<17}{human_bytes(needed):>10}  of {human_bytes(there)} {where}")
+        if needed > there:
+            self.reasons.append(f"{title}: {human_bytes(needed)} needed, {human_bytes(there)} {where}")
+
+    def _folder(self) -> str:
+        """Where the run would go on, or that it would begin."""
+        if not check_run(self.folder, self.config, self.command) or self.reasons:
+            return "a new run"
+        hashes = input_hashes(self.config, *KEYS[self.command])
+        found = resumable(self.folder, self.config, hashes, lambda line: _say(f"  {line}"))
+        return "a run to begin again" if found is None else f"resumed from {found[0].name}"
+
+
+def _say(text: str) -> None:
+    console.print(text, markup=False)
+
+
+def work(config: Config, command: str) -> str:
+    """What a run does, in a line."""
+    if command in ("train", "distill"):
+        rl = config.rl
+        episodes = rl.prompts_per_step * rl.group_size * max(1, rl.max_gen_batches)
+        bound = "at most " if rl.max_gen_batches else ""
+        updates = rl.minibatches * rl.epochs
+        return (
+            f"{config.run.steps} steps of {bound}{episodes} episodes, {episodes * config.rollout.max_new_tokens:,} "
+            f"sampled tokens at most and {updates} update{'s' * (updates > 1)} each"
+        )
+    settings, unit = (config.sft, "chats") if command == "sft" else (config.preference, "pairs")
+    return f"{settings.steps} steps of {settings.batch_size} {unit}"

@@ -1,0 +1,39 @@
+"""`tandem show`: the episodes of a step as a page to read."""
+
+from pathlib import Path
+
+from tandem.cli.progress import console
+from tandem.errors import UserError
+from tandem.ledger import PastRun, open_past
+from tandem.samples import page, read_samples, sample_file
+
+
+def show(folder: Path, step: int | None, *, best: bool, worst: bool, count: int, held_out: bool) -> None:
+    """Print count episodes of a step, by default the newest one: of different problems, or the best or worst first."""
+    if best and worst:
+        raise UserError("only one order can come first", found="--best and --worst", expected="one of them")
+    past = open_past(folder)
+    path = _file(past, step, held_out)
+    samples = read_samples(path)
+    if best or worst:
+        samples.sort(key=lambda shown: shown.reward, reverse=best)
+    mean = sum(shown.reward for shown in samples) / len(samples)
+    order = ", best first" if best else ", worst first" if worst else ""
+    some = f"{min(count, len(samples))} of them{order}"
+    console.print(f"{path}: {len(samples)} episodes, mean reward {mean:.3f}; {some}", markup=False)
+    for shown in samples[:count]:
+        console.rule(style="dim")
+        console.print(page(shown), markup=False)
+
+
+def _file(past: PastRun, step: int | None, held_out: bool) -> Path:
+    kind = "eval_sampled" if held_out else "train"
+    steps = past.journaled(kind) or past.journaled("train") or past.journaled("eval_sampled")
+    wanted = max(steps, default=0) if step is None else step
+    path = sample_file(past.episodes, wanted, held_out=held_out)
+    if path is None or (held_out and not path.name.startswith(kind)):
+        there = past.journaled(kind)
+        raise UserError("the run has no such episodes", where=str(past.episodes), found=f"none of step {wanted}",
+                        expected=f"steps {there[0]} to {there[-1]}" if there else "a run that has sampled some",
+                        next="ls that folder, and name a step with --step")  # fmt: skip
+    return path
