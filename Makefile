@@ -60,6 +60,7 @@ chaos: $(READY)
 # README's and docs' figures, from what was measured.
 figures: $(READY)
 	@$(BIN)/python tools/figures.py
+	@$(BIN)/python tools/config_page.py
 
 # Turns and tools are learned; the batch stays full beside slow tools; storms of bad samples; the sandbox holds.
 environments: $(READY)

@@ -303,7 +303,7 @@ def test_a_recipe_that_is_not_toml_is_a_users_error_that_names_it(content, tmp_p
 def test_the_next_command_of_an_error_exists(tmp_path):
     with pytest.raises(UserError) as error:
         load(tmp_path, "zzzz = 4\n")
-    assert error.value.next == "tandem plan --keys lists every key"
+    assert error.value.next == "tandem plan --keys lists every key, as docs/config.md does"
 
 
 def test_every_default_survives_the_round_trip_through_toml(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+import config_page
 import figures
 
 ROOT = Path(__file__).parent.parent
@@ -133,3 +134,7 @@ def test_only_the_reward_workers_recover_from_everything_and_no_test_patches():
     assert [place for place in broad if not place.startswith("rewards/")] == []
     for path in (ROOT / "tests").rglob("*.py"):
         assert not {module for module in imported(path) if module.split(".")[0] == "mock" or "unittest.mock" in module}
+
+
+def test_the_page_of_the_configuration_is_made_from_the_code():
+    assert config_page.PAGE.read_text() == config_page.page()

@@ -1,0 +1,52 @@
+"""Write docs/config.md: every configuration key with its default and meaning, made from config.py.
+
+python tools/config_page.py
+"""
+
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from tandem.config import SHORTHANDS, Config
+from tandem.recipe import describe
+
+PAGE = Path(__file__).parent.parent / "docs" / "config.md"
+PIPE = r"\|"
+HEAD = """# Configuration
+
+Made from `tandem/config.py` by `python tools/config_page.py`. A recipe is a TOML file with these sections; any key can also be
+given on the command line as `section.key=value`, where the value is TOML and a bare word is text:
+
+```
+tandem train my.toml rl.group_size=8 data.shuffle=false 'data.train=["a.jsonl", "b.jsonl"]'
+```
+
+A key of no section, in a file or on the command line, is short for a longer one: {shorthands}.
+`tandem plan RECIPE` shows which keys of a recipe differ from the defaults; `rl.algorithm` sets several at once
+([algorithms.md](algorithms.md)).
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    short = ", ".join(f"`{name}` for `{name}.{key}`" for name, key in SHORTHANDS.items())
+    lines = [HEAD.format(shorthands=short)]
+    section = ""
+    for key, default, meaning in describe():
+        name, _, field = key.partition(".")
+        if name != section:
+            section = name
+            about = (Config.model_fields[name].annotation.__doc__ or "").strip().replace("\n    ", "\n")
+            lines += [f"\n## [{name}]\n", about, "", "| key | default | meaning |", "|---|---|---|"]
+        cells = [f"`{field}`", f"`{default}`", meaning.replace("<", "&lt;") + _choices(name, field)]
+        lines.append(f"| {' | '.join(cell.replace('|', PIPE) for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _choices(section: str, field: str) -> str:
+    """The values of a key that has few, e.g. ": `error`, `drop`"; empty for others."""
+    kind = Config.model_fields[section].annotation.model_fields[field].annotation
+    return f"; one of {', '.join(f'`{value}`' for value in get_args(kind))}" if get_origin(kind) is Literal else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
