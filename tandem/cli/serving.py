@@ -1,5 +1,6 @@
 """`tandem serve`: a model directory behind an OpenAI-compatible server. Cheapest check first, weights last."""
 
+import gc
 import re
 import socket
 import sys
@@ -49,6 +50,8 @@ def serve(options: Options) -> None:
         texts = RendererTexts(renderer)
         server = make_server(engine, texts, served(options, engine, texts), api_key=options.api_key)
         _listen(sock, options)
+        gc.collect()
+        gc.freeze()  # a full collection of what is loaded stops everything for 0.3 s
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
             server.run(sock, lambda: print(f"serving {options.model} on {_url(sock)}", flush=True))
 

@@ -10,10 +10,13 @@ No piece of work, on the event loop or with the interpreter to itself, takes muc
 """
 
 import asyncio
+import ctypes
+import gc
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -37,6 +40,7 @@ from tandem.errors import UserError
 from tandem.types import Request
 
 SENT = 1 << 14  # characters of an answer that are sent in one piece
+TRIMMED, TRIM_S = 1 << 20, 2.0  # bytes of a body, and seconds after which nobody holds any of it
 CLIENT_LEFT = 499  # nobody reads it; for the metrics
 
 T = TypeVar("T")
@@ -139,8 +143,13 @@ class Endpoints:
         return PlainTextResponse(self.counts.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def weights(self, request: HttpRequest) -> Response:
-        version, sha256 = await self._service.ask(lambda engine: (engine.weight_version, engine.weight_hash()))
-        return _JsonResponse({"weight_version": version, "sha256": sha256})
+        """Hash beside the engine, which goes on; weights that changed meanwhile are hashed again."""
+        version, sha256, loop = -1, "", asyncio.get_running_loop()
+        while True:
+            now, weight_hash = await self._service.ask(lambda engine: (engine.weight_version, engine.weight_hash))
+            if now == version:
+                return _JsonResponse({"weight_version": version, "sha256": sha256})
+            version, sha256 = now, await loop.run_in_executor(self._large, weight_hash)
 
     async def _generate(self, request: HttpRequest, kind: type[Body]) -> Response:
         arrival = time.monotonic()
@@ -165,11 +174,15 @@ class Endpoints:
         return Response(status_code=CLIENT_LEFT)
 
     async def _begin(self, kind: type[Body], raw: bytes) -> tuple[Body, Generation]:
-        lane = self._small if len(raw) <= SLICE else self._large
+        lane, large = self._small if len(raw) <= SLICE else self._large, len(raw) > TRIMMED
         work, loop = self._prepare(kind, raw), asyncio.get_running_loop()
         del raw
-        while (prepared := await loop.run_in_executor(lane, _next_slice, work)) is None:
-            pass
+        try:
+            while (prepared := await loop.run_in_executor(lane, _next_slice, work)) is None:
+                pass
+        finally:
+            if large:
+                loop.call_later(TRIM_S, self._large.submit, _trim_memory)
         body, requests = prepared
         return body, await self._submit(requests)
 
@@ -216,6 +229,14 @@ async def _read_body(request: HttpRequest, longest: int) -> bytes:
         else:
             return bytes(body)
     raise ApiError(413, f"the body is larger than {longest:,} bytes")
+
+
+def _trim_memory() -> None:
+    """Give freed memory back to the system: glibc's malloc keeps it, as it is told to for the sake of tensors, and errors
+    keep the bodies that they are about until their cycles are collected."""
+    gc.collect()
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _next_slice(work: Generator[None, None, T]) -> T | None:

@@ -2,10 +2,13 @@
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,6 +22,7 @@ from tests.waiting import WAIT_S, eventually, given_time
 
 LARGE = replace(FAKE, context=1 << 20, longest_text=1 << 20)
 SOON_S = 0.3
+ROOT = Path(__file__).parent.parent.parent
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -64,6 +68,30 @@ def test_a_small_request_is_answered_while_a_large_one_is_tokenized():
             answered.set()
         large.join(WAIT_S)
     assert small.json()["choices"][0]["text"] == answers[0].json()["choices"][0]["text"] == "ab"
+
+
+class HashedLate(FakeEngine):
+    """Its hash is there when `hashed` is set, and its weights have changed by then."""
+
+    hashed = threading.Event()
+
+    def weight_hash(self):
+        assert self.hashed.wait(WAIT_S)
+        self.weight_version = 8
+        return super().weight_hash()
+
+
+def test_generation_goes_on_while_weights_are_hashed_and_a_hash_is_of_its_version():
+    answers, engine = [], HashedLate("abc")
+    with running(engine, FakeTexts(), FAKE) as url:
+        asking = threading.Thread(target=lambda: answers.append(get(f"{url}/weights").json()))
+        asking.start()
+        try:
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=WAIT_S / 4).status_code == 200
+        finally:
+            engine.hashed.set()
+        asking.join(WAIT_S)
+    assert answers == [{"weight_version": 8, "sha256": "f" * 64}]
 
 
 def test_large_requests_take_turns():
@@ -284,3 +312,38 @@ def test_an_event_is_of_one_choice(chat):
         assert "".join(c["delta"]["content"] if chat else c["text"] for c in own) == "abcd"
         assert [c["finish_reason"] for c in own] == [None] * 3 + ["length"]
         assert all(len(c["logprobs"]["content" if chat else "tokens"]) == 1 for c in own)
+
+
+MEMORY = """
+import ctypes, threading
+from dataclasses import replace
+from pathlib import Path
+from tandem.engine import endpoints
+from tests.engine.fake_engine import FAKE, FakeEngine, FakeTexts
+from tests.engine.serving import post, running
+from tests.waiting import eventually
+
+def resident():
+    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) >> 10  # MiB
+
+for setting, value in ((-1, 1 << 30), (-3, 1 << 30), (-8, 1)):  # as build.prepare_process has it; and one arena, as
+    ctypes.CDLL(None).mallopt(setting, value)  # `tandem serve` reads bodies in the main thread, which is not so here
+endpoints.TRIM_S = 0.5
+body = {"prompt": "x" * (12 << 20)}
+with running(FakeEngine("a"), FakeTexts(), replace(FAKE, longest_text=1 << 24)) as url:
+    post(f"{url}/v1/completions", json={"prompt": "x"})
+    before = resident()
+    clients = [threading.Thread(target=post, args=(f"{url}/v1/completions",), kwargs={"json": body}) for _ in range(4)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    peak = resident()
+    assert eventually(lambda: resident() < before + 64, within_s=30), (before, peak, resident())
+    assert peak > before + 64, "there was something to give back"
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc, and /proc")
+def test_the_memory_of_large_bodies_goes_back():
+    subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, check=True, timeout=WAIT_S)
