@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # torch, transformers and the server come after the checks th
     from tandem.engine.server import Server
 
 OPTIONAL = ("starlette", "uvicorn")
+LONGEST_INTEGER = 640  # digits, the least that Python knows: a body full of longer ones is long in parsing
 CHUNK_TOKENS = 256  # of a pass: a long prompt holds up those who stream by so much and no more
 
 
@@ -50,6 +51,7 @@ def serve(options: Options) -> None:
         texts = RendererTexts(renderer)
         server = make_server(engine, texts, served(options, engine, texts), api_key=options.api_key)
         _listen(sock, options)
+        sys.set_int_max_str_digits(LONGEST_INTEGER)
         gc.collect()
         gc.freeze()  # a full collection of what is loaded stops everything for 0.3 s
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped

@@ -39,7 +39,8 @@ from tandem.engine.service import EngineService, EngineStopped, Generation, Upda
 from tandem.errors import UserError
 from tandem.types import Request
 
-SENT = 1 << 14  # characters of an answer that are sent in one piece
+SENT = 1 << 14  # characters of an answer that are sent in one piece, 1 ms of work
+PAUSE_S = 0.001  # after it: the engine needs the interpreter a hundred times a pass
 TRIMMED, TRIM_S = 1 << 20, 2.0  # bytes of a body, and seconds after which nobody holds any of it
 CLIENT_LEFT = 499  # nobody reads it; for the metrics
 
@@ -262,7 +263,7 @@ async def _slices(answer: Answer) -> AsyncIterator[str]:
         text += part
         if len(text) > SENT:
             yield text
-            await asyncio.sleep(0)
+            await asyncio.sleep(PAUSE_S)
             text = ""
     yield text
 

@@ -39,7 +39,6 @@ WANTED = {
 
 # A body is parsed in one piece that nothing can interrupt, and what it holds of these costs time: 0.1 s at most.
 MOST_COMMAS, MOST_OPENINGS = 1 << 18, 1 << 16  # openings: colons, and opening brackets and braces
-LONGEST_INTEGER = 100  # digits
 MOST_MESSAGES, MOST_TOOLS = 2048, 128  # as OpenAI has them
 LONGEST_WORDS = 1000  # characters of an error's message
 _COUNTED = 1 << 20  # bytes, in one piece
@@ -52,14 +51,18 @@ class ApiError(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_s: int = 0
     ):
         super().__init__(message)
-        if len(message) > LONGEST_WORDS:
-            message = f"{message[:LONGEST_WORDS]}..."
-        self.status, self.message, self.param, self.code, self.retry_s = status, message, param, code, retry_s
+        self.status, self.message, self.code, self.retry_s = status, _shortened(message), code, retry_s
+        self.param = param and _shortened(param)
 
     def body(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _shortened(text: str) -> str:
+    """What a client sent is quoted, and not at any length."""
+    return text if len(text) <= LONGEST_WORDS else f"{text[:LONGEST_WORDS]}..."
 
 
 class Texts(Protocol):
@@ -133,7 +136,10 @@ def _text_of_parts(content: object) -> object:
 
 def _arguments(arguments: object) -> object:
     """The arguments of a call, which OpenAI writes as JSON in a text."""
-    return json.loads(arguments, parse_int=_integer) if isinstance(arguments, str) else arguments
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 class _Function(_Strict):
@@ -208,11 +214,12 @@ class Body(_Strict):
 
     @abstractmethod
     def prompts(self, texts: Texts) -> Sequence[str | Array]:
-        """A text for `encode`, or int64 [T], each. Raises UserError when the chat template refuses the messages."""
+        """The prompts, each a text for `encode` or token ids, int64 [T]. Raises UserError when the chat template refuses
+        the messages."""
 
     @abstractmethod
     def encode(self, text: str, texts: Texts) -> Array:
-        """int64 [T]"""
+        """The tokens of such a text, int64 [T]."""
 
 
 class CompletionBody(Body):
@@ -320,15 +327,9 @@ def _read_json(raw: bytes) -> object:
         )
         raise ApiError(413, f"{message}; send fewer prompts in one request")
     try:
-        return json.loads(raw, parse_int=_integer)
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > LONGEST_INTEGER:
-        raise ValueError(f"an integer of {len(digits):,} digits")
-    return int(digits)
 
 
 def _explained(error: ValidationError) -> ApiError:

@@ -109,6 +109,8 @@ def test_tools_are_shown_unless_none_is_to_be_called():
          "messages[1].tool_calls[0].function.arguments"),
         ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
          "messages[1].tool_calls[0].function.arguments"),
+        ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 60_000}}]}]},
+         "messages[1].tool_calls[0].function.arguments"),
         ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
          "messages[1].tool_calls[0].function.name"),
     ],
