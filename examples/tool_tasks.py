@@ -24,8 +24,8 @@ from tandem.config import Config
 from tandem.disk import disk_errors, write_atomic
 from tandem.draws import address
 from tandem.envs.load import load_env
-from tandem.envs.tool_calls import Call, write_calls
 from tandem.errors import UserError
+from tandem.model.tool_calls import Call, write_calls
 from tandem.recipe import load_config
 from tandem.types import Env, Message, Problem
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 Array = np.ndarray
-Message = dict[str, str]
+Message = dict[str, Any]  # texts by name; served chats also hold a list, `tool_calls`
 Tool = dict[str, Any]  # a function's JSON schema, as OpenAI and chat templates have it
 Row = dict[str, float]  # metrics or timings of a step, by name
 

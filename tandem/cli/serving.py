@@ -1,5 +1,6 @@
 """`tandem serve`: a model directory behind an OpenAI-compatible server. Cheapest check first, weights last."""
 
+import gc
 import re
 import socket
 import sys
@@ -14,7 +15,7 @@ from tandem.config import Config, Model, Rollout
 from tandem.engine.gate import is_loopback
 from tandem.engine.openai_api import Served
 from tandem.errors import UserError
-from tandem.types import Array, Message
+from tandem.types import Array, Message, Tool
 
 if TYPE_CHECKING:  # torch, transformers and the server come after the checks that need none of them
     from tandem.data.render import ChatRenderer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # torch, transformers and the server come after the checks th
     from tandem.engine.server import Server
 
 OPTIONAL = ("starlette", "uvicorn")
+LONGEST_INTEGER = 640  # digits, the least that Python knows: a body full of longer ones is long in parsing
 CHUNK_TOKENS = 256  # of a pass: a long prompt holds up those who stream by so much and no more
 
 
@@ -46,8 +48,12 @@ def serve(options: Options) -> None:
     make_server = _server_class()
     with _bound(options.host, options.port) as sock:
         engine, renderer = _load(options)
-        server = make_server(engine, RendererTexts(renderer), served(options, engine), api_key=options.api_key)
+        texts = RendererTexts(renderer)
+        server = make_server(engine, texts, served(options, engine, texts), api_key=options.api_key)
         _listen(sock, options)
+        sys.set_int_max_str_digits(LONGEST_INTEGER)
+        gc.collect()
+        gc.freeze()  # a full collection of what is loaded stops everything for 0.3 s
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
             server.run(sock, lambda: print(f"serving {options.model} on {_url(sock)}", flush=True))
 
@@ -118,16 +124,17 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     return build_engine(config, model, renderer, **sizes), renderer
 
 
-def served(options: Options, engine: "Engine") -> Served:
+def served(options: Options, engine: "Engine", texts: "RendererTexts") -> Served:
     from tandem.model.paged import PAGE
 
     config, room = engine.model.config, engine.cache.count * PAGE
     if room < config.max_position_embeddings:
         print(f"the cache of {options.cache_mb} MiB holds {room:,} tokens, the model's context is "
               f"{config.max_position_embeddings:,}; more with --cache-mb", file=sys.stderr)  # fmt: skip
+    context = min(config.max_position_embeddings, room)
     return Served(
-        name=options.served_name or options.model,
-        context=min(config.max_position_embeddings, room), vocabulary=config.vocab_size,
+        name=options.served_name or options.model, context=context,
+        longest_text=context * texts.longest_token, vocabulary=config.vocab_size,
         default_max_tokens=options.max_new_tokens, max_choices=options.max_queue,
     )  # fmt: skip
 
@@ -140,6 +147,7 @@ class RendererTexts:
         self.stop_token_ids = renderer.stop_token_ids
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.byte_tokens = frozenset(i for token, i in vocabulary.items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token))
+        self.longest_token = max(map(len, vocabulary))  # characters, or bytes where the vocabulary is of bytes
         self._renderer, self._tokenizer = renderer, tokenizer
         self._texts: dict[int, str] = {}
 
@@ -147,8 +155,11 @@ class RendererTexts:
         """int64 [T]: plain text as the tokenizer has it, with the beginning of a text where it writes one."""
         return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
 
-    def prompt(self, messages: Sequence[Message]) -> Array:
-        return self._renderer.prompt(messages)
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        return self._renderer.prompt_text(messages, tools)
+
+    def encode_chat(self, text: str) -> Array:
+        return self._renderer.encode(text)
 
     def decode(self, tokens: Array) -> str:
         return self._renderer.decode(tokens)

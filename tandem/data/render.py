@@ -21,6 +21,7 @@ from tandem.config import Data
 from tandem.data.template import LONGEST_TEXT, ChatTemplate, TextTooLong
 from tandem.errors import UserError
 from tandem.model.text import decode_text, load_tokenizer
+from tandem.model.tool_calls import Call, write_calls
 from tandem.types import Array, Message, Problem, Tool
 
 logger = logging.getLogger(__name__)
@@ -128,10 +129,21 @@ class ChatRenderer:
         return self.prompts([messages])[0]
 
     def prompts(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
-        """prompt of every chat, tokenized together; a template that knows no tools gets them as a system message."""
+        """prompt of every chat, tokenized together."""
+        return self._encode([self.prompt_text(messages, tools) for messages in chats])
+
+    def prompt_text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        """The text of a chat and the header of the assistant's turn. A template that knows no tools gets them in a
+        system message; one that knows no `tool_calls` gets them in the content of their message."""
         if tools and "tools" not in self._template:
-            chats, tools = [with_tools(messages, tools) for messages in chats], ()
-        return self._encode([self._text(messages, open_turn=True, tools=tools) for messages in chats])
+            messages, tools = with_tools(messages, tools), ()
+        if "tool_calls" not in self._template:
+            messages = [with_calls(message) for message in messages]
+        return self._text(messages, open_turn=True, tools=tools)
+
+    def encode(self, text: str) -> Array:
+        """int64 [T]: the tokens of a text that the template wrote."""
+        return self._encode([text])[0]
 
     def turn(self, messages: Sequence[Message]) -> Array:
         """int64 [T]: what follows an assistant's text when these messages answer it: the stop token that ends its turn,
@@ -206,7 +218,7 @@ class ChatRenderer:
                 next="shorten the chat, or see what the template repeats",
             ) from None
         # The template is a program from someone else: besides its own errors it can divide by zero or miss a key.
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise UserError(
                 "the chat template refuses a chat",
                 where=f"chat template of {self.name}",
@@ -312,6 +324,16 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
     if rest and rest[0]["role"] == "system":
         first, rest = rest[0]["content"] + "\n\n", rest[1:]
     return [{"role": "system", "content": first + told}, *rest]
+
+
+def with_calls(message: Message) -> Message:
+    """The message with its `tool_calls`, if any, written in its content as models of Hermes' way write them."""
+    if "tool_calls" not in message:
+        return message
+    called = [call["function"] for call in message["tool_calls"]]
+    calls = [Call(name=function["name"], arguments=function["arguments"]) for function in called]
+    content = "\n".join(filter(None, [message["content"], write_calls(calls, "hermes")]))
+    return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
 
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:

@@ -50,7 +50,7 @@ class ChatTemplate:
         return "".join(_capped(pieces))
 
 
-def _plain(message: Message) -> dict[str, str]:
+def _plain(message: Message) -> Message:
     """The message without empty keys; thoughts under any of their names are also found under the usual one."""
     message = {name: text for name, text in message.items() if text is not None}
     thoughts = next((message[name] for name in REASONING if name in message), None)

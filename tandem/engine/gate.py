@@ -7,12 +7,13 @@ not this machine's is refused (a page whose own name was pointed here), and so i
 
 import hmac
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from tandem.engine.openai_api import ApiError
 
 OPEN_PATHS = ("/health",)  # without a key
+MOST_HEADERS, LONGEST_HEADERS = 100, 16 << 10  # bytes, of all names and values together
 
 
 def is_loopback(host: str) -> bool:
@@ -23,6 +24,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raises ApiError 431."""
+    if len(headers) > MOST_HEADERS or sum(len(name) + len(value) for name, value in headers) > LONGEST_HEADERS:
+        raise ApiError(431, f"a request has at most {MOST_HEADERS} headers, and {LONGEST_HEADERS:,} bytes of them")
 
 
 def check_access(method: str, path: str, headers: Mapping[str, str], api_key: str) -> None:

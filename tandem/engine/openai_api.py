@@ -1,34 +1,47 @@
-"""Requests in OpenAI's shape, with the extensions of docs/serving.md, as the engine's requests.
+"""Requests in OpenAI's shape, with the extensions of docs/serving.md.
 
-What would change the output and is not done here is refused by name; what would not is accepted and ignored. Answers are
-written by openai_answers. Knows no HTTP server and no engine.
+What would change the output and is not done here is refused by name; what would not is accepted and ignored. The engine's
+requests are made of them by openai_prompts, answers are written by openai_answers. Knows no HTTP server and no engine.
 """
 
-import itertools
 import json
-import secrets
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)  # fmt: skip
 
-from tandem.draws import address
-from tandem.types import Array, Message, Request, SamplingParams
+from tandem.types import Array, Message, Tool
 
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Fields that this server does not do, and the values with which they ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "best_of": (1,), "echo": (False,),
     "suffix": ("",), "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "chat_template": (), "chat_template_kwargs": ({},),
+    "parallel_tool_calls": (True,),
 }  # fmt: skip
 WANTED = {
     "prompt": "text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text that is not empty, or a list of at most 16 of them",
+    "tool_choice": "none or auto: the server cannot make a model call a tool",
 }
+
+# A body is parsed in one piece that nothing can interrupt, and what it holds of these costs time: 0.1 s at most.
+MOST_COMMAS, MOST_OPENINGS = 1 << 18, 1 << 16  # openings: colons, and opening brackets and braces
+MOST_MESSAGES, MOST_TOOLS = 2048, 128  # as OpenAI has them
+LONGEST_WORDS = 1000  # characters of an error's message
+_COUNTED = 1 << 20  # bytes, in one piece
 
 
 class ApiError(Exception):
@@ -38,12 +51,18 @@ class ApiError(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_s: int = 0
     ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_s = status, message, param, code, retry_s
+        self.status, self.message, self.code, self.retry_s = status, _shortened(message), code, retry_s
+        self.param = param and _shortened(param)
 
     def body(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _shortened(text: str) -> str:
+    """What a client sent is quoted, and not at any length."""
+    return text if len(text) <= LONGEST_WORDS else f"{text[:LONGEST_WORDS]}..."
 
 
 class Texts(Protocol):
@@ -54,7 +73,9 @@ class Texts(Protocol):
 
     def encode(self, text: str) -> Array: ...
 
-    def prompt(self, messages: Sequence[Message]) -> Array: ...
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str: ...
+
+    def encode_chat(self, text: str) -> Array: ...
 
     def decode(self, tokens: Array) -> str: ...
 
@@ -67,9 +88,15 @@ class Served:
 
     name: str
     context: int  # tokens, prompt and completion
+    longest_text: int  # characters of a prompt: those of as many of the longest tokens as the context has
     vocabulary: int  # token ids are below it
     default_max_tokens: int
     max_choices: int  # of one request, over all its prompts
+
+    @property
+    def longest_body(self) -> int:
+        """Bytes of the largest body: 16 of the longest prompts, and within 1 and 16 MiB."""
+        return min(max(16 * self.longest_text, 1 << 20), 16 << 20)
 
 
 # ---- what clients send
@@ -77,6 +104,17 @@ class Served:
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: object) -> object:
+        """Leave out nulls: clients send back what they got. Of unknown fields one is left, for the refusal to name."""
+        if not isinstance(fields, dict):
+            return fields
+        given = {name: value for name, value in fields.items() if value is not None}
+        known = given.keys() & cls.model_fields.keys()
+        first = next((name for name in given if name not in known), "")
+        return {name: value for name, value in given.items() if name in known or name == first}
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # to_requests checks it against the vocabulary
@@ -96,17 +134,41 @@ def _text_of_parts(content: object) -> object:
     return "".join(str(part["text"]) for part in content)
 
 
+def _arguments(arguments: object) -> object:
+    """The arguments of a call, which OpenAI writes as JSON in a text."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+class _Function(_Strict):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+
+
+class _ToolCall(_Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Function
+
+
 class _ChatMessage(_Strict):
-    role: str
-    content: Annotated[str | None, BeforeValidator(_text_of_parts)] = None
+    role: Annotated[str, Field(max_length=64), AfterValidator(lambda role: "system" if role == "developer" else role)]
+    content: Annotated[str, BeforeValidator(_text_of_parts)] = ""
     name: str | None = None
     reasoning_content: str | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS)] | None = None
+    tool_call_id: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, message: object) -> object:
-        """Clients send back the messages that they got, with a null for all that they lack."""
-        return {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
+
+def _function_tool(tool: Tool) -> Tool:
+    """The tool as it came, so that the template writes what it writes in training."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name), **rest}} if name:
+            if isinstance(rest.get("parameters") or {}, dict):
+                return tool
+    raise ValueError('expected {"type": "function", "function": {"name": ..., "parameters": {...}}}')
 
 
 def _list_of_one(stop: object) -> object:
@@ -127,13 +189,13 @@ class Body(_Strict):
     n: Annotated[int, Field(ge=1)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]],
-                    BeforeValidator(_list_of_one), Field(max_length=16)] = []  # fmt: skip
+                    Field(fail_fast=True, max_length=16), BeforeValidator(_list_of_one)] = []  # fmt: skip
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     top_k: Annotated[int, BeforeValidator(_off), Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] = []
     return_token_ids: bool = False
 
     @model_validator(mode="after")
@@ -151,14 +213,24 @@ class Body(_Strict):
         """The field that the prompts are in, and how many they are."""
 
     @abstractmethod
-    def prompts(self, texts: Texts) -> list[Array]:
-        """int64 [T] each. Raises UserError when the chat template refuses the messages."""
+    def prompts(self, texts: Texts) -> Sequence[str | Array]:
+        """The prompts, each a text for `encode` or token ids, int64 [T]. Raises UserError when the chat template refuses
+        the messages."""
+
+    @abstractmethod
+    def encode(self, text: str, texts: Texts) -> Array:
+        """The tokens of such a text, int64 [T]."""
 
 
 class CompletionBody(Body):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def top_logprobs_wanted(self) -> int | None:
@@ -167,8 +239,11 @@ class CompletionBody(Body):
     def source(self) -> tuple[str, int]:
         return "prompt", len(self._several())
 
-    def prompts(self, texts: Texts) -> list[Array]:
-        return [texts.encode(p) if isinstance(p, str) else np.array(p, np.int64) for p in self._several()]
+    def prompts(self, texts: Texts) -> Sequence[str | Array]:
+        return [prompt if isinstance(prompt, str) else np.array(prompt, np.int64) for prompt in self._several()]
+
+    def encode(self, text: str, texts: Texts) -> Array:
+        return texts.encode(text)
 
     def _several(self) -> Sequence[str | Sequence[int]]:
         match self.prompt:
@@ -181,8 +256,12 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """POST /v1/chat/completions; prompt_token_ids takes the place of the rendered messages."""
 
-    messages: list[_ChatMessage] = []
-    prompt_token_ids: list[TokenId] | None = None
+    messages: Annotated[list[_ChatMessage], Field(fail_fast=True, max_length=MOST_MESSAGES)] = []
+    prompt_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    tools: Annotated[
+        list[Annotated[Tool, AfterValidator(_function_tool)]], Field(fail_fast=True, max_length=MOST_TOOLS)
+    ] = []
+    tool_choice: Literal["none", "auto"] = "auto"
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
@@ -197,16 +276,24 @@ class ChatBody(Body):
             raise ValueError("messages is empty, and there are no prompt_token_ids")
         return self
 
+    @property
+    def callable_tools(self) -> Sequence[Tool]:
+        """Those that the model is shown, and whose calls are read in its answer."""
+        return self.tools if self.tool_choice == "auto" else ()
+
     def top_logprobs_wanted(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
     def source(self) -> tuple[str, int]:
         return "messages" if self.prompt_token_ids is None else "prompt_token_ids", 1
 
-    def prompts(self, texts: Texts) -> list[Array]:
+    def prompts(self, texts: Texts) -> Sequence[str | Array]:
         if self.prompt_token_ids is not None:
             return [np.array(self.prompt_token_ids, np.int64)]
-        return [texts.prompt([message.model_dump(exclude_none=True) for message in self.messages])]
+        return [texts.render([message.model_dump(exclude_none=True) for message in self.messages], self.callable_tools)]
+
+    def encode(self, text: str, texts: Texts) -> Array:
+        return texts.encode_chat(text)
 
 
 B = TypeVar("B", bound=Body)
@@ -214,16 +301,11 @@ B = TypeVar("B", bound=Body)
 
 def parse(kind: type[B], raw: bytes, served: Served) -> B:
     """The body of a request. Raises ApiError, which names the field."""
-    try:
-        fields = json.loads(raw)
-        if b"\\u" in raw:  # half a surrogate pair is JSON, and no text
-            json.dumps(fields, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+    fields = _read_json(raw)
     if not isinstance(fields, dict):
         raise ApiError(400, "the body is not a JSON object")
     fields = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
-    for name in sorted(fields.keys() & NEUTRAL.keys()):
+    for name in sorted(fields.keys() & NEUTRAL.keys() - kind.model_fields.keys()):
         if fields.pop(name) not in NEUTRAL[name]:
             raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
     try:
@@ -236,9 +318,23 @@ def parse(kind: type[B], raw: bytes, served: Served) -> B:
     return body
 
 
+def _read_json(raw: bytes) -> object:
+    pieces = [raw[at : at + _COUNTED] for at in range(0, len(raw), _COUNTED)]
+    commas, openings = (sum(piece.count(mark) for piece in pieces for mark in marks) for marks in (b",", b":[{"))
+    if commas > MOST_COMMAS or openings > MOST_OPENINGS:
+        message = (
+            f"the body has more than {MOST_COMMAS:,} commas, or more than {MOST_OPENINGS:,} colons and opening brackets"
+        )
+        raise ApiError(413, f"{message}; send fewer prompts in one request")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
 def _explained(error: ValidationError) -> ApiError:
     """The first mistake. Of a place such as ("messages", 0, "content", "str") the tags of a union are left out."""
-    first = error.errors()[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     if not first["loc"]:  # a check over several fields; its text begins with the field's name
         message = str(first["msg"]).removeprefix("Value error, ")
         return ApiError(400, message, param=message.split()[0])
@@ -249,66 +345,3 @@ def _explained(error: ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not a field that this server knows", param=param, code="unknown_parameter")
     return ApiError(400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param)
-
-
-# ---- what the engine gets
-
-
-class DrawKeys:
-    """Addresses of random draws: repeatable with a seed, and unlike all others without."""
-
-    def __init__(self) -> None:
-        self._secret, self._count = secrets.token_hex(16), itertools.count()
-
-    def take(self, seed: int | None, choices: int) -> list[int]:
-        if seed is None:
-            return [address(self._secret, "serve", next(self._count)) for _ in range(choices)]
-        return [address(seed, "serve", choice) for choice in range(choices)]
-
-
-def to_requests(body: Body, texts: Texts, served: Served, keys: DrawKeys) -> list[Request]:
-    """n requests for each prompt, side by side. Raises ApiError and UserError for what cannot run."""
-    prompts, field = body.prompts(texts), "prompt" if isinstance(body, CompletionBody) else "messages"
-    if isinstance(body, ChatBody) and body.prompt_token_ids is not None:
-        field = "prompt_token_ids"
-    if len(prompts) * body.n > served.max_choices:
-        message = (
-            f"{len(prompts)} prompts with n = {body.n} are more than {served.max_choices} sequences in one request"
-        )
-        raise ApiError(400, message, param="n" if body.n > 1 else field)
-    for prompt in prompts:
-        _require_tokens(prompt, field, served)
-    _require_known(body.stop_token_ids, "stop_token_ids", served)
-    return [
-        Request(key=key, prompt=prompt, params=_params(body, prompt, texts, served))
-        for prompt in prompts
-        for key in keys.take(body.seed, body.n)
-    ]
-
-
-def _require_tokens(prompt: Array, field: str, served: Served) -> None:
-    if not len(prompt):
-        raise ApiError(400, f"{field}: the prompt has no tokens", param=field)
-    if len(prompt) >= served.context:
-        message = f"{field}: {len(prompt)} tokens leave no room for a completion; the context is {served.context}"
-        raise ApiError(400, message, param=field, code="context_length_exceeded")
-    _require_known(prompt, field, served)
-
-
-def _require_known(tokens: Sequence[int] | Array, field: str, served: Served) -> None:
-    if len(tokens) and np.max(tokens) >= served.vocabulary:
-        raise ApiError(400, f"{field}: token ids are from 0 to {served.vocabulary - 1}", param=field)
-
-
-def _params(body: Body, prompt: Array, texts: Texts, served: Served) -> SamplingParams:
-    room = served.context - len(prompt)
-    if body.max_tokens is not None and body.max_tokens > room:
-        message = f"max_tokens: {len(prompt)} tokens of prompt leave {room} of the context of {served.context}"
-        raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
-    return SamplingParams(
-        max_new_tokens=body.max_tokens or min(served.default_max_tokens, room),
-        temperature=body.temperature, top_k=min(body.top_k, served.vocabulary), top_p=body.top_p, min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty, stop=tuple(body.stop),
-        stop_token_ids=tuple(sorted({*texts.stop_token_ids, *body.stop_token_ids})),
-        top_logprobs=body.top_logprobs_wanted() or 0,
-    )  # fmt: skip

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class ServedEngine(Protocol):
-    """What a service needs of an engine; all of it is called from the engine thread."""
+    """What a service needs of an engine; all of it but weight_hash is called from the engine thread."""
 
     weight_version: int
 

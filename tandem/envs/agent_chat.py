@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from tandem.envs.tool_calls import Call, Reading, read_calls
+from tandem.model.tool_calls import split_calls
 from tandem.types import Message, Tool
 
 Json = dict[str, Any]
@@ -89,13 +89,9 @@ class Reply:
     @classmethod
     def to(cls, asked: Asked, text: str, turn: int) -> "Reply":
         """The model's text as the answer to a request: calls are made of it where it holds some, and all can be read."""
-        types = {tool["function"]["name"]: _types(tool) for tool in asked.tools}
-        reading = read_calls(text, tools=types) if types else Reading(before=text)
-        read = [call for call in reading.calls if isinstance(call, Call)]
-        if not read or len(read) < len(reading.calls):
-            return cls(text=text, content=text, turn=turn)
-        calls = tuple(Called(name=call.name, arguments=_arguments(call, types.get(call.name, {}))) for call in read)
-        return cls(text=text, content=(reading.before + reading.after).strip(), calls=calls, turn=turn)
+        content, read = split_calls(text, asked.tools)
+        calls = tuple(Called(name=call.name, arguments=_canonical(call.arguments)) for call in read)
+        return cls(text=text, content=content, calls=calls, turn=turn)
 
     def is_said(self, said: Said) -> bool:
         """Whether an agent's message is this reply; space around it, and how arguments are written, do not count."""
@@ -103,30 +99,6 @@ class Reply:
             return False
         whole = not said.calls and said.content.strip() == self.text.strip()
         return whole or (said.calls == self.calls and said.content.strip() == self.content.strip())
-
-
-def _types(tool: Tool) -> dict[str, object]:
-    """The JSON type of each of a tool's parameters, where its schema is as plain as that."""
-    match tool:
-        case {"function": {"parameters": {"properties": dict(properties)}}}:
-            return {name: schema.get("type") for name, schema in properties.items() if isinstance(schema, dict)}
-    return {}
-
-
-def _arguments(call: Call, types: dict[str, object]) -> str:
-    """As JSON; of values written as text those that are not wanted as text are JSON already."""
-    if call.typed:
-        return _canonical(call.arguments)
-    return _canonical({name: _value(text, types.get(name)) for name, text in call.arguments.items()})
-
-
-def _value(text: str, wanted: object) -> Any:
-    if wanted in (None, "string"):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ import threading
 
 from tandem.config import Sandbox as SandboxConfig
 from tandem.envs.calls import in_thread
-from tandem.envs.tool_calls import Format
 from tandem.envs.tools import ToolEnv, ToolUnavailable
+from tandem.model.tool_calls import Format
 from tandem.sandbox import Limits, Result, SandboxFailed, opened, run_python
 from tandem.types import Observation
 

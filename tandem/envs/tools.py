@@ -23,8 +23,8 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from tandem.envs.calculator import calculator
 from tandem.envs.calls import in_thread
 from tandem.envs.own import load_own
-from tandem.envs.tool_calls import BadCall, Call, Format, Reading, read_calls
 from tandem.errors import UserError
+from tandem.model.tool_calls import BadCall, Call, Format, Reading, read_calls
 from tandem.types import Env, Message, Observation, Tool
 
 ToolFunction = Callable[..., Any]  # may be `async def`; a plain one runs in a thread of its own, so it may block

@@ -11,7 +11,7 @@ from tandem.model.logprobs import Filter
 from tandem.types import Completion
 from tests.waiting import WAIT_S
 
-FAKE = Served(name="fake", context=4096, vocabulary=256, default_max_tokens=16, max_choices=8)
+FAKE = Served(name="fake", context=4096, longest_text=4096, vocabulary=256, default_max_tokens=16, max_choices=8)
 
 
 class FakeEngine:
@@ -103,8 +103,12 @@ class FakeTexts:
     def encode(self, text):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
-    def prompt(self, messages):
-        return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+    def render(self, messages, tools):
+        shown = "".join(f"tool:{tool['function']['name']}\n" for tool in tools)
+        return shown + "".join(f"{m['role']}:{m['content']}\n" for m in messages)
+
+    def encode_chat(self, text):
+        return self.encode(text)
 
     def decode(self, tokens: Sequence[int]):
         return bytes(list(tokens)).decode(errors="replace")

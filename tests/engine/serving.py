@@ -14,13 +14,13 @@ get, post = partial(httpx.get, timeout=WAIT_S), partial(httpx.post, timeout=WAIT
 
 
 @contextmanager
-def running(engine, texts, served, *, api_key=""):
+def running(engine, texts, served, **options):
     """The URL; the server is stopped, and its threads are gone, on the way out."""
     before = set(threading.enumerate())
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server, ready = Server(engine, texts, served, api_key=api_key), threading.Event()
+        server, ready = Server(engine, texts, served, **options), threading.Event()
         thread = threading.Thread(target=server.run, args=(sock, ready.set))
         thread.start()
         try:

@@ -12,9 +12,9 @@ from tandem.envs.guess import GuessTheNumber
 from tandem.envs.load import load_env
 from tandem.envs.own import load_own
 from tandem.envs.python import PythonEnv, fenced_code, report
-from tandem.envs.tool_calls import Call, write_calls
 from tandem.envs.tools import ToolUnavailable
 from tandem.errors import UserError
+from tandem.model.tool_calls import Call, write_calls
 from tandem.sandbox import Result
 from tandem.types import Problem
 from tests.waiting import WAIT_S, given_time

@@ -1,6 +1,6 @@
 """Tool calls in a model's text: read in the formats of Qwen, Hermes, Llama and Mistral, and written in them.
 
-    python -c "from tandem.envs.tool_calls import read_calls; print(read_calls('<tool_call>{\"name\": \"f\"}</tool_call>'))"
+    python -c "from tandem.model.tool_calls import read_calls; print(read_calls('<tool_call>{\"name\": \"f\"}</tool_call>'))"
 
     hermes        <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>       Hermes, Qwen2.5, Qwen3
     qwen3_coder   <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
@@ -10,7 +10,8 @@
     auto          whichever of them the text shows by its markers; what has none must name a tool that is known
 
 Nothing raises: a call that cannot be read is a BadCall with a reason that the model can be told. What a model thinks, up
-to the last </think>, is not looked at. Knows neither tools nor their types; nothing is evaluated.
+to the last </think>, is not looked at. Environments and the server read by it, so what is trained is what is served. Of
+tools it knows the names and, for arguments written as text, the types of the schema; nothing is evaluated.
 """
 
 import ast
@@ -20,6 +21,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
+
+from tandem.types import Tool
 
 Style = Literal["hermes", "qwen3_coder", "llama3", "pythonic", "mistral"]
 Format = Literal["auto", "hermes", "qwen3_coder", "llama3", "pythonic", "mistral"]
@@ -61,6 +64,44 @@ def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) 
         return Reading(before=text)
     reading = _read(said, _recognized(said, tools) if format == "auto" else format)
     return replace(reading, before=thoughts + end + reading.before)
+
+
+def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
+    """Split a turn into its content and its calls, the arguments in the types of the tools' schemas.
+
+    Where a call cannot be read, or there is none, the content is the whole text.
+    """
+    types = {tool["function"]["name"]: _types(tool) for tool in tools}
+    reading = read_calls(text, tools=types) if types else Reading(before=text)
+    calls = [_typed(call, types.get(call.name, {})) for call in reading.calls if isinstance(call, Call)]
+    if not calls or len(calls) < len(reading.calls):
+        return text, []
+    return (reading.before + reading.after).strip(), calls
+
+
+def _types(tool: Tool) -> dict[str, object]:
+    """The JSON type of each of a tool's parameters, where its schema is as plain as that."""
+    match tool:
+        case {"function": {"parameters": {"properties": dict(properties)}}}:
+            return {name: schema.get("type") for name, schema in properties.items() if isinstance(schema, dict)}
+    return {}
+
+
+def _typed(call: Call, types: dict[str, object]) -> Call:
+    """The call with its arguments as JSON values; of those written as text, what is not wanted as text is JSON."""
+    if call.typed:
+        return call
+    arguments = {name: _value(text, types.get(name)) for name, text in call.arguments.items()}
+    return Call(name=call.name, arguments=arguments)
+
+
+def _value(text: str, wanted: object) -> Any:
+    if wanted in (None, "string"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def write_calls(calls: Sequence[Call], style: Style) -> str:

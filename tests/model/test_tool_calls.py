@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.envs.tool_calls import BadCall, Call, read_calls, write_calls
+from tandem.model.tool_calls import BadCall, Call, read_calls, write_calls
 
 STYLES = ("hermes", "qwen3_coder", "llama3", "pythonic", "mistral")
 ADD = Call(name="add", arguments={"a": 1, "b": [2.5, None, True, {"c": "d"}]})
