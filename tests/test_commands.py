@@ -17,6 +17,7 @@ from tandem.checkpoint import step_name
 from tandem.config import Config, Reward
 from tandem.disk import file_hash
 from tandem.errors import UserError
+from tandem.jobs import LossWatch
 from tandem.metrics import read_metrics
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
@@ -72,6 +73,15 @@ def test_dpo_starts_at_even_odds_learns_its_pairs_and_exports_a_language_model(h
     assert rows[2]["eval/loss"] < rows[2]["loss"] < rows[1]["loss"]
     assert stock_logits(target).isfinite().all() and not same(weights(target), weights(home / "model"))
     assert "eval/greedy" in rows[-1]  # the problems of eval.data too
+
+
+@pytest.mark.parametrize(("losses", "told"), [([0.6931] * 12, 1), ([0.6931] * 8 + [0.68] * 4, 0), ([0.6931] * 9, 0)])
+def test_a_loss_of_pairs_that_does_not_move_is_told_once_with_the_learning_rate(losses, told):
+    said = []
+    watch = LossWatch(1e-6, 0, said.append)
+    for loss in losses:
+        assert watch({"loss": loss}) == {"loss": loss}
+    assert len(said) == told and all("preference.learning_rate = 1e-06" in text for text in said)
 
 
 def test_a_reward_model_learns_its_pairs_and_is_a_sequence_classifier_with_one_label(home, tmp_path):

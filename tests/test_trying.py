@@ -10,6 +10,7 @@ from tests.test_commands import home, invoke, mistake  # noqa: F401  (the fixtur
 
 ROWS = [{"prompt": f"{n} + 1?", "answer": str(n + 1), "uid": f"q{n}", "level": n} for n in range(4)]
 ENVIRONMENT = '''
+import random
 from tandem.types import Env, Observation
 
 class Echo(Env):
@@ -22,6 +23,10 @@ class Echo(Env):
         if len(self.heard) == self.turns:
             return Observation(done=True, reward=float(len(text)), parts={"letters": len("".join(self.heard))})
         return Observation(messages=[{"role": "user", "content": f"you said {text}"}], penalty=0.5 * (text == "bad"))
+
+class Random(Env):
+    def reset(self, problem):
+        return [*problem.messages, {"role": "user", "content": str(random.random())}]
 
 class Broken(Env):
     def step(self, text):
@@ -89,6 +94,11 @@ def test_mistakes_are_told_before_anything_is_played(data, tmp_path):
     assert "no training problems are named" in mistake("try", f"{reward}:score", "--answer", "a")
     assert "no_such" in mistake("try", f"{reward}:no_such", "--data", data, "--answer", "a")
     assert "no option 'steps'" in mistake("try", f"{env}:Echo", "env.options.steps=1", "--data", data, "--answer", "a")
+
+
+def test_an_environment_with_a_random_opening_is_refused_as_in_training(data, tmp_path):
+    env = f"{tmp_path}/my_env.py:Random"
+    assert "the episodes of a problem begin differently" in mistake("try", env, "--data", data, "--answer", "a")
 
 
 def test_an_environment_that_fails_is_told_row_by_row(data, tmp_path):

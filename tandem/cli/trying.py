@@ -20,6 +20,7 @@ from tandem.config import Config
 from tandem.data.render import ChatRenderer, load_renderer
 from tandem.envs.load import BUILT_IN
 from tandem.envs.record import seat
+from tandem.envs.rollout import run_episodes
 from tandem.errors import UserError
 from tandem.evaluate import sampling_params
 from tandem.model.load import check_model
@@ -62,6 +63,8 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
             player, params = _with_model(config, problems, player_of)
         else:
             player, params = player_of(Typist(answers), PlainRenderer()), SamplingParams(max_new_tokens=1 << 20)
+        if config.env.name not in ("single_turn", "agent", "verifiers"):
+            _check_openings(player, problems)
         failed = 0
         for number, problem in enumerate(problems):
             start = time.perf_counter()
@@ -72,6 +75,14 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
             tell(group, time.perf_counter() - start, player.renderer)
             failed += any(episode.env_error or episode.reward_error for episode in group.episodes)
     return failed
+
+
+def _check_openings(player: Player, problems: Sequence[Problem]) -> None:
+    """Begin two episodes of each problem, and end them at once. Raises UserError, as training would, if they begin differently."""
+    groups = seat(problems, 2, ("try", "openings"))
+    run_episodes(
+        groups, engine=Mute([]), renderer=player.renderer, world=player.world, params=SamplingParams(max_new_tokens=1)
+    )
 
 
 def _with_model(config: Config, problems: Sequence[Problem], player_of: MakePlayer) -> tuple[Player, SamplingParams]:
@@ -158,6 +169,20 @@ class Typist:
             tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), weight_versions=np.zeros(len(tokens), np.int32),
             text=text, stop_reason="stop",
         )  # fmt: skip
+
+
+class Mute(Typist):
+    """An engine whose every completion is cut before its first word, which ends the episode."""
+
+    def _answer(self, request: Request) -> Completion:
+        end = np.array([END], np.int64)
+        return Completion(
+            tokens=end,
+            logprobs=np.zeros(1, np.float32),
+            weight_versions=np.zeros(1, np.int32),
+            text="",
+            stop_reason="length",
+        )
 
 
 def _ask() -> Iterator[str]:
