@@ -78,7 +78,7 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
 
 
 def _check_openings(player: Player, problems: Sequence[Problem]) -> None:
-    """Begin two episodes of each problem, and end them at once. Raises UserError, as training would, if they begin differently."""
+    """Begin two episodes of each problem and end them. Raises UserError, as training would, where they begin differently."""
     groups = seat(problems, 2, ("try", "openings"))
     run_episodes(
         groups, engine=Mute([]), renderer=player.renderer, world=player.world, params=SamplingParams(max_new_tokens=1)
