@@ -8,9 +8,11 @@ which must be asked for before triton is first imported.
 import os
 import signal
 
+import pytest
 import torch
 
 from tandem import numerics
+from tests.leftovers import Session
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -23,3 +25,20 @@ if processes > 1:
 numerics.prepare(share)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+OURS = (
+    None if "PYTEST_XDIST_WORKER" in os.environ else Session()
+)  # the processes of xdist share the folder of the first
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    """Fail a session whose tests left files outside their temporary folders; what failed can be looked at."""
+    if OURS is None:
+        return
+    left = OURS.left()
+    if left:
+        session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
+        print("\nerror: the tests left files behind:", *left, sep="\n  ")
+    elif not exitstatus:
+        OURS.remove()

@@ -1,0 +1,47 @@
+"""What a session of the tests leaves behind: files in the checkout, in shared memory or in the temporary folder.
+
+The session has a temporary folder of its own (TMPDIR), so that nothing is mistaken for what other programs leave.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SHARED_MEMORY = Path("/dev/shm")
+OF_PYTEST = "pytest-of-"
+
+
+def _checkout() -> set[str]:
+    """Paths of the checkout that git does not know or knows otherwise; caches, which .gitignore names, are none."""
+    status = ["git", "status", "--porcelain", "--untracked-files=all"]
+    found = subprocess.run(status, cwd=ROOT, capture_output=True, text=True)
+    return set(found.stdout.splitlines())
+
+
+def _in(folder: Path) -> set[str]:
+    return {str(path) for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+@dataclass
+class Session:
+    """Begins with a temporary folder of its own, and tells in the end what is there that was not."""
+
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tt-")))
+    checkout: set[str] = field(default_factory=_checkout)
+    shared: set[str] = field(default_factory=lambda: _in(SHARED_MEMORY))
+
+    def __post_init__(self):
+        os.environ["TMPDIR"] = str(self.folder)
+        tempfile.tempdir = None  # it has been asked for, and is kept
+
+    def left(self) -> list[str]:
+        """Paths that the tests have left, besides pytest's own."""
+        temporary = {path for path in _in(self.folder) if not Path(path).name.startswith(OF_PYTEST)}
+        return sorted(temporary | (_checkout() - self.checkout) | (_in(SHARED_MEMORY) - self.shared))
+
+    def remove(self):
+        shutil.rmtree(self.folder, ignore_errors=True)
