@@ -188,6 +188,7 @@ def test_keys_that_do_not_change_what_a_step_computes_may_change(tmp_path):
     changes = {
         "run__keep_checkpoints": 5,
         "run__save_every": 3,
+        "eval__every": 7,
         "reward__workers": 2,
         "run__folder": "x",
     }
