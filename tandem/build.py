@@ -73,7 +73,19 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     own = [source_of(function) for function in config.reward.functions]
     paths |= {f"reward.function/{file}": file for file in own if file is not None}
     paths |= {f"env/{file}": file for file in env_files(config.env)}
-    return {key: file_hash(path) for key, path in paths.items() if path.is_file()}
+    return {key: _input_hash(key, path) for key, path in paths.items() if path.is_file()}
+
+
+def _input_hash(key: str, path: Path) -> str:
+    try:
+        return file_hash(path)
+    except OSError as error:
+        raise UserError(
+            "a file that the run is a function of cannot be read",
+            where=f"{key.partition('/')[0]}: {path}",
+            found=error.strerror or str(error),
+            next=f"ls -l {path}",
+        ) from None
 
 
 def _names(source: str | list[str]) -> list[str]:

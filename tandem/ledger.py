@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tandem.config import Config
-from tandem.disk import file_hash
+from tandem.disk import file_hash, read_plain
 from tandem.errors import UserError
 from tandem.metrics import Metrics, read_lines, read_metrics
 from tandem.recipe import load_config
@@ -80,7 +80,21 @@ def open_past(folder: Path) -> PastRun:
     if not (folder / "config.toml").is_file():
         raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
                         expected="a folder made by a command that trains", next="ls runs/")  # fmt: skip
-    return PastRun(folder, load_config(folder / "config.toml", []), str(_json(folder / "run.json")["command"]))
+    return PastRun(folder, load_config(folder / "config.toml", []), run_command(folder))
+
+
+def run_command(folder: Path) -> str:
+    """The command that made a run folder, e.g. "train". Raises UserError."""
+    about = _json(folder / "run.json")
+    if not (isinstance(about, dict) and isinstance(about.get("command"), str)):
+        raise UserError(
+            "a file of the run folder cannot be read",
+            where=str(folder / "run.json"),
+            found=str(about)[:80],
+            expected="the file as Tandem wrote it",
+            next="restore it from a copy",
+        )
+    return about["command"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +180,7 @@ def _problem(row: dict[str, Any]) -> Problem:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return json.loads(read_plain(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError("a file of the run folder cannot be read", where=str(path), found=f"{type(error).__name__}: {error}",
                         expected="the file as Tandem wrote it", next="restore it from a copy") from error  # fmt: skip

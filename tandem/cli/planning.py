@@ -21,10 +21,10 @@ def plan(config: Config) -> None:
     from tandem.build import playground
     from tandem.model.load import check_model
 
-    check_model(config.model.path)
+    model_config = check_model(config.model.path)
     with playground(config):  # environment and reward functions can be loaded
         pass
-    parameters, adapters, model_config = _parameters(config)
+    parameters, adapters = _parameters(config, model_config)
     rows = memory(parameters, adapters, config)
     table = Table("memory", "GiB", "how", title=f"{model_config.model_type}, {parameters / 1e6:,.1f}M parameters")
     for name, count, how in rows:
@@ -71,16 +71,12 @@ def memory(parameters: int, adapters: int, config: Config) -> list[tuple[str, in
     return rows
 
 
-def _parameters(config: Config) -> tuple[int, int, Any]:
-    """(parameters, those of adapters, model config), counted on the meta device: shapes without storage."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def _parameters(config: Config, model_config: Any) -> tuple[int, int]:
+    """Count the parameters of the model, and those of its adapters, without storage for them."""
+    from tandem.model.load import empty_model
     from tandem.model.lora import chosen_linears
 
-    shape = AutoConfig.from_pretrained(config.model.path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape)
+    model = empty_model(config.model.path, model_config)
     adapted = chosen_linears(model, config.lora.targets)
     adapters = config.lora.rank * sum(linear.in_features + linear.out_features for linear in adapted)
-    return sum(p.numel() for p in model.parameters()), adapters, shape
+    return sum(p.numel() for p in model.parameters()), adapters

@@ -1,6 +1,5 @@
 """The commands that train, and `tandem export`."""
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +12,7 @@ from tandem.drive import Job, drive
 from tandem.errors import UserError
 from tandem.export import export, export_adapter, model_card
 from tandem.jobs import distill_job, dpo_job, rm_job, sft_job, training_job
+from tandem.ledger import run_command
 from tandem.metrics import read_metrics
 from tandem.recipe import load_config
 from tandem.run import RunFolder, open_run
@@ -63,7 +63,7 @@ def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) 
     path = _checkpoint(folder / "checkpoints", step)
     prepare_process(config)  # an adapter is merged by a product
     tensors, _ = load_checkpoint(path)
-    command = json.loads((folder / "run.json").read_text())["command"]
+    command = run_command(folder)
     scorer = command == "rm"
     model = build_model(config, config.model.path, head="value" if scorer else "tokens")
     model.load_weights(tensors["scorer" if scorer else "policy"])
