@@ -26,9 +26,10 @@ from tandem.envs.own import source_file as source_of
 from tandem.envs.rollout import World
 from tandem.errors import UserError
 from tandem.evaluate import evaluate
-from tandem.model.load import ExactModel, check_model, load_model, require_weights
+from tandem.model.load import ExactModel, check_model, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.probe import Exactness, probe
+from tandem.model.weight_files import check_weights
 from tandem.play import Grade, Player
 from tandem.rewards.pool import RewardPool
 from tandem.sandbox import open_sandbox
@@ -74,7 +75,19 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     own = [source_of(function) for function in config.reward.functions]
     paths |= {f"reward.function/{file}": file for file in own if file is not None}
     paths |= {f"env/{file}": file for file in env_files(config.env)}
-    return {key: file_hash(path) for key, path in paths.items() if path.is_file()}
+    return {key: _input_hash(key, path) for key, path in paths.items() if path.is_file()}
+
+
+def _input_hash(key: str, path: Path) -> str:
+    try:
+        return file_hash(path)
+    except OSError as error:
+        raise UserError(
+            "a file that the run is a function of cannot be read",
+            where=f"{key.partition('/')[0]}: {path}",
+            found=error.strerror or str(error),
+            next=f"ls -l {path}",
+        ) from None
 
 
 def _names(source: str | list[str]) -> list[str]:
@@ -196,12 +209,12 @@ def check_models(config: Config, *others: str, head: Literal["tokens", "value"] 
         "model.reference": config.model.reference, "critic.path": config.critic.path, "distill.teacher": config.distill.teacher,
     }  # fmt: skip
     shape = check_model(config.model.path, head=head)
-    require_weights(config.model.path)
+    check_weights(config.model.path)
     size = shape.vocab_size
     for key in others:
         kind: Literal["tokens", "value"] = "value" if key == "critic.path" else "tokens"
         if paths[key]:
-            require_weights(paths[key])
+            check_weights(paths[key])
         if paths[key] and (found := check_model(paths[key], key, head=kind).vocab_size) != size:
             raise UserError("two models do not share a vocabulary", where=f"{key} = {paths[key]}", found=f"{found:,} tokens",
                             expected=f"{size:,}, as model.path", next="take a model of the same family")  # fmt: skip

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tandem import __version__
-from tandem.disk import DISK, Disk, disk_errors, file_hash, human_bytes, make_folder, os_error
+from tandem.disk import DISK, Disk, disk_errors, file_hash, human_bytes, make_folder, os_error, read_plain
 from tandem.errors import UserError
 from tandem.watchdog import beat
 
@@ -34,6 +34,7 @@ Tensors = dict[str, dict[str, torch.Tensor]]  # file stem -> name -> tensor
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
+_UNREADABLE = (SafetensorError, OSError, ValueError, TypeError, RecursionError)
 _HEADROOM = 1 << 20  # bytes beyond the tensors: headers, manifest, file system blocks
 
 
@@ -102,8 +103,17 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[s
             "the checkpoint is damaged", where=str(path), found="; ".join(damage), next="take another step_N"
         )
     _, files = _read_manifest(path)  # whatever else lies in the folder has no hash
-    tensors = {Path(name).stem: load_file(path / name) for name in sorted(files) if name != STATE}
-    return tensors, json.loads((path / STATE).read_text(encoding="utf-8"))
+    try:
+        tensors = {Path(name).stem: load_file(path / name) for name in sorted(files) if name != STATE}
+        return tensors, dict(json.loads(read_plain(path / STATE)))
+    except _UNREADABLE as error:  # its hashes are right, so it was not Tandem that wrote it
+        raise UserError(
+            "the checkpoint is not one of Tandem's",
+            where=str(path),
+            found=str(error)[:300],
+            expected="safetensors and JSON",
+            next="take another step_N",
+        ) from None
 
 
 def find_damage(path: Path) -> list[str]:
@@ -257,21 +267,32 @@ def _sealed(body: dict[str, Any]) -> bytes:
 def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """(damage, name -> size and hash)."""
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = read_plain(path / MANIFEST)
         body = json.loads(data)
         del body["sha256_of_the_rest"]
-        whole = _sealed(body) == data
+        whole = _sealed(body) == data and _is_manifest(body)
     except FileNotFoundError:
         return [f"{MANIFEST}: found none, expected one"], {}
     except OSError as error:
         return [f"{MANIFEST}: found {error.strerror}, expected a readable file"], {}
-    except (ValueError, TypeError, KeyError):  # not JSON, not UTF-8, or another shape
+    except (ValueError, TypeError, KeyError, RecursionError):  # not JSON, not UTF-8, or another shape
         whole = False
     if not whole:
         return [f"{MANIFEST}: found other bytes, expected those its own hash was made of"], {}
     if body["step"] != checkpoint_step(path):
         return [f"{MANIFEST}: found step {body['step']}, expected {checkpoint_step(path)}"], {}
     return [], body["files"]
+
+
+def _is_manifest(body: dict[str, Any]) -> bool:
+    """Check that it names files of its own folder only, STATE among them, with size and hash."""
+    match body:
+        case {"step": int(), "files": dict(files)} if STATE in files:
+            return all(
+                Path(name).name == name and isinstance(entry, dict) and entry.keys() == {"size", "sha256"}
+                for name, entry in files.items()
+            )
+    return False
 
 
 def _file_damage(file: Path, entry: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +27,18 @@ _CAUSES = (
         f"allow writing; {_AGAIN}",
     ),
     (
-        (errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
+        (
+            errno.ENOTDIR,
+            errno.EEXIST,
+            errno.EISDIR,
+            errno.ENAMETOOLONG,
+            errno.ENOENT,
+            errno.ELOOP,
+            errno.ENXIO,
+            errno.EINVAL,
+        ),
         "the path cannot be written",
-        "a path that can be created",
+        "a path that can be created, or a plain file, which is no link and no pipe",
         "choose another run.folder",
     ),
     ((errno.EIO,), "the disk fails", "a working disk", f"check the disk; {_AGAIN}"),
@@ -56,7 +66,7 @@ class Disk:
 
     def remove(self, path: Path) -> None:
         """A file, or a folder with all it holds; a kill can leave a part of it."""
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
@@ -73,6 +83,23 @@ def file_hash(path: Path) -> str:
     """SHA-256, as `sha256sum` has it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """Open a file of a run folder to write in it. A link is not followed, as its target may be anybody's; a pipe is not waited
+    for. Raises OSError for those and for whatever else is not a plain file."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a plain file", str(path))
+    return descriptor
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a plain file, or of one that a link names. Raises OSError for anything else."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a plain file", str(path))
+    return path.read_bytes()
 
 
 def make_folder(folder: Path, disk: Disk = DISK) -> None:
@@ -94,7 +121,8 @@ def write_atomic(path: Path, data: bytes, disk: Disk = DISK) -> None:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+    with open(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(data)
 
 
 def append_line(descriptor: int, line: bytes, path: Path) -> None:
@@ -140,7 +168,7 @@ def _free_bytes_near(path: Path) -> int:
 def existing_parent(path: Path) -> Path:
     """The nearest folder that exists: the path itself, or one that it would lie in."""
     path = path.absolute()
-    while not path.is_dir() and path != path.parent:
+    while not os.path.isdir(path) and path != path.parent:  # Path.is_dir raises for a name that is too long
         path = path.parent
     return path
 

@@ -18,6 +18,7 @@ from tandem.errors import UserError
 from tandem.model.hashing import weight_hash
 from tandem.model.load import SUMS, ExactModel
 from tandem.model.lora import write_adapter_config
+from tandem.model.text import load_tokenizer
 
 
 def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
@@ -27,10 +28,8 @@ def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
     """
 
     def write(folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         model.module.save_pretrained(folder, state_dict=model.merged_weights())
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        load_tokenizer(source).save_pretrained(folder)
 
     return _appear(folder, write, card)
 

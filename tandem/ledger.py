@@ -9,6 +9,7 @@ step is made: that is replay.py.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tandem.config import Config
-from tandem.disk import file_hash
+from tandem.disk import file_hash, read_plain
 from tandem.errors import UserError
 from tandem.metrics import Metrics, read_lines, read_metrics
 from tandem.recipe import load_config
@@ -89,10 +90,24 @@ def open_past(folder: Path) -> PastRun:
     if not (folder / "config.toml").is_file():
         raise UserError("this is not a run folder", where=str(folder), found="no config.toml",
                         expected="a folder made by a command that trains", next="ls runs/")  # fmt: skip
-    about = _json(folder / "run.json")
+    about = _about(folder)
     directory = str(about.get("directory", ""))  # runs of older versions have none
     config = load_config(folder / "config.toml", [])
-    return PastRun(folder, config, str(about["command"]), directory if Path(directory).is_dir() else "")
+    return PastRun(folder, config, about["command"], directory if os.path.isdir(directory) else "")
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What run.json says; its "command" is text. Raises UserError."""
+    about = _json(folder / "run.json")
+    if not (isinstance(about, dict) and isinstance(about.get("command"), str)):
+        raise UserError(
+            "a file of the run folder cannot be read",
+            where=str(folder / "run.json"),
+            found=str(about)[:80],
+            expected="the file as Tandem wrote it",
+            next="restore it from a copy",
+        )
+    return about
 
 
 @contextmanager
@@ -187,7 +202,7 @@ def _problem(row: dict[str, Any]) -> Problem:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return json.loads(read_plain(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError("a file of the run folder cannot be read", where=str(path), found=f"{type(error).__name__}: {error}",
                         expected="the file as Tandem wrote it", next="restore it from a copy") from error  # fmt: skip

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tandem.disk import append_line, disk_errors, write_atomic
+from tandem.disk import append_line, disk_errors, open_plain, read_plain, write_atomic
 from tandem.errors import UserError
 
 Metrics = dict[str, Any]  # name -> float | int | None | Metrics
@@ -95,7 +95,7 @@ class _Lines:
     def __init__(self, path: Path):
         self._path = path
         with disk_errors(path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def append(self, row: Metrics) -> None:
         append_line(self._descriptor, _line(row), self._path)
@@ -157,12 +157,13 @@ def _cut(path: Path, last_step: int) -> int | None:
 
 def _read_rows(path: Path) -> Iterator[tuple[bytes, Metrics]]:
     """(line, row); a torn last line, which a kill leaves, is dropped, and a broken one elsewhere is an error."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    with disk_errors(path):
+        lines = read_plain(path).splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             row["step"] = int(row["step"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 return
             raise _broken(path, number, line) from error

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tandem.config import Config
 from tandem.disk import existing_parent, human_bytes
 from tandem.errors import UserError
-from tandem.model.load import check_model
+from tandem.model.load import check_model, empty_model
 from tandem.model.lora import chosen_linears
 
 Need = tuple[str, int, str]  # what, bytes, how
@@ -113,7 +111,7 @@ def require_disk(config: Config, command: str, folder: Path, machine: Machine) -
 
 def model_sizes(config: Config, command: str) -> Sizes:
     """Count parameters on the meta device: shapes without storage. Raises UserError for adapters' targets that are not there."""
-    policy = _meta_model(config.model.path)
+    policy = _module(config.model.path)
     adapted = chosen_linears(policy, config.lora.targets) if config.lora.rank else []
     adapters = config.lora.rank * sum(linear.in_features + linear.out_features for linear in adapted)
     paths = {
@@ -124,15 +122,12 @@ def model_sizes(config: Config, command: str) -> Sizes:
         "distill.teacher": config.distill.teacher * (command == "distill"),
         "reward.model": config.reward.model * (command != "rm"),
     }
-    others = {key: _count(_meta_model(path)) for key, path in paths.items() if path}
+    others = {key: _count(_module(path)) for key, path in paths.items() if path}
     return Sizes(policy=_count(policy), adapters=adapters, others=others)
 
 
-def _meta_model(path: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(check_model(path, head="value"))
+def _module(path: str) -> Any:
+    return empty_model(path, check_model(path, head="value"))
 
 
 def _count(module: Any) -> int:

@@ -15,6 +15,8 @@ from pydantic_core import ErrorDetails
 from tandem.config import ALGORITHMS, SHORTHANDS, Config, Section
 from tandem.errors import UserError
 
+MAX_DEPTH = 20  # of tables and lists in a recipe
+
 
 def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
     """Read a TOML recipe (None: an empty one), apply `key=value` overrides, validate. Raises UserError naming every mistake.
@@ -22,6 +24,7 @@ def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
     An override of rl.algorithm takes the place of all that the file sets of an algorithm: one value changes it.
     """
     tree = {} if recipe is None else _read(Path(recipe))
+    source = str(recipe or "command line")
     tree |= {name: {key: tree[name]} for name, key in SHORTHANDS.items() if isinstance(tree.get(name), str | list)}
     origin: dict[str, str] = {}
     in_file = set(tree["rl"]) if isinstance(tree.get("rl"), dict) else set()
@@ -31,21 +34,48 @@ def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
         for name in in_file & {name for values in ALGORITHMS.values() for name in values}:
             if f"rl.{name}" not in origin:
                 del tree["rl"][name]
+    _refuse_bad_texts(tree, source)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error, str(recipe or "command line"), origin) from None
+        raise _explain(error, source, origin) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError("the recipe does not exist", where=str(path), expected="a TOML file", next="ls recipes/")
     try:
+        if not path.is_file():
+            raise UserError("the recipe does not exist", where=str(path), expected="a TOML file", next="ls recipes/")
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise UserError("the recipe cannot be read", where=str(path), found=found, next=f"ls -l {path}") from None
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, or a number of 5,000 digits
         raise UserError(
             "the recipe is not valid TOML", where=str(path), found=str(error), expected="TOML, see recipes/demo.toml"
         ) from None
+
+
+def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
+    """Raises UserError for what cannot be written back, or name a file: texts that are not UTF-8, and tables without end."""
+    rest = [(tree, "", 0)]
+    while rest:
+        value, key, depth = rest.pop()
+        if isinstance(value, dict | list):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            rest += [(child, f"{key}.{name}".lstrip("."), depth + 1) for name, child in pairs]
+        bad = isinstance(value, str) and ("\0" in value or not _is_utf8(value))
+        if bad or depth > MAX_DEPTH:
+            found = f"{value!r:.80}" if bad else f"more than {MAX_DEPTH} levels of nesting"
+            expected = "text in UTF-8 without a zero character" if bad else "a flatter value"
+            raise UserError("a value cannot be used", where=f"{key[:80]} ({source})", found=found, expected=expected)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, as a shell makes of other bytes
+        return False
+    return True
 
 
 def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
@@ -63,8 +93,15 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
         )
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # not TOML, or a number of 5,000 digits
         value = raw
+    except RecursionError:
+        raise UserError(
+            "an override cannot be read",
+            where=f"{key} (command line)",
+            found=f"{raw:.40}...",
+            expected="a flatter value",
+        ) from None
     if value == raw and raw.startswith(("[", "{")):
         raise UserError(
             "a list or table on the command line is no TOML",

@@ -25,7 +25,7 @@ from typing import Any
 
 from tandem import numerics
 from tandem.config import Config
-from tandem.disk import append_line, disk_errors, existing_parent, write_atomic
+from tandem.disk import append_line, disk_errors, existing_parent, open_plain, read_plain, write_atomic
 from tandem.errors import UserError
 from tandem.recipe import to_toml
 
@@ -114,7 +114,7 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
     config = _with_threads(config, folder, resumed)
     changes = _take_up(folder, config, command) if resumed else _begin(folder, config, command)
     with disk_errors(folder):
-        log = os.open(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        log = open_plain(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         news = tuple(filter(None, [lock_news, *changes]))
         run = RunFolder(path=folder, config=config, command=command, resumed=resumed, log_descriptor=log, news=news)
@@ -185,7 +185,7 @@ def _acquire(folder: Path) -> int:
     while True:
         with disk_errors(path):
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -198,7 +198,7 @@ def _acquire(folder: Path) -> int:
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat())
 
 
 def _in_use(folder: Path, holder: str) -> UserError:
@@ -360,8 +360,15 @@ def _leaves(toml: str) -> dict[str, Any]:
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # absent, damaged, or of another shape
+        return parse(read_plain(path).decode())
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # absent, or of another shape
         raise UserError(
             "a file of the run folder cannot be read",
             where=str(path),

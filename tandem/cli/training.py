@@ -15,7 +15,7 @@ from tandem.export import export, export_adapter, keep_model, model_card
 from tandem.jobs import distill_job, dpo_job, rm_job, sft_job, training_job
 from tandem.ledger import KEPT_MODEL, entered
 from tandem.metrics import read_metrics
-from tandem.model.load import empty_model
+from tandem.model.load import unfilled_model
 from tandem.needs import Machine, require_disk
 from tandem.run import RunFolder, open_run
 
@@ -73,7 +73,9 @@ def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) 
         kept = (
             past.kept_model != config.model.path and not config.lora.rank
         )  # an adapter's checkpoint lacks the base's weights
-        model = empty_model(past.kept_model, head=head) if kept else build_model(config, config.model.path, head=head)
+        model = (
+            unfilled_model(past.kept_model, head=head) if kept else build_model(config, config.model.path, head=head)
+        )
         model.load_weights(tensors["scorer" if past.command == "rm" else "policy"])
         done = checkpoint_step(path)
         rows = [row for row in read_metrics(past.folder) if row["step"] == done] or [{"step": done}]

@@ -22,7 +22,11 @@ def parquet_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
     """(place, payload) for every row."""
     import pyarrow.parquet as pq
 
+    from tandem.data.parquet_size import check_size
+
     def batches() -> Iterator[Any]:
+        _refuse_twice(pq.read_schema(file).names)
+        check_size(file)
         # One thread: whoever starts the process counts its threads, and reading is not what takes the time.
         yield from pq.ParquetFile(file).iter_batches(batch_size=BATCH, use_threads=False)
 
@@ -91,6 +95,7 @@ def table_rows(batches: Iterable[Any], mistake: str, where: str) -> Iterator[tup
     number = 0
     try:
         for batch in batches:
+            _refuse_twice(batch.schema.names)
             suspect = _suspect(batch)
             for payload in _batch_rows(batch):
                 number += 1
@@ -98,6 +103,12 @@ def table_rows(batches: Iterable[Any], mistake: str, where: str) -> Iterator[tup
     except (pa.ArrowException, OSError, ValueError) as error:
         found = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(mistake, where=f"{where}, after row {number}", found=found) from None
+
+
+def _refuse_twice(names: list[str]) -> None:
+    """A row would hold one of two columns of a name, and nobody could tell which."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"two columns {next(name for name in names if names.count(name) > 1)!r}")
 
 
 def _suspect(batch: Any) -> bool:

@@ -14,12 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
 
 from tandem.config import Data
-from tandem.data.template import LONGEST_TEXT, ChatTemplate, TextTooLong
+from tandem.data.template import ChatTemplate
+from tandem.data.template_budget import LONGEST_TEXT, TextTooLong, TooMuchWork
 from tandem.errors import UserError
+from tandem.model.config_file import read_json
 from tandem.model.text import decode_text, load_tokenizer
 from tandem.model.tool_calls import Call, write_calls
 from tandem.types import Array, Message, Problem, Tool
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _SAID = "tandem"
 _EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _SAID})  # any, to see what follows
 
+GENERATION = "generation_config.json"
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 Loss = Literal["assistant", "last", "all"]  # where a training chat carries loss; see ChatRenderer.training
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
@@ -87,17 +89,18 @@ def _require_model(model_path: str) -> None:
 
 
 def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
-    """The ends of turn that the tokenizer and generation_config.json name."""
-    from transformers import GenerationConfig
-
-    try:
-        eos = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError as error:
-        if (Path(model_path) / "generation_config.json").is_file():
-            where, found = f"{model_path}/generation_config.json", str(error).splitlines()[0]
-            raise UserError("the generation config cannot be read", where=where, found=found) from None
-        eos = None  # the file is optional
-    return {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    """The ends of turn that the tokenizer and generation_config.json, which is optional, name."""
+    where = f"{model_path}/{GENERATION}"
+    eos = (read_json(model_path, GENERATION, where, "generation config") or {}).get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(token is None or type(token) is int for token in ids):
+        raise UserError(
+            "the generation config cannot be read",
+            where=where,
+            found=f"eos_token_id {str(eos)[:60]}",
+            expected="the number of a token, or a list of them",
+        )
+    return {tokenizer.eos_token_id, *ids} - {None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +220,21 @@ class ChatRenderer:
                 expected=f"at most {LONGEST_TEXT:,} characters for a chat",
                 next="shorten the chat, or see what the template repeats",
             ) from None
-        # The template is a program from someone else: besides its own errors it can divide by zero or miss a key.
-        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except TooMuchWork:
+            raise UserError(
+                "the chat template does not come to an end",
+                where=f"chat template of {self.name}",
+                found=f"a chat of {len(messages)} messages for which it takes seconds",
+                expected="a template whose work grows as its chat does",
+                next="shorten the chat, or see what the template repeats",
+            ) from None
+        # The template is a program from someone else: compiled or run it raises whatever its mistakes are.
+        except Exception as error:
             raise UserError(
                 "the chat template refuses a chat",
                 where=f"chat template of {self.name}",
-                found=f"{type(error).__name__}: {error}; roles {', '.join(message['role'] for message in messages)}",
+                found=f"{type(error).__name__}: {error}"[:1000]
+                + f"; roles {', '.join(message['role'] for message in messages)}",
                 expected="a chat that this model's template can write",
                 next="change the chat's roles, or the template",
             ) from None

@@ -109,7 +109,18 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _NotFinite
 
 
-_DECODE_FINITE = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant).decode
+def _once(pairs: list[tuple[str, Any]]) -> Values:
+    """An object, whose keys come once each: of two values of a name, json.loads takes the last and says nothing."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError(f"the key {show(twice)} twice in an object", "each key once")
+    return values
+
+
+_DECODE = json.JSONDecoder(object_pairs_hook=_once).decode
+_DECODE_FINITE = json.JSONDecoder(object_pairs_hook=_once, parse_float=_finite, parse_constant=_refuse_constant).decode
 
 
 def _decode(text: str) -> tuple[Any, bool]:
@@ -120,7 +131,7 @@ def _decode(text: str) -> tuple[Any, bool]:
     try:
         return _DECODE_FINITE(text), deep or halves
     except _NotFinite:
-        return json.loads(text), True
+        return _DECODE(text), True
 
 
 # ---- CSV

@@ -6,7 +6,8 @@ The module stays transformers' own, parameter names included, so a checkpoint is
 What cannot be exact is refused by name, before any work.
 """
 
-import json
+import copy
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,12 +22,16 @@ from torch.utils.checkpoint import checkpoint
 from tandem.disk import file_hash
 from tandem.errors import UserError
 from tandem.model.attention import PackedPlan, Plan
+from tandem.model.config_file import cannot_run, first_line, read_config
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.kernels import triton_for
 from tandem.model.layers import ExactLayer, Rotation, norm, rotation_of
 from tandem.model.linear import ExactLinear, padded_rows
 from tandem.model.lora import Lora, add_adapter, exact_adapted
 from tandem.model.paged import PagedPlan, Runs
+from tandem.model.weight_files import check_weights
+
+logger = logging.getLogger(__name__)
 
 EXACT_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 SUMS = "SHA256SUMS"  # beside exported weights
@@ -173,30 +178,20 @@ def load_model(path: str, lora: Lora | None = None, *, head: Literal["tokens", "
     A value model of a directory without `score.weight`, a language model's, starts with a score of exactly zero. Raises
     UserError when the model is missing or not exact.
     """
-    check_model(path, head=head)
-    require_weights(path)
-    _check_sums(Path(path))
-    return make_exact(_stock_model(path, head), lora)
-
-
-def empty_model(path: str, *, head: Literal["tokens", "value"] = "tokens") -> ExactModel:
-    """The exact model of a directory with a config and no weights. Its numbers are random until `load_weights` fills it."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
-
     config = check_model(path, head=head)
-    if head == "value":
-        return make_exact(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    module.generation_config = GenerationConfig.from_pretrained(path)
+    _check_sums(Path(path))
+    check_weights(path, sum(p.numel() for p in empty_model(path, config, head=head).parameters()))
+    return make_exact(_stock_model(path, config, head), lora)
+
+
+def unfilled_model(path: str, *, head: Literal["tokens", "value"] = "tokens") -> ExactModel:
+    """The exact model of a directory with a config and no weights. Its numbers are random until `load_weights` fills it."""
+    from transformers import GenerationConfig
+
+    module = _stock_class(head).from_config(check_model(path, head=head), dtype=torch.float32)
+    if head == "tokens":
+        module.generation_config = GenerationConfig.from_pretrained(path)
     return make_exact(module)
-
-
-def require_weights(path: str) -> None:
-    """Raise UserError for a directory without any file of weights; a hub name passes."""
-    folder = Path(path)
-    if folder.is_dir() and not any(next(folder.glob(kind), None) for kind in ("*.safetensors", "*.bin")):
-        raise UserError("the model cannot be loaded", where=path, found=f"no weights among {_names(folder)}",
-                        expected="weights in safetensors beside config.json")  # fmt: skip
 
 
 def _check_sums(folder: Path) -> None:
@@ -217,28 +212,54 @@ def _check_sums(folder: Path) -> None:
                 )
 
 
-def _stock_model(path: str, head: Literal["tokens", "value"]) -> Any:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    how: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+def empty_model(path: str, config: Any, *, head: Literal["tokens", "value"] = "tokens") -> Any:
+    """The module of check_model's config without storage (on the meta device). Raises UserError where it cannot be made."""
     try:
-        if head == "value":
-            module, report = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **how)
-        else:
-            module, report = AutoModelForCausalLM.from_pretrained(path, **how)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError("the model cannot be loaded", where=path, found=str(error).splitlines()[0],
-                        expected="weights in safetensors beside config.json") from None  # fmt: skip
+        with torch.device("meta"):
+            return _stock_class(head).from_config(copy.deepcopy(config))
+    except Exception as error:  # a wrong value in config.json raises whatever trips over it
+        raise UserError(
+            "the model's config cannot be used",
+            where=f"{path}/config.json",
+            found=first_line(error),
+            expected="values that make a model",
+        ) from None
+
+
+def _stock_class(head: Literal["tokens", "value"]) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.utils import logging as their_logging
+
+    their_logging.set_verbosity_error()
+    their_logging.disable_progress_bar()
+    return AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
+
+
+def _stock_model(path: str, config: Any, head: Literal["tokens", "value"]) -> Any:
+    """The module with its weights. Of the directory nothing is used but config.json's plain fields and safetensors."""
+    if head == "value":
+        config.num_labels = 1
+    how = {"dtype": torch.float32, "trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
+    try:
+        module, report = _stock_class(head).from_pretrained(path, config=config, **how)
+    except Exception as error:  # a damaged file raises whatever its reader trips over
+        raise UserError(
+            "the model cannot be loaded",
+            where=path,
+            found=first_line(error),
+            expected="weights in safetensors beside config.json",
+        ) from None
     missing = set(report["missing_keys"])  # transformers would fill them with random numbers
     if head == "value" and "score.weight" in missing:
         missing.remove("score.weight")
         nn.init.zeros_(module.score.weight)
     if missing:
-        raise UserError("the model cannot be loaded", where=path, expected="a tensor for every parameter of config.json",
-                        found=f"no weights for {len(missing)} parameters: {', '.join(sorted(missing)[:3])}")  # fmt: skip
+        raise UserError(
+            "the model cannot be loaded",
+            where=path,
+            expected="a tensor for every parameter of config.json",
+            found=f"no weights for {len(missing)} parameters: {', '.join(sorted(missing)[:3])}",
+        )
     return module
 
 
@@ -247,32 +268,51 @@ def check_model(path: str, key: str = "model.path", *, head: Literal["tokens", "
 
     key: the config key that names it; head as in load_model: a value model may start from a language model, not the reverse.
     """
-    from transformers import AutoConfig
-
     if not path:
         raise UserError("no model is named", where=key, expected="a Hugging Face directory or hub name",
                         next="tandem train RECIPE model.path=DIR")  # fmt: skip
     folder = Path(path)
     looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not (folder / "config.json").is_file():
-        found = "no such directory" if not folder.is_dir() else f"a directory without config.json: {_names(folder)}"
-        raise UserError("the model directory does not exist", where=f"{key} = {path}", found=found,
-                        expected="a Hugging Face model directory (config.json, model.safetensors, tokenizer.json)",
-                        next="`make demo` makes one; or give a hub name such as Qwen/Qwen3-0.6B")  # fmt: skip
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise UserError("the model's config cannot be read", where=f"{key} = {path}", found=str(error).splitlines()[0],
-                        expected="a Hugging Face config.json, or a hub name that can be reached from here") from None  # fmt: skip
+        raise _no_model(folder, key)
+    if not folder.is_dir():
+        logger.warning("looking for %s on the Hugging Face hub", path)
+    config = read_config(path, key, EXACT_ARCHITECTURES)
     if head == "tokens" and (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         raise UserError("this is a reward model, which has no tokens to say", where=f"{key} = {path}",
                         found=config.architectures[0], expected="a causal language model",
                         next="a reward model can be the critic: critic.path")  # fmt: skip
-    reasons = why_not_exact(config)
-    if reasons:
-        raise UserError("this model cannot run exactly", where=f"{key} = {path}", found="; ".join(reasons),
-                        expected=f"one of {', '.join(EXACT_ARCHITECTURES)} with SiLU and a static rotary embedding")  # fmt: skip
+    if reasons := why_not_exact(config):
+        raise cannot_run(f"{key} = {path}", reasons, EXACT_ARCHITECTURES)
     return config
+
+
+def _no_model(folder: Path, key: str) -> UserError:
+    """What is there instead of a model directory, and the command that leads to one."""
+    next_command = "tandem tiny DIR makes a tiny model; or give a hub name such as Qwen/Qwen3-0.6B"
+    if folder.is_file():
+        found, next_command = "a file", f"{key}={folder.parent}, if the model's files are beside it"
+    elif str(folder).startswith("~"):
+        found, next_command = "a path that no shell has expanded", f"{key}={folder.expanduser()}"
+    elif not folder.is_dir():
+        found = "no such directory"
+    elif (folder / "config.toml").is_file():
+        newest = max(folder.glob("hf/step_*"), default=None)
+        found, next_command = "a run folder", f"{key}={newest}" if newest else f"tandem export {folder}"
+    elif (folder / "state.json").is_file():
+        found, next_command = (
+            "a checkpoint of a run",
+            f"tandem export {folder.parent.parent} --step {folder.name[5:].lstrip('0')}",
+        )
+    else:
+        found = f"a directory without config.json: {_names(folder)}"
+    return UserError(
+        "the model directory does not exist" if found == "no such directory" else "this is not a model directory",
+        where=f"{key} = {folder}",
+        found=found,
+        expected="a Hugging Face model directory (config.json, model.safetensors, tokenizer.json)",
+        next=next_command,
+    )
 
 
 def _names(folder: Path) -> str:

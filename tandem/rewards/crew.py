@@ -282,7 +282,9 @@ class Crew:
             self._blame(worker, "died", NOT_AN_ANSWER)
         if worker.number in self._workers and not more and not worker.closed:  # why, the template will say
             worker.closed = True
-            worker.deadline = time.monotonic() + EXIT_S
+            worker.deadline = time.monotonic() + (
+                EXIT_S if worker.is_ending() else 0.0
+            )  # it lives, and can answer no more
             self._selector.unregister(worker.socket)
         return bool(lines)
 

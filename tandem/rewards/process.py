@@ -24,6 +24,7 @@ from tandem.types import Attempt, Problem, Score
 
 CLOSE_S = 2.0
 GROWTH_BYTES = 256 * 2**20
+PF_EXITING = 4  # in the flags of proc(5); set before a process closes what it has open
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +118,16 @@ class Worker(Channel):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
         except OSError:  # it is gone
             return False
+
+    def is_ending(self) -> bool:
+        """Tell whether it has begun to end, so that news of its exit status will come. True where that is not known."""
+        if sys.platform != "linux" or not self.pid:
+            return True
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it is gone
+            return True
+        return fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
     def kill(self) -> None:
         if self.pid:

@@ -34,10 +34,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
+from tandem.processes import descendants, end_descendants
 from tandem.rewards.load import load_all
 from tandem.rewards.parts import as_it_is
 from tandem.rewards.wire import HELLO
 from tandem.rewards.worker import Functions, Send, describe, place, serve
+from tandem.sandbox.runs import adopt_orphans
 from tandem.watchdog import dumps_stacks
 
 _PR_SET_PDEATHSIG = 1
@@ -48,6 +50,8 @@ def main(functions: str, weights: str, options: str, memory_mb: str, parent: str
     _die_with(int(parent))
     sys.path.append(sys.path.pop(0))  # -m put the working directory first, where a user's file would hide a package
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if sys.platform == "linux":
+        adopt_orphans()
     control = socket.socket(fileno=os.dup(0))
     _private_streams()
     dumps_stacks()
@@ -86,6 +90,7 @@ class _Template:
         for pid in self._children:
             _kill_group(pid)
             os.waitpid(pid, 0)
+        _end_what_is_left()
 
     def _turn(self) -> bool:
         ready, _, _ = select.select([self._control.fileno(), self._died], [], [])
@@ -226,6 +231,14 @@ def _new_randomness() -> None:
         import numpy as np
 
         np.random.seed()
+
+
+def _end_what_is_left() -> None:
+    """End what workers have started in sessions of its own: Linux gave it to this process when its parent ended."""
+    while sys.platform == "linux" and descendants(os.getpid()):
+        end_descendants(os.getpid())
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)
 
 
 def _kill_group(pid: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, GPT2Config, MambaConfig
+from transformers import AutoConfig, Gemma2Config, GPT2Config, MambaConfig
 
 from tandem.errors import UserError
 from tandem.model.attention import PackedPlan
@@ -225,3 +225,67 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_not_filled_with_random_
 def test_the_head_sizes_are_read_from_the_config():
     assert exact_model("llama").heads == (6, 2, SHAPE["hidden_size"] // 6)
     assert exact_model("qwen3", head_dim=32).heads == (6, 2, 32)
+
+
+def test_the_config_is_the_one_that_transformers_reads(tmp_path):
+    for kind in CONFIGS:
+        tiny_config(kind, rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}).save_pretrained(
+            tmp_path
+        )
+        assert check_model(str(tmp_path)).to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict() | {
+            "_name_or_path": ""
+        }
+
+
+def test_a_config_of_an_older_transformers_is_read_as_transformers_reads_it(tmp_path):
+    old = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "rope_theta": 500000.0,
+        "head_dim": 16,
+        "vocab_size": 99,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "torch_dtype": "bfloat16",
+        "pretraining_tp": 1,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert check_model(str(tmp_path)).to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict() | {
+        "_name_or_path": ""
+    }
+
+
+def test_what_a_config_says_of_kernels_and_code_is_dropped(tmp_path):
+    model = exact_model("llama")
+    model.module.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    code = {
+        "_attn_implementation": "elsewhere/kernel",
+        "attn_implementation": "elsewhere/kernel",
+        "to_dict": "x",
+        "_experts_implementation": "elsewhere/kernel",
+        "auto_map": {"AutoModelForCausalLM": "modeling_x.Model"},
+        "transformers_weights": "../elsewhere.safetensors",
+        "fusion_config": {"a": 1},
+        "distributed_config": {"tp_size": 2},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | code))
+    loaded = load_model(str(tmp_path))
+    assert (
+        "elsewhere" not in str(vars(loaded.config)) and loaded.config.to_dict().keys() <= model.config.to_dict().keys()
+    )
+    assert all(torch.equal(weight, model.named_weights()[name]) for name, weight in loaded.named_weights().items())
+
+
+def test_weights_that_are_a_pickle_are_named_and_how_to_convert_them(tmp_path):
+    model = exact_model("llama")
+    model.module.save_pretrained(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="cannot be loaded") as error:
+        load_model(str(tmp_path))
+    assert error.value.where == str(tmp_path / "pytorch_model.bin") and "save_pretrained" in error.value.next

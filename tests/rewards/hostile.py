@@ -52,6 +52,26 @@ def _fork(problem):
     os._exit(5)
 
 
+def _daemon(problem):
+    """Leave a child in a session of its own, which no signal to our group reaches, and go on."""
+    if os.fork() == 0:
+        os.setsid()
+        child = os.fork()
+        if child == 0:
+            os.closerange(0, 64)
+            time.sleep(3600)
+        Path(problem.metadata["child"]).write_text(str(child))
+        os._exit(0)
+    os.wait()
+    return 0.5
+
+
+def _close(problem):
+    """Close every descriptor, the one of our answers too, and stay."""
+    os.closerange(0, 256)
+    time.sleep(3600)
+
+
 def _print(problem):
     print('{"id": 0, "reward": 99.0, "parts": {}, "error": "", "kind": "", "last": false}', flush=True)
     os.write(1, b"garbage\n")
@@ -119,6 +139,8 @@ ACTS = {
     "hold memory": _hold_memory,
     "keep 200 MB": lambda problem: len(HELD.append(bytearray(200 * 2**20)) or HELD),
     "fork": _fork,
+    "daemon": _daemon,
+    "close": _close,
     "print": _print,
     "input": lambda problem: float(input()),
     "forge": lambda problem: _forge('"id": 99999, "reward": 99.0'),

@@ -753,6 +753,26 @@ def test_a_dead_worker_is_noticed_and_its_children_are_killed_though_they_hold_i
     assert gone(int((tmp_path / "child").read_text()))
 
 
+@LINUX
+def test_a_worker_that_closes_its_descriptors_costs_no_time(clock):
+    """News of its exit is not waited for, as it has not ended (EXIT_S is WAIT_S here)."""
+    began = time.monotonic()
+    with hostile_pool() as pool:
+        closed, fine = scores_of(pool, PROBLEM, ["close", "fine"])
+    assert (closed.error, fine.reward) == ("worker died: it closed its pipe", 0.25)
+    assert time.monotonic() - began < WAIT_S / 2
+
+
+@LINUX
+def test_a_child_in_a_session_of_its_own_does_not_outlive_the_pool(tmp_path):
+    problem = Problem(uid="p", messages=(), answer="", metadata={"child": str(tmp_path / "child")})
+    with hostile_pool() as pool:
+        assert [score.reward for score in scores_of(pool, problem, ["daemon", "fine"])] == [0.5, 0.25]
+        child = int((tmp_path / "child").read_text())
+        assert alive(child)
+    assert gone(child)
+
+
 def test_a_pool_made_in_a_thread_outlives_it():
     made = []
 

@@ -1,0 +1,63 @@
+"""The size of a Parquet file's rows, told before they are made: a file of 1 KiB can name one text a million times.
+
+The file's own numbers count a repeated value once. Here it counts as often as it is repeated: by the longest entry of the
+column's dictionary or, where that is too much, by every row's entry. Knows Parquet's encodings. Does not know what a row means.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+ROOM = 256 << 20  # bytes that any file may fill
+GROWTH = 200  # and so many times its own size; texts that compress well are a tenth
+NUMBER_BYTES = 8
+
+
+def check_size(path: Path) -> None:
+    """Raises ValueError for a file whose rows are far larger than it is, before any of them is made."""
+    file = pq.ParquetFile(path)
+    most, size = ROOM + GROWTH * path.stat().st_size, 0
+    for group in range(file.metadata.num_row_groups):
+        about = file.metadata.row_group(group)
+        for number in range(about.num_columns):
+            column = about.column(number)
+            size += _at_least(column)
+            if size <= most and column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page:
+                size += _repeated(path, group, column, most - size)
+            if size > most:
+                raise ValueError(
+                    f"{path.stat().st_size:,} bytes that become more than {most:,} in column {column.path_in_schema!r}"
+                )
+
+
+def _at_least(column: Any) -> int:
+    """Count the bytes of the values without their repetition."""
+    return max(column.total_uncompressed_size, NUMBER_BYTES * column.num_values)
+
+
+def _repeated(path: Path, group: int, column: Any, room: int) -> int:
+    """Count the bytes of a column's texts, each as often as it is repeated; or bound them, if the bound is within the room."""
+    name = column.path_in_schema
+    file = pq.ParquetFile(path, read_dictionary=[name])
+    total = 0
+    for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[name], use_threads=False):
+        texts = _dictionary(batch.column(0))
+        lengths = pc.binary_length(texts.dictionary)
+        if not total and (bound := column.num_values * (pc.max(lengths).as_py() or 0)) <= room:
+            return bound
+        total += pc.sum(lengths.take(texts.indices)).as_py() or 0
+        if total > room:
+            break
+    return total
+
+
+def _dictionary(column: Any) -> Any:
+    """The texts in a column that may hold them in lists and objects."""
+    while not pa.types.is_dictionary(column.type):
+        if not pa.types.is_nested(column.type):
+            raise ValueError("two columns of one name")
+        column = column.flatten()[0] if pa.types.is_struct(column.type) else column.flatten()
+    return column
