@@ -213,11 +213,12 @@ def check_models(config: Config, *others: str, head: Literal["tokens", "value"] 
     size = shape.vocab_size
     for key in others:
         kind: Literal["tokens", "value"] = "value" if key == "critic.path" else "tokens"
-        if paths[key]:
-            check_weights(paths[key])
-        if paths[key] and (found := check_model(paths[key], key, head=kind).vocab_size) != size:
+        if not paths[key]:
+            continue
+        if (found := check_model(paths[key], key, head=kind).vocab_size) != size:
             raise UserError("two models do not share a vocabulary", where=f"{key} = {paths[key]}", found=f"{found:,} tokens",
                             expected=f"{size:,}, as model.path", next="take a model of the same family")  # fmt: skip
+        check_weights(paths[key])
     if config.lora.rank:
         require_peft()
     return shape

@@ -95,7 +95,7 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     shape = check_models(config, *others)
     renderer = load_renderer(config.model.path)
     check_tokenizer(config, shape, renderer)
-    problems = only(data, renderer.check_lengths(data, config.data))
+    problems = only(data, renderer.check_lengths(data, config.data, room=_room(config, shape)))
     if config.rl.curriculum and len(problems) < config.rl.prompts_per_step:
         raise UserError("a curriculum picks every problem at most once a step", where="rl.prompts_per_step",
                         found=f"{config.rl.prompts_per_step}, of {len(problems)} problems",
@@ -179,10 +179,15 @@ def _held_out(
     """The held-out problems whose prompts are short enough, and their count."""
     if not problems:
         return [], {}
-    fitting = renderer.check_lengths(problems, config.data, key="eval.data")
+    fitting = renderer.check_lengths(problems, config.data, key="eval.data", room=_room(config, shape))
     count = _count_problems(fitting, renderer)
     require_room(config, shape, count.longest)
     return fitting, {"eval.data": count}
+
+
+def _room(config: Config, shape: Any) -> int:
+    """Tokens that the model can place before a completion."""
+    return int(shape.max_position_embeddings) - config.rollout.max_new_tokens
 
 
 def _count_problems(problems: Sequence[Problem], renderer: ChatRenderer) -> Count:

@@ -299,12 +299,19 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
     changed = _changed(folder, config, command)
     if changed:
         write_atomic(folder / "config.toml", to_toml(config).encode())
-    _write_about(folder, _about(folder))
+    _note_directory(folder)
     return [f"config changed: {change}" for change in changed]
 
 
+def _note_directory(folder: Path) -> None:
+    """Write down where relative paths of the config begin now, if that has changed."""
+    about = _about(folder)
+    if about.get("directory") != os.getcwd():
+        _write_about(folder, about)
+
+
 def _about(folder: Path) -> dict[str, Any]:
-    return _read(folder / "run.json", lambda text: {name: json.loads(text)[name] for name in ("command", "created")})  # type: ignore[no-any-return]
+    return _read(folder / "run.json", lambda text: {"command": json.loads(text)["command"], **json.loads(text)})  # type: ignore[no-any-return]
 
 
 def _changed(folder: Path, config: Config, command: str) -> list[str]:

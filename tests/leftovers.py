@@ -12,14 +12,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SHARED_MEMORY = Path("/dev/shm")
-OF_PYTEST = "pytest-of-"
+KNOWN = ("pytest-of-", "torchinductor_")  # pytest's own folders, and torch's cache of compiled code
 
 
 def _checkout() -> set[str]:
-    """Paths of the checkout that git does not know or knows otherwise; caches, which .gitignore names, are none."""
+    """Paths of the checkout that git does not know; caches, which .gitignore names, are none of them."""
     status = ["git", "status", "--porcelain", "--untracked-files=all"]
     found = subprocess.run(status, cwd=ROOT, capture_output=True, text=True)
-    return set(found.stdout.splitlines())
+    return {line for line in found.stdout.splitlines() if line.startswith("??")}
 
 
 def _in(folder: Path) -> set[str]:
@@ -39,8 +39,8 @@ class Session:
         tempfile.tempdir = None  # it has been asked for, and is kept
 
     def left(self) -> list[str]:
-        """Paths that the tests have left, besides pytest's own."""
-        temporary = {path for path in _in(self.folder) if not Path(path).name.startswith(OF_PYTEST)}
+        """Paths that the tests have left, besides the known ones."""
+        temporary = {path for path in _in(self.folder) if not Path(path).name.startswith(KNOWN)}
         return sorted(temporary | (_checkout() - self.checkout) | (_in(SHARED_MEMORY) - self.shared))
 
     def remove(self):

@@ -286,7 +286,7 @@ def test_a_pair_is_accepted_up_to_the_last_place_of_the_model_and_named_one_toke
 
 def test_a_curriculum_over_too_few_problems_is_told_before_a_model_is_loaded(home, tmp_path):
     shutil.copytree(home / "model", tmp_path / "model")
-    (tmp_path / "model/model.safetensors").write_bytes(b"not weights")
+    save_file({"x": torch.zeros(1)}, tmp_path / "model/model.safetensors")  # nobody reads more than its header
     command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run", f"model.path={tmp_path}/model"]
     assert "cannot be loaded" in mistake(*command)
     text = mistake(*command, "rl.curriculum=true", "rl.prompts_per_step=49")

@@ -1,5 +1,6 @@
 """Files that the tests leave behind are found (tests/leftovers.py), and end a session as a failure."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,8 @@ def run(tmp_path, name):
     """The session of one of the tests above, with the conftest of these."""
     (tmp_path / "test_it.py").write_text(LITTERING)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "-k", name]
-    return subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, env=alone)
 
 
 def test_a_session_that_leaves_a_file_fails_and_names_it(tmp_path):

@@ -189,8 +189,13 @@ class ChatRenderer:
         """The text of the tokens, without special tokens."""
         return decode_text(self.tokenizer, tokens)
 
-    def check_lengths(self, problems: Sequence[Problem], config: Data, *, key: str = "data.train") -> list[Problem]:
-        """The problems whose prompt fits data.max_prompt_tokens; a longer one is an error, or dropped and reported."""
+    def check_lengths(
+        self, problems: Sequence[Problem], config: Data, *, key: str = "data.train", room: int | None = None
+    ) -> list[Problem]:
+        """The problems whose prompt fits data.max_prompt_tokens; a longer one is an error, or dropped and reported.
+
+        room: tokens that the model can place before a completion, if known; a larger limit than that is not advised.
+        """
         lengths = list(self._prompt_lengths(problems))
         kept = [p for p, length in zip(problems, lengths, strict=True) if length <= config.max_prompt_tokens]
         if len(kept) == len(problems):
@@ -199,9 +204,12 @@ class ChatRenderer:
         longest = int(np.argmax(lengths))
         found = f"{lengths[longest]:,} tokens in {problems[longest].uid!r}, the longest"
         if config.long_prompts == "error" or not kept:
-            advice = f"data.max_prompt_tokens={lengths[longest]}" + (" or data.long_prompts=drop" if kept else "")
+            fits = room is None or lengths[longest] <= room
+            advice = [f"data.max_prompt_tokens={lengths[longest]}"] * fits + ["data.long_prompts=drop"] * bool(kept)
             expected = f"at most {config.max_prompt_tokens:,} tokens"
-            raise UserError(what, where="data.max_prompt_tokens", found=found, expected=expected, next=advice)
+            expected += "" if fits else f", and the model can place {room:,} before a completion"
+            next_command = " or ".join(advice) or "shorter prompts, or another model"
+            raise UserError(what, where="data.max_prompt_tokens", found=found, expected=expected, next=next_command)
         logger.warning("%s and were dropped (%s)", what, found)
         return kept
 

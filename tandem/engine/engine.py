@@ -288,9 +288,13 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
     of that many pages."""
     limit, needed = config.max_position_embeddings, -(-longest // PAGE)
     if longest > limit:
-        raise UserError("a sequence would be longer than the model can place", where="rollout.max_new_tokens",
-                        found=f"{longest} tokens, prompt and completion",
-                        expected=f"at most {limit} (the model's max_position_embeddings)")  # fmt: skip
+        raise UserError(
+            "a sequence would be longer than the model can place",
+            where="rollout.max_new_tokens",
+            found=f"{longest} tokens, prompt and completion",
+            expected=f"at most {limit} (the model's max_position_embeddings)",
+            next="lower rollout.max_new_tokens; or data.max_prompt_tokens, with data.long_prompts=drop",
+        )
     if needed > pages:
         raise UserError("the key/value cache cannot hold one sequence", where="rollout.cache_mb",
                         found=f"{pages * page_bytes / 2**20:.0f} MiB",

@@ -274,7 +274,7 @@ def check_model(path: str, key: str = "model.path", *, head: Literal["tokens", "
     folder = Path(path)
     looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not (folder / "config.json").is_file():
-        raise _no_model(folder, key)
+        raise _no_model(path, key)
     if not folder.is_dir():
         logger.warning("looking for %s on the Hugging Face hub", path)
     config = read_config(path, key, EXACT_ARCHITECTURES)
@@ -287,8 +287,9 @@ def check_model(path: str, key: str = "model.path", *, head: Literal["tokens", "
     return config
 
 
-def _no_model(folder: Path, key: str) -> UserError:
+def _no_model(path: str, key: str) -> UserError:
     """What is there instead of a model directory, and the command that leads to one."""
+    folder = Path(path)
     next_command = "tandem tiny DIR makes a tiny model; or give a hub name such as Qwen/Qwen3-0.6B"
     if folder.is_file():
         found, next_command = "a file", f"{key}={folder.parent}, if the model's files are beside it"
@@ -308,7 +309,7 @@ def _no_model(folder: Path, key: str) -> UserError:
         found = f"a directory without config.json: {_names(folder)}"
     return UserError(
         "the model directory does not exist" if found == "no such directory" else "this is not a model directory",
-        where=f"{key} = {folder}",
+        where=f"{key} = {path}",
         found=found,
         expected="a Hugging Face model directory (config.json, model.safetensors, tokenizer.json)",
         next=next_command,

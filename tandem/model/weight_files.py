@@ -102,5 +102,9 @@ def _no_safetensors(folder: Path) -> UserError:
 
 def _cannot_load(path: str, found: str) -> UserError:
     return UserError(
-        "the model cannot be loaded", where=path, found=found, expected="weights in safetensors beside config.json"
+        "the model cannot be loaded",
+        where=path,
+        found=found,
+        expected="weights in safetensors beside config.json",
+        next="copy or export the model's files again",
     )

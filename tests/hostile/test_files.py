@@ -203,8 +203,9 @@ def check_one_error(code, told):
 
 def test_yes_on_standard_input_does_not_let_the_code_of_a_model_directory_run(model, tmp_path):
     folder = files.copied(model, tmp_path / "model", files.remote_code)
-    (tmp_path / "recipe.toml").write_text('reward = "answer"')
-    check_one_error(*tandem("plan", "recipe.toml", f"model.path={folder}", cwd=tmp_path, typed="y\n" * 20))
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    (tmp_path / "recipe.toml").write_text('reward = "answer"\n[data]\ntrain = "data.jsonl"\n')
+    check_one_error(*tandem("train", "recipe.toml", f"model.path={folder}", cwd=tmp_path, typed="y\n" * 20))
     check_one_error(*tandem("serve", str(folder), cwd=tmp_path, typed="y\n" * 20))
     assert not (tmp_path / "ran").exists()
 

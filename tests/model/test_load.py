@@ -190,7 +190,7 @@ def test_no_name_a_missing_directory_and_a_directory_without_a_config_are_told_a
         check_model(str(tmp_path / "nowhere"))
     assert error.value.found == "no such directory"
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(UserError, match="does not exist") as error:
+    with pytest.raises(UserError, match="not a model directory") as error:
         check_model(str(tmp_path))
     assert error.value.found == "a directory without config.json: notes.txt"
 

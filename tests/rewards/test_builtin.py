@@ -395,5 +395,7 @@ def test_judges_are_asked_side_by_side_by_as_many_workers(server):
 
 
 def test_a_name_that_is_no_built_in_is_told_with_those_that_are():
-    with pytest.raises(BadFunction, match=r"cannot read 'anser'.*\(answer, choice, code, countdown"):
+    with pytest.raises(
+        BadFunction, match=r"no built-in 'anser'; did you mean 'answer'\?.* answer, choice, code, countdown"
+    ):
         builtin.find("anser")
