@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SHARED_MEMORY = Path("/dev/shm")
-KNOWN = ("pytest-of-", "torchinductor_")  # pytest's own folders, and torch's cache of compiled code
+# pytest's own folders, torch's cache of compiled code, and what past_runs.py removes when its process ends
+KNOWN = ("pytest-of-", "torchinductor_", "past-runs-")
 
 
 def _checkout() -> set[str]:

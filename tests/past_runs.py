@@ -23,7 +23,7 @@ KINDS[PARTIAL] = ["train", "rl.algorithm=dapo", "rollout.staleness=1", "rollout.
 
 @cache
 def _place():
-    place = tempfile.mkdtemp()
+    place = tempfile.mkdtemp(prefix="past-runs-")
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     return Path(place)
 

@@ -266,9 +266,10 @@ class Unisolated(_Local):
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
         command, files = program
         argv = [sys.executable, *command[1:]] if command[0] == "python" else list(command)
+        named = {_check_name(name): text for name, text in files.items()}
         scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        for name, text in files.items():
-            path = Path(scratch.name, _check_name(name))
+        for name, text in named.items():
+            path = Path(scratch.name, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         sizes = (limits.memory_mb * 2**20, limits.cpu_s, limits.file_mb * 2**20, limits.open_files, os.getpid())
