@@ -92,10 +92,11 @@ def test_a_fork_bomb_beside_them_costs_other_runs_nothing(world):
     [*(pytest.param("Bubblewrap", n, marks=needs_bubblewrap) for n in (1, 2, 3)), ("Unisolated", 1)],
     ids=["at once", "while it starts", "when it runs", "unisolated"],
 )
-def test_a_killed_parent_takes_the_sandbox_with_it(world, kind, processes):
+def test_a_killed_parent_takes_the_sandbox_with_it(world, kind, processes, tmp_path):
     program = ["python", "-c", "import time; time.sleep(3600)", world.token]
     code = f"from tandem.sandbox import *; {kind}().run({program}, limits=Limits(wall_s=3600.0))"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    env = os.environ | {"TMPDIR": str(tmp_path)}  # killed, it cannot remove its folder
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env)
     deadline = time.monotonic() + WAIT_S
     while len(world.survivors()) <= processes and time.monotonic() < deadline:
         time.sleep(0.001)  # the parent's command line has the token too
