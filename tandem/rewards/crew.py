@@ -389,16 +389,15 @@ class Crew:
 
 
 def _cannot_load(function: str, found: str, where: str) -> UserError:
-    source = function.rpartition(":")[0]
-    misnamed = found.startswith("BadFunction: ")  # the file is well, and its function is not one of a known form
+    source, misnamed = (
+        function.rpartition(":")[0],
+        found.startswith("BadFunction: "),
+    )  # the file is well, not its function
+    look = f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'
     return UserError(
         "the reward function cannot be loaded",
         where=f"reward.function = {function}" + (f" ({where})" if where else ""),
         found=found.removeprefix("BadFunction: "),
         expected="a built-in, `module:function` or `file.py:function`, with a signature of docs/rewards.md",
-        next="see docs/rewards.md, or tandem try REWARD"
-        if misnamed
-        else f"python {source}"
-        if source.endswith(".py")
-        else f'python -c "import {source}"',
+        next="see docs/rewards.md, or tandem try REWARD" if misnamed else look,
     )
