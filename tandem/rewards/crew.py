@@ -27,8 +27,7 @@ from contextlib import suppress
 from typing import Any
 
 from tandem import watchdog
-from tandem.errors import UserError
-from tandem.rewards.parts import part_name
+from tandem.rewards.parts import cannot_load, part_name
 from tandem.rewards.patience import Patience
 from tandem.rewards.process import Item, Template, Worker, kill_worker
 from tandem.rewards.wire import HELLO, decode, encode, read_score
@@ -204,7 +203,7 @@ class Crew:
         elif not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS or kind == "timeout":
-                self._give_up(_cannot_load(self._functions[worker.at], f"while it was being loaded: {error}", ""))
+                self._give_up(cannot_load(self._functions[worker.at], f"while it was being loaded: {error}", ""))
                 return
         self._replace(worker)
 
@@ -228,7 +227,7 @@ class Crew:
         if template and not template.ready and now >= template.deadline:
             template.process.kill()
             found = f"while it was being loaded: timeout after {START_S} s"
-            self._give_up(_cannot_load(self._functions[template.at], found, ""))
+            self._give_up(cannot_load(self._functions[template.at], found, ""))
 
     def _doubt(self, worker: Worker, now: float) -> None:
         """If it is late, give what is behind unanswered[0] to others, for _staff counts it no more; perhaps put it last."""
@@ -305,7 +304,7 @@ class Crew:
     def _greet(self, worker: Worker, message: dict[str, Any]) -> None:
         if "failed" in message:
             self._give_up(
-                _cannot_load(self._functions[worker.at], str(message["failed"]), str(message.get("where", "")))
+                cannot_load(self._functions[worker.at], str(message["failed"]), str(message.get("where", "")))
             )
             return
         worker.ready, worker.at = True, 0
@@ -359,7 +358,7 @@ class Crew:
                 case {"id": int(), "ready": True}:
                     template.ready = True
                 case {"id": int(), "failed": str(failed), "where": str(where)}:
-                    self._give_up(_cannot_load(self._functions[template.at], failed, where))
+                    self._give_up(cannot_load(self._functions[template.at], failed, where))
                     return
         if not alive:
             self._lose_template(template)
@@ -378,7 +377,7 @@ class Crew:
             self._failed_starts += 1
         how = f"worker died: {f'signal {-status}' if status < 0 else f'exit {status}'}"
         if not template.ready or self._failed_starts >= MAX_FAILED_STARTS:
-            self._give_up(_cannot_load(self._functions[template.at], f"while it was being loaded: {how}", ""))
+            self._give_up(cannot_load(self._functions[template.at], f"while it was being loaded: {how}", ""))
         for worker in list(self._workers.values()):
             if worker.unanswered:
                 worker.unanswered[0].interrupted += 1
@@ -386,18 +385,3 @@ class Crew:
                     self._blame(worker, "died", "worker died: with all others, twice")
                     continue
             self._replace(worker)
-
-
-def _cannot_load(function: str, found: str, where: str) -> UserError:
-    source, misnamed = (
-        function.rpartition(":")[0],
-        found.startswith("BadFunction: "),
-    )  # the file is well, not its function
-    look = f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'
-    return UserError(
-        "the reward function cannot be loaded",
-        where=f"reward.function = {function}" + (f" ({where})" if where else ""),
-        found=found.removeprefix("BadFunction: "),
-        expected="a built-in, `module:function` or `file.py:function`, with a signature of docs/rewards.md",
-        next="see docs/rewards.md, or tandem try REWARD" if misnamed else look,
-    )

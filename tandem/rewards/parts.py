@@ -34,6 +34,20 @@ def part_name(function: str) -> str:
     return function.rpartition(":")[2]
 
 
+def cannot_load(function: str, found: str, where: str) -> UserError:
+    """The error for a reward function that is not there, fails while it is loaded, or has no known form (BadFunction)."""
+    source = function.rpartition(":")[0]
+    look = f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'
+    known, form = "`module:function` or `file.py:function`", found.startswith("BadFunction: ")
+    return UserError(
+        "the reward function cannot be loaded",
+        where=f"reward.function = {function}" + (f" ({where})" if where else ""),
+        found=found.removeprefix("BadFunction: "),
+        expected=f"a built-in, {known}, with a signature of docs/rewards.md",
+        next="see docs/rewards.md, or tandem try REWARD" if form else look,
+    )
+
+
 def as_it_is(functions: Sequence[str], weights: Sequence[float]) -> bool:
     """Whether the only function's reward and parts are the score's; else weigh makes them."""
     return len(functions) == 1 and not weights
