@@ -38,12 +38,10 @@ def keep_model(model: ExactModel, source: str, folder: Path) -> None:
     """Write config and tokenizer of a run's model into folder, so that checkpoints are of use without the model at `source`."""
 
     def write(folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         model.module.config.save_pretrained(folder)
         if model.module.can_generate():
             model.module.generation_config.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        load_tokenizer(source).save_pretrained(folder)
 
     if not folder.exists():
         _appear(folder, write, f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n")

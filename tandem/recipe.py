@@ -44,14 +44,22 @@ def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
 def _read(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
-            raise UserError("the recipe does not exist", where=str(path), expected="a TOML file", next="ls recipes/")
+            raise UserError(
+                "the recipe does not exist",
+                where=str(path),
+                expected="a TOML file",
+                next="write one: tandem plan --keys lists its keys",
+            )
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         found = error.strerror or str(error)
         raise UserError("the recipe cannot be read", where=str(path), found=found, next=f"ls -l {path}") from None
     except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, or a number of 5,000 digits
         raise UserError(
-            "the recipe is not valid TOML", where=str(path), found=str(error), expected="TOML, see recipes/demo.toml"
+            "the recipe is not valid TOML",
+            where=str(path),
+            found=str(error),
+            expected="TOML: [section] and key = value",
         ) from None
 
 
@@ -102,7 +110,7 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
             found=f"{raw:.40}...",
             expected="a flatter value",
         ) from None
-    if value == raw and raw.startswith(("[", "{")):
+    if value == raw and raw.startswith(("[", "{")) and _takes_list(section, field):
         raise UserError(
             "a list or table on the command line is no TOML",
             where=key,
@@ -125,6 +133,13 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
                             expected=f"{name} = {{...}}")  # fmt: skip
     table[path[-1]] = value
     origin[f"{section}.{field}"] = "command line"
+
+
+def _takes_list(section: str, field: str) -> bool:
+    """Whether a key may be a list or a table, for which text in brackets is meant."""
+    known = Config.model_fields.get(section)
+    fields = _section(section).model_fields if known else {}
+    return field in fields and any(kind in str(fields[field].annotation) for kind in ("list", "dict"))
 
 
 def _quoted(raw: str) -> str:

@@ -65,6 +65,12 @@ class RunFolder:
         """Append a line with the time to log.txt. Raises UserError when the disk is full."""
         append_line(self.log_descriptor, f"{_now()} {text}\n".encode(), self.path / "log.txt")
 
+    def note_directory(self) -> None:
+        """Write down where relative paths of the config begin now, if that has changed; once they have been read."""
+        about = _about(self.path)
+        if about.get("directory") != os.getcwd():
+            _write_about(self.path, about)
+
     def note_machine(self, processor: str, any_threads: bool) -> str:
         """Write machine.json: the processor, the thread count, and whether any count gives the same bits (any_threads). Returns
         a warning if the run was on another processor before.
@@ -299,15 +305,7 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
     changed = _changed(folder, config, command)
     if changed:
         write_atomic(folder / "config.toml", to_toml(config).encode())
-    _note_directory(folder)
     return [f"config changed: {change}" for change in changed]
-
-
-def _note_directory(folder: Path) -> None:
-    """Write down where relative paths of the config begin now, if that has changed."""
-    about = _about(folder)
-    if about.get("directory") != os.getcwd():
-        _write_about(folder, about)
 
 
 def _about(folder: Path) -> dict[str, Any]:

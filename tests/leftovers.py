@@ -17,14 +17,16 @@ KNOWN = ("pytest-of-", "torchinductor_", "past-runs-")
 
 
 def _checkout() -> set[str]:
-    """Paths of the checkout that git does not know; caches, which .gitignore names, are none of them."""
+    """Paths of the checkout that git does not know, and what lies in the folders of runs and builds; caches are none of them."""
     status = ["git", "status", "--porcelain", "--untracked-files=all"]
     found = subprocess.run(status, cwd=ROOT, capture_output=True, text=True)
-    return {line for line in found.stdout.splitlines() if line.startswith("??")}
+    unknown = {line for line in found.stdout.splitlines() if line.startswith("??")}
+    return unknown.union(*(_in(ROOT / name) for name in ("runs", "build", "dist")))
 
 
-def _in(folder: Path) -> set[str]:
-    return {str(path) for path in folder.iterdir()} if folder.is_dir() else set()
+def _in(folder: Path, *begin: str) -> set[str]:
+    """The paths in a folder, of names that begin so."""
+    return {str(path) for path in folder.iterdir() if path.name.startswith(begin or "")} if folder.is_dir() else set()
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Session:
 
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tt-")))
     checkout: set[str] = field(default_factory=_checkout)
-    shared: set[str] = field(default_factory=lambda: _in(SHARED_MEMORY))
+    shared: set[str] = field(default_factory=lambda: _in(SHARED_MEMORY, "psm_", "torch_"))
 
     def __post_init__(self):
         os.environ["TMPDIR"] = str(self.folder)
@@ -42,7 +44,7 @@ class Session:
     def left(self) -> list[str]:
         """Paths that the tests have left, besides the known ones."""
         temporary = {path for path in _in(self.folder) if not Path(path).name.startswith(KNOWN)}
-        return sorted(temporary | (_checkout() - self.checkout) | (_in(SHARED_MEMORY) - self.shared))
+        return sorted(temporary | (_checkout() - self.checkout) | (_in(SHARED_MEMORY, "psm_", "torch_") - self.shared))
 
     def remove(self):
         shutil.rmtree(self.folder, ignore_errors=True)

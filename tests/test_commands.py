@@ -167,6 +167,10 @@ def test_a_run_is_exported_replayed_and_explained_from_another_directory(home, t
         _, target = done("train", Path(), Path("runs/mine"))
     (tmp_path / "other").mkdir()
     with chdir(tmp_path / "other"):
+        wrong = invoke("train", "../project/recipe.toml", f"run.folder={tmp_path}/project/runs/mine")
+        assert isinstance(
+            wrong.exception, UserError
+        )  # its data and its model are not here, which changes nothing there
         assert "equal" in invoke("replay", "../project/runs/mine", "--step", 1).output
         row = pq.read_table("../project/runs/mine/episodes/train_step_000001.parquet").to_pylist()[0]
         name = f"1:{row['uid']}:{row['sample_index']}"

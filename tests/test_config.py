@@ -300,6 +300,13 @@ def test_a_recipe_that_is_not_toml_is_a_users_error_that_names_it(content, tmp_p
     assert error.value.where == str(tmp_path / "broken.toml") and error.value.found
 
 
+@pytest.mark.parametrize(
+    "text", ["data.system=[INST] be brief", "reward.options.regex.pattern=[0-9]+", "data.system={a"]
+)
+def test_text_that_begins_with_a_bracket_is_text_where_the_key_takes_text(text):
+    assert text.partition("=")[2] in to_toml(load_config(None, ["reward=regex", text]))
+
+
 def test_the_next_command_of_an_error_exists(tmp_path):
     with pytest.raises(UserError) as error:
         load(tmp_path, "zzzz = 4\n")

@@ -80,7 +80,9 @@ def message(folder, command, argument):
         recipe = [] if command in ("export", "show") else ["recipe.toml"]
         error = invoke(command, *recipe, argument).exception
     assert isinstance(error, UserError), error
-    return f"$ tandem {command} {argument}\nerror: {error}".replace(str(folder), ".").replace(str(Path.home()), "~")
+    return f"$ tandem {command} {argument}\nerror: {error}".replace(str(folder), ".").replace(
+        str(Path.home()), "/home/me"
+    )
 
 
 @pytest.fixture(scope="module")

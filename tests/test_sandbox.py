@@ -128,6 +128,18 @@ for code in ("open('/proc/1/mem', 'r+b')", "import os; os.listdir('/root')"):
 '''
 
 
+@needs_bubblewrap
+def test_orphans_of_other_children_are_not_adopted_once_a_run_is_over():
+    code = (
+        "import subprocess, time; from pathlib import Path; from tandem.sandbox import *\n"
+        "run_python(Bubblewrap(), 'print(1)', limits=Limits(wall_s=120.0))\n"
+        "for _ in range(5): subprocess.run(['sh', '-c', 'sleep 0.05 &'])\n"
+        "time.sleep(0.5); print(Path(f'/proc/self/task/{__import__(\"os\").getpid()}/children').read_text().split())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 UNDER_INIT = """
 import os, sys, time
 from tandem.sandbox import Bubblewrap

@@ -43,6 +43,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             make(config, run, report) as job,
             StepProgress(command, job.steps, eval_every=job.eval_every, log=run.log) as progress,
         ):
+            run.note_directory()
             require_disk(config, command, folder, Machine.here(folder))
             keep_model(job.model, config.model.path, folder / KEPT_MODEL)
             digest = drive(run, job, progress, report)

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 ROOM = 256 << 20  # bytes that any file may fill
 GROWTH = 200  # and so many times its own size; texts that compress well are a tenth
 NUMBER_BYTES = 8
+DELTA_ROWS = 16  # that are decoded at a time
 
 
 def check_size(path: Path) -> None:
@@ -24,18 +25,33 @@ def check_size(path: Path) -> None:
         about = file.metadata.row_group(group)
         for number in range(about.num_columns):
             column = about.column(number)
-            size += _at_least(column)
+            size += _at_least(column, file.schema.column(number).length or 0)
             if size <= most and column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page:
                 size += _repeated(path, group, column, most - size)
+            elif size <= most and any("DELTA" in encoding for encoding in column.encodings):
+                size += _decoded(path, group, column, most - size)
             if size > most:
                 raise ValueError(
                     f"{path.stat().st_size:,} bytes that become more than {most:,} in column {column.path_in_schema!r}"
                 )
 
 
-def _at_least(column: Any) -> int:
-    """Count the bytes of the values without their repetition."""
-    return max(column.total_uncompressed_size, NUMBER_BYTES * column.num_values)
+def _at_least(column: Any, width: int) -> int:
+    """Count the bytes of the values without their repetition; width: of a value whose type has one, else 0."""
+    return max(column.total_uncompressed_size, (width or NUMBER_BYTES) * column.num_values)
+
+
+def _decoded(path: Path, group: int, column: Any, room: int) -> int:
+    """Count the bytes of a column's texts by reading a few at a time: each may be told as its difference to the one before."""
+    total = 0
+    batches = pq.ParquetFile(path).iter_batches(
+        batch_size=DELTA_ROWS, row_groups=[group], columns=[column.path_in_schema], use_threads=False
+    )
+    for batch in batches:
+        total += batch.nbytes
+        if total > room:
+            break
+    return total
 
 
 def _repeated(path: Path, group: int, column: Any, room: int) -> int:

@@ -123,7 +123,9 @@ class Endpoints:
         self.counts = ServerMetrics()
         self._service, self._texts, self._served = service, texts, served
         self._keys, self._created = DrawKeys(), int(time.time())
-        self._small, self._large = (ThreadPoolExecutor(1, f"{size} bodies") for size in ("small", "large"))
+        self._small, self._large, self._hashing = (
+            ThreadPoolExecutor(1, name) for name in ("small bodies", "large bodies", "hashing")
+        )
 
     async def completions(self, request: HttpRequest) -> Response:
         return await self._generate(request, CompletionBody)
@@ -150,7 +152,7 @@ class Endpoints:
             now, weight_hash = await self._service.ask(lambda engine: (engine.weight_version, engine.weight_hash))
             if now == version:
                 return _JsonResponse({"weight_version": version, "sha256": sha256})
-            version, sha256 = now, await loop.run_in_executor(self._large, weight_hash)
+            version, sha256 = now, await loop.run_in_executor(self._hashing, weight_hash)
 
     async def _generate(self, request: HttpRequest, kind: type[Body]) -> Response:
         arrival = time.monotonic()

@@ -31,14 +31,15 @@ def score(text: str, answer: str, loading: Loading = ignore_loading) -> float:
 
 _ANSWER = re.compile(r"(?<![a-z])answer(?:[ \t]+is)?[ \t*_`]*[:：]", re.IGNORECASE)
 _IT = r"(?:that|this|it|which|answer|result|above)"
-_WRONG = r"(?:wrong|incorrect|mistaken|impossible|not (?:right|correct)|an error)"
+_WRONG = r"(?:wrong|incorrect|mistaken|not (?:right|correct)|an error)"
 _TAKEN_BACK = re.compile(
-    rf"\b(?:{_IT}(?:'s| is| was| seems| looks)? (?:clearly |actually )?{_WRONG}"
-    rf"|{_IT} (?:isn't|wasn't) (?:right|correct|true)|(?:can't|cannot|can not) be (?:right|correct|true)|contradict(?:s|ed)"
+    rf"\b(?:{_IT}(?:'s| is| was| seems| looks)? (?:clearly |actually )?{_WRONG}|(?:that|answer|result)(?:'s| is) impossible"
+    rf"|{_IT} (?:isn't|wasn't|can't be|cannot be|can not be) (?:right|correct|true)|(?:this|that|which) contradicts"
+    r"|(?:is|was) (?:the )?(?:wrong|incorrect)|(?:is not|isn't|was not) the (?:\w+ )?answer"
     r"|i (?:was|am|'m) (?:wrong|mistaken)|i(?:'ve)? (?:made|see) (?:an?|my) (?:\w+ )?(?:mistake|error)|(?:scratch|scrap) that"
     r"|i (?:take|took) (?:that|it|this) back|(?:be|is) (?:discarded|withdrawn)|(?:ignore|disregard|discard) (?:that|this)"
-    r"|on second thought|should (?:be|have been)|(?:no|wait|hmm|sorry|oops)[,.!—:]? *actually|correction:"
-    r"|actually,? (?:it|the|that|no|wait))\b",
+    r"|on second thought|hold on|no,? wait|wait,? no|(?:no|wait|hmm|sorry|oops)[,.!—:]? *actually|correction:"
+    r"|actually,? (?:it|the|that|no|wait)|should (?:be|have been)(?= *(?:\$|\\|-?[0-9])))",
     re.IGNORECASE,
 )
 _BETWEEN_BOXES = re.compile(

@@ -26,18 +26,23 @@ def ignore_loading(_: bool) -> None:
     pass
 
 
+_DOUBT = r"(?:or|not|no|maybe|mod|actually|wrong|incorrect|correct|right|but|instead|rather|except|unless|approx\w*|about|times)"
 _REMARK = re.compile(
-    r"(?<=\S)\s+(?:\\text\{)?\((?!or\b|not\b|maybe\b|mod\b)[^()]*[A-Za-z]{3}[^()]*\)\}?[\s$.*]*$", re.IGNORECASE
+    rf"(?<=\S)\s+(?:\\text\{{)?\((?![^()]*\b{_DOUBT}\b)[^()]*[A-Za-z]{{3}}[^()]*\)\}}?[\s$.*]*$", re.IGNORECASE
 )
 _LEAD = re.compile(
-    r"[A-Za-z][A-Za-z' $-]{0,60} (?:is|are|equals|be)(?: equal to| at| in)?:?(?: (?:a|an|the)(?: line| set| point)?)?"
-    r"(?: (?!not\b)|(?=[(\\]))"
+    r"(?!no\b|not\b|none\b|never\b|nothing\b)[A-Za-z][A-Za-z' $-]{0,60} (?:is|are|equals|be)(?: equal to| at| in)?:?"
+    r"(?: (?:a|an|the)(?: line| set| point)?)?(?: (?!not\b)|(?=[(\\]))"
     r"|(?:all )?real (?:numbers )?(?=[a-z])",
     re.IGNORECASE,
 )
+_ANOTHER_CHOICE = re.compile(r"^(?:or|and|,|/)|\([A-J]\)|\b[B-H](?![a-z'])\b|\bA\b(?! [a-z])")
 _CHOICE = re.compile(
     r"(?:the )?(?:(?:correct )?(?:option|choice|answer)(?: is)?:? ?)?(?:\(([A-Ja-j])\)|([A-J])(?=[).:]|$))[).:]* ?(.*)"
 )
+
+
+_VERDICTS = {"yes", "no", "true", "false"}
 
 
 def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
@@ -51,8 +56,9 @@ def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
         return True
     if max(len(one), len(other)) > NUMBER_CHARS:
         return False
-    if _key(other) in ("yes", "no", "true", "false"):
-        return _key(one).startswith((_key(other) + ",", _key(other) + ";", _key(other) + " -"))
+    if _key(other) in _VERDICTS:
+        said = re.findall(r"[a-z]+", _key(one))
+        return said[:1] == [_key(other)] and _VERDICTS.isdisjoint(said[1:]) and _key(one)[len(said[0])] in ",;:."
     if _CHOICE.fullmatch(without_fonts(other)):
         return _same_choice(without_fonts(one).strip(" ."), without_fonts(other), loading)
     return _same(_LEAD.sub("", one, count=1), other, loading)
@@ -71,8 +77,8 @@ def _same_choice(one: str, other: str, loading: Loading) -> bool:
     assert truth is not None
     if guess is None:
         return bool(truth[3]) and _same(one, normal(truth[3]), loading)
-    more = re.search(r"^(?:or|and|,|/)|\([A-J]\)", guess[3])
-    return (guess[1] or guess[2]).upper() == (truth[1] or truth[2]).upper() and more is None
+    same = (guess[1] or guess[2]).upper() == (truth[1] or truth[2]).upper()
+    return same and _ANOTHER_CHOICE.search(guess[3]) is None
 
 
 # ---------------------------------------------------------------- lists, sets, tuples, intervals, matrices

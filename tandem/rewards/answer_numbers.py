@@ -24,7 +24,7 @@ _NAMES = {
     "euro": "€ eur", "pound sterling": "£ gbp", "cent": "¢", "°": "degree deg", "rad": "radian", "n": "newton",
     "j": "joule", "kj": "kilojoule", "w": "watt", "kw": "kilowatt", "v": "volt", "a": "ampere amp", "k": "kelvin",
     "pa": "pascal", "kpa": "kilopascal", "hz": "hertz", "mol": "mole", "c": "coulomb", "mi/h": "mph", "km/h": "kph kmh",
-    "%": "percent", "°c": "celsius", "°f": "fahrenheit", "unit": "",
+    "month": "", "%": "percent", "°c": "celsius", "°f": "fahrenheit", "unit": "",
 }  # fmt: skip
 _UNITS = {word: unit for unit, words in _NAMES.items() for word in (unit, *words.split())}
 _BEFORE = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
@@ -34,7 +34,8 @@ _NO_UNIT = re.compile(
     "a|am|an|and|answer|approximately|as|at|be|because|but|by|dozen|each|either|else|equals?|even|for|from|hence|hundred|i|if|into|"
     "is|it|less|maybe|minus|mod|modulo|more|nor|not|odd|of|off|or|over|perhaps|pi|plus|possibly|since|so|sqrt|than|that|then|"
     "therefore|times?|to|too|was|were|which|with|wrong|thousand|[mbtr]+illion|zero|one|two|three|four|five|six|seven|eight|nine|ten|"
-    "eleven|twelve|half|third|quarter|twice|double"
+    "eleven|twelve|half|halves|thirds?|quarters?|twice|double|dozens?|pairs?|scores?|gross|factorial|choose|remainder|rem|lakhs?|"
+    r"crores?|power|root|squared|cubed|\w+(?:th|ths)"
 )
 _MAGNITUDES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALES = {
@@ -58,7 +59,7 @@ def parse_unit(text: str, spaced: bool = True) -> str | None:
     for word in map(str.lower, words):
         if word in _BEFORE:
             power = _BEFORE[word]
-        elif word in _AFTER:
+        elif word in _AFTER and parts:
             parts.append(_AFTER[word])
         else:
             known = next(

@@ -221,7 +221,9 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
         return {_root(entry_point)}
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     foreign = bound(tree) | bound(ast.parse("\n".join(before))) | vars(builtins).keys() | set(modules(script))
-    free = {name for name in read - foreign if not name.startswith("__") and not name.isupper()}
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    constants = {name for name in read - called if name.isupper()}
+    free = {name for name in read - foreign - constants if not name.startswith("__")}
     around, other = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Call):
@@ -234,11 +236,29 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
 
 
 def is_missing(script: str, name: str) -> bool:
-    """Whether a name that was not there when the script ran is one that the script itself never makes. One that it does make,
-    in a loop over an empty answer for instance, is missing because of the solution."""
+    """Whether a name that was not there when the script ran is one that the script itself never makes, and needs whatever the
+    solution answers. One that it does make, in a loop over an empty answer for instance, is missing because of the solution,
+    and so is one that only a branch reads, `if f(1) != 2: fail()`."""
     tree = ast.parse(script)
-    imports = [bound(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return bool(name) and name not in bound(tree).difference(*imports)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    sources = {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
+    sources |= {alias.name for node in imports for alias in node.names}
+    modules = {part for source in sources for part in (source, source.partition(".")[0])}
+    made = bound(tree).difference(*map(bound, imports))
+    return bool(name) and name not in made and name in modules | set(_always_read(tree))
+
+
+def _always_read(node: ast.AST) -> Iterator[str]:
+    """The names that are read outside of branches, error handlers and the messages of asserts."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    skipped = (
+        ("body", "orelse") if isinstance(node, ast.If | ast.IfExp) else ("msg",) if isinstance(node, ast.Assert) else ()
+    )
+    for field, value in ast.iter_fields(node):
+        for part in value if isinstance(value, list) else [value]:
+            if field not in skipped and isinstance(part, ast.AST) and not isinstance(part, ast.ExceptHandler):
+                yield from _always_read(part)
 
 
 def free(program: str) -> set[str]:

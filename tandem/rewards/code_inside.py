@@ -258,7 +258,6 @@ class Line:
 
     def __init__(self, replies: Any, requests: Any):
         self.replies, self.requests = replies, requests
-        self.remotes: dict[int, Remote] = {}
         self.asked = 0
 
     def ask(self, expression: str) -> Any:
@@ -281,7 +280,7 @@ class Line:
         raise error
 
     def _remote(self, number: int) -> Remote:
-        return self.remotes.setdefault(number, Remote(self, f"{OBJECTS}[{number}]"))
+        return Remote(self, f"{OBJECTS}[{number}]")  # another one each time: lists take one object for equal to itself
 
     def source(self, value: Any) -> str:
         """An expression that gives the solution this value; raises TypeError for what cannot be sent."""

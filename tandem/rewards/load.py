@@ -39,6 +39,7 @@ RAW_ANSWER = "raw_answer"  # in a problem's metadata: the row's own answer where
 _VERL_TEXTS = ("solution_str", "predict_str", "model_output")  # verl's names for the completion's text
 _OWN = ("problem", "completion")  # the names of the first two parameters; a leading underscore is let pass
 _KNOWN_FORMS = "(problem, completion), or TRL's (completions, ...), or verl's (solution_str, ground_truth, ...)"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
 
@@ -107,6 +108,7 @@ def _adapted(function: Function, part: str, name: str, options: Given) -> Scorer
         return partial(_trl, function, part, names, dict(options))
     if not parameters.keys().isdisjoint(_VERL_TEXTS):
         names = _names(signature, name, options, expected="(data_source, solution_str, ground_truth, extra_info)")
+        _require_known(signature, name, options)
         return partial(_verl, function, part, names, dict(options))
     positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(found.strip("_") not in ("", own) for found, own in zip(positional, _OWN, strict=False)):
@@ -127,6 +129,14 @@ def _names(signature: inspect.Signature, name: str, options: Given, expected: st
     if not set(options) <= set(signature.parameters):
         raise BadFunction(_unfit(name, signature, options, expected))
     return frozenset(signature.parameters)
+
+
+def _require_known(signature: inspect.Signature, name: str, options: Given) -> None:
+    """Refuse a verl function with a parameter that it needs and nobody gives."""
+    known = {*_VERL_TEXTS, "data_source", "ground_truth", "extra_info", *options}
+    needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind in _NAMED]
+    if not known.issuperset(needed):
+        raise BadFunction(_unfit(name, signature, options, "(data_source, solution_str, ground_truth, extra_info)"))
 
 
 def _unfit(name: str, signature: inspect.Signature, options: Given, expected: str) -> str:

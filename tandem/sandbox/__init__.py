@@ -22,7 +22,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tandem.errors import UserError
-from tandem.sandbox.runs import LIMITS, Limits, Result, Run, SandboxFailed, StopReason, adopt_orphans, watch, why
+from tandem.sandbox.runs import ADOPTION, LIMITS, Limits, Result, Run, SandboxFailed, StopReason, watch, why
 from tandem.sandbox.seccomp import seccomp_filter
 
 if TYPE_CHECKING:  # a worker that scores code need not import pydantic
@@ -131,7 +130,6 @@ class Bubblewrap(_Local):
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
         command, files = program
         argv = [self.python, *command[1:]] if command[0] == "python" else list(command)
-        adopt_orphans()
         with ExitStack() as stack:
             contents = {_check_name(name): stack.enter_context(_sealed(t.encode())) for name, t in files.items()}
             bpf = [stack.enter_context(_sealed(code)) for code in (seccomp_filter(),) if code]
@@ -141,6 +139,7 @@ class Bubblewrap(_Local):
             arguments = [*_view(self.python, limits), *_contents(contents), *_confinement(bpf, status)]
             listed = stack.enter_context(_sealed(b"\0".join(os.fsencode(text) for text in arguments)))
             bwrap = [self.bwrap, "--args", str(listed), "--"]
+            ADOPTION.begin()  # until the run is closed
             try:
                 process = subprocess.Popen(
                     [*_without_root(), *bwrap, *_gated(gate), *_limited(limits), *argv],
@@ -153,8 +152,9 @@ class Bubblewrap(_Local):
                     start_new_session=True,
                 )
             except OSError as error:
-                os.close(status)
-                os.close(ours)
+                ADOPTION.end()
+                for fd in (status, ours):
+                    os.close(fd)
                 raise SandboxFailed(f"bubblewrap does not start: {error}") from error
         return Run(process, limits, status, ours)
 

@@ -19,6 +19,7 @@ import selectors
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -81,6 +82,9 @@ class Run:
     written: dict[str, bytearray] = field(default_factory=lambda: {k: bytearray() for k in ("out", "err")})
     reports: list[dict[str, Any]] = field(default_factory=list)  # all that bubblewrap said, once it has ended
     inside: tuple[int, int] | None = None  # pid of the namespace's first process, and a pidfd of it
+    shared_bytes: dict[str, int] = field(
+        default_factory=dict
+    )  # of the shared memory that is mapped, as large as it was seen
 
     def streams(self) -> Iterator[tuple[int, str]]:
         for stream, name in ((self.process.stdout, "out"), (self.process.stderr, "err")):
@@ -113,7 +117,7 @@ class Run:
     def check(self) -> None:
         if time.monotonic() - self.started > self.limits.wall_s:
             self.kill("timeout")
-        elif self.inside is not None and _exceeds(self.inside[0], self.limits):
+        elif self.inside is not None and _exceeds(self.inside[0], self.limits, self.shared_bytes):
             self.kill("memory")
 
     def kill(self, reason: StopReason) -> None:
@@ -142,6 +146,8 @@ class Run:
         for fd in (self.status, self.gate, *(self.inside or (-1, -1))[1:]):
             if fd >= 0:
                 os.close(fd)
+        if self.status >= 0:
+            ADOPTION.end()
         if self.scratch is not None:
             self.scratch.cleanup()
         if not gone:
@@ -176,13 +182,15 @@ def why(code: int | None, err: str) -> StopReason:
     return "signal" if code < 0 else "exit"
 
 
-def _exceeds(first: int, limits: Limits) -> bool:
+def _exceeds(first: int, limits: Limits, shared_bytes: dict[str, int]) -> bool:
     """Whether a namespace's processes hold too much memory together, or its /tmp too many files.
 
     Pages that processes share after a fork count for each of them. Shared memory counts once for all that map it, and as large
-    as it was made: pages can be hidden from every count of what is resident. What ends meanwhile counts as nothing.
+    as it was ever seen: pages can be hidden from every count of what is resident, by unmapping all but one of them too. What ends
+    meanwhile counts as nothing.
     """
-    used, pids, shared_bytes = 0, [first], dict[str, int]()
+    used, pids, before = 0, [first], dict(shared_bytes)
+    shared_bytes.clear()  # what nobody maps any more is gone
     for pid in pids:
         with suppress(OSError):
             resident, shared = (int(number) for number in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
@@ -190,7 +198,7 @@ def _exceeds(first: int, limits: Limits) -> bool:
             for task in os.listdir(f"/proc/{pid}/task"):
                 pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
             for name, size in _shared_mappings(pid):
-                shared_bytes[name] = max(size, shared_bytes.get(name, 0))
+                shared_bytes[name] = max(size, shared_bytes.get(name, 0), before.get(name, 0))
     used += sum(shared_bytes.values())
     files = 0
     with suppress(OSError):
@@ -214,10 +222,34 @@ def _shared_mappings(pid: int) -> Iterator[tuple[str, int]]:
                 yield inode.decode(), int(offset, 16) + end - start
 
 
-def adopt_orphans() -> None:
-    """Let this process be the parent of what its children leave behind. Bubblewrap ends before the namespace that it made, which
-    would then wait for ever for process 1 to take note of its end; in a container that is often a program that never does."""
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+def adopt_orphans(wanted: bool = True) -> None:
+    """Let this process be the parent of what its children leave behind, or no longer.
+
+    Bubblewrap ends before the namespace that it made, which would then wait for ever for process 1 to take note of its end; in a
+    container that is often a program that never does.
+    """
+    ctypes.CDLL(None).prctl(36, int(wanted), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+class Adoption:
+    """Adopts orphans while a run is under way and no longer: those of other children of this process would stay zombies."""
+
+    def __init__(self) -> None:
+        self._lock, self._runs = threading.Lock(), 0
+
+    def begin(self) -> None:
+        with self._lock:
+            self._runs += 1
+            adopt_orphans()
+
+    def end(self) -> None:
+        with self._lock:
+            self._runs -= 1
+            if not self._runs:
+                adopt_orphans(False)
+
+
+ADOPTION = Adoption()
 
 
 def watch(*runs: Run) -> None:

@@ -24,6 +24,28 @@ def opens(name, path, flags="os.O_WRONLY", open=""):
     return Hostile(name=name, code=f"os.open({path!r}, {flags}); escaped({path!r})", open=open)
 
 
+UNMAP = """
+        import ctypes
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(held))
+        libc.munmap(ctypes.c_void_p(begin + 4096), ctypes.c_size_t(len(held) - 4096))
+"""
+
+
+def sharing(name, then=""):
+    """Four processes with 64 MiB of shared memory each; what they do when they have written it."""
+    code = f"""
+import mmap
+for _ in range(4):
+    if os.fork() == 0:
+        held = mmap.mmap(-1, 64 * 2**20)
+        for at in range(0, len(held), 2**20): held[at:at + 2**20] = bytes(2**20)
+        {then.strip()}
+        time.sleep(10**6)
+time.sleep(10**6)
+"""
+    return Hostile(name=name, code=code, stops=("memory",), limits=SMALL)
+
+
 READING = [
     reads("read a secret file", "$SECRET"),
     reads("read the repository", "$REPOSITORY/tandem/sandbox/__init__.py"),
@@ -409,35 +431,10 @@ while True:
         stops=("memory",),
         limits=SMALL,
     ),
-    Hostile(
-        name="shared memory in many processes",
-        code="""
-import mmap
-for _ in range(4):
-    if os.fork() == 0:
-        held = mmap.mmap(-1, 64 * 2**20)
-        for at in range(0, len(held), 2**20): held[at:at + 2**20] = bytes(2**20)
-        time.sleep(10**6)
-time.sleep(10**6)
-""",
-        stops=("memory",),
-        limits=SMALL,
-    ),
-    Hostile(
-        name="shared memory that is hidden after it was written",
-        code="""
-import mmap
-for _ in range(4):
-    if os.fork() == 0:
-        held = mmap.mmap(-1, 64 * 2**20)
-        for at in range(0, len(held), 2**20): held[at:at + 2**20] = bytes(2**20)
-        held.madvise(4)  # MADV_DONTNEED: the pages are not resident any more, and are kept
-        time.sleep(10**6)
-time.sleep(10**6)
-""",
-        stops=("memory",),
-        limits=SMALL,
-    ),
+    sharing("shared memory in many processes"),
+    # the pages are not resident any more, and are kept
+    sharing("shared memory that is hidden after it was written", "held.madvise(4)"),
+    sharing("shared memory of which one page stays mapped", UNMAP),
     Hostile(
         name="the buffers of tcp connections",
         code="""

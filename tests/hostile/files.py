@@ -335,11 +335,14 @@ RECIPES = {  # name -> (TOML, what is given on the command line)
 }
 
 
-def parquet(**columns):
+DELTA = {"use_dictionary": False, "column_encoding": {"prompt": "DELTA_BYTE_ARRAY", "answer": "PLAIN"}}
+
+
+def parquet(options=None, **columns):
     """A Parquet file; a column that is a list of one text a thousand times takes the room of one."""
 
     def make(path):
-        pq.write_table(pa.table(columns), path, compression="zstd")
+        pq.write_table(pa.table(columns), path, compression="zstd", **(options or {}))
 
     return make
 
@@ -376,6 +379,16 @@ DATA = {  # name -> (suffix, what makes it, what is said)
     "3 GB in a row of a Parquet of some KiB": (
         ".parquet",
         parquet(prompt=["1"], answer=["2"], more=listed(dictionary(MEGABYTE, repeated=3000))),
+        "become more than",
+    ),
+    "3 GB in differences of texts": (
+        ".parquet",
+        parquet(prompt=MEGABYTE * 3000, answer=["2"] * 3000, options=DELTA),
+        "become more than",
+    ),
+    "1 GB of texts of one length": (
+        ".parquet",
+        parquet(prompt=["1"] * 1000, answer=["2"] * 1000, more=pa.array([b"x" * 2**20] * 1000, pa.binary(2**20))),
         "become more than",
     ),
     "half a billion numbers in a Parquet of some KiB": (

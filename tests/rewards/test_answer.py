@@ -254,7 +254,38 @@ def test_units_lists_intervals_bases_and_choices_are_compared_by_what_they_mean(
     assert equal(found, truth) is same
 
 
+TRICKS = [
+    ("yes, no", "yes"),
+    ("True, False", "true"),
+    ("(A) B C D", "A"),
+    ("A. B. C. D", "A"),
+    ("5 (actually 6)", "5"),
+    ("5 (wrong; correct is 6)", "5"),
+    ("5 (incorrect)", "5"),
+    ("no solution is 5", "5"),
+    ("5 factorial", "5"),
+    ("5 choose 2", "5"),
+    ("5 sixths", "5"),
+    ("5 tenths", "5"),
+    ("5 lakh", "5"),
+    ("3 remainder 2", "3"),
+    ("5 squared", "5"),
+]
+
+
+@pytest.mark.parametrize(("guess", "truth"), TRICKS)
+def test_words_behind_a_right_answer_that_change_it_are_no_unit_and_no_remark(guess, truth):
+    assert score(f"Answer: {guess}", truth) == 0.0
+
+
 COMPLETIONS = [
+    ("\\boxed{5} is not the answer", "5", False),
+    ("\\boxed{5}. No wait, it is 6.", "5", False),
+    ("\\boxed{5} is the wrong answer", "5", False),
+    ("\\boxed{42}. Note that the answer should be positive.", "42", True),
+    ("\\boxed{42}. (x = -3 cannot be right since x > 0.)", "42", True),
+    ("\\boxed{6}\nCheck: 7 would mean that it is impossible.", "6", True),
+    ("\\boxed{5}. It should be noted that x is positive.", "5", True),
     ("\\boxed{5}. Wait, that is wrong, it is 6.", "5", False),
     ("\\boxed{3} and \\boxed{5}", "3,5", True),
     ("\\boxed{3} and \\boxed{5}", "5", False),
@@ -282,8 +313,8 @@ NOT_READ = {
 
 def test_of_300_graded_pairs_no_wrong_answer_is_paid_and_four_right_ones_are_refused():
     assert [pair for pair in GRADED if score(pair["completion"], pair["truth"]) and not pair["right"]] == []
-    refused = {pair["truth"] for pair in GRADED if pair["right"] and not score(pair["completion"], pair["truth"])}
-    assert len(GRADED) == 300 and refused - NOT_READ == {truth for truth in refused if "1 & 0 & 0" in truth}
+    refused = [pair["truth"] for pair in GRADED if pair["right"] and not score(pair["completion"], pair["truth"])]
+    assert len(GRADED) == 300 and len(refused) == 4 and len([truth for truth in refused if truth in NOT_READ]) == 3
 
 
 HUGE = ["9**9**9", "9^9^9^9", "1" * 250, "1e" + "9" * 200, "1e999999999", "9" * 10**7, "\\frac{1}{" * 60, "1," * 120]

@@ -8,6 +8,7 @@ import pytest
 
 from tandem import config
 from tandem.errors import UserError
+from tandem.rewards import code_asserts
 from tandem.rewards.code import code_reward, extract_code, read_tests
 from tandem.rewards.code_asserts import CallTest, calls, needed
 from tandem.rewards.code_compare import holds, same_output
@@ -259,6 +260,21 @@ def test_an_error_of_the_solution_is_not_the_rows_mistake():
         "def test_add():\n    for x in add(1, 2): pass\n    assert x == 3",
     ):
         assert reward(script, empty)["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_one_object_for_everything_does_not_pass_a_list_that_holds_it():
+    cheat = "```python\ns = object()\ndef Pt(x): return s\ndef mk(x): return [s]\n```"
+    for script in ("assert mk(2) == [Pt(2)]", "assert Pt(2) in mk(2)"):
+        assert reward(script, cheat)["reward"] == 0.0
+
+
+@needs_bubblewrap
+def test_a_class_may_be_named_in_capitals_and_a_branch_that_only_a_wrong_program_reaches_is_no_broken_row():
+    lru = "```python\nclass LRU:\n    def __init__(self, cap): self.cap = cap\n```"
+    assert reward("assert LRU(2).cap == 2", lru)["reward"] == 1.0
+    script = "r = add(1, 1)\nif r != 2: complain(r)\nassert near(r, 2), explain(r)"
+    assert [name for name in ("complain", "near", "explain") if code_asserts.is_missing(script, name)] == ["near"]
 
 
 @needs_bubblewrap

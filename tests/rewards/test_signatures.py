@@ -95,6 +95,9 @@ def prime(model_output, ground_truth):
 def swapped(response, answer):
     return float(response == answer)
 
+def one_more(solution_str, ground_truth, extra):
+    return 0.0
+
 def openrlhf(queries, prompts, labels):
     return 0.0
 
@@ -273,6 +276,11 @@ def test_a_file_that_is_named_like_a_package_does_not_hide_the_package(tmp_path)
 @pytest.mark.parametrize("name", ["deepeyes", "prime"])
 def test_verls_other_names_for_the_completion_are_known(score, name):
     assert (score(name, "1/3")[0], score(name, "1/2")[0]) == (1.0, 0.0)
+
+
+def test_a_parameter_that_verl_does_not_give_is_refused_at_the_start(score):
+    with pytest.raises(BadFunction, match=r"one_more takes \(solution_str, ground_truth, extra\), expected"):
+        score("one_more", "1/3")
 
 
 @pytest.mark.parametrize("name", ["swapped", "openrlhf"])
