@@ -30,7 +30,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether nothing else is imported by the file's name."""
+    """Check that nothing else is imported by the file's name."""
     try:
         found = importlib.util.find_spec(path.stem)
     except (ImportError, ValueError):  # ValueError: a module without a spec has the name

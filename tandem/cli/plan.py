@@ -89,7 +89,7 @@ class _Plan:
             self.reasons.append(f"{title}: {human_bytes(needed)} needed, {human_bytes(there)} {where}")
 
     def _folder(self) -> str:
-        """Where the run would go on, or that it would begin."""
+        """Describe where the run would go on, or that it would begin."""
         if not check_run(self.folder, self.config, self.command) or self.reasons:
             return "a new run"
         hashes = input_hashes(self.config, *KEYS[self.command])
@@ -102,7 +102,7 @@ def _say(text: str) -> None:
 
 
 def work(config: Config, command: str) -> str:
-    """What a run does, in a line."""
+    """Describe the work of a run in a line."""
     if command in ("train", "distill"):
         rl = config.rl
         episodes = rl.prompts_per_step * rl.group_size * max(1, rl.max_gen_batches)

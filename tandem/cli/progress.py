@@ -179,7 +179,7 @@ def duration(seconds: float) -> str:
 
 
 def fitting(parts: Sequence[str], room: int) -> str:
-    """As many of the parts as there is room for, the first ones first."""
+    """Join the first parts, as many as there is room for."""
     text = ""
     for part in parts:
         longer = f"{text}  {part}" if text else part

@@ -83,7 +83,7 @@ def _refuse_known_uid(uid: str, number: int, uids: Uids, earlier: dict[str, Uids
 
 
 def _answer_path(row: Row, name: str) -> tuple[str, ...]:
-    """Where the row's answer is: the answer column, or verl's place for it where the config names no column; () for none."""
+    """Find the row's answer: the answer column, or verl's place for it where the config names no column; () for none."""
     if not name:
         return ()
     verl = row.values.get("reward_model")

@@ -313,7 +313,7 @@ class _Stream(Response):
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """What work returns; None when the client left first, and work is cancelled."""
+    """Await work; returns None, and cancels it, if the client leaves first."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

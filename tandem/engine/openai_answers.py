@@ -127,7 +127,7 @@ class Answer(ABC):
         yield f'], "usage": {json.dumps(self._usage())}}}'
 
     def pieces(self, updates: Sequence[Update]) -> Iterator[str]:
-        """What the updates of a pass add, one piece a choice that has something to tell."""
+        """Pieces that the updates of a pass add, one piece a choice that has something to tell."""
         usage: Json = {"usage": None} if self._body.stream_options.include_usage else {}
         for update in updates:
             if (fields := self._piece_of(update)) is not None:

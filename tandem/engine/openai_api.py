@@ -61,7 +61,7 @@ class ApiError(Exception):
 
 
 def _shortened(text: str) -> str:
-    """What a client sent is quoted, and not at any length."""
+    """Cut a text that quotes what a client sent."""
     return text if len(text) <= LONGEST_WORDS else f"{text[:LONGEST_WORDS]}..."
 
 
@@ -278,7 +278,7 @@ class ChatBody(Body):
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
-        """Those that the model is shown, and whose calls are read in its answer."""
+        """Tools that the model is shown, and whose calls are read in its answer."""
         return self.tools if self.tool_choice == "auto" else ()
 
     def top_logprobs_wanted(self) -> int | None:

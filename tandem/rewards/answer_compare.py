@@ -46,7 +46,7 @@ _VERDICTS = {"yes", "no", "true", "false"}
 
 
 def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
-    """Whether two answers are the same. loading: as in answer.score."""
+    """Compare two answers. loading: as in answer.score."""
     if not _REMARK.search(truth):
         found = _REMARK.sub("", found)
     one, other = normal(found), normal(truth)
@@ -72,7 +72,7 @@ def _key(text: str) -> str:
 
 
 def _same_choice(one: str, other: str, loading: Loading) -> bool:
-    """Whether both name one letter; a choice's text counts where the other names no letter."""
+    """Compare two choices by their letters; a choice's text counts where the other names no letter."""
     guess, truth = _CHOICE.fullmatch(one) or _CHOICE.fullmatch(_LEAD.sub("", one, count=1)), _CHOICE.fullmatch(other)
     assert truth is not None
     if guess is None:
@@ -108,7 +108,7 @@ def _same(one: str, other: str, loading: Loading) -> bool:
 
 
 def _matched(ones: list[str], others: list[str], loading: Loading) -> bool:
-    """Whether each of ones is the same as another one of others, in any order."""
+    """Pair each of ones with another of others, in any order; False where one has no partner."""
     left = list(others)
     for one in ones:
         same = next((k for k, other in enumerate(left) if _same(one, other, loading)), None)
@@ -248,7 +248,7 @@ _FUNCTIONS = re.compile(_COMMANDS + r"|arc|sinh?|cosh?|tanh?|cot|sec|csc|log|ln|
 
 
 def _is_math(text: str) -> bool:
-    r"""Whether Math-Verify may see it. It multiplies letters, so that "seat" equals "east", and it picks a number out
+    r"""Tell whether Math-Verify may see a text. It multiplies letters, so that "seat" equals "east", and it picks a number out
     of prose; words, unbalanced braces and inner dollar signs (two formulas, two guesses) never reach it.
     """
     letters = _FUNCTIONS.sub(" ", text)

@@ -236,7 +236,7 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
 
 
 def is_missing(script: str, name: str) -> bool:
-    """Whether a name that was not there when the script ran is one that the script itself never makes, and needs whatever the
+    """Tell whether a name that was not there is the script's mistake: one that it never makes itself, and needs whatever the
     solution answers. One that it does make, in a loop over an empty answer for instance, is missing because of the solution,
     and so is one that only a branch reads, `if f(1) != 2: fail()`."""
     tree = ast.parse(script)
