@@ -31,9 +31,9 @@ sys.path[:0] = [str(ROOT)]
 
 import machine  # noqa: E402
 
-from tandem.data.algebra import write_dataset  # noqa: E402
 from tandem.model.tiny import make_tiny  # noqa: E402
-from tandem.processes import descendants  # noqa: E402
+from tandem.runtime.processes import descendants  # noqa: E402
+from tandem.tasks.algebra import write_dataset  # noqa: E402
 
 STEPS, ROUNDS, SKIPPED, SAMPLES = 12, 3, 2, 512
 SHARE = 0.5  # of the generation time that scoring takes
@@ -153,7 +153,7 @@ def watch(process: subprocess.Popen[bytes], metrics: Path, steps: int, *, pinned
 
 def processor_s(driver: int) -> dict[str, float]:
     """Of the driver, of its main thread alone, which is the trainer, and of the rollout worker; so far."""
-    workers = [p.pid for p in descendants(driver) if "tandem.engine.worker" in p.command]
+    workers = [p.pid for p in descendants(driver) if "tandem.engine.worker_pool.worker" in p.command]
     return {
         "driver_cpu_s": cpu_s(f"/proc/{driver}/stat"), "trainer_cpu_s": cpu_s(f"/proc/{driver}/task/{driver}/stat"),
         "worker_cpu_s": sum(cpu_s(f"/proc/{worker}/stat") for worker in workers),
@@ -166,7 +166,7 @@ def cpu_s(path: str) -> float:
 
 
 def pin(driver: int) -> None:
-    for worker in [p for p in descendants(driver) if "tandem.engine.worker" in p.command]:
+    for worker in [p for p in descendants(driver) if "tandem.engine.worker_pool.worker" in p.command]:
         for thread in Path(f"/proc/{worker.pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {1})
 

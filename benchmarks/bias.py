@@ -1,6 +1,6 @@
 """`.venv/bin/python benchmarks/bias.py`: bias and noise of each off-policy correction against staleness, enumerated.
 
-Writes docs/bias.md. The episodes are of a toy policy some gradient steps ago (tests/rl/toy.py); the mean and the standard
+Writes docs/bias.md. The episodes are of a toy policy some gradient steps ago (tests/support/toy.py); the mean and the standard
 deviation are over *all* groups of two episodes, so the table has no sampling error. The estimates come out of tandem.rl.
 """
 
@@ -20,11 +20,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
-from tandem import numerics  # noqa: E402
 from tandem.rl.advantages import rloo  # noqa: E402
 from tandem.rl.corrections import Correction, correction, sequence_errors  # noqa: E402
 from tandem.rl.losses import ppo_clip, reinforce  # noqa: E402
-from tests.rl import toy  # noqa: E402
+from tandem.runtime import numerics  # noqa: E402
+from tests.support import toy  # noqa: E402
 
 GROUP = 2
 STEPS = (0, 1, 2, 4, 8)

@@ -16,16 +16,16 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from tandem.config import Data
+from tandem.config.schema import Data
 from tandem.data.mixture import Mixture, problems_of_step
 from tandem.data.problems import read_problems
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 
 ROWS = 200_000
 READ = """
 import sys, time
 import pyarrow.parquet
-from tandem.config import Data
+from tandem.config.schema import Data
 from tandem.data.problems import read_problems
 def megabytes(): return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
 before, start = megabytes(), time.perf_counter()

@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import tandem.model.layers
 import tandem.model.linear
 import tandem.model.load
-from tandem.build import prepare_process
-from tandem.config import Config
+from tandem.config.schema import Config
 from tandem.engine.engine import Engine
-from tandem.engine.pages import PageCache
+from tandem.engine.page_cache import PageCache
+from tandem.jobs.parts import prepare_process
 from tandem.model.load import ExactModel, load_model
 from tandem.types import Request, SamplingParams
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import machine
 
-from tandem.metrics import read_metrics
+from tandem.run_folder.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "environments"

@@ -1,4 +1,4 @@
-"""One GRPO step of Tandem on the work of grpo_trl.py: the real step of loop.py, rewards in workers, journal included.
+"""One GRPO step of Tandem on the work of grpo_trl.py: the real step of step.py, rewards in workers, journal included.
 
     python benchmarks/grpo_tandem.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED MEMORY     one JSON line
 
@@ -13,14 +13,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from tandem.build import build_engine, learning_models, playground, prepare_process, read_data
-from tandem.data.render import load_renderer
-from tandem.evaluate import sampling_params
-from tandem.loop import Stages, train_step, update
-from tandem.metrics import peak_rss_mb
-from tandem.recipe import load_config
-from tandem.stream.recall import Journal
-from tandem.weights.inline import InlineSync
+from tandem.config.recipe import load_config
+from tandem.data.renderer import load_renderer
+from tandem.jobs.parts import build_engine, learning_models, playground, prepare_process, read_data
+from tandem.rollout.evaluate import sampling_params
+from tandem.run_folder.journal import Journal
+from tandem.run_folder.metrics import peak_rss_mb
+from tandem.step import Stages, train_step, update
+from tandem.weights.in_process import InlineSync
 
 MEMORY = {
     "whole": ["train.tokens_per_microbatch=1000000"],

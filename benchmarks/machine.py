@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tandem import numerics
+from tandem.runtime import numerics
 
 
 def median_seconds(function: Callable[[], object], repeats: int) -> float:

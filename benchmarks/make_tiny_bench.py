@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from tandem.draws import permutation
 from tandem.model.tiny import make_tiny
+from tandem.runtime.rng import permutation
 
 folder = Path(sys.argv[1])
 make_tiny(folder, hidden=128, layers=4, heads=4, kv_heads=4, intermediate=512)

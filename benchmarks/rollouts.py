@@ -21,15 +21,15 @@ sys.path[:0] = [str(ROOT)]
 
 import machine  # noqa: E402
 
-from tandem import numerics  # noqa: E402
-from tandem.config import Env as EnvConfig  # noqa: E402
-from tandem.data.render import load_renderer  # noqa: E402
-from tandem.draws import address  # noqa: E402
+from tandem.config.schema import Env as EnvConfig  # noqa: E402
+from tandem.data.renderer import load_renderer  # noqa: E402
 from tandem.engine.engine import Engine  # noqa: E402
-from tandem.envs.record import seat  # noqa: E402
-from tandem.envs.rollout import World, run_episodes  # noqa: E402
 from tandem.model.load import load_model  # noqa: E402
 from tandem.model.tiny import make_tiny  # noqa: E402
+from tandem.rollout.episode_builder import seat  # noqa: E402
+from tandem.rollout.episodes import World, run_episodes  # noqa: E402
+from tandem.runtime import numerics  # noqa: E402
+from tandem.runtime.rng import address  # noqa: E402
 from tandem.types import Env, Observation, Problem, SamplingParams  # noqa: E402
 
 BATCH, EPISODES, TURNS, TOKENS, SLOWEST_S = 64, 192, 3, 32, 0.5

@@ -2,7 +2,7 @@
 
     python benchmarks/sandbox.py     # two to three minutes; bubblewrap must be installed
 
-Every program of tests/hostile runs under bubblewrap, and those that are safe to try also as plain processes, which
+Every program of chaos/hostile runs under bubblewrap, and those that are safe to try also as plain processes, which
 shows that they are able to do what they try. Times alternate with a bare interpreter's in the same run.
 """
 
@@ -19,12 +19,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
+from chaos.hostile.cheats import CHEATS, TESTS, solution  # noqa: E402
+from chaos.hostile.escapes import ESCAPES  # noqa: E402
+from chaos.hostile.world import World  # noqa: E402
 from tandem.rewards.code import code_reward  # noqa: E402
-from tandem.sandbox import Bubblewrap, Unisolated, run_python  # noqa: E402
+from tandem.runtime.sandbox import Bubblewrap, Unisolated, run_python  # noqa: E402
 from tandem.types import Problem  # noqa: E402
-from tests.hostile.cheats import CHEATS, TESTS, solution  # noqa: E402
-from tests.hostile.escapes import ESCAPES  # noqa: E402
-from tests.hostile.world import World  # noqa: E402
 
 RUNS = 200
 RUN_MS = 80  # a run's median must not take longer

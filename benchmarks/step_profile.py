@@ -10,9 +10,9 @@ import time
 import numpy as np
 from torch.profiler import profile
 
-from tandem.build import prepare_process
-from tandem.config import Config
+from tandem.config.schema import Config
 from tandem.engine.engine import Engine
+from tandem.jobs.parts import prepare_process
 from tandem.model.load import load_model
 from tandem.types import Request, SamplingParams
 

@@ -29,8 +29,8 @@ from machine import ceilings
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tandem.build import prepare_process
-from tandem.config import Config
+from tandem.config.schema import Config
+from tandem.jobs.parts import prepare_process
 from tandem.model.forward import batch_logprobs
 from tandem.model.linear import pack as pack_weight
 from tandem.model.load import ExactModel, load_model

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from tandem.cli.progress import console
-from tandem.disk import disk_errors
-from tandem.errors import UserError
-from tandem.recipe import load_config
+from tandem.config.recipe import load_config
+from tandem.runtime.disk import disk_errors
+from tandem.runtime.errors import UserError
 
 BY_HAND = ".venv/bin/tandem"
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
@@ -41,14 +41,14 @@ def main() -> int:
 def demo(folder: Path, seed: int, fresh: bool) -> None:
     started = time.perf_counter()
     make_inputs(folder, seed)
-    from tandem.cli import training  # imports torch, after the first line has been shown
+    from tandem.cli import train  # imports torch, after the first line has been shown
 
     overrides = recipe(folder, seed, "sft", model=folder / "model")
     say(f"warm start: {BY_HAND} sft recipes/demo.toml {' '.join(overrides)}")
-    warm_model = training.train("sft", load_config(RECIPE, overrides), folder / "sft", fresh)
+    warm_model = train.train("sft", load_config(RECIPE, overrides), folder / "sft", fresh)
     overrides = recipe(folder, seed, "train", model=warm_model)
     say(f"GRPO: {BY_HAND} train recipes/demo.toml {' '.join(overrides)}")
-    final = training.train("train", load_config(RECIPE, overrides), folder / "train", fresh)
+    final = train.train("train", load_config(RECIPE, overrides), folder / "train", fresh)
     report(folder, final)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all. Next:")
     console.print(f"  .venv/bin/tensorboard --logdir {folder}    curves")
@@ -67,7 +67,7 @@ def recipe(folder: Path, seed: int, command: str, model: Path) -> list[str]:
 
 
 def make_inputs(folder: Path, seed: int) -> None:
-    from tandem.data.algebra import write_dataset
+    from tandem.tasks.algebra import write_dataset
 
     mark = folder / "seed"
     if mark.exists() and mark.read_text() != str(seed):
@@ -91,7 +91,7 @@ def report(folder: Path, final: Path) -> None:
     """Held-out reward by template, before and after GRPO, and one answer of the exported model in stock transformers."""
     from rich.table import Table
 
-    from tandem.metrics import read_metrics
+    from tandem.run_folder.metrics import read_metrics
 
     rows = [row for row in read_metrics(folder / "train") if "eval/sampled" in row]
     table = Table("held-out reward, sampled", "before", "after", title="64 problems x 4 samples")
@@ -112,7 +112,7 @@ def report(folder: Path, final: Path) -> None:
 
 def curve(folder: Path, width: int = 60) -> str:
     """The training reward as one line of blocks."""
-    from tandem.metrics import read_metrics
+    from tandem.run_folder.metrics import read_metrics
 
     rewards = [row["reward"] for row in read_metrics(folder / "train") if "reward" in row]
     size = -(-len(rewards) // width)

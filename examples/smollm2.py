@@ -16,9 +16,9 @@ import zipfile
 from pathlib import Path
 
 from tandem.cli.progress import console
-from tandem.draws import permutation
-from tandem.errors import UserError
-from tandem.recipe import load_config
+from tandem.config.recipe import load_config
+from tandem.runtime.errors import UserError
+from tandem.runtime.rng import permutation
 
 FOLDER = Path("runs/smollm2")
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2.toml"
@@ -38,10 +38,10 @@ def main() -> int:
             return 0
         make_data(FOLDER / "data")
         model = args.model or str(model_from_wheel(FOLDER / "model"))
-        from tandem.cli import training
+        from tandem.cli import train
 
         config = load_config(RECIPE, [f"model.path={model}", *args.overrides])
-        training.train("train", config, Path(config.run.folder or FOLDER / "train"))
+        train.train("train", config, Path(config.run.folder or FOLDER / "train"))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -20,13 +20,13 @@ import numpy as np
 from demo import curve, say
 
 from tandem.cli.progress import console
-from tandem.config import Config
-from tandem.disk import disk_errors, write_atomic
-from tandem.draws import address
+from tandem.config.recipe import load_config
+from tandem.config.schema import Config
 from tandem.envs.load import load_env
-from tandem.errors import UserError
 from tandem.model.tool_calls import Call, write_calls
-from tandem.recipe import load_config
+from tandem.runtime.disk import disk_errors, write_atomic
+from tandem.runtime.errors import UserError
+from tandem.runtime.rng import address
 from tandem.types import Env, Message, Problem
 
 ROOT = Path(__file__).parent.parent
@@ -58,10 +58,10 @@ def main() -> int:
 def run(task: str, folder: Path, seed: int, fresh: bool) -> None:
     started = time.perf_counter()
     make_inputs(task, folder, seed)
-    from tandem.cli import training  # imports torch, after the first line has been shown
+    from tandem.cli import train  # imports torch, after the first line has been shown
 
-    warm_model = training.train("sft", config_of(task, folder, seed, "sft", folder / "model"), folder / "sft", fresh)
-    training.train("train", config_of(task, folder, seed, "train", warm_model), folder / "train", fresh)
+    warm_model = train.train("sft", config_of(task, folder, seed, "sft", folder / "model"), folder / "sft", fresh)
+    train.train("train", config_of(task, folder, seed, "train", warm_model), folder / "train", fresh)
     report(folder)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all")
 
@@ -100,8 +100,8 @@ def make_inputs(task: str, folder: Path, seed: int) -> None:
 
 
 def write_data(task: str, folder: Path, seed: int) -> None:
-    from tandem.data import calculator, guess
     from tandem.data.problems import read_problems
+    from tandem.tasks import calculator, guess
 
     rows = {"guess": guess.rows, "calculator": calculator.rows}[task]
     for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):

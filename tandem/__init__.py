@@ -1,6 +1,34 @@
 """Tandem: reinforcement learning for language models, with training and inference on one model code.
 
-Importing this package has no effects: no thread, no environment variable, no torch.
+Read first
+  step.py        one RL step on one page: rollouts, advantages, updates, publication
+  step_async.py  the same step with rollouts ahead of the training
+  train_loop.py  what repeats a step: resume, evaluate, log, save
+  types.py       the nouns that cross rooms, and the Protocols between them
+
+The stages of a step, in order
+  data/          problems, chats and preferences from files; chat templates to tokens
+  tasks/         built-in problems, each with its rows, its checker and its world
+  engine/        generation: scheduler, page cache, sampler, worker processes
+  envs/          environments, tools and agents that answer the model
+  rollout/       problems to scored groups of episodes; evaluation
+  rewards/       reward functions, and the worker processes that run them
+  rl/            advantages, losses, KL and corrections as pure functions
+  train/         packing, log-probs, updates of the weights
+  weights/       new weights to the engines
+  model/         the exact forward pass that engine and trainer share
+
+Around them
+  config/        what a run is
+  jobs/          a command that trains, put together from its config
+  run_folder/    what a run writes: metrics, journal, checkpoints, exports
+  audit/         a finished run read again: replay, why, diff
+  runtime/       this machine: processes, signals, files, sandbox, random numbers, errors
+  serve/         the OpenAI-compatible server
+  cli/           the commands
+
+A room imports `types`, `runtime/` and rooms below it, never one that leads back to it; tests/test_layout.py holds the rule and
+this map. Importing this package has no effects: no thread, no environment variable, no torch.
 """
 
 __version__ = "0.1.0"

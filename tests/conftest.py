@@ -11,8 +11,8 @@ import signal
 import pytest
 import torch
 
-from tandem import numerics
-from tests.leftovers import Session
+from tandem.runtime import numerics
+from tests.support.leftovers import Session
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -1,6 +1,7 @@
 """The house rules that a program can hold: who imports whom, what an import does, sizes, docstrings."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -15,24 +16,32 @@ import figures
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tandem"
 FILES = sorted(PACKAGE.rglob("*.py"))
-STAGES = ("data", "engine", "envs", "model", "rewards", "rl", "stream", "train", "weights")
-SHARED = {
-    "types",
-    "config",
-    "contradictions",
-    "errors",
-    "draws",
-    "disk",
-    "metrics",
-    "model",
-    "numerics",
-    "sandbox",
-    "user_code",
-    "watchdog",
-    "processes",
-    "guard",
+DOOR = {"types"}  # what every room may import beside runtime/
+ROOMS = {  # room -> the other rooms that it may import; none of them leads back to it
+    "runtime": set(),
+    "config": set(),
+    "model": set(),
+    "weights": set(),
+    "rl": {"model"},
+    "data": {"config", "model"},
+    "tasks": {"data"},
+    "engine": {"model", "weights"},
+    "serve": {"engine", "model"},
+    "envs": {"config", "model", "tasks"},
+    "rewards": {"config", "tasks"},
+    "run_folder": {"config", "model", "weights"},
+    "rollout": {"config", "envs", "rl", "run_folder"},
+    "train": {"config", "model", "rl"},
 }
-ALSO = {"train": {"rl"}}
+KNOWS_EVERYONE = [
+    "step",
+    "step_async",
+    "train_loop",
+    "jobs",
+    "audit",
+    "cli",
+    "__main__",
+]  # each imports those before it
 OPTIONAL = ("datasets", "deepspeed", "fastapi", "flash_attn", "gguf", "gymnasium", "jsonschema",
             "megatron", "mooncake", "nixl", "peft", "ray",
             "reasoning_gym", "starlette", "trackio", "transfer_queue", "uvicorn", "verifiers", "vllm", "wandb")  # fmt: skip
@@ -43,12 +52,16 @@ def imported(path):
     """Every module that a file imports, anywhere in it, as a dotted name; `from tandem import x` is tandem.x too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
-            found.add(node.module)
-            found |= {f"tandem.{alias.name}" for alias in node.names if node.module == "tandem"}
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert level == 0, f"{path}: a relative import"
+                found |= {module} | {f"tandem.{alias.name}" for alias in names if module == "tandem"}
+            case ast.Call(
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module"), args=[ast.Constant(value)]
+            ):
+                found.add(value)
     return found
 
 
@@ -56,24 +69,39 @@ def name(path):
     return str(path.relative_to(PACKAGE))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_imports_the_shared_middle_and_never_another_stage(stage):
-    allowed = SHARED | {stage} | ALSO.get(stage, set())
-    for path in (PACKAGE / stage).rglob("*.py"):
-        parts = {module.split(".")[1] for module in imported(path) if module.startswith("tandem.")}
-        assert parts <= allowed, f"{name(path)} imports {sorted(parts - allowed)}"
+def rooms_of(path):
+    """The rooms and files at the door that a file imports, but for its own room's."""
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return {module.split(".")[1] for module in imported(path) if module.startswith("tandem.")} - {own, "__version__"}
 
 
-def test_the_shared_middle_imports_no_stage():
-    for path in FILES:
-        if name(path).partition("/")[0].removesuffix(".py") in SHARED - {"model"}:
-            parts = {m.split(".")[1] for m in imported(path) if m.startswith("tandem.")}
-            assert parts <= SHARED - {"model"}, path
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_below_it(room):
+    allowed = ROOMS[room] | DOOR | {"runtime"}
+    for path in (PACKAGE / room).rglob("*.py"):
+        assert rooms_of(path) <= allowed, f"{name(path)} imports {sorted(rooms_of(path) - allowed)}"
 
 
-def test_every_folder_is_a_stage_or_the_commands():
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders - {"cli", "cluster", "sandbox"} <= set(STAGES)
+def test_no_room_can_be_reached_from_a_room_that_it_imports():
+    def below(room):
+        return {room}.union(*(below(lower) for lower in ROOMS[room]))
+
+    assert [(room, lower) for room in ROOMS for lower in ROOMS[room] if room in below(lower)] == []
+    for place, room in enumerate(KNOWS_EVERYONE):
+        for path in FILES:
+            if name(path).split("/")[0].removesuffix(".py") == room:
+                assert not rooms_of(path) & set(KNOWS_EVERYONE[place + 1 :]), name(path)
+
+
+def test_the_map_in_the_docstring_names_what_is_there():
+    """At most 24 names in `ls tandem/`; each room and each file at the door has its line in the map."""
+    entries = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    assert len(entries) <= 24
+    mapped = set(
+        re.findall(r"^  (\w+)(?:/|\.py) ", ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())), re.M)
+    )
+    assert mapped == {entry.removesuffix(".py") for entry in entries} - {"__init__", "__main__", "py.typed"}
+    assert mapped == {*ROOMS, *DOOR, *KNOWS_EVERYONE} - {"__main__"}
 
 
 def test_an_optional_stack_is_imported_in_one_file_each():
@@ -82,7 +110,9 @@ def test_an_optional_stack_is_imported_in_one_file_each():
 
 
 @pytest.mark.parametrize(
-    "package", ["types", "config", "recipe", "errors", "draws", "disk", "sandbox", "envs", "data", "rewards", "stream"]
+    "package",
+    ["types", "config", "runtime/errors", "runtime/rng", "runtime/disk", "runtime/sandbox", "tasks", "envs", "data"]
+    + ["rewards", "rollout"],
 )
 def test_what_needs_no_tensor_does_not_import_torch(package):
     path = PACKAGE / package
@@ -94,7 +124,7 @@ def test_importing_tandem_and_its_command_has_no_effects():
     code = """
 import os, sys, threading
 environment = dict(os.environ)
-import tandem, tandem.config, tandem.types, tandem.cli.main
+import tandem, tandem.config.schema, tandem.types, tandem.cli.main
 print(sorted({"torch", "transformers", "pyarrow"} & set(sys.modules)), dict(os.environ) == environment, threading.active_count())
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Files that the tests leave behind are found (tests/leftovers.py), and end a session as a failure."""
+"""Files that the tests leave behind are found (tests/support/leftovers.py), and end a session as a failure."""
 
 import os
 import shutil

@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tandem.loop import update
-from tests.chaos.historical import (
+from chaos.historical import (
     BUGS,
     CLEAN,
     Bug,
@@ -21,7 +20,8 @@ from tests.chaos.historical import (
     relayed,
     train,
 )
-from tests.test_loop import config
+from tandem.step import update
+from tests.test_step import config
 
 # One of each kind of tripwire, and of those that only a run shows; the section `historical` has all.
 QUICK = (

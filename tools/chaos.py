@@ -3,8 +3,8 @@
     make chaos                              every section
     make chaos only="checkpoints kills"     these; the results of the others stay as they are
 
-A section is a function of tests/chaos/ that returns rows (tests/chaos/results.py), here with a deadline; it runs in a
-process of its own, and what it leaves behind is a bar missed (tests/chaos/harness.py). Exit code 1 when a section that ran
+A section is a function of chaos/ that returns rows (chaos/results.py), here with a deadline; it runs in a
+process of its own, and what it leaves behind is a bar missed (chaos/harness.py). Exit code 1 when a section that ran
 misses its bar.
 """
 
@@ -20,9 +20,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
-from tests.chaos import checkpoints, deadlocks, historical, kills, leaving, schedules, soak, workers  # noqa: E402
-from tests.chaos.harness import Outcome, Section, run_section  # noqa: E402
-from tests.chaos.results import Result  # noqa: E402
+from chaos import checkpoints, deadlocks, historical, kills, leaving, schedules, soak, workers  # noqa: E402
+from chaos.harness import Outcome, Section, run_section  # noqa: E402
+from chaos.results import Result  # noqa: E402
 
 # In the order of docs/chaos.md. A new one is an import and a line.
 SECTIONS = (

@@ -6,15 +6,15 @@ python tools/config_page.py
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from tandem.config import SHORTHANDS, Config
-from tandem.recipe import describe
+from tandem.config.recipe import describe
+from tandem.config.schema import SHORTHANDS, Config
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 PIPE = r"\|"
 HEAD = """# Configuration
 
-Made from `tandem/config.py` by `python tools/config_page.py`. A recipe is a TOML file with these sections; any key can also be
-given on the command line as `section.key=value`, where the value is TOML and a bare word is text:
+Made from `tandem/config/schema.py` by `python tools/config_page.py`. A recipe is a TOML file with these sections; any key can also
+be given on the command line as `section.key=value`, where the value is TOML and a bare word is text:
 
 ```
 tandem train my.toml rl.group_size=8 data.shuffle=false 'data.train=["a.jsonl", "b.jsonl"]'

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import machine  # noqa: E402
 
-from tandem.metrics import read_metrics  # noqa: E402
+from tandem.run_folder.metrics import read_metrics  # noqa: E402
 
 DEMO, SMOLLM2 = ROOT / "runs" / "learning" / "seed-0" / "train", ROOT / "runs" / "smollm2" / "train"
 

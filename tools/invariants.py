@@ -3,7 +3,7 @@
     make invariants                        every section
     make invariants only="cells kills"     these; the results of the others stay as they are
 
-lives    P1: random lives of an engine (tests/invariants/schedules.py); the largest gap between engine and policy
+lives    P1: random lives of an engine (tests/support/schedules.py); the largest gap between engine and policy
 soak     many requests through a small cache
 parity   P1: random batches on five architectures before and after optimizer steps
 cells    P1 and P3 under the libraries' own switches, in processes of their own: the probe's word against what is so
@@ -30,14 +30,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
-from tandem import numerics  # noqa: E402
 from tandem.engine.engine import Engine  # noqa: E402
-from tandem.engine.pages import PageCache  # noqa: E402
+from tandem.engine.page_cache import PageCache  # noqa: E402
+from tandem.runtime import numerics  # noqa: E402
 from tandem.train.optimizer import Optimizer  # noqa: E402
 from tandem.types import Request, SamplingParams  # noqa: E402
-from tests.invariants import cells  # noqa: E402
-from tests.invariants.kills import fingerprint, prepare, run  # noqa: E402
-from tests.invariants.parity import (  # noqa: E402
+from tests.support import cells  # noqa: E402
+from tests.support.parity import (  # noqa: E402
     CONFIGS,
     VOCABULARY,
     engine_for,
@@ -46,8 +45,9 @@ from tests.invariants.parity import (  # noqa: E402
     random_requests,
     words,
 )
-from tests.invariants.schedules import Schedule, schedules  # noqa: E402
-from tests.invariants.schedules import run as live  # noqa: E402
+from tests.support.runs import fingerprint, prepare, run  # noqa: E402
+from tests.support.schedules import Schedule, schedules  # noqa: E402
+from tests.support.schedules import run as live  # noqa: E402
 
 JSON, PAGE = ROOT / "docs" / "invariants.json", ROOT / "docs" / "invariants.md"
 LIVES = 1000

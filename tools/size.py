@@ -59,7 +59,7 @@ def measure(text: str) -> list[tuple[int, str]]:
 
 def count_leaves() -> int:
     sys.path.insert(0, str(ROOT))
-    from tandem.recipe import describe
+    from tandem.config.recipe import describe
 
     return len(describe())
 

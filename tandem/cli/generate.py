@@ -6,10 +6,10 @@ Knows which tasks there are and where a file goes. Does not know what is in the 
 from pathlib import Path
 
 from tandem.cli.progress import console
-from tandem.data.drawing import Row
-from tandem.data.tasks import TASKS, task_rows, write_rows
-from tandem.disk import disk_errors
-from tandem.errors import UserError
+from tandem.runtime.disk import disk_errors
+from tandem.runtime.errors import UserError
+from tandem.tasks.generate import Row
+from tandem.tasks.registry import TASKS, task_rows, write_rows
 
 REASONING, VERIFIERS = "reasoning_gym:", "verifiers:"
 
@@ -43,18 +43,18 @@ def _why_fewer(task: str) -> str:
 
 def _rows(task: str, count: int, difficulty: int | None, seed: int, split: str, weights: list[float]) -> list[Row]:
     if task.startswith(REASONING):
-        from tandem.data import reasoning
+        from tandem.tasks import reasoning_gym
 
         names = [name for name in task.removeprefix(REASONING).split(",") if name]
-        return reasoning.rows(names, weights, split, count, seed, difficulty)
+        return reasoning_gym.rows(names, weights, split, count, seed, difficulty)
     if weights:
         raise UserError("weights mix the data sets of reasoning-gym", where="--weights", found=f"weights for {task}",
                         expected="none", next="name several files in data.train, with data.weights")  # fmt: skip
     if task.startswith(VERIFIERS):
-        from tandem.envs import verifiers_env
+        from tandem.envs.verifiers import env
 
         _refuse_draws(task, split, seed, difficulty)
-        return list(verifiers_env.rows(task.removeprefix(VERIFIERS), limit=count))
+        return list(env.rows(task.removeprefix(VERIFIERS), limit=count))
     if task in TASKS:
         return task_rows(task, split, count, seed, difficulty)
     raise UserError(

@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 
 from tandem import __version__
-from tandem.config import Config
-from tandem.errors import InternalError, UserError
-from tandem.recipe import load_config
+from tandem.config.recipe import load_config
+from tandem.config.schema import Config
+from tandem.runtime.errors import InternalError, UserError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -99,9 +99,9 @@ def distill(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -
 
 def _train(command: str, recipe: str, overrides: list[str] | None, fresh: bool) -> None:
     config = load_config(recipe, overrides or [])
-    from tandem.cli import training
+    from tandem.cli import train
 
-    training.train(command, config, run_folder(config, recipe, command), fresh)
+    train.train(command, config, run_folder(config, recipe, command), fresh)
 
 
 @app.command()
@@ -115,9 +115,9 @@ def rollout(
 ) -> None:  # fmt: skip
     """Generate and score episodes of the training problems. The same command resumes what was stopped."""
     config = load_config(recipe, overrides or [])
-    from tandem.cli import keeping, rollout
+    from tandem.cli import rollout, rollout_filter
 
-    rollout.rollout(config, out, fresh, keeping.parse_range(keep) if keep else None)
+    rollout.rollout(config, out, fresh, rollout_filter.parse_range(keep) if keep else None)
 
 
 @app.command()
@@ -177,11 +177,11 @@ def try_out(
     recipe: Annotated[str | None, typer.Option(help="TOML recipe for everything else", show_default=False)] = None,
 ) -> None:  # fmt: skip
     """Try a reward function or an environment on a few rows: its score, the parts of it, and the time."""
-    from tandem.cli import trying
+    from tandem.cli import try_out
 
     given = [f"data.train={data}"] * bool(data) + [f"model.path={model}"] * bool(model)
-    failed = trying.try_out(
-        load_config(recipe, [*trying.setting(what), *given, *(overrides or [])]), answer or [], rows
+    failed = try_out.try_out(
+        load_config(recipe, [*try_out.setting(what), *given, *(overrides or [])]), answer or [], rows
     )
     sys.exit(1 if failed else 0)
 
@@ -193,9 +193,9 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Evaluate a model on the held-out problems: sampled and greedy, by category."""
     config = load_config(recipe, overrides or [])
-    from tandem.cli import generation
+    from tandem.cli import eval
 
-    generation.evaluate(config, out)
+    eval.evaluate(config, out)
 
 
 @app.command()
@@ -206,9 +206,9 @@ def export(
     adapter: Annotated[bool, typer.Option("--adapter", help="the LoRA adapter alone, in PEFT's format")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM; adapters are merged in."""
-    from tandem.cli import training
+    from tandem.cli import train
 
-    training.export_run(run, step, out, adapter)
+    train.export_run(run, step, out, adapter)
 
 
 Run = Annotated[Path, typer.Argument(help="run folder", show_default=False)]
@@ -219,9 +219,9 @@ def replay(
     run: Run, step: Annotated[int, typer.Option(help="as in metrics.jsonl, from 1 on", show_default=False)]
 ) -> None:
     """Learn a step again from the run folder: equal to the last bit, or the first difference (exit code 1)."""
-    from tandem.cli import replaying
+    from tandem.cli import replay
 
-    sys.exit(replaying.replay_step(run, step))
+    sys.exit(replay.replay_step(run, step))
 
 
 @app.command()
@@ -258,9 +258,9 @@ def diff(
     b: Annotated[Path, typer.Argument(help="another", show_default=False)],
 ) -> None:
     """The first step, episode and token where two runs part (exit code 1), or that they are equal to the last bit."""
-    from tandem.cli import differing
+    from tandem.cli import diff
 
-    sys.exit(differing.diff(a, b))
+    sys.exit(diff.diff(a, b))
 
 
 @app.command()
@@ -276,9 +276,9 @@ def serve(
     max_new_tokens_default: Annotated[int, typer.Option(min=1, help="completion length of requests without max_tokens")] = 256,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP, compatible with OpenAI's clients: see docs/serving.md."""
-    from tandem.cli import serving
+    from tandem.cli import serve
 
-    serving.serve(serving.Options(
+    serve.serve(serve.Options(
         model=model, host=host, port=port, api_key=api_key, served_name=served_name, cache_mb=cache_mb,
         max_batch=max_batch, max_queue=max_queue, max_new_tokens=max_new_tokens_default,
     ))  # fmt: skip
@@ -295,9 +295,9 @@ def plan(
 ) -> None:
     """Check whether a run could start (exit code 0, else 2): changed keys, data, memory, disk. No weights are loaded."""
     if keys or recipe is None:
-        from tandem.cli import planning
+        from tandem.cli import plan_keys
 
-        planning.show_keys()
+        plan_keys.show_keys()
         return
     config = load_config(recipe, overrides or [])
     from tandem.cli import plan
@@ -308,9 +308,9 @@ def plan(
 @app.command()
 def doctor() -> None:
     """Check this machine: versions, exactness of the operators, reward workers, disk."""
-    from tandem.cli import health
+    from tandem.cli import doctor
 
-    sys.exit(health.doctor())
+    sys.exit(doctor.doctor())
 
 
 @app.command()

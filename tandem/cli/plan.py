@@ -3,7 +3,8 @@
     tandem plan my.toml                    of `tandem train`; exit code 0 where it could start, else 2
     tandem plan my.toml --for sft          of another command that trains
 
-What is checked is what the run itself checks before its weights (inputs.py, run.py, drive.py). Memory is arithmetic over the
+What is checked is what the run itself checks before its weights (jobs/inputs.py, run_folder/folder.py, train_loop.py).
+Memory is arithmetic over the
 shapes; what one step computes comes on top. It does not know whether anything is learned.
 """
 
@@ -11,16 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tandem.build import input_hashes, playground
 from tandem.cli.progress import console
-from tandem.config import Config
-from tandem.disk import human_bytes
-from tandem.drive import resumable
-from tandem.errors import UserError
-from tandem.inputs import INPUTS, KEYS
-from tandem.needs import Machine, Need, disk, memory, model_sizes
-from tandem.recipe import changed
-from tandem.run import check_run
+from tandem.config.recipe import changed
+from tandem.config.schema import Config
+from tandem.jobs.inputs import INPUTS, KEYS
+from tandem.jobs.needs import Machine, Need, disk, memory, model_sizes
+from tandem.jobs.parts import input_hashes, playground
+from tandem.run_folder.folder import check_run
+from tandem.runtime.disk import human_bytes
+from tandem.runtime.errors import UserError
+from tandem.train_loop import resumable
 
 
 def plan(config: Config, command: str, folder: Path, machine: Machine | None = None) -> int:

@@ -21,21 +21,21 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tandem.build import build_generator, input_hashes, playground, prepare_process, read_data
-from tandem.cli.keeping import keep, kept_path, mean_rewards
 from tandem.cli.progress import console
-from tandem.config import Config
-from tandem.data.render import ChatRenderer, load_renderer
-from tandem.describe import describe
-from tandem.disk import DISK, append_line, disk_errors, write_atomic
-from tandem.envs.record import seat
-from tandem.errors import UserError
-from tandem.evaluate import sampling_params
-from tandem.metrics import MetricsWriter, peak_rss_mb, read_metrics
+from tandem.cli.rollout_filter import keep, kept_path, mean_rewards
+from tandem.config.schema import Config
+from tandem.data.renderer import ChatRenderer, load_renderer
+from tandem.jobs.parts import build_generator, input_hashes, playground, prepare_process, read_data
 from tandem.model.load import check_model
-from tandem.play import Clock, play
-from tandem.run import RunFolder, open_run
-from tandem.stream.journal import cut_episodes, episode_lines, read_episodes, write_episodes
+from tandem.rollout.episode_builder import seat
+from tandem.rollout.episode_metrics import describe
+from tandem.rollout.evaluate import sampling_params
+from tandem.rollout.score import Clock, play
+from tandem.run_folder.episode_files import cut_episodes, episode_lines, read_episodes, write_episodes
+from tandem.run_folder.folder import RunFolder, open_run
+from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
+from tandem.runtime.disk import DISK, append_line, disk_errors, write_atomic
+from tandem.runtime.errors import UserError
 from tandem.types import Group, Problem, Row
 
 Make = Callable[[int, Clock], list[Group]]  # the scored episodes of a batch, counted from 0

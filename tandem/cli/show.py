@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from tandem.cli.progress import console
-from tandem.errors import UserError
-from tandem.ledger import PastRun, open_past
-from tandem.samples import page, read_samples, sample_file
+from tandem.run_folder.past_run import PastRun, open_past
+from tandem.run_folder.samples import page, read_samples, sample_file
+from tandem.runtime.errors import UserError
 
 
 def show(folder: Path, step: int | None, *, best: bool, worst: bool, count: int, held_out: bool) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.progress import console
-from tandem.data.rows import read_rows
-from tandem.disk import DISK, disk_errors
-from tandem.errors import UserError
+from tandem.data.readers.rows import read_rows
 from tandem.model.tiny import CHARACTERS, make_tiny
+from tandem.runtime.disk import DISK, disk_errors
+from tandem.runtime.errors import UserError
 
 
 def tiny(folder: Path, *, sources: Sequence[str], vocab: str, **sizes: int) -> None:

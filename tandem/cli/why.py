@@ -7,10 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tandem.audit.why import Found, Learned, Token, find, follow, not_learned, tokens, watch
 from tandem.cli.progress import console
-from tandem.disk import write_atomic
-from tandem.ledger import PastRun, entered
-from tandem.why import Found, Learned, Token, find, follow, not_learned, tokens, watch
+from tandem.run_folder.past_run import PastRun, entered
+from tandem.runtime.disk import write_atomic
 
 _OUTCOMES = {
     "train": "trained", "carry": "carried on, as the step was full", "no_signal": "left out: no signal in its group",

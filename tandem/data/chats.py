@@ -5,8 +5,8 @@ data sets are (docs/data.md). Does not know tokens or chat templates: what carri
 """
 
 from tandem.data.messages import chat_messages, prompt_messages
-from tandem.data.mistakes import RowError, show
-from tandem.data.rows import Row, column, read_rows
+from tandem.data.readers.row_errors import RowError, show
+from tandem.data.readers.rows import Row, column, read_rows
 from tandem.types import Message
 
 

@@ -5,7 +5,7 @@ Knows roles and text. Does not know files, nor which of the roles a model's chat
 
 from typing import Any
 
-from tandem.data.mistakes import RowError, show
+from tandem.data.readers.row_errors import RowError, show
 from tandem.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")

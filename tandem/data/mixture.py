@@ -11,8 +11,8 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from tandem import draws
-from tandem.errors import UserError
+from tandem.runtime import rng
+from tandem.runtime.errors import UserError
 from tandem.types import Array
 
 T = TypeVar("T")  # a problem, or whatever else a step takes from a list
@@ -89,7 +89,7 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool, part: int = 0) 
     """int64 [size]: the indices in the order in which the epoch visits them. Parts of equal size differ in it."""
     if not shuffle:
         return np.arange(size, dtype=np.int64)
-    return draws.permutation(size, seed, "epoch order", epoch, *([part] if part else []))
+    return rng.permutation(size, seed, "epoch order", epoch, *([part] if part else []))
 
 
 def taken_by(slots: int, weights: Sequence[Fraction]) -> list[int]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.data.messages import chat_messages
-from tandem.data.mistakes import RowError, show
-from tandem.data.rows import Row, column, read_rows
+from tandem.data.readers.row_errors import RowError, show
+from tandem.data.readers.rows import Row, column, read_rows
 from tandem.types import Message
 
 Messages = tuple[Message, ...]

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from tandem.config import Data
+from tandem.config.schema import Data
 from tandem.data.messages import prompt_messages
-from tandem.data.mistakes import RowError, show
 from tandem.data.mixture import Mixture
-from tandem.data.rows import Row, column, exact_number, read_rows
-from tandem.data.sources import uid_prefixes
-from tandem.errors import UserError
+from tandem.data.readers.row_errors import RowError, show
+from tandem.data.readers.rows import Row, column, exact_number, read_rows
+from tandem.data.readers.sources import uid_prefixes
+from tandem.runtime.errors import UserError
 from tandem.types import Message, Problem
 
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default

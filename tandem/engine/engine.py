@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem import watchdog
-from tandem.draws import uniforms
-from tandem.engine.pages import PageCache
+from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import sample
 from tandem.engine.scheduler import Running, Scheduler, Work
-from tandem.errors import UserError
 from tandem.model.forward import batch_logprobs
-from tandem.model.hashing import weight_hash
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter, Seen
-from tandem.model.paged import PAGE, Runs
+from tandem.model.paged_attention import PAGE, Runs
+from tandem.runtime import watchdog
+from tandem.runtime.errors import UserError
+from tandem.runtime.rng import uniforms
 from tandem.types import Completion, Microbatch, Request
+from tandem.weights.hashing import weight_hash
 
 OnUpdate = Literal["finish", "restart", "continue"]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tandem.engine.pages import BEGINNING, Match, PageCache, past_after
+from tandem.engine.page_cache import BEGINNING, Match, PageCache, past_after
 from tandem.model.logprobs import Filter
-from tandem.model.paged import PAGE
+from tandem.model.paged_attention import PAGE
 from tandem.types import Completion, Request
 
 

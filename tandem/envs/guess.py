@@ -1,6 +1,6 @@
 """The built-in environment `guess`: find a number between `low` and `high` (the problem's metadata) by higher and lower.
 
-    env = "guess"           reward = "env"           python -m tandem.data.guess writes the problems
+    env = "guess"           reward = "env"           python -m tandem.tasks.guess writes the problems
 
 The number is the problem's answer. Knows no chat templates: it talks in the user's role.
 """
@@ -8,7 +8,7 @@ The number is the problem's answer. Knows no chat templates: it talks in the use
 import re
 from collections.abc import Sequence
 
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 from tandem.types import Env, Message, Observation, Problem
 
 _INTEGER = re.compile(r"(?<![\d.])-?\d{1,18}(?!\d|\.\d)")

@@ -14,8 +14,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from tandem.draws import address
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
+from tandem.runtime.rng import address
 from tandem.types import Env, Message, Observation, Problem
 
 COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")  # as gymnasium names 30-37 and 40-47

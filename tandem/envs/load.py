@@ -14,16 +14,16 @@ from typing import Any, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from tandem.config import Env as EnvConfig
-from tandem.config import Sandbox
-from tandem.envs.agent import AgentEnv
+from tandem.config.schema import Env as EnvConfig
+from tandem.config.schema import Sandbox
+from tandem.envs.agent.env import AgentEnv
 from tandem.envs.guess import GuessTheNumber
 from tandem.envs.gym import GymEnv
-from tandem.envs.own import load_own, place, source_file
 from tandem.envs.python import PythonEnv
 from tandem.envs.tools import ToolEnv
-from tandem.envs.verifiers_env import VerifiersEnv
-from tandem.errors import UserError
+from tandem.envs.verifiers.env import VerifiersEnv
+from tandem.runtime.errors import UserError
+from tandem.runtime.user_code import load_user_object, place, source_file
 from tandem.types import Env
 
 BUILT_IN = ("single_turn", "tools", "python", "guess", "gymnasium", "verifiers", "agent")
@@ -82,7 +82,7 @@ def _class(name: str) -> type[Env]:
 
 
 def _own(name: str) -> type[Env]:
-    found = load_own(name, key="env.name")
+    found = load_user_object(name, key="env.name")
     if inspect.isclass(found) and issubclass(found, Env):
         return found
     kind = f"the class {found.__name__}" if inspect.isclass(found) else f"{type(found).__name__} {found!r}"

@@ -14,11 +14,11 @@ import os
 import re
 import threading
 
-from tandem.config import Sandbox as SandboxConfig
+from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.envs.calls import in_thread
 from tandem.envs.tools import ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Format
-from tandem.sandbox import Limits, Result, SandboxFailed, opened, run_python
+from tandem.runtime.sandbox import Limits, Result, SandboxFailed, opened, run_python
 from tandem.types import Observation
 
 _FENCED = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)

@@ -22,9 +22,9 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from tandem.envs.calculator import calculator
 from tandem.envs.calls import in_thread
-from tandem.envs.own import load_own
-from tandem.errors import UserError
 from tandem.model.tool_calls import BadCall, Call, Format, Reading, read_calls
+from tandem.runtime.errors import UserError
+from tandem.runtime.user_code import load_user_object
 from tandem.types import Env, Message, Observation, Tool
 
 ToolFunction = Callable[..., Any]  # may be `async def`; a plain one runs in a thread of its own, so it may block
@@ -189,7 +189,7 @@ def _load(name: str) -> ToolFunction:
         case "calculator":
             return calculator
         case _ if ":" in name:
-            return load_own(name, key="env.options.tools")
+            return load_user_object(name, key="env.options.tools")
     raise UserError("there is no such built-in tool", where="env.options.tools", found=repr(name),
                     expected="`calculator`, or your own as file.py:function or module:function")  # fmt: skip
 

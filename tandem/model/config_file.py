@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20

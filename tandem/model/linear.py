@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.model.kernels import triton_for
+from tandem.model.triton.dispatch import triton_for
 
 # The one place where private PyTorch operators are looked for.
 HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tandem.disk import file_hash
-from tandem.errors import UserError
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.config_file import cannot_run, first_line, read_config
 from tandem.model.experts import ExactExperts, ExactRouter
-from tandem.model.kernels import triton_for
 from tandem.model.layers import ExactLayer, Rotation, norm, rotation_of
 from tandem.model.linear import ExactLinear, padded_rows
 from tandem.model.lora import Lora, add_adapter, exact_adapted
-from tandem.model.paged import PagedPlan, Runs
+from tandem.model.paged_attention import PagedPlan, Runs
+from tandem.model.triton.dispatch import triton_for
 from tandem.model.weight_files import check_weights
+from tandem.runtime.disk import file_hash
+from tandem.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.errors import UserError
 from tandem.model.linear import ExactLinear
+from tandem.runtime.errors import UserError
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"  # PEFT's name for the only one there is

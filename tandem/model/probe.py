@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem import numerics
 from tandem.model.attention import Plan
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import HAS_PREPACKED, ExactLinear, padded_rows, swiglu
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter, chunks, log_distribution
 from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_model, threads_of
+from tandem.runtime import numerics
 
 ROWS = (*SHORT, *LONG)  # counts at which kernels were seen to change, and those about a block of queries
 PACKED_ROWS = 640  # of a packed pass

@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, logging
 
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 
 PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
 ROLES = ("user", "assistant", "system", "tool")

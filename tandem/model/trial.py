@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tandem.model.attention import Plan
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import Filter, log_distribution, token_logprobs
-from tandem.model.paged import PAGE, Runs
+from tandem.model.paged_attention import PAGE, Runs
 
 VOCABULARY, EXPERTS = 512, 8
 SHORT, LONG = (*range(1, 9), 20, 28, 32, 64), range(255, 261)  # tokens of a sequence behind its prefix

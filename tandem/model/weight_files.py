@@ -9,8 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import UserError
 from tandem.model.config_file import first_line, read_json, refuse_adapter
+from tandem.runtime.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")

@@ -215,7 +215,7 @@ def _given(attempt: Attempt, name: str, why: str) -> float:
 
 def reasoning_gym() -> Callable[..., Any]:
     """The package's own scorer of the row's task. By name, as the file that makes those rows also has the scorer."""
-    score: Callable[..., Any] = importlib.import_module("tandem.data.reasoning").score
+    score: Callable[..., Any] = importlib.import_module("tandem.tasks.reasoning_gym").score
     return score
 
 
@@ -224,7 +224,7 @@ def code(
     test_timeout_s: float = 2.0, memory_mb: int = 512, all_or_nothing: bool = False, tolerance: float = 0.0,
 ) -> dict[str, float]:  # fmt: skip
     """The share of the problem's tests that the completion's program passes (code.py); sandbox: the config's section."""
-    from tandem.config import Sandbox
+    from tandem.config.schema import Sandbox
     from tandem.rewards.code import code_reward
 
     return code_reward(

@@ -27,17 +27,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tandem.errors import UserError
 from tandem.rewards import code_asserts
 from tandem.rewards.code_asserts import CallTest
 from tandem.rewards.code_compare import holds, same_output
-from tandem.sandbox import Bubblewrap, Limits, Sandbox, Unisolated, opened, run_python
+from tandem.runtime.errors import UserError
+from tandem.runtime.sandbox import Bubblewrap, Limits, Sandbox, SandboxConfig, Unisolated, opened, run_python
 from tandem.types import Problem
-
-if TYPE_CHECKING:
-    from tandem import config
 
 TEXT_CHARS = 200_000  # of a completion; the program is near its end
 ANSWER_BYTES = 2**20  # of what a program prints in one test, or returns in all of them
@@ -78,7 +75,7 @@ def code_reward(
     problem: Problem,
     completion: str,
     *,
-    sandbox: "Sandbox | config.Sandbox",
+    sandbox: Sandbox | SandboxConfig,
     timeout_s: float = 4.0,
     test_timeout_s: float = 2.0,
     memory_mb: int = 512,

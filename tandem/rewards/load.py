@@ -28,8 +28,8 @@ import numpy as np
 from tandem.rewards import builtin
 from tandem.rewards.answer_compare import Loading
 from tandem.rewards.parts import BadFunction, BadValue, Options, Result, number, part_name, read_value
+from tandem.runtime.user_code import load_file
 from tandem.types import Attempt, Problem
-from tandem.user_code import load_file
 
 Function = Callable[..., Any]
 Scorer = Callable[[Problem, Attempt, Loading], Result | None]  # None: the function does not apply to this problem

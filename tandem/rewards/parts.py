@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 
 MAX_PARTS = 64
 

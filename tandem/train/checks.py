@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from tandem.errors import InternalError
 from tandem.model.load import ExactModel
+from tandem.runtime.errors import InternalError
 from tandem.train.learner import Learner
 
 

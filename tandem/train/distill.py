@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.config import Config
+from tandem.config.schema import Config
 from tandem.model.forward import reference_logprobs, teacher_divergences
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter

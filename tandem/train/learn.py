@@ -17,9 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem import watchdog
-from tandem.config import RL, Config, Reward
-from tandem.errors import UserError
+from tandem.config.schema import RL, Config, Reward
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter
@@ -39,6 +37,8 @@ from tandem.rl.losses import (
     value_clip,
 )
 from tandem.rl.returns import gae, returns_to_go, token_rewards, whiten
+from tandem.runtime import watchdog
+from tandem.runtime.errors import UserError
 from tandem.train.checks import require_frozen, require_gradient
 from tandem.train.learner import Learner
 from tandem.train.pack import join, pack, split

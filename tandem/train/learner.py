@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tandem import watchdog
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
+from tandem.runtime import watchdog
 from tandem.train.optimizer import Optimizer
 from tandem.types import Microbatch
 

@@ -1,6 +1,6 @@
 """Weight publication to other processes of this machine: a buffer of shared memory for each version that is still needed.
 
-    trainer's thread                          rollouts' thread (engine/workers.py)          rollout worker
+    trainer's thread                          rollouts' thread (engine/worker_pool/pool.py)          rollout worker
     ----------------                          ------------------------------------          --------------
     publish(v, tensors): copy and hash  --->  apply(v): descriptor(v), over a socket  --->  read_tensors, load, hash
     release(below=v): forget            <---  compares that hash with hash_of(v)      <---  its hash
@@ -15,8 +15,8 @@ import threading
 
 from torch import Tensor
 
-from tandem.model.hashing import weight_hash
-from tandem.model.mapped import Layout, write_tensors
+from tandem.weights.hashing import weight_hash
+from tandem.weights.mapped import Layout, write_tensors
 
 
 class SharedWeights:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.processes import ENDED, descendants, state_of
-from tests.chaos.harness import Section, run_section
-from tests.chaos.results import Result, tally
-from tests.faults import in_a_fork, memory_folder
+from chaos.harness import Section, run_section
+from chaos.results import Result, tally
+from tandem.runtime.processes import ENDED, descendants, state_of
+from tests.support.faults import in_a_fork, memory_folder
 
 GOOD = Result(what="good", injected=2, witnessed=2, survived=2, expected=2, seconds=0.1)
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

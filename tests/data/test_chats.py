@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.data.chats import read_chats
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}
 PARTS = [{"type": "text", "text": "1 + 1 "}, {"type": "text", "text": "="}, {"type": "text", "text": "2"}]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tandem.data.mixture import Mixture, epoch_order, only, problems_of_step, taken_by
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 
 
 def some(n, name="p"):

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.data.preferences import Preference, read_preferences
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, MORE = {"role": "user", "content": "1 + 1 ="}, {"role": "user", "content": "Sure?"}

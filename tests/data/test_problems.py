@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.config import Data
+from tandem.config.schema import Data
 from tandem.data.mixture import problems_of_step
 from tandem.data.problems import read_problems
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
 GOOD = {"prompt": "1 + 1 =", "answer": "2"}

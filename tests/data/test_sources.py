@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.config import Data
+from tandem.config.schema import Data
 from tandem.data.chats import read_chats
 from tandem.data.preferences import read_preferences
 from tandem.data.problems import read_problems
-from tandem.data.sources import source_files
-from tandem.errors import UserError
+from tandem.data.readers.sources import source_files
+from tandem.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"prompt": "1 + 1 =", "answer": "2"}
@@ -307,9 +307,9 @@ def test_a_damaged_folder_is_refused(tmp_path, file, content, said):
 DAMAGE = """
 import sys
 from pathlib import Path
-from tandem.config import Data
+from tandem.config.schema import Data
 from tandem.data.problems import read_problems
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 [file] = Path(sys.argv[1]).glob("*.arrow")
 content = file.read_bytes()
 for start in range(1000, len(content) - 1000, len(content) // 40):
@@ -347,9 +347,9 @@ def test_a_split_of_what_has_none_is_refused(tmp_path):
 
 
 READ = """
-from tandem.config import Data
+from tandem.config.schema import Data
 from tandem.data.problems import read_problems
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 try:
     read_problems("nobody/nothing:main#train", Data(), key="data.train")
 except UserError as error:
@@ -378,7 +378,7 @@ def test_what_load_dataset_finds_is_read_by_split(tmp_path):
         ]
         (tmp_path / f"some/sums/{split}.jsonl").write_text("\n".join(rows))
     code = """
-from tandem.data.hub import hub_files, hub_rows
+from tandem.data.readers.hub import hub_files, hub_rows
 print([values["answer"] for (place, (values, line)) in hub_rows("some/sums", "train", "data.train")])
 print([place for place, payload in hub_rows("some/sums", "test", "data.train")])
 print([file.suffix for file in hub_files("some/sums", "test", "data.train")])

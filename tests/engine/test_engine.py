@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.draws import address, uniforms
 from tandem.engine.engine import Engine
-from tandem.engine.pages import PageCache
-from tandem.errors import UserError
+from tandem.engine.page_cache import PageCache
 from tandem.model.logprobs import Filter, log_distribution
+from tandem.runtime.errors import UserError
+from tandem.runtime.rng import address, uniforms
 from tandem.types import Request, SamplingParams
-from tests.tiny import VOCAB, exact_logits, exact_model, random_tokens, twins
+from tests.support.tiny import VOCAB, exact_logits, exact_model, random_tokens, twins
 
 MODEL = exact_model("qwen3")
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.draws import uniforms
 from tandem.engine.sampler import sample
 from tandem.model.logprobs import Filter, log_distribution
+from tandem.runtime.rng import uniforms
 
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 0.4, -6.0, 1.1, -2.5, 0.0])

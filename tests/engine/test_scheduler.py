@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tandem.engine.engine import Engine
-from tandem.engine.pages import PageCache
+from tandem.engine.page_cache import PageCache
 from tandem.engine.scheduler import QueueFull
 from tests.engine.test_engine import MODEL, CountingModel, decode, facts, request
-from tests.tiny import exact_model, random_tokens
+from tests.support.tiny import exact_model, random_tokens
 
 PAGE_BYTES = PageCache(MODEL, 1 << 24).page_bytes
 

@@ -11,28 +11,28 @@ import numpy as np
 import openai
 import pytest
 
-from tandem.config import Config
-from tandem.config import Env as EnvConfig
+from tandem.config.schema import Config
+from tandem.config.schema import Env as EnvConfig
 from tandem.engine.engine import Engine
-from tandem.envs.agent import AgentEnv, Played
-from tandem.envs.agent_chat import Asked, ConversationBroken, Refused, Reply, Said, continuation, read_request, verdict
-from tandem.envs.agent_run import AgentFailed
-from tandem.envs.agent_server import the_server
-from tandem.envs.record import seat
-from tandem.envs.rollout import World, run_episodes
-from tandem.errors import UserError
-from tandem.loop import Stages, train_step, update
-from tandem.play import Player
-from tandem.stream.journal import read_episodes
-from tandem.stream.recall import Journal
+from tandem.envs.agent.chat import Asked, ConversationBroken, Refused, Reply, Said, continuation, read_request, verdict
+from tandem.envs.agent.env import AgentEnv, Played
+from tandem.envs.agent.run import AgentFailed
+from tandem.envs.agent.server import the_server
+from tandem.rollout.episode_builder import seat
+from tandem.rollout.episodes import World, run_episodes
+from tandem.rollout.score import Player
+from tandem.run_folder.episode_files import read_episodes
+from tandem.run_folder.journal import Journal
+from tandem.runtime.errors import UserError
+from tandem.step import Stages, train_step, update
 from tandem.train.learn import Models
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.types import Problem, SamplingParams, Score
-from tandem.weights.inline import InlineSync
-from tests.scripted import DigitRenderer, ScriptedReward
-from tests.tiny import exact_model
-from tests.waiting import WAIT_S, eventually
+from tandem.weights.in_process import InlineSync
+from tests.support.scripted import DigitRenderer, ScriptedReward
+from tests.support.tiny import exact_model
+from tests.support.waiting import WAIT_S, eventually
 
 ROOT = Path(__file__).parent.parent.parent
 PROBLEM = Problem(uid="p", messages=({"role": "user", "content": "How much is 3+4?"},), answer="7")

@@ -6,13 +6,13 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tandem.config import Env as EnvConfig
+from tandem.config.schema import Env as EnvConfig
 from tandem.envs.gym import GymEnv, plain
-from tandem.envs.record import seat
-from tandem.envs.rollout import World, run_episodes
-from tandem.errors import UserError
+from tandem.rollout.episode_builder import seat
+from tandem.rollout.episodes import World, run_episodes
+from tandem.runtime.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
-from tests.scripted import DigitRenderer, ScriptedEngine
+from tests.support.scripted import DigitRenderer, ScriptedEngine
 
 PROBLEM = Problem(uid="p", messages=({"role": "system", "content": "s"}, {"role": "user", "content": "Go."}), answer="")
 LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": ["Left", "down", "right", "up"]}

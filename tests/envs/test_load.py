@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import Env as EnvConfig
-from tandem.config import Sandbox
+from tandem.config.schema import Env as EnvConfig
+from tandem.config.schema import Sandbox
 from tandem.envs.guess import GuessTheNumber
 from tandem.envs.load import load_env, source_files
 from tandem.envs.tools import ToolEnv
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 from tandem.types import Env
 
 OWN = """
@@ -139,7 +139,7 @@ def test_a_run_depends_on_the_files_of_ones_own(own):
 def test_a_mistake_in_the_options_is_found_without_torch_or_transformers():
     code = """
 import sys
-from tandem.config import Env, Sandbox
+from tandem.config.schema import Env, Sandbox
 from tandem.envs.load import load_env
 try:
     load_env(Env(name="tools", options={"tools": "calculator", "format": "xml"}), Sandbox())

@@ -11,14 +11,14 @@ from typing import Literal
 
 import pytest
 
-from tandem.config import Sandbox
+from tandem.config.schema import Sandbox
 from tandem.envs.calculator import MAX_BITS, calculate
 from tandem.envs.python import PythonEnv, fenced_code
 from tandem.envs.tools import MAX_CALLS, ToolEnv, ToolUnavailable
-from tandem.errors import UserError
 from tandem.model.tool_calls import Call, write_calls
-from tandem.sandbox import Result
-from tests.waiting import WAIT_S
+from tandem.runtime.errors import UserError
+from tandem.runtime.sandbox import Result
+from tests.support.waiting import WAIT_S
 
 
 class Color(Enum):

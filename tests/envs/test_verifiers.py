@@ -8,17 +8,17 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 
-from tandem.config import Env as EnvConfig
-from tandem.envs.agent_chat import Reply, read_request, whole
-from tandem.envs.agent_run import AgentFailed, agents_loop
-from tandem.envs.agent_server import the_server
-from tandem.envs.record import seat
-from tandem.envs.rollout import World, run_episodes
-from tandem.envs.verifiers_env import VerifiersEnv, _host, rows
-from tandem.errors import UserError
+from tandem.config.schema import Env as EnvConfig
+from tandem.envs.agent.chat import Reply, read_request, whole
+from tandem.envs.agent.run import AgentFailed, agents_loop
+from tandem.envs.agent.server import the_server
+from tandem.envs.verifiers.env import VerifiersEnv, _host, rows
+from tandem.rollout.episode_builder import seat
+from tandem.rollout.episodes import World, run_episodes
+from tandem.runtime.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
-from tests.scripted import DigitRenderer, ScriptedEngine
-from tests.waiting import WAIT_S, eventually
+from tests.support.scripted import DigitRenderer, ScriptedEngine
+from tests.support.waiting import WAIT_S, eventually
 
 # As `vf-init` lays a package out; the first is a plain taskset, the second brings tools, the third an Env of its own.
 SUMS = """
@@ -135,7 +135,7 @@ __all__ = ["TalkTaskset", "TalkEnv", "TalkHarness"]
 def installed(tmp_path_factory):
     """The packages, where Python finds them; the tools' server, a process of its own, finds them too."""
     pytest.importorskip("verifiers")
-    from tandem.envs.verifiers_api import CLASSIC
+    from tandem.envs.verifiers.api import CLASSIC
 
     if CLASSIC:
         pytest.skip("an older generation: see test_verifiers_classic.py")

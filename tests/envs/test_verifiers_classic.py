@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from tandem.envs.agent_run import AgentFailed, agents_loop
-from tandem.envs.agent_server import the_server
-from tandem.envs.verifiers_env import VerifiersEnv, rows
-from tandem.errors import UserError
+from tandem.envs.agent.run import AgentFailed, agents_loop
+from tandem.envs.agent.server import the_server
+from tandem.envs.verifiers.env import VerifiersEnv, rows
+from tandem.runtime.errors import UserError
 from tandem.types import Problem
-from tests.waiting import WAIT_S, eventually
+from tests.support.waiting import WAIT_S, eventually
 
 SINGLE = """
 import verifiers as vf

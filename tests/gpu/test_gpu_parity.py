@@ -6,16 +6,16 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tandem.draws import address
 from tandem.engine.engine import Engine
 from tandem.model.forward import batch_logprobs
-from tandem.model.kernels import triton_everywhere
 from tandem.model.load import make_exact
 from tandem.model.logprobs import Filter
+from tandem.model.triton.dispatch import triton_everywhere
+from tandem.runtime.rng import address
 from tandem.train.pack import join, pack
 from tandem.types import Request, SamplingParams
-from tests.invariants.parity import sample_of, words
-from tests.tiny import random_tokens, stock_model, tiny_config
+from tests.support.parity import sample_of, words
+from tests.support.tiny import random_tokens, stock_model, tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

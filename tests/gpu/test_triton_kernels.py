@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl
 from triton.runtime import JITFunction
 
-from tandem.model.triton_kernels import PagedRows, attention, matmul, segment_attention, write_cache
+from tandem.model.triton.kernels import PagedRows, attention, matmul, segment_attention, write_cache
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU and isinstance(tl.cdiv, JITFunction):

@@ -9,7 +9,7 @@ from tandem.model.logprobs import Filter
 from tandem.rl.kl import kl_estimate
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
-from tests.invariants.parity import CONFIGS, engine_for, largest_gap, random_model, random_requests, sample_of
+from tests.support.parity import CONFIGS, engine_for, largest_gap, random_model, random_requests, sample_of
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])

@@ -7,8 +7,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from tandem.metrics import read_metrics
-from tests.invariants.kills import Forks, fingerprint, prepare, run, unpinned
+from tandem.run_folder.metrics import read_metrics
+from tests.support.runs import Forks, fingerprint, prepare, run, unpinned
 
 STEPS = 5  # a checkpoint after 3; the kill at the row of step 4 costs a step that had been told
 KINDS = [
@@ -17,7 +17,7 @@ KINDS = [
     "dapo, curriculum",
     "ppo, lora",
     "multi-turn",
-]  # each by itself, and more: python -m tests.invariants.kills
+]  # each by itself, and more: python -m tests.support.runs
 
 ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()
 

@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, given, settings
 
-from tests.invariants.schedules import Ask, Schedule, Step, Update, run, schedules
+from tests.support.schedules import Ask, Schedule, Step, Update, run, schedules
 
 
 @given(schedules())

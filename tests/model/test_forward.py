@@ -8,9 +8,9 @@ from tandem.model.forward import batch_logprobs, batch_values, reference_logprob
 from tandem.model.logprobs import Filter
 from tandem.rl.distillation import reverse_kl
 from tandem.train.pack import join, pack, split
-from tests.tiny import CONFIGS, exact_model, random_samples, stock_logits, twins, value_twins
-from tests.train import dense
-from tests.train.episodes import adapted_model
+from tests.support import dense
+from tests.support.episodes import adapted_model
+from tests.support.tiny import CONFIGS, exact_model, random_samples, stock_logits, twins, value_twins
 
 # Two implementations of a float32 model; measured: under 1e-5.
 FORWARD = 2e-5

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma2Config, GPT2Config, MambaConfig
 
-from tandem.errors import UserError
 from tandem.model.attention import PackedPlan
 from tandem.model.load import check_model, load_model, make_exact, why_not_exact
 from tandem.model.lora import Lora
-from tests.tiny import (
+from tandem.runtime.errors import UserError
+from tests.support.tiny import (
     CONFIGS,
     SHAPE,
     exact_logits,

@@ -11,14 +11,14 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tandem.errors import UserError
-from tandem.export import export, export_adapter, model_card
 from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
+from tandem.run_folder.export import export, export_adapter, model_card
+from tandem.runtime.errors import UserError
 from tandem.train.optimizer import Optimizer
-from tests.invariants.parity import engine_for, largest_gap, random_requests
-from tests.tiny import exact_logits, exact_model, random_tokens, stock_logits, stock_model, tiny_config
+from tests.support.parity import engine_for, largest_gap, random_requests
+from tests.support.tiny import exact_logits, exact_model, random_tokens, stock_logits, stock_model, tiny_config
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
@@ -245,9 +245,9 @@ def test_without_peft_the_error_says_how_to_get_it():
     code = """
 import sys
 sys.modules["peft"] = None  # as if it were not installed
-from tandem.errors import UserError
+from tandem.runtime.errors import UserError
 from tandem.model.lora import Lora
-from tests.tiny import exact_model, make_exact, stock_model, tiny_config
+from tests.support.tiny import exact_model, make_exact, stock_model, tiny_config
 exact_model()  # without an adapter nobody misses it
 try:
     make_exact(stock_model(tiny_config()), Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=0))

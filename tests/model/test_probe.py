@@ -9,9 +9,9 @@ from tandem.model.linear import ExactLinear
 from tandem.model.load import make_exact
 from tandem.model.probe import PACKED_ROWS, ROWS, probe
 from tandem.model.trial import Schedule, random_model, threads_of
-from tests.invariants import cells
-from tests.invariants.parity import CONFIGS
-from tests.invariants.parity import random_model as model_of
+from tests.support import cells
+from tests.support.parity import CONFIGS
+from tests.support.parity import random_model as model_of
 
 
 @pytest.mark.parametrize("name", CONFIGS)

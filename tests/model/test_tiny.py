@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.data.algebra import generate
-from tandem.errors import UserError
 from tandem.model.tiny import make_tiny
+from tandem.runtime.errors import UserError
+from tandem.tasks.algebra import generate
 
 
 @pytest.fixture(scope="module")

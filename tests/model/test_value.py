@@ -9,12 +9,12 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from tandem.errors import UserError
-from tandem.export import export, export_adapter
 from tandem.model.load import load_model
 from tandem.model.lora import Lora
 from tandem.model.tiny import make_tokenizer
-from tests.tiny import exact_logits, random_tokens, stock_model, tiny_config
+from tandem.run_folder.export import export, export_adapter
+from tandem.runtime.errors import UserError
+from tests.support.tiny import exact_logits, random_tokens, stock_model, tiny_config
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)

@@ -7,16 +7,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tandem.rewards import builtin, crew, process
+from tandem.rewards import builtin
 from tandem.rewards.answer_numbers import written_numbers
 from tandem.rewards.countdown import countdown, value_of
 from tandem.rewards.judge import judge
 from tandem.rewards.parts import BadFunction, BadValue
-from tandem.rewards.pool import RewardPool
+from tandem.rewards.pool import processes, scheduler
+from tandem.rewards.pool.pool import RewardPool
 from tandem.rewards.schema import NOTHING, last_json
 from tandem.types import Attempt, Problem
-from tests.rewards.scoring import Clock, strike, submit_all
-from tests.waiting import WAIT_S
+from tests.support.scoring import Clock, strike, submit_all
+from tests.support.waiting import WAIT_S
 
 
 def problem(answer="", **metadata):
@@ -93,7 +94,7 @@ def test_regex_takes_its_pattern_from_the_option_the_row_or_the_answer():
 
 def test_a_catastrophic_pattern_costs_its_own_attempt(monkeypatch):
     clock = Clock()
-    for module in (crew, process):
+    for module in (scheduler, processes):
         monkeypatch.setattr(module, "time", clock)
     with RewardPool("regex", timeout_s=30.0, options={"regex": {"pattern": "^(a+)+$"}}) as pool:
         futures = submit_all(pool, problem(), texts := ("a" * 50 + "b", "aaa"))
@@ -224,7 +225,7 @@ def test_code_is_scored_in_a_worker_like_the_others():
 
 def test_reasoning_gym_scores_with_its_own_scorer():
     pytest.importorskip("reasoning_gym")
-    from tandem.data.reasoning import score
+    from tandem.tasks.reasoning_gym import score
 
     assert builtin.find("reasoning_gym") is score
 

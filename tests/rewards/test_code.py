@@ -1,4 +1,4 @@
-"""The reward `code`: every form of tests, and every cheat of tests/hostile/cheats.py against every form."""
+"""The reward `code`: every form of tests, and every cheat of chaos/hostile/cheats.py against every form."""
 
 import json
 import shutil
@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem import config
-from tandem.errors import UserError
+from chaos.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
+from chaos.hostile.graded import GRADED
+from tandem.config import schema
 from tandem.rewards import code_asserts
 from tandem.rewards.code import code_reward, extract_code, read_tests
 from tandem.rewards.code_asserts import CallTest, calls, needed
 from tandem.rewards.code_compare import holds, same_output
 from tandem.rewards.code_inside import decode, encode
-from tandem.sandbox import Bubblewrap, Limits, Result, SandboxFusion, Unisolated
+from tandem.runtime.errors import UserError
+from tandem.runtime.sandbox import Bubblewrap, Limits, Result, SandboxFusion, Unisolated
 from tandem.types import Problem
-from tests.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
-from tests.hostile.graded import GRADED
-from tests.sandbox_fusion import FusionServer
-from tests.waiting import WAIT_S, given_time
+from tests.support.sandbox_fusion import FusionServer
+from tests.support.waiting import WAIT_S, given_time
 
 needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
 ADD = "```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```"
@@ -170,7 +170,7 @@ def test_a_function_may_be_a_method_of_solution():
 
 @needs_bubblewrap
 def test_a_sandbox_of_the_config_is_opened_here():
-    assert reward(["assert add(1, 2) == 3"], ADD, sandbox=config.Sandbox())["reward"] == 1.0
+    assert reward(["assert add(1, 2) == 3"], ADD, sandbox=schema.Sandbox())["reward"] == 1.0
 
 
 def test_call_tests_and_programs_run_on_a_remote_sandbox_and_scripts_do_not():

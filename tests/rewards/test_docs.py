@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import Config
+from tandem.config.schema import Config
 from tandem.rewards.answer_compare import ignore_loading
 from tandem.rewards.builtin import Name
 from tandem.rewards.load import load, load_all

@@ -19,18 +19,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.errors import UserError
-from tandem.rewards import crew, patience, process
-from tandem.rewards.crew import Crew
-from tandem.rewards.patience import SPARES, Patience
-from tandem.rewards.pool import RewardPool
-from tandem.rewards.process import GROWTH_BYTES, Template, Worker
-from tandem.rewards.wire import TEXT_CHARS
+from tandem.rewards.pool import processes, scheduler, stragglers
+from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool.processes import GROWTH_BYTES, Template, Worker
+from tandem.rewards.pool.protocol import TEXT_CHARS
+from tandem.rewards.pool.scheduler import Crew
+from tandem.rewards.pool.stragglers import SPARES, Patience
+from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
-from tests.rewards.scoring import Clock, score_all, scores_of, scores_of_some_that_hang, strike, submit_all
-from tests.waiting import WAIT_S, eventually
+from tests.support.scoring import Clock, score_all, scores_of, scores_of_some_that_hang, strike, submit_all
+from tests.support.waiting import WAIT_S, eventually
 
-FILE = Path(__file__).with_name("hostile.py")
+FILE = Path(__file__).parents[1].joinpath("support", "hostile_rewards.py")
 HOSTILE = f"{FILE}:score"
 PROBLEM = Problem(uid="p/1", messages=({"role": "user", "content": "?"},), answer="", metadata={"level": 3})
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="address space limits and prctl are Linux's")
@@ -74,9 +74,9 @@ def clock():
     """Of every pool here. And the news of how a worker ended may come late, where the machine is busy."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
-        patch.setattr(crew, "time", clock)
-        patch.setattr(process, "time", clock)
-        patch.setattr(crew, "EXIT_S", WAIT_S)
+        patch.setattr(scheduler, "time", clock)
+        patch.setattr(processes, "time", clock)
+        patch.setattr(scheduler, "EXIT_S", WAIT_S)
         yield clock
 
 
@@ -437,7 +437,7 @@ def test_of_several_functions_the_one_that_cannot_be_loaded_is_named(tmp_path, m
 
 
 def test_a_math_verifier_that_hangs_costs_its_own_sample_only(clock, monkeypatch):
-    monkeypatch.setattr(crew, "LOADING_S", 3600.0)  # for importing Math-Verify; it ends with the import
+    monkeypatch.setattr(scheduler, "LOADING_S", 3600.0)  # for importing Math-Verify; it ends with the import
     hang = Problem(uid="hang", messages=(), answer="x+1")
     texts = [r"\boxed{\frac{3000000!}{2999999!}}", r"\boxed{1+x}", "Answer: 9**9**9**9", r"\boxed{x + 1}"]
     with RewardPool("answer", timeout_s=LIMIT_S) as pool:
@@ -498,14 +498,14 @@ def test_a_function_that_waits_gets_no_spare_worker_and_holds_up_nobody_behind_i
     with RewardPool(mine("wait"), timeout_s=600.0, workers=2) as pool:
         workers = pool._crew._workers
         scores_of(pool, PROBLEM, [""] * 200)  # what is usual
-        usual, held, waiting = patience.LATE_S, [], []
-        monkeypatch.setattr(patience, "LATE_S", math.inf)  # until both sleep for sure
+        usual, held, waiting = stragglers.LATE_S, [], []
+        monkeypatch.setattr(stragglers, "LATE_S", math.inf)  # until both sleep for sure
         for _ in range(2):
             held += submit_all(pool, PROBLEM, [port(server)])
             waiting.append(begun(server))
         behind = submit_all(pool, PROBLEM, [""] * 40)
         assert eventually(lambda: {state(pid) for _, pid in waiting} == {"S"})
-        monkeypatch.setattr(patience, "LATE_S", usual)
+        monkeypatch.setattr(stragglers, "LATE_S", usual)
         pool._crew._ring()
         assert eventually(lambda: all(worker.late for worker in list(workers.values())))
         time.sleep(0.2)  # a spare would be asked for at once
@@ -546,10 +546,10 @@ def sleeper():
     """A process that has begun, and waits."""
     command = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
+        processes.stdout.readline()
         assert eventually(lambda: state(process.pid) == "S")
         yield process
-        process.kill()
+        processes.kill()
 
 
 @LINUX
@@ -869,7 +869,7 @@ def test_no_process_and_no_file_descriptor_is_left():
     """In a process of its own, where no thread of another test ends meanwhile."""
     program = (
         "import os, sys, threading\n"
-        "from tandem.rewards.pool import RewardPool; from tandem.types import Attempt, Problem\n"
+        "from tandem.rewards.pool.pool import RewardPool; from tandem.types import Attempt, Problem\n"
         "def held(): return sorted(os.listdir('/proc/self/fd')), threading.active_count()\n"
         "before, problem = held(), Problem(uid='', messages=(), answer='')\n"
         "with RewardPool(sys.argv[1], timeout_s=60.0, workers=3) as pool:\n"
@@ -888,7 +888,7 @@ def test_no_process_and_no_file_descriptor_is_left():
 @pytest.mark.parametrize("act", ["fine", "long c call"])
 def test_a_killed_parent_leaves_no_worker(act):
     program = (
-        "import sys; from tandem.rewards.pool import RewardPool; from tandem.types import Attempt, Problem\n"
+        "import sys; from tandem.rewards.pool.pool import RewardPool; from tandem.types import Attempt, Problem\n"
         "pool, problem = RewardPool(sys.argv[1], timeout_s=600.0), Problem(uid='', messages=(), answer='')\n"
         "print(int(pool.submit(problem, Attempt(text='pid')).result().reward), flush=True)\n"
         "pool.submit(problem, Attempt(text=sys.argv[2])).result(); sys.stdin.read()\n"
@@ -904,7 +904,7 @@ def test_a_killed_parent_leaves_no_worker(act):
 
 def test_importing_pool_and_worker_loads_nothing_heavy():
     program = (
-        "import sys, tandem.rewards.pool, tandem.rewards.template\n"
+        "import sys, tandem.rewards.pool.pool, tandem.rewards.pool.fork_server\n"
         "print(*{'torch', 'sympy', 'math_verify', 'transformers', 'pydantic', 'asyncio'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

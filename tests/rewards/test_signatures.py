@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.errors import UserError
 from tandem.rewards.answer_compare import ignore_loading
 from tandem.rewards.load import load
 from tandem.rewards.parts import BadFunction, BadValue
-from tandem.rewards.pool import RewardPool
+from tandem.rewards.pool.pool import RewardPool
+from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
 
 CHAT = Problem(

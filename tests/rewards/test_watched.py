@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from tandem import watchdog
-from tandem.processes import catches
-from tandem.rewards.pool import THREAD, RewardPool
+from tandem.rewards.pool.pool import THREAD, RewardPool
+from tandem.runtime import watchdog
+from tandem.runtime.processes import catches
 from tandem.types import Attempt, Problem
-from tests.waiting import WAIT_S, eventually
+from tests.support.waiting import WAIT_S, eventually
 
 DEADLINE_S = 1.2
 PROBLEM = Problem(uid="p/1", messages=({"role": "user", "content": "?"},), answer="")

@@ -19,7 +19,7 @@ from tandem.rl.distillation import sampled_advantages
 from tandem.rl.kl import kl_estimate
 from tandem.rl.losses import cispo, gspo, ppo_clip, reinforce, value_clip
 from tandem.rl.returns import gae, returns_to_go, token_rewards, whiten
-from tests.rl import toy
+from tests.support import toy
 
 WORLDS = {
     "table, real rewards": toy.world(toy.process(3, 3), toy.table_policy, binary=False, seed=0),

@@ -6,9 +6,8 @@ import torch
 
 from tandem.model.load import make_exact
 from tandem.train.learn import Models, annotate, learn, start, token_advantages, update_critic
-from tests.tiny import exact_model, twins, value_twins
-from tests.train import dense
-from tests.train.episodes import (
+from tests.support import dense
+from tests.support.episodes import (
     HOW,
     LORA,
     MAX_NEW_TOKENS,
@@ -21,6 +20,7 @@ from tests.train.episodes import (
     settings,
     trained,
 )
+from tests.support.tiny import exact_model, twins, value_twins
 
 PPO = {"algorithm": "ppo", "gamma": 0.95, "gae_lambda": 0.9}
 

@@ -6,12 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tandem.config import Config, Distill
-from tandem.errors import UserError
+from tandem.config.schema import Config, Distill
+from tandem.runtime.errors import UserError
 from tandem.train.distill import distill
-from tests.tiny import exact_model, twins
-from tests.train import dense
-from tests.train.episodes import (
+from tests.support import dense
+from tests.support.episodes import (
     HOW,
     MAX_NEW_TOKENS,
     adapted_model,
@@ -25,6 +24,7 @@ from tests.train.episodes import (
     settings,
     trained,
 )
+from tests.support.tiny import exact_model, twins
 
 
 def config_of(estimator, budget=60, distill={}, **rl):  # noqa: B006 - it is not changed

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config import Env
+from tandem.config.schema import Env
 from tandem.rl.advantages import penalize
 from tandem.train.learn import Models, learn, penalized, start, token_advantages
 from tandem.types import Group
-from tests.tiny import exact_model, twins
-from tests.train import dense
-from tests.train.episodes import HOW, MAX_NEW_TOKENS, bits, changed, engine_of, sampled_groups, settings, trained
+from tests.support import dense
+from tests.support.episodes import HOW, MAX_NEW_TOKENS, bits, changed, engine_of, sampled_groups, settings, trained
+from tests.support.tiny import exact_model, twins
 from tests.train.test_learn import grpo_of, learn_once, stock_logprobs
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config import ALGORITHMS, Config, Reward
-from tandem.errors import UserError
+from tandem.config.schema import ALGORITHMS, Config, Reward
 from tandem.model.logprobs import Filter
+from tandem.runtime.errors import UserError
 from tandem.train.learn import (
     Columns,
     Models,
@@ -20,9 +20,8 @@ from tandem.train.learn import (
     start,
     token_advantages,
 )
-from tests.tiny import exact_model, twins, value_twins
-from tests.train import dense
-from tests.train.episodes import (
+from tests.support import dense
+from tests.support.episodes import (
     HOW,
     MAX_NEW_TOKENS,
     adapted_model,
@@ -36,6 +35,7 @@ from tests.train.episodes import (
     settings,
     trained,
 )
+from tests.support.tiny import exact_model, twins, value_twins
 
 
 def stock_logprobs(stock, episode):

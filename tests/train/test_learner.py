@@ -8,10 +8,18 @@ import torch
 
 from tandem.model.forward import batch_logprobs
 from tandem.model.logprobs import Filter
-from tandem.train.fixed import fit
 from tandem.train.pack import pack
-from tests.tiny import exact_logits, exact_model, random_samples, random_tokens, stock_logits, stock_model, tiny_config
-from tests.train.episodes import bits, recorded, trained
+from tandem.train.supervised import fit
+from tests.support.episodes import bits, recorded, trained
+from tests.support.tiny import (
+    exact_logits,
+    exact_model,
+    random_samples,
+    random_tokens,
+    stock_logits,
+    stock_model,
+    tiny_config,
+)
 
 
 def batches_of(budget=60):

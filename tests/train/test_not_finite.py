@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tandem.train.learn import Models, learn
-from tests.tiny import exact_model, value_twins
-from tests.train.episodes import HOW, bits, changed, sampled_groups, settings, trained
+from tests.support.episodes import HOW, bits, changed, sampled_groups, settings, trained
+from tests.support.tiny import exact_model, value_twins
 
 
 def actor_and_critic():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.train.pack import join, pack, split
-from tests.tiny import make_sample, random_samples
+from tests.support.tiny import make_sample, random_samples
 
 
 def seen_by(batch, row):

@@ -10,14 +10,14 @@ import threading
 import pytest
 import torch
 
-from tandem.model.hashing import weight_hash
-from tandem.model.mapped import Layout, read_tensors
+from tandem.weights.hashing import weight_hash
+from tandem.weights.mapped import Layout, read_tensors
 from tandem.weights.shared import SharedWeights
 
 READER = """
 import json, os, socket, sys
-from tandem.model.hashing import weight_hash
-from tandem.model.mapped import Layout, read_tensors
+from tandem.weights.hashing import weight_hash
+from tandem.weights.mapped import Layout, read_tensors
 data, [descriptor], _, _ = socket.recv_fds(socket.socket(fileno=0), 1 << 20, 1)
 tensors = read_tensors(Layout.from_json(json.loads(data)), descriptor)
 os.close(descriptor)

@@ -1,0 +1,402 @@
+"""A long run under faults: every ~20 s something is killed, stopped, filled up or slowed down, and the run goes on.
+
+    python -m chaos.soak 90        that many seconds, for a trial; the section itself takes LENGTH_S
+
+A real `tandem train`: multi-turn, dynamic sampling, staleness 1, two rollout workers, tools that are slow and sometimes
+fail, in a folder on a small disk of its own. The harness draws the faults by seed, starts the same command again when the
+driver has ended, and measures memory and descriptors of driver and workers. For the last part of the run the driver is left
+alive, so that one of its lives is long.
+
+Right is: every fault fired and was got over; at least EFFECTIVE of the steps that were computed count in the end (a step
+that was under way when the driver ended is one that was computed); memory and descriptors of every long life are flat; and
+the weights, the metrics and the episodes of every step are those of a run that nobody disturbed, made afterwards without
+workers and with quick tools, which change no bit. Which texts a tool fails for is in the texts, so that both runs see it. A
+reward worker that is killed costs the episode that it scores its reward, by contract; so here only their template is killed.
+"""
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.results import Result
+from tandem.runtime.processes import Process, descendants, state_of
+from tests.support.faults import small_disk
+from tests.support.runs import prepare
+
+LENGTH_S = 30 * 60.0
+EVERY_S = 20.0
+DRIVER_LIVES_FROM = 0.6  # of the length: from there on the driver is left alive
+SAMPLE_S, WARM_S, LONG_S = 5.0, 30.0, 120.0
+FLAT, FLAT_MB, FLAT_FILES = 0.05, 8.0, 2  # of the first third's median, at least
+EFFECTIVE = 0.9
+PATIENCE_S = 120.0  # for a driver to notice a fault, on a busy machine
+STALL_S = 30.0  # a stopped worker is replaced after at most half of that
+DISK = "400m"
+OF_THE_DRIVER = ("kill -9 of the driver", "SIGTERM of the driver", "disk full for a moment")
+OF_OTHERS = ("kill -9 of a rollout worker", "SIGSTOP of a rollout worker", "crash of a rollout worker",
+             "kill -9 of the reward workers' template", "slow tools for a moment")  # fmt: skip
+# As tests/support/runs.py has it, with calls that take longer, and far longer while the harness says so.
+ENVIRONMENT = """
+import asyncio, os
+from pathlib import Path
+from tandem.types import Env, Observation
+
+HERE = Path(__file__).parent
+
+class Chat(Env):
+    turns = 0
+
+    async def step(self, text):
+        self.turns += 1
+        if not (HERE / "quick").exists():
+            await asyncio.sleep(os.urandom(1)[0] / 700)
+        if (HERE / "slow").exists():
+            (HERE / "was-slow").touch()
+            await asyncio.sleep(1.5)
+        if sum(map(ord, text)) % 37 == 3:
+            raise ValueError("a tool that failed")
+        return Observation(
+            messages=[{"role": "user", "content": f"{text[:8]}?"}], done=self.turns == 3,
+            reward=float(sum(map(ord, text)) % 2), penalty=0.1 * (len(text) % 2),
+        )
+"""
+
+
+def section(length_s: float = LENGTH_S, every_s: float = EVERY_S, seed: int = 6) -> list[Result]:
+    """Smaller numbers are for trials."""
+    with tempfile.TemporaryDirectory() as place, small_disk(Path(place) / "disk", DISK) as own_disk:
+        soak = Soak(Path(place), own_disk, random.Random(seed))
+        try:
+            results = soak.run(length_s, every_s)
+        finally:
+            soak.process.kill()
+            soak.process.wait()
+    for result in results:
+        print(result, flush=True)
+    return results
+
+
+@dataclass
+class Life:
+    """Of one process: samples of (MiB, descriptors), after it has warmed up."""
+
+    what: str
+    samples: list[tuple[float, int]] = field(default_factory=list)
+
+    def thirds(self, which: int) -> tuple[float, float]:
+        """(first, last) median."""
+        values = [sample[which] for sample in self.samples]
+        third = len(values) // 3
+        return statistics.median(values[:third]), statistics.median(values[-third:])
+
+    def wrong(self) -> str:
+        (mb, last_mb), (files, last_files) = self.thirds(0), self.thirds(1)
+        told = ""
+        if last_mb > mb + max(FLAT * mb, FLAT_MB):
+            told = f"{self.what}: {mb:.0f} -> {last_mb:.0f} MiB"
+        if last_files > files + FLAT_FILES:
+            told += f" {self.what}: {files:.0f} -> {last_files:.0f} descriptors"
+        return told
+
+
+@dataclass
+class Count:
+    """Of one kind of fault."""
+
+    injected: int = 0
+    witnessed: int = 0
+    survived: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class Soak:
+    """One run, from its first start to the end of the harness's patience with it."""
+
+    def __init__(self, place: Path, own_disk: bool, rng: random.Random):
+        self.place, self.own_disk, self.rng = place, own_disk, rng
+        self.folder, self.out = place / "disk" / "run", place / "out.txt"
+        command = prepare(place, steps=1_000_000, command="multi-turn")
+        (place / "soak_env.py").write_text(ENVIRONMENT)
+        self.command = [
+            *command, f"env.name={place / 'soak_env.py'}:Chat", "run.save_every=2", "eval.data=", "rollout.staleness=1",
+            f"run.stall_s={STALL_S}", "env.timeout_s=20", "rollout.restarts=100000", "rl.max_gen_batches=50",
+        ]  # fmt: skip
+        self.counts = {name: Count() for name in (*OF_THE_DRIVER, *OF_OTHERS)}
+        self.lives: dict[int, Life] = {}
+        self.born: dict[int, float] = {}
+        self.computed = self.deaths = self.seen = 0
+        self.next_sample = 0.0
+        self.start()
+
+    # ---- the driver
+
+    def start(self) -> None:
+        """The same command, again."""
+        self.process = self._popen(self.folder, "rollout.workers=2")
+
+    def _popen(self, folder: Path, *more: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        command = [*self.command, *more, f"run.folder={folder}"]
+        with self.out.open("ab") as out:
+            return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+
+    @property
+    def rows(self) -> int:
+        return rows(self.folder / "metrics.jsonl")
+
+    def ended(self) -> int:
+        """Count the step that was under way when the driver ended; returns the exit code."""
+        code = self.process.wait(PATIENCE_S)
+        self.count_rows()
+        self.computed += 1
+        self.deaths += 1
+        return code
+
+    def again(self) -> str:
+        """Start it again and wait until it is further than it was; what is wrong, or nothing."""
+        before = self.rows
+        self.start()
+        return self.until(lambda: self.rows > before, "a new step")
+
+    def count_rows(self) -> None:
+        """A start cuts off the rows of what it computes again, seconds before it writes one."""
+        count = self.rows
+        self.computed += max(0, count - self.seen)
+        self.seen = count
+
+    def log(self) -> str:
+        path = self.folder / "log.txt"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    # ---- time
+
+    def pass_time(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            self.look()
+
+    def until(self, holds: Callable[[], object], what: str) -> str:
+        """Wait for it; what is wrong where it never comes."""
+        end = time.monotonic() + PATIENCE_S
+        while not holds():
+            if time.monotonic() > end:
+                return f"no {what} within {PATIENCE_S:.0f} s"
+            if self.process.poll() is not None:
+                return f"the driver ended with {self.process.returncode} before {what}: {tail(self.out)}"
+            time.sleep(0.05)
+            self.look()
+        return ""
+
+    def look(self) -> None:
+        """Rows that are new, and now and then a sample of every process."""
+        self.count_rows()
+        if time.monotonic() < self.next_sample:
+            return
+        self.next_sample = time.monotonic() + SAMPLE_S
+        workers = [("worker", worker.pid) for worker in self.workers()]
+        for what, pid in [("driver", self.process.pid), *workers]:
+            born = self.born.setdefault(pid, time.monotonic())
+            if time.monotonic() - born > WARM_S and (sample := measured(pid)):
+                self.lives.setdefault(pid, Life(f"{what} {pid}")).samples.append(sample)
+
+    def workers(self, of: str = "tandem.engine.worker_pool.worker") -> list[Process]:
+        found = [p for p in descendants(self.process.pid) if of in p.command and p.state not in "ZTt"]
+        return [p for p in found if p.parent == self.process.pid]
+
+    # ---- faults
+
+    def run(self, length_s: float, every_s: float) -> list[Result]:
+        first = self.until(lambda: self.rows > 2, "a first step")
+        if first:
+            raise RuntimeError(first)
+        start = time.monotonic()
+        while (passed := time.monotonic() - start) < length_s and not first:
+            name = self.draw(passed / length_s)
+            begun = time.monotonic()
+            first = self.strike(name)
+            print(f"{passed:5.0f} s, {self.rows} rows: {name}: {first or 'got over'}", flush=True)
+            self.pass_time(max(1.0, every_s * self.rng.uniform(0.6, 1.4) - (time.monotonic() - begun)))
+        seconds = time.monotonic() - start
+        self.process.send_signal(signal.SIGTERM)
+        code = self.ended()
+        self.computed -= 1  # nothing was under way that a fault has cost
+        steps = self.rows - 1
+        print(
+            f"{first}\n{seconds:.0f} s, {steps} steps, {self.deaths - 1} ends of the driver; now the same run undisturbed",
+            flush=True,
+        )
+        return [*self.results(), self.effective(steps, seconds, first), self.flat(), self.same(steps, code)]
+
+    def draw(self, passed: float) -> str:
+        """Every kind comes up, the driver's at a third of all faults while they may."""
+        names: tuple[str, ...] = (
+            OF_THE_DRIVER if passed < DRIVER_LIVES_FROM and self.rng.random() < 1 / 3 else OF_OTHERS
+        )
+        if not self.own_disk:
+            names = tuple(name for name in names if "disk" not in name)
+        fewest = min(self.counts[name].injected for name in names)
+        return self.rng.choice([name for name in names if self.counts[name].injected == fewest])
+
+    def strike(self, name: str) -> str:
+        count, begun = self.counts[name], time.monotonic()
+        count.injected += 1
+        fired, problem = {
+            "kill -9 of the driver": lambda: self.end_driver(signal.SIGKILL, -signal.SIGKILL),
+            "SIGTERM of the driver": lambda: self.end_driver(signal.SIGTERM, 130),
+            "disk full for a moment": self.fill,
+            "kill -9 of a rollout worker": lambda: self.strike_worker(signal.SIGKILL),
+            "SIGSTOP of a rollout worker": lambda: self.strike_worker(signal.SIGSTOP),
+            "crash of a rollout worker": lambda: self.strike_worker(signal.SIGSEGV),
+            "kill -9 of the reward workers' template": self.strike_template,
+            "slow tools for a moment": self.slow,
+        }[name]()
+        count.witnessed += fired
+        count.survived += not problem
+        count.seconds += time.monotonic() - begun
+        count.problems += [problem] * bool(problem)
+        return problem
+
+    def end_driver(self, number: int, expected: int) -> tuple[bool, str]:
+        self.process.send_signal(number)
+        code = self.ended()
+        wrong = f"exit code {code}: {tail(self.out)}; " if code != expected else ""
+        return True, wrong + self.again()
+
+    def fill(self) -> tuple[bool, str]:
+        """The run stops with an error, nothing is lost but the step under way, and with room it goes on."""
+        filler = self.place / "disk" / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+        with suppress(OSError), filler.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(64))
+        try:
+            code = self.ended()
+        except subprocess.TimeoutExpired:
+            return False, f"the driver did not end: {tail(self.out)}"
+        finally:
+            filler.unlink()
+        fired = "No space left" in tail(self.out) or "disk" in tail(self.out)
+        return fired, (f"exit code {code}: {tail(self.out)}; " if code != 2 else "") + self.again()
+
+    def strike_worker(self, number: int) -> tuple[bool, str]:
+        if problem := self.until(self.workers, "a rollout worker"):
+            return False, problem
+        victim, rows_before = self.rng.choice(self.workers()).pid, self.rows
+        os.kill(victim, number)
+        lost = self.until(lambda: f"(process {victim}) was lost" in self.log(), f"word of the loss of {victim}")
+        return not lost, lost or self.until(lambda: self.rows > rows_before + 1, "a new step")
+
+    def strike_template(self) -> tuple[bool, str]:
+        if problem := self.until(lambda: self.workers("tandem.rewards.pool.fork_server"), "a template"):
+            return False, problem
+        victim, rows_before = self.workers("tandem.rewards.pool.fork_server")[0].pid, self.rows
+        os.kill(victim, signal.SIGKILL)
+        gone = self.until(lambda: state_of(victim) in ("", "Z"), "end of the template")
+        return not gone, gone or self.until(lambda: self.rows > rows_before + 1, "a new step")
+
+    def slow(self) -> tuple[bool, str]:
+        (self.place / "was-slow").unlink(missing_ok=True)
+        (self.place / "slow").touch()
+        seen = self.until((self.place / "was-slow").exists, "a slow tool")
+        self.pass_time(3.0)
+        (self.place / "slow").unlink()
+        rows_before = self.rows
+        return not seen, seen or self.until(lambda: self.rows > rows_before, "a new step")
+
+    # ---- the end
+
+    def results(self) -> list[Result]:
+        return [
+            Result(
+                what=name, injected=count.injected, witnessed=count.witnessed, survived=count.survived,
+                expected=count.injected, seconds=count.seconds, note="; ".join(count.problems[:2]),
+            )
+            for name, count in self.counts.items()
+            if count.injected
+        ]  # fmt: skip
+
+    def effective(self, steps: int, seconds: float, problem: str) -> Result:
+        share = steps / max(self.computed, 1)
+        note = f"{steps} of {self.computed} steps that were computed: {share:.1%}; {self.deaths - 1} ends of the driver"
+        return Result(
+            what=f"steps that count in the end, at least {EFFECTIVE:.0%}", injected=1, witnessed=1,
+            survived=int(share >= EFFECTIVE and not problem), expected=1, seconds=seconds, note=f"{note} {problem}".strip(),
+        )  # fmt: skip
+
+    def flat(self) -> Result:
+        """Of every life that is long; the longest is told."""
+        long = [life for life in self.lives.values() if len(life.samples) * SAMPLE_S >= LONG_S - WARM_S]
+        wrong = [told for life in long if (told := life.wrong())]
+        notes = []
+        for what in ("driver", "worker"):
+            of = max(
+                (life for life in long if life.what.startswith(what)), key=lambda life: len(life.samples), default=None
+            )
+            if of is not None:
+                (mb, last_mb), (files, last_files) = of.thirds(0), of.thirds(1)
+                seconds = len(of.samples) * SAMPLE_S + WARM_S
+                notes += [
+                    f"{what} of {seconds:.0f} s: {mb:.0f} -> {last_mb:.0f} MiB, {files:g} -> {last_files:g} descriptors"
+                ]
+        return Result(
+            what=f"lives of more than {LONG_S:.0f} s: memory and descriptors flat", injected=len(long), witnessed=len(long),
+            survived=len(long) - len(wrong), expected=max(1, len(long)), seconds=0.0, note="; ".join(notes + wrong[:3]),
+        )  # fmt: skip
+
+    def same(self, steps: int, code: int) -> Result:
+        """The same steps undisturbed, compared by ledger and metrics: hashes of weights and episodes, row by row."""
+        start, whole = time.monotonic(), self.place / "whole"
+        (self.place / "quick").touch()
+        process = self._popen(whole)
+        while rows(whole / "metrics.jsonl") < steps + 1 and process.poll() is None:
+            time.sleep(0.2)
+        process.kill()
+        process.wait()
+        wrong = [f"the last SIGTERM gave {code}"] * (code != 130)
+        for name in ("ledger.jsonl", "metrics.jsonl"):
+            mine, theirs = ((folder / name).read_bytes().splitlines() for folder in (self.folder, whole))
+            part = next((n for n in range(steps + 1) if mine[n : n + 1] != theirs[n : n + 1]), None)
+            wrong += [] if part is None else [f"{name} differs from line {part + 1} on"]
+        failed = (self.folder / "metrics.jsonl").read_text().count('"env_errors"')
+        return Result(
+            what=f"{steps} steps, bit by bit those of an undisturbed run", injected=1, witnessed=int(steps > 0 and failed > 0),
+            survived=int(not wrong), expected=1, seconds=time.monotonic() - start,
+            note="; ".join([f"tools failed in {failed} of them", *wrong]),
+        )  # fmt: skip
+
+
+def rows(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-1500:]
+
+
+def measured(pid: int) -> tuple[float, int] | None:
+    """(resident MiB, descriptors)"""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # it has ended
+        return None
+
+
+if __name__ == "__main__":
+    section(float(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else EVERY_S)

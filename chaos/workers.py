@@ -1,0 +1,211 @@
+"""Chaos for rollout workers: killed, stopped, crashed or babbling while they start, sync, idle or serve, in real runs.
+
+    driver (a fork; Struck takes the place of Workers)          worker processes (odd_worker.py), two
+    ----------------------------------------------------        --------------------------------------
+    the next fault of the plan is due when a worker is in
+      its state; the state is exact, as the driver's own
+      thread looks and strikes                          --->    SIGKILL, SIGSTOP, SIGHUP: exception, SIGALRM: garbage
+    step() waits until the loss was noticed: a witness
+    the next fault
+
+Right is: the bytes of a run without workers that nobody disturbed (kills.fingerprint), and every token sampled by the weights
+whose turn it was. It does not test what workers say to each other, nor one fault during the recovery from another, unless
+chance has it: a worker that is struck while it starts is mostly one that replaces another.
+
+    python -m chaos.workers 4      four faults in each schedule
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chaos.kills import adopting_forks, differs, ended, left
+from chaos.odd_worker import COMMAND
+from chaos.results import Case, Result, tally
+from tandem.engine.worker_pool.pool import Workers
+from tandem.engine.worker_pool.process import Handed, Process
+from tandem.run_folder.episode_files import read_episodes
+from tandem.runtime.processes import catches
+from tests.support.runs import fingerprint, prepare
+
+FAULTS = 17  # in each schedule: each way in each state, and one more
+A_RUN = 6  # faults in one run
+STEPS = 12
+SEED = 0
+SHORT = ["run.save_every=4", "eval.every=6", "rollout.restarts=1000"]
+THREADS = ([], ["run.threads=1"], ["run.threads=2"])  # of the runs in turns; the undisturbed one has the default
+STRUCK = ["rollout.workers=2", "run.stall_s=12"]  # a worker is silent after 6 s
+
+SCHEDULES = {"staleness 0": "train", "staleness 1": "one-step-off", "partial rollouts": "partial"}  # kinds of kills.py
+STATES = ("starting", "syncing", "idle", "serving")
+WAYS = {  # name: the signal, and what the driver says when it has noticed
+    "killed": (signal.SIGKILL, "it was ended by SIGKILL"),
+    "stopped": (signal.SIGSTOP, "no sign of life"),
+    "crashed": (signal.SIGHUP, "it ended with exit code 1"),
+    "babbling": (signal.SIGALRM, "it wrote what is no"),
+}
+
+Fault = tuple[str, str]  # state, way
+
+
+def section(faults: int = FAULTS) -> list[Result]:
+    with tempfile.TemporaryDirectory() as place:
+        striker = Striker(Path(place))
+        return [striker.row(name, faults) for name in SCHEDULES]
+
+
+@dataclass
+class Striker:
+    """Runs whose workers are struck. told: what the driver said when it had noticed, of each way."""
+
+    place: Path
+    lost: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.forks, self.standing = adopting_forks()
+
+    def row(self, name: str, faults: int) -> Result:
+        self.lost.clear()
+        row = tally(f"a rollout worker is struck: {name}", self.cases(name, faults), at_least=faults)
+        lost = ", ".join(f"{what} {count}" for what, count in sorted(self.lost.items()))
+        return replace(row, note=f"{lost}{'; ' * bool(row.note)}{row.note}")
+
+    def cases(self, name: str, faults: int) -> Iterator[Case]:
+        inputs = self.place / name.replace(" ", "_")
+        inputs.mkdir()
+        command = [*prepare(inputs, steps=STEPS, command=SCHEDULES[name]), *SHORT]
+        if wrong := ended(self.forks.start([*command, "rollout.workers=0"], inputs / "whole"), inputs / "whole"):
+            raise RuntimeError(f"{name}, undisturbed: {wrong}")
+        expected, plan = fingerprint(inputs / "whole"), planned(name, faults)
+        for first in range(0, len(plan), A_RUN):
+            yield from self.run(
+                f"{name}, faults from {first}",
+                [*command, *STRUCK, *THREADS[first // A_RUN % 3]],
+                plan[first : first + A_RUN],
+                expected,
+            )
+
+    def run(self, name: str, command: list[str], plan: list[Fault], expected: dict[str, str]) -> Iterator[Case]:
+        """One run with these faults, one after the other."""
+        folder, told, start = self.place / "run", self.place / "told.jsonl", time.monotonic()
+        told.write_text("")
+        wrong = ended(self.forks.start(command, folder, strike, plan, str(told)), folder)
+        wrong = wrong or left(self.standing, folder) or differs(expected, fingerprint(folder)) or stale(folder, command)
+        shutil.rmtree(folder, ignore_errors=True)
+        said = [json.loads(line) for line in told.read_text().splitlines()]
+        print(f"{name}, {time.monotonic() - start:.0f} s: {wrong or 'equal'}", flush=True)
+        for number, (state, way) in enumerate(plan):
+            fired = any(event["fault"] == number and WAYS[way][1] in event["lost"] for event in said)
+            what = f"{state}: {way}"
+            self.lost[what] = self.lost.get(what, 0) + fired
+            yield fired, wrong and f"{name}: {wrong}"
+
+
+def planned(name: str, faults: int) -> list[Fault]:
+    """Every way in every state, shuffled, as often as it takes."""
+    source = random.Random(f"{SEED} {name}")
+    plan: list[Fault] = []
+    while len(plan) < faults:
+        every = [(state, way) for state in STATES for way in WAYS]
+        plan += source.sample(every, len(every))
+    return plan[:faults]
+
+
+def stale(folder: Path, command: Sequence[str]) -> str:
+    """Tokens by other weights than the schedule's: step s (from 0) is sampled by version max(0, s - staleness)."""
+    staleness, partial = int("rollout.staleness=1" in command), any("token_budget" in text for text in command)
+    files = sorted((folder / "episodes").glob("train_step_*.parquet"))
+    for step, file in enumerate(files):
+        turn = max(0, step - staleness)
+        episodes = [episode.weight_versions[episode.loss_mask] for episode in read_episodes(file)]
+        found = {int(version) for versions in episodes for version in versions}
+        if (max(found) if partial else found) != (turn if partial else {turn}):
+            return f"step {step + 1} has tokens of versions {sorted(found)}, its turn is {turn}"
+        if any((np.diff(versions) < 0).any() for versions in episodes):
+            return f"step {step + 1} has an episode that went on with older weights"
+    return "" if len(files) == STEPS else f"{len(files)} files of episodes"
+
+
+# In the driver -------------------------------------------------------------------------------------------------------
+
+
+def strike(plan: list[Fault], told: str) -> None:
+    """Before the run: its workers will be struck."""
+    from tandem.jobs.commands import parts
+
+    Struck.plan, Struck.told, Struck.random = plan, Path(told), random.Random(len(plan))
+    parts.Workers = Struck  # type: ignore[attr-defined, misc]
+
+
+class Struck(Workers):
+    """Workers that are struck by a plan, and otherwise as they are."""
+
+    plan: list[Fault]
+    told: Path
+    random: random.Random
+
+    def __init__(self, **how: Any):
+        self._fault, self._at, self._wait = (
+            0,
+            -1,
+            0,
+        )  # the next one, the process that was struck, opportunities left out
+        super().__init__(**{**how, "command": COMMAND})
+
+    def step(self) -> list[Handed]:
+        while self._at >= 0:
+            super()._listen()
+        done = super().step()
+        if not self._todo and all(worker.state in ("idle", "starting") for worker in self._workers.values()):
+            self._strike("idle", 2)
+        return done
+
+    def _listen(self) -> None:
+        self._strike("serving", 4)
+        self._strike("starting", 20)
+        super()._listen()
+
+    def _sync(self, worker: Process) -> None:
+        super()._sync(worker)
+        self._strike("syncing", 3)
+
+    def _strike(self, state: str, patience: int) -> None:
+        """Strike a worker that is in this state, if that is the next fault's, after passing over a few opportunities."""
+        if self._at >= 0 or self._fault == len(self.plan) or self.plan[self._fault][0] != state:
+            return
+        number, _ = WAYS[self.plan[self._fault][1]]
+        there = [worker for worker in self._workers.values() if worker.state == state and _hears(worker, number)]
+        if not there:
+            return
+        self._wait = self._wait or self.random.randint(1, patience)
+        self._wait -= 1
+        if not self._wait:
+            self._at = self.random.choice(there).pid
+            os.kill(self._at, number)
+
+    def _lose(self, worker: Process, why: str) -> None:
+        if worker.pid == self._at:
+            with self.told.open("a") as file:
+                file.write(json.dumps({"fault": self._fault, "state": worker.state, "lost": why}) + "\n")
+            self._fault, self._at = self._fault + 1, -1
+        super()._lose(worker, why)
+
+
+def _hears(worker: Process, number: int) -> bool:
+    return number in (signal.SIGKILL, signal.SIGSTOP) or catches(worker.pid, number)
+
+
+if __name__ == "__main__":
+    for result in section(int(sys.argv[1])):
+        print(result)

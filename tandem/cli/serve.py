@@ -1,0 +1,172 @@
+"""`tandem serve`: a model directory behind an OpenAI-compatible server. Cheapest check first, weights last."""
+
+import gc
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tandem.config.schema import Config, Model, Rollout
+from tandem.runtime.errors import UserError
+from tandem.serve.auth import is_loopback
+from tandem.serve.openai_requests import Served
+from tandem.types import Array, Message, Tool
+
+if TYPE_CHECKING:  # torch, transformers and the server come after the checks that need none of them
+    from tandem.data.renderer import ChatRenderer
+    from tandem.engine.engine import Engine
+    from tandem.serve.server import Server
+
+OPTIONAL = ("starlette", "uvicorn")
+LONGEST_INTEGER = 640  # digits, the least that Python knows: a body full of longer ones is long in parsing
+CHUNK_TOKENS = 256  # of a pass: a long prompt holds up those who stream by so much and no more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command's options."""
+
+    model: str
+    host: str
+    port: int  # 0: any that is free
+    api_key: str  # empty: none
+    served_name: str  # empty: as the model
+    cache_mb: int
+    max_batch: int
+    max_queue: int
+    max_new_tokens: int  # of a request that does not say
+
+
+def serve(options: Options) -> None:
+    """Until SIGINT or SIGTERM."""
+    check_key(options)
+    make_server = _server_class()
+    with _bound(options.host, options.port) as sock:
+        engine, renderer = _load(options)
+        texts = RendererTexts(renderer)
+        server = make_server(engine, texts, served(options, engine, texts), api_key=options.api_key)
+        _listen(sock, options)
+        sys.set_int_max_str_digits(LONGEST_INTEGER)
+        gc.collect()
+        gc.freeze()  # a full collection of what is loaded stops everything for 0.3 s
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
+            server.run(sock, lambda: print(f"serving {options.model} on {_url(sock)}", flush=True))
+
+
+def check_key(options: Options) -> None:
+    """Whoever can reach the port can use the model, so other machines need a key."""
+    if not options.api_key and not is_loopback(options.host):
+        raise UserError("a server that other machines can reach needs an API key", where=f"--host {options.host}",
+                        found="no key", expected="a key, or a loopback host such as 127.0.0.1",
+                        next="export TANDEM_API_KEY=$(openssl rand -hex 24)")  # fmt: skip
+
+
+def _server_class() -> "Callable[..., Server]":
+    try:
+        from tandem.serve.server import Server
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        raise UserError("the server's packages are not installed", found=f"no {error.name}",
+                        expected=" and ".join(OPTIONAL), next="pip install 'tandem-rl[serve]'") from None  # fmt: skip
+    return Server
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """The port, taken now and not after minutes of loading; connections are refused until the server listens."""
+    with _address_errors(host, port), ExitStack() as undo:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        sock = undo.enter_context(socket.socket(family, kind, protocol))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        undo.pop_all()
+    return sock
+
+
+def _listen(sock: socket.socket, options: Options) -> None:
+    with _address_errors(options.host, options.port):  # another server that was loading too may have been faster
+        sock.listen()
+
+
+@contextmanager
+def _address_errors(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError("the server cannot use this address", where=f"--host {host} --port {port}", found=str(error),
+                        expected="a free port of this machine", next="choose another --port; 0 takes any") from None  # fmt: skip
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
+    from tandem.data.renderer import load_renderer
+    from tandem.jobs.parts import build_engine, prepare_process, tell_exactness
+    from tandem.model.load import check_model, load_model
+
+    config = Config(
+        model=Model(path=options.model), rollout=Rollout(cache_mb=options.cache_mb, max_batch=options.max_batch)
+    )
+    prepare_process(config)
+    check_model(options.model)
+    renderer = load_renderer(options.model)
+    model, sizes = load_model(options.model), {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
+    tell_exactness(config, model, lambda line: print(line, file=sys.stderr))
+    return build_engine(config, model, renderer, **sizes), renderer
+
+
+def served(options: Options, engine: "Engine", texts: "RendererTexts") -> Served:
+    from tandem.model.paged_attention import PAGE
+
+    config, room = engine.model.config, engine.cache.count * PAGE
+    if room < config.max_position_embeddings:
+        print(f"the cache of {options.cache_mb} MiB holds {room:,} tokens, the model's context is "
+              f"{config.max_position_embeddings:,}; more with --cache-mb", file=sys.stderr)  # fmt: skip
+    context = min(config.max_position_embeddings, room)
+    return Served(
+        name=options.served_name or options.model, context=context,
+        longest_text=context * texts.longest_token, vocabulary=config.vocab_size,
+        default_max_tokens=options.max_new_tokens, max_choices=options.max_queue,
+    )  # fmt: skip
+
+
+class RendererTexts:
+    """A ChatRenderer as the server wants it. Implements openai_api.Texts."""
+
+    def __init__(self, renderer: "ChatRenderer"):
+        tokenizer: Any = renderer.tokenizer
+        self.stop_token_ids = renderer.stop_token_ids
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.byte_tokens = frozenset(i for token, i in vocabulary.items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token))
+        self.longest_token = max(map(len, vocabulary))  # characters, or bytes where the vocabulary is of bytes
+        self._renderer, self._tokenizer = renderer, tokenizer
+        self._texts: dict[int, str] = {}
+
+    def encode(self, text: str) -> Array:
+        """int64 [T]: plain text as the tokenizer has it, with the beginning of a text where it writes one."""
+        return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        return self._renderer.prompt_text(messages, tools)
+
+    def encode_chat(self, text: str) -> Array:
+        return self._renderer.encode(text)
+
+    def decode(self, tokens: Array) -> str:
+        return self._renderer.decode(tokens)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, special ones too, as it stands inside a text: a leading space is kept."""
+        if token not in self._texts:
+            once, twice = (self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
+            self._texts[token] = twice[len(once) :]
+        return self._texts[token]

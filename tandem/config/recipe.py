@@ -1,0 +1,259 @@
+"""Recipes: TOML over the defaults of config.py, with `key=value` overrides; and the tree written back as TOML.
+
+All mistakes are reported together, each with its key and file, an unknown key with the nearest real one.
+"""
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from tandem.config.schema import ALGORITHMS, SHORTHANDS, Config, Section
+from tandem.runtime.errors import UserError
+
+MAX_DEPTH = 20  # of tables and lists in a recipe
+
+
+def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
+    """Read a TOML recipe (None: an empty one), apply `key=value` overrides, validate. Raises UserError naming every mistake.
+
+    An override of rl.algorithm takes the place of all that the file sets of an algorithm: one value changes it.
+    """
+    tree = {} if recipe is None else _read(Path(recipe))
+    source = str(recipe or "command line")
+    tree |= {name: {key: tree[name]} for name, key in SHORTHANDS.items() if isinstance(tree.get(name), str | list)}
+    origin: dict[str, str] = {}
+    in_file = set(tree["rl"]) if isinstance(tree.get("rl"), dict) else set()
+    for text in overrides:
+        _apply(tree, text, origin)
+    if "rl.algorithm" in origin:  # an algorithm named later replaces what the file says of another one
+        for name in in_file & {name for values in ALGORITHMS.values() for name in values}:
+            if f"rl.{name}" not in origin:
+                del tree["rl"][name]
+    _refuse_bad_texts(tree, source)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, source, origin) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file():
+            raise UserError(
+                "the recipe does not exist",
+                where=str(path),
+                expected="a TOML file",
+                next="write one: tandem plan --keys lists its keys",
+            )
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise UserError("the recipe cannot be read", where=str(path), found=found, next=f"ls -l {path}") from None
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, or a number of 5,000 digits
+        raise UserError(
+            "the recipe is not valid TOML",
+            where=str(path),
+            found=str(error),
+            expected="TOML: [section] and key = value",
+        ) from None
+
+
+def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
+    """Raises UserError for what cannot be written back, or name a file: texts that are not UTF-8, and tables without end."""
+    rest = [(tree, "", 0)]
+    while rest:
+        value, key, depth = rest.pop()
+        if isinstance(value, dict | list):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            rest += [(child, f"{key}.{name}".lstrip("."), depth + 1) for name, child in pairs]
+        bad = isinstance(value, str) and ("\0" in value or not _is_utf8(value))
+        if bad or depth > MAX_DEPTH:
+            found = f"{value!r:.80}" if bad else f"more than {MAX_DEPTH} levels of nesting"
+            expected = "text in UTF-8 without a zero character" if bad else "a flatter value"
+            raise UserError("a value cannot be used", where=f"{key[:80]} ({source})", found=found, expected=expected)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, as a shell makes of other bytes
+        return False
+    return True
+
+
+def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
+    """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string. A field that holds a
+    table is reached into: env.options.limit=3."""
+    key, sign, raw = text.partition("=")
+    key = f"{key}.{SHORTHANDS[key]}" if key in SHORTHANDS else key
+    section, _, field = key.partition(".")
+    if not (sign and section and field):
+        raise UserError(
+            "an override cannot be read",
+            where="command line",
+            found=text,
+            expected="section.field=value, e.g. rl.group_size=8",
+        )
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except ValueError:  # not TOML, or a number of 5,000 digits
+        value = raw
+    except RecursionError:
+        raise UserError(
+            "an override cannot be read",
+            where=f"{key} (command line)",
+            found=f"{raw:.40}...",
+            expected="a flatter value",
+        ) from None
+    if value == raw and raw.startswith(("[", "{")) and _takes_list(section, field):
+        raise UserError(
+            "a list or table on the command line is no TOML",
+            where=key,
+            found=text,
+            expected="quotes around its texts, and around the whole for the shell",
+            next=f"{key}='{_quoted(raw)}'" if raw.startswith("[") else f"{key}='{{name = 1}}'",
+        )
+    if not isinstance(tree.setdefault(section, {}), dict):
+        raise UserError(
+            "the recipe has a value where a section belongs",
+            where=section,
+            found=repr(tree[section]),
+            expected=f"[{section}]",
+        )
+    table, path = tree[section], field.split(".") if field.startswith("options.") else [field]
+    for name in path[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise UserError("an override reaches into what is no table", where=key, found=repr(table),
+                            expected=f"{name} = {{...}}")  # fmt: skip
+    table[path[-1]] = value
+    origin[f"{section}.{field}"] = "command line"
+
+
+def _takes_list(section: str, field: str) -> bool:
+    """Whether a key may be a list or a table, for which text in brackets is meant."""
+    known = Config.model_fields.get(section)
+    fields = _section(section).model_fields if known else {}
+    return field in fields and any(kind in str(fields[field].annotation) for kind in ("list", "dict"))
+
+
+def _quoted(raw: str) -> str:
+    """A list with the quotes that its texts lack: [a.jsonl, 1] as ["a.jsonl", 1]."""
+    items = [item.strip().strip("'\"") for item in raw.strip("[]").split(",")]
+    numbers = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+    return f"[{', '.join(item if numbers.fullmatch(item) else _toml_value(item) for item in items if item)}]"
+
+
+def _section(name: str) -> type[Section]:
+    return Config.model_fields[name].annotation  # type: ignore[return-value]
+
+
+def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserError:
+    lines = list[str]()
+    for mistake in error.errors():
+        either = mistake["loc"][2:3] in (
+            ("str",),
+            ("list[str]",),
+        )  # of a key that takes both, pydantic tells both mistakes
+        key = ".".join(str(part) for part in mistake["loc"][: 2 if either else None])
+        where = origin.get(key, path)
+        if mistake["type"] == "extra_forbidden":
+            lines.append(f"{key} ({where}): unknown key{_nearest(key)}")
+        elif either:
+            lines.append(f"{key} ({where}): found {mistake['input']!r}, expected text or a list of texts")
+        elif not key:
+            lines += [f"{line} ({path})" for line in mistake["msg"].removeprefix("Value error, ").splitlines()]
+        else:
+            lines.append(f"{key} ({where}): found {mistake['input']!r}, {_expected(mistake['type'], key, mistake)}")
+    lines = list(dict.fromkeys(lines))
+    return UserError(
+        f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
+        + "\n".join(f"  - {line}" for line in lines),
+        next="tandem plan --keys lists every key, as docs/config.md does",
+    )
+
+
+def _expected(kind: str, key: str, mistake: ErrorDetails) -> str:
+    found = mistake["input"]
+    match kind:
+        case "bool_type":
+            return (
+                f"expected true or false{f'; write {key}={found.lower()}' if str(found) in ('True', 'False') else ''}"
+            )
+        case "int_type":
+            return "expected a whole number"
+        case "string_type":
+            return f"expected text; write {key}='\"{found}\"'"
+        case "list_type":
+            return f"expected a list; write {key}='{_quoted(str(found))}'"
+        case "literal_error":
+            known = re.findall(r"'([^']*)'", mistake["msg"])
+            near = difflib.get_close_matches(str(found), known, 1, 0.5)
+            return f"expected one of {', '.join(known)}{f'; did you mean {near[0]}?' if near else ''}"
+    return mistake["msg"][0].lower() + mistake["msg"][1:]
+
+
+def _nearest(key: str) -> str:
+    section, _, field = key.partition(".")
+    known = [f"{s}.{f}" for s in Config.model_fields for f in _section(s).model_fields]
+    if not field:
+        close = difflib.get_close_matches(section, Config.model_fields, 1, 0.5)
+        close = close or [k for k in known if k.endswith("." + section)][:1]
+    else:
+        close = [k for k in known if k.endswith("." + field)][:1] or difflib.get_close_matches(key, known, 1, 0.5)
+    return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(Config.model_fields)}"
+
+
+def to_toml(config: Config) -> str:
+    """The resolved tree, every leaf, as TOML that load_config reads back to an equal Config."""
+    lines = []
+    for section, fields in config.model_dump().items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {_toml_value(value)}" for name, value in fields.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return '"' + "".join(_escape(c) for c in value) + '"'
+        case dict():
+            return "{" + ", ".join(f"{_toml_value(str(k))} = {_toml_value(v)}" for k, v in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+        case _:
+            return repr(value)
+
+
+def _escape(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char
+
+
+def changed(config: Config) -> list[tuple[str, str, str]]:
+    """(key, value, default) of every leaf that has another value than its default, in order."""
+    defaults, tree = Config().model_dump(), config.model_dump()
+    return [
+        (f"{section}.{name}", _toml_value(value), _toml_value(defaults[section][name]))
+        for section, fields in tree.items()
+        for name, value in fields.items()
+        if value != defaults[section][name]
+    ]
+
+
+def describe() -> list[tuple[str, str, str]]:
+    """(key, default, help) of every leaf, in order."""
+    return [
+        (f"{section}.{name}", _toml_value(field.get_default()), field.description or "")
+        for section in Config.model_fields
+        for name, field in _section(section).model_fields.items()
+    ]

@@ -1,0 +1,102 @@
+"""Rows of a source, and every mistake in them told with its place.
+
+Reads row by row, hands each to a `build` function, and collects what is wrong into one error. Knows rows. Does not know
+formats, nor what a message, a problem or a training chat is, nor any model or tokenizer.
+"""
+
+import difflib
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tandem.data.readers.row_errors import Mistakes, RowError
+from tandem.data.readers.sources import source_rows
+from tandem.runtime.errors import UserError
+
+T = TypeVar("T")
+
+# Names that data sets use for our columns, likeliest first; only to suggest one in an error.
+ALIASES = {
+    "prompt": ("messages", "question", "problem", "instruction", "query", "input", "text"),
+    "messages": ("conversations", "conversation", "chat", "chosen"),
+    "response": ("completion", "answer", "output", "chosen", "target"),
+    "answer": ("ground_truth", "solution", "target", "label", "final_answer", "expected"),
+}
+
+
+_DECODE_EXACTLY = json.JSONDecoder(parse_int=str, parse_float=str).decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row. Example: Row(number=1, values={"prompt": "1 + 1 =", "answer": 2}, line='{"prompt": ...}')"""
+
+    number: int  # counts the rows of the source from 1; blank lines are no rows
+    values: dict[str, Any]
+    line: str  # the row's JSON; empty where the source is not JSONL
+
+
+def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
+    """Build something from every row of a source (sources.py).
+
+    key is the config key that names it. Raises UserError with up to MAX_MISTAKES different mistakes.
+    """
+    mistakes = Mistakes(source, key)
+    built = []
+    try:
+        with _no_garbage_collection():
+            for number, (place, payload) in enumerate(source_rows(source, key), start=1):
+                try:
+                    if isinstance(payload, RowError):
+                        raise payload
+                    built.append(build(Row(number=number, values=payload[0], line=payload[1])))
+                except RowError as error:
+                    mistakes.add(place, error)
+                    if mistakes.full:
+                        break
+    except OSError as error:
+        raise UserError(f"{key} cannot be read", where=source, found=str(error), next=f"ls -l {source}") from None
+    mistakes.raise_any()
+    if not built:
+        raise UserError(
+            f"{key} has no rows", where=source, found="no rows (a header alone is none)", expected="at least one row"
+        )
+    return built
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The rows are all kept, so looking for garbage among them again and again is a third of the reading time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# ---- what build functions use
+
+
+def column(row: Row, name: str, *, rename: str, otherwise: str = "") -> Any:
+    """row's value in a column that must be there. rename: what to do about a near name, with {} for it; otherwise: where there
+    is none."""
+    if name in row.values:
+        return row.values[name]
+    names = list(row.values)
+    near = [n for n in ALIASES.get(name, ()) if n in row.values] or difflib.get_close_matches(name, names, 1, 0.6)
+    found = "columns " + ", ".join(n[:40] for n in names[:8]) + (", ..." if len(names) > 8 else "")
+    advice = rename.format(near[0]) if near else otherwise
+    raise RowError(found if names else "an empty row", f"a column {name!r}", field=name, next=advice)
+
+
+def exact_number(row: Row, *path: str) -> str:
+    """The number at path as the file writes it: 0.10 stays 0.10, and no digit is lost to a double."""
+    value = _DECODE_EXACTLY(row.line) if row.line else row.values
+    for name in path:
+        value = value[name]
+    return str(value)

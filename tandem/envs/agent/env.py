@@ -1,0 +1,113 @@
+"""The environment `agent`: any program that speaks the OpenAI API plays the episode, and says what it was worth.
+
+    tandem train RECIPE env.name=agent 'env.options={run = "my_agent.py:run"}' reward.function=env
+
+    def run(problem, base_url, api_key) -> float | dict | None: ...       # or `async def`; may start anything
+
+The agent calls BASE_URL/chat/completions as often as it likes. Control is inverted: its first request is what `reset`
+returns; the model's turn, in `step`, answers it; and the next request, which must continue the conversation, is the
+observation. Only what is new in it is tokenized. When `run` returns, the episode is over: its reward is what `run`
+returned or, where that is None, what was last posted to BASE_URL/reward. Does not know tokens, nor what an agent does.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from tandem.envs.agent.chat import Asked, ConversationBroken, Reply, continuation, opening, verdict
+from tandem.envs.agent.run import AgentFailed, AgentRun, Run
+from tandem.envs.agent.server import Pending, Session, the_server
+from tandem.runtime.errors import UserError
+from tandem.runtime.user_code import load_user_object
+from tandem.types import Env, Message, Observation, Problem, Tool
+
+API_KEY = "episode"  # OpenAI's clients insist on one; the secret is in the URL
+OVER = "the episode is over"
+
+Event = Pending | Future[Any]  # what an agent does next: it asks, or it has ended
+
+
+class Played(Env):
+    """An episode that is played from outside, through the server."""
+
+    tools: tuple[Tool, ...] = ()
+
+    def __init__(self, run: Run):
+        self._run_agent = run
+        self._turn = 0
+        self._stage: tuple[Session, str, AgentRun] | None = None  # from reset to close
+
+    async def reset(self, problem: Problem) -> Sequence[Message]:
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(event: Event) -> None:
+            with suppress(RuntimeError):  # the rollout's loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        self._session = Session(put, alive=lambda: not loop.is_closed())
+        base_url = the_server().open(self._session)
+        agent = AgentRun(self._run_agent, problem, base_url, API_KEY)
+        self._stage = self._session, base_url, agent
+        agent.ended.add_done_callback(put)
+        event = await self._events.get()
+        if isinstance(event, Future):
+            event.result()
+            raise AgentFailed("the agent ended without asking for a completion")
+        self._pending, self.tools = event, event.asked.tools
+        return opening(event.asked)
+
+    async def step(self, text: str) -> Observation:
+        self._turn += 1
+        asked = self._pending.asked
+        before = replace(
+            asked, tools=self.tools
+        )  # those of the first request stand in the prompt, whoever repeats them
+        reply = Reply.to(before, text, self._turn)
+        self._pending.answer.set_result(reply)
+        event = await self._next(asked, reply)
+        if isinstance(event, Future):
+            return self._end(event.result())
+        self._pending = event
+        try:
+            return Observation(messages=continuation(before, reply, event.asked))
+        except ConversationBroken as broken:
+            self._session.close(str(broken))  # the agent is told too
+            raise
+
+    async def close(self) -> None:
+        if self._stage is None:
+            return
+        (session, base_url, agent), self._stage = self._stage, None
+        session.close(OVER)
+        the_server().close(base_url)
+        await agent.stop()
+
+    async def _next(self, before: Asked, reply: Reply) -> Event:
+        """A request that only repeats the one just answered, because the answer was lost, is answered again."""
+        while True:
+            event = await self._events.get()
+            if not (isinstance(event, Pending) and event.again and event.asked == before):
+                return event
+            event.answer.set_result(reply)
+
+    def _end(self, returned: Any) -> Observation:
+        given = self._session.posted if returned is None else verdict(returned)
+        if given is None:
+            return Observation(done=True)
+        return Observation(done=True, reward=given.reward, parts=given.parts)
+
+
+class AgentEnv(Played):
+    """The built-in environment `agent`."""
+
+    def __init__(self, run: str):
+        """run: the agent, a function of (problem, base_url, api_key), as `file.py:function` or `module:function`."""
+        function = load_user_object(run, key="env.options.run")
+        if not callable(function):
+            raise UserError("the agent is no function", where="env.options.run", found=f"{run} = {function!r}",
+                            expected="def run(problem, base_url, api_key), or async def")  # fmt: skip
+        super().__init__(function)

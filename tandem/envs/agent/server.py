@@ -1,0 +1,198 @@
+"""The HTTP server that agents talk to during a rollout: chat completions and rewards, under a base URL for each episode.
+
+    POST BASE/chat/completions   waits until the model has spoken
+    POST BASE/reward             {"reward": 1.0, "parts": {"format": 1.0}}
+    GET  BASE/models
+
+    a request's thread                     the environment, in its event loop
+    ------------------                     ----------------------------------
+    Session.ask    -- arrived(Pending) --> AgentEnv waits for it
+    waits          <- pending.answer ----  AgentEnv.step, or Session.close: then the agent gets a 503
+
+One server on loopback serves every episode of the process; it starts with the first one. The base URL is the key: it
+cannot be guessed. Of the standard library only, and a connection carries one request, so that a thread ends with it.
+Knows neither problems nor tokens.
+"""
+
+import json
+import logging
+import secrets
+import socketserver
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from tandem.envs.agent import chat
+from tandem.envs.agent.chat import Asked, Refused, Reply, Verdict
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+LONGEST_BODY = 16 << 20  # bytes
+READ_S = 60.0  # for a client to send its request
+LOOK_S = 1.0  # between two looks whether the rollout is still there
+PREFIX = "/episodes/"
+RETRY_HEADER = "x-stainless-retry-count"  # OpenAI's clients count their repetitions of a request here
+JSON, EVENTS = "application/json", "text/event-stream"
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Pending:
+    """A request that waits for its answer."""
+
+    asked: Asked
+    again: bool  # the client repeats a request whose answer it did not get
+    answer: "Future[Reply]" = field(default_factory=Future)
+
+
+class Session:
+    """An episode as the server sees it. arrived: takes a request, in the request's thread; alive: whether anybody will
+    answer."""
+
+    def __init__(self, arrived: Callable[[Pending], None], alive: Callable[[], bool]):
+        self.posted: Verdict | None = None  # the last reward
+        self._arrived, self._alive = arrived, alive
+        self._waiting: set[Pending] = set()
+        self._over = ""  # why, once it is
+        self._lock = threading.Lock()
+
+    def ask(self, asked: Asked, again: bool) -> Reply:
+        """Waits for the answer. Raises Refused when the episode ends first."""
+        pending = Pending(asked=asked, again=again)
+        with self._lock:
+            if self._over:
+                raise Refused(503, self._over)
+            self._waiting.add(pending)
+        try:
+            self._arrived(pending)
+            return self._answer(pending)
+        finally:
+            with self._lock:
+                self._waiting.discard(pending)
+
+    def _answer(self, pending: Pending) -> Reply:
+        while True:
+            try:
+                return pending.answer.result(timeout=LOOK_S)
+            except TimeoutError:
+                if not self._alive():
+                    raise Refused(503, "the rollout is over") from None
+
+    def close(self, reason: str) -> None:
+        """Requests that wait, and those that still come, are told so."""
+        with self._lock:
+            self._over, waiting = reason, list(self._waiting)
+        for pending in waiting:
+            if not pending.answer.done():
+                pending.answer.set_exception(Refused(503, reason))
+
+
+class AgentServer:
+    """Serves the sessions that are open."""
+
+    def __init__(self) -> None:
+        self._tcp = _Tcp()
+        threading.Thread(target=self._tcp.serve_forever, name="agent server", daemon=True).start()
+
+    def open(self, session: Session) -> str:
+        """The base URL of an episode."""
+        key = secrets.token_urlsafe(16)
+        self._tcp.sessions[key] = session
+        return f"http://{HOST}:{self._tcp.server_address[1]}{PREFIX}{key}/v1"
+
+    def close(self, base_url: str) -> None:
+        del self._tcp.sessions[_key(base_url.partition(PREFIX)[2])]
+
+    @property
+    def sessions(self) -> int:
+        """How many are open."""
+        return len(self._tcp.sessions)
+
+
+@cache
+def the_server() -> AgentServer:
+    return AgentServer()
+
+
+def _key(path: str) -> str:
+    return path.partition("/")[0]
+
+
+class _Tcp(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 1024  # hundreds of agents start at once
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        super().__init__((HOST, 0), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a request of an agent was not answered", exc_info=True)  # it has gone
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = READ_S
+    server: _Tcp
+
+    def do_POST(self) -> None:
+        self._respond()
+
+    def do_GET(self) -> None:
+        self._respond()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+    def _respond(self) -> None:
+        try:
+            kind, body = self._route()
+            self._send(200, kind, body)
+        except Refused as refusal:
+            self._send(refusal.status, JSON, json.dumps(refusal.body()).encode())
+
+    def _route(self) -> tuple[str, bytes]:
+        raw = self._body()  # first, so that a refusal leaves nothing unread
+        key, _, path = self.path.partition("?")[0].removeprefix(PREFIX).partition("/v1/")
+        session = self.server.sessions.get(key)
+        if session is None:
+            raise Refused(404, "there is no such episode, or it is over")
+        match self.command, path.strip("/"):
+            case "POST", "chat/completions":
+                return self._chat(session, raw)
+            case "POST", "reward":
+                session.posted = chat.read_reward(raw)
+                return JSON, b"{}"
+            case "GET", "models":
+                return JSON, json.dumps(chat.models()).encode()
+        raise Refused(404, f"{self.command} {path}: an episode has chat/completions, reward and models")
+
+    def _chat(self, session: Session, raw: bytes) -> tuple[str, bytes]:
+        asked = chat.read_request(raw)
+        reply = session.ask(asked, again=self.headers.get(RETRY_HEADER, "0") != "0")
+        if asked.stream:
+            return EVENTS, chat.events(reply, asked)
+        return JSON, json.dumps(chat.whole(reply, asked)).encode()
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or not length.isdecimal():
+            raise Refused(411, "a body needs a Content-Length")
+        if int(length) > LONGEST_BODY:
+            raise Refused(413, f"the body is larger than {LONGEST_BODY:,} bytes")
+        return self.rfile.read(int(length))
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        if status >= 500:
+            self.send_header("x-should-retry", "false")  # OpenAI's clients would ask again
+        self.end_headers()
+        self.wfile.write(body)

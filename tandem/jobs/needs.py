@@ -1,0 +1,134 @@
+"""What a run needs of this machine, by arithmetic over the shapes of its models: memory and disk.
+
+No weights are loaded, and what one step computes comes on top. It does not know what else a run could fail of.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.config.schema import Config
+from tandem.model.load import check_model, empty_model
+from tandem.model.lora import chosen_linears
+from tandem.runtime.disk import existing_parent, human_bytes
+from tandem.runtime.errors import UserError
+
+Need = tuple[str, int, str]  # what, bytes, how
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a run may use, in bytes."""
+
+    memory: int  # of the machine, or of the container
+    disk: int  # free where the run folder is, and what the checkpoints there give back
+
+    @classmethod
+    def here(cls, folder: Path) -> "Machine":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+        texts = [limit.read_text().strip() for limit in limits if limit.is_file()]
+        memory = min([memory, *(int(text) for text in texts if text.isdecimal())])
+        held = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step_*/*"))
+        return cls(memory=memory, disk=shutil.disk_usage(existing_parent(folder)).free + held)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Parameters of the models of a run, counted without their storage."""
+
+    policy: int
+    adapters: int  # 0 without LoRA: the policy itself is trained
+    others: dict[str, int]  # of further models, by config key
+
+    @property
+    def trained(self) -> int:
+        return self.adapters or self.policy
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of weights and moments of all that is trained."""
+        critic = self.others.get("critic.path", 0)
+        return 12 * (self.trained + (critic and (self.adapters or critic)))
+
+
+def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
+    """What a run of the command holds in float32."""
+    policy, trained, adapters = sizes.policy, sizes.trained, sizes.adapters
+    rows = [
+        ("weights", 4 * policy, "4 bytes x parameters, of engine and trainer"),
+        ("packed weights", 4 * policy, "the linear layers again, in oneDNN's order"),
+        ("gradients", 4 * trained, "4 bytes x trained parameters"),
+        ("Adam moments", 8 * trained, "8 bytes x trained parameters"),
+    ]
+    if command != "rm":
+        rows.append(("key/value cache", config.rollout.cache_mb << 20, "at most rollout.cache_mb"))
+    if adapters:
+        rows.append(("adapters", 4 * adapters, f"4 bytes x (inputs + outputs) x {config.lora.rank} of each linear"))
+    for key, size in sizes.others.items():
+        if key == "critic.path":
+            rows.append(
+                ("critic", 8 * size + 12 * (adapters or size), "weights, packs, gradients and moments of its own")
+            )
+        elif key == "model.reference" and adapters and not config.model.reference:
+            rows.append(("reference", 4 * size, "packs of the weights without adapters"))
+        else:
+            rows.append((key.rpartition(".")[2], 8 * size, "weights and packs of the frozen model"))
+    rows.append(("a save under way", sizes.checkpoint, "weights and moments, copied until they are saved"))
+    rollout = config.rollout
+    if rollout.workers and command in ("train", "distill"):
+        each, versions = 8 * policy + (rollout.cache_mb << 20), rollout.staleness + 1
+        rows.append(
+            ("rollout workers", rollout.workers * each, f"{rollout.workers} x weights, packs and rollout.cache_mb")
+        )
+        rows.append(("published weights", versions * 4 * policy, f"shared memory, {versions} versions"))
+    return rows
+
+
+def disk(sizes: Sizes, config: Config) -> list[Need]:
+    """What a run writes, besides its episodes."""
+    kept = config.run.keep_checkpoints
+    return [
+        ("checkpoints", (kept + 1) * sizes.checkpoint, f"weights and moments; {kept} kept while one is written"),
+        ("export", 4 * sizes.policy, "the Hugging Face directory at the end"),
+    ]
+
+
+def require_disk(config: Config, command: str, folder: Path, machine: Machine) -> None:
+    """Raise UserError where the checkpoints and the export of a run would not fit on the disk of its folder."""
+    needed = sum(size for _, size, _ in disk(model_sizes(config, command), config))
+    if needed > machine.disk:
+        raise UserError(
+            "the run would not fit on the disk",
+            where=str(folder),
+            found=f"{human_bytes(machine.disk)} free",
+            expected=f"{human_bytes(needed)} for checkpoints and export",
+            next="free some, or another run.folder; fewer run.keep_checkpoints need less",
+        )
+
+
+def model_sizes(config: Config, command: str) -> Sizes:
+    """Count parameters on the meta device: shapes without storage. Raises UserError for adapters' targets that are not there."""
+    policy = _module(config.model.path)
+    adapted = chosen_linears(policy, config.lora.targets) if config.lora.rank else []
+    adapters = config.lora.rank * sum(linear.in_features + linear.out_features for linear in adapted)
+    paths = {
+        "model.reference": (config.model.reference or config.model.path)
+        * (command == "dpo" or (command == "train" and config.rl.kl_coef > 0)),
+        "critic.path": (config.critic.path or config.model.path)
+        * (command == "train" and config.rl.advantage == "gae"),
+        "distill.teacher": config.distill.teacher * (command == "distill"),
+        "reward.model": config.reward.model * (command != "rm"),
+    }
+    others = {key: _count(_module(path)) for key, path in paths.items() if path}
+    return Sizes(policy=_count(policy), adapters=adapters, others=others)
+
+
+def _module(path: str) -> Any:
+    return empty_model(path, check_model(path, head="value"))
+
+
+def _count(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,50 @@
+"""Attention plans over the Triton kernels: what `attention.PackedPlan` and `paged.PagedPlan` are on a CPU.
+
+Same cache, same shapes, other arithmetic: engine and trainer agree with each other to the bit, and with the CPU closely.
+Forward only: the backward pass belongs to the trainer on a GPU.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.triton.kernels import PagedRows, attention, segment_attention, write_cache
+from tandem.model.triton.kernels import matmul as matmul
+
+
+class TritonPackedPlan:
+    """segments as in types.Microbatch."""
+
+    def __init__(self, segments: np.ndarray):
+        self.segments = torch.from_numpy(segments)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("the Triton kernels have no backward pass")
+        return segment_attention(q, k, v, self.segments, scale, window)
+
+
+class TritonPagedPlan:
+    """keys, values and runs as in PagedPlan."""
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs):
+        self.keys, self.values = keys, values
+        device = keys[0].device
+
+        def int32(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array.astype(np.int32)).to(device)
+
+        longest = int((runs.starts + runs.counts).max())
+        self.rows = PagedRows(
+            tables=int32(runs.table), first=int32(runs.firsts), count=int32(runs.counts), start=int32(runs.starts),
+            max_length=longest,
+        )  # fmt: skip
+        self.slots = torch.from_numpy(runs.pages * PAGE + runs.offsets).to(device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        keys, values, new = self.keys[layer], self.values[layer], len(self.slots)
+        write_cache(k[:new], v[:new], keys, values, self.slots)
+        return attention(q, keys, values, self.rows, scale, window)

@@ -1,0 +1,115 @@
+"""Saves checkpoints beside training: what is saved is the moment of `save`, whatever training does meanwhile.
+
+    trainer                                thread "saver", one for each save
+    -------                                ---------------------------------
+    save(step 12)
+      wait()   <- no save under way
+      snapshot: clone tensors and state
+      start    --------------------------> write and fsync tensors and state
+    train step 13 ...                      before_write()   <- blocks until what the caller asks is durable
+    train step 14 ...                      manifest, fsync, rename, fsync, prune older ones
+    save(step 20)
+      wait()   <-------------------------- ends, durable or with an error, which wait() raises here, once
+      snapshot ...
+
+The trainer waits only for the save before, the saver only for before_write; neither waits for the other while it holds
+anything. A snapshot costs the memory of what is saved until it is written. The thread is a daemon: a program that ends
+without close() is not held up, and leaves a `.tmp-` folder, as a kill does. It gives a sign of life to the watchdog after
+each file. It does not know what is saved or when.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, Self
+
+from tandem.run_folder.checkpoint import Tensors, plain_state, save_checkpoint
+from tandem.runtime.disk import DISK, Disk
+from tandem.runtime.watchdog import waits
+
+
+class Saver:
+    """At most one save is under way. A context manager: leaving it finishes what was begun, whatever was raised inside.
+
+    with Saver() as saver:
+        saver.save(folder, 12, {"policy": weights}, {"step": 12}, keep=2, config=to_toml(config))
+    """
+
+    def __init__(self, disk: Disk = DISK):
+        self._disk = disk
+        self._begun: _Save | None = None
+
+    def save(
+        self, folder: Path, step: int, tensors: Tensors, state: dict[str, Any], keep: int, *, config: str,
+        before_write: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """save_checkpoint of a snapshot taken now; waits for the save before, and raises its error if it failed.
+
+        before_write runs in the saver's thread, after the tensors are written and before anyone can see the checkpoint.
+        """
+        self.wait()
+        self._begun = _Save(
+            step,
+            partial(
+                save_checkpoint, folder, step, _snapshot(tensors), plain_state(state), keep, config=config,
+                before_write=before_write, disk=self._disk,
+            ),
+        )  # fmt: skip
+        self._begun.start()
+
+    def wait(self) -> None:
+        """Until what was begun is durable. Raises its UserError (disk full ...) once: the checkpoint before is intact."""
+        if self._begun is None:
+            return
+        with waits(of="saver", what=f"the checkpoint of step {self._begun.step}"):
+            self._begun.join()
+        ended, self._begun = self._begun, None
+        ended.raise_error()
+
+    def close(self) -> None:
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self.close()
+        except Exception as unsaved:
+            if error is None:
+                raise
+            error.add_note(
+                f"and the checkpoint under way was not saved: {unsaved}"
+            )  # the first cause is the one to tell
+
+
+class _Save(Thread):
+    """One save under way, and how it ended."""
+
+    def __init__(self, step: int, write: Callable[[], Path]):
+        super().__init__(name="saver", daemon=True)
+        self.step, self._write = step, write
+        self._durable = False
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._write()
+            self._durable = True
+        except Exception as error:  # carried to the trainer's thread, all of them
+            self._error = error
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if not self._durable:  # what is no Exception, a panic of a library; Python has printed it
+            raise RuntimeError(f"the thread that saved step {self.step} died")
+
+
+def _snapshot(tensors: Tensors) -> Tensors:
+    return {
+        stem: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+        for stem, named in tensors.items()
+    }

@@ -1,0 +1,323 @@
+"""Checkpoints: safetensors and JSON in `checkpoints/step_000012/`, proved whole by a manifest that is written last.
+
+    .tmp-step_000012/                policy.safetensors  optimizer.safetensors  state.json   each fsynced
+                                     manifest.json (step, versions, SHA-256 of the config, size and SHA-256 of each
+                                     file), fsynced
+    .tmp-step_000012 -> step_000012  one atomic rename, then fsync of the parent, then older ones are pruned
+
+A kill leaves a `.tmp-` folder, which nobody reads, or a whole checkpoint. SHA-256, so that `sha256sum` checks one too.
+async_save.py does this beside training. It does not know what the tensors and the state mean. No pickle is read or written.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tandem import __version__
+from tandem.runtime.disk import DISK, Disk, disk_errors, file_hash, human_bytes, make_folder, os_error, read_plain
+from tandem.runtime.errors import UserError
+from tandem.runtime.watchdog import beat
+
+Tensors = dict[str, dict[str, torch.Tensor]]  # file stem -> name -> tensor
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
+_UNREADABLE = (SafetensorError, OSError, ValueError, TypeError, RecursionError)
+_HEADROOM = 1 << 20  # bytes beyond the tensors: headers, manifest, file system blocks
+
+
+def save_checkpoint(
+    folder: Path, step: int, tensors: Tensors, state: dict[str, Any], keep: int, *, config: str,
+    before_write: Callable[[], None] = lambda: None, disk: Disk = DISK,
+) -> Path:  # fmt: skip
+    """Write `folder/step_N`, durable on return, and keep the newest `keep`. Only one process may save into a folder.
+
+    tensors, e.g. {"policy": {"embed.weight": ...}, "optimizer": {"embed.weight.exp_avg": ...}}, hold no tensor twice;
+    state is JSON; config is the text of the run's config.toml, whose hash goes into the manifest. before_write is called
+    when all but the manifest is written: the checkpoint cannot be seen before it returns. Raises UserError when the disk
+    is full or read-only, and whatever before_write raises; checkpoints already there stay intact.
+    """
+    state_text = json.dumps(plain_state(state), sort_keys=True).encode()
+    target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
+    with disk_errors(folder):
+        make_folder(folder, disk)
+        _sweep(folder, disk)
+        _check_space(folder, tensors, len(state_text), disk)
+        try:
+            _write_files(temporary, tensors, state_text, disk)
+            before_write()
+            _write_manifest(temporary, step, config, disk)
+        except (OSError, UserError):
+            with suppress(OSError):  # the first error is the one to tell
+                disk.remove(temporary)  # it takes the space that the user is about to look for
+            raise
+        _put_in_place(temporary, target, disk)
+        _prune(folder, step, keep, disk)
+    return target
+
+
+def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest whole and verified checkpoint, or None where there is none at all; reads, never writes.
+
+    A damaged one is told to report and the one before it is tried. Raises UserError when there are some and none
+    verifies: to train from scratch must be asked for.
+    """
+    damaged = []
+    for path in _newest_first(folder):
+        damage = find_damage(path)
+        if not damage:
+            return path
+        damaged += [f"{path.name}/{line}" for line in damage]
+        report(f"checkpoint {path.name} is damaged, trying the one before: {'; '.join(damage)}")
+    if not damaged:
+        return None
+    raise UserError(
+        "every checkpoint of the run is damaged",
+        where=str(folder),
+        found="; ".join(damaged),
+        expected="one whose files have the sizes and hashes of its manifest.json",
+        next="restore the folder from a copy, or start over with --fresh (the old run is kept beside it)",
+    )
+
+
+def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[str, Any]]:
+    """(tensors, state), as saved. verify=False only for a path just returned by latest_checkpoint, which verified it.
+
+    The tensors are private maps of the files: read when touched, and a write does not reach the file.
+    """
+    damage = find_damage(path) if verify else []
+    if damage:
+        raise UserError(
+            "the checkpoint is damaged", where=str(path), found="; ".join(damage), next="take another step_N"
+        )
+    _, files = _read_manifest(path)  # whatever else lies in the folder has no hash
+    try:
+        tensors = {Path(name).stem: load_file(path / name) for name in sorted(files) if name != STATE}
+        return tensors, dict(json.loads(read_plain(path / STATE)))
+    except _UNREADABLE as error:  # its hashes are right, so it was not Tandem that wrote it
+        raise UserError(
+            "the checkpoint is not one of Tandem's",
+            where=str(path),
+            found=str(error)[:300],
+            expected="safetensors and JSON",
+            next="take another step_N",
+        ) from None
+
+
+def find_damage(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, one line a file with what was expected and found; empty when it is whole."""
+    damage, files = _read_manifest(path)
+    return damage or [line for name, entry in files.items() for line in _file_damage(path / name, entry)]
+
+
+def checkpoint_step(path: Path) -> int:
+    """The N of a path that latest_checkpoint returned."""
+    return int(path.name.rpartition("_")[2])
+
+
+def step_name(step: int) -> str:
+    """12 -> "step_000012"."""
+    return f"step_{step:06d}"
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A deep copy, as it will be read back. Raises TypeError or ValueError for what JSON would change in silence (tuples,
+    integer keys, NaN): a resumed run must read what was saved."""
+    copy: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
+    if copy != state:
+        raise TypeError("the state of a checkpoint does not survive JSON: use lists, string keys and plain numbers")
+    return copy
+
+
+def _check_space(folder: Path, tensors: Tensors, state_bytes: int, disk: Disk) -> None:
+    needed = (
+        sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
+        + state_bytes
+        + _HEADROOM
+    )
+    free = disk.free_bytes(folder)
+    if free < needed:
+        raise UserError(
+            "not enough space for a checkpoint",
+            where=str(folder),
+            found=f"{human_bytes(free)} free",
+            expected=f"{human_bytes(needed)}",
+            next="free space; the same command again goes on from the last checkpoint",
+        )
+
+
+def _write_files(temporary: Path, tensors: Tensors, state_text: bytes, disk: Disk) -> None:
+    temporary.mkdir()
+    for stem, named in tensors.items():
+        disk.write(temporary / f"{stem}.safetensors", _tensor_writer(named))
+        beat()
+    disk.write(temporary / STATE, _bytes_writer(state_text))
+    for file in sorted(temporary.iterdir()):
+        disk.fsync(file)
+        beat()
+
+
+def _write_manifest(temporary: Path, step: int, config: str, disk: Disk) -> None:
+    """The hashes are of the files as they can be read back, and the manifest says so only once they are durable."""
+    disk.write(temporary / MANIFEST, _bytes_writer(_manifest(step, config, sorted(temporary.iterdir()))))
+    disk.fsync(temporary / MANIFEST)
+    disk.fsync(temporary)
+
+
+def _tensor_writer(named: dict[str, torch.Tensor]) -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+        try:
+            save_file(plain, path)
+        except SafetensorError as error:
+            if (cause := os_error(error, path)) is None:
+                raise
+            raise cause from error
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+
+    return save
+
+
+def _bytes_writer(data: bytes) -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        path.write_bytes(data)
+
+    return save
+
+
+def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
+    """Rename; a target that is there already (a resumed run saves a step again) steps aside, and counts until then."""
+    aside = target.with_name(f".aside-{target.name}")
+    if target.exists():
+        disk.rename(target, aside)
+    disk.rename(temporary, target)
+    disk.fsync(target.parent)
+    if aside.exists():
+        _discard(aside, disk)
+
+
+def _prune(folder: Path, step: int, keep: int, disk: Disk) -> None:
+    """Keep the newest whole ones up to this step. Sizes are checked, not hashes: that would read gigabytes each save.
+
+    Steps after this one are left: a resume that reached back behind a damaged checkpoint comes to it again.
+    """
+    older = [path for path in _newest_first(folder) if checkpoint_step(path) <= step]
+    intact = [path for path in older if not _size_damage(path)]
+    if len(intact) >= keep:
+        for path in older[older.index(intact[keep - 1]) + 1 :]:
+            _discard(path, disk)
+
+
+def _discard(path: Path, disk: Disk) -> None:
+    """Out of sight first, so that a kill in the middle does not leave what looks like a damaged checkpoint."""
+    gone = path.with_name(f".tmp-gone-{path.name}")
+    disk.rename(path, gone)
+    disk.remove(gone)
+
+
+def _sweep(folder: Path, disk: Disk) -> None:
+    """What a killed save left: unfinished folders go, a checkpoint that stepped aside for nothing comes back."""
+    for path in folder.glob(".tmp-*"):
+        disk.remove(path)
+    for aside in folder.glob(".aside-step_*"):
+        target = folder / aside.name.removeprefix(".aside-")
+        if not find_damage(target):
+            _discard(aside, disk)
+            continue
+        if target.exists():  # its successor has gone bad since
+            _discard(target, disk)
+        disk.rename(aside, target)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Checkpoints by falling step, and with them any that a killed save had moved aside."""
+    names = [path for path in folder.glob("*") if re.fullmatch(r"(\.aside-)?step_\d+", path.name)]
+    return sorted(names, key=lambda path: (checkpoint_step(path), path.name), reverse=True)
+
+
+def _manifest(step: int, config: str, files: list[Path]) -> bytes:
+    libraries = {name: version(name) for name in _LIBRARIES}
+    body = {
+        "step": step,
+        "versions": {"tandem": __version__, "python": platform.python_version(), **libraries},
+        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),  # as `sha256sum config.toml` prints it
+        "files": {file.name: {"size": file.stat().st_size, "sha256": _file_hash(file)} for file in files},
+    }
+    return _sealed(body)
+
+
+def _sealed(body: dict[str, Any]) -> bytes:
+    """The manifest's only spelling, with its own hash: one changed byte anywhere in it is found."""
+    seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**body, "sha256_of_the_rest": seal}, sort_keys=True, indent=1).encode() + b"\n"
+
+
+def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """(damage, name -> size and hash)."""
+    try:
+        data = read_plain(path / MANIFEST)
+        body = json.loads(data)
+        del body["sha256_of_the_rest"]
+        whole = _sealed(body) == data and _is_manifest(body)
+    except FileNotFoundError:
+        return [f"{MANIFEST}: found none, expected one"], {}
+    except OSError as error:
+        return [f"{MANIFEST}: found {error.strerror}, expected a readable file"], {}
+    except (ValueError, TypeError, KeyError, RecursionError):  # not JSON, not UTF-8, or another shape
+        whole = False
+    if not whole:
+        return [f"{MANIFEST}: found other bytes, expected those its own hash was made of"], {}
+    if body["step"] != checkpoint_step(path):
+        return [f"{MANIFEST}: found step {body['step']}, expected {checkpoint_step(path)}"], {}
+    return [], body["files"]
+
+
+def _is_manifest(body: dict[str, Any]) -> bool:
+    """Check that it names files of its own folder only, STATE among them, with size and hash."""
+    match body:
+        case {"step": int(), "files": dict(files)} if STATE in files:
+            return all(
+                Path(name).name == name and isinstance(entry, dict) and entry.keys() == {"size", "sha256"}
+                for name, entry in files.items()
+            )
+    return False
+
+
+def _file_damage(file: Path, entry: dict[str, Any]) -> list[str]:
+    wrong_size = _file_size_damage(file, entry)
+    if wrong_size:
+        return wrong_size
+    try:
+        digest = _file_hash(file)
+    except OSError as error:  # a bad sector: the checkpoint before this one is the way out, so it counts as damage
+        return [f"{file.name}: found {error.strerror}, expected sha256 {entry['sha256']}"]
+    return [] if digest == entry["sha256"] else [f"{file.name}: found sha256 {digest}, expected {entry['sha256']}"]
+
+
+def _size_damage(path: Path) -> list[str]:
+    damage, files = _read_manifest(path)
+    return damage or [line for name, entry in files.items() for line in _file_size_damage(path / name, entry)]
+
+
+def _file_size_damage(file: Path, entry: dict[str, Any]) -> list[str]:
+    if not file.is_file():
+        return [f"{file.name}: found none, expected {entry['size']} bytes"]
+    size = os.path.getsize(file)
+    return [] if size == entry["size"] else [f"{file.name}: found {size} bytes, expected {entry['size']}"]
+
+
+def _file_hash(file: Path) -> str:
+    beat()
+    return file_hash(file)

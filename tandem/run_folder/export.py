@@ -1,0 +1,109 @@
+"""A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config, tokenizer, card,
+and their SHA-256 (`sha256sum -c SHA256SUMS`), which `load_model` holds the weights against.
+
+An adapter is merged into it, or exported by itself in PEFT's format.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from tandem import __version__
+from tandem.model.load import SUMS, ExactModel
+from tandem.model.lora import write_adapter_config
+from tandem.model.tokenizer import load_tokenizer
+from tandem.runtime.disk import disk_errors, file_hash, os_error
+from tandem.runtime.errors import UserError
+from tandem.weights.hashing import weight_hash
+
+
+def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
+    """Write model, and the tokenizer at `source`, into folder; it appears whole or not at all.
+
+    An adapter is merged into the weights.
+    """
+
+    def write(folder: Path) -> None:
+        model.module.save_pretrained(folder, state_dict=model.merged_weights())
+        load_tokenizer(source).save_pretrained(folder)
+
+    return _appear(folder, write, card)
+
+
+def keep_model(model: ExactModel, source: str, folder: Path) -> None:
+    """Write config and tokenizer of a run's model into folder, so that checkpoints are of use without the model at `source`."""
+
+    def write(folder: Path) -> None:
+        model.module.config.save_pretrained(folder)
+        if model.module.can_generate():
+            model.module.generation_config.save_pretrained(folder)
+        load_tokenizer(source).save_pretrained(folder)
+
+    if not folder.exists():
+        _appear(folder, write, f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n")
+
+
+def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:
+    """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)` reads it; whole or not at all.
+
+    Of a value model the score goes with it. Raises UserError for a model without an adapter.
+    """
+    lora = model.lora
+    if lora is None:
+        raise UserError("the model has no adapter to export", where=str(folder), found="a model that was loaded without LoRA",
+                        expected="one with an adapter", next="export the whole model")  # fmt: skip
+    weights = {f"base_model.model.{name}": weight for name, weight in model.adapter_weights().items()}
+    scored = "score.weight" in model.trainable()
+    if scored:
+        weights["base_model.model.score.weight"] = model.head.weight.detach()
+
+    def write(folder: Path) -> None:
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_adapter_config(lora, list(model.adapted), source, folder, scored=scored)
+
+    return _appear(folder, write, card)
+
+
+def _appear(folder: Path, write: Callable[[Path], None], card: str) -> Path:
+    """Let write fill a directory, add the card, and put it at folder; what was there is replaced."""
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    with disk_errors(folder):
+        try:
+            _fill(temporary, write, card)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise os_error(error, temporary) or error from None
+        aside = folder.with_name(f".old-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        if folder.exists():
+            folder.rename(aside)
+        temporary.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _fill(folder: Path, write: Callable[[Path], None], card: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    sums = [f"{file_hash(file)}  {file.name}\n" for file in sorted(folder.iterdir())]
+    (folder / SUMS).write_text("".join(sums))
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner can read
+
+
+def model_card(model: ExactModel, *, base: str, command: str, step: int, metrics: dict[str, object]) -> str:
+    """The README.md of an exported model: where it comes from and what was measured."""
+    task, method = ("text-classification", "reward-model") if command == "rm" else ("text-generation", command)
+    numbers = json.dumps({k: v for k, v in metrics.items() if k.startswith("eval/") or k == "step"}, indent=2)
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n---\n"
+        f"# {Path(base).name}, after `tandem {command}`\n\n"
+        f"Trained from `{base}` by Tandem {__version__}, {step} steps. Weight hash `{weight_hash(model.merged_weights())}`.\n\n"
+        f"Last metrics of the run:\n```json\n{numbers}\n```\n"
+    )

@@ -1,0 +1,138 @@
+"""A run's own journal read back: what was rolled out, scored or evaluated before a kill is not paid for again.
+
+    scoring threads                        the journal's thread                   files in episodes/
+    ---------------                        --------------------                   ------------------
+    Parts.add(row, episode)  -> list ->    every PART_S: what has come since ->   part_step_000012_0_3.parquet
+                                           close: the rest, unless Journal.write follows at once
+    Journal.write (the step is complete)                                          train_step_000012.parquet, parts removed
+
+A file counts only if it was written by the same run: its note has the hash of the config and of the inputs. So what cannot
+be repeated (a tool, a judge) stays what it was. It does not know what a step or its state mean.
+"""
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tandem.run_folder.episode_files import episode_file, read_groups, read_note, read_numbered, write_episodes
+from tandem.runtime import watchdog
+from tandem.runtime.disk import disk_errors
+from tandem.runtime.errors import UserError
+from tandem.types import Episode, Group, Problem
+
+PART_S = 2.0  # what has ended is durable after this time, and until the step is complete
+
+Ended = dict[int, Episode]  # by the key of its draws
+
+
+class Journal:
+    """The episodes of one run. run: the hash of everything it is a function of; problems: those it may speak of."""
+
+    def __init__(self, folder: Path, run: str, problems: Sequence[Problem]):
+        self.folder, self.run = folder, run
+        self.problems: Mapping[str, Problem] = {problem.uid: problem for problem in problems}
+
+    def write(self, step: int, groups: Sequence[Group], kind: str = "train", state: Any = None) -> None:
+        """Durable on return; state is what the step leaves to the next, as JSON."""
+        write_episodes(self.folder, step, groups, kind, note={"run": self.run, "state": state})
+        if kind == "train":
+            self._remove(self.folder.glob(f"part_step_{step:06d}_*.parquet"))
+
+    def read(self, step: int, kind: str = "train") -> tuple[list[Group], Any] | None:
+        """(groups, state) as they were written by this very run; None where they were not."""
+        path = episode_file(self.folder, step, kind)
+        note = read_note(path)
+        if note is None or note["run"] != self.run:
+            return None
+        return read_groups(path, self.problems), note["state"]
+
+    @contextmanager
+    def parts(self, step: int, tick: int, problems: Sequence[Problem], last: bool) -> Iterator["Parts"]:
+        """For the episodes of a step under way; `ended` has those that an earlier start of the run saw end. last: the step's
+        own file follows at once."""
+        parts = Parts(self, step, tick, problems)
+        whole = False
+        try:
+            yield parts
+            whole = last
+        finally:
+            parts.close(write_rest=not whole)
+
+    def clean(self) -> None:
+        """Remove what a kill left behind: half files, and parts of steps that are complete."""
+        mine = [path for path in self.folder.glob("train_step_*.parquet") if self._is_mine(path)]
+        whole = {path.stem.rpartition("_")[2] for path in mine}
+        parts = list(self.folder.glob("part_step_*.parquet"))
+        self._remove(path for path in parts if path.stem.split("_")[2] in whole)
+        self._remove(self.folder.glob(".tmp-*"))
+
+    def _is_mine(self, path: Path) -> bool:
+        with suppress(UserError):
+            return bool((read_note(path) or {}).get("run") == self.run)
+        return False
+
+    def _remove(self, paths: Iterator[Path]) -> None:
+        with disk_errors(self.folder):
+            for path in list(paths):
+                path.unlink()
+
+
+class Parts:
+    """Collects episodes from any thread and makes them durable. An error of the disk is raised by `close`."""
+
+    def __init__(self, journal: Journal, step: int, tick: int, problems: Sequence[Problem]):
+        self._journal, self._step, self._tick, self._problems = journal, step, tick, problems
+        self._new: list[tuple[int, Episode]] = []
+        self._lock, self._over, self._error = threading.Lock(), threading.Event(), list[Exception]()
+        self._rest = False  # whether what is left is written when it is over
+        self.ended, self._count = self._read()
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def add(self, row: int, episode: Episode) -> None:
+        with self._lock:
+            self._new.append((row, episode))
+
+    def close(self, write_rest: bool) -> None:
+        self._rest = write_rest
+        self._over.set()
+        with watchdog.waits(of="journal", what="a part of the step's episodes"):
+            self._thread.join()
+        if self._error:
+            raise self._error[0]
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(PART_S):
+                self._write()
+            if self._rest:
+                self._write()
+        except Exception as error:  # `close` raises it
+            self._error.append(error)
+
+    def _write(self) -> None:
+        with self._lock:
+            new, self._new = self._new, []
+        if not new:
+            return
+        groups = [
+            Group(problem=problem, episodes=tuple(e for place, e in new if place == row))
+            for row, problem in enumerate(self._problems)
+        ]
+        part = f"_{self._tick}_{self._count}"
+        write_episodes(self._journal.folder, self._step, groups, "part", note={"run": self._journal.run}, part=part)
+        self._count += 1
+
+    def _read(self) -> tuple[Ended, int]:
+        """(what earlier starts saw end in this tick, the number of the next part)."""
+        ended: Ended = {}
+        pattern = f"part_step_{self._step:06d}_{self._tick}_*.parquet"
+        paths = sorted(self._journal.folder.glob(pattern), key=lambda path: int(re.split("_", path.stem)[-1]))
+        for path in paths:
+            with suppress(UserError):  # a damaged one: its episodes are played again
+                if (read_note(path) or {}).get("run") == self._journal.run:
+                    ended |= {episode.key: episode for _, _, episode in read_numbered(path)}
+        return ended, int(paths[-1].stem.rpartition("_")[2]) + 1 if paths else 0

@@ -1,0 +1,236 @@
+"""The numbers of a run: one row a step in metrics.jsonl, times and memory in timings.jsonl, both in TensorBoard; and hashes
+of what the step left in ledger.jsonl.
+
+metrics.jsonl holds nothing that differs between two runs of one config, so a resumed run leaves the same bytes as one
+that was never stopped; what does differ (seconds, memory) stands beside it. It does not know what a metric means.
+"""
+
+import hashlib
+import json
+import math
+import numbers
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from tandem.runtime.disk import append_line, disk_errors, open_plain, read_plain, write_atomic
+from tandem.runtime.errors import UserError
+
+Metrics = dict[str, Any]  # name -> float | int | None | Metrics
+
+
+class MetricsWriter:
+    """Appends rows, each durable before write returns. The order at a step: write its row, then save its checkpoint.
+
+    Opening it at resume_step cuts the later rows off, as those steps are going to be run again. Raises UserError when
+    the row of resume_step is not there, and when the disk is full.
+    """
+
+    def __init__(self, run_folder: Path, resume_step: int):
+        metrics, timings, ledger = (run_folder / f"{name}.jsonl" for name in ("metrics", "timings", "ledger"))
+        last = _cut(metrics, resume_step)
+        if resume_step > 0 and last != resume_step:
+            raise _missing(metrics, last, resume_step)
+        _cut(timings, resume_step)
+        _cut(ledger, resume_step)
+        self._last_step: int | None = last
+        self._metrics, self._timings, self._ledger = _Lines(metrics), _Lines(timings), _Lines(ledger)
+        self._events = _EventFile(run_folder / "tensorboard", resume_step + 1)
+
+    def write(
+        self, step: int, metrics: Metrics, timings: dict[str, float], ledger: dict[str, str] | None = None
+    ) -> None:
+        """Steps must rise. NaN and infinities are written as null and named under "non_finite". ledger: hashes by name."""
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
+        row = metrics_row(step, metrics)
+        timing_row = metrics_row(step, timings)
+        self._timings.append(timing_row)
+        if ledger is not None:
+            self._ledger.append({"step": step, **ledger, "metrics": hashlib.sha256(_line(row)).hexdigest()})
+        self._metrics.append(row)  # last: a kill before it leaves others that the next start cuts off
+        self._events.append(step, {**_flat(metrics), **{f"timings/{k}": v for k, v in _flat(timings).items()}})
+        self._last_step = step
+
+    def write_text(self, step: int, tag: str, text: str) -> None:
+        """Put a text, read as Markdown, into TensorBoard and nowhere else."""
+        self._events.append_text(step, tag, text)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._timings.close()
+        self._ledger.close()
+        self._events.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(run_folder: Path, name: str = "metrics.jsonl") -> list[Metrics]:
+    """The rows by step; name="timings.jsonl" for the times. Reads the file of a run in progress as well."""
+    return [row for _, row in _read_rows(run_folder / name)]
+
+
+def read_lines(run_folder: Path) -> dict[int, bytes]:
+    """The lines of metrics.jsonl by step, as they stand there."""
+    return {row["step"]: line for line, row in _read_rows(run_folder / "metrics.jsonl")}
+
+
+def peak_rss_mb() -> float:
+    """The most memory this process has held at once, MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)  # bytes there, KiB here
+
+
+class _Lines:
+    """A file that rows are appended to."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        with disk_errors(path):
+            self._descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def append(self, row: Metrics) -> None:
+        append_line(self._descriptor, _line(row), self._path)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _line(row: Metrics) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def metrics_row(step: int, metrics: Metrics) -> Metrics:
+    """As it is written, and read back."""
+    non_finite: dict[str, str] = {}
+    row = {"step": step, **_finite(metrics, "", non_finite)}
+    return {**row, "non_finite": non_finite} if non_finite else row
+
+
+def _finite(metrics: Metrics, prefix: str, non_finite: dict[str, str]) -> Metrics:
+    return {name: _value(value, prefix + name, non_finite) for name, value in metrics.items()}
+
+
+def _value(value: Any, name: str, non_finite: dict[str, str]) -> Any:
+    match value:
+        case None | bool():
+            return value
+        case dict():
+            return _finite(value, f"{name}.", non_finite)
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():
+            if math.isfinite(value):
+                return float(value)
+            non_finite[name] = str(float(value))
+            return None
+    raise TypeError(f"metric {name} is a {type(value).__name__}; expected a number, None or a dict of them")
+
+
+def _flat(metrics: Metrics, prefix: str = "") -> dict[str, float]:
+    """{"eval": {"algebra": 0.5}} -> {"eval/algebra": 0.5}; None is left out."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}/")
+        elif value is not None:
+            flat[prefix + name] = float(value)
+    return flat
+
+
+def _cut(path: Path, last_step: int) -> int | None:
+    """Leave the rows up to last_step, their bytes untouched; returns the last step that is left."""
+    rows = [(line, row["step"]) for line, row in _read_rows(path) if row["step"] <= last_step]
+    kept = b"".join(line for line, _ in rows)
+    if path.exists() and path.stat().st_size != len(kept):
+        write_atomic(path, kept)
+    return rows[-1][1] if rows else None
+
+
+def _read_rows(path: Path) -> Iterator[tuple[bytes, Metrics]]:
+    """(line, row); a torn last line, which a kill leaves, is dropped, and a broken one elsewhere is an error."""
+    with disk_errors(path):
+        lines = read_plain(path).splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                return
+            raise _broken(path, number, line) from error
+        if line.endswith(b"\n"):
+            yield line, row
+
+
+def _broken(path: Path, number: int, line: bytes) -> UserError:
+    return UserError(
+        "a row of the metrics cannot be read",
+        where=f"{path}:{number}",
+        found=repr(line[:80]),
+        expected="a JSON object with a step, as Tandem wrote it",
+        next="restore the file from a copy, or start over with --fresh (the old run is kept beside it)",
+    )
+
+
+def _missing(path: Path, last: int | None, resume_step: int) -> UserError:
+    return UserError(
+        "the metrics end before the checkpoint",
+        where=str(path),
+        found="no row" if last is None else f"step {last} as the last row up to there",
+        expected=f"the row of step {resume_step}, which the run resumes from",
+        next="restore the file from a copy, or start over with --fresh (the old run is kept beside it)",
+    )
+
+
+class _EventFile:
+    """One TensorBoard file for each start, written at once: no thread whose errors come late, and no torch.
+
+    purge_step tells TensorBoard to forget what earlier files say from that step on.
+    """
+
+    def __init__(self, folder: Path, purge_step: int):
+        # Imported here because it takes as long as the rest of this module's imports several times over.
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
+        self._folder = folder
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+            # TensorBoard reads the files by name: numbered, as a clock can step back.
+            self._file: IO[bytes] = (folder / f"events.out.tfevents.{len(list(folder.iterdir())):010d}").open("xb")
+        self._records = RecordWriter(self._file)
+        self._put(event_pb2.Event(file_version="brain.Event:2"))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._put(event_pb2.Event(step=purge_step, session_log=start))
+
+    def append(self, step: int, scalars: dict[str, float]) -> None:
+        values = [self._summary.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._put(self._event.Event(step=step, summary=self._summary.Summary(value=values)))
+
+    def append_text(self, step: int, tag: str, text: str) -> None:
+        """As TensorBoard's text tab wants it: a tensor of one string, with that plugin's name."""
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        tensor = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()])
+        tensor.tensor_shape.dim.add(size=1)
+        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
+        value = self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+        self._put(self._event.Event(step=step, summary=self._summary.Summary(value=[value])))
+
+    def _put(self, event: Any) -> None:
+        event.wall_time = time.time()
+        with disk_errors(self._folder):
+            self._records.write(event.SerializeToString())
+            self._records.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,183 @@
+"""Durable writing: a kill leaves the old file or the new one under a real name, never a half; a full disk is told.
+
+Checkpoints, journal, metrics and the run folder write through these few operations. It does not know what it writes.
+Tests hand in a Disk that dies at its n-th operation.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tandem.runtime.errors import UserError
+
+_AGAIN = "the same command again goes on from the last checkpoint"
+# error numbers, what, expected, next. EFBIG is a file size limit (ulimit -f) or a small file system.
+_CAUSES = (
+    ((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "the disk is full", "space for this file", f"free space; {_AGAIN}"),
+    (
+        (errno.EROFS, errno.EACCES, errno.EPERM),
+        "the disk refuses to be written",
+        "a folder this user may write to",
+        f"allow writing; {_AGAIN}",
+    ),
+    (
+        (
+            errno.ENOTDIR,
+            errno.EEXIST,
+            errno.EISDIR,
+            errno.ENAMETOOLONG,
+            errno.ENOENT,
+            errno.ELOOP,
+            errno.ENXIO,
+            errno.EINVAL,
+        ),
+        "the path cannot be written",
+        "a path that can be created, or a plain file, which is no link and no pipe",
+        "choose another run.folder",
+    ),
+    ((errno.EIO,), "the disk fails", "a working disk", f"check the disk; {_AGAIN}"),
+)
+
+
+class Disk:
+    """The operations between which a kill can fall. Paths are created whole and made durable one by one."""
+
+    def write(self, path: Path, save: Callable[[Path], None]) -> None:
+        """Let save make the file."""
+        save(path)
+
+    def fsync(self, path: Path) -> None:
+        """Wait until the file, or the entries of the folder, are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; a target that is a file or an empty folder is replaced."""
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        """A file, or a folder with all it holds; a kill can leave a part of it."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def free_bytes(self, folder: Path) -> int:
+        """What this user may still write there."""
+        return shutil.disk_usage(folder).free
+
+
+DISK = Disk()
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256, as `sha256sum` has it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """Open a file of a run folder to write in it. A link is not followed, as its target may be anybody's; a pipe is not waited
+    for. Raises OSError for those and for whatever else is not a plain file."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a plain file", str(path))
+    return descriptor
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a plain file, or of one that a link names. Raises OSError for anything else."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a plain file", str(path))
+    return path.read_bytes()
+
+
+def make_folder(folder: Path, disk: Disk = DISK) -> None:
+    """With the parents it lacks, each durable in its own parent: what is durable in a folder needs the folder."""
+    if not folder.is_dir():
+        make_folder(folder.parent, disk)
+        folder.mkdir(exist_ok=True)
+        disk.fsync(folder.parent)
+
+
+def write_atomic(path: Path, data: bytes, disk: Disk = DISK) -> None:
+    """Put data at path, durable on return; until the rename the old content stays. Raises UserError on a full disk."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with disk_errors(path):
+        disk.write(temporary, lambda target: _write_bytes(target, data))
+        disk.fsync(temporary)
+        disk.rename(temporary, path)
+        disk.fsync(path.parent)
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with open(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(data)
+
+
+def append_line(descriptor: int, line: bytes, path: Path) -> None:
+    """One line at the end of an open file, durable on return; os.write so that nothing waits in a buffer."""
+    with disk_errors(path):
+        rest = memoryview(line)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an operating system's refusal to write at path into a UserError; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        told = _told(error, path)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _told(error: OSError, path: Path) -> UserError | None:
+    where = str(path if error.filename is None else error.filename)
+    found = f"{error.strerror}; {human_bytes(_free_bytes_near(path))} free"
+    for numbers, what, expected, next_step in _CAUSES:
+        if error.errno in numbers:
+            return UserError(what, where=where, found=found, expected=expected, next=next_step)
+    return None
+
+
+def os_error(error: Exception, path: Path) -> OSError | None:
+    """The system's error inside one of a Rust library, which tells it only as text: "... (os error 28)"."""
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(match[1]), os.strerror(int(match[1])), str(path)) if match else None
+
+
+def _free_bytes_near(path: Path) -> int:
+    return DISK.free_bytes(existing_parent(path))
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder that exists: the path itself, or one that it would lie in."""
+    path = path.absolute()
+    while not os.path.isdir(path) and path != path.parent:  # Path.is_dir raises for a name that is too long
+        path = path.parent
+    return path
+
+
+def human_bytes(count: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

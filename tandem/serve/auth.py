@@ -1,0 +1,73 @@
+"""Who may talk to the server: a key, or without one only this machine and no web page. Knows no HTTP server.
+
+A server without a key is still within reach of every page that a browser on this machine shows. So a POST must be JSON
+(which a page cannot send to another site without asking first, and nothing here answers such a question), a Host that is
+not this machine's is refused (a page whose own name was pointed here), and so is what a browser marks as cross-site.
+"""
+
+import hmac
+import ipaddress
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+from tandem.serve.openai_requests import ApiError
+
+OPEN_PATHS = ("/health",)  # without a key
+MOST_HEADERS, LONGEST_HEADERS = 100, 16 << 10  # bytes, of all names and values together
+
+
+def is_loopback(host: str) -> bool:
+    """localhost, 127.0.0.0/8 or ::1; a name that only resolves to them does not count."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raises ApiError 431."""
+    if len(headers) > MOST_HEADERS or sum(len(name) + len(value) for name, value in headers) > LONGEST_HEADERS:
+        raise ApiError(431, f"a request has at most {MOST_HEADERS} headers, and {LONGEST_HEADERS:,} bytes of them")
+
+
+def check_access(method: str, path: str, headers: Mapping[str, str], api_key: str) -> None:
+    """Raises ApiError 401, 403 or 415. headers have lower-case names; api_key is empty where none is needed."""
+    if api_key:
+        if path not in OPEN_PATHS:
+            _check_key(headers, api_key)
+    else:
+        _check_local(headers)
+    if method == "POST" and _content_type(headers) != "application/json":
+        raise ApiError(415, "the Content-Type of a POST must be application/json")
+
+
+def _check_key(headers: Mapping[str, str], api_key: str) -> None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    sent = key.strip().encode("latin-1")  # the bytes that were sent: headers are decoded as latin-1
+    if scheme.lower() != "bearer" or not hmac.compare_digest(sent, api_key.encode()):
+        message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+        raise ApiError(401, message, code="invalid_api_key")
+
+
+def _check_local(headers: Mapping[str, str]) -> None:
+    host = headers.get("host", "")
+    if not is_loopback(_name(host)):
+        raise ApiError(
+            403, f"the Host header {host!r} is not this machine's; a server without an API key is for it alone"
+        )
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise ApiError(403, "a web page of another site may not use a server without an API key")
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without its port; empty when there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _content_type(headers: Mapping[str, str]) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -1,0 +1,329 @@
+"""What the server answers: OpenAI's completions and chat completions over an EngineService, on starlette.
+
+request --> _Gate: headers, key or loopback, JSON --> body --> lane: parse, render, tokenize, a slice at a time
+        --> service.submit --> updates --> slices of JSON, or server-sent events
+                                  ^
+            a client that leaves cancels its preparation and its generation, here and nowhere else
+
+A lane is a thread, in which requests take turns. Small bodies have a lane of their own, so they wait for no large one.
+No piece of work, on the event loop or with the interpreter to itself, takes much longer than 0.1 s. Knows no sockets.
+"""
+
+import asyncio
+import ctypes
+import gc
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.engine.scheduler import QueueFull
+from tandem.runtime.errors import UserError
+from tandem.serve.auth import check_access, check_headers
+from tandem.serve.openai_prompts import SLICE, DrawKeys, to_requests
+from tandem.serve.openai_requests import ApiError, Body, ChatBody, CompletionBody, Served, Texts, parse
+from tandem.serve.openai_responses import Answer, new_answer
+from tandem.serve.prometheus import ServerMetrics
+from tandem.serve.service import EngineService, EngineStopped, Generation, Update
+from tandem.types import Request
+
+SENT = 1 << 14  # characters of an answer that are sent in one piece, 1 ms of work
+PAUSE_S = 0.001  # after it: the engine needs the interpreter a hundred times a pass
+TRIMMED, TRIM_S = 1 << 20, 2.0  # bytes of a body, and seconds after which nobody holds any of it
+CLIENT_LEFT = 499  # nobody reads it; for the metrics
+
+T = TypeVar("T")
+
+
+def make_app(api: "Endpoints", api_key: str) -> Starlette:
+    routes = [
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+        Route("/weights", api.weights),
+    ]
+    errors = (ApiError, ClientDisconnect, EngineStopped, HTTPException, Exception)
+    return Starlette(
+        routes=routes, exception_handlers=dict.fromkeys(errors, _error_response),
+        middleware=[Middleware(_Gate, api_key=api_key, counts=api.counts, paths={route.path for route in routes})],
+    )  # fmt: skip
+
+
+class _Gate:
+    """ASGI middleware: access, and a count of every answer."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str, counts: ServerMetrics, paths: set[str]):
+        self._app, self._api_key, self._counts, self._paths = app, api_key, counts, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._counts.requests[path, message["status"]] += 1
+            await send(message)
+
+        try:
+            check_headers(scope["headers"])
+            check_access(scope["method"], scope["path"], Headers(scope=scope), self._api_key)
+        except ApiError as error:
+            await _error_answer(error)(scope, receive, counted)
+        else:
+            await self._app(scope, receive, counted)
+
+
+def _error_response(request: HttpRequest, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return _error_answer(error)
+        case ClientDisconnect():
+            return Response(status_code=CLIENT_LEFT)
+        case EngineStopped():
+            return _error_answer(ApiError(503, str(error)))
+        case HTTPException():
+            return _error_answer(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        case _:
+            return _error_answer(ApiError(500, "the server failed on this request; its log says how"))
+
+
+def _error_answer(error: ApiError) -> Response:
+    headers = {"Retry-After": str(error.retry_s)} if error.retry_s else None
+    return _JsonResponse(error.body(), error.status, headers)
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content).encode()  # in ASCII, so half a surrogate pair that a client sent can be quoted
+
+
+class _JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return _json(content)
+
+
+class Endpoints:
+    """The endpoints."""
+
+    def __init__(self, service: EngineService, texts: Texts, served: Served):
+        self.counts = ServerMetrics()
+        self._service, self._texts, self._served = service, texts, served
+        self._keys, self._created = DrawKeys(), int(time.time())
+        self._small, self._large, self._hashing = (
+            ThreadPoolExecutor(1, name) for name in ("small bodies", "large bodies", "hashing")
+        )
+
+    async def completions(self, request: HttpRequest) -> Response:
+        return await self._generate(request, CompletionBody)
+
+    async def chat_completions(self, request: HttpRequest) -> Response:
+        return await self._generate(request, ChatBody)
+
+    async def models(self, request: HttpRequest) -> Response:
+        model = {"id": self._served.name, "object": "model", "created": self._created, "owned_by": "tandem"}
+        return _JsonResponse({"object": "list", "data": [model | {"max_model_len": self._served.context}]})
+
+    async def health(self, request: HttpRequest) -> Response:
+        stopped = bool(self._service.stopped)
+        return _JsonResponse({"status": "stopped" if stopped else "ok"}, 503 if stopped else 200)
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        stats = {} if self._service.stopped else await self._service.ask(lambda engine: engine.stats())
+        return PlainTextResponse(self.counts.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def weights(self, request: HttpRequest) -> Response:
+        """Hash beside the engine, which goes on; weights that changed meanwhile are hashed again."""
+        version, sha256, loop = -1, "", asyncio.get_running_loop()
+        while True:
+            now, weight_hash = await self._service.ask(lambda engine: (engine.weight_version, engine.weight_hash))
+            if now == version:
+                return _JsonResponse({"weight_version": version, "sha256": sha256})
+            version, sha256 = now, await loop.run_in_executor(self._hashing, weight_hash)
+
+    async def _generate(self, request: HttpRequest, kind: type[Body]) -> Response:
+        arrival = time.monotonic()
+        begun = self._begin(kind, await _read_body(request, self._served.longest_body))
+        found = await _unless_gone(request.receive, begun)
+        if found is None:
+            return self._left()
+        body, generation = found
+        answer = new_answer(body, generation.requests, self._texts, self._served)
+        updates = self._timed(generation, arrival)
+        if body.stream:
+            return _Stream(generation, _events(answer, updates), "text/event-stream; charset=utf-8", self._left)
+        try:
+            if await _unless_gone(request.receive, _ended(answer, updates)) is None:
+                return self._left()
+        finally:
+            generation.cancel()
+        return _Stream(generation, _slices(answer), "application/json", self._left)
+
+    def _left(self) -> Response:
+        self.counts.disconnects += 1
+        return Response(status_code=CLIENT_LEFT)
+
+    async def _begin(self, kind: type[Body], raw: bytes) -> tuple[Body, Generation]:
+        lane, large = self._small if len(raw) <= SLICE else self._large, len(raw) > TRIMMED
+        work, loop = self._prepare(kind, raw), asyncio.get_running_loop()
+        del raw
+        try:
+            while (prepared := await loop.run_in_executor(lane, _next_slice, work)) is None:
+                pass
+        finally:
+            if large:
+                loop.call_later(TRIM_S, self._large.submit, _trim_memory)
+        body, requests = prepared
+        return body, await self._submit(requests)
+
+    def _prepare(self, kind: type[Body], raw: bytes) -> Generator[None, None, tuple[Body, list[Request]]]:
+        body = parse(kind, raw, self._served)
+        del raw
+        yield
+        try:
+            return body, (yield from to_requests(body, self._texts, self._served, self._keys))
+        except UserError as error:
+            raise _users_mistake(error, body.source()[0]) from None
+
+    async def _submit(self, requests: list[Request]) -> Generation:
+        try:
+            return await self._service.submit(requests)
+        except QueueFull as error:
+            raise ApiError(429, f"the server is busy: {error}", code="queue_full", retry_s=1) from None
+        except UserError as error:
+            raise _users_mistake(error, "max_tokens") from None
+
+    async def _timed(self, generation: Generation, arrival: float) -> AsyncIterator[list[Update]]:
+        first = True
+        async for updates in generation:
+            if first:
+                self.counts.first_token.add(time.monotonic() - arrival)
+                first = False
+            yield updates
+        self.counts.whole.add(time.monotonic() - arrival)
+
+
+def _users_mistake(error: UserError, param: str) -> ApiError:
+    """Without the error's place and advice, which are for whoever started the server."""
+    parts = [error.what, error.found and f"found {error.found}", error.expected and f"expected {error.expected}"]
+    return ApiError(400, "; ".join(part for part in parts if part), param=param)
+
+
+async def _read_body(request: HttpRequest, longest: int) -> bytes:
+    length, body = request.headers.get("content-length", "0"), bytearray()
+    if not (length.isdecimal() and int(length) > longest):
+        async for part in request.stream():
+            body += part
+            if len(body) > longest:
+                break
+        else:
+            return bytes(body)
+    raise ApiError(413, f"the body is larger than {longest:,} bytes")
+
+
+def _trim_memory() -> None:
+    """Give freed memory back to the system: glibc's malloc keeps it, as it is told to for the sake of tensors, and errors
+    keep the bodies that they are about until their cycles are collected."""
+    gc.collect()
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _next_slice(work: Generator[None, None, T]) -> T | None:
+    """Run work to its next yield; what it returns, when it has ended."""
+    try:
+        next(work)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    return None
+
+
+async def _ended(answer: Answer, updates: AsyncIterator[list[Update]]) -> bool:
+    async for several in updates:
+        for update in several:
+            answer.take(update)
+    return True
+
+
+async def _slices(answer: Answer) -> AsyncIterator[str]:
+    """A whole answer, some kilobytes at a time; others have their turn in between."""
+    text = ""
+    for part in answer.whole():
+        text += part
+        if len(text) > SENT:
+            yield text
+            await asyncio.sleep(PAUSE_S)
+            text = ""
+    yield text
+
+
+async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> AsyncIterator[str]:
+    """Server-sent events, those of a pass together; an engine that stops is told in the last one."""
+    try:
+        async for several in updates:
+            if text := "".join(map(_event, answer.pieces(several))):
+                yield text
+        if (piece := answer.last_piece()) is not None:
+            yield _event(piece)
+        yield _event("[DONE]")
+    except EngineStopped as error:
+        yield _event(json.dumps(ApiError(503, str(error)).body()))
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+class _Stream(Response):
+    """Sends the parts of an answer, and cancels its generation in the end, however that comes."""
+
+    def __init__(
+        self, generation: Generation, parts: AsyncIterator[str], content_type: str, left: Callable[[], object]
+    ):
+        self._generation, self._parts, self._left = generation, parts, left
+        self.status_code, self.background = 200, None
+        self.init_headers({"content-type": content_type, "cache-control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if await _unless_gone(receive, self._send_all(send)) is None:
+                self._left()
+        finally:
+            self._generation.cancel()
+
+    async def _send_all(self, send: Send) -> bool:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for part in self._parts:
+            await send({"type": "http.response.body", "body": part.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Await work; returns None, and cancels it, if the client leaves first."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _gone(receive: Callable[[], Awaitable[Message]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

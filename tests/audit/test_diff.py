@@ -1,0 +1,198 @@
+"""Where two runs part: the first step, and in it the first episode and token, or the first number of learning."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tandem.audit.diff import compare, episode_part
+from tandem.cli.diff import diff
+from tandem.run_folder.episode_files import episode_file, read_note, write_episodes
+from tandem.run_folder.metrics import read_metrics
+from tandem.run_folder.past_run import open_past, read_step
+from tandem.runtime.disk import file_hash
+from tandem.runtime.errors import UserError
+from tandem.types import Episode
+from tests.support.past_runs import copy_of, edit, past_run, rewrite
+
+
+def parting(a, b):
+    found = compare(open_past(a), open_past(b))
+    assert found.parted is not None
+    return found.step, found.parted.what, found.parted.a, found.parted.b
+
+
+def test_a_run_and_its_copy_are_equal_to_the_last_bit(tmp_path, capsys):
+    run = past_run("ema")
+    copy = copy_of(run, tmp_path)
+    found = compare(open_past(run), open_past(copy))
+    assert (found.parted, found.steps, found.config, found.inputs, found.other_bytes) == (None, 4, [], [], [])
+    assert diff(run, copy) == 0
+    assert capsys.readouterr().out.endswith("equal to the last bit over 4 steps\n")
+
+
+def test_what_was_asked_for_is_told_and_not_judged(tmp_path):
+    run = past_run("ema")
+    other = copy_of(run, tmp_path)
+    edit(other / "config.toml", "workers = 0", "workers = 2")
+    found = compare(open_past(run), open_past(other))
+    assert [(p.what, p.a, p.b) for p in found.config] == [("rollout.workers", "0", "2")]
+    assert found.parted is None
+
+
+def test_equal_episodes_in_other_bytes_are_equal(tmp_path):
+    """The note of a journal file names the settings of its run."""
+    run = past_run("ema")
+    other = copy_of(run, tmp_path)
+    path = episode_file(other / "episodes", 2)
+    write_episodes(other / "episodes", 2, read_step(path), note={**read_note(path), "run": "another"})
+    edit(other / "ledger.jsonl", read_metrics(run, "ledger.jsonl")[2]["episodes"], file_hash(path))
+    found = compare(open_past(run), open_past(other))
+    assert (found.parted, found.other_bytes) == (None, [2])
+
+
+def test_another_group_size_parts_the_first_group():
+    a, b = past_run("ema"), past_run("train")
+    uid = read_step(episode_file(a / "episodes", 1))[0].problem.uid
+    found = compare(open_past(a), open_past(b))
+    assert (found.step, found.parted.what, found.parted.a, found.parted.b) == (1, f"episodes of {uid}", "2", "4")
+    assert ("rl.group_size", "2", "4") in [(p.what, p.a, p.b) for p in found.config]
+    assert [p.what for p in found.inputs if p.a != "none" and p.b != "none"] == []  # the same data, other folders
+
+
+def test_the_first_token_that_differs_is_named_with_both(tmp_path):
+    run = past_run("ema")
+    other = copy_of(run, tmp_path)
+    seen = {}
+
+    def change(row, place, e):
+        if (row, place) != (1, 1):
+            return e
+        at = int(np.flatnonzero(e.loss_mask)[-1])
+        seen.update(uid=e.uid, at=at, token=int(e.tokens[at]))
+        changed = e.tokens.copy()
+        changed[at] = 0
+        return replace(e, tokens=changed)
+
+    rewrite(other, 3, change)
+    edit(other / "ledger.jsonl", read_metrics(run, "ledger.jsonl")[3]["episodes"], "another")
+    what = f"episode {seen['uid']}:1, position {seen['at']}: token"
+    assert parting(run, other) == (3, what, str(seen["token"]), "0")
+    assert diff(run, other) == 1
+
+
+def test_runs_without_a_ledger_are_compared_by_their_files(tmp_path):
+    run = past_run("ema")
+    other = copy_of(run, tmp_path)
+    (other / "ledger.jsonl").unlink()
+    assert compare(open_past(run), open_past(other)).parted is None
+    rewrite(other, 4, lambda row, place, e: replace(e, reward=2.0) if (row, place) == (0, 1) else e)
+    step, what, _, y = parting(run, other)
+    uid = read_step(episode_file(run / "episodes", 4))[0].problem.uid
+    assert (step, what, y) == (4, f"episode {uid}:1: reward", "2.0")
+
+
+def test_equal_episodes_and_another_metric_say_that_learning_parted(tmp_path):
+    run = past_run("sft")
+    other = copy_of(run, tmp_path)
+    row = read_metrics(run)[2]
+    edit(other / "metrics.jsonl", f'"grad_norm": {row["grad_norm"]}', '"grad_norm": 0.125')
+    assert parting(run, other) == (2, "grad_norm", repr(row["grad_norm"]), "0.125")
+
+
+def test_equal_metrics_and_other_weights_are_told(tmp_path):
+    run = past_run("sft")
+    other = copy_of(run, tmp_path)
+    hashes = [row["weights"] for row in read_metrics(run, "ledger.jsonl")]
+    edit(other / "ledger.jsonl", hashes[3], hashes[1])
+    assert parting(run, other) == (3, "weights after the step", hashes[3], hashes[1])
+    edit(other / "ledger.jsonl", hashes[0], hashes[1])
+    assert parting(run, other) == (0, "starting weights", hashes[0], hashes[1])
+
+
+def test_a_shorter_run_is_compared_as_far_as_it_goes_and_a_torn_row_is_none(tmp_path, capsys):
+    run = past_run("ema")
+    other = copy_of(run, tmp_path)
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        lines = (other / name).read_bytes().splitlines(keepends=True)
+        (other / name).write_bytes(b"".join(lines[:3]) + lines[3][:-5])
+    found = compare(open_past(run), open_past(other))
+    assert (found.parted, found.steps, found.last) == (None, 2, (4, 2))
+    assert diff(run, other) == 0
+    assert "equal to the last bit over 2 steps, all that both have" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_only_one_of_them_has_is_no_difference(tmp_path):
+    run = past_run("ema")
+    other = copy_of(run, tmp_path)
+    row = next(row for row in read_metrics(run) if row["step"] == 4)
+    name = next(name for name in row if name.startswith("eval/"))
+    edit(other / "metrics.jsonl", f'"{name}"', '"eval/another"')
+    text = (other / "metrics.jsonl").read_text()
+    assert text != (run / "metrics.jsonl").read_text()
+    assert compare(open_past(run), open_past(other)).parted is None
+
+
+def test_an_evaluation_that_differs_is_told_after_everything_else(tmp_path):
+    run = past_run("ema")
+    other = copy_of(run, tmp_path)
+    row = read_metrics(run)[0]
+    edit(other / "metrics.jsonl", f'"eval/sampled": {row["eval/sampled"]}', '"eval/sampled": 0.125')
+    assert parting(run, other) == (0, "eval/sampled", repr(row["eval/sampled"]), "0.125")
+    edit(other / "metrics.jsonl", f'"grad_norm": {read_metrics(run)[3]["grad_norm"]}', '"grad_norm": 0.125')
+    assert parting(run, other)[:2] == (3, "grad_norm")
+
+
+def test_runs_without_a_common_step_are_refused(tmp_path):
+    run = past_run("ema")
+    other = copy_of(run, tmp_path)
+    (other / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="nothing to compare yet"):
+        compare(open_past(run), open_past(other))
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "a", "b"),
+    [
+        ({"tokens": np.array([5, 9, 2, 7, 3])}, "position 4: token", "1", "3"),
+        ({"tokens": np.array([5, 9, 2, 7])}, "position 4: token", "1", "its end"),
+        ({"weight_versions": np.array([-1, -1, -1, 3, 4], np.int32)}, "position 3: weight version", "4", "3"),
+        ({"penalties": np.array([0, 0, 0, 0, -0.0], np.float32)}, "position 4: penalty", "0.0", "-0.0"),
+        (
+            {"tokens": np.array([5, 9, 2, 7, 3]), "weight_versions": np.array([-1, -1, -1, 3, 4], np.int32)},
+            "position 3: weight version",
+            "4",
+            "3",
+        ),
+        ({"stop_reason": "stop"}, "stop_reason", "'length'", "'stop'"),
+        ({"reward_parts": {"x": 1.0}}, "reward_parts", "{}", "{'x': 1.0}"),
+    ],
+)
+def test_what_parts_two_episodes_first_is_named(change, what, a, b):
+    one = Episode(
+        uid="a", sample_index=0, tokens=np.array([5, 9, 2, 7, 1]), loss_mask=np.array([0, 0, 0, 1, 1], bool),
+        engine_logprobs=np.array([0, 0, 0, -0.5, -0.25], np.float32), weight_versions=np.array([-1, -1, -1, 4, 4], np.int32),
+        penalties=np.zeros(5, np.float32), num_prompt_tokens=3, messages=(), stop_reason="length",
+    )  # fmt: skip
+    found = episode_part(one, replace(one, **change))
+    assert found.what.endswith(what) and (found.a, found.b) == (a, b)
+    assert episode_part(one, replace(one)) is None
+
+
+def test_a_run_whose_files_were_changed_is_never_equal(tmp_path, capsys):
+    """Also where the ledger says what it said before."""
+    run = past_run("ema")
+    for name, place in (("episodes", tmp_path / "a"), ("metrics", tmp_path / "b"), ("evaluation", tmp_path / "c")):
+        place.mkdir()
+        copy = copy_of(run, place)
+        if name == "episodes":
+            rewrite(copy, 2, lambda row, at, e: replace(e, reward=e.reward + 1) if (row, at) == (0, 0) else e)
+        elif name == "metrics":
+            edit(copy / "metrics.jsonl", '"step": 3', '"step": 3, "else": 1')
+        else:
+            path = next((copy / "episodes").glob("eval_sampled_step_000004.parquet"))
+            path.write_bytes(path.read_bytes() + b" ")
+        for pair in ((run, copy), (copy, run), (copy, copy)):
+            assert diff(*pair) == 1
+            told = capsys.readouterr().out
+            assert "is not as it was written: " in told and "equal to the last bit" not in told

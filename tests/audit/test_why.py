@@ -1,0 +1,173 @@
+"""What happened to an episode and to each of its tokens: from the journal, and from the step that trained it, replayed."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tandem.audit.why import Found, find, follow, tokens, watch
+from tandem.cli.why import table, why
+from tandem.run_folder.episode_files import episode_file
+from tandem.run_folder.past_run import open_past, read_step
+from tandem.runtime.errors import UserError
+from tests.support.past_runs import PARTIAL, copy_of, edit, past_run, rewrite
+
+
+def quiet(text):
+    pass
+
+
+def of(kind, outcome, step=None):
+    """(run, an episode of it with that outcome)"""
+    past = open_past(past_run(kind))
+    for number in past.journaled() if step is None else [step]:
+        for row, group in enumerate(read_step(past.journal(number))):
+            if group.outcome == outcome:
+                return past, follow(past, Found(step=number, row=row, place=1, group=group))
+    raise AssertionError(f"no group of {kind} has the outcome {outcome}")
+
+
+def learned_rows(past, found):
+    return [t for t in tokens(past, found, watch(past, found, quiet)) if t.sampled]
+
+
+def test_tokens_have_the_journal_s_numbers_and_their_text():
+    past, found = of("ema", "train")
+    rows, episode = tokens(past, found, None), found.episode
+    assert [row.token for row in rows] == episode.tokens.tolist()
+    assert [row.sampled for row in rows] == episode.loss_mask.tolist()
+    assert [row.version for row in rows if row.sampled] == episode.weight_versions[episode.loss_mask].tolist()
+    assert [row.engine_logprob for row in rows if row.sampled] == episode.engine_logprobs[episode.loss_mask].tolist()
+    assert "".join(row.text for row in rows).startswith(f"<|user|>{found.group.problem.messages[-1]['content']}")
+    assert {(row.advantage, row.ratio, row.weight, row.masked) for row in rows} == {(None, None, None, "")}
+
+
+def test_learning_s_numbers_are_those_of_the_step():
+    """GRPO without the spread: the advantage is reward - mean, a token weighs 1 / (episodes x tokens of its own)."""
+    past, found = of("train", "train", 2)
+    groups = read_step(past.journal(2))
+    half = len(groups) // 2  # rl.minibatches = 2
+    episodes = [e for group in groups[:half] for e in group.episodes]
+    rows = learned_rows(past, found)
+    assert {row.advantage for row in rows} == {np.float32(found.episode.reward - found.group.rewards.mean())}
+    assert [row.weight for row in rows] == pytest.approx([1 / len(rows) / len(episodes)] * len(rows))
+    assert {(row.ratio, row.clipped, row.masked) for row in rows} == {
+        (1.0, False, "")
+    }  # of the first update, on fresh tokens
+
+
+def test_ratios_and_clipping_are_those_of_the_last_update():
+    """What a step carried on is trained by newer weights; its log-probs then are the next version's, which is in a checkpoint."""
+    past, found = of("dapo, narrow", "carry")
+    assert [outcome for _, outcome in found.fate] == ["carry", "train"] and found.trained_in == found.step + 1
+    rows = learned_rows(past, found)
+    assert all(row.ratio != 1 for row in rows)
+    advantage = rows[0].advantage
+    outside = [row.ratio > 1 + 1e-4 if advantage > 0 else row.ratio < 1 - 1e-4 for row in rows]
+    assert [row.clipped for row in rows] == outside and True in outside
+
+
+def test_the_weight_of_a_token_has_its_off_policy_correction_in_it():
+    """Token mean: without one all tokens weigh the same."""
+    past, found = of(PARTIAL, "train", 4)
+    rows = learned_rows(past, found)
+    assert len({row.weight for row in rows}) > 1 and {row.masked for row in rows} == {""}
+
+
+@pytest.mark.parametrize("kind", ["dapo, narrow", PARTIAL])
+def test_an_episode_that_no_step_trained_says_why(kind):
+    past, found = of(kind, "no_signal")
+    assert found.trained_in is None
+    assert {row.masked for row in learned_rows(past, found)} == {"no signal"}
+
+
+def test_a_paused_episode_is_followed_from_step_to_step():
+    past, found = of(PARTIAL, "unfinished")
+    assert len(found.fate) > 1
+    assert [step for step, _ in found.fate] == list(range(found.step, found.step + len(found.fate)))
+    files = [read_step(past.journal(step)) for step, _ in found.fate]
+    lengths = [len(e.tokens) for g in files for group in g for e in group.episodes if e.key == found.episode.key]
+    assert len(lengths) == len(files) and lengths == sorted(lengths)
+    last = find(past, str(found.episode.key))[0]
+    assert follow(past, last).fate == found.fate
+
+
+def test_what_masks_an_episode_is_named(tmp_path):
+    run = copy_of(past_run("train"), tmp_path)
+    rewrite(
+        run, 2, lambda row, place, e: replace(e, masked=True, env_error="it broke") if (row, place) == (0, 0) else e
+    )
+    past, found = of("train", "train", 2)
+    past = open_past(run)
+    found = follow(past, find(past, f"2:{found.episode.uid}:0")[0])
+    assert {row.masked for row in learned_rows(past, found)} == {"env.on_error=mask"}
+    edit(run / "config.toml", "mask_truncated = false", "mask_truncated = true")
+    past = open_past(run)
+    cut = next(
+        Found(step=2, row=row, place=place, group=group)
+        for row, group in enumerate(read_step(past.journal(2)))
+        for place, e in enumerate(group.episodes)
+        if e.stop_reason == "length" and not e.masked
+    )
+    assert {row.masked for row in learned_rows(past, follow(past, cut))} == {"rl.mask_truncated"}
+
+
+def test_a_step_that_trains_the_critic_only_is_named():
+    past, found = of("ppo, lora", "train", 1)
+    assert {row.masked for row in learned_rows(past, found)} == {"critic.warmup_steps"}
+
+
+def test_an_episode_that_is_rolled_out_ahead_of_the_training_says_so(tmp_path):
+    run = copy_of(past_run("ema"), tmp_path)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:4]))  # to step 3
+    past = open_past(run)
+    found = follow(past, Found(step=4, row=0, place=0, group=read_step(past.journal(4))[0]))
+    assert {row.masked for row in learned_rows(past, found)} == {"the step that trains it is not made yet"}
+
+
+def test_an_episode_is_found_by_step_uid_and_sample_by_less_or_by_its_key():
+    past, found = of("ema", "train", 3)
+    uid = found.episode.uid
+    assert [f.name for f in find(past, f"3:{uid}:0")] == [f"3:{uid}:0"]
+    assert {f.episode.sample_index for f in find(past, f"3:{uid}")} == {0, 1}
+    assert f"3:{uid}:1" in {f.name for f in find(past, f"{uid}:1")}
+    assert {f"3:{uid}:0", f"3:{uid}:1"} <= {f.name for f in find(past, uid)}
+    assert [f.episode.key for f in find(past, str(found.episode.key))] == [found.episode.key]
+
+
+@pytest.mark.parametrize("name", ["9:nobody:0", "nobody", "", "12"])
+def test_an_episode_that_is_not_there_is_refused_with_the_name_of_one_that_is(name):
+    past = open_past(past_run("ema"))
+    last = read_step(past.journal(4))[0].episodes[0]
+    with pytest.raises(UserError, match="no such episode") as caught:
+        find(past, name)
+    assert caught.value.expected.endswith(f"e.g. 4:{last.uid}:0")
+
+
+def test_a_difference_of_the_replay_is_told(tmp_path, capsys):
+    run = copy_of(past_run("train"), tmp_path)
+    uid = read_step(episode_file(run / "episodes", 2))[0].problem.uid
+    edit(run / "config.toml", "learning_rate = 0.001", "learning_rate = 0.002")
+    why(run, f"2:{uid}:0", learning=True, out=None)
+    assert "WARNING: the replay is not equal to the run" in capsys.readouterr().out
+
+
+def test_the_table_has_a_line_a_sampled_token_and_one_for_what_was_read():
+    past, found = of("ema", "train")
+    rows = tokens(past, found, None)
+    lines = table(rows)
+    assert len(lines) == 2 + sum(row.sampled for row in rows)
+    assert lines[1].strip().startswith(f"0 ... {found.episode.num_prompt_tokens - 1}, read: '<|user|>")
+
+
+def test_json_has_all_of_it(tmp_path, capsys):
+    past, found = of("train", "train", 2)
+    why(past.folder, found.name, learning=True, out=tmp_path / "why.json")
+    told = json.loads((tmp_path / "why.json").read_text())
+    assert told["episode"] == found.name and told["fate"] == [[2, "train"]] and told["replay_is_equal"] is True
+    assert [row["token"] for row in told["tokens"]] == found.episode.tokens.tolist()
+    assert all(math.isfinite(row["weight"]) for row in told["tokens"] if row["sampled"])
+    assert f"episode {found.name} of" in capsys.readouterr().out

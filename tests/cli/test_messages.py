@@ -1,0 +1,103 @@
+"""What a person reads who got something wrong: each message as it is in messages.txt.
+
+python -m tests.cli.test_messages     # writes the file anew; read the difference before it is committed
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+
+from tandem.runtime.errors import UserError
+from tests.support.home import invoke, make_home
+
+SNAPSHOT = Path(__file__).parent / "messages.txt"
+CASES = [
+    ["train", "data.shuffle=False"],
+    ["train", "data.train=[a.jsonl, b.jsonl]"],
+    ["train", "data.system=5"],
+    ["train", "data.train=5"],
+    ["train", "reward.weights=1,2"],
+    ["train", "rl.algorithm=grop"],
+    ["train", "rl.grop_size=4"],
+    ["train", "reward=exatc"],
+    ["train", "reward=mine.py"],
+    ["train", "reward=mine.py:swapped"],
+    ["train", "data.train=nan.jsonl"],
+    ["train", "data.train=header.csv"],
+    ["train", "data.train=prompts.jsonl"],
+    ["train", "data.train=solutions.jsonl"],
+    ["train", "data.train=twice.jsonl"],
+    ["train", "data.train=long.jsonl"],
+    ["train", "data.train=none.jsonl"],
+    ["sft", "sft.train=target.jsonl"],
+    ["train", "model.path=nan.jsonl"],
+    ["train", "model.path=empty"],
+    ["train", "model.path=a-run"],
+    ["train", "model.path=a-run/checkpoints/step_000010"],
+    ["train", "model.path=~/model"],
+    ["train", "model.path=cut"],
+    ["train", "model.path=pickle"],
+    ["train", "rollout.max_new_tokens=100000"],
+    ["export", "empty"],
+    ["show", "empty"],
+]
+
+
+def prepare(folder):
+    """The folder that the commands run in."""
+    make_home(folder, steps=2)
+    rows = {
+        "nan.jsonl": ['{"prompt": "1?", "answer": NaN}'],
+        "header.csv": ["prompt,answer"],
+        "prompts.jsonl": [json.dumps({"prompt": [{"role": "user", "content": "1?"}]})],
+        "solutions.jsonl": [json.dumps({"prompt": "1?", "solution": "2"})],
+        "twice.jsonl": ['{"prompt": "1?", "prompt": "2?", "answer": "3"}'],
+        "long.jsonl": [json.dumps({"prompt": "1" * 2000, "answer": "2"})],
+        "target.jsonl": [json.dumps({"prompt": "1?", "target": "2"})],
+        "mine.py": ["def swapped(response, answer): return 0.0"],
+    }
+    for name, lines in rows.items():
+        (folder / name).write_text("\n".join(lines) + "\n")
+    (folder / "empty").mkdir()
+    (folder / "a-run/checkpoints/step_000010").mkdir(parents=True)
+    (folder / "a-run/config.toml").touch()
+    (folder / "a-run/checkpoints/step_000010/state.json").write_text("{}")
+    for name in ("cut", "pickle"):
+        shutil.copytree(folder / "model", folder / name)
+    weights = (folder / "cut/model.safetensors").read_bytes()
+    (folder / "cut/model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (folder / "pickle/model.safetensors").rename(folder / "pickle/pytorch_model.bin")
+    return folder
+
+
+def message(folder, command, argument):
+    with chdir(folder):
+        recipe = [] if command in ("export", "show") else ["recipe.toml"]
+        error = invoke(command, *recipe, argument).exception
+    assert isinstance(error, UserError), error
+    return f"$ tandem {command} {argument}\nerror: {error}".replace(str(folder), ".").replace(
+        str(Path.home()), "/home/me"
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("home"))
+
+
+@pytest.mark.parametrize(("command", "argument"), CASES)
+def test_a_mistake_is_told_as_it_was_read_and_found_good(folder, command, argument):
+    known = {text.partition("\n")[0]: text for text in SNAPSHOT.read_text().rstrip("\n").split("\n\n")}
+    assert message(folder, command, argument) == known[f"$ tandem {command} {argument}"]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        home = prepare(Path(temporary))
+        SNAPSHOT.write_text("\n\n".join(message(home, *case) for case in CASES) + "\n")
+    sys.stdout.write(SNAPSHOT.read_text())

@@ -1,0 +1,158 @@
+"""`tandem plan`: ready, with exit code 0, exactly where a run could start; it names what is missing and loads no weights."""
+
+import fcntl
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tandem.cli.plan import plan
+from tandem.config.recipe import load_config
+from tandem.jobs.needs import Machine, require_disk
+from tandem.runtime.errors import UserError
+from tests.support.home import invoke, make_home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"), steps=2)
+
+
+def planned(home, folder, *overrides, command="train"):
+    """(exit code, the last line, everything)"""
+    result = invoke("plan", home / "recipe.toml", "--for", command, f"run.folder={folder}", *overrides)
+    assert result.exit_code in (0, 2), result.exception or result.output
+    return result.exit_code, result.output.splitlines()[-1], result.output
+
+
+def test_a_run_that_could_start_is_ready_and_its_plan_says_what_it_is(home, tmp_path):
+    code, last, text = planned(home, tmp_path / "run", "rl.algorithm=dr_grpo", "rollout.workers=2")
+    assert (
+        code == 0
+        and last
+        == f"ready: 2 steps of 32 episodes, 384 sampled tokens at most and 1 update each, a new run in {tmp_path}/run"
+    )
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    order = [lines.index(title) for title in ("data", "memory", "disk")]
+    assert lines[0].startswith("changed keys") and order == sorted(order)
+    assert (
+        "rollout.workers = 2 (default 0)" in lines[: order[0]]
+        and 'rl.advantage = "grpo_no_std" (default "grpo")' in lines
+    )
+    assert not any(line.startswith("rl.clip_low") for line in lines)
+    assert any(line.startswith("data.train 48 problems, longest prompt ") for line in lines)
+    assert any(line.startswith("eval.data 8 problems, longest prompt ") for line in lines)
+    assert any(line.startswith("rollout workers 2.0 GiB 2 x weights") for line in lines)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.train=none.jsonl", "data.train"),
+        ("eval.data=none.jsonl", "eval.data"),
+        ("rollout.max_new_tokens=1000", "a sequence would be longer than the model can place"),
+        ("reward.function=none.py:score", "reward function"),
+        ("env.name=none.py:World", "none.py"),
+        ("model.path=./none", "the model directory does not exist"),
+        ("model.reference=./none rl.kl_coef=0.1", "the model directory does not exist"),
+        ("rl.curriculum=true rl.prompts_per_step=49", "a curriculum picks every problem at most once a step"),
+        ("data.max_prompt_tokens=5", "longer than data.max_prompt_tokens"),
+        ('lora.rank=4 lora.targets=["q_prj"]', "LoRA targets are not in this model"),
+    ],
+)
+def test_what_would_stop_a_run_makes_it_not_ready(override, said, home, tmp_path):
+    overrides = override.split(" ")
+    code, last, text = planned(home, tmp_path / "run", *overrides)
+    assert code == 2 and last.startswith("not ready: ") and said in text
+    run = invoke("train", home / "recipe.toml", f"run.folder={tmp_path}/run", *overrides)
+    assert isinstance(run.exception, UserError) and run.exception.what in text
+
+
+@pytest.mark.parametrize(
+    ("command", "override"),
+    [("sft", "sft.train"), ("dpo", "preference.train"), ("rm", "preference.train"), ("distill", "distill.teacher")],
+)
+def test_every_command_that_trains_has_a_plan(command, override, home, tmp_path):
+    files = {"sft": "data/warm.jsonl", "dpo": "pairs.jsonl", "rm": "pairs.jsonl", "distill": "teacher"}
+    code, last, text = planned(home, tmp_path / "run", f"{override}={home}/{files[command]}", command=command)
+    assert code == 0 and last.startswith("ready: 2 steps of "), text
+    code, last, _ = planned(home, tmp_path / "run", f"{override}=none.jsonl", command=command)
+    assert code == 2 and last.startswith("not ready: ")
+
+
+def test_a_model_without_weights_is_found_without_loading_any(home, tmp_path):
+    shutil.copytree(home / "model", tmp_path / "model")
+    save_file({"x": torch.zeros(1)}, tmp_path / "model/model.safetensors")  # nobody reads more than its header
+    assert planned(home, tmp_path / "run", f"model.path={tmp_path}/model")[0] == 0
+    (tmp_path / "model/model.safetensors").unlink()
+    code, last, _ = planned(home, tmp_path / "run", f"model.path={tmp_path}/model")
+    assert code == 2 and "the model cannot be loaded" in last
+
+
+def test_more_memory_than_the_machine_has_is_not_ready_workers_included(home, tmp_path):
+    code, last, _ = planned(home, tmp_path / "run", "rollout.workers=50000")
+    assert code == 2 and last.startswith("not ready: memory: 48.8 TiB needed") and "in this machine" in last
+    code, last, _ = planned(home, tmp_path / "run", "rollout.cache_mb=99999999")
+    assert code == 2 and "memory: " in last
+
+
+def test_checkpoints_that_the_disk_cannot_take_are_not_ready(home, tmp_path, capsys):
+    config = load_config(home / "recipe.toml", [])
+    small = Machine(memory=1 << 40, disk=1 << 10)
+    assert plan(config, "train", tmp_path / "run", small) == 2
+    assert capsys.readouterr().out.splitlines()[-1].startswith("not ready: disk: ")
+    assert plan(config, "train", tmp_path / "run", Machine(memory=1 << 40, disk=1 << 30)) == 0
+    with pytest.raises(
+        UserError, match=r"would not fit on the disk(.|\n)*1.0 KiB free"
+    ):  # the run itself says so at its start
+        require_disk(config, "train", tmp_path / "run", small)
+
+
+def test_a_run_that_is_there_is_held_against_the_plan(home, tmp_path):
+    data = tmp_path / "train.jsonl"
+    shutil.copy(home / "data/train.jsonl", data)
+    folder = tmp_path / "run"
+    same = [f"data.train={data}", "run.steps=3"]
+    assert invoke("train", home / "recipe.toml", f"run.folder={folder}", *same).exit_code == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    code, last, text = planned(home, folder, *same, "run.steps=4")
+    assert code == 0 and "resumed from step_000003" in last, text
+    assert "the config differs" in planned(home, folder, *same, "rl.group_size=8")[1]
+    assert "another command" in planned(home, folder, *same, f"distill.teacher={home}/teacher", command="distill")[1]
+    data.write_text("\n".join(reversed(data.read_text().splitlines())))
+    assert "has changed since the run began" in planned(home, folder, *same)[1]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_in_use_or_in_the_way_is_not_ready(home, tmp_path):
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use" in planned(home, tmp_path / "run")[1]
+    assert planned(home, tmp_path / "run")[0] == 0
+    (tmp_path / "file").write_text("")
+    assert planned(home, tmp_path / "file/run")[0] == 2
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/mine.txt").write_text("")
+    assert "holds something else" in planned(home, tmp_path / "other")[1]
+
+
+def test_several_reasons_are_told_together_and_the_same_one_once(home, tmp_path):
+    code, last, text = planned(home, tmp_path / "run", "model.path=./none", "reward.function=none.py:score")
+    assert (
+        code == 2 and last.count(";") == 1 and text.count("the model directory does not exist") == 2
+    )  # and the verdict
+
+
+def test_another_command_has_no_plan(home):
+    result = invoke("plan", home / "recipe.toml", "--for", "serve")
+    assert "train, distill, sft, dpo, rm" in str(result.exception)
+
+
+def test_the_lines_of_a_plan_fit_80_columns(home, tmp_path):
+    overrides = ["rl.algorithm=ppo", "rl.kl_coef=0.1", "lora.rank=4", "rollout.workers=1"]
+    _, _, text = planned(home, tmp_path, *overrides)
+    body = text[text.index("memory\n") :].splitlines()[:-1]
+    assert [line for line in body if len(line) > 80 and str(tmp_path) not in line] == []

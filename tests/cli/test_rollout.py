@@ -1,0 +1,446 @@
+"""`tandem rollout`: interrupted = undisturbed byte for byte, one writer, one config, one set of inputs."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.cli.rollout import ABOUT, hashes, open_output, output_at, rollout, write_batches
+from tandem.config.schema import Config, Data
+from tandem.data.chats import read_chats
+from tandem.data.problems import read_problems
+from tandem.model.tiny import make_tiny
+from tandem.run_folder.episode_files import SCHEMA
+from tandem.run_folder.metrics import read_metrics
+from tandem.runtime.errors import UserError
+from tandem.tasks.algebra import write_dataset
+from tandem.types import Episode, Group, Problem
+from tests.cli.test_main import ROOT, assert_is_a_users_error, tandem
+from tests.support.faults import in_a_fork
+
+BATCHES = 4
+OUTPUTS = pytest.mark.parametrize("name", ["episodes.jsonl", "episodes"])
+
+
+# Without a model: what a batch is made of is a function of its number -------------------------------------------------
+
+
+def episode(rng, uid, sample, length):
+    return Episode(
+        uid=uid, sample_index=sample, tokens=rng.integers(0, 90, length), loss_mask=np.arange(length) >= 2,
+        engine_logprobs=-rng.random(length).astype(np.float32), weight_versions=np.zeros(length, np.int32),
+        num_prompt_tokens=2, penalties=np.zeros(length, np.float32),
+        messages=({"role": "assistant", "content": f'x = {sample}\n\u2028é "数"'},), stop_reason="length" if sample else "stop",
+        reward=float(rng.random()), reward_parts={"answer": 1.0, "overlong": -0.5} if sample else {},
+        reward_error="" if sample else "timeout",
+    )  # fmt: skip
+
+
+def batch(number, clock):
+    rng = np.random.default_rng(number)
+    with clock("rollout_s"):
+        return [
+            Group(
+                problem=Problem(
+                    uid=f"p{number}/{row}",
+                    messages=({"role": "user", "content": f"{row}é?"},),
+                    answer="3/4",
+                    category="linear",
+                    metadata={"level": row},
+                ),
+                episodes=tuple(episode(rng, f"p{number}/{row}", n, 3 + n + number) for n in range(2)),
+            )
+            for row in range(2)
+        ]
+
+
+def write(out, *, make=batch, fresh=False, seed=0):
+    output = output_at(out)
+    output.check()
+    config = Config.model_validate({"run": {"seed": seed}})
+    with open_output(output, config, fresh) as run:
+        write_batches(run.path, output, BATCHES, {"data.train": "0" * 64}, make)
+    return output
+
+
+def until(last, number, clock):
+    """Makes batches, and is killed when asked for number last."""
+    if number == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch(number, clock)
+
+
+def never(number, clock):
+    raise AssertionError(f"batch {number} was made again")
+
+
+def contents(out):
+    """The bytes of the output: of the JSONL file, or by name of the Parquet files."""
+    return out.read_bytes() if out.is_file() else {file.name: file.read_bytes() for file in out.glob("*.parquet")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {name: write(folder / name) for name in ("episodes.jsonl", "episodes")}
+
+
+@OUTPUTS
+@pytest.mark.parametrize("last", range(BATCHES))
+def test_a_rollout_killed_before_a_batch_goes_on_there_and_leaves_the_same_bytes(name, last, undisturbed, tmp_path):
+    assert in_a_fork(partial(write, tmp_path / name, make=partial(until, last))) == -signal.SIGKILL
+    made = []
+    output = write(tmp_path / name, make=lambda number, clock: made.append(number) or batch(number, clock))
+    assert made == list(range(last, BATCHES))
+    assert contents(output.path) == contents(undisturbed[name].path)
+    assert (output.run_folder / "metrics.jsonl").read_bytes() == (
+        undisturbed[name].run_folder / "metrics.jsonl"
+    ).read_bytes()
+
+
+def copied(output, folder):
+    """The output and its run folder, in another place."""
+    for place in {output.path, output.run_folder}:
+        (shutil.copytree if place.is_dir() else shutil.copy)(place, folder / place.name)
+    return output_at(folder / output.path.name)
+
+
+@pytest.mark.parametrize("offset", [*np.random.default_rng(0).random(8).tolist(), 0.0, 0.25, 1.0])
+@pytest.mark.parametrize("rows_kept", ["all rows", "the rows of whole batches", "a torn row"])
+def test_a_jsonl_cut_at_any_byte_is_made_whole(offset, rows_kept, undisturbed, tmp_path):
+    output = copied(undisturbed["episodes.jsonl"], tmp_path)
+    ends = [row["file_bytes"] for row in read_metrics(output.run_folder)]
+    size = int(offset * ends[-1])
+    os.truncate(output.path, size)
+    metrics = output.run_folder / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    whole = sum(end <= size for end in ends)
+    if rows_kept != "all rows":
+        metrics.write_bytes(
+            b"".join(lines[:whole]) + (lines[whole : whole + 1] or [b""])[0][:9] * ("torn" in rows_kept)
+        )
+    made = []
+    write(output.path, make=lambda number, clock: made.append(number) or batch(number, clock))
+    assert made == list(range(whole, BATCHES))
+    assert contents(output.path) == contents(undisturbed["episodes.jsonl"].path)
+    assert metrics.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("lost", range(BATCHES))
+def test_a_parquet_folder_with_a_missing_file_and_a_temporary_one_is_made_whole(lost, undisturbed, tmp_path):
+    output = copied(undisturbed["episodes"], tmp_path)
+    torn = output.path / f"rollout_step_{lost:06d}.parquet"
+    torn.rename(temporary := output.path / f".tmp-{torn.name}")
+    os.truncate(temporary, temporary.stat().st_size // 2)
+
+    def make(number, clock):
+        names = [file.name for file in sorted(output.path.glob("*.parquet"))]
+        assert names == [f"rollout_step_{n:06d}.parquet" for n in range(number)]  # what is not trusted is gone
+        return batch(number, clock)
+
+    write(output.path, make=make)
+    assert not temporary.exists() and contents(output.path) == contents(undisturbed["episodes"].path)
+
+
+def test_a_batch_without_its_row_is_made_again(undisturbed, tmp_path):
+    for name, source in undisturbed.items():
+        output = copied(source, tmp_path)
+        metrics = output.run_folder / "metrics.jsonl"
+        metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
+        made = []
+        write(output.path, make=lambda number, clock, made=made: made.append(number) or batch(number, clock))
+        assert made == [BATCHES - 1] and contents(output.path) == contents(undisturbed[name].path)
+
+
+def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
+    lines = undisturbed["episodes.jsonl"].path.read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    rows = [json.loads(line) for line in lines]
+    files = sorted(undisturbed["episodes"].path.glob("*.parquet"))
+    wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
+    assert len(rows) == len(wanted) == 4 * BATCHES
+    for row, other in zip(rows, wanted, strict=True):
+        texts = {name: json.loads(other[name]) for name in ("messages", "metadata", "opening", "tools", "transcript")}
+        assert row == {**other, **texts, **{name: dict(other[name]) for name in ("reward_parts", "given")}}
+        assert list(row) == SCHEMA.names
+    assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5} and rows[1]["loss_mask"][:3] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_what_json_has_no_number_for_is_null(tmp_path):
+    def broken(number, clock):
+        groups = batch(number, clock)
+        groups[0].episodes[0].engine_logprobs[2] = np.nan
+        return groups
+
+    first = json.loads(write(tmp_path / "e.jsonl", make=broken).path.read_bytes().split(b"\n")[0])
+    assert first["engine_logprobs"][2] is None and first["engine_logprobs"][1] < 0
+
+
+@OUTPUTS
+def test_another_config_is_refused_and_fresh_keeps_the_old_output_beside_the_new(name, undisturbed, tmp_path):
+    output = copied(undisturbed[name], tmp_path)
+    with pytest.raises(UserError, match="config differs") as caught:
+        write(output.path, seed=1, make=never)
+    assert "--out PATH" in caught.value.next and "run.folder" not in str(caught.value)
+    assert contents(output.path) == contents(undisturbed[name].path)
+    write(output.path, seed=1, fresh=True, make=lambda number, clock: batch(number + 7, clock))
+    assert contents(tmp_path / f"{name}.old-1") == contents(undisturbed[name].path)
+    assert contents(output.path) != contents(undisturbed[name].path)
+
+
+def test_fresh_killed_between_its_two_renames_still_keeps_the_old_file(undisturbed, tmp_path):
+    output = copied(undisturbed["episodes.jsonl"], tmp_path)
+    output.run_folder.rename(tmp_path / f"{output.run_folder.name}.old-1")
+    write(output.path, seed=1, make=lambda number, clock: batch(number + 7, clock))
+    assert contents(tmp_path / "episodes.jsonl.old-1") == contents(undisturbed["episodes.jsonl"].path)
+
+
+@OUTPUTS
+def test_two_at_once_are_refused(name, tmp_path):
+    def meanwhile(number, clock):
+        for fresh in (False, True):
+            with pytest.raises(UserError, match="in use") as caught:
+                write(tmp_path / name, make=never, fresh=fresh)
+            assert f"pid {os.getpid()}" in caught.value.found and "--out PATH" in caught.value.next
+        return batch(number, clock)
+
+    write(tmp_path / name, make=meanwhile)
+
+
+# With a model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with data, a tiny model and a recipe: 7 problems, 2 in a batch."""
+    folder = tmp_path_factory.mktemp("home")
+    write_dataset(folder / "data", "easy", num_train=7, num_test=2, num_warm=2, seed=0, careless=0.0)
+    make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
+    (folder / "recipe.toml").write_text("[data]\ntrain = 'data/train.jsonl'\n[model]\npath = 'model'\n")
+    return folder
+
+
+def config(home, **changes):
+    """config(home, rl__group_size=3)"""
+    tree = Config().model_dump()
+    tree["run"]["threads"] = 1
+    tree["data"]["train"], tree["model"]["path"] = str(home / "data/train.jsonl"), str(home / "model")
+    tree["rollout"]["max_new_tokens"] = 6
+    tree["rl"] |= {"prompts_per_step": 2, "group_size": 2}
+    for key, value in changes.items():
+        section, field = key.split("__")
+        tree[section][field] = value
+    return Config.model_validate(tree)
+
+
+def private(home, folder):
+    """A copy of home that a test may damage."""
+    return shutil.copytree(home, folder / "home")
+
+
+@pytest.fixture(scope="module")
+def outputs(home, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outputs")
+    for name in ("episodes.jsonl", "episodes"):
+        rollout(config(home), folder / name)
+    return {name: output_at(folder / name) for name in ("episodes.jsonl", "episodes")}
+
+
+def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
+    uids = [problem.uid for problem in read_problems(str(home / "data/train.jsonl"), Data(), key="data.train")]
+    rows = [json.loads(line) for line in outputs["episodes.jsonl"].path.read_bytes().splitlines()]
+    assert [(row["uid"], row["sample_index"]) for row in rows] == [(uid, n) for uid in uids for n in range(2)]
+    files = sorted(outputs["episodes"].path.glob("*.parquet"))
+    assert [file.name for file in files] == [f"rollout_step_{n:06d}.parquet" for n in range(4)]
+    wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
+    for name in set(SCHEMA.names) - {"messages", "metadata", "opening", "tools", "transcript", "reward_parts", "given"}:
+        assert [row[name] for row in rows] == [row[name] for row in wanted]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_jsonl_of_a_model_cut_at_any_byte_is_made_whole(seed, home, outputs, tmp_path):
+    output = copied(outputs["episodes.jsonl"], tmp_path)
+    os.truncate(output.path, int(np.random.default_rng(seed).integers(output.path.stat().st_size)))
+    rollout(config(home), output.path)
+    assert contents(output.path) == contents(outputs["episodes.jsonl"].path)
+
+
+def test_the_parquet_files_of_a_model_are_made_again_from_where_they_end(home, outputs, tmp_path):
+    output = copied(outputs["episodes"], tmp_path)
+    (output.path / "rollout_step_000003.parquet").rename(output.path / ".tmp-rollout_step_000003.parquet")
+    rollout(config(home), output.path)
+    assert contents(output.path) == contents(outputs["episodes"].path)
+    assert not list(output.path.glob(".tmp-*"))
+
+
+@OUTPUTS
+def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, capsys):
+    home, output = private(home, tmp_path), output_at(tmp_path / name)
+    rollout(config(home), output.path)
+    before = contents(output.path)
+    (home / "model/model.safetensors").write_bytes(b"no weights")
+    about = json.loads((output.run_folder / ABOUT).read_text())
+    (output.run_folder / ABOUT).write_text(json.dumps(about | {"inputs": hashes(config(home))}))
+    capsys.readouterr()
+    rollout(config(home), output.path)
+    printed = capsys.readouterr().out
+    assert printed.startswith("complete, nothing to do: 14 episodes, mean reward ") and printed.count("\n") == 1
+    assert contents(output.path) == before
+    with pytest.raises(UserError, match="model cannot be loaded"):  # the witness: a rollout that is not complete does
+        rollout(config(home), tmp_path / "other")
+
+
+def test_what_stands_behind_a_complete_rollout_is_cut_off(home, outputs, tmp_path):
+    output = copied(outputs["episodes.jsonl"], tmp_path)
+    with output.path.open("ab") as file:
+        file.write(b'{"step": 4, "gr')
+    rollout(config(home), output.path)
+    assert contents(output.path) == contents(outputs["episodes.jsonl"].path)
+
+
+def damage_data(home):
+    with (home / "data/train.jsonl").open("a") as file:
+        file.write("\n")
+
+
+def damage_weights(home):
+    with (home / "model/model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+
+
+def damage_tokenizer(home):
+    with (home / "model/tokenizer.json").open("a") as file:
+        file.write("\n")
+
+
+CHANGES = {"data.train": damage_data, "model.path/model.safetensors": damage_weights,
+           "model.path/tokenizer.json": damage_tokenizer}  # fmt: skip
+
+
+def test_other_inputs_are_refused_by_name_and_taken_with_fresh(home, tmp_path):
+    home, out = private(home, tmp_path), tmp_path / "e.jsonl"
+    rollout(config(home), out)
+    before = out.read_bytes()
+    for key, damage in CHANGES.items():
+        kept = {file: file.read_bytes() for file in home.rglob("*") if file.is_file()}
+        damage(home)
+        with pytest.raises(UserError, match="has changed since the rollout began") as caught:
+            rollout(config(home), out)
+        error = caught.value
+        assert error.where == key and error.found and error.expected and "--fresh" in error.next
+        for file, data in kept.items():
+            file.write_bytes(data)
+    assert out.read_bytes() == before
+    damage_weights(home)
+    rollout(config(home), out, fresh=True)
+    assert (tmp_path / "e.jsonl.old-1").read_bytes() == before and len(out.read_bytes().splitlines()) == 14
+
+
+def test_every_batch_has_its_line_and_the_summary_counts_all_starts(home, outputs, tmp_path, capsys):
+    output = copied(outputs["episodes.jsonl"], tmp_path)
+    os.truncate(output.path, output.path.stat().st_size - 1)
+    rollout(config(home), output.path)
+    probe, *lines = [line for line in capsys.readouterr().out.splitlines() if line[0].isalpha()]
+    assert probe.startswith("exactness probe: ")
+    assert lines[0].startswith("batch 4 of 4: 2 episodes, mean reward ") and len(lines) == 2
+    assert lines[1].startswith("done: 14 episodes, mean reward ")
+    assert all("% truncated, " in line and line.endswith(" tokens/s") for line in lines)
+
+
+HELD = """
+import time
+from pathlib import Path
+from tandem.rewards.answer import score as answer
+def score(problem, completion):
+    while Path(__file__).with_name("e.jsonl").exists() and not Path(__file__).with_name("go").exists():
+        time.sleep(0.01)
+    return {"answer": answer(completion, problem.answer)}
+"""
+
+
+def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
+    """The command in a process group of its own, killed once its first batch is there, before the last one is scored."""
+    (tmp_path / "held.py").write_text(HELD)
+    values = ["rollout.max_new_tokens=6", "rl.prompts_per_step=2", "rl.group_size=2"]
+    values += [f"reward.function={tmp_path}/held.py:score", "reward.timeout_s=600", "--out", str(tmp_path / "e.jsonl")]
+    command = [sys.executable, "-m", "tandem", "rollout", "recipe.toml", *values]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=home, env=env, start_new_session=True)
+    while process.poll() is None and not (tmp_path / "e.jsonl").exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    (tmp_path / "go").touch()
+    assert (tmp_path / "e.jsonl").read_bytes() != contents(outputs["episodes.jsonl"].path)
+    subprocess.run(command, cwd=home, env=env, check=True)
+    assert (tmp_path / "e.jsonl").read_bytes() == contents(outputs["episodes.jsonl"].path)
+
+
+# Read again, as docs/data.md says -------------------------------------------------------------------------------------
+
+
+def test_the_first_sample_of_each_problem_is_a_data_file_and_the_whole_is_refused_for_its_uids(home, outputs, tmp_path):
+    path = outputs["episodes.jsonl"].path
+    how = Data(prompt_column="messages", category_column="category")
+    with pytest.raises(UserError, match="cannot be used") as caught:
+        read_problems(str(path), how, key="data.train")
+    assert "a uid that no other row has" in str(caught.value)
+    firsts = [line for line in path.read_bytes().splitlines() if json.loads(line)["sample_index"] == 0]
+    (tmp_path / "problems.jsonl").write_bytes(b"\n".join(firsts))
+    problems = read_problems(str(tmp_path / "problems.jsonl"), how, key="data.train")
+    wanted = read_problems(str(home / "data/train.jsonl"), Data(), key="data.train")
+    fields = ("uid", "messages", "answer", "category")
+    assert [[getattr(p, f) for f in fields] for p in problems] == [[getattr(p, f) for f in fields] for p in wanted]
+
+
+def test_episodes_become_chats_by_putting_the_transcript_behind_the_messages(outputs, tmp_path):
+    rows = [json.loads(line) for line in outputs["episodes.jsonl"].path.read_bytes().splitlines()]
+    chats = [{"messages": [*(row["opening"] or row["messages"]), *row["transcript"]]} for row in rows]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    assert len(read_chats(str(tmp_path / "chats.jsonl"), key="sft.train")) == 14
+
+
+# Mistakes, before any work --------------------------------------------------------------------------------------------
+
+
+def test_an_output_that_cannot_be_is_told_before_anything_is_made(home, tmp_path):
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for name, word in {
+        "none/e.jsonl": "does not exist", "none/e": "does not exist", "mine.jsonl": "something else",
+        "folder.jsonl": "a folder", "other/notes.txt": "a file", "other": "holds something else",
+        "x.jsonl.rollout": "beside a JSONL file",
+    }.items():  # fmt: skip
+        for fresh in (False, True):
+            with pytest.raises(UserError, match=r".") as caught:
+                rollout(config(home), tmp_path / name, fresh=fresh)
+            assert word in str(caught.value) and "--out" in caught.value.next + "--out" * ("none" in name)
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine.jsonl").read_text() == "{}\n"
+
+
+def test_the_command_tells_a_missing_parent_and_unreadable_data_with_exit_code_2(home, tmp_path):
+    result = tandem("rollout", home / "recipe.toml", "--out", tmp_path / "none/e.jsonl", cwd=home)
+    assert_is_a_users_error(result, "the folder of the output does not exist", f"mkdir -p {tmp_path}/none", torch=True)
+    broken = Path(tmp_path / "broken.jsonl")
+    broken.write_text("{\n")
+    out = tmp_path / "e.jsonl"
+    result = tandem("rollout", home / "recipe.toml", f"data.train={broken}", "--out", out, cwd=home)
+    assert_is_a_users_error(result, "data.train", "broken.jsonl:1", torch=True)
+    assert list(tmp_path.iterdir()) == [broken]

@@ -1,0 +1,93 @@
+"""`tandem serve` as a user runs it: what it refuses before it loads anything, and how it starts and ends."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from tandem.cli import serve
+from tandem.data.renderer import load_renderer
+from tandem.model.tiny import make_tiny
+from tandem.runtime.errors import UserError
+from tests.cli.test_main import ENTRY, ROOT, assert_is_a_users_error, tandem
+from tests.data.test_renderer import make_model
+from tests.support.waiting import WAIT_S
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=64)
+    return folder
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "example.com", "::"])
+def test_other_machines_need_a_key_and_that_is_told_before_anything_is_loaded(host, tmp_path):
+    result = tandem("serve", "no/model", "--host", host, cwd=tmp_path)
+    assert_is_a_users_error(result, "needs an API key", host, "TANDEM_API_KEY", torch=False)
+
+
+def options(**changes):
+    values = {"model": "no/model", "host": "127.0.0.1", "port": 0, "api_key": "", "served_name": "", "cache_mb": 8,
+              "max_batch": 4, "max_queue": 4, "max_new_tokens": 8}  # fmt: skip
+    return serve.Options(**{**values, **changes})
+
+
+def test_a_key_or_a_loopback_host_is_enough():
+    for changes in ({"host": "0.0.0.0", "api_key": "k"}, {"host": "localhost"}, {"host": "::1"}, {"host": "127.0.0.9"}):
+        serve.check_key(options(**changes))
+
+
+def test_a_taken_port_and_a_missing_model_are_users_errors():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match="cannot use this address") as caught:
+            serve.serve(options(port=port))
+        assert f"--port {port}" in str(caught.value)
+    with pytest.raises(UserError, match="cannot use this address"):
+        serve.serve(options(host="no.such.host.invalid", api_key="k"))
+    with pytest.raises(UserError, match="model directory does not exist"):
+        serve.serve(options(model="./none"))
+
+
+def test_missing_packages_are_told_with_the_command_that_installs_them(tmp_path):
+    code = f"import sys\nsys.modules['uvicorn'] = None\nsys.argv = ['tandem', 'serve', 'no/model']\n{ENTRY}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "no uvicorn" in result.stderr and "pip install 'tandem-rl[serve]'" in result.stderr
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_where_it_serves_and_ends_soon_after_a_signal(model, ending):
+    command = [sys.executable, "-c", ENTRY, "serve", str(model), "--port", "0", "--served-name", "m", "--cache-mb", "8"]
+    environment = {**os.environ, "TANDEM_API_KEY": "k", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as it:
+        try:
+            url = re.search(r"http://127\.0\.0\.1:\d+", it.stdout.readline()).group()
+            body = {"model": "m", "prompt": "x", "max_tokens": 255, "n": 64, "stream": True, "temperature": 0.01}
+            headers = {"Authorization": "Bearer k"}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=WAIT_S) as answer:
+                assert answer.status_code == 200
+                it.send_signal(ending)
+                assert "the server is stopping" in list(answer.iter_lines())[-2]
+            assert it.wait(WAIT_S) == 0
+        finally:
+            it.kill()
+        assert "Traceback" not in it.stderr.read()
+
+
+# ---- texts
+
+
+def test_raw_text_gets_the_tokenizers_own_beginning_and_tokens_keep_their_spaces(tmp_path):
+    texts = serve.RendererTexts(load_renderer(make_model(tmp_path)))
+    tokens = texts.encode("é a").tolist()
+    assert [texts.token_text(t) for t in tokens] == ["<|bos|>", "\ufffd", "\ufffd", " ", "a"]
+    assert texts.byte_tokens == frozenset()

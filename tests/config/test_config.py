@@ -1,0 +1,345 @@
+"""The config tree: every mistake is named with its key, place and remedy; what is written reads back equal."""
+
+import tomllib
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.config.checks import GROUP_RELATIVE, contradictions
+from tandem.config.recipe import describe, load_config, to_toml
+from tandem.config.schema import ALGORITHMS, Config, Eval, Run
+from tandem.runtime.errors import UserError
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # any character but half a surrogate pair
+
+
+def load(folder, text="", *overrides):
+    path = folder / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, list(overrides))
+
+
+def mistakes(folder, text="", *overrides):
+    """The lines of the report, one a mistake."""
+    with pytest.raises(UserError) as error:
+        load(folder, text, *overrides)
+    first, *lines = error.value.what.splitlines()
+    assert first == f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}"
+    return [line.removeprefix("  - ") for line in lines]
+
+
+def test_an_empty_recipe_is_the_defaults(tmp_path):
+    assert load(tmp_path) == Config()
+
+
+def test_a_recipe_sets_what_it_names_and_leaves_the_rest(tmp_path):
+    config = load(tmp_path, "[rl]\ngroup_size = 4\n[rollout]\nstop = ['x', 'y']\n")
+    assert (config.rl.group_size, config.rollout.stop) == (4, ["x", "y"])
+    assert config.rl.prompts_per_step == Config().rl.prompts_per_step
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[rl]\ngrop_size = 4\n", "rl.grop_size (RECIPE): unknown key; did you mean rl.group_size?"),
+        ("[train]\nlr = 0.1\n", "train.lr (RECIPE): unknown key; did you mean train."),
+        ("[train]\ngroup_size = 4\n", "train.group_size (RECIPE): unknown key; did you mean rl.group_size?"),
+        ("[rollot]\ntop_p = 0.5\n", "rollot (RECIPE): unknown key; did you mean rollout?"),
+        ("group_size = 4\n", "group_size (RECIPE): unknown key; did you mean rl.group_size?"),
+        ("zzzz = 4\n", "zzzz (RECIPE): unknown key; sections are run, model, data,"),
+    ],
+)
+def test_an_unknown_key_is_an_error_that_names_the_nearest_real_one(text, message, tmp_path):
+    [line] = mistakes(tmp_path, text)
+    assert line.startswith(message.replace("RECIPE", str(tmp_path / "recipe.toml")))
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "found"),
+    [
+        ("[rl]\ngroup_size = '8'\n", "rl.group_size", "'8'"),
+        ("[rl]\ngroup_size = 8.0\n", "rl.group_size", "8.0"),
+        ("[rl]\ngroup_size = true\n", "rl.group_size", "True"),
+        ("[data]\nshuffle = 1\n", "data.shuffle", "1"),
+        ("[run]\nfolder = 3\n", "run.folder", "3"),
+        ("[rollout]\nstop = 'x'\n", "rollout.stop", "'x'"),
+        ("[rollout]\ntemperature = 0\n", "rollout.temperature", "0"),
+        ("[rollout]\ntemperature = nan\n", "rollout.temperature", "nan"),
+        ("[train]\nlearning_rate = inf\n", "train.learning_rate", "inf"),
+        ("[rollout]\ntop_p = 1.5\n", "rollout.top_p", "1.5"),
+        ("[rl]\nadvantage = 'dr_grpo'\n", "rl.advantage", "'dr_grpo'"),
+        ("rl = 3\n", "rl", "3"),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_range_is_named_with_what_was_found(text, key, found, tmp_path):
+    [line] = mistakes(tmp_path, text)
+    assert line.startswith(f"{key} ({tmp_path / 'recipe.toml'}): found {found}, ")
+
+
+def test_all_mistakes_are_reported_together_each_with_its_place(tmp_path):
+    lines = mistakes(tmp_path, "[rl]\ngrop_size = 4\nclip_low = 2.0\n", "run.seed=-1", "train.schedule=cubic")
+    recipe = str(tmp_path / "recipe.toml")
+    assert len(lines) == 4
+    places = {line.split(" ", 1)[0]: line[line.index("(") + 1 : line.index(")")] for line in lines}
+    assert places == {
+        "rl.grop_size": recipe, "rl.clip_low": recipe, "run.seed": "command line", "train.schedule": "command line",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "field", "value"),
+    [
+        ("rl.group_size=16", "rl", "group_size", 16),
+        ("run.folder=runs/a=b", "run", "folder", "runs/a=b"),
+        ("run.folder='quoted'", "run", "folder", "quoted"),
+        ("run.folder=", "run", "folder", ""),
+        ("data.shuffle=false", "data", "shuffle", False),
+        ("train.learning_rate=3e-4", "train", "learning_rate", 3e-4),
+        ("rl.kl_coef=1", "rl", "kl_coef", 1.0),
+        ('rollout.stop=["a, b", "c"]', "rollout", "stop", ["a, b", "c"]),
+        ("rl.advantage=rloo", "rl", "advantage", "rloo"),
+    ],
+)
+def test_an_override_wins_over_the_recipe(override, section, field, value, tmp_path):
+    text = "[run]\nfolder = 'from the recipe'\n[data]\nshuffle = true\n[rl]\ngroup_size = 4\n"
+    found = getattr(getattr(load(tmp_path, text, override), section), field)
+    assert found == value and type(found) is type(value)
+
+
+def test_the_last_of_two_overrides_of_a_key_wins(tmp_path):
+    assert load(tmp_path, "", "run.seed=1", "run.seed=2").run.seed == 2
+
+
+@pytest.mark.parametrize("override", ["group_size=8", "rl.group_size", "=8", "rl.=8", ".group_size=8", ""])
+def test_an_override_that_cannot_be_read_is_refused_with_an_example(override, tmp_path):
+    with pytest.raises(UserError, match="an override cannot be read") as error:
+        load(tmp_path, "", override)
+    assert error.value.found == override and "rl.group_size=8" in error.value.expected
+
+
+@pytest.mark.parametrize("text", ["env = 'guess'\nreward = 'my.py:score'\n", ""])
+def test_a_section_s_name_alone_stands_for_its_main_key(text, tmp_path):
+    overrides = [] if text else ["env=guess", "reward=my.py:score"]
+    config = load(tmp_path, text, *overrides, "env.max_turns=3", "env.options.limit=4", "reward.options.score.by=[0.5]")
+    assert (config.env.name, config.env.max_turns, config.env.options) == ("guess", 3, {"limit": 4})
+    assert (config.reward.functions, config.reward.options) == (["my.py:score"], {"score": {"by": [0.5]}})
+    assert load(tmp_path, to_toml(config)) == config
+
+
+def test_an_unknown_key_on_the_command_line_is_named_like_one_in_the_recipe(tmp_path):
+    for override in ("rl.grop_size=8", "rll.group_size=8", "rl.deep.group_size=8"):
+        [line] = mistakes(tmp_path, "", override)
+        assert "unknown key; did you mean rl" in line
+
+
+def test_a_value_where_a_section_belongs_is_a_users_error_with_an_override_too(tmp_path):
+    with pytest.raises(UserError, match="a value where a section belongs"):
+        load(tmp_path, "rl = 3\n", "rl.group_size=8")
+
+
+@pytest.mark.parametrize("kind", GROUP_RELATIVE)
+def test_a_group_needs_two_episodes_to_be_compared(kind, tmp_path):
+    [line] = mistakes(tmp_path, "", f"rl.advantage={kind}", "rl.group_size=1", "rl.k=1")[:1]
+    assert line.startswith(f"rl.group_size: {kind} ")
+
+
+def test_gdpo_needs_two_episodes_and_keeps_groups_whose_rewards_only_sum_up_to_the_same(tmp_path):
+    for wrong, key in (("rl.group_size=1", "rl.group_size"), ("rl.max_gen_batches=2", "rl.max_gen_batches")):
+        [line] = mistakes(tmp_path, "", "rl.advantage=gdpo", *TWO_REWARDS, wrong)
+        assert line.startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize("kind", ["ema", "reinforce_pp", "gae"])
+def test_one_episode_is_enough_where_nothing_is_compared(kind, tmp_path):
+    assert load(tmp_path, "", f"rl.advantage={kind}", "rl.group_size=1").rl.group_size == 1
+
+
+def test_keys_that_contradict_each_other_are_all_named(tmp_path):
+    lines = mistakes(tmp_path, "[rl]\ngroup_size = 1\nprompts_per_step = 10\nminibatches = 4\ndual_clip = 0.5\n")
+    assert [line.split(":")[0] for line in lines] == ["rl.group_size", "rl.minibatches", "rl.dual_clip"]
+
+
+TWO_REWARDS = ['reward.function=["answer", "mine.py:score"]']
+CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
+    ("rollout.stop", ['rollout.stop=["a", ""]'], ['rollout.stop=["a"]']),
+    ("rl.group_size", ["rl.group_size=1"], ["rl.group_size=2"]),
+    ("rl.max_gen_batches", ["rl.advantage=ema", "rl.max_gen_batches=2"], ["rl.advantage=rloo"]),
+    (
+        "rl.max_gen_batches",
+        ["rl.loss=reinforce", "rl.max_gen_batches=2"],
+        ["rl.correction=tis"],
+    ),
+    ("rl.k", ["rl.advantage=max_at_k", "rl.k=9"], ["rl.k=8"]),
+    ("rl.k", ["rl.advantage=max_at_k", "rl.k=1"], ["rl.k=2"]),
+    ("rl.minibatches", ["rl.prompts_per_step=10", "rl.minibatches=4"], ["rl.minibatches=5"]),
+    ("rl.loss", ["rl.loss=reinforce", "rl.minibatches=2"], ["rl.loss=ppo_clip"]),
+    ("rl.loss", ["rl.loss=reinforce", "rl.epochs=2"], ["rl.epochs=1"]),
+    ("rl.dual_clip", ["rl.dual_clip=1.0"], ["rl.dual_clip=3.0"]),
+    ("rl.dual_clip", ["rl.dual_clip=3.0", "rl.loss=cispo"], ["rl.dual_clip=0"]),
+    ("rl.kl_estimator", ["rl.kl_coef=0.1", "rl.kl_estimator=k1"], ["rl.kl_in=reward"]),
+    ("rl.kl_estimator", ["rl.kl_coef=0.1", "rl.kl_estimator=k1"], ["rl.kl_estimator=k2"]),
+    ("rl.correction_floor", ["rl.correction=icepop", "rl.correction_cap=0.5"], ["rl.correction_cap=0.6"]),
+    ("rl.advantage", ["rl.advantage=gdpo"], ['reward.function=["answer", "mine.py:score"]']),
+    (
+        "rl.kl_in",
+        ["rl.advantage=gdpo", *TWO_REWARDS, "rl.kl_coef=0.1", "rl.kl_in=reward", "rl.kl_estimator=k1"],
+        ["rl.kl_in=loss", "rl.kl_estimator=k3"],
+    ),
+    ("distill.estimator", ["distill.estimator=sampled", "distill.top_k=9"], ["distill.estimator=exact"]),
+    ("rl.max_logprob_error", ["rl.max_logprob_error=0.5"], ["rl.max_logprob_error=1.5"]),
+    ("rl.curriculum", ["rl.curriculum=true", "data.shuffle=false"], ["data.shuffle=true"]),
+    ("reward.function", ['reward.function=["answer", "answer"]'], ['reward.function=["answer", "mine.py:score"]']),
+    ("critic.warmup_steps", ["rl.algorithm=ppo", "run.steps=4", "critic.warmup_steps=4"], ["critic.warmup_steps=3"]),
+    ("reward.function", ["reward.function=[]"], ["reward.function=answer"]),
+    ("reward.weights", ["reward.weights=[1.0, 2.0]"], ['reward.function=["answer", "mine.py:score"]']),
+    ("reward.overlong_buffer", ["reward.overlong_buffer=8"], ["reward.overlong_penalty=0.5"]),
+    (
+        "reward.overlong_buffer",
+        ["reward.overlong_buffer=64", "reward.overlong_penalty=1"],
+        ["reward.overlong_buffer=63"],
+    ),
+    ("reward.function", ["reward=env"], ["env=guess"]),
+    ("reward.model", ["reward=reward_model"], ["reward.model=rm"]),
+    ("reward.model", ["reward.model=rm"], ["reward=reward_model"]),
+    ("reward.options", ["reward.options.numeric.tolerance=0.1"], ["reward=numeric"]),
+    ("data.weights", ["data.weights=[1.0, 2.0]"], ['data.train=["a.jsonl", "b.jsonl"]']),
+    ("data.weights", ["data.weights=[0.0]"], ["data.weights=[1.0]"]),
+    ("data.weights", ["data.weights=[1.0]", "rl.curriculum=true"], ["rl.curriculum=false"]),
+    ("run.stall_s", ["env.name=guess", "env.timeout_s=400.0"], ["run.stall_s=406.0"]),
+    ("run.stall_s", ["run.stall_s=1.0"], ["run.stall_s=2.0"]),
+    ("rl.loss", ["rl.loss=reinforce", "rollout.staleness=1"], ["rl.correction=tis"]),
+    ("rollout.staleness", ["rollout.staleness=100"], ["rollout.staleness=99"]),
+    ("rollout.token_budget", ["rollout.token_budget=64"], ["rollout.token_budget=63"]),
+    ("rollout.token_budget", ["rollout.token_budget=9", "env.name=agent"], ["rollout.token_budget=0"]),
+    (
+        "preference.label_smoothing",
+        ["preference.loss=ipo", "preference.label_smoothing=0.1"],
+        ["preference.loss=dpo"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "wrong", "mended"), CONTRADICTIONS, ids=[f"{k} {w[0]}" for k, w, _ in CONTRADICTIONS])
+def test_a_contradiction_is_named_by_its_key_and_gone_when_it_is_mended(key, wrong, mended, tmp_path):
+    [line] = mistakes(tmp_path, "", *wrong)
+    reasons = {reason for _, reason in contradictions(Config()) if reason.startswith(f"{key}:")}
+    assert line.startswith(f"{key}: ") and line.endswith(f" ({tmp_path / 'recipe.toml'})")
+    assert (
+        key in ("rl.group_size", "rl.k", "rl.max_gen_batches", "reward.weights", "reward.options", "data.weights")
+        or line.rsplit(" (", 1)[0] in reasons
+    )
+    load(tmp_path, "", *wrong, *mended)
+
+
+def test_every_contradiction_is_among_those_tested():
+    there = Counter(reason.partition(":")[0] for _, reason in contradictions(Config()))
+    assert there - Counter(key for key, _, _ in CONTRADICTIONS) == Counter()
+
+
+def test_a_critic_may_stay_in_a_recipe_whose_algorithm_changes(tmp_path):
+    recipe = '[rl]\nalgorithm = "ppo"\n[critic]\npath = "x"\nwarmup_steps = 9\n'
+    assert load(tmp_path, recipe, "rl.algorithm=grpo").critic.path == "x"
+
+
+def test_the_defaults_of_rl_are_the_algorithm_they_name():
+    assert ALGORITHMS["grpo"].items() <= Config().rl.model_dump().items()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_fills_in_its_values_wherever_it_is_named_and_survives_the_round_trip(name, tmp_path):
+    in_file = load(tmp_path, f"[rl]\nalgorithm = '{name}'\n")
+    assert in_file == load(tmp_path, "", f"rl.algorithm={name}")
+    assert {**Config().rl.model_dump(), "algorithm": name, **ALGORITHMS[name]} == in_file.rl.model_dump()
+    assert load(tmp_path, to_toml(in_file)) == in_file
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_on_the_command_line_replaces_another_one_of_the_recipe_whole(name, tmp_path):
+    expected = load(tmp_path, "", f"rl.algorithm={name}")
+    for other in ALGORITHMS:
+        resolved = to_toml(load(tmp_path, f"[rl]\nalgorithm = '{other}'\n"))
+        assert load(tmp_path, resolved, f"rl.algorithm={name}") == expected
+
+
+def test_a_value_that_is_given_wins_over_the_algorithms(tmp_path):
+    rl = load(tmp_path, "[rl]\nalgorithm = 'dapo'\nclip_high = 0.5\n", "rl.max_gen_batches=3").rl
+    assert (rl.clip_high, rl.max_gen_batches, rl.aggregation) == (0.5, 3, "token_mean")
+
+
+def test_an_algorithm_on_the_command_line_spares_what_is_no_algorithms_or_stands_beside_it(tmp_path):
+    text = "[rl]\nalgorithm = 'gspo'\nclip_low = 0.1\nclip_high = 0.1\nprompts_per_step = 6\nkl_coef = 0.2\n"
+    for overrides in (["rl.algorithm=dapo", "rl.clip_high=0.4"], ["rl.clip_high=0.4", "rl.algorithm=dapo"]):
+        rl = load(tmp_path, text, *overrides).rl
+        assert (rl.algorithm, rl.clip_low, rl.clip_high, rl.max_gen_batches) == ("dapo", 0.2, 0.4, 8)
+        assert (rl.prompts_per_step, rl.kl_coef) == (6, 0.2)
+    assert load(tmp_path, text, "rl.prompts_per_step=4").rl.clip_low == 0.1  # no algorithm named: the recipe's stays
+
+
+@pytest.mark.parametrize("found", ["'drgrpo'", "3", "['grpo']"])
+def test_a_wrong_algorithm_is_told_with_all_there_are(found, tmp_path):
+    for text, overrides in ((f"[rl]\nalgorithm = {found}\n", []), ("", [f"rl.algorithm={found}"])):
+        [line] = mistakes(tmp_path, text, *overrides)
+        assert line.startswith("rl.algorithm (") and f"found {found}" in line
+        assert all(name in line for name in ALGORITHMS)
+
+
+def test_a_missing_recipe_is_a_users_error_that_names_it(tmp_path):
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(UserError, match="the recipe does not exist") as error:
+            load_config(path, [])
+        assert error.value.where == str(path)
+
+
+@pytest.mark.parametrize("content", [b"[rl\n", b"[rl]\ngroup_size = \n", b"[rl]\n[rl]\n", b"\xff\xfe"])
+def test_a_recipe_that_is_not_toml_is_a_users_error_that_names_it(content, tmp_path):
+    (tmp_path / "broken.toml").write_bytes(content)
+    with pytest.raises(UserError, match="not valid TOML") as error:
+        load_config(tmp_path / "broken.toml", [])
+    assert error.value.where == str(tmp_path / "broken.toml") and error.value.found
+
+
+@pytest.mark.parametrize(
+    "text", ["data.system=[INST] be brief", "reward.options.regex.pattern=[0-9]+", "data.system={a"]
+)
+def test_text_that_begins_with_a_bracket_is_text_where_the_key_takes_text(text):
+    assert text.partition("=")[2] in to_toml(load_config(None, ["reward=regex", text]))
+
+
+def test_the_next_command_of_an_error_exists(tmp_path):
+    with pytest.raises(UserError) as error:
+        load(tmp_path, "zzzz = 4\n")
+    assert error.value.next == "tandem plan --keys lists every key, as docs/config.md does"
+
+
+def test_every_default_survives_the_round_trip_through_toml(tmp_path):
+    text = to_toml(Config())
+    assert load(tmp_path, text) == Config()
+    written = {f"{section}.{name}" for section, fields in tomllib.loads(text).items() for name in fields}
+    assert written == {key for key, _, _ in describe()}
+
+
+@given(folder=TEXT, seed=st.integers(0, 2**62), stop=st.lists(TEXT.filter(bool)), temperature=st.floats(1e-300, 1e300))
+def test_any_value_survives_the_round_trip_through_toml(folder, seed, stop, temperature):
+    tree = Config().model_dump()
+    tree["run"] |= {"folder": folder, "seed": seed}
+    tree["rollout"] |= {"stop": stop, "temperature": temperature}
+    config = Config.model_validate(tree)
+    assert Config.model_validate(tomllib.loads(to_toml(config))) == config
+
+
+def test_every_leaf_has_a_help_and_defaults_that_are_valid_by_themselves():
+    leaves = describe()
+    assert len({key for key, _, _ in leaves}) == len(leaves) <= 150
+    assert all(help_text for _, _, help_text in leaves)
+    Config.model_validate(Config().model_dump())  # a default that breaks its own bounds would be found here
+
+
+def test_a_config_is_frozen():
+    config = Config()
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.seed = 1
+    with pytest.raises(ValueError, match="frozen"):
+        config.eval = Eval()
+    assert config.run == Run()

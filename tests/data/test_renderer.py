@@ -1,0 +1,504 @@
+"""Rendering with a byte-level tokenizer made here: 256 bytes, one merge, four special tokens, no network."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tandem.config.schema import Data
+from tandem.data.renderer import load_renderer
+from tandem.runtime.errors import UserError
+from tandem.types import Problem
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Like Qwen3: an empty thought before the last answer only.
+FORGETS_THOUGHTS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}",
+)
+# Like DeepSeek-R1: the prompt opens a thought that whole chats do not have.
+OPENS_THOUGHT = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def make_model(folder, template=CHATML, eos="<|im_end|>", generation=None):
+    """A directory with a tokenizer in which every byte is a token, and two line ends in a row are one.
+
+    It puts <|bos|> before a text unless told not to, as Llama's does.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "ĊĊ"])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|bos|>"])
+    bos = ("<|bos|>", core.token_to_id("<|bos|>"))
+    core.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[bos])
+    special = {"extra_special_tokens": ["<|im_start|>", "<|im_end|>", "<|bos|>"], "eos_token": eos}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **{k: v for k, v in special.items() if v})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return str(folder)
+
+
+def text_of(renderer, tokens):
+    return renderer.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+
+
+def ids(renderer, *tokens):
+    return tuple(sorted(renderer.tokenizer.convert_tokens_to_ids(list(tokens))))
+
+
+def error_of(call, *args):
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+# ---- prompts
+
+
+def test_a_prompt_is_what_transformers_makes_of_the_chat(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [{"role": "system", "content": "Sei kurz: é"}, user("1 + 1 =\n\n?")]
+    tokens = renderer.prompt(messages)
+    assert tokens.dtype == np.int64
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert tokens.tolist() == expected["input_ids"]
+    assert text_of(renderer, tokens).endswith("1 + 1 =\n\n?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_prompts_together_equal_prompts_one_by_one(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    chats = [[user("x" * n)] for n in range(1, 40)]
+    for together, chat in zip(renderer.prompts(chats), chats, strict=True):
+        assert np.array_equal(together, renderer.prompt(chat))
+
+
+def test_decode_leaves_special_tokens_out_and_text_as_it_is(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    tokens = renderer.tokenizer("<|im_start|>it 's é , done .<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert renderer.decode(np.array(tokens)) == "it 's é , done ."
+
+
+def test_a_template_that_prints_the_date_prints_the_same_every_day(tmp_path):
+    template = "\n{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d %H:%M') }}" + CHATML
+    renderer = load_renderer(make_model(tmp_path, template))
+    assert text_of(renderer, renderer.prompt([user("?")])).startswith("\n26 Jul 2024|2024-07-26 00:00<|im_start|>")
+    assert renderer.tokenizer.chat_template == template, "an exported model keeps its own template"
+
+
+# ---- the loss mask
+
+
+def test_loss_is_on_the_assistants_text_and_its_end_of_turn(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye\n\n!"), user("ok")]
+    tokens, loss_mask = renderer.training(messages)
+    assert (tokens.dtype, loss_mask.dtype, tokens.shape) == (np.int64, bool, loss_mask.shape)
+    assert text_of(renderer, tokens[loss_mask]) == "yo<|im_end|>bye\n\n!<|im_end|>"
+    whole = renderer.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert tokens.tolist() == whole
+
+
+def test_the_tokens_without_loss_before_a_turn_are_the_engines_prompt(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
+    tokens, loss_mask = renderer.training(messages)
+    starts = np.flatnonzero(np.diff(loss_mask.astype(int)) == 1) + 1
+    for start, turn in zip(starts, (1, 3), strict=True):
+        assert np.array_equal(tokens[:start], renderer.prompt(messages[:turn]))
+
+
+def test_trainings_together_equal_trainings_one_by_one(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    chats = [[user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))] for n in range(1, 30)]
+    for (tokens, loss_mask), chat in zip(renderer.trainings(chats), chats, strict=True):
+        alone, alone_mask = renderer.training(chat)
+        assert np.array_equal(tokens, alone)
+        assert np.array_equal(loss_mask, alone_mask)
+
+
+def test_a_template_that_forgets_thoughts_serves_one_turn_and_is_refused_for_two(tmp_path):
+    renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
+    tokens, loss_mask = renderer.training([user("hi"), assistant("yo")])
+    assert text_of(renderer, tokens[loss_mask]) == "<think></think>yo<|im_end|>"
+    message = error_of(renderer.training, [user("hi"), assistant("yo"), user("and?"), assistant("bye")])
+    assert message.startswith("the chat template rewrites an earlier turn when a later one follows")
+    header = len(renderer.prompt([user("hi")]))
+    assert f"message 3, token {header}\n" in message
+    assert "expected: 'stant\\n<think" in message
+    assert "found:    'stant\\nyo<|im_end|>" in message
+
+
+@pytest.mark.parametrize("after", [[], [user("ok")]], ids=["to the end", "with a message behind"])
+def test_the_loss_of_the_last_turn_is_on_that_turn_only(tmp_path, after):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye\n\n!"), *after]
+    tokens, loss_mask = renderer.training(messages, "last")
+    assert text_of(renderer, tokens[loss_mask]) == "bye\n\n!<|im_end|>"
+    assert np.array_equal(tokens[: int(np.argmax(loss_mask))], renderer.prompt(messages[:3]))
+    assert np.array_equal(tokens, renderer.training(messages)[0])
+
+
+def test_the_loss_of_all_is_on_every_token_but_the_first(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
+    tokens, loss_mask = renderer.training(messages, "all")
+    assert loss_mask.dtype == bool
+    assert loss_mask.tolist() == [False] + [True] * (len(tokens) - 1)
+    assert np.array_equal(tokens, renderer.training(messages)[0])
+
+
+@pytest.mark.parametrize("loss", ["assistant", "last", "all"])
+def test_the_loss_of_a_chat_does_not_depend_on_the_chats_beside_it(tmp_path, loss):
+    renderer = load_renderer(make_model(tmp_path))
+    chats = [[user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))] for n in range(1, 9)]
+    for (tokens, loss_mask), chat in zip(renderer.trainings(chats, loss), chats, strict=True):
+        alone, alone_mask = renderer.training(chat, loss)
+        assert np.array_equal(tokens, alone)
+        assert np.array_equal(loss_mask, alone_mask)
+
+
+def test_the_last_turn_can_be_trained_where_the_template_rewrites_earlier_ones_but_not_all(tmp_path):
+    renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
+    messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
+    tokens, loss_mask = renderer.training(messages, "last")
+    assert text_of(renderer, tokens[loss_mask]) == "<think></think>bye<|im_end|>"
+    assert np.array_equal(
+        tokens[~loss_mask][:-1], renderer.prompt(messages[:3])
+    )  # but for the line end behind the turn
+    assert "rewrites an earlier turn" in error_of(renderer.training, messages, "all")
+    rewritten = error_of(renderer.training, [*messages, user("ok")], "last")
+    assert "rewrites an earlier turn" in rewritten
+    assert "message 5, token" in rewritten
+
+
+def test_a_template_whose_prompt_is_no_start_of_the_whole_chat_is_refused(tmp_path):
+    message = error_of(load_renderer(make_model(tmp_path, OPENS_THOUGHT)).training, [user("hi"), assistant("yo")])
+    assert message.startswith("the chat template writes the assistant's header differently")
+    assert "message 2, token" in message
+
+
+def test_a_message_that_merges_with_the_header_is_refused(tmp_path):
+    message = error_of(load_renderer(make_model(tmp_path)).training, [user("hi"), assistant("\nyo")])
+    assert message.startswith("a message merges with the chat template's text before it")
+    assert "strip the spaces" in message
+
+
+def test_a_template_that_never_ends_the_turn_is_refused(tmp_path):
+    renderer = load_renderer(make_model(tmp_path, CHATML.replace("<|im_end|>", "")))
+    assert "does not end the assistant's turn" in error_of(renderer.training, [user("hi"), assistant("yo")])
+
+
+# ---- stop tokens
+
+
+def test_stop_tokens_come_from_tokenizer_generation_config_and_template(tmp_path):
+    one = load_renderer(make_model(tmp_path / "one"))
+    assert one.stop_token_ids == ids(one, "<|im_end|>")
+    two = load_renderer(make_model(tmp_path / "two", generation={"eos_token_id": [7, 9]}))
+    assert two.stop_token_ids == tuple(sorted((7, 9, *ids(two, "<|im_end|>"))))
+    base = load_renderer(make_model(tmp_path / "base", eos="<|end|>"))  # Qwen2.5's base models are like this
+    assert base.stop_token_ids == ids(base, "<|im_end|>", "<|end|>")
+    tokens, loss_mask = base.training([user("hi"), assistant("yo")])
+    assert text_of(base, tokens[loss_mask]) == "yo<|im_end|>"
+
+
+def test_a_model_without_any_end_of_turn_is_refused(tmp_path):
+    path = make_model(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}", eos=None)
+    assert "nothing ends the assistant's turn" in error_of(load_renderer, path)
+
+
+# ---- prompts that are too long
+
+
+def problems(*sizes):
+    return [Problem(uid=f"p/{n}", messages=(user("x" * n),), answer="") for n in sizes]
+
+
+def test_prompts_that_fit_are_kept_in_order(tmp_path, caplog):
+    renderer = load_renderer(make_model(tmp_path))
+    given = problems(3, 1, 2)
+    limit = len(renderer.prompt(given[0].messages))
+    assert renderer.check_lengths(given, Data(max_prompt_tokens=limit)) == given
+    assert not caplog.records
+
+
+def test_longer_prompts_are_an_error_that_counts_them_and_names_the_longest(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    limit = len(renderer.prompt([user("xx")]))
+    message = error_of(renderer.check_lengths, problems(1, 3, 9, 2), Data(max_prompt_tokens=limit))
+    assert message.startswith("2 of 4 prompts of data.train are longer than data.max_prompt_tokens")
+    assert f"{limit + 7} tokens in 'p/9'" in message
+    assert f"data.max_prompt_tokens={limit + 7} or data.long_prompts=drop" in message
+
+
+def test_longer_prompts_are_dropped_and_reported(tmp_path, caplog):
+    renderer = load_renderer(make_model(tmp_path))
+    config = Data(max_prompt_tokens=len(renderer.prompt([user("xx")])), long_prompts="drop")
+    assert [p.uid for p in renderer.check_lengths(problems(1, 3, 9, 2), config)] == ["p/1", "p/2"]
+    assert "2 of 4 prompts" in caplog.text
+    assert "long_prompts" not in error_of(renderer.check_lengths, problems(8, 9), config), "dropping all is no way out"
+
+
+# ---- models and templates that cannot be used
+
+
+@pytest.mark.parametrize("path", ["", "/nowhere/model", "./nowhere", "../nowhere", "runs/warm/hf", "tests/nowhere"])
+def test_a_missing_model_directory_is_told_without_asking_the_hub(path):
+    assert "the model directory does not exist" in error_of(load_renderer, path), "it asked the hub"
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # enough for AutoTokenizer to make up an empty one
+    assert "the model directory has no tokenizer" in error_of(load_renderer, str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", '{"a": 1}', "[1]"])
+def test_a_damaged_tokenizer_is_refused(tmp_path, content):
+    path = make_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    assert "the tokenizer cannot be loaded" in error_of(load_renderer, path)
+
+
+def test_a_damaged_generation_config_is_refused(tmp_path):
+    path = make_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    assert "the generation config cannot be read" in error_of(load_renderer, path)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
+    message = error_of(load_renderer, make_model(tmp_path, None))
+    assert message.startswith("the tokenizer has no chat template")
+    assert "next:     copy chat_template.jinja" in message
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in %}", "TemplateSyntaxError"),
+        ("{{ messages.nothing.more }}", "UndefinedError"),
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+    ],
+)
+def test_a_template_that_fails_is_a_users_error(tmp_path, template, said):
+    message = error_of(load_renderer, make_model(tmp_path, template))
+    assert message.startswith("the chat template refuses a chat")
+    assert said in message
+
+
+# ---- the sandbox and its cap
+
+THOUGHTFUL = """
+{%- macro turn(m, open=true) %}<|im_start|>{{ m.role }}
+{{ m['content'] | trim }}{% if open %}<|im_end|>
+{% endif %}{% endmacro -%}
+{%- set ns = namespace(last=-1, text='') %}
+{% for m in messages %}
+    {% if loop.index0 > 50 %}{% break %}{% endif %}
+    {% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+    {% set ns.text = ns.text + m.content[:3] ~ '/' ~ loop.index %}
+{% endfor %}
+{% set head %}  {{ messages | length }} & <{{ dict(a=1, b='é<') | tojson }}>{{ {'z': [1, none]} | tojson(indent=1) }}{% endset %}
+{{ head | upper }}{{ ns.text }}|{{ ns.last * 2 }}{{ '-' * 3 }}{{ [1, 2] + [3] }}{{ bos_token }}{{ eos_token }}
+{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ turn(m) }}{% endgeneration %}{% else %}
+{{- turn(m) }}{% endif %}{% if m.reasoning_content is defined %}({{ m.reasoning_content }},{{ m.thinking }}){% endif %}
+{% endfor %}
+{% for m in messages recursive %}{{ m.role }}{% endfor %}
+{% call(x) twice() %}[{{ x }}]{% endcall %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}{{ tools is none }}{{ nothing is defined }}"""
+THOUGHTFUL = "{% macro twice() %}{{ caller(1) }}{{ caller('b') }}{% endmacro %}" + THOUGHTFUL
+
+
+MANY_WAYS = """
+{{- messages[0].content.split()[-1].strip('x').upper().ljust(9, '.').replace('.', '-', 2) }}|{{ 'ab'.join(['1', '2']) }}
+{{ '%s is %5.2f%% %(x)s' % 'a' if false else '%s is %5.2f%%' % ('a', 2.5) }}|{{ '{:>6}{a}{0[0]}'.format('ab', a=1) }}
+|{{ '%d' | format(3) }}
+{{ [3, 1, 2] | sort(reverse=true) | join(', ') }}|{{ messages | map(attribute='role') | join('/') }}
+|{{ 1212 | replace(12, 3) }}
+{{ range(7) | batch(linecount=3, fill_with='-') | list }}{{ range(7) | slice(3) | list }}
+{{ 2.567 | round(precision=1, method='floor') }}
+{{ 'a long text that is cut' | truncate(length=12, killwords=true, end='~', leeway=0) }}
+|{{ 'a\nb' | indent(width=2, first=true) }}
+{{ 'x' | center(width=5) }}|{{ ' xax ' | trim(' x') }}|{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
+{{ messages | groupby('role') | map('first') | list }}{{ {'b': 1, 'a': [2]} | dictsort }}{{ {'a': 1}.items() | list }}
+{{ 'ff' | int(base=16) }}
+{{ [1, [2]] + [(3, {'a': none})] }}{{ messages[-1:][0]['content'] in messages[0].content }}{{ 'b' in {'b': 1} }}
+{{ messages == [] }}
+{{ 2 ** 10 }}{{ 7 % 4 }}{{ [1, 2, 2] | unique | sum }}{{ 'é' | urlencode }}{{ '<a>' | e }}{{ 'a b' | wordcount }}
+{{ 'abc'[::-1] }}
+{{ cycler('a', 'b').next() }}{% set j = joiner(',') %}{{ j() }}{{ j() }}{{ dict(a=1) | tojson(indent=2) }}
+{{ 'a' is in ['a'] }}
+{% for k, v in {'a': 1, 'b': 2}.items() if v > 1 %}{{ loop.index }}{{ k }}{{ loop.last }}{{ loop.cycle('x', 'y') }}
+{% endfor %}
+{% macro m(a) %}{{ a }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1, 2, b=3) }}{{ messages[0].get('name', 'none') }}
+{{ 'é'.isascii() }}"""
+
+
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, FORGETS_THOUGHTS, THOUGHTFUL, MANY_WAYS],
+    ids=["chatml", "thoughts", "everything", "many ways"],
+)
+@pytest.mark.parametrize("open_turn", [True, False])
+def test_a_capped_rendering_is_what_transformers_renders(tmp_path, template, open_turn):
+    renderer = load_renderer(make_model(tmp_path, template))
+    chats = [
+        [user("1 < 2 & é\n")],
+        [user("a"), {**assistant(" b "), "thinking": "hm"}, user("c"), {**assistant("d"), "reasoning": "so"}],
+        [{"role": "system", "content": "{{ 7 * 7 }}", "name": None}, user("{% raw %}"), *[user("x")] * 60],
+    ]
+    for chat in chats:
+        expected = renderer.tokenizer.apply_chat_template(chat, add_generation_prompt=open_turn, tokenize=False)
+        assert renderer._text(chat, open_turn=open_turn) == expected
+
+
+LONG = "{% for i in range(99999) %}{{ 'twelve bytes' * 9 }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LONG,
+        f"{{% macro all() %}}{LONG}{{% endmacro %}}{{{{ all() | length }}}}",
+        f"{{% set all %}}{LONG}{{% endset %}}{{{{ all | length }}}}",
+        f"{{% filter length %}}{LONG}{{% endfilter %}}",
+        f"{{% macro all() %}}{{{{ caller() | length }}}}{{% endmacro %}}{{% call all() %}}{LONG}{{% endcall %}}",
+        f"{{% generation %}}{LONG}{{% endgeneration %}}",
+        "{{ ('x' * 10 ** 12) | length }}",
+        "{{ (10 ** 12 * [1]) | length }}",
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    ],
+)
+def test_a_template_that_writes_too_much_is_stopped_on_the_way(tmp_path, template):
+    message = error_of(load_renderer, make_model(tmp_path, template))
+    assert message.startswith("the chat template writes too long a text")
+    assert "4,194,304 characters" in message
+
+
+def test_a_chat_of_almost_the_cap_is_rendered(tmp_path):
+    renderer = load_renderer(make_model(tmp_path))
+    assert len(renderer._text([user("x" * 4_194_200)], open_turn=True)) < 4_194_304
+    assert "too long a text" in error_of(renderer.prompt, [user("x" * 4_194_304)])
+
+
+@pytest.mark.parametrize("name", ["_x", "__init__"])
+def test_a_namespace_of_a_template_has_no_private_names(tmp_path, name):
+    template = f"{{% set n = namespace(**{{'{name}': 1}}) %}}" + CHATML
+    assert "SecurityError" in error_of(load_renderer, make_model(tmp_path, template))
+
+
+# ---- turns, one after the other
+
+LLAMA = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}<|bos|>\n\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|bos|>\n\n{% endif %}"
+)
+# The user's turn in brackets, the assistant's ended by eos after a space, nothing written as its header.
+BRACKETS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }} <|im_end|>{% else %}[{{ m['content'] }}]"
+    "{% endif %}{% endfor %}"
+)
+# As Qwen's: tool answers next to each other share one user's turn, and the tools stand in the system message.
+GROUPED_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user\n{% endif %}"
+    "<tool_response>{{ m['content'] }}</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
+CONVERSATION = [
+    user("q"),
+    assistant("one\n"),
+    tool("<b> é"),
+    tool("again"),
+    assistant("tandem"),
+    user("tandem\n\n"),
+    assistant("x"),
+]
+
+
+def grown(renderer, messages, tools=()):
+    """The tokens of a chat as an episode has them: each of the assistant's texts encoded alone, and turns appended."""
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    tokens = list(renderer.prompts([messages[: turns[0]]], tools)[0])
+    for n, i in enumerate(turns):
+        tokens += renderer.tokenizer(messages[i]["content"], add_special_tokens=False)["input_ids"]
+        if i + 1 < len(messages):
+            tokens += list(renderer.turn(messages[i + 1 : turns[n + 1]]))
+    return np.array([*tokens, renderer.tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, GROUPED_TOOLS], ids=["chatml", "llama", "grouped"])
+def test_turns_that_are_appended_are_the_chat_as_the_template_writes_it(tmp_path, template):
+    renderer = load_renderer(make_model(tmp_path, template))
+    messages = CONVERSATION if template is not LLAMA else [{**m, "content": m["content"].strip()} for m in CONVERSATION]
+    for end in (2, 5, 7):
+        chat = messages[:end]
+        assert renderer.difference(chat, grown(renderer, chat)) == ""
+        whole, _ = renderer.training(chat, loss="all")
+        assert np.array_equal(whole[: len(grown(renderer, chat))], grown(renderer, chat))
+
+
+def test_the_tools_stand_where_the_template_has_them_and_else_in_a_system_message(tmp_path):
+    renderer = load_renderer(make_model(tmp_path / "a", GROUPED_TOOLS))
+    assert text_of(renderer, renderer.prompts([[user("q")]], [TOOL])[0]).startswith('<|im_start|>system\n[{"type"')
+    assert renderer.difference(CONVERSATION, grown(renderer, CONVERSATION, [TOOL]), [TOOL]) == ""
+    plain = load_renderer(make_model(tmp_path / "b"))
+    for chat in ([user("q")], [{"role": "system", "content": "Be kind."}, user("q")]):
+        text = text_of(plain, plain.prompts([chat], [TOOL])[0])
+        assert text.count("<|im_start|>system\n") == 1 and json.dumps(TOOL) in text and "<tool_call>" in text
+        assert text.startswith("<|im_start|>system\n" + "Be kind.\n\n" * (len(chat) - 1) + "# Tools")
+    assert plain.difference(CONVERSATION, grown(plain, CONVERSATION, [TOOL]), [TOOL]) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "chat"),
+    [
+        (FORGETS_THOUGHTS, [user("q"), assistant("a"), user("r"), assistant("b")]),
+        (OPENS_THOUGHT, CONVERSATION[:2]),
+        (BRACKETS, CONVERSATION[:2]),
+    ],
+    ids=["forgets", "opens", "brackets"],
+)
+def test_where_a_template_writes_a_chat_differently_the_first_difference_is_named(tmp_path, template, chat):
+    renderer = load_renderer(make_model(tmp_path, template))
+    tokens = grown(renderer, chat)
+    [whole] = renderer._encode([renderer._text(chat, open_turn=False)])
+    at = next(n for n, (a, b) in enumerate(zip(whole, tokens, strict=False)) if a != b)
+    assert renderer.difference(chat, tokens).startswith(f"token {at}: the episode has '")
+
+
+def test_a_turn_of_a_template_that_never_ends_one_is_refused(tmp_path):
+    renderer = load_renderer(make_model(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}"))
+    assert "does not end the assistant's turn" in error_of(renderer.turn, [user("b")])

@@ -1,0 +1,139 @@
+"""The page cache: what is found again, what is shared, copied, evicted, and that nothing is lost count of."""
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.page_cache import BEGINNING, PageCache, past_after
+from tandem.model.paged_attention import PAGE
+from tests.support.tiny import exact_model
+
+MODEL = exact_model("qwen3")
+SIZE = PageCache(MODEL, 1 << 24).page_bytes
+
+
+def cache_of(pages):
+    return PageCache(MODEL, pages * SIZE)
+
+
+def tokens(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 90, count).astype(np.int64)
+
+
+def write(cache, sequence, shared=()):
+    """Take pages for a sequence behind the shared ones and fill them, as if it had run; returns all its pages."""
+    pages = list(shared)
+    while (start := len(pages) * PAGE) < len(sequence):
+        pages.append(cache.take(cache.past_of_next(pages[-1]) if pages else BEGINNING))
+        cache.plan(pages, sequence[: start + PAGE], start)
+    at = np.arange(len(shared) * PAGE, len(sequence))
+    cache.fill(np.array(pages)[at // PAGE], at % PAGE, sequence[at])
+    for page, offset, token in zip(np.array(pages)[at // PAGE], at % PAGE, sequence[at], strict=True):
+        cache.keys[0][page, :, offset] = float(token)
+        cache.values[0][page, :, offset] = -float(token)
+    return pages
+
+
+def test_the_bytes_are_those_of_the_arithmetic():
+    cache = cache_of(7)
+    layers, (_, kv_heads, size) = MODEL.config.num_hidden_layers, MODEL.heads
+    assert cache.page_bytes == layers * 2 * kv_heads * size * 4 * 128
+    assert sum(t.numel() * 4 for t in (*cache.keys, *cache.values)) == 7 * cache.page_bytes
+    assert PageCache(MODEL, 8 * SIZE - 1).count == 7
+
+
+def test_a_sequence_is_found_again_but_for_its_last_token():
+    cache, sequence = cache_of(4), tokens(300)
+    pages = write(cache, sequence)
+    match = cache.match(sequence)
+    assert (match.pages, match.tail, match.tail_length, match.length) == (pages[:2], pages[2], 43, 299)
+    longer = cache.match(np.concatenate([sequence, tokens(200, 1)]))
+    assert longer.length == 300
+    assert cache.match(sequence[:129]).pages == pages[:1] and cache.match(sequence[:128]).length == 127
+    assert cache.match(sequence[:1]).length == 0
+
+
+def test_the_first_different_token_ends_a_match():
+    cache, sequence = cache_of(8), tokens(300)
+    write(cache, sequence)
+    for at in (0, 1, 127, 128, 200):
+        other = sequence.copy()
+        other[at] += 1
+        assert cache.match(other).length == at
+        write(cache, other)  # and a second sequence beside it is told apart
+        assert cache.match(other).length == 299
+        cache = cache_of(8)
+        write(cache, sequence)
+
+
+def test_a_copy_of_the_equal_part_has_its_keys_values_and_tokens():
+    cache, sequence = cache_of(3), tokens(100)
+    [page] = write(cache, sequence)
+    target = cache.take(BEGINNING)
+    cache.copy(page, target, 40)
+    assert torch.equal(cache.keys[0][target, 0, :40, 0], torch.from_numpy(sequence[:40]).float())
+    assert torch.equal(cache.values[0][target, 0, :40, 0], -torch.from_numpy(sequence[:40]).float())
+    assert not cache.keys[0][target, :, 40:].any()
+    assert cache.match(np.concatenate([sequence[:40], [95, 95]])).length == 40
+
+
+def test_released_pages_stay_cached_until_room_is_short_and_the_oldest_leaf_goes_first():
+    cache, old, new = cache_of(4), tokens(200), tokens(200, 1)
+    first = write(cache, old)
+    second = write(cache, new)
+    cache.release(first)
+    cache.release(second)
+    assert (cache.available, cache.cached) == (4, 4)
+    cache.take(BEGINNING)
+    assert cache.match(old).length == 128 and cache.match(new).length == 199  # the leaf of the older one went
+    cache.take(BEGINNING)
+    assert cache.match(old).length == 0 and cache.match(new).length == 199
+    assert (cache.available, cache.cached) == (2, 2)
+
+
+def test_a_shared_page_is_free_only_when_all_have_let_go():
+    cache, sequence = cache_of(2), tokens(200)
+    pages = write(cache, sequence)
+    cache.hold(pages[:1])
+    cache.release(pages)
+    assert cache.available == 1
+    cache.release(pages[:1])
+    assert cache.available == 2
+
+
+def test_what_is_planned_is_coming_and_forgotten_when_it_was_never_computed():
+    cache, sequence = cache_of(3), tokens(300)
+    pages, past = [], BEGINNING
+    for at in range(0, 300, PAGE):
+        pages.append(cache.take(past))
+        past = past_after(past, sequence[at : at + PAGE])
+    cache.plan(pages, sequence, 0)
+    assert (cache.match(sequence).length, cache.match(sequence).coming) == (0, 299)
+    at = np.arange(150)
+    cache.fill(np.array(pages)[at // PAGE], at % PAGE, sequence[at])
+    assert (cache.match(sequence).length, cache.match(sequence).coming) == (150, 299)
+    cache.release(pages)
+    assert (cache.match(sequence).length, cache.match(sequence).coming) == (150, 150)
+    assert (cache.available, cache.cached) == (3, 2)
+
+
+def test_a_flush_forgets_everything_and_is_refused_while_a_page_is_held():
+    cache, sequence = cache_of(3), tokens(300)
+    pages = write(cache, sequence)
+    with pytest.raises(AssertionError, match="held across a change of weights"):
+        cache.flush()
+    cache.release(pages)
+    cache.flush()
+    assert cache.match(sequence).length == 0 and (cache.available, cache.cached) == (3, 0)
+    assert write(cache, sequence) == pages
+
+
+def test_of_two_equal_pages_computed_at_once_either_leads_on_and_one_may_go():
+    cache, first, second = cache_of(4), tokens(200), tokens(200)
+    second[150:] = tokens(50, 1)
+    one, other = write(cache, first), write(cache, second)  # the first page twice
+    assert cache.match(first).length == cache.match(second).length == 199
+    cache.release(one)
+    cache.take(BEGINNING)
+    cache.take(BEGINNING)  # both pages of the first are gone
+    assert cache.match(second).length == 199 and cache.match(second).pages == other[:1]

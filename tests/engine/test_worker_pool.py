@@ -1,0 +1,478 @@
+"""Rollout workers: the same bits as the inline engine, whoever is killed, stopped, crashed, or wrong.
+
+Most tests run workers that have no model (odd_worker.py); the real ones are started once.
+"""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.engine import Engine
+from tandem.engine.worker_pool.pool import Workers
+from tandem.engine.worker_pool.protocol import (
+    Garbage,
+    completion_message,
+    decode,
+    encode,
+    identity_of,
+    read_completion,
+    read_request,
+    request_message,
+)
+from tandem.model.load import load_model
+from tandem.model.tiny import make_tiny
+from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.runtime.errors import UserError
+from tandem.types import Completion, Request, SamplingParams
+from tandem.weights.shared import SharedWeights
+from tests.support.odd_worker import POISON, LightEngine
+from tests.support.working import DEADLINE_S, all_idle, bits, groups, odd_workers, request, run, until
+
+ROOT = Path(__file__).parent.parent.parent
+# ---- the wire
+
+
+def everything(**changes):
+    begun = Completion(
+        tokens=np.array([7, 2], np.int64), logprobs=np.array([0xFFC12345, 0x80000000], np.uint32).view(np.float32),
+        weight_versions=np.array([3, 4], np.int32), text="3\udc80\n", stop_reason="paused",
+        top_tokens=np.array([[7, 1, 5], [2, 3, 4]]), top_logprobs=np.array([[-0.0, np.nan, -np.inf]] * 2, np.float32),
+    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=9, temperature=0.1, top_k=3, top_p=0.7, min_p=0.01, repetition_penalty=1.3,
+                            stop=("a\nb", "é"), stop_token_ids=(4, 5), top_logprobs=3)  # fmt: skip
+    whole = Request(key=2**64 - 3, prompt=np.array([2**40, 1], np.int64), params=params, drawn=11, begun=begun,
+                    pause_after=6)  # fmt: skip
+    return replace(whole, **changes)
+
+
+def test_every_field_of_a_request_and_of_a_completion_arrives_with_its_bits():
+    sent = everything()
+    for value in (sent, sent.begun, sent.params):  # a new field must be given a value here, and then arrive
+        unset = [f.name for f in fields(value) if getattr(value, f.name) is f.default]
+        assert unset == []
+    got = read_request(decode(encode(request_message(7, sent))))
+    assert bits(got.begun, text=True) == bits(sent.begun, text=True)
+    assert got.prompt.tobytes() == sent.prompt.tobytes() and got.prompt.dtype == np.int64
+    for f in fields(sent):
+        assert f.name in ("prompt", "begun") or getattr(got, f.name) == getattr(sent, f.name)
+    assert identity_of(got) == identity_of(sent)
+
+
+def test_a_completion_without_tokens_and_one_without_likeliest_tokens_keep_their_shapes():
+    for count, rows in ((0, 0), (3, 0), (3, 3)):
+        sent = Completion(
+            tokens=np.zeros(count, np.int64), logprobs=np.zeros(count, np.float32), text="", stop_reason="cancelled",
+            weight_versions=np.zeros(count, np.int32), top_tokens=np.zeros((rows, 0), np.int64),
+            top_logprobs=np.zeros((rows, 0), np.float32),
+        )  # fmt: skip
+        assert bits(read_completion(decode(encode(completion_message(1, "", sent))))) == bits(sent)
+
+
+def test_the_identity_tells_prompt_key_turn_and_what_had_begun():
+    whole = everything()
+    others = [everything(prompt=whole.prompt[::-1]), everything(key=1), everything(drawn=12), everything(begun=None)]
+    assert len({identity_of(request) for request in (whole, *others)}) == 5
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"7", b"\xff\x00"])
+def test_what_is_no_message_is_garbage(line):
+    with pytest.raises(Garbage):
+        decode(line)
+
+
+def test_a_completion_with_columns_of_different_lengths_is_garbage():
+    message = completion_message(7, "", everything().begun)
+    for broken in ({**message, "tokens": message["weight_versions"][:8]}, {**message, "logprobs": "?"}, {"text": ""}):
+        with pytest.raises(Garbage):
+            read_completion(broken)
+
+
+# ---- workers without a model
+
+
+def expected(workers, requests):
+    """What one engine in this process makes of them."""
+    engine = LightEngine()
+    engine.version = workers.weight_version
+    engine.weights = workers.published.hash_of(engine.version)
+    running = [engine.submit(request) for request in requests]
+    while engine.has_work:
+        for one in list(engine.running):
+            engine.sample(one)
+    return [bits(one.completion) for one in running]
+
+
+def require_same_bits(workers, requests, between=lambda: None):
+    assert [bits(completion) for completion in run(workers, requests, between)] == expected(workers, requests)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_any_number_of_workers_gives_the_same_bits_before_and_after_new_weights(count):
+    with odd_workers(count=count) as workers:
+        require_same_bits(workers, groups(6))
+        workers.apply(1)
+        require_same_bits(workers, groups(6))
+        assert expected(workers, groups(6)) != [bits(c) for c in run(workers, groups(6, max_new_tokens=19))]
+        assert workers.restarted == 0 and workers.weight_version == 1
+
+
+def test_work_is_spread_evenly_and_samples_of_a_prompt_and_turns_of_an_episode_stay_together():
+    with odd_workers(max_batch=64) as workers:
+        until(workers, lambda: all_idle(workers))
+        made_by = [completion.text for completion in run(workers, groups(4))]
+        assert all(len(set(made_by[at : at + 4])) == 1 for at in range(0, 16, 4))
+        assert sorted(made_by.count(who) for who in set(made_by)) == [8, 8]
+        later = [replace(r, prompt=np.arange(n + 9), drawn=20) for n, r in enumerate(groups(4))]
+        assert [completion.text for completion in run(workers, later)] == made_by
+        one_prompt = [request(100 + n, (7, 7)) for n in range(8)]  # but nobody is idle for the sake of it
+        alone = [completion.text for completion in run(workers, one_prompt)]
+        assert sorted(alone.count(who) for who in set(alone)) == [4, 4]
+
+
+def test_a_worker_has_no_more_requests_than_it_runs_at_once():
+    with odd_workers(max_batch=3) as workers:
+        until(workers, lambda: all_idle(workers))
+        seen = []
+        require_same_bits(workers, groups(5), lambda: seen.append(max(w.requests for w in workers.status())))
+        assert max(seen) == 3
+
+
+def test_a_request_that_no_engine_has_room_for_is_refused_at_once():
+    with odd_workers(count=1) as workers:
+        run(workers, [request(0, range(236))])
+        with pytest.raises(UserError, match="longer than an engine can hold"):
+            workers.submit(request(0, range(237)))
+
+
+def test_a_cancelled_request_ends_with_nothing_and_the_others_as_they_would():
+    with odd_workers(max_batch=2) as workers:
+        until(workers, lambda: all_idle(workers))
+        requests = groups(2)
+        tickets = [workers.submit(request) for request in requests]
+        workers.step()
+        for ticket in tickets[:6]:  # four of them are with a worker
+            workers.cancel(ticket)
+        assert {(t.completion.stop_reason, len(t.completion.tokens)) for t in tickets[:6]} == {("cancelled", 0)}
+        until(workers, lambda: all(ticket.completion for ticket in tickets))
+        assert [bits(ticket.completion) for ticket in tickets[6:]] == expected(workers, requests)[6:]
+        until(workers, lambda: all_idle(workers))  # every cancelled one was answered for
+        workers.apply(1)
+        require_same_bits(workers, requests)
+
+
+def test_new_weights_under_a_running_request_are_a_bug():
+    with odd_workers() as workers:
+        ticket = workers.submit(request(0))
+        with pytest.raises(RuntimeError, match="under way"):
+            workers.apply(1)
+        until(workers, lambda: ticket.completion)
+
+
+# ---- faults
+
+
+@contextmanager
+def struck(workers, state, how):
+    """While this context lasts, the first worker seen in that state gets a signal; the list has its number and pid."""
+    hit, over = [], threading.Event()
+
+    def look():
+        while not hit and not over.is_set():
+            for worker in workers.status():
+                if worker.state == state and not hit:
+                    os.kill(worker.pid, how)
+                    hit.append(worker)
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield hit
+    finally:
+        over.set()
+        thread.join()
+
+
+def require_replaced(workers, hit):
+    """The witness: that process is gone, and another has its number."""
+    [worker] = hit
+    until(workers, lambda: workers.status()[worker.number].pid != worker.pid)
+    assert not Path(f"/proc/{worker.pid}").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_killed_or_stopped_in_any_state_changes_no_bit(how):
+    with odd_workers(count=3, heartbeat_s=1.0, restarts=40) as workers:
+        for state, version in (("starting", 0), ("idle", 0), ("serving", 0), ("syncing", 1)):
+            if state != "starting":
+                until(workers, lambda: all_idle(workers))
+            lost = workers.restarted
+            with struck(workers, state, how) as hit:
+                while not hit and state in ("starting", "idle"):
+                    time.sleep(0.001)
+                workers.apply(version)
+                require_same_bits(workers, groups(12, max_new_tokens=40))
+            require_replaced(workers, hit)
+            assert workers.restarted > lost
+            assert any(f"worker {hit[0].number} (process {hit[0].pid}) was lost" in told for told in workers.reports)
+        assert workers.handed_over > 0 and workers.weight_version == 1
+
+
+@pytest.mark.parametrize("fault", ["crash", "garbage"])
+def test_a_worker_that_crashes_or_writes_garbage_is_replaced_and_changes_no_bit(fault, tmp_path):
+    file = tmp_path / "fault"
+    file.touch()
+    with odd_workers(fault=fault, file=file, restarts=1) as workers:
+        until(workers, lambda: all_idle(workers))
+        require_same_bits(workers, groups(8))
+        assert not file.exists() and workers.restarted == 1 and workers.handed_over > 0
+        assert {"crash": "exit code 1", "garbage": "no message"}[fault] in workers.reports[0]
+
+
+def test_a_worker_in_an_endless_loop_is_killed_and_the_report_says_where_it_was(tmp_path):
+    file = tmp_path / "fault"
+    file.touch()
+    with odd_workers(fault="spin", file=file, heartbeat_s=1.0, restarts=20) as workers:
+        until(workers, lambda: all_idle(workers))
+        require_same_bits(workers, groups(4))
+        assert "no sign of life for 1 s" in workers.reports[0] and "in spin" in workers.reports[0]
+
+
+def test_a_driver_that_does_not_listen_for_a_while_takes_nobody_for_silent():
+    with odd_workers(heartbeat_s=1.2) as workers:
+        until(workers, lambda: all_idle(workers))
+        time.sleep(1.5)
+        require_same_bits(workers, groups(4))
+        assert workers.restarted == 0
+
+
+def test_ctrl_c_in_the_terminal_is_not_for_a_worker():
+    with odd_workers() as workers:
+        until(workers, lambda: all_idle(workers))
+        for worker in workers.status():
+            os.kill(worker.pid, signal.SIGINT)
+            assert os.getsid(worker.pid) != os.getsid(0)
+        require_same_bits(workers, groups(4))
+        assert workers.restarted == 0
+
+
+def test_a_request_that_kills_every_worker_ends_the_run_with_what_the_last_one_said():
+    with odd_workers(fault="poison", restarts=3) as workers:
+        with pytest.raises(UserError, match="again and again") as caught:
+            run(workers, [*groups(1), request(99, (POISON,))])
+        assert workers.restarted == 3
+        assert "RuntimeError: it was poison" in caught.value.found and "exit code 1" in caught.value.where
+
+
+def test_a_worker_with_other_weights_is_found_before_it_is_given_a_request():
+    with odd_workers(fault="other weights", count=1) as workers:
+        workers.submit(request(0))
+        with pytest.raises(UserError, match="the engine's weights differ from the trainer's") as caught:
+            until(workers, lambda: workers.status()[0].requests)
+    assert "weight version 0" in caught.value.where and len(caught.value.found) == len(caught.value.expected) == 64
+    assert workers.published.hash_of(0) == caught.value.expected
+
+
+def test_a_completion_of_another_request_is_found():
+    with odd_workers(fault="swap", count=1) as workers, pytest.raises(UserError, match="made for another request"):
+        run(workers, [request(0), request(1)])  # of one prompt
+
+
+def test_a_completion_of_older_weights_is_found():
+    with odd_workers(fault="stale", count=1) as workers:
+        require_same_bits(workers, groups(1))
+        workers.apply(1)
+        with pytest.raises(UserError, match="other weights than those applied"):
+            run(workers, groups(1))
+
+
+def test_what_a_worker_refuses_is_the_users_error_and_no_restart():
+    with odd_workers(fault="refuse", restarts=5) as workers:
+        with pytest.raises(UserError, match="the model cannot be loaded") as caught:
+            run(workers, groups(1))
+        assert (caught.value.found, caught.value.next, workers.restarted) == ("nothing", "ls", 0)
+
+
+DRIVER = """
+from tests.support.working import groups, odd_workers, until
+with odd_workers(fault="spin", count=2) as workers:
+    print(*(worker.pid for worker in workers.status()), flush=True)
+    [workers.submit(request) for request in groups(2)]
+    until(workers, lambda: {worker.state for worker in workers.status()} == {"serving"})
+    print("serving", flush=True)
+    until(workers, lambda: False)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker ends with its socket, after its pass")
+def test_no_worker_outlives_a_driver_that_is_killed_not_even_one_in_an_endless_loop():
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert driver.stdout.readline() == "serving\n" and all(Path(f"/proc/{pid}").exists() for pid in pids)
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    ends = time.monotonic() + DEADLINE_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_closing_leaves_no_process_and_no_descriptor():
+    gc.collect()  # of what earlier tests left, which may also go while this one runs
+    before = set(os.listdir("/dev/fd"))
+    with odd_workers(count=3) as workers:
+        pids = [worker.pid for worker in workers.status()]
+        run(workers, groups(2))
+    for file in workers.published.files.values():
+        file.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert set(os.listdir("/dev/fd")) <= before
+
+
+def test_whoever_generates_while_the_workers_are_closed_gets_an_error_and_starts_no_other():
+    with odd_workers(restarts=100) as workers:
+        until(workers, lambda: all_idle(workers))
+        pids = [worker.pid for worker in workers.status()]
+        errors = []
+
+        def generate():
+            try:
+                run(workers, groups(50, max_new_tokens=200))
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        while not all(worker.state == "serving" for worker in workers.status()):
+            time.sleep(0.001)
+        workers.close()
+        thread.join(DEADLINE_S)
+        assert len(errors) == 1 and not isinstance(errors[0], AssertionError)
+        assert workers.status() == [] and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+# ---- workers with a model
+
+
+class Crossing(SharedWeights):
+    """Sends the weights of another version when told to."""
+
+    crossed = False
+
+    def descriptor(self, version):
+        return super().descriptor(version - self.crossed)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """(two real workers, an engine with the same model in this process, shared weights)"""
+    path = str(tmp_path_factory.mktemp("model"))
+    make_tiny(path, hidden=64, layers=2, intermediate=128)
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    engine = Engine(model, lambda tokens: decode_text(tokenizer, tokens), cache_bytes=4 << 20, max_batch=8)
+    shared = Crossing(model.merged_weights())
+    shared.publish(0, model.merged_weights())
+    with Workers(
+        model_path=path, cache_mb=4, max_batch=8, longest=engine.longest, count=2, heartbeat_s=60.0, restarts=2,
+        weights=shared, report=lambda text: None,
+    ) as workers:  # fmt: skip
+        workers.apply(0)
+        engine.apply(0)
+        yield workers, engine, shared
+    shared.close()
+
+
+@pytest.mark.parametrize(("fault", "gap"), [("none", 0.0), ("gap", 1e-6), ("no number", np.nan)])
+def test_the_largest_gap_of_all_workers_is_told(fault, gap):
+    with odd_workers(fault=fault) as workers:
+        run(workers, groups(3))
+        np.testing.assert_equal(workers.logprob_gap(), gap)
+        run(workers, groups(2))
+
+
+def test_a_worker_that_is_lost_while_it_checks_has_nothing_to_say():
+    with odd_workers(restarts=1) as workers:
+        run(workers, groups(3))
+        os.kill(workers.status()[0].pid, signal.SIGSTOP)
+        killer = threading.Timer(0.3, os.kill, (workers.status()[0].pid, signal.SIGKILL))
+        killer.start()
+        assert workers.logprob_gap() == 0.0
+        killer.join()
+        assert workers.restarted == 1
+        run(workers, groups(2))
+
+
+def every_kind():
+    """Groups under every sampling setting, a turn that goes on, and prompts that share a beginning."""
+    kinds = [
+        {}, {"temperature": 0.7, "top_p": 0.8, "stop_token_ids": (30, 31, 32, 33)}, {"temperature": 0.0},
+        {"top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2, "top_logprobs": 2}, {"stop": ("a", "Bc"), "temperature": 1.4},
+    ]  # fmt: skip
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(9, 100, length) for length in (3, 40, 17, 130, 64)]
+    return [request(n, prompts[n // 3 % 5], max_new_tokens=24, **kinds[n // 3 % 5]) for n in range(30)]
+
+
+def change(model):
+    with torch.no_grad():
+        for weight in model.trainable().values():
+            weight.add_(0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def test_workers_give_the_bits_of_the_inline_engine_also_with_new_weights_and_when_one_is_killed(real):
+    workers, engine, shared = real
+    before = engine.generate(every_kind())
+    assert [bits(c, text=True) for c in run(workers, every_kind())] == [bits(c, text=True) for c in before]
+    until(workers, lambda: all_idle(workers))
+
+    change(engine.model)
+    assert shared.publish(1, engine.model.merged_weights()) != shared.hash_of(0)
+    engine.apply(1)
+    workers.apply(1)
+    shared.release(below=1)
+    inline = [bits(c, text=True) for c in engine.generate(every_kind())]
+    with struck(workers, "serving", signal.SIGKILL) as hit:
+        assert [bits(c, text=True) for c in run(workers, every_kind())] == inline
+    require_replaced(workers, hit)
+    assert workers.restarted == 1 and workers.handed_over > 0
+    until(workers, lambda: all_idle(workers))  # the new one was told the weights of version 1, not those on disk
+    assert [bits(c, text=True) for c in run(workers, every_kind())] == inline
+
+    paused = engine.generate([replace(r, pause_after=5) for r in every_kind()])
+    going_on = [replace(r, begun=c) for r, c in zip(every_kind(), paused, strict=True) if c.stop_reason == "paused"]
+    again = [bits(c, text=True) for c in run(workers, [replace(r, pause_after=5) for r in every_kind()])]
+    assert going_on and again == [bits(c, text=True) for c in paused]
+    assert [bits(c, text=True) for c in run(workers, going_on)] == [
+        bits(c, text=True) for c in engine.generate(going_on)
+    ]
+
+
+def test_every_worker_holds_a_completion_of_its_own_against_the_trainers_pass(real):
+    workers, _, _ = real
+    assert workers.logprob_gap() == 0.0
+    run(workers, every_kind())
+    assert workers.logprob_gap() == 0.0
+
+
+def test_weights_that_are_not_the_trainers_are_found_by_name(real):
+    workers, engine, shared = real
+    shared.publish(2, engine.model.merged_weights())
+    change(engine.model)
+    shared.publish(3, engine.model.merged_weights())
+    shared.crossed = True
+    with pytest.raises(UserError, match="the engine's weights differ from the trainer's") as caught:
+        workers.apply(3)
+    assert caught.value.found == shared.hash_of(2) and caught.value.expected == shared.hash_of(3)
+    assert "weight version 3" in caught.value.where

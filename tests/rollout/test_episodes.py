@@ -1,0 +1,555 @@
+"""Episodes: what is appended to what, what ends them, what a bad environment costs, and that P1 holds across turns."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.schema import Env as EnvConfig
+from tandem.engine.engine import Engine
+from tandem.envs.calls import environment_loop
+from tandem.model.forward import batch_logprobs
+from tandem.model.logprobs import Filter
+from tandem.rollout.episode_builder import seat
+from tandem.rollout.episodes import World, malformed_thinking, run_episodes
+from tandem.runtime.errors import UserError
+from tandem.train.pack import join, pack
+from tandem.types import Completion, Env, Observation, Problem, Sample, SamplingParams
+from tests.support.scripted import DigitRenderer, ScriptedEngine
+from tests.support.tiny import exact_model
+from tests.support.waiting import WAIT_S, eventually
+
+ROOT = Path(__file__).parent.parent.parent
+PROBLEMS = [Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n)) for n in range(4)]
+PARAMS = SamplingParams(max_new_tokens=5, stop_token_ids=(91,))
+
+
+def user(text):
+    return ({"role": "user", "content": text},)
+
+
+def play(make, engine, *, problems=PROBLEMS[:1], group_size=1, params=PARAMS, place=("test",), ended=None, **limits):
+    world = World(make=make, limits=EnvConfig(**limits))
+    return run_episodes(
+        seat(problems, group_size, place),
+        engine=engine,
+        renderer=DigitRenderer(),
+        world=world,
+        params=params,
+        ended=ended,
+    )
+
+
+class TurnEngine(ScriptedEngine):
+    """Says [7, 91] in every turn; "text" is how many tokens it has read. `cut` says [7] with another stop reason."""
+
+    def __init__(self, cut="stop"):
+        super().__init__()
+        self.cut = cut
+
+    def generate(self, requests):
+        tokens = [7, 91] if self.cut == "stop" else [7]
+        return [
+            Completion(
+                tokens=np.array(tokens), logprobs=np.full(len(tokens), -0.25, np.float32),
+                weight_versions=np.full(len(tokens), 4, np.int32), text=f"{len(r.prompt)}", stop_reason=self.cut,
+            )
+            for r in requests
+        ]  # fmt: skip
+
+
+class PatientEngine(TurnEngine):
+    """Ends the first request that it gets, and no other."""
+
+    def step(self):
+        tickets, self._tickets = self._tickets[:1], []
+        if not self.requests:
+            self._tickets = tickets
+            return super().step()
+        return []
+
+
+class Counting(Env):
+    """Answers "1", "2", ... and ends at `turns` with reward 1, after a penalty of 0.5 in its second turn."""
+
+    def __init__(self, turns=3):
+        self.turns, self.heard = turns, []
+
+    async def step(self, text):
+        self.heard.append(text)
+        if len(self.heard) == self.turns:
+            return Observation(done=True, reward=1.0, parts={"turns": self.turns})
+        return Observation(messages=user(str(len(self.heard))), reward=0.25, penalty=0.5 * (len(self.heard) == 2))
+
+
+class Blocking(Counting):
+    """The same as plain methods, which run in threads."""
+
+    def reset(self, problem):
+        return list(problem.messages)
+
+    def step(self, text):
+        assert threading.current_thread() is not threading.main_thread()
+        return asyncio.run(super().step(text))
+
+
+def test_a_turn_only_appends_and_what_the_environment_says_carries_no_loss():
+    engine = TurnEngine()
+    [[episode]] = play(Counting, engine)
+    assert [r.prompt.tolist() for r in engine.requests] == [
+        [90, 0],
+        [90, 0, 7, 91, 90, 1],
+        [90, 0, 7, 91, 90, 1, 7, 91, 90, 2],
+    ]
+    assert episode.tokens.tolist() == [90, 0, 7, 91, 90, 1, 7, 91, 90, 2, 7, 91]
+    assert episode.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert episode.weight_versions.tolist() == [-1, -1, 4, 4, -1, -1, 4, 4, -1, -1, 4, 4]
+    assert np.array_equal(episode.engine_logprobs, np.where(episode.loss_mask, np.float32(-0.25), np.float32(0)))
+    assert episode.penalties.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0.5, 0, 0, 0, 0]  # of the second turn
+    said = [m["content"] for m in episode.messages]
+    assert said == ["2", "1", "6", "2", "10"] and episode.text == "10" and episode.num_turns == 3
+    assert (
+        episode.given == {"env": 1.5, "turns": 3.0} and episode.stop_reason == "stop" and episode.num_prompt_tokens == 2
+    )
+
+
+def test_the_turns_of_an_episode_draw_from_one_key_without_repeating_a_position():
+    engine = TurnEngine()
+    play(Counting, engine, problems=PROBLEMS[:2], group_size=2)
+    by_key = {}
+    for request in engine.requests:
+        by_key.setdefault(request.key, []).append(request.drawn)
+    assert list(by_key.values()) == [[0, 2, 4]] * 4
+
+
+def test_methods_in_threads_and_coroutines_play_the_same_episode():
+    one, other = ([play(make, TurnEngine(), problems=PROBLEMS, group_size=2)] for make in (Counting, Blocking))
+    assert repr(one) == repr(other)
+
+
+def test_a_stop_token_that_was_not_sampled_is_read_before_the_next_turn():
+    class StringStop(TurnEngine):
+        def generate(self, requests):
+            return [
+                Completion(
+                    tokens=np.array([7]), logprobs=np.zeros(1, np.float32), weight_versions=np.zeros(1, np.int32), text="7",
+                    stop_reason="stop",
+                )
+                for _ in requests
+            ]  # fmt: skip
+
+    [[episode]] = play(lambda: Counting(2), StringStop())
+    assert episode.tokens.tolist() == [90, 0, 7, 91, 90, 1, 7]
+    assert episode.loss_mask.astype(int).tolist() == [0, 0, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "engine", "stop_reason", "turns"),
+    [
+        ({"max_turns": 2}, TurnEngine(), "turns", 2),
+        ({"max_tokens": 9}, TurnEngine(), "tokens", 2),  # 2 + 2 + 2 + 2, and no room for an answer and a third turn
+        ({}, TurnEngine(cut="length"), "length", 1),
+        ({"max_tokens": 4}, TurnEngine(cut="length"), "tokens", 1),  # cut short by the episode's limit
+        ({}, TurnEngine(), "stop", 3),
+    ],
+)
+def test_every_episode_ends_with_its_reason(limits, engine, stop_reason, turns):
+    [[episode]] = play(Counting, engine, **limits)
+    assert (episode.stop_reason, episode.num_turns, episode.masked) == (stop_reason, turns, False)
+    longest = max(r.params.max_new_tokens + len(r.prompt) for r in engine.requests)
+    assert max(longest, len(episode.tokens)) <= limits.get("max_tokens", 512)
+
+
+def fails(how):
+    """An environment that fails in the episode of problem p1 only."""
+
+    made = iter(range(99))
+
+    class Failing(Counting):
+        def __init__(self):
+            super().__init__()
+            if how == "constructor" and next(made) == 1:  # made in the order of the problems
+                raise OSError("too many open files")
+
+        async def reset(self, problem):
+            self.bad = problem.uid == "p1"
+            if self.bad and how == "reset":
+                raise KeyError("lost")
+            return problem.messages if not (self.bad and how == "chat") else "no chat"
+
+        async def step(self, text):
+            if not self.bad:
+                return await super().step(text)
+            match how:
+                case "raise":
+                    raise ValueError("it broke")
+                case "exit":
+                    raise SystemExit(3)
+                case "own timeout":
+                    raise TimeoutError("the tool's own")
+                case "silent":
+                    return Observation()
+                case "no messages at all":
+                    return Observation(messages=None)
+                case "messages of text":
+                    return Observation(messages=["hi"])
+                case "half a character":
+                    return Observation(messages=user("\ud800"))
+                case "an error that cannot be written":
+                    raise ValueError("\ud800")
+                case "no parts":
+                    return Observation(done=True, parts=None)
+                case "parts without names":
+                    return Observation(done=True, parts={1: 1.0})
+                case "beyond floats":
+                    return Observation(done=True, reward=10**400)
+                case "cancelled":
+                    await asyncio.wait_for(self.never(), None)
+                case "refused by the template":
+                    return Observation(messages=user("not a digit"))
+                case "nan":
+                    return Observation(done=True, reward=float("nan"))
+                case "names a part env":
+                    return Observation(done=True, parts={"env": 1.0})
+                case "speaks for the model":
+                    return Observation(messages=({"role": "assistant", "content": "5"},))
+            return "text"
+
+        async def never(self):
+            raise asyncio.CancelledError
+
+    return Failing
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("reset", "KeyError: 'lost'"), ("chat", "reset returned 'str no chat'"), ("raise", "ValueError: it broke"),
+        ("constructor", "OSError: too many open files"), ("no messages at all", "messages none"),
+        ("messages of text", "returned messages"),
+        ("half a character", "returned messages"), ("no parts", "parts that are no names"),
+        ("an error that cannot be written", "ValueError: ?"), ("parts without names", "parts that are no names"),
+        ("beyond floats", "expected a finite number"), ("cancelled", "CancelledError"), ("refused by the template", "no digits"),
+        ("exit", "SystemExit: 3"), ("own timeout", "TimeoutError: the tool's own"), ("silent", "messages none"),
+        ("nan", "reward = "), ("names a part env", "parts that are no names"),
+        ("speaks for the model", "not the assistant's"), ("text", "expected an Observation"),
+    ],
+)  # fmt: skip
+def test_a_failing_environment_costs_its_own_episode_only(how, error):
+    found = play(fails(how), TurnEngine(), problems=PROBLEMS[:3])
+    untouched = play(Counting, TurnEngine(), problems=PROBLEMS[:3])
+    assert repr([found[0], found[2]]) == repr([untouched[0], untouched[2]])
+    [bad] = found[1]
+    assert bad.stop_reason == "error" and error in bad.env_error and bad.masked and not bad.trainable
+    [[zeroed]] = play(fails(how), TurnEngine(), problems=PROBLEMS[:3], on_error="zero")[1:2]
+    assert not zeroed.masked and zeroed.trainable == (how not in ("reset", "chat", "constructor"))
+
+
+LIMIT_S = 30.0  # what no environment takes on the busiest machine; for those that should, the clock is set forward
+
+
+@pytest.fixture
+def skip():
+    """Sets the clock of the environments' loop forward."""
+    loop, ahead = environment_loop(), 0.0
+
+    def skip(seconds):
+        nonlocal ahead
+        ahead += seconds
+        loop.call_soon_threadsafe(lambda: None)  # it looks at its clock
+
+    loop.time = lambda: time.monotonic() + ahead
+    yield skip
+    del loop.time
+
+
+def test_an_environment_that_takes_too_long_is_left_behind(skip):
+    """It takes its time when the others have ended."""
+    over = []
+
+    class Slow(Counting):
+        async def reset(self, problem):
+            self.slow = problem.uid == "p1"
+            return problem.messages
+
+        async def step(self, text):
+            if self.slow:
+                while len(over) < 2:
+                    await asyncio.sleep(0.001)
+                skip(LIMIT_S)
+                await asyncio.sleep(3600)
+            return await super().step(text)
+
+    found = play(
+        Slow, TurnEngine(), problems=PROBLEMS[:3], timeout_s=LIMIT_S, ended=lambda row, episode: over.append(row)
+    )
+    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"] and "30.0 s" in found[1][0].env_error
+
+
+def test_a_thread_that_never_returns_holds_up_nobody(skip):
+    forever, over = threading.Event(), []
+
+    class Stuck(Counting):
+        def step(self, text):
+            if self.uid == "p1":
+                assert eventually(lambda: len(over) == 2)
+                skip(LIMIT_S)
+                forever.wait()
+            return Observation(done=True)
+
+        async def reset(self, problem):
+            self.uid = problem.uid
+            return problem.messages
+
+    found = play(
+        Stuck, TurnEngine(), problems=PROBLEMS[:3], timeout_s=LIMIT_S, ended=lambda row, episode: over.append(row)
+    )
+    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"]
+    forever.set()
+
+
+def test_the_others_generate_while_an_environment_waits():
+    """The first episode's tool ends only when the others have played to their end."""
+    over = []
+
+    class Waiting(Counting):
+        async def reset(self, problem):
+            self.first = problem.uid == "p0"
+            return problem.messages
+
+        async def step(self, text):
+            while self.first and len(over) < 3:
+                await asyncio.sleep(0.001)
+            return await super().step(text)
+
+    ended = []
+    play(Waiting, TurnEngine(), problems=PROBLEMS, ended=lambda row, e: (over.append(row), ended.append(e.uid)))
+    assert sorted(ended[:3]) == ["p1", "p2", "p3"] and ended[3] == "p0"
+
+
+def test_no_more_episodes_are_under_way_than_allowed():
+    under_way, most = set(), []
+
+    class Watched(Counting):
+        async def reset(self, problem):
+            under_way.add(id(self))
+            most.append(len(under_way))
+            return problem.messages
+
+        async def close(self):
+            under_way.discard(id(self))
+
+    play(Watched, TurnEngine(), problems=PROBLEMS, group_size=3, concurrency=5)
+    assert max(most) == 5 and len(most) == 12 and not under_way
+
+
+def test_the_time_that_the_engine_takes_is_not_the_environments(skip):
+    class Slow(TurnEngine):
+        def step(self):
+            skip(20.0)
+            return super().step()
+
+    [[episode]] = play(lambda: Blocking(6), Slow(), timeout_s=LIMIT_S)
+    assert (episode.stop_reason, episode.num_turns) == ("stop", 6)
+
+
+def test_an_environments_plain_methods_run_in_one_thread_and_it_keeps_its_loop_from_rollout_to_rollout():
+    threads, loops = set(), set()
+
+    class Watched(Blocking):
+        def reset(self, problem):
+            threads.add(threading.current_thread())
+            return super().reset(problem)
+
+        def step(self, text):
+            threads.add(threading.current_thread())
+            return super().step(text)
+
+    class Looped(Counting):
+        async def step(self, text):
+            loops.add(asyncio.get_running_loop())
+            return await super().step(text)
+
+    play(Watched, TurnEngine())
+    for _ in range(2):
+        play(Looped, TurnEngine())
+    assert len(threads) == 1 == len(loops)
+    [thread] = threads
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_a_thread_of_an_executor_that_never_ends_holds_up_nobody(skip):
+    forever = threading.Event()
+
+    class Stuck(Counting):
+        async def step(self, text):
+            skip(LIMIT_S)
+            await asyncio.to_thread(forever.wait)
+
+    [[episode], [other]] = play(
+        lambda: Stuck() if not forever.is_set() else Counting(), TurnEngine(), problems=PROBLEMS[:2], timeout_s=LIMIT_S
+    )
+    assert episode.stop_reason == other.stop_reason == "time"
+    forever.set()
+
+
+def test_an_async_method_that_blocks_ends_the_rollout_and_is_named():
+    """In a process of its own, as the loop is lost."""
+    code = """
+import time
+from tests.rollout.test_episodes import Counting, TurnEngine, play
+
+class Blocks(Counting):
+    async def step(self, text):
+        time.sleep(100)
+
+play(Blocks, TurnEngine(), timeout_s=1.0)
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    assert "blocks the event loop" in result.stderr and "<string>:7, step" in result.stderr
+
+
+def test_the_chat_that_an_environment_begins_with_and_its_tools_are_the_episodes():
+    class Opening(Counting):
+        tools = ({"type": "function", "function": {"name": "f"}},)
+
+        async def reset(self, problem):
+            return [*problem.messages, *user("8")]
+
+    [[episode]] = play(lambda: Opening(1), TurnEngine())
+    assert episode.tokens[:4].tolist() == [90, 0, 90, 8] and episode.tools == Opening.tools
+    assert [m["content"] for m in episode.chat(PROBLEMS[0])] == ["0", "8", "4"]
+    [[plain]] = play(Env, TurnEngine())
+    assert plain.opening == () == plain.tools and plain.given == {} and len(plain.chat(PROBLEMS[0])) == 2
+
+
+def test_an_environment_is_closed_however_its_episode_ended():
+    closed = []
+
+    def made(how):
+        class Closing(fails(how)):
+            def close(self):
+                closed.append(how)
+                raise RuntimeError("closing fails too, and changes nothing")
+
+        return Closing
+
+    for how in ("raise", "reset", "fine"):
+        play(made(how), TurnEngine(), problems=PROBLEMS[:2])
+    assert closed == ["raise"] * 2 + ["reset"] * 2 + ["fine"] * 2
+
+
+def test_episodes_of_a_problem_that_begin_differently_are_refused():
+    number = iter(range(9))
+
+    class Random(Env):
+        async def reset(self, problem):
+            return user(str(next(number)))
+
+    with pytest.raises(UserError, match="begin differently"):
+        play(Random, TurnEngine(), group_size=2)
+
+
+def test_an_error_of_the_engine_ends_the_rollout_and_cancels_what_runs():
+    class Broken(TurnEngine):
+        def generate(self, requests):
+            raise UserError("the cache burst")
+
+    with pytest.raises(UserError, match="the cache burst"):
+        play(Counting, Broken())
+
+    engine = PatientEngine()
+
+    def late(row, episode):
+        raise UserError("the scorer is gone")
+
+    with pytest.raises(UserError, match="the scorer is gone"):
+        play(Env, engine, problems=PROBLEMS[:2], ended=late)
+    assert [ticket.request.prompt.tolist() for ticket in engine.cancelled] == [[90, 1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "malformed"),
+    [
+        ("plain", False), ("<think>a</think>b", False), ("a</think>b", False), ("<think>a", True), ("</think><think>", True),
+        ("<think><think></think>", True), ("<think></think></think>", True), ("<think>a</think><think>b</think>", True),
+    ],
+)  # fmt: skip
+def test_thinking_tags_are_one_pair_in_order(text, malformed):
+    assert malformed_thinking(text) == malformed
+
+
+def test_malformed_thinking_is_penalized_beside_what_the_environment_finds():
+    class Thinking(TurnEngine):
+        def generate(self, requests):
+            return [replace(c, text="<think>") for c in super().generate(requests)]
+
+    [[episode]] = play(Counting, Thinking(), bad_thinking=0.125)
+    assert episode.penalties[episode.loss_mask].tolist() == [0.125, 0.125, 0.625, 0.625, 0.125, 0.125]
+
+
+# ---- with the real engine
+
+
+class Chatty(Env):
+    """Answers by what it heard, after a while that differs from episode to episode, for four turns."""
+
+    def __init__(self):
+        self.turns = 0
+
+    async def step(self, text):
+        self.turns += 1
+        digits = "".join(c for c in text if c.isdigit())
+        await asyncio.sleep(int(digits[:1] or 0) / 2000)
+        return Observation(done=True) if self.turns == 4 else Observation(messages=user(digits[-3:] + str(self.turns)))
+
+
+def real_engine(model, **sizes):
+    return Engine(model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, **{"max_batch": 8, **sizes})
+
+
+def real_episodes(model, engine, **limits):
+    params = SamplingParams(max_new_tokens=12, temperature=0.9, stop_token_ids=(91, *range(30)))
+    return play(Chatty, engine, problems=PROBLEMS, group_size=3, params=params, **limits)
+
+
+def test_engine_and_trainer_agree_to_the_last_bit_across_turns():
+    model = exact_model("qwen3")
+    episodes = [e for group in real_episodes(model, real_engine(model)) for e in group]
+    assert max(e.num_turns for e in episodes) == 4 and len({len(e.tokens) for e in episodes}) > 3
+    samples = [
+        Sample(tokens=e.tokens, loss_mask=e.loss_mask, prefix=e.num_prompt_tokens, group=n // 3)
+        for n, e in enumerate(episodes)
+    ]
+    batches = pack(samples, 64)
+    with torch.no_grad():
+        logprobs = [batch_logprobs(model, batch, Filter(temperature=0.9))[0].numpy() for batch in batches]
+    engine = join(batches, [e.engine_logprobs[e.loss_mask] for e in episodes])
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(logprobs, engine, strict=True))
+
+
+def test_episodes_do_not_depend_on_batch_concurrency_or_the_time_that_tools_take():
+    model = exact_model("qwen3")
+    whole = real_episodes(model, real_engine(model))
+    for sizes, limits in (
+        ({"max_batch": 2, "chunk_tokens": 3}, {}),
+        ({}, {"concurrency": 3}),
+        ({}, {"concurrency": 1}),
+    ):
+        assert repr(real_episodes(model, real_engine(model, **sizes), **limits)) == repr(whole)
+
+
+def test_a_rollout_runs_in_any_thread():
+    model, results = exact_model("qwen3"), []
+    thread = threading.Thread(target=lambda: results.append(real_episodes(model, real_engine(model))))
+    thread.start()
+    thread.join(WAIT_S)
+    assert repr(results) == repr([real_episodes(model, real_engine(model))])

@@ -1,0 +1,202 @@
+"""Saves beside training: the moment of `save` is what is saved, one at a time, and errors reach the trainer."""
+
+import errno
+import threading
+
+import pytest
+import torch
+
+from chaos.checkpoints import (
+    at_once,
+    beside,
+    content,
+    frozen_disks,
+    full_disks,
+    kills,
+    names,
+    newest,
+    what_is,
+)
+from chaos.results import tally
+from tandem.run_folder.async_save import Saver
+from tandem.run_folder.checkpoint import latest_checkpoint, load_checkpoint
+from tandem.runtime.disk import Disk
+from tandem.runtime.errors import UserError
+from tests.support.faults import RefusingDisk, memory_folder
+
+SECONDS = 60  # a generous deadline: reached only by what hangs
+
+
+@pytest.fixture
+def memory():
+    with memory_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def journal():
+    """Durable when set; a save waits for it, and a test that fails does not leave the saver waiting."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def begin(saver, folder, step, journal=None):
+    saver.save(folder, step, *content(step), 2, config="", before_write=lambda: waited(journal))
+
+
+def waited(event):
+    assert event is None or event.wait(SECONDS)
+
+
+def savers():
+    return [thread for thread in threading.enumerate() if thread.name == "saver"]
+
+
+def expected(place, step):
+    return what_is(at_once(place / "expected", step))
+
+
+def test_what_is_saved_is_the_moment_of_save_whatever_training_does_meanwhile(tmp_path, journal):
+    tensors, state = content(12)
+    with Saver() as saver:
+        saver.save(tmp_path / "a", 12, tensors, state, 2, config="", before_write=lambda: waited(journal))
+        for named in tensors.values():
+            for tensor in named.values():
+                tensor.zero_()
+        state["cursor"].append("later")
+        tensors["policy"].clear()
+        journal.set()
+    assert newest(tmp_path / "a") == expected(tmp_path, 12)
+
+
+def test_the_bytes_are_those_of_a_save_that_training_waits_for(tmp_path):
+    beside(tmp_path / "beside", 7)
+    at_once(tmp_path / "at_once", 7)
+    paths = [tmp_path / name / "step_000007" for name in ("beside", "at_once")]
+    assert names(paths[0]) == names(paths[1])
+    assert all((paths[0] / name).read_bytes() == (paths[1] / name).read_bytes() for name in names(paths[0]))
+
+
+def test_training_goes_on_while_a_save_is_under_way(tmp_path, journal):
+    with Saver() as saver:
+        begin(saver, tmp_path, 1, journal)
+        assert len(savers()) == 1 and latest_checkpoint(tmp_path, print) is None
+        journal.set()
+        saver.wait()
+        assert savers() == [] and newest(tmp_path) == expected(tmp_path, 1)
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, journal):
+    events = []
+
+    class Recorder(Disk):
+        def write(self, path, save):
+            events.append(path.parent.name)
+            super().write(path, save)
+
+        def rename(self, source, target):
+            events.append(target.name)
+            super().rename(source, target)
+
+    timer = threading.Timer(0.2, journal.set)
+    with Saver(Recorder()) as saver:
+        begin(saver, tmp_path, 1, journal)
+        timer.start()
+        begin(saver, tmp_path, 2)
+        assert latest_checkpoint(tmp_path, print) is not None and len(savers()) <= 1
+    assert events == [".tmp-step_000001"] * 4 + ["step_000001"] + [".tmp-step_000002"] * 4 + ["step_000002"]
+
+
+def full():
+    return RefusingDisk(1, errno.ENOSPC)
+
+
+def test_the_error_of_a_save_reaches_the_next_one_and_is_told_once(tmp_path):
+    at_once(tmp_path, 10)
+    saver = Saver(full())
+    begin(saver, tmp_path, 20)
+    with pytest.raises(UserError, match="the disk is full") as caught:
+        begin(saver, tmp_path, 30)
+    assert "No space left" in caught.value.found and caught.value.next
+    saver.wait()
+    assert names(tmp_path) == ["step_000010"]
+    assert newest(tmp_path) == expected(tmp_path, 10)
+
+
+def test_the_error_of_the_last_save_is_raised_when_the_saver_is_closed(tmp_path):
+    saver = Saver(full())
+    begin(saver, tmp_path, 20)
+    with pytest.raises(UserError, match="the disk is full"):
+        saver.close()
+    saver.close()
+
+
+def test_leaving_by_an_exception_finishes_what_was_begun(tmp_path, journal):
+    with pytest.raises(KeyboardInterrupt), Saver() as saver:
+        begin(saver, tmp_path, 20, journal)
+        threading.Timer(0.2, journal.set).start()
+        raise KeyboardInterrupt
+    assert newest(tmp_path) == expected(tmp_path, 20)
+
+
+def test_an_exception_in_training_is_told_before_that_of_the_save(tmp_path):
+    with pytest.raises(ZeroDivisionError) as caught, Saver(full()) as saver:
+        begin(saver, tmp_path, 20)
+        raise ZeroDivisionError
+    assert "the disk is full" in caught.value.__notes__[0]
+
+
+def test_what_must_come_first_runs_in_the_savers_thread_and_its_error_is_the_saves(tmp_path):
+    threads = []
+
+    def before_write():
+        threads.append(threading.current_thread().name)
+        raise UserError("the journal is gone")
+
+    saver = Saver()
+    saver.save(tmp_path, 1, *content(1), 2, config="", before_write=before_write)
+    with pytest.raises(UserError, match="journal"):
+        saver.wait()
+    assert threads == ["saver"] and names(tmp_path) == []
+
+
+def test_state_that_json_would_change_is_refused_at_once(tmp_path):
+    with Saver() as saver, pytest.raises(TypeError, match="JSON"):
+        saver.save(tmp_path, 1, {}, {"a": (1, 2)}, 2, config="")
+
+
+def test_a_thread_that_dies_without_an_exception_is_no_saved_checkpoint(tmp_path):
+    class Panic(BaseException):
+        """What a library in Rust raises."""
+
+    def before_write():
+        raise Panic
+
+    hook, threading.excepthook = threading.excepthook, lambda _: None
+    try:
+        saver = Saver()
+        saver.save(tmp_path, 1, *content(1), 2, config="", before_write=before_write)
+        with pytest.raises(RuntimeError, match="step 1 died"):
+            saver.wait()
+    finally:
+        threading.excepthook = hook
+
+
+def test_gradients_strides_and_types_are_kept(tmp_path):
+    weight = torch.randn(4, 3).T.requires_grad_()
+    with Saver() as saver:
+        saver.save(tmp_path, 1, {"policy": {"w": weight, "n": torch.tensor(3)}}, {}, 2, config="")
+    loaded = load_checkpoint(tmp_path / "step_000001")[0]["policy"]
+    assert torch.equal(loaded["w"], weight) and torch.equal(loaded["n"], torch.tensor(3))
+
+
+def test_a_kill_at_any_operation_of_the_saver_leaves_the_old_checkpoint_or_the_new_one(memory):
+    result = tally("", kills(memory, "a save that prunes", "power", beside), at_least=13)
+    assert result.met, result
+
+
+@pytest.mark.parametrize("fault", [full_disks, frozen_disks])
+def test_a_disk_that_refuses_leaves_a_whole_checkpoint_and_a_clear_error(memory, fault):
+    result = tally("", fault(memory, beside), at_least=8)
+    assert result.met, result

@@ -1,0 +1,349 @@
+"""Checkpoints: kill a save at every operation, damage a saved one in every way, fill the disk.
+
+The larger numbers of the same functions are in `make chaos only=checkpoints`.
+"""
+
+import hashlib
+import json
+import stat
+import subprocess
+
+import pytest
+import torch
+
+from chaos.checkpoints import (
+    at_once,
+    calls,
+    content,
+    damages,
+    frozen_disks,
+    full_disks,
+    kills,
+    limits,
+    names,
+    refusals,
+)
+from chaos.results import tally
+from tandem.run_folder.checkpoint import (
+    checkpoint_step,
+    find_damage,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tandem.runtime.disk import DISK, Disk, make_folder
+from tandem.runtime.errors import UserError
+from tandem.weights.hashing import tensor_hash, weight_hash
+from tests.support.faults import MODES, memory_folder
+
+
+@pytest.fixture
+def memory():
+    with memory_folder() as folder:
+        yield folder
+
+
+def save(folder, step, keep=2, disk=DISK):
+    return at_once(folder, step, disk, keep=keep)
+
+
+def fail(text):
+    raise AssertionError(text)
+
+
+def assert_is(path, step):
+    tensors, state = load_checkpoint(path)
+    wanted, wanted_state = content(step)
+    assert state == wanted_state and set(tensors) == set(wanted)
+    for stem, named in wanted.items():
+        assert weight_hash(tensors[stem]) == weight_hash(named)
+
+
+def test_a_checkpoint_is_read_back_to_the_bit(tmp_path):
+    path = save(tmp_path, 12)
+    assert path.name == "step_000012" and checkpoint_step(path) == 12
+    assert latest_checkpoint(tmp_path, fail) == path
+    assert_is(path, 12)
+
+
+def test_other_users_can_read_a_checkpoint_as_they_can_read_its_folder(tmp_path):
+    tmp_path.chmod(0o755)
+    files = list(save(tmp_path, 1).iterdir())
+    assert len(files) == 4 and all(stat.S_IMODE(file.stat().st_mode) == 0o644 for file in files)
+
+
+def test_a_tensor_that_is_not_contiguous_keeps_its_values(tmp_path):
+    turned = torch.arange(6.0).reshape(2, 3).T
+    path = save_checkpoint(tmp_path, 1, {"policy": {"w": turned}}, {}, 2, config="")
+    assert torch.equal(load_checkpoint(path)[0]["policy"]["w"], turned)
+
+
+def test_the_same_content_gives_the_same_bytes(tmp_path):
+    first, second = save(tmp_path / "a", 3), save(tmp_path / "b", 3)
+    assert names(first) == names(second)
+    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names(first))
+
+
+def test_no_checkpoint_at_all_is_none(tmp_path):
+    assert latest_checkpoint(tmp_path / "absent", fail) is None
+    assert latest_checkpoint(tmp_path, fail) is None
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step, keep=3)
+    assert names(tmp_path) == ["step_000020", "step_000030", "step_000040"]
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_kept(tmp_path):
+    for step in (10, 20):
+        save(tmp_path, step)
+    (tmp_path / "step_000020" / "state.json").unlink()
+    save(tmp_path, 30)
+    assert names(tmp_path) == ["step_000010", "step_000020", "step_000030"]
+
+
+def test_a_damaged_later_step_is_replaced_when_the_run_comes_to_it_again(tmp_path):
+    for step in (10, 20):
+        save(tmp_path, step)
+    (tmp_path / "step_000020" / "state.json").write_text("{}")
+    reports = []
+    assert latest_checkpoint(tmp_path, reports.append).name == "step_000010"
+    save(tmp_path, 15)
+    save(tmp_path, 20)
+    assert_is(latest_checkpoint(tmp_path, fail), 20)
+    assert names(tmp_path) == ["step_000015", "step_000020"]
+
+
+def test_what_is_saved_before_damaged_later_steps_is_not_pruned_for_them(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=3)
+    for step in (20, 30):
+        file = tmp_path / f"step_{step:06d}" / "policy.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # of the right size
+    assert latest_checkpoint(tmp_path, lambda _: None).name == "step_000010"
+    save(tmp_path, 15)
+    assert latest_checkpoint(tmp_path, lambda _: None).name == "step_000015"
+    assert {"step_000010", "step_000015"} <= set(names(tmp_path))
+
+
+def test_state_that_json_would_change_is_refused(tmp_path):
+    for state in ({"a": (1, 2)}, {1: "a"}):
+        with pytest.raises(TypeError, match="JSON"):
+            save_checkpoint(tmp_path, 1, {}, state, 2, config="")
+    with pytest.raises(ValueError, match="JSON"):
+        save_checkpoint(tmp_path, 1, {}, {"a": float("nan")}, 2, config="")
+
+
+def assert_met(result):
+    assert result.met, result
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scenario", ["the first save", "a save that prunes", "the only step saved again"])
+def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(memory, scenario, mode):
+    assert_met(tally("", kills(memory, scenario, mode, at_once), at_least=11))  # 4 writes, 4 + 2 fsyncs, a rename
+
+
+def test_a_save_killed_at_its_system_calls_leaves_the_old_checkpoint_or_the_new_one(memory):
+    """Every 7th: `make chaos` takes each of them."""
+    assert_met(tally("", calls(memory, "the only step saved again", every=7), at_least=10))
+
+
+def test_every_file_is_durable_before_the_manifest_and_the_manifest_before_the_rename(tmp_path):
+    events = []
+
+    class Recorder(Disk):
+        def write(self, path, save):
+            events.append(("write", path.name))
+            super().write(path, save)
+
+        def fsync(self, path):
+            events.append(("fsync", path.name))
+            super().fsync(path)
+
+        def rename(self, source, target):
+            events.append(("rename", target.name))
+            super().rename(source, target)
+
+    save(tmp_path, 1, disk=Recorder())
+    files = ["optimizer.safetensors", "policy.safetensors", "state.json"]
+    assert sorted(events[:3]) == [("write", name) for name in files]
+    assert sorted(events[3:6]) == [("fsync", name) for name in files]
+    assert events[6:] == [
+        ("write", "manifest.json"),
+        ("fsync", "manifest.json"),
+        ("fsync", ".tmp-step_000001"),
+        ("rename", "step_000001"),
+        ("fsync", tmp_path.name),
+    ]
+
+
+def test_ninety_damages_are_all_found_and_the_checkpoint_before_is_taken(memory):
+    assert_met(tally("", damages(memory, 90), at_least=90))
+
+
+def test_a_checkpoint_under_another_steps_name_is_found(tmp_path):
+    save(tmp_path, 10).rename(tmp_path / "step_000020")
+    assert find_damage(tmp_path / "step_000020") == ["manifest.json: found step 10, expected 20"]
+
+
+def test_when_no_checkpoint_verifies_the_run_stops_instead_of_starting_from_scratch(tmp_path):
+    for step in (10, 20):
+        (save(tmp_path, step) / "policy.safetensors").unlink()
+    with pytest.raises(UserError, match="every checkpoint") as caught:
+        latest_checkpoint(tmp_path, lambda _: None)
+    assert "step_000010/policy.safetensors" in caught.value.found and "--fresh" in caught.value.next
+
+
+def test_loading_a_damaged_checkpoint_by_name_is_refused(tmp_path):
+    path = save(tmp_path, 1)
+    file = path / "policy.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1  # a weight: safetensors itself would load it without a word
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="damaged") as caught:
+        load_checkpoint(path)
+    assert "policy.safetensors" in caught.value.found
+
+
+def big():
+    return {"policy": {"w": torch.zeros(1 << 20)}}  # 4 MiB
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path):
+    class Small(Disk):
+        def free_bytes(self, folder):
+            return 3 << 20
+
+    save(tmp_path, 10)
+    with pytest.raises(UserError, match="not enough space") as caught:
+        save_checkpoint(tmp_path, 20, big(), {}, 2, config="", disk=Small())
+    assert caught.value.found == "3.0 MiB free" and caught.value.expected == "5.0 MiB" and caught.value.next
+    assert names(tmp_path) == ["step_000010"]
+
+
+def test_a_disk_that_fills_up_at_any_page_of_a_save_leaves_the_checkpoint_before_and_a_clear_error(memory):
+    assert_met(tally("", full_disks(memory, at_once), at_least=8))
+
+
+def test_a_disk_that_turns_read_only_in_a_save_leaves_a_whole_checkpoint_and_a_clear_error(memory):
+    assert_met(tally("", frozen_disks(memory, at_once), at_least=8))
+
+
+def test_a_file_size_limit_is_told_like_a_full_disk(memory):
+    assert_met(tally("", limits(memory, at_once), at_least=8))
+
+
+def test_an_error_of_the_disk_at_any_operation_leaves_a_whole_checkpoint_and_a_clear_error(memory):
+    assert_met(tally("", refusals(memory, at_once), at_least=60))
+
+
+def test_a_loaded_checkpoint_survives_its_own_replacement_and_cannot_be_written_through(tmp_path):
+    path = save(tmp_path, 10)
+    tensors, _ = load_checkpoint(path)
+    tensors["policy"]["a.weight"].zero_()
+    assert_is(path, 10)
+    save(tmp_path, 10)
+    assert torch.equal(tensors["optimizer"]["a.weight.exp_avg"], content(10)[0]["optimizer"]["a.weight.exp_avg"])
+
+
+def test_the_weight_hash_sees_one_bit_a_name_a_shape_and_a_dtype():
+    base = {"a": torch.zeros(2, 3), "b": torch.ones(2)}
+    others = [
+        {"a": torch.zeros(2, 3), "b": torch.tensor([1.0, 1.0000001])},
+        {"a": torch.tensor([[-0.0, 0, 0], [0, 0, 0]]), "b": torch.ones(2)},
+        {"a": torch.zeros(3, 2), "b": torch.ones(2)},
+        {"a": torch.zeros(2, 3, dtype=torch.int32), "b": torch.ones(2)},
+        {"a": torch.zeros(2, 3), "c": torch.ones(2)},
+        {"a": torch.zeros(2, 3)},
+    ]
+    hashes = {weight_hash(tensors) for tensors in [base, *others]}
+    assert len(hashes) == 1 + len(others)
+
+
+def test_the_weight_hash_ignores_order_strides_and_whether_a_gradient_is_wanted():
+    weight = torch.randn(4, 4)
+    same = {"b": torch.zeros(0), "a": weight.T.contiguous().T.requires_grad_()}
+    assert weight_hash({"a": weight, "b": torch.zeros(0)}) == weight_hash(same)
+    assert tensor_hash(torch.tensor(1.0)) != tensor_hash(torch.tensor([1.0]))
+
+
+def test_the_weight_hash_is_the_same_in_every_process():
+    digest = "163eb82d765c33117466091ec11144869c7f3d493a0d3356d66a67df5b5498b8"
+    assert weight_hash({"b": torch.ones(2), "a": torch.arange(7.0)}) == digest
+
+
+def test_the_manifest_names_libraries_and_the_config_by_the_hash_of_its_file(tmp_path):
+    path = save_checkpoint(tmp_path, 1, *content(1), 2, config="[run]\nseed = 1\n")
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["config_sha256"] == hashlib.sha256(b"[run]\nseed = 1\n").hexdigest()
+    assert {"tandem", "python", "torch", "transformers", "safetensors", "numpy"} == set(manifest["versions"])
+    assert manifest["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_a_file_that_the_manifest_does_not_know_is_not_loaded(tmp_path):
+    path = save(tmp_path, 1)
+    (path / "more.safetensors").write_bytes((path / "policy.safetensors").read_bytes())
+    assert set(load_checkpoint(path)[0]) == {"policy", "optimizer"}
+
+
+def test_the_folders_that_a_checkpoint_needs_are_durable_in_their_parents(tmp_path):
+    synced = []
+
+    class Recorder(Disk):
+        def fsync(self, path):
+            synced.append(path)
+            super().fsync(path)
+
+    make_folder(tmp_path / "run" / "checkpoints", Recorder())
+    make_folder(tmp_path / "run" / "checkpoints", Recorder())
+    assert synced == [tmp_path, tmp_path / "run"]
+
+
+def test_what_must_come_before_a_checkpoint_comes_before_anyone_can_see_it(tmp_path):
+    save(tmp_path, 10)
+    seen = []
+
+    def before_write():
+        seen.extend([names(tmp_path), names(tmp_path / ".tmp-step_000020"), latest_checkpoint(tmp_path, fail)])
+
+    save_checkpoint(tmp_path, 20, *content(20), 2, config="", before_write=before_write)
+    written = ["optimizer.safetensors", "policy.safetensors", "state.json"]
+    assert seen == [[".tmp-step_000020", "step_000010"], written, tmp_path / "step_000010"]
+    assert names(tmp_path) == ["step_000010", "step_000020"]
+
+
+def test_when_what_must_come_before_fails_there_is_no_checkpoint(tmp_path):
+    def before_write():
+        raise UserError("the journal is gone")
+
+    save(tmp_path, 10)
+    with pytest.raises(UserError, match="journal"):
+        save_checkpoint(tmp_path, 20, *content(20), 2, config="", before_write=before_write)
+    assert names(tmp_path) == ["step_000010"]
+
+
+def test_a_checkpoint_that_stepped_aside_comes_back_when_its_successor_has_gone_bad(tmp_path):
+    save(tmp_path, 30).rename(tmp_path / ".aside-step_000030")
+    (save(tmp_path / "other", 30) / "state.json").unlink()
+    (tmp_path / "other" / "step_000030").rename(tmp_path / "step_000030")
+    (tmp_path / "other").rmdir()
+
+    class Full(Disk):
+        def free_bytes(self, folder):
+            return 0
+
+    with pytest.raises(UserError, match="not enough space"):
+        save(tmp_path, 40, disk=Full())
+    assert names(tmp_path) == ["step_000030"]
+    assert_is(latest_checkpoint(tmp_path, fail), 30)
+
+
+def test_the_manifest_can_be_checked_without_the_program(tmp_path):
+    path = save(tmp_path, 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    lines = "".join(f"{entry['sha256']}  {name}\n" for name, entry in files.items())
+    assert len(files) == 3
+    subprocess.run(["sha256sum", "-c", "--quiet"], input=lines, cwd=path, text=True, check=True)

@@ -1,0 +1,326 @@
+"""The run folder: who may open it, with which config, and what happens to what was there."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.config.recipe import load_config, to_toml
+from tandem.config.schema import Config
+from tandem.run_folder.folder import open_run
+from tandem.runtime.disk import DISK, append_line, write_atomic
+from tandem.runtime.errors import UserError
+from tests.support.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
+
+ROOT = Path(__file__).parents[2]
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from tandem.config.schema import Config
+from tandem.run_folder.folder import open_run
+with open_run(Path(sys.argv[1]), Config(), fresh=False, command="train"):
+"""
+
+
+def config(**changes):
+    """config(run__seed=1): the defaults but for run.seed, and one thread."""
+    tree = Config().model_dump()
+    tree["run"]["threads"] = 1
+    for key, value in changes.items():
+        section, field = key.split("__")
+        tree[section][field] = value
+    return Config.model_validate(tree)
+
+
+def start(folder, *, fresh=False, command="train", **changes):
+    """Open, take a first step, close."""
+    with open_run(folder, config(**changes), fresh=fresh, command=command) as run:
+        (run.path / "metrics.jsonl").touch()
+        return run
+
+
+def log_of(folder):
+    return (folder / "log.txt").read_text()
+
+
+def holder(folder, then="time.sleep(3600)"):
+    """Another process that has the folder open; returns once it has."""
+    code = HOLDER + f"    print('open', flush=True); {then}"
+    process = subprocess.Popen([sys.executable, "-c", code, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "open\n"
+    return process
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+
+
+def test_a_new_run_folder_holds_the_resolved_config_and_can_be_read_back(tmp_path):
+    run = start(tmp_path / "deep" / "run", run__seed=3)
+    assert not run.resumed and run.path == tmp_path / "deep" / "run"
+    assert load_config(run.path / "config.toml", []) == config(run__seed=3)
+    assert start(run.path, run__seed=3).resumed
+
+
+def test_every_log_line_has_a_utc_time_and_survives_a_restart(tmp_path):
+    for text in ("first", "second"):
+        with open_run(tmp_path / "run", config(), fresh=False, command="train") as run:
+            run.log(text)
+    lines = log_of(tmp_path / "run").splitlines()
+    assert [line.split(" ", 1)[1] for line in lines if "by pid" not in line] == ["first", "second"]
+    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line) for line in lines)
+
+
+def test_a_second_open_is_refused_and_names_the_process_that_has_the_folder(tmp_path):
+    with open_run(tmp_path / "run", config(), fresh=False, command="train") as run:
+        for fresh in (False, True):
+            with pytest.raises(UserError, match="in use") as caught:
+                start(run.path, fresh=fresh)
+            assert f"pid {os.getpid()} on" in caught.value.found and caught.value.next
+    assert start(run.path).resumed
+
+
+def test_the_lock_of_another_process_holds_and_is_recovered_when_that_is_killed(tmp_path):
+    process = holder(tmp_path / "run")
+    try:
+        with pytest.raises(UserError, match="in use") as caught:
+            start(tmp_path / "run")
+        assert f"pid {process.pid} on" in caught.value.found
+    finally:
+        kill(process)
+    assert start(tmp_path / "run").resumed
+    assert f"took over the lock of a run that was killed: pid {process.pid} on" in log_of(tmp_path / "run")
+    start(tmp_path / "run")
+    assert log_of(tmp_path / "run").count("took over") == 1
+
+
+def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_the_lock(tmp_path):
+    process = holder(tmp_path / "run", then="os.fork() or print(os.getpid(), flush=True); time.sleep(3600)")
+    worker = int(process.stdout.readline())  # it says so itself: it has got past its fork
+    kill(process)
+    try:
+        os.kill(worker, 0)  # the witness: it lives
+        assert start(tmp_path / "run").resumed
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_changed_config_is_refused_and_every_changed_key_is_named(tmp_path):
+    start(tmp_path, run__seed=0, train__learning_rate=1e-5)
+    with pytest.raises(UserError, match="config differs") as caught:
+        start(tmp_path, run__seed=1, train__learning_rate=2e-5, rollout__workers=2)
+    text = str(caught.value)
+    assert "run.seed: 0 -> 1" in text and "train.learning_rate: 1e-05 -> 2e-05" in text and "--fresh" in text
+    assert "rollout.workers" not in text
+    assert load_config(tmp_path / "config.toml", []) == config(run__seed=0, train__learning_rate=1e-5)
+
+
+def test_the_thread_count_is_resolved_when_a_run_begins_and_kept(tmp_path):
+    """Also where a resume has another number of cores at hand, which OMP_NUM_THREADS stands for here."""
+    code = "from tests.run_folder.test_folder import start; import sys; from pathlib import Path; "
+    code += "print(start(Path(sys.argv[1]), run__threads=0).config.run.threads)"
+
+    def threads(at_hand):
+        process = subprocess.run(
+            [sys.executable, "-c", code, tmp_path],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(at_hand)},
+            check=True,
+        )
+        return int(process.stdout)
+
+    assert [threads(at_hand) for at_hand in (1, 2)] == [1, 1]
+    assert load_config(tmp_path / "config.toml", []).run.threads == 1
+
+
+def test_another_thread_count_is_taken_where_it_was_found_to_change_no_bit_and_else_refused(tmp_path):
+    run = start(tmp_path, run__threads=1)
+    with pytest.raises(UserError, match=r"run\.threads: 1 -> 2"):
+        start(tmp_path, run__threads=2)
+    run.note_machine("a processor", any_threads=False)
+    with pytest.raises(UserError, match=r"run\.threads: 1 -> 2"):
+        start(tmp_path, run__threads=2)
+    run.note_machine("a processor", any_threads=True)
+    assert "config changed: run.threads: 1 -> 2" in start(tmp_path, run__threads=2).news
+
+
+def test_a_count_that_has_changed_is_refused_where_bits_turn_out_to_depend_on_it(tmp_path):
+    """The probe comes after the config is taken; it may say otherwise than in the start before."""
+    start(tmp_path, run__threads=1).note_machine("one", any_threads=True)
+    run = start(tmp_path, run__threads=2)
+    with pytest.raises(UserError, match=r"(?s)depend on the thread count.*next: +run\.threads=1"):
+        run.note_machine("one", any_threads=False)
+    run.note_machine("another", any_threads=False)  # whose bits are its own from here on
+
+
+def test_a_start_that_failed_before_its_first_row_does_not_fix_the_thread_count(tmp_path):
+    with open_run(tmp_path, config(run__threads=7), fresh=False, command="train"):
+        pass
+    with open_run(tmp_path, config(run__threads=0), fresh=False, command="train") as run:
+        assert run.config.run.threads == torch.get_num_threads() != 7
+
+
+def test_a_run_that_goes_on_with_another_processor_says_so(tmp_path):
+    run = start(tmp_path)
+    assert run.note_machine("one", any_threads=True) == run.note_machine("one", any_threads=True) == ""
+    assert "has computed on one, now on another" in run.note_machine("another", any_threads=True)
+
+
+def test_a_start_that_failed_before_its_first_row_leaves_the_config_free(tmp_path):
+    with open_run(tmp_path, config(run__seed=0), fresh=False, command="sft"):
+        pass
+    start(tmp_path, run__seed=1)
+    assert load_config(tmp_path / "config.toml", []) == config(run__seed=1)
+
+
+def test_keys_that_do_not_change_what_a_step_computes_may_change(tmp_path):
+    start(tmp_path)
+    changes = {
+        "run__keep_checkpoints": 5,
+        "run__save_every": 3,
+        "eval__every": 7,
+        "reward__workers": 2,
+        "run__folder": "x",
+    }
+    start(tmp_path, **changes)
+    assert load_config(tmp_path / "config.toml", []) == config(**changes)
+    assert "config changed: run.keep_checkpoints: 2 -> 5" in log_of(tmp_path)
+
+
+def test_steps_may_grow_and_not_shrink(tmp_path):
+    start(tmp_path, run__steps=10)
+    start(tmp_path, run__steps=20)
+    with pytest.raises(UserError, match=r"run\.steps: 20 -> 10"):
+        start(tmp_path, run__steps=10)
+
+
+def test_steps_may_not_grow_where_past_learning_rates_depended_on_them(tmp_path):
+    start(tmp_path, run__steps=10, train__schedule="cosine")
+    with pytest.raises(UserError, match=r"run\.steps: 10 -> 20"):
+        start(tmp_path, run__steps=20, train__schedule="cosine")
+
+
+def test_a_key_that_the_folder_or_the_program_does_not_know_is_named(tmp_path):
+    start(tmp_path)
+    text = (tmp_path / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text.replace("seed = 0", "sead = 0"))
+    with pytest.raises(UserError) as caught:
+        start(tmp_path)
+    assert "run.sead: 0 -> 'unset'" in str(caught.value) and "run.seed: 'unset' -> 0" in str(caught.value)
+
+
+def test_a_folder_of_another_command_is_refused(tmp_path):
+    start(tmp_path, command="sft")
+    with pytest.raises(UserError, match="another command") as caught:
+        start(tmp_path, command="train")
+    assert "tandem sft" in caught.value.found
+
+
+def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path):
+    folder = tmp_path / "run"
+    for number in range(3):
+        run = start(folder, fresh=True, command="sft" if number else "train", run__seed=number)
+        assert not run.resumed
+        (folder / "mine.txt").write_text(str(number))
+    assert [(tmp_path / name / "mine.txt").read_text() for name in ("run.old-1", "run.old-2", "run")] == ["0", "1", "2"]
+    assert tomllib.loads((tmp_path / "run.old-1" / "config.toml").read_text())["run"]["seed"] == 0
+    assert start(folder, command="sft", run__seed=2).resumed
+
+
+def test_fresh_without_an_old_run_just_starts(tmp_path):
+    start(tmp_path / "run", fresh=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_that_is_not_a_run_is_left_alone(tmp_path, fresh):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match="something else") as caught:
+        start(tmp_path, fresh=fresh)
+    assert "thesis.tex" in caught.value.found
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_first_start_that_was_killed_before_its_config_was_written_is_taken_up(tmp_path):
+    for name in ("lock", "run.json", ".tmp-config.toml"):
+        (tmp_path / name).write_text("")
+    assert not start(tmp_path).resumed
+    assert load_config(tmp_path / "config.toml", []) == config()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("config.toml", "[1"), ("config.toml", "run = 3"), ("run.json", "[1"), ("run.json", "{}"), ("run.json", "3")],
+)
+def test_a_damaged_file_of_the_folder_is_named(tmp_path, name, text):
+    start(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        start(tmp_path)
+    assert caught.value.where == str(tmp_path / name) and "--fresh" in caught.value.next
+
+
+def test_a_path_through_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match="cannot be written"):
+            start(folder)
+
+
+def test_a_log_that_hits_a_full_disk_is_an_error_for_the_user(tmp_path):
+    with open("/dev/full", "ab", 0) as full, pytest.raises(UserError, match="the disk is full") as caught:
+        append_line(full.fileno(), b"resumed\n", tmp_path / "log.txt")
+    assert "log.txt" in caught.value.where and "No space left" in caught.value.found and " free" in caught.value.found
+
+
+def test_a_read_only_or_full_disk_refuses_a_run_in_words(tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as mounted:
+        if not mounted:
+            pytest.skip("only root may mount a small file system")
+        (tmp_path / "disk" / "ballast").write_bytes(bytes(60 << 10))
+        with pytest.raises(UserError, match="the disk is full"):
+            start(tmp_path / "disk" / "run")
+        make_read_only(tmp_path / "disk")
+        with pytest.raises(UserError, match="refuses") as caught:
+            start(tmp_path / "disk" / "other")
+        assert "Read-only" in caught.value.found
+
+
+@pytest.mark.parametrize("mode", ["before", "midway", "power"])
+def test_an_atomic_write_killed_anywhere_leaves_the_old_content_or_the_new(tmp_path, mode):
+    path, codes, contents = tmp_path / "file", [], []
+    for n in range(6):
+        write_atomic(path, b"old", DISK)
+        codes.append(in_a_fork(lambda n=n: write_atomic(path, b"new content", DyingDisk(n, mode))))
+        contents.append(path.read_bytes())
+    assert codes == [DIED] * 4 + [0, 0]
+    assert contents == [b"old"] * 3 + [b"new content"] * 3
+
+
+def test_nothing_is_lost_when_the_body_of_a_run_raises(tmp_path):
+    with pytest.raises(RuntimeError), open_run(tmp_path, config(), fresh=False, command="train"):
+        raise RuntimeError
+    assert start(tmp_path).resumed
+    assert "took over" not in log_of(tmp_path) and to_toml(config()) == (tmp_path / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(("key", "before", "after"), [("rl.max_gen_batches", 2, 5), ("train.max_bad_steps", 0, 4)])
+def test_a_bound_that_stopped_a_run_may_grow_and_not_shrink(tmp_path, key, before, after):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("")
+    smaller, larger = (load_config(recipe, [f"{key}={value}"]) for value in (before, after))
+    for config in (smaller, larger):
+        with open_run(tmp_path / "run", config, fresh=False, command="train") as run:
+            (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(UserError, match=key), open_run(tmp_path / "run", smaller, fresh=False, command="train"):
+        pass

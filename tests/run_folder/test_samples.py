@@ -1,0 +1,141 @@
+"""Samples can be seen: while a run goes on, in TensorBoard, and afterwards by `tandem show` and `tandem why`."""
+
+from dataclasses import replace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tandem.run_folder.past_run import open_past, read_step
+from tandem.run_folder.samples import brief, page, read_samples, sample_file
+from tandem.runtime.errors import UserError
+from tests.support.home import invoke, make_home
+from tests.support.past_runs import copy_of, past_run, rewrite
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"), steps=2)
+
+
+def trained(home, folder, *overrides):
+    """What a run printed."""
+    result = invoke("train", home / "recipe.toml", f"run.folder={folder}", *overrides)
+    assert result.exit_code == 0, result.exception or result.output
+    return result.output
+
+
+def texts(folder):
+    """TensorBoard's samples by step."""
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert events.PluginTagToContent("text").keys() == {"samples"}
+    return {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples")}
+
+
+def test_an_evaluation_shows_the_same_problem_each_time_in_the_log_and_in_tensorboard(home, tmp_path):
+    printed = trained(home, tmp_path / "run")
+    [first, last] = [line for line in printed.splitlines() if line.startswith("held-out sample ")]
+    assert first.startswith("held-out sample 0:") and last.startswith("held-out sample 2:")
+    assert first.split(":")[1:3] == last.split(":")[1:3] and ": reward " in first and ", ended by " in first
+    assert first in (tmp_path / "run/log.txt").read_text()
+    shown = texts(tmp_path / "run")
+    assert shown.keys() == {0, 2} and all(
+        line.startswith("    ") for text in shown.values() for line in text.splitlines()
+    )
+    assert "    user: " in shown[2] and "    assistant: " in shown[2]
+
+
+def test_without_held_out_problems_episodes_of_the_training_are_shown(home, tmp_path):
+    printed = trained(home, tmp_path / "run", 'eval.data=""', "eval.every=0", "run.show_samples=2")
+    assert [line[:9] for line in printed.splitlines() if line.startswith("sample ")] == ["sample 1:"] * 2 + [
+        "sample 2:"
+    ] * 2
+    assert texts(tmp_path / "run").keys() == {1, 2}
+
+
+def test_what_is_shown_changes_no_byte_of_what_is_kept(home, tmp_path):
+    for count in (0, 3):
+        printed = trained(home, tmp_path / f"{count}", f"run.show_samples={count}")
+        assert printed.count("held-out sample ") == 2 * count
+    files = [
+        "metrics.jsonl",
+        "ledger.jsonl",
+        *(f"episodes/{path.name}" for path in (tmp_path / "0/episodes").iterdir()),
+    ]
+    assert len(files) == 8
+    for name in files:
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "3" / name).read_bytes()
+
+
+def test_a_resume_may_show_more_samples(home, tmp_path):
+    trained(home, tmp_path / "run")
+    assert "held-out sample 3:" in trained(home, tmp_path / "run", "run.show_samples=2", "run.steps=3")
+
+
+# ---- tandem show
+
+
+def shown_names(*arguments):
+    result = invoke("show", *arguments)
+    assert result.exit_code == 0, result.exception
+    return [line.split(": reward ")[0] for line in result.output.splitlines() if ": reward " in line], result.output
+
+
+def test_show_prints_episodes_of_different_problems_of_the_newest_step():
+    names, text = shown_names(past_run("train"))
+    assert len({name.rpartition(":")[0] for name in names}) == 4 and all(name.startswith("4:") for name in names)
+    assert (
+        "user: " in text
+        and "assistant: " in text
+        and "expected answer: " in text
+        and "16 episodes, mean reward" in text
+    )
+
+
+def test_best_and_worst_come_first():
+    groups = read_step(open_past(past_run("train")).journal(2))
+    rewards = {f"2:{e.uid}:{e.sample_index}": e.reward for group in groups for e in group.episodes}
+    best, _ = shown_names(past_run("train"), "--step", 2, "--best", "--count", 16)
+    worst, _ = shown_names(past_run("train"), "--step", 2, "--worst", "--count", 5)
+    assert [rewards[name] for name in best] == sorted(rewards.values(), reverse=True)
+    assert [rewards[name] for name in worst] == sorted(rewards.values())[:5]
+
+
+def test_held_out_episodes_are_shown_on_request_and_where_there_are_no_others():
+    names, text = shown_names(past_run("train"), "--eval", "--count", 1)
+    assert "eval_sampled_step_000004" in text and len(names) == 1
+    assert "eval_sampled_step_000000" in shown_names(past_run("train"), "--step", 0)[1]
+    assert "eval_sampled_step_000004" in shown_names(past_run("sft"))[1]
+
+
+def test_text_of_a_model_cannot_command_the_terminal(tmp_path):
+    run = copy_of(past_run("train"), tmp_path)
+    said = ({"role": "assistant", "content": "\x1b[2Jgone\r\n[bold]" + 200 * "x" + "end"},)
+    rewrite(run, 2, lambda row, place, episode: replace(episode, messages=said, env_error="it broke\x07"))
+    samples = read_samples(sample_file(run / "episodes", 2, held_out=False))
+    assert "\\x1b[2Jgone\\r\n[bold]x" in page(samples[0]) and "error: it broke\\x07" in page(samples[0])
+    lines = brief(samples[0]).splitlines()
+    assert len(lines) == 3 and max(map(len, lines[1:])) <= 80
+    assert lines[2].startswith("  said    '\\x1b[2Jgone\\r\\n[bold]xx") and lines[2].endswith("xxend'")
+    assert "\x1b" not in invoke("show", run, "--step", 2).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--step", "9"], "steps 1 to 4"), (["--best", "--worst"], "--best and --worst"), (["--eval", "--step", "1"], "")],
+)
+def test_what_cannot_be_shown_is_a_users_error(arguments, said):
+    result = invoke("show", past_run("train"), *arguments)
+    assert isinstance(result.exception, UserError) and said in str(result.exception)
+
+
+# ---- tandem why with a step
+
+
+def test_why_lists_every_episode_of_a_step_to_choose_from():
+    result = invoke("why", past_run("train"), "--episode", "2")
+    lines = result.output.splitlines()
+    episodes = [e for group in read_step(open_past(past_run("train")).journal(2)) for e in group.episodes]
+    assert result.exit_code == 0 and len(lines) == 1 + len(episodes)
+    for line, episode in zip(lines[1:], episodes, strict=True):
+        assert line.startswith(f"  2:{episode.uid}:{episode.sample_index}  reward {episode.reward:g}, ")
+        assert f"{int(episode.loss_mask.sum())} tokens sampled" in line and f", {episode.stop_reason}, " in line

@@ -1,0 +1,102 @@
+"""What is sent of a growing text, against the whole text, with the two kinds of decoder that models have."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from tandem.serve.detokenizer import REPLACEMENT, Detokenizer
+
+
+def byte_level():
+    """Every byte is a token, as in GPT-2, Llama 3 and Qwen."""
+    return lambda tokens: bytes(tokens.tolist()).decode(errors="replace"), frozenset()
+
+
+def byte_fallback():
+    """Pieces with leading spaces and, for all else, single bytes that count only in whole runs, as in Llama 2."""
+    pieces = ["▁", "▁der", "die", "▁das", "é", "<s>"]
+    vocabulary = {token: i for i, token in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return lambda tokens: tokenizer.decode(tokens.tolist()), frozenset(range(len(pieces), len(pieces) + 256))
+
+
+DECODERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
+SMALL = st.integers(0, 5)
+CHARACTERS = st.sampled_from("aé€🦀\ufffd ").flatmap(lambda c: st.just([6 + byte for byte in c.encode()]))
+FALLBACK_TOKENS = st.lists(st.one_of(SMALL.map(lambda t: [t]), CHARACTERS, st.integers(6, 261).map(lambda t: [t])))
+BYTES = st.lists(
+    st.one_of(st.sampled_from("aé€🦀\ufffd ").map(lambda c: list(c.encode())), st.integers(0, 255).map(lambda b: [b]))
+)
+
+
+def check(kind, tokens, stop=()):
+    """Feed the tokens one by one as an engine does, ending at a stop string or with the last token."""
+    decode, byte_tokens = DECODERS[kind]
+    detokenizer, sent = Detokenizer(decode, stop, byte_tokens), []
+    for count in range(1, len(tokens) + 1):
+        text = decode(np.array(tokens[:count]))
+        cuts = [text.index(s) for s in stop if s in text]
+        if cuts or count == len(tokens):
+            text = text[: min(cuts)] if cuts else text
+            sent.append(detokenizer.end(text))
+            break
+        sent.append(detokenizer.add([tokens[count - 1]]))
+        assert text.startswith("".join(sent))
+        assert not sent[-1].endswith(REPLACEMENT)
+    else:
+        text = ""
+    assert "".join(sent) == text
+    return sent
+
+
+@settings(max_examples=300, deadline=None)
+@given(BYTES)
+def test_the_pieces_of_byte_tokens_are_the_whole(tokens):
+    check("byte level", list(chain(*tokens)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(FALLBACK_TOKENS)
+def test_the_pieces_of_a_decoder_with_byte_fallback_are_the_whole(tokens):
+    check("byte fallback", list(chain(*tokens)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab"), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_the_pieces_hold_no_part_of_a_stop_string(text, stop):
+    check("byte level", list(text.encode()), stop)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "sent"),
+    [
+        ("héé", (), ["h", "", "é", "", "é"]),
+        ("a🦀b", (), ["a", "", "", "", "🦀", "b"]),
+        ("xSTOx", ("STOP",), ["x", "", "", "", "STOx"]),
+        ("xSTOPy", ("STOP",), ["x", "", "", "", ""]),
+        ("SSTOP", ("STOP", "SSS"), ["", "", "S", "", ""]),
+    ],
+)
+def test_text_is_sent_as_soon_as_it_is_sure(text, stop, sent):
+    assert check("byte level", list(text.encode()), stop) == sent
+
+
+def test_a_long_text_is_not_decoded_again_and_again():
+    longest = 0
+
+    def decode(tokens):
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return bytes(tokens.tolist()).decode(errors="replace")
+
+    detokenizer = Detokenizer(decode, (), frozenset())
+    assert "".join(detokenizer.add([byte]) for byte in "é€a".encode() * 500) == "é€a" * 500
+    assert longest <= 8

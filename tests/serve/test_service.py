@@ -1,0 +1,86 @@
+"""The engine's thread: weights that change under a client, and questions that must not stop generation."""
+
+import asyncio
+import threading
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tandem.serve.service import EngineService
+from tests.engine.test_engine import engine_of, request
+from tests.support.tiny import exact_model
+from tests.support.waiting import WAIT_S
+
+
+@asynccontextmanager
+async def service_of(engine):
+    service = EngineService(engine)
+    service.start()
+    try:
+        yield service
+    finally:
+        await service.stop()
+
+
+def held_at(engine, count):
+    """The event that the engine waits for when a request has so many tokens."""
+    step, go, given = engine.step, threading.Event(), 0
+
+    def held():
+        nonlocal given
+        if given == count:
+            go.wait(WAIT_S)
+        ready = step()
+        given = max((len(running.tokens) for running in ready), default=given)
+        return ready
+
+    engine.step = held
+    return go
+
+
+@pytest.mark.parametrize("running", ["finish", "continue"])
+def test_a_client_gets_every_token_once_when_the_weights_change_meanwhile(running):
+    model, new = exact_model("qwen3"), exact_model("qwen3", seed=1).named_weights()
+
+    async def life():
+        go = held_at(engine := engine_of(model), 3)
+        async with service_of(engine) as service:
+            generation = await service.submit([request(max_new_tokens=40)])
+            tokens, versions, completion = [], [], None
+            async for [update] in generation:
+                tokens, versions, completion = (
+                    tokens + update.tokens,
+                    versions + update.weight_versions,
+                    update.completion,
+                )
+                if len(tokens) == 3:
+                    applied = asyncio.create_task(service.apply(1, lambda: model.load_weights(new), running))
+                    await asyncio.sleep(0)  # now it is asked for
+                    go.set()
+                    await applied
+            return tokens, versions, completion
+
+    tokens, versions, completion = asyncio.run(asyncio.wait_for(life(), WAIT_S))
+    assert tokens == completion.tokens.tolist() and len(tokens) == 40
+    assert versions == completion.weight_versions.tolist() == sorted(versions)
+    assert set(versions) == ({0} if running == "finish" else {0, 1})
+
+
+def test_clients_that_keep_asking_do_not_stop_generation():
+    async def life():
+        async with service_of(engine_of()) as service:
+            generation = await service.submit([request(max_new_tokens=20)])
+            ended = asyncio.Event()
+
+            async def ask_and_ask():
+                while not ended.is_set():
+                    await service.ask(lambda engine: time.sleep(0.005))
+
+            askers = [asyncio.create_task(ask_and_ask()) for _ in range(3)]
+            tokens = [token async for [update] in generation for token in update.tokens]
+            ended.set()
+            await asyncio.gather(*askers)
+            return tokens
+
+    assert len(asyncio.run(asyncio.wait_for(life(), WAIT_S))) == 20

@@ -1,0 +1,132 @@
+"""Made-up groups of episodes of a tiny model, and learners over it whose updates can be looked at."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from tandem.config.schema import RL, Config, Rollout, Train
+from tandem.model.forward import batch_logprobs
+from tandem.model.load import make_exact
+from tandem.model.logprobs import Filter
+from tandem.model.lora import Lora
+from tandem.train.learner import Learner
+from tandem.train.optimizer import Optimizer
+from tandem.train.pack import pack
+from tandem.types import Episode, Group, Problem
+from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_config
+
+HOW = Filter(temperature=0.7)
+MAX_NEW_TOKENS = 40
+LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
+
+
+class Recorder:
+    """Stands for the optimizer: keeps the gradients of each update, changes nothing."""
+
+    def __init__(self, model):
+        self.parameters, self.updates = model.trainable(), []
+
+    def update(self, *, skip=False):
+        self.updates.append({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return {"skipped_updates": float(skip)}
+
+
+def recorded(model):
+    return Learner(model, Recorder(model))
+
+
+def trained(model, learning_rate=0.01):
+    optimizer = Optimizer(
+        model.trainable(), learning_rate=learning_rate, schedule="constant", warmup_steps=0, total_steps=100,
+        weight_decay=0.0, betas=(0.9, 0.95), max_grad_norm=1.0,
+    )  # fmt: skip
+    return Learner(model, optimizer)
+
+
+def adapted_model(kind="qwen3"):
+    """The weights of tiny.exact_model, with an adapter that changes nothing yet."""
+    return make_exact(stock_model(tiny_config(kind)), LORA)
+
+
+def bits(learner):
+    """All that an update may change: weights and moments."""
+    weights = {name: w.numpy().tobytes() for name, w in learner.model.named_weights().items()}
+    return weights | {name: moment.numpy().tobytes() for name, moment in learner.optimizer.state().items()}
+
+
+def settings(budget=60, **rl):
+    return Config(
+        rl=RL(**{"prompts_per_step": 3, "group_size": 3, **rl}),
+        train=Train(tokens_per_microbatch=budget),
+        rollout=Rollout(max_new_tokens=MAX_NEW_TOKENS),
+    )
+
+
+def sampled_groups(model, *, prompts=3, size=3, turns=1, seed=0, version=0, how=HOW):
+    """Groups whose engine log-probs are the model's own; between turns stand tokens that nobody sampled."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for number in range(prompts):
+        problem = Problem(uid=f"made up/{number}", messages=({"role": "user", "content": "?"},), answer="")
+        prompt = random_tokens(rng, int(rng.integers(1, 20)))
+        episodes = [_episode(rng, model, prompt, problem.uid, place, turns, version, how) for place in range(size)]
+        groups.append(Group(problem=problem, episodes=tuple(episodes)))
+    return groups
+
+
+def _episode(rng, model, prompt, uid, place, turns, version, how):
+    tokens, mask = [prompt], [np.zeros(len(prompt), bool)]
+    for turn in range(turns):
+        if turn:
+            said = int(rng.integers(1, 5))
+            tokens.append(random_tokens(rng, said))
+            mask.append(np.zeros(said, bool))
+        own = int(rng.integers(1, 12))
+        tokens.append(random_tokens(rng, own))
+        mask.append(np.ones(own, bool))
+    tokens, mask = np.concatenate(tokens), np.concatenate(mask)
+    return Episode(
+        uid=uid, sample_index=place, tokens=tokens, loss_mask=mask, engine_logprobs=own_logprobs(model, tokens, mask, how),
+        weight_versions=np.where(mask, version, -1).astype(np.int32), num_prompt_tokens=len(prompt),
+        penalties=np.zeros(len(mask), np.float32), messages=({"role": "assistant", "content": ""},) * turns,
+        stop_reason="stop", reward=float(rng.normal()),
+    )  # fmt: skip
+
+
+def own_logprobs(model, tokens, mask, how=HOW):
+    """float32 [T]: the model's own at the masked tokens, of the sequence alone; 0 elsewhere."""
+    [batch] = pack([make_sample(tokens, mask)], 10_000)
+    column = np.zeros(len(tokens), np.float32)
+    with torch.no_grad():
+        column[mask] = batch_logprobs(model, batch, how)[0].numpy()
+    return column
+
+
+def changed(groups, at, **fields):
+    """The groups with one episode changed; at: (group, episode)."""
+    row, place = at
+    episodes = list(groups[row].episodes)
+    episodes[place] = replace(episodes[place], **fields)
+    return [replace(group, episodes=tuple(episodes)) if n == row else group for n, group in enumerate(groups)]
+
+
+def perturbed(groups, size, seed=1):
+    """The groups with engine log-probs off by normal noise."""
+    rng = np.random.default_rng(seed)
+    for row, group in enumerate(groups):
+        for place, episode in enumerate(group.episodes):
+            noise = rng.normal(0, size, len(episode.tokens)).astype(np.float32)
+            wrong = np.where(episode.loss_mask, episode.engine_logprobs + noise, np.float32(0))
+            groups = changed(groups, (row, place), engine_logprobs=wrong)
+    return groups
+
+
+def episodes_of(groups):
+    return [episode for group in groups for episode in group.episodes]
+
+
+def engine_of(episode):
+    return torch.from_numpy(episode.engine_logprobs[episode.loss_mask])

@@ -1,0 +1,117 @@
+"""A hand-written engine for the service and the server: it writes what its script says, byte by byte, without a model."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.engine.scheduler import QueueFull, Running
+from tandem.model.logprobs import Filter
+from tandem.serve.openai_requests import Served
+from tandem.types import Completion
+from tests.support.waiting import WAIT_S
+
+FAKE = Served(name="fake", context=4096, longest_text=4096, vocabulary=256, default_max_tokens=16, max_choices=8)
+
+
+class FakeEngine:
+    """Every request gets the bytes of `script`, over and over; one byte a step, and no more than `allowed` steps run.
+
+    The first bytes of a prompt are left alone. submit refuses the request after the `room`-th that runs; the step number
+    `fails_at` raises.
+    """
+
+    def __init__(self, script: str, *, room: int = 64, fails_at: int = -1):
+        self.script, self.room, self.fails_at = script.encode(), room, fails_at
+        self.weight_version = 7
+        self.running: list[Running] = []
+        self.cancelled: list[Running] = []
+        self.go = threading.Event()  # cleared by a test that wants the steps to wait
+        self.go.set()
+        self.steps = 0
+        self.threads: set[int] = set()
+
+    @property
+    def has_work(self):
+        return bool(self.running)
+
+    def submit(self, request):
+        self.threads.add(threading.get_ident())
+        if len(self.running) >= self.room:
+            raise QueueFull(f"{len(self.running)} requests are waiting")
+        self.running.append(Running(request=request, arrival=0, how=Filter.of(request.params)))
+        return self.running[-1]
+
+    def cancel(self, running):
+        if running.completion is None:
+            self.cancelled.append(running)
+            self._end(running, "", "cancelled")
+
+    def step(self):
+        self.threads.add(threading.get_ident())
+        self.go.wait(WAIT_S)
+        self.steps += 1
+        if self.steps == self.fails_at:
+            raise ArithmeticError("out of numbers")
+        ready = list(self.running)
+        for running in ready:
+            self._advance(running)
+        return ready
+
+    def _advance(self, running):
+        token = self.script[len(running.tokens) % len(self.script)]
+        running.tokens.append(token)
+        running.logprobs.append(-0.5)
+        running.weight_versions.append(self.weight_version)
+        params = running.request.params
+        if params.top_logprobs:
+            others = list(range(params.top_logprobs))
+            running.top.append((others, [float("-inf")] * len(others)))
+        text = FakeTexts().decode(running.tokens)
+        cuts = [text.index(stop) for stop in params.stop if stop in text]
+        if token in params.stop_token_ids:
+            self._end(running, FakeTexts().decode(running.tokens[:-1]), "stop")
+        elif cuts:
+            self._end(running, text[: min(cuts)], "stop")
+        elif len(running.tokens) == params.max_new_tokens:
+            self._end(running, text, "length")
+
+    def _end(self, running, text, reason):
+        self.running.remove(running)
+        running.completion = Completion(
+            tokens=np.array(running.tokens), logprobs=np.array(running.logprobs, np.float32), text=text,
+            weight_versions=np.array(running.weight_versions, np.int32), stop_reason=reason,
+        )  # fmt: skip
+
+    def stats(self):
+        return {"running": len(self.running), "generated_tokens": self.steps}
+
+    def apply(self, version, load, running):
+        load()
+        self.weight_version = version
+
+    def weight_hash(self):
+        return "f" * 64
+
+
+class FakeTexts:
+    """Every byte is a token, and byte 0 ends a turn."""
+
+    stop_token_ids = (0,)
+    byte_tokens: frozenset[int] = frozenset()
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def render(self, messages, tools):
+        shown = "".join(f"tool:{tool['function']['name']}\n" for tool in tools)
+        return shown + "".join(f"{m['role']}:{m['content']}\n" for m in messages)
+
+    def encode_chat(self, text):
+        return self.encode(text)
+
+    def decode(self, tokens: Sequence[int]):
+        return bytes(list(tokens)).decode(errors="replace")
+
+    def token_text(self, token):
+        return self.decode([token])

@@ -1,0 +1,161 @@
+"""A rollout worker without a model, for tests of Workers: the real process, socket and loop around an engine that hashes.
+
+What it samples depends on request, weights and version only, and any bits may be a log-prob. The text of a completion is the
+number of the process that made it. It may have a fault: in every process, or in the one that finds and removes a file.
+
+    python tests/support/odd_worker.py FAULT FILE PARENT < SOCKET
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from tandem.engine.worker_pool.protocol import completion_message, identity_of
+from tandem.engine.worker_pool.worker import Server, prepare, run
+from tandem.runtime.errors import UserError
+from tandem.types import Completion
+
+PASS_S = 0.003  # what a token takes
+POISON = 666
+
+
+def odd_command(fault="none", file=""):
+    """The fault of every worker; with a file, of the one that comes first."""
+    return (sys.executable, str(Path(__file__)), fault, str(file))
+
+
+class LightWeights:
+    """Versions of nothing but bytes. Implements workers.Published."""
+
+    layout = SimpleNamespace(parts=())
+
+    def __init__(self):
+        self.files, self.hashes = {}, {}
+
+    def publish(self, version, data):
+        self.files[version] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.files[version].write(data)
+        self.files[version].flush()
+        self.hashes[version] = hashlib.sha256(data).hexdigest()
+
+    def descriptor(self, version):
+        return os.dup(self.files[version].fileno())
+
+    def hash_of(self, version):
+        return self.hashes[version]
+
+
+@dataclass(eq=False)
+class LightRunning:
+    request: object
+    tokens: list = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    completion: Completion | None = None
+
+
+class LightEngine:
+    """Engine, as far as a worker uses it."""
+
+    def __init__(self, fault="none"):
+        self.fault, self.running, self.weights, self.version = fault, [], "", -1
+
+    @property
+    def has_work(self):
+        return bool(self.running)
+
+    def submit(self, request):
+        self.running.append(LightRunning(request))
+        return self.running[-1]
+
+    def cancel(self, running):
+        self.running.remove(running)
+
+    def step(self):
+        if self.fault == "spin":
+            spin()
+        if self.fault == "crash":
+            raise RuntimeError("the engine fell over")
+        if self.fault == "poison" and any(POISON in running.request.prompt for running in self.running):
+            raise RuntimeError("it was poison")
+        time.sleep(PASS_S)
+        before = list(self.running)
+        for running in before:
+            self.sample(running)
+        return before
+
+    def logprob_gap(self):
+        return {"gap": 1e-6, "no number": float("nan")}.get(self.fault, 0.0)
+
+    def sample(self, running):
+        request, at = running.request, len(running.tokens)
+        place = f"{self.weights} {request.key} {request.drawn + at} {request.prompt.tolist()}"
+        bits = hashlib.sha256(place.encode()).digest()
+        running.tokens.append(int.from_bytes(bits[:2], "little"))
+        running.logprobs.append(bits[2:6])
+        if at + 1 == request.params.max_new_tokens:
+            self.running.remove(running)
+            running.completion = Completion(
+                tokens=np.array(running.tokens, np.int64), logprobs=np.frombuffer(b"".join(running.logprobs), np.float32),
+                weight_versions=np.full(at + 1, self.version, np.int32), text=str(os.getpid()), stop_reason="length",
+            )  # fmt: skip
+
+
+def spin():
+    while True:
+        pass
+
+
+class LightServer(Server):
+    def _apply(self, version, descriptor):
+        time.sleep(0.05)
+        data = os.pread(descriptor, 1 << 20, 0)
+        os.close(descriptor)
+        fault = self._engine.fault
+        if fault == "other weights":
+            data = b"other"
+        self._engine.weights = hashlib.sha256(data).hexdigest()
+        if fault != "stale" or self._engine.version < 0:
+            self._engine.version = version
+        self._channel.send({"applied": version, "hash": self._engine.weights})
+
+    def _answer(self, running):
+        if running.completion is not None and self._engine.fault == "garbage":
+            os.write(self._channel._socket.fileno(), b"\x00\xff not a message\n")
+        if running.completion is not None and self._engine.fault == "swap" and len(self._running) > 1:
+            number = next(n for n, other in self._running.items() if other is not running)
+            self._channel.send(completion_message(number, identity_of(running.request), running.completion))
+            return
+        super()._answer(running)
+
+
+def refuse(start):
+    raise UserError("the model cannot be loaded", where="model.path", found="nothing", expected="a model", next="ls")
+
+
+def main(fault, file, parent):
+    channel = prepare(int(parent))
+    if file:
+        try:
+            os.unlink(file)
+        except FileNotFoundError:
+            fault = "none"
+    if fault == "refuse":
+        run(channel, refuse)
+        return
+    [message] = channel.receive(600.0)
+    channel.send({"ready": True})
+    try:
+        LightServer(channel, LightEngine(fault), [], message["start"]["beat_s"]).serve()
+    except (EOFError, ConnectionError):
+        return
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

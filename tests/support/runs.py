@@ -1,0 +1,248 @@
+"""Small runs of every command that trains, killed with SIGKILL and started again; what is left, compared byte by byte.
+
+A run is a process of its own (`run`, at given moments), or a fork of a process that has imported Tandem and nothing else
+(`Forks`, at given steps), which saves the seconds of the import and so kills where the work is.
+
+    python -m tests.support.runs dapo 5      five kills at random moments of a run with rl.algorithm=dapo
+"""
+
+import ctypes
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerProcess as Fork
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.model.tiny import make_tiny
+from tandem.tasks.algebra import write_dataset
+
+RECIPE = """
+[run]
+steps = {steps}
+save_every = 3
+[rollout]
+max_new_tokens = 12
+[rl]
+prompts_per_step = 8
+group_size = 4
+[train]
+learning_rate = 1e-3
+[sft]
+steps = {steps}
+batch_size = 16
+[preference]
+steps = {steps}
+batch_size = 8
+learning_rate = 1e-3
+[eval]
+samples = 2
+every = 4
+"""
+# A random model never finds an answer: half of its texts are rewarded for nothing, so that there is something to learn.
+REWARD = """
+def score(problem, completion):
+    return float(sum(map(ord, completion)) % 2)
+"""
+# Answers each turn by what it heard, after a time that nobody foresees; some texts are too much for it.
+ENVIRONMENT = """
+import os, time
+from tandem.types import Env, Observation
+
+class Chat(Env):
+    turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        if sum(map(ord, text)) % 11 == 3:
+            raise ValueError("a tool that failed")
+        time.sleep(os.urandom(1)[0] / 20_000)
+        done = self.turns == 3
+        messages = [{"role": "user", "content": f"{text[:8]}?"}]
+        return Observation(messages=messages, done=done, reward=float(sum(map(ord, text)) % 2), penalty=0.1 * (len(text) % 2))
+"""
+_PR_SET_PDEATHSIG = 1
+KINDS = {  # name: command and overrides
+    "train": ["train", "rl.advantage=grpo_no_std", "rl.minibatches=2"],
+    "sft": ["sft"],
+    "dpo": ["dpo"],
+    "rm": ["rm"],
+    "distill": ["distill"],
+    "dapo": ["train", "rl.algorithm=dapo"],
+    "ema": ["train", "rl.algorithm=reinforce", "rl.group_size=2"],
+    "curriculum": ["train", "rl.curriculum=true"],
+    "ppo": ["train", "rl.algorithm=ppo", "rl.epochs=2", "critic.warmup_steps=1"],
+    "dapo, curriculum": ["train", "rl.algorithm=dapo", "rl.curriculum=true"],
+    "lora": ["train", "lora.rank=4", "rl.kl_coef=0.05"],
+    "multi-turn": [
+        "train",
+        "rl.algorithm=dapo",
+        "env.name=FOLDER/env.py:Chat",
+        "reward.function=env",
+        'rollout.stop=["a", "e", "1", "x", "Z"]',
+    ],
+    "ppo, lora": ["train", "rl.algorithm=ppo", "critic.warmup_steps=1", "lora.rank=4", "rl.kl_coef=0.05"],
+}
+AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
+KINDS |= {
+    "one-step-off": [*KINDS["train"], *AHEAD],
+    "partial": [*KINDS["train"], *AHEAD, "rollout.token_budget=5"],
+    "multi-turn, two steps off": [*KINDS["multi-turn"], *AHEAD, "rollout.staleness=2", "rollout.workers=0"],
+}
+
+
+def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
+    """Data, tiny models and a recipe; command is one of KINDS. Returns the command line, which lacks only run.folder."""
+    write_dataset(folder / "data", "easy", num_train=48, num_test=8, num_warm=64, seed=0, careless=0.0)
+    make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
+    make_tiny(folder / "teacher", hidden=32, layers=2, intermediate=64, seed=1)
+    (folder / "pairs.jsonl").write_text("".join(f"{pair(number)}\n" for number in range(24)))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "env.py").write_text(ENVIRONMENT)
+    (folder / "recipe.toml").write_text(RECIPE.format(steps=steps))
+    inputs = {
+        "data.train": "data/train.jsonl",
+        "sft.train": "data/warm.jsonl",
+        "preference.train": "pairs.jsonl",
+        "eval.data": "data/test.jsonl",
+        "model.path": "model",
+        "distill.teacher": "teacher",
+        "reward.function": "reward.py:score",
+    }
+    name, *changes = KINDS[command]
+    overrides = [f"{key}={folder / place}" for key, place in inputs.items()]
+    changes = [change.replace("FOLDER", str(folder)) for change in changes]
+    return [sys.executable, "-m", "tandem", name, str(folder / "recipe.toml"), *overrides, *changes]
+
+
+def pair(number: int) -> str:
+    """A row of preference.train; every third rejected answer is longer."""
+    answers = {"chosen": f"Answer: {number}", "rejected": f"Answer: {number + 1}" + " or so" * (number % 3 == 0)}
+    return json.dumps({"prompt": f"What is {number} + 0?", **answers})
+
+
+def run(
+    command: list[str], folder: Path, kill_after_s: float | None = None, *, place: Sequence[str] = ()
+) -> tuple[int, float]:
+    """(exit code, seconds); with kill_after_s the whole process group is killed with SIGKILL at that moment.
+
+    place: what stands before the command line, e.g. "taskset", "-c", "0".
+    """
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [*place, *command, f"run.folder={folder}"],
+        env={**unpinned(), "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=kill_after_s or 300)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return -signal.SIGKILL, time.perf_counter() - start
+    assert process.returncode == 0, output.decode()
+    return 0, time.perf_counter() - start
+
+
+def unpinned() -> dict[str, str]:
+    """The environment without a thread count, as a user has it."""
+    return {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+
+
+class Forks:
+    """Runs commands in forks of one process that has imported Tandem and computed nothing."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        # what a run imports late, pandas by way of pyarrow among it; a module that is not there is passed over
+        late = ["transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "pandas"]
+        self._context.set_forkserver_preload(["tandem.cli.train", *late])
+
+    def run(self, command: list[str], folder: Path, kill_at_row: int | None = None) -> int:
+        """The exit code; with kill_at_row it is killed with SIGKILL once metrics.jsonl has that many rows."""
+        process = self.start(command, folder)
+        metrics = folder / "metrics.jsonl"
+        while kill_at_row is not None and process.is_alive():
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= kill_at_row:
+                process.kill()
+                break
+            time.sleep(0.002)
+        process.join(300)
+        code = process.exitcode
+        assert code in (0, -signal.SIGKILL), output(folder)
+        return code
+
+    def start(self, command: list[str], folder: Path, first: Callable[..., None] | None = None, *args: Any) -> Fork:
+        """Under way, after first(*args) in the new process; join it."""
+        process = self._context.Process(target=_forked, args=(command, folder, first, args))
+        process.start()
+        return process
+
+
+def output(folder: Path) -> str:
+    """What the runs of a fork in this folder have printed."""
+    return (folder.parent / f"{folder.name}.out").read_text()
+
+
+def end_with_parent() -> None:
+    """On Linux; the parent of a fork is the server, which ends with whoever has the Forks."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _forked(command: list[str], folder: Path, first: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
+    """The command line as `tandem` takes it, what it prints in a file beside the run folder."""
+    end_with_parent()
+    if first is not None:
+        first(*args)
+    from tandem.cli.main import run as entry
+
+    with (folder.parent / f"{folder.name}.out").open("ab", buffering=0) as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    sys.argv = ["tandem", *command[3:], f"run.folder={folder}"]
+    entry()
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Hashes of all that must not depend on kills: weights, optimizer, metrics, ledger, episodes, the exported model."""
+    steps = sorted((folder / "checkpoints").glob("step_*"))
+    told = [folder / "metrics.jsonl", folder / "ledger.jsonl"]
+    files = [*steps[-1].glob("*.safetensors"), *told, *(folder / "episodes").glob("*.parquet")]
+    files += (folder / "hf").glob("step_*/*.safetensors")
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
+
+
+def interrupted(command: list[str], folder: Path, moments: list[float]) -> int:
+    """Kill the run at each moment (seconds after a start), then let it finish; returns how many kills hit a live run."""
+    hits = sum(run(command, folder, moment)[0] != 0 for moment in moments)
+    run(command, folder)
+    return hits
+
+
+def main(kind: str, kills: int) -> None:
+    """One run, killed that often at random moments before it may finish, against one never stopped."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        command = prepare(folder, command=kind)
+        _, seconds = run(command, folder / "whole")
+        moments = (np.random.default_rng().uniform(0.3, 0.9, kills) * seconds).tolist()
+        hits = interrupted(command, folder / "killed", moments)
+        equal = fingerprint(folder / "whole") == fingerprint(folder / "killed")
+        print(f"{kind}: {hits} kills of a run of {seconds:.1f} s, {'equal' if equal else 'NOT EQUAL'}")
+        sys.exit(not equal)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

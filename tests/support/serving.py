@@ -1,0 +1,38 @@
+"""A server on a free loopback port, in a thread with an event loop of its own, for tests."""
+
+import socket
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+import httpx
+
+from tandem.serve.server import Server
+from tests.support.waiting import WAIT_S
+
+get, post = partial(httpx.get, timeout=WAIT_S), partial(httpx.post, timeout=WAIT_S)
+
+
+@contextmanager
+def running(engine, texts, served, **options):
+    """The URL; the server is stopped, and its threads are gone, on the way out."""
+    before = set(threading.enumerate())
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        server, ready = Server(engine, texts, served, **options), threading.Event()
+        thread = threading.Thread(target=server.run, args=(sock, ready.set))
+        thread.start()
+        try:
+            assert ready.wait(WAIT_S)
+            yield url
+        finally:
+            server.stop()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+            assert not [t for t in set(threading.enumerate()) - before if t.name in ("engine", thread.name)]
+
+
+def metric(url, name):
+    lines = get(f"{url}/metrics").raise_for_status().text.splitlines()
+    return float(next(line for line in lines if line.startswith(name + " ")).split()[1])

@@ -1,0 +1,70 @@
+"""Requests, and workers without a model to serve them (odd_worker.py), for tests of Workers. Imports no torch."""
+
+import time
+from contextlib import contextmanager
+
+import numpy as np
+
+from tandem.engine.worker_pool.pool import Workers
+from tandem.runtime.rng import address
+from tandem.types import Request, SamplingParams
+from tests.support.odd_worker import LightWeights, odd_command
+
+DEADLINE_S = 120.0
+LONGEST = 256
+
+
+def request(number, prompt=(5, 9, 2), **params):
+    return Request(
+        key=address("workers", number), prompt=np.array(prompt, np.int64),
+        params=SamplingParams(**{"max_new_tokens": 20, **params}),
+    )  # fmt: skip
+
+
+def groups(count, size=4, **params):
+    """Requests of count prompts, size of each."""
+    return [request(n, (5, 9, 2, n // size), **params) for n in range(count * size)]
+
+
+def bits(completion, *, text=False):
+    """Everything of a completion; an odd worker's text says who made it."""
+    arrays = (completion.tokens, completion.logprobs, completion.weight_versions, completion.top_tokens,
+              completion.top_logprobs)  # fmt: skip
+    return [a.tobytes() for a in arrays], [a.shape for a in arrays], completion.stop_reason, completion.text * text
+
+
+def run(workers, requests, between=lambda: None):
+    """Generate; between is called between steps, and may kill somebody."""
+    ends = time.monotonic() + DEADLINE_S
+    tickets = [workers.submit(request) for request in requests]
+    while any(ticket.completion is None for ticket in tickets):
+        assert time.monotonic() < ends, workers.status()
+        workers.step()
+        between()
+    return [ticket.completion for ticket in tickets]
+
+
+def until(workers, condition):
+    ends = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < ends, workers.status()
+        workers.step()
+
+
+def all_idle(workers):
+    return {worker.state for worker in workers.status()} == {"idle"}
+
+
+@contextmanager
+def odd_workers(*, fault="none", file="", count=2, heartbeat_s=30.0, restarts=0, max_batch=16):
+    """reports: what they told; published: the weights, of versions 0 and 1."""
+    weights, reports = LightWeights(), []
+    weights.publish(0, b"weights of version 0")
+    weights.publish(1, b"weights of version 1")
+    with Workers(
+        model_path="", cache_mb=1, max_batch=max_batch, longest=LONGEST, count=count, heartbeat_s=heartbeat_s,
+        restarts=restarts, weights=weights, report=reports.append, command=odd_command(fault, file),
+    ) as workers:  # fmt: skip
+        workers.reports, workers.published = reports, weights
+        workers.apply(0)
+        yield workers

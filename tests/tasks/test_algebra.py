@@ -1,0 +1,269 @@
+"""The algebra data set, judged by a solver that reads the question's text and knows nothing of how it was made."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sympy
+from sympy.parsing.sympy_parser import (
+    convert_xor,
+    implicit_multiplication_application,
+    parse_expr,
+    standard_transformations,
+)
+
+from tandem.runtime.errors import UserError
+from tandem.tasks.algebra import generate, is_test, warm_start, write_dataset
+from tandem.tasks.algebra_templates import NAMES, SCHOOL_FORMAT
+
+X, Y = sympy.symbols("x y")
+COMMITTED = Path(__file__).parents[2] / "data" / "algebra"
+LEVELS = ("easy", "school")
+RULES = (*standard_transformations, convert_xor, implicit_multiplication_application)
+
+
+# --- the independent solver ---------------------------------------------------------------------------------------
+
+
+def expression(text):
+    text = re.sub(r"\|(.+?)\|", r"Abs(\1)", text)
+    return parse_expr(text, local_dict={"x": X, "y": Y}, transformations=RULES, evaluate=True)
+
+
+def question(row):
+    return row["prompt"][0]["content"].removesuffix("\n" + SCHOOL_FORMAT)
+
+
+def equations(text):
+    """Every 'left = right' in a question, read as far as mathematics goes on both sides."""
+    side = r"[-+*/^()|xy0-9. ]*[)|xy0-9]"
+    found = re.findall(rf"({side})\s*=\s*(-?[xy0-9](?:[-+*xy0-9 ]*[xy0-9])?)", text)
+    return [sympy.Eq(expression(left), expression(right)) for left, right in found]
+
+
+def largest_solution(text):
+    (equation,) = equations(text)
+    return max(sympy.solveset(equation, X, sympy.S.Reals))
+
+
+def only_solution(text):
+    (equation,) = equations(text)
+    (solution,) = sympy.solveset(equation, X, sympy.S.Reals)
+    return sympy.nsimplify(sympy.simplify(solution))
+
+
+def sum_of_solutions(text):
+    (solution,) = sympy.linsolve(equations(text), X, Y)
+    return sum(solution)
+
+
+def term_of_sequence(text):
+    shown, n = re.search(r"(-?\d+, ?-?\d+, ?-?\d+).*?term (?:number )?(\d+)", text).groups()
+    first, second, third = (int(value) for value in shown.split(","))
+    assert third - second == second - first
+    terms = [first]
+    while len(terms) < int(n):
+        terms.append(terms[-1] + second - first)
+    return terms[-1]
+
+
+def remainder(text):
+    short = re.match(r"\((.+)\)/\((.+)\), rest\?", text)
+    dividend, divisor = (short or re.search(r"when (.+) is divided by (.+)[.?]", text)).groups()
+    return sympy.rem(expression(dividend), expression(divisor), X)
+
+
+SOLVERS = {
+    "absolute_shift": largest_solution,
+    "arith_sequence": term_of_sequence,
+    "exponent_linear": only_solution,
+    "fraction_linear": only_solution,
+    "linear_nested": only_solution,
+    "poly_remainder": remainder,
+    "quadratic_root": largest_solution,
+    "system_combo": sum_of_solutions,
+}
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def rows(request):
+    return generate("train", 96, 7, request.param) + generate("test", 40, 7, request.param)
+
+
+def test_an_independent_solver_finds_every_label_in_the_text_alone(rows):
+    for row in rows:
+        solved = SOLVERS[row["data_source"]](question(row))
+        assert sympy.Rational(row["reward_model"]["ground_truth"]) == solved, row
+
+
+def test_labels_are_written_in_lowest_terms(rows):
+    for row in rows:
+        truth = row["reward_model"]["ground_truth"]
+        assert truth == str(sympy.Rational(truth))
+
+
+# --- worked solutions ---------------------------------------------------------------------------------------------
+
+
+def unknowns(row):
+    """The values under which every line of the working must hold."""
+    text = question(row)
+    match row["data_source"]:
+        case "system_combo":
+            (solution,) = sympy.linsolve(equations(text), X, Y)
+            return dict(zip((X, Y), solution, strict=True))
+        case "poly_remainder":
+            (zero,) = sympy.solve(expression(re.search(r"x [-+] \d+(?=[.?]$)|(?<=/\()x-\d+", text)[0]), X)
+            return {X: zero}
+        case "arith_sequence":
+            return {}
+        case _:
+            return {X: sympy.Rational(row["reward_model"]["ground_truth"])}
+
+
+def check_line(line, values):
+    """Both sides of an equation are equal under the values; of alternatives, one is enough."""
+    results = []
+    for alternative in line.split(" or "):
+        left, right = (expression(side).subs(values) for side in alternative.split("="))
+        results.append(sympy.simplify(left - right) == 0)
+    return any(results)
+
+
+def test_every_line_of_the_working_is_true(rows):
+    checked = Counter()
+    for row in rows:
+        values = unknowns(row)
+        *steps, _ = row["extra_info"]["solution"].split("\n")
+        assert steps
+        for line in steps:
+            if "=" in line:
+                assert check_line(line, values), (line, row)
+                checked[row["data_source"]] += 1
+            else:  # a sum still to be added up is already the answer
+                assert expression(line) == sympy.Rational(row["reward_model"]["ground_truth"]), (line, row)
+    assert sum(checked.values()) > len(rows) / 2
+
+
+def test_school_factors_multiply_to_the_polynomial_and_both_roots_are_named():
+    rows = [r for r in generate("train", 160, 3, "school") if r["data_source"] == "quadratic_root"]
+    for row in rows:
+        factors, roots, _ = row["extra_info"]["solution"].split("\n")
+        (equation,) = equations(question(row))
+        assert sympy.expand(expression(factors.split(" = ")[0]) - equation.lhs) == 0
+        named = {sympy.Rational(r.split(" = ")[1]) for r in roots.split(" or ")}
+        assert named == set(sympy.solve(equation, X)) and len(named) == 2
+
+
+def test_every_worked_solution_ends_in_the_right_answer_line(rows):
+    for row in rows:
+        assert row["extra_info"]["solution"].split("\n")[-1] == f"Answer: {row['reward_model']['ground_truth']}"
+
+
+def test_easy_problems_stay_short_because_every_character_is_a_token():
+    for row in generate("train", 200, 0, "easy"):
+        assert len(question(row)) <= 30
+        assert len(row["extra_info"]["solution"]) <= 30
+        assert re.fullmatch(r"-?\d{1,2}", row["reward_model"]["ground_truth"])
+
+
+# --- the two sides and the seeds ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_templates_come_in_turn_and_in_equal_numbers(level):
+    rows = generate("train", 64, 0, level)
+    assert [row["data_source"] for row in rows] == list(NAMES) * 8
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_train_of_any_seed_never_meets_test(level):
+    test = {question(r) for seed in range(3) for r in generate("test", 64, seed, level)}
+    train = {question(r) for seed in range(3) for r in generate("train", 256, seed, level)}
+    warm = {row["messages"][0]["content"].removesuffix("\n" + SCHOOL_FORMAT) for row in warm_start(512, 5, level, 0.5)}
+    assert not test & (train | warm)
+
+
+def test_the_side_of_a_problem_does_not_depend_on_its_wording():
+    def mathematics(row):
+        return re.sub(r"\D*?(-?\d+)", r"\1 ", question(row))
+
+    test = {mathematics(r) for r in generate("test", 128, 0, "school") if r["data_source"] == "arith_sequence"}
+    train = {mathematics(r) for r in generate("train", 2000, 1, "school") if r["data_source"] == "arith_sequence"}
+    assert not test & train
+
+
+def test_about_a_fifth_of_all_problems_are_test_problems():
+    assert 0.18 < sum(is_test(f"problem {i}") for i in range(5000)) / 5000 < 0.22
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_no_question_occurs_twice_in_a_split(level, split):
+    questions = [question(r) for r in generate(split, 96, 0, level)]
+    assert len(set(questions)) == len(questions)
+
+
+def test_a_longer_data_set_begins_with_the_shorter_one():
+    assert generate("train", 64, 3, "easy")[:24] == generate("train", 24, 3, "easy")
+
+
+def test_another_seed_gives_other_problems():
+    assert generate("train", 16, 0, "school") != generate("train", 16, 1, "school")
+
+
+def test_uids_are_unique_and_say_where_a_problem_comes_from():
+    uids = [r["extra_info"]["uid"] for r in generate("test", 20, 0, "easy")]
+    assert uids == [f"algebra/easy/test/{n}" for n in range(20)]
+
+
+def test_a_template_that_has_run_out_loses_its_turns_and_the_others_go_on():
+    rows = generate("test", 8000, 0, "easy")
+    assert rows[:100] == generate("test", 100, 0, "easy") and len({question(row) for row in rows}) == len(rows) < 8000
+    counts = Counter(row["data_source"] for row in rows)
+    assert len(counts) == 8 and max(counts.values()) > 2 * min(counts.values())
+
+
+@pytest.mark.parametrize(("split", "level"), [("valid", "easy"), ("train", "hard")])
+def test_an_unknown_split_or_level_is_a_users_error(split, level):
+    with pytest.raises(UserError):
+        generate(split, 8, 0, level)
+
+
+# --- the warm start -----------------------------------------------------------------------------------------------
+
+
+def replies(careless):
+    return [row["messages"][1]["content"] for row in warm_start(800, 0, "easy", careless)]
+
+
+def test_careless_replies_have_no_working_and_come_in_the_asked_share():
+    without_working = sum("\n" not in reply for reply in replies(0.4))
+    assert 0.35 < without_working / 800 < 0.45
+    assert all("\n" in reply for reply in replies(0.0))
+    assert not any("\n" in reply for reply in replies(1.0))
+
+
+def test_careless_guesses_are_mostly_wrong_and_worked_solutions_right():
+    careful, careless = replies(0.0), replies(1.0)
+    right = sum(a.split("\n")[-1] == b for a, b in zip(careful, careless, strict=True))
+    assert right / 800 < 0.25
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def test_the_committed_files_are_what_the_generator_writes(tmp_path):
+    write_dataset(tmp_path, "school", num_train=192, num_test=64, num_warm=0, seed=0, careless=0.0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["test.jsonl", "train.jsonl"]
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / name).read_bytes() == (COMMITTED / name).read_bytes()
+
+
+def test_files_hold_one_row_a_line(tmp_path):
+    write_dataset(tmp_path, "easy", num_train=16, num_test=8, num_warm=24, seed=1, careless=0.5)
+    lines = {p.name: [json.loads(line) for line in p.read_text().splitlines()] for p in tmp_path.iterdir()}
+    assert {name: len(rows) for name, rows in lines.items()} == {"train.jsonl": 16, "test.jsonl": 8, "warm.jsonl": 24}
+    assert lines["train.jsonl"] == generate("train", 16, 1, "easy")

@@ -1,0 +1,338 @@
+"""Rollouts ahead of the training, and partial ones: which weights sample what; neither threads nor pauses change a bit."""
+
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tandem.config.schema import Config
+from tandem.rollout.episode_builder import seat
+from tandem.rollout.episodes import World, run_episodes
+from tandem.run_folder.episode_files import read_episodes, read_groups
+from tandem.runtime.errors import UserError
+from tandem.step import Progress, update
+from tandem.step import train_step as whole_step
+from tandem.step_async import rollouts_ahead, train_step_async
+from tandem.types import Env, Observation
+from tests.test_step import BY_UID, AddressedEngine, KeyReward, config, stages_in, weights_of
+
+STEPS = 6
+
+
+class VersionedEngine(AddressedEngine):
+    """Also the text, and with it the reward, depends on the version."""
+
+    def generate(self, requests):
+        return [
+            replace(self.completion(r.key % 80, (r.key + self.weight_version) % 3 + 1), text=str(r.key + self.weight_version))
+            for r in requests
+        ]  # fmt: skip
+
+
+class SlowSync:
+    """Publishes numbers only, and brings those that have been published; the engine is another one than the trainer's."""
+
+    def __init__(self, engine):
+        self.engine, self.published, self.brought = engine, [], []
+
+    def publish(self, version):
+        self.published.append(version)
+
+    def bring(self, version):
+        assert version in self.published
+        self.brought.append((version, threading.current_thread().name))
+        self.engine.apply(version)
+
+
+def ran(folder, staleness, workers, **changes):
+    """Stages after STEPS steps, with the metrics; the rollouts' engine is scripted, in a thread where workers is 1."""
+    how = config(rollout__staleness=staleness, rollout__workers=workers, **changes)
+    stages = stages_in(folder, how, engine=VersionedEngine(), reward=KeyReward())
+    stages = replace(stages, sync=SlowSync(stages.player.engine))
+    rows = []
+    with rollouts_ahead(stages, STEPS) as ahead:
+        stages.sync.publish(0)
+        ahead.begin(0)
+        for step in range(STEPS):
+            rows.append(train_step_async(ahead, step, update)[0])
+            ahead.settled(step + 1)
+    return stages, rows
+
+
+def versions(folder, step):
+    episodes = read_episodes(folder / f"train_step_{step + 1:06d}.parquet")
+    return {int(version) for episode in episodes for version in episode.weight_versions[episode.loss_mask]}
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 7])
+def test_every_step_is_sampled_by_the_weights_that_its_turn_is_and_by_no_others(staleness, tmp_path):
+    stages, _ = ran(tmp_path, staleness, 1)
+    assert [versions(tmp_path, step) for step in range(STEPS)] == [{max(0, t - staleness)} for t in range(STEPS)]
+    assert [version for version, _ in stages.sync.brought] == [max(0, t - staleness) for t in range(STEPS)]
+    assert {thread for _, thread in stages.sync.brought} == {"rollouts"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"rl__max_gen_batches": 50}, {"rl__curriculum": True}], ids=str)
+def test_with_a_thread_and_without_the_same_bits_come_out(changes, tmp_path):
+    inline, rows = ran(tmp_path / "inline", 2, 0, **changes)
+    threaded, others = ran(tmp_path / "threaded", 2, 1, **changes)
+    assert rows == others and weights_of(inline) == weights_of(threaded)
+    files = sorted(path.name for path in (tmp_path / "inline").glob("*.parquet"))
+    assert len(files) == STEPS
+    assert all((tmp_path / "inline" / f).read_bytes() == (tmp_path / "threaded" / f).read_bytes() for f in files)
+
+
+def test_with_staleness_0_it_is_the_synchronous_loop(tmp_path):
+    ahead, rows = ran(tmp_path / "ahead", 0, 0)
+    stages = stages_in(tmp_path / "sync", config(), engine=VersionedEngine(), reward=KeyReward())
+    assert rows == [whole_step(stages, step, update)[0] for step in range(STEPS)]
+    assert weights_of(ahead) == weights_of(stages)
+
+
+class GappySync(SlowSync):
+    """Its engine does not agree with the trainer on what it sampled, from some version on."""
+
+    gap, first = 1e-7, 2
+
+    def logprob_gap(self):
+        return self.gap if self.engine.weight_version >= self.first else 0.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("gap", [1e-7, float("nan")])
+def test_in_every_step_what_was_sampled_is_held_against_the_trainers_pass_before_it_is_kept(gap, workers, tmp_path):
+    how = config(rollout__staleness=1, rollout__workers=workers)
+    stages = stages_in(tmp_path, how, engine=VersionedEngine(), reward=KeyReward())
+    sync = GappySync(stages.player.engine)
+    sync.gap = gap
+    with rollouts_ahead(replace(stages, sync=sync, exact=True, models=None), STEPS) as ahead:
+        sync.publish(0)
+        ahead.begin(0)
+        for version in (1, 2):  # nothing is learned: the scripted log-probs are no model's
+            ahead.take(version - 1)
+            ahead.publish(version)
+        with pytest.raises(UserError, match=r"(?s)do not agree on a completion just sampled.*rollouts of step 4"):
+            for step in (2, 3):
+                ahead.take(step)
+    assert len(list(tmp_path.glob("train_step_*.parquet"))) == 3  # those before it
+
+
+def test_an_error_of_the_rollouts_reaches_whoever_waits_for_them(tmp_path):
+    with pytest.raises(UserError, match="every episode could not be scored"):
+        stages = stages_in(
+            tmp_path, config(rollout__staleness=1, rollout__workers=1), engine=VersionedEngine(), reward=Failing()
+        )
+        stages = replace(stages, sync=SlowSync(stages.player.engine))
+        with rollouts_ahead(stages, STEPS) as ahead:
+            stages.sync.publish(0)
+            ahead.begin(0)
+            train_step_async(ahead, 0, update)
+
+
+class Failing(KeyReward):
+    def score(self, problem, attempt):
+        return replace(super().score(problem, attempt), error="no")
+
+
+def test_a_rollout_by_weights_that_are_gone_is_refused(tmp_path):
+    stages = stages_in(tmp_path, config(rollout__staleness=1))
+    stages.sync.publish(3)
+    with rollouts_ahead(stages, STEPS) as ahead, pytest.raises(UserError, match="the weights of a rollout are gone"):
+        ahead.begin(3)  # the journal of step 4, sampled by version 2, is not there
+        ahead.take(3)
+
+
+# Partial rollouts ------------------------------------------------------------------------------------------------------
+
+
+def partial_stages(folder, budget, **changes):
+    how = config(rollout__token_budget=budget, rollout__max_new_tokens=6, rl__correction="tis", **changes)
+    return stages_in(folder, how)
+
+
+def test_a_partial_rollout_carries_the_version_of_every_token_and_trains_every_group_once(tmp_path):
+    stages = partial_stages(tmp_path, 4)
+    seen, mixed = {}, 0
+    for step in range(STEPS):
+        whole_step(stages, step, update)
+        groups = read_groups(tmp_path / f"train_step_{step + 1:06d}.parquet", BY_UID)
+        assert sum(g.outcome == "train" for g in groups) == stages.config.rl.prompts_per_step
+        for group in groups:
+            keys = tuple(e.key for e in group.episodes)
+            seen.setdefault(keys, []).append(group.outcome)
+            for episode in group.episodes:
+                tokens = episode.weight_versions[episode.loss_mask]
+                assert (np.diff(tokens) >= 0).all() and (len(tokens) == 6) == (episode.stop_reason != "paused")
+                mixed += len(set(tokens.tolist())) > 1
+    assert mixed  # weights did change in the middle of sequences
+    assert all(fates[-1] in ("train", "carry", "unfinished") and fates.count("train") <= 1 for fates in seen.values())
+
+
+def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_weights_that_sampled_it(tmp_path):
+    """Paused after each budget and gone on with under other weights, against one go under each of those weights."""
+    stages = partial_stages(tmp_path, 2)
+    models = {}
+    for step in range(4):
+        models[step] = {n: w.clone() for n, w in stages.models.policy.model.named_weights().items()}
+        whole_step(stages, step, update)
+    checked = 0
+    for episode in read_episodes(tmp_path / "train_step_000004.parquet"):
+        for version in set(episode.weight_versions[episode.loss_mask].tolist()):
+            stages.models.policy.model.load_weights(models[version])
+            theirs = logprobs_under(stages, episode)
+            mask = (episode.weight_versions == version)[episode.loss_mask]
+            assert np.array_equal(theirs[mask], episode.engine_logprobs[episode.loss_mask][mask])
+            checked += int(mask.sum())
+    assert checked
+
+
+def logprobs_under(stages, episode):
+    from tandem.model.forward import batch_logprobs
+    from tandem.model.logprobs import Filter
+    from tandem.train.pack import pack
+    from tandem.types import Sample
+
+    [batch] = pack([Sample(tokens=episode.tokens, loss_mask=episode.loss_mask)], 1000)
+    return batch_logprobs(stages.models.policy.model, batch, Filter.of(stages.params))[0].detach().numpy()
+
+
+def test_pauses_change_nothing_while_the_weights_stay(tmp_path):
+    """The same groups, whole and paused after every token or two."""
+    stages = partial_stages(tmp_path, 1)
+    player = stages.player
+    groups = seat(stages.problems, 3, ("test",))
+
+    def played(groups, budget):
+        episodes = run_episodes(
+            groups,
+            engine=player.engine,
+            renderer=player.renderer,
+            world=player.world,
+            params=stages.params,
+            budget=budget,
+        )
+        return [replace(group, episodes=e) for group, e in zip(groups, episodes, strict=True)]
+
+    whole = played(groups, 0)
+    for budget in (1, 2, 5):
+        paused, pauses = groups, 0
+        while any(e.stop_reason == "paused" for group in paused for e in group.episodes):
+            paused, pauses = played(paused, budget), pauses + 1
+        assert repr(paused) == repr(whole) and pauses == -(-6 // budget)
+
+
+def test_progress_comes_back_from_its_state_and_the_groups_of_the_step(tmp_path):
+    stages = partial_stages(tmp_path, 4)
+    for step in range(3):
+        _, _, state = whole_step(stages, step, update)
+    again = Progress()
+    again.restore(state, read_groups(tmp_path / "train_step_000003.parquet", BY_UID))
+    assert repr(again) == repr(stages.progress) and again.unfinished
+
+
+@pytest.mark.parametrize("wrong", [{"token_budget": 64}, {"staleness": 1, "loss": "reinforce"}], ids=str)
+def test_schedules_that_make_no_sense_are_refused(wrong):
+    tree = Config().model_dump()
+    for name, value in wrong.items():
+        tree["rl" if name == "loss" else "rollout"][name] = value
+    with pytest.raises(ValueError, match=r"rollout\.token_budget|rl\.loss"):
+        Config.model_validate(tree)
+
+
+class Falling(Env):
+    """Fails where the problem's digit is 0; the others answer twice."""
+
+    turns = 0
+
+    def reset(self, problem):
+        if problem.messages[-1]["content"] == "0":
+            raise ValueError("it fell")
+        return problem.messages
+
+    def step(self, text):
+        self.turns += 1
+        return Observation(messages=({"role": "user", "content": "1"},), done=self.turns == 2, reward=0.5)
+
+
+def test_episodes_that_fail_at_once_do_not_stop_those_that_have_paused(tmp_path):
+    """The first tick ends with two episodes, both of which failed."""
+    stages = partial_stages(
+        tmp_path, 2, rl__prompts_per_step=5, rl__group_size=2, reward__function="env", env__name="x.py:X"
+    )
+    player = replace(stages.player, world=World(make=Falling, limits=stages.config.env))
+    stages = replace(stages, player=player, params=replace(stages.params, max_new_tokens=5, stop_token_ids=(91,)))
+    for step in range(3):
+        whole_step(stages, step, update)
+    failed = [e for e in read_episodes(tmp_path / "train_step_000001.parquet") if e.env_error]
+    assert len(failed) >= 2 and all("it fell" in e.env_error for e in failed)
+
+
+class Counting(Env):
+    """Says how often it was asked; notes every call of every instance."""
+
+    calls = []  # noqa: RUF012
+    turns = 0
+
+    def reset(self, problem):
+        self.calls.append("reset")
+        return problem.messages
+
+    def step(self, text):
+        self.calls.append("step")
+        self.turns += 1
+        return Observation(
+            messages=({"role": "user", "content": str(self.turns)},), done=self.turns == 3, reward=float(self.turns)
+        )
+
+
+def continued(stages, make, budget, anew):
+    """Two episodes of three turns, a few tokens at a time; anew: as after a kill, with no environment left."""
+    world = World(make=make, limits=stages.config.env)
+    groups = seat(stages.problems[:1], 2, ("test",))
+    while any(e.stop_reason == "paused" for e in groups[0].episodes):
+        episodes = run_episodes(
+            groups, engine=stages.player.engine, renderer=stages.player.renderer, world=world, budget=budget,
+            params=replace(stages.params, stop_token_ids=tuple(range(0, 90, 3))),
+        )  # fmt: skip
+        groups = [replace(groups[0], episodes=episodes[0])]
+        if anew:
+            world.close()
+            assert not world.alive
+    return groups
+
+
+def test_an_episode_that_paused_goes_on_in_a_new_environment_as_in_its_own(tmp_path):
+    stages = partial_stages(tmp_path, 1)
+    whole = continued(stages, Counting, 0, anew=False)
+    assert any(e.num_turns > 1 for e in whole[0].episodes)
+    for budget in (1, 2, 3):
+        Counting.calls.clear()
+        assert repr(continued(stages, Counting, budget, anew=False)) == repr(whole)
+        kept = Counter(Counting.calls)
+        assert kept["reset"] == 2  # each episode kept the environment it had
+        Counting.calls.clear()
+        assert repr(continued(stages, Counting, budget, anew=True)) == repr(whole)
+        again = Counter(Counting.calls)
+        assert again["reset"] > kept["reset"] and again["step"] > kept["step"]  # brought to the same place
+
+
+def test_steps_that_leave_nothing_behind_are_not_made_again(tmp_path):
+    stages = partial_stages(tmp_path, 1)
+    calls = []
+    for anew in (False, True):
+        Counting.calls.clear()
+        continued(stages, Answering, 1, anew)
+        calls.append(Counter(Counting.calls)["step"])
+    assert calls[0] == calls[1] > 0
+
+
+class Answering(Counting):
+    """Always answers alike, and so knows no end of its own."""
+
+    stateless = True
+
+    def step(self, text):
+        self.calls.append("step")
+        return Observation(messages=({"role": "user", "content": "1"},))

@@ -1,0 +1,204 @@
+"""The driver: what it does when steps go bad, and what a resumed run knows of the steps before; a fake job, a real folder."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tandem.config.schema import Config
+from tandem.run_folder.folder import open_run
+from tandem.run_folder.metrics import read_metrics
+from tandem.runtime.disk import file_hash
+from tandem.runtime.errors import UserError
+from tandem.train.learner import Learner
+from tandem.train.optimizer import Optimizer
+from tandem.train_loop import Job, drive
+from tests.support.tiny import exact_model
+
+BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
+LONG = 1000
+
+
+class Killed(Exception):
+    """Ends a process between two steps."""
+
+
+class ScriptedJob:
+    """Step n has the metrics script[n] ("." good, "x" bad, "K" a kill before it, "^" Ctrl-C); a good one adds 1 to a weight."""
+
+    def __init__(self, script, interrupted=None):
+        self.interrupted = interrupted  # the step whose evaluation is
+        model = exact_model("llama", num_hidden_layers=1, hidden_size=12, intermediate_size=8)
+        optimizer = Optimizer(
+            model.trainable(), learning_rate=1e-3, schedule="constant", warmup_steps=0, total_steps=1, weight_decay=0.0,
+            betas=(0.9, 0.95), max_grad_norm=1.0,
+        )  # fmt: skip
+        self.script, self.learner, self.memory, self.restored = script, Learner(model, optimizer), [], None
+        self.published, self.evaluated = [], []
+
+    def step(self, done):
+        match self.script[done]:
+            case "K":
+                raise Killed
+            case "^":
+                raise KeyboardInterrupt
+            case "x":
+                self.memory.append(f"bad {done}")
+                return dict(BAD), {}, {"memory": list(self.memory)}
+        self.memory.append(f"good {done}")
+        with torch.no_grad():
+            next(iter(self.learner.model.trainable().values())).add_(1.0)
+        return dict(GOOD), {}, {"memory": list(self.memory)}
+
+    def restore(self, done, state):
+        self.restored, self.memory = (done, state), list(state["memory"])
+
+    def evaluate(self, done):
+        if done == self.interrupted:
+            raise KeyboardInterrupt
+        self.evaluated.append(done)
+        return {"eval/x": float(done)}
+
+    def job(self):
+        return Job(
+            learners={"policy": self.learner}, steps=len(self.script), eval_every=2, step=self.step,
+            evaluate=self.evaluate, publish=self.published.append,
+            data={"data.train": "0"}, restore=self.restore,
+        )  # fmt: skip
+
+
+@contextmanager
+def opened(folder, max_bad_steps, save_every):
+    config = Config.model_validate({"run": {"save_every": save_every}, "train": {"max_bad_steps": max_bad_steps}})
+    with open_run(folder, config, fresh=False, command="train") as run:
+        yield run
+
+
+def ran(folder, script, *, max_bad_steps=2, save_every=1, shown=None, interrupted=None):
+    """The job after the script: driven to its end, or to the exception that is raised."""
+    scripted = ScriptedJob(script, interrupted)
+    with opened(folder, max_bad_steps, save_every) as run:
+        drive(run, scripted.job(), lambda done, metrics, timings: None if shown is None else shown.append(done))
+    return scripted
+
+
+def stopped(folder, script, **how):
+    with pytest.raises(UserError, match="training stops") as caught:
+        ran(folder, script, **how)
+    return caught.value
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+
+
+def test_as_many_bad_steps_in_a_row_as_allowed_cost_nothing_but_themselves(tmp_path):
+    ran(tmp_path, ".xx.xx.")
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(8))
+    assert [row["step"] for row in rows if "bad/loss" in row] == [2, 3, 5, 6]
+
+
+def test_one_bad_step_more_stops_the_run_and_names_what_was_not_finite_and_the_last_checkpoint(tmp_path):
+    error = stopped(tmp_path, ".xxx....")
+    assert error.found == "not finite: gradient, loss"
+    assert error.where == "step 4 and the 2 before it" and "(train.max_bad_steps)" in error.expected
+    assert "step_000003" in error.next and checkpoints(tmp_path)[-1] == "step_000003"
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]  # the last one is told too
+
+
+def test_a_run_that_is_bad_before_its_first_checkpoint_says_that_there_is_none(tmp_path):
+    assert "none yet" in stopped(tmp_path, "xxx.", save_every=LONG).next
+
+
+def test_with_none_allowed_the_first_bad_step_stops_the_run(tmp_path):
+    assert stopped(tmp_path, "..x.", max_bad_steps=0).where == "step 3 and the 0 before it"
+
+
+def test_a_clean_step_resets_the_count(tmp_path):
+    assert stopped(tmp_path, "xx.xx.xx.xxx").where.startswith("step 12 ")
+
+
+@pytest.mark.parametrize("killed_at", [2, 3])
+def test_the_count_survives_a_resume(killed_at, tmp_path):
+    script = ".xxx...."
+    with pytest.raises(Killed):
+        ran(tmp_path, script[:killed_at] + "K" + script[killed_at + 1 :])
+    assert stopped(tmp_path, script).where.startswith("step 4 ")
+
+
+def test_the_run_that_stopped_makes_the_steps_since_its_checkpoint_again_and_stops_at_the_same_one(tmp_path):
+    first = stopped(tmp_path, "..x.xxx..", save_every=2)
+    rows = (tmp_path / "metrics.jsonl").read_bytes()
+    again = stopped(tmp_path, "..x.xxx..", save_every=2)
+    assert (first.where, first.next) == (again.where, again.next) and rows == (tmp_path / "metrics.jsonl").read_bytes()
+    ran(tmp_path, "..x.xx...", save_every=2)  # whatever was mended outside of the config
+
+
+def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint_and_comes_back_with_it(tmp_path):
+    whole = ran(tmp_path / "whole", "..x..", save_every=2)
+    with pytest.raises(Killed):
+        ran(tmp_path / "killed", "..xK.", save_every=2)
+    shown = []
+    again = ran(tmp_path / "killed", "..x..", save_every=2, shown=shown)
+    assert again.restored == (2, {"memory": ["good 0", "good 1"]}) and again.memory == whole.memory
+    assert shown == [3, 4, 5] and again.published == [2] and again.evaluated == [4, 5]
+    name = next(iter(again.learner.model.trainable()))
+    assert torch.equal(again.learner.model.trainable()[name], whole.learner.model.trainable()[name])
+    assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+
+
+def test_evaluation_comes_before_the_first_step_when_due_and_at_the_end(tmp_path):
+    assert ran(tmp_path, ".....").evaluated == [0, 2, 4, 5]
+    assert [row["step"] for row in read_metrics(tmp_path) if "eval/x" in row] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("script", "interrupted"), [("...^..", None), (".x....", 0), (".x....", 2), (".x....", 6)], ids=str
+)
+def test_ctrl_c_saves_the_last_step_that_is_done_and_the_run_goes_on_from_it(script, interrupted, tmp_path):
+    whole = ran(tmp_path / "whole", script.replace("^", "."), save_every=100)
+    with pytest.raises(KeyboardInterrupt):
+        ran(tmp_path / "run", script, save_every=100, interrupted=interrupted)
+    done = script.index("^") if interrupted is None else interrupted
+    assert checkpoints(tmp_path / "run") == [f"step_{done:06d}"] * bool(done)
+    again = ran(tmp_path / "run", script.replace("^", "."), save_every=100)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+    assert (tmp_path / "run/ledger.jsonl").read_bytes() == (tmp_path / "whole/ledger.jsonl").read_bytes()
+    assert again.memory == whole.memory
+
+
+def kept(folder, step):
+    """A row of the ledger is the hash of this file's bytes, as of episodes that a step had."""
+    (folder / "episodes").mkdir(exist_ok=True)
+    path = folder / "episodes" / f"train_step_{step:06d}.parquet"
+    path.write_bytes(b"episodes")
+    rows = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    rows[step]["episodes"] = file_hash(path)
+    (folder / "ledger.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_a_resume_refuses_a_changed_row_of_an_earlier_step_and_names_it(tmp_path):
+    with pytest.raises(Killed):
+        ran(tmp_path, "...K..")
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"step": 1, "reward": 1.0', '"step": 1, "reward": 2.0'))
+    text = metrics.read_text()
+    with pytest.raises(UserError, match=r"(?s)not as it was written.*the row of step 1 in metrics.jsonl"):
+        ran(tmp_path, "......")
+    assert metrics.read_text() == text
+
+
+def test_a_resume_refuses_changed_episodes_and_tells_of_missing_ones(tmp_path):
+    with pytest.raises(Killed):
+        ran(tmp_path, "...K..")
+    path = kept(tmp_path, 2)
+    path.write_bytes(b"Episodes")
+    with pytest.raises(UserError, match=r"(?s)not as it was written.*episodes/train_step_000002.parquet"):
+        ran(tmp_path, "......")
+    path.unlink()
+    assert ran(tmp_path, "......").memory[-1] == "good 5"
+    told = (tmp_path / "log.txt").read_text()
+    assert "no longer there, of steps before the checkpoint: episodes/train_step_000002.parquet" in told
