@@ -1,19 +1,22 @@
-"""What rolling out ahead gains where the reward is slow: whole runs of `tandem train`, one pinned thread a process.
+"""What rolling out ahead gains where the reward is slow: whole runs of `tandem train`, one pinned
+thread a process.
 
     python benchmarks/asynchronous.py [STEPS [ROUNDS]]        default: 12 steps, 3 rounds; writes docs/asynchronous.json
 
-The demo's model, problems and sizes (recipes/demo.toml: 64 prompts x 8 samples, 32 tokens), with random weights, which fill
-every completion, and a reward that waits as for a remote judge: it sleeps and uses no processor. One judge answers one
-episode after the other; in a step it takes half of the seconds that generation takes, as a run without waiting measures
-them first on one thread. Two judges:
+The demo's model, problems and sizes (recipes/demo.toml: 64 prompts x 8 samples, 32 tokens), with
+random weights, which fill every completion, and a reward that waits as for a remote judge: it
+sleeps and uses no processor. One judge answers one episode after the other; in a step it takes half
+of the seconds that generation takes, as a run without waiting measures them first on one thread.
+Two judges:
 
     each       every answer takes its share of that time; answers come while other episodes are still generated
     together   the judge answers the whole batch at once, at the end: nothing of its time overlaps generation
 
-Four loops, alternating: sync with one thread on one core and with two threads on two; async with staleness 1 and 2, the
-trainer on one core and a rollout worker on the other. The driver process scores, keeps the journal and plays environments,
-so this work is on the trainer's core. Samples a second are by the wall clock between rows of metrics.jsonl, saves and
-hashes included, without the first two steps.
+Four loops, alternating: sync with one thread on one core and with two threads on two; async with
+staleness 1 and 2, the trainer on one core and a rollout worker on the other. The driver process
+scores, keeps the journal and plays environments, so this work is on the trainer's core. Samples a
+second are by the wall clock between rows of metrics.jsonl, saves and hashes included, without the
+first two steps.
 """
 
 import json
@@ -44,7 +47,8 @@ LOOPS = {  # name: (threads and cores of the driver, overrides)
     "async, staleness 2": (1, ["rollout.staleness=2", "rollout.workers=1"]),
 }
 JUDGES = ("each", "together")
-# Half of the texts of a random model are rewarded for nothing, so that there is something to learn from.
+# Half of the texts of a random model are rewarded for nothing, so that there is something to learn
+# from.
 REWARD = """
 import time
 calls = 0
@@ -63,26 +67,44 @@ def score(problem, completion):
 
 def main(steps: int, rounds: int) -> int:
     if (share := machine.others_cpu_share()) > 0.10:
-        print(f"error: other processes use {share:.0%} of the CPU\n  expected: at most 10%", file=sys.stderr)
+        print(
+            f"error: other processes use {share:.0%} of the CPU\n  expected: at most 10%",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory() as place:
         results = measure(Path(place), steps, rounds)
-    about = {"machine": machine.describe(), "date": str(date.today()), "steps": steps, "rounds": rounds}
-    (ROOT / "docs" / "asynchronous.json").write_text(json.dumps({**about, **results}, indent=1) + "\n")
+    about = {
+        "machine": machine.describe(),
+        "date": str(date.today()),
+        "steps": steps,
+        "rounds": rounds,
+    }
+    (ROOT / "docs" / "asynchronous.json").write_text(
+        json.dumps({**about, **results}, indent=1) + "\n"
+    )
     return 0
 
 
 def measure(folder: Path, steps: int, rounds: int) -> dict:
-    write_dataset(folder / "data", "easy", num_train=400, num_test=8, num_warm=1, seed=0, careless=0.5)
+    write_dataset(
+        folder / "data", "easy", num_train=400, num_test=8, num_warm=1, seed=0, careless=0.5
+    )
     make_tiny(folder / "model")
     write_reward(folder, 0.0, "each")
     free = run(folder, "sync, 1 thread", steps)
     seconds = SHARE * free["rollout_s"]
-    print(f"generation takes {free['rollout_s']:.2f} s a step, so scoring takes {seconds:.2f} s; {free}", flush=True)
+    print(
+        f"generation takes {free['rollout_s']:.2f} s a step, so scoring takes {seconds:.2f} s; {free}",
+        flush=True,
+    )
     rows = {}
     for judge in JUDGES:
         write_reward(folder, seconds, judge)
-        runs = [{name: told(judge, name, run(folder, name, steps)) for name in LOOPS} for _ in range(rounds)]
+        runs = [
+            {name: told(judge, name, run(folder, name, steps)) for name in LOOPS}
+            for _ in range(rounds)
+        ]
         rows[judge] = {name: medians([each[name] for each in runs]) for name in LOOPS}
         for name, row in rows[judge].items():
             for base in ("sync, 1 thread", "sync, 2 threads"):
@@ -110,54 +132,95 @@ def run(folder: Path, name: str, steps: int) -> dict[str, float]:
     threads, overrides = LOOPS[name]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         command = [
-            sys.executable, "-m", "tandem", "train", str(ROOT / "recipes" / "demo.toml"), "eval.data=",
-            f"data.train={folder / 'data' / 'train.jsonl'}", f"model.path={folder / 'model'}", f"run.folder={place}/run",
-            f"run.steps={steps}", f"run.save_every={steps}", f"run.threads={threads}",
-            f"reward.function={folder / 'reward.py'}:score", *overrides,
-        ]  # fmt: skip
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+            sys.executable,
+            "-m",
+            "tandem",
+            "train",
+            str(ROOT / "recipes" / "demo.toml"),
+            "eval.data=",
+            f"data.train={folder / 'data' / 'train.jsonl'}",
+            f"model.path={folder / 'model'}",
+            f"run.folder={place}/run",
+            f"run.steps={steps}",
+            f"run.save_every={steps}",
+            f"run.threads={threads}",
+            f"reward.function={folder / 'reward.py'}:score",
+            *overrides,
+        ]
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         with (Path(place) / "out.txt").open("w") as out:
-            process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, env=env, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
+            )
         try:
             os.sched_setaffinity(process.pid, range(threads))
             spent = watch(
-                process, Path(place) / "run" / "metrics.jsonl", steps, pinned="rollout.workers=1" in overrides
+                process,
+                Path(place) / "run" / "metrics.jsonl",
+                steps,
+                pinned="rollout.workers=1" in overrides,
             )
         finally:
             process.kill()  # nothing, where it has ended
             code = process.wait()
         if code:
-            raise SystemExit(f"{' '.join(command)} failed:\n{(Path(place) / 'out.txt').read_text()[-3000:]}")
-        parts = [json.loads(line) for line in (Path(place) / "run" / "timings.jsonl").read_text().splitlines()]
+            raise SystemExit(
+                f"{' '.join(command)} failed:\n{(Path(place) / 'out.txt').read_text()[-3000:]}"
+            )
+        parts = [
+            json.loads(line)
+            for line in (Path(place) / "run" / "timings.jsonl").read_text().splitlines()
+        ]
     parts = parts[-(steps - SKIPPED) :]
-    names = [n for n in ("rollout_s", "reward_s", "journal_s", "learn_s", "sync_s", "wait_s") if n in parts[0]]
+    names = [
+        n
+        for n in ("rollout_s", "reward_s", "journal_s", "learn_s", "sync_s", "wait_s")
+        if n in parts[0]
+    ]
     return {
-        "samples_per_s": SAMPLES / spent["step_s"], **spent,
+        "samples_per_s": SAMPLES / spent["step_s"],
+        **spent,
         **{n: statistics.median(part[n] for part in parts) for n in names},
-    }  # fmt: skip
+    }
 
 
-def watch(process: subprocess.Popen[bytes], metrics: Path, steps: int, *, pinned: bool) -> dict[str, float]:
-    """Seconds a step, by the clock and by processor, after the skipped ones; the rollout worker is put on the other core."""
+def watch(
+    process: subprocess.Popen[bytes], metrics: Path, steps: int, *, pinned: bool
+) -> dict[str, float]:
+    """Seconds a step, by the clock and by processor, after the skipped ones; the rollout worker is
+    put on the other core."""
     seen: dict[int, dict[str, float]] = {}
     while process.poll() is None:
         time.sleep(0.01)
-        rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0  # that of step 0 comes first
+        # that of step 0 comes first
+        rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         if rows not in seen:
             seen[rows] = {"step_s": time.perf_counter(), **processor_s(process.pid)}
         if pinned and not rows:
             pin(process.pid)
     first = min(rows for rows in seen if rows > SKIPPED)
-    return {name: (seen[steps + 1][name] - seen[first][name]) / (steps + 1 - first) for name in seen[first]}
+    return {
+        name: (seen[steps + 1][name] - seen[first][name]) / (steps + 1 - first)
+        for name in seen[first]
+    }
 
 
 def processor_s(driver: int) -> dict[str, float]:
-    """Of the driver, of its main thread alone, which is the trainer, and of the rollout worker; so far."""
-    workers = [p.pid for p in descendants(driver) if "tandem.engine.worker_pool.worker" in p.command]
+    """Of the driver, of its main thread alone, which is the trainer, and of the rollout worker; so
+    far."""
+    workers = [
+        p.pid for p in descendants(driver) if "tandem.engine.worker_pool.worker" in p.command
+    ]
     return {
-        "driver_cpu_s": cpu_s(f"/proc/{driver}/stat"), "trainer_cpu_s": cpu_s(f"/proc/{driver}/task/{driver}/stat"),
+        "driver_cpu_s": cpu_s(f"/proc/{driver}/stat"),
+        "trainer_cpu_s": cpu_s(f"/proc/{driver}/task/{driver}/stat"),
         "worker_cpu_s": sum(cpu_s(f"/proc/{worker}/stat") for worker in workers),
-    }  # fmt: skip
+    }
 
 
 def cpu_s(path: str) -> float:
@@ -166,7 +229,9 @@ def cpu_s(path: str) -> float:
 
 
 def pin(driver: int) -> None:
-    for worker in [p for p in descendants(driver) if "tandem.engine.worker_pool.worker" in p.command]:
+    for worker in [
+        p for p in descendants(driver) if "tandem.engine.worker_pool.worker" in p.command
+    ]:
         for thread in Path(f"/proc/{worker.pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {1})
 

@@ -1,7 +1,9 @@
-"""`.venv/bin/python benchmarks/bias.py`: bias and noise of each off-policy correction against staleness, enumerated.
+"""`.venv/bin/python benchmarks/bias.py`: bias and noise of each off-policy correction against
+staleness, enumerated.
 
-Writes docs/bias.md. The episodes are of a toy policy some gradient steps ago (tests/support/toy.py); the mean and the standard
-deviation are over *all* groups of two episodes, so the table has no sampling error. The estimates come out of tandem.rl.
+Writes docs/bias.md. The episodes are of a toy policy some gradient steps ago
+(tests/support/toy.py); the mean and the standard deviation are over *all* groups of two episodes,
+so the table has no sampling error. The estimates come out of tandem.rl.
 """
 
 import statistics
@@ -30,11 +32,15 @@ GROUP = 2
 STEPS = (0, 1, 2, 4, 8)
 STEP_LENGTH = 0.15
 TOKENS, HORIZON = 3, 4
-WORLDS = [(policy, seed) for policy in (toy.table_policy, toy.two_layer_policy) for seed in range(10)]
-LOW, CAP, CLIP, MAX_ERROR = 0.5, 2.0, 0.2, 1.5  # config.py's defaults; max_logprob_error is off there
+WORLDS = [
+    (policy, seed) for policy in (toy.table_policy, toy.two_layer_policy) for seed in range(10)
+]
+# config.py's defaults; max_logprob_error is off there
+LOW, CAP, CLIP, MAX_ERROR = 0.5, 2.0, 0.2, 1.5
 HUGE = 1e9
 
-# log-probs of the policy (differentiable), of the engine, advantages, sequences, all [N] -> losses [N]
+# log-probs of the policy (differentiable), of the engine, advantages, sequences, all [N] -> losses
+# [N]
 Losses = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -48,18 +54,27 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one world gives at each staleness: KL(behaviour || policy) in nats, and every row's entries."""
+    """What one world gives at each staleness: KL(behaviour || policy) in nats, and every row's
+    entries."""
 
     kls: list[float]
     rows: dict[str, list[Entry]]
 
 
-def clipped_around_engine(policy: Tensor, engine: Tensor, advantages: Tensor, sequences: Tensor) -> Tensor:
+def clipped_around_engine(
+    policy: Tensor, engine: Tensor, advantages: Tensor, sequences: Tensor
+) -> Tensor:
     return ppo_clip(policy, engine, advantages, clip_low=CLIP, clip_high=CLIP)[0]
 
 
 def corrected(
-    policy: Tensor, engine: Tensor, advantages: Tensor, sequences: Tensor, *, kind: Correction, cap: float = CAP
+    policy: Tensor,
+    engine: Tensor,
+    advantages: Tensor,
+    sequences: Tensor,
+    *,
+    kind: Correction,
+    cap: float = CAP,
 ) -> Tensor:
     """The first update of a step: the proximal policy is the policy itself."""
     proximal = policy.detach()
@@ -67,7 +82,9 @@ def corrected(
     return weights * ppo_clip(policy, proximal, advantages, clip_low=CLIP, clip_high=CLIP)[0]
 
 
-def without_far_sequences(policy: Tensor, engine: Tensor, advantages: Tensor, sequences: Tensor) -> Tensor:
+def without_far_sequences(
+    policy: Tensor, engine: Tensor, advantages: Tensor, sequences: Tensor
+) -> Tensor:
     keep = sequence_errors(policy.detach(), engine, sequences)[sequences] <= MAX_ERROR
     return keep * reinforce(policy, advantages)[0]
 
@@ -97,7 +114,8 @@ def measure_all() -> list[Measured]:
 
 
 def trained(policy: toy.Policy, seed: int) -> tuple[toy.World, list[Tensor]]:
-    """A world whose policy has made steps along its exact gradient, and its parameters before the last STEPS of them."""
+    """A world whose policy has made steps along its exact gradient, and its parameters before the
+    last STEPS of them."""
     here = toy.world(toy.process(TOKENS, HORIZON), policy, binary=False, seed=seed)
     path = [here.parameters]
     for _ in range(max(STEPS)):
@@ -118,14 +136,21 @@ def measure(world: toy.World, behaviours: list[Tensor]) -> Measured:
     return Measured(kls=kls, rows=rows)
 
 
-def entry(world: toy.World, batch: toy.Batch, losses: Losses, behaviour: Tensor, gradient: Tensor) -> Entry:
+def entry(
+    world: toy.World, batch: toy.Batch, losses: Losses, behaviour: Tensor, gradient: Tensor
+) -> Entry:
     engine = world.logprobs(behaviour)[batch.rows]
     advantages = batch.per_token(rloo(world.rewards[batch.picks].numpy()))
     moves = toy.estimates(
-        world, batch, lambda policy: losses(policy, engine, advantages, batch.episodes) / GROUP, torch.ones_like(engine)
+        world,
+        batch,
+        lambda policy: losses(policy, engine, advantages, batch.episodes) / GROUP,
+        torch.ones_like(engine),
     )
     mean = toy.expectation(world, batch, moves, behaviour)
-    variance = toy.expectation(world, batch, (moves - mean).square().sum(1, keepdim=True), behaviour)
+    variance = toy.expectation(
+        world, batch, (moves - mean).square().sum(1, keepdim=True), behaviour
+    )
     size = gradient.norm()
     return Entry(bias=float((mean - gradient).norm() / size), noise=float(variance.sqrt() / size))
 
@@ -134,7 +159,10 @@ def medians(measured: list[Measured], name: str) -> list[Entry]:
     """One row's medians over the worlds, at each staleness."""
     columns = zip(*(m.rows[name] for m in measured), strict=True)
     return [
-        Entry(bias=statistics.median(e.bias for e in column), noise=statistics.median(e.noise for e in column))
+        Entry(
+            bias=statistics.median(e.bias for e in column),
+            noise=statistics.median(e.noise for e in column),
+        )
         for column in columns
     ]
 
@@ -155,9 +183,14 @@ def document(measured: list[Measured]) -> str:
         f"Machine: {machine.describe()}; {date.today()}.",
         "",
     ]
-    lines += ["| correction | " + " | ".join(columns) + " | less biased than none |", "|---" * (len(columns) + 2) + "|"]
+    lines += [
+        "| correction | " + " | ".join(columns) + " | less biased than none |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
     for name in ROWS:
-        cells = " | ".join(f"{entry.bias:.3f} ± {entry.noise:.1f}" for entry in medians(measured, name))
+        cells = " | ".join(
+            f"{entry.bias:.3f} ± {entry.noise:.1f}" for entry in medians(measured, name)
+        )
         better = "" if name == NOTHING else f"{less_biased(measured, name)} of {len(measured)}"
         lines.append(f"| {name} | {cells} | {better} |")
     return "\n".join([*lines, "", *READING, ""])

@@ -1,6 +1,8 @@
-"""Reading problems: seconds and memory for 200,000 rows by format, how soon a mistake is told, what a mixed step costs.
+"""Reading problems: seconds and memory for 200,000 rows by format, how soon a mistake is told, what
+a mixed step costs.
 
-Each reading is a process of its own, so that its memory is its own. Knows nothing of models; nothing of it needs torch.
+Each reading is a process of its own, so that its memory is its own. Knows nothing of models;
+nothing of it needs torch.
 
     python benchmarks/data.py
 """
@@ -38,8 +40,17 @@ print(f"{seconds:.2f} s, {megabytes() - before:.0f} MB for {len(problems):,} pro
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for path in write_rows(Path(folder)):
-            result = subprocess.run([sys.executable, "-c", READ, path], capture_output=True, text=True, check=True)
-            size = sum(file.stat().st_size for file in [Path(path), *Path(path).glob("*")] if file.is_file()) / 1e6
+            result = subprocess.run(
+                [sys.executable, "-c", READ, path], capture_output=True, text=True, check=True
+            )
+            size = (
+                sum(
+                    file.stat().st_size
+                    for file in [Path(path), *Path(path).glob("*")]
+                    if file.is_file()
+                )
+                / 1e6
+            )
             print(f"{Path(path).name:<10} {size:5.0f} MB   {result.stdout.strip()}", flush=True)
         for name, path in write_mistakes(Path(folder)).items():
             print(f"{name:<32} told after {time_of_error(path):.2f} s", flush=True)
@@ -49,16 +60,25 @@ def main() -> None:
 def write_rows(folder: Path) -> list[str]:
     """verl's rows of half a kilobyte; CSV has no objects, so there they are text."""
     rows = [
-        {"data_source": "algebra", "prompt": [{"role": "user", "content": f"Solve {i} x + {i % 17} = {i * 3}. {'x' * 270}"}],
-         "ability": "math", "reward_model": {"style": "rule", "ground_truth": str(i)},
-         "extra_info": {"uid": f"a/{i}", "split": "train", "index": i}}
+        {
+            "data_source": "algebra",
+            "prompt": [
+                {"role": "user", "content": f"Solve {i} x + {i % 17} = {i * 3}. {'x' * 270}"}
+            ],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"uid": f"a/{i}", "split": "train", "index": i},
+        }
         for i in range(ROWS)
-    ]  # fmt: skip
+    ]
     table = pa.Table.from_pylist(rows)
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(table, folder / "a.parquet")
     save(folder / "folder", table)
-    flat = [{"prompt": row["prompt"][0]["content"], "answer": str(i), "ability": "math"} for i, row in enumerate(rows)]
+    flat = [
+        {"prompt": row["prompt"][0]["content"], "answer": str(i), "ability": "math"}
+        for i, row in enumerate(rows)
+    ]
     pyarrow.csv.write_csv(pa.Table.from_pylist(flat), folder / "a.csv")
     return [str(folder / name) for name in ("a.jsonl", "a.parquet", "folder", "a.csv")]
 
@@ -66,7 +86,10 @@ def write_rows(folder: Path) -> list[str]:
 def save(folder: Path, table: pa.Table) -> None:
     """As datasets' save_to_disk writes it."""
     folder.mkdir()
-    with pa.OSFile(str(folder / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+    with (
+        pa.OSFile(str(folder / "data.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as stream,
+    ):
         stream.write_table(table, max_chunksize=1000)
     (folder / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
 
@@ -85,7 +108,10 @@ def write_mistakes(folder: Path) -> dict[str, str]:
     pq.write_table(table, folder / "l.parquet")
     save(folder / "long", table)
     arrow = {"a text of 50 MB, Parquet": "l.parquet", "a text of 50 MB, folder": "long"}
-    return {what: str(folder / name) for what, name in [*((w, n) for w, (n, _) in files.items()), *arrow.items()]}
+    return {
+        what: str(folder / name)
+        for what, name in [*((w, n) for w, (n, _) in files.items()), *arrow.items()]
+    }
 
 
 def time_of_error(path: str) -> float:
@@ -101,7 +127,9 @@ def mixed_step() -> None:
     mixed = Mixture([range(ROWS)] * 4, [0.4, 0.3, 0.2, 0.1], "abcd")
     start = time.perf_counter()
     problems_of_step(mixed, 1000, 512, 0, True)
-    print(f"a step of 512 out of 4 sources of {ROWS:,} rows: {(time.perf_counter() - start) * 1e3:.0f} ms")
+    print(
+        f"a step of 512 out of 4 sources of {ROWS:,} rows: {(time.perf_counter() - start) * 1e3:.0f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Tandem's engine against transformers: same weights, same prompts, same number of sampled tokens, temperature 1.
+"""Tandem's engine against transformers: same weights, same prompts, same number of sampled tokens,
+temperature 1.
 
     python benchmarks/decode.py MODEL_DIR [steady] [long] [ragged] [shared] [exact]      prints one JSON line
 
@@ -12,7 +13,8 @@ shared   a prompt of 512 tokens and 8 samples: time to the first token of all, a
 exact    the same engine without what makes rows exact outside attention: no padding of rows, torch's SiLU. (Attention by pages
          is the engine's own on both sides.)
 
-Sides alternate, so that a drift of the machine meets each; medians. Sampling is included, no sequence stops early.
+Sides alternate, so that a drift of the machine meets each; medians. Sampling is included, no
+sequence stops early.
 """
 
 import json
@@ -48,19 +50,27 @@ def main() -> None:
     model = load_model(path)
     stock = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     before = ceilings()
-    result = {"bench": "decode", **before, "parameters": sum(p.numel() for p in model.module.parameters())}
+    result = {
+        "bench": "decode",
+        **before,
+        "parameters": sum(p.numel() for p in model.module.parameters()),
+    }
     result["head_parameters"] = model.head.weight.numel()
     sides = {"steady": steady, "long": long, "ragged": ragged, "shared": shared, "exact": exact}
     for part in parts or list(sides):
         result[part] = sides[part](stock, model)
-    for name, after in ceilings().items():  # a machine that others share has better and worse minutes
+    # a machine that others share has better and worse minutes
+    for name, after in ceilings().items():
         result[name] = max(before[name], after)
     for part, prompt in (("steady", PROMPT), ("long", LONG)):
         for batch, row in result.get(part, {}).items():
             row["floor_tok_s"] = floor(result, model, batch, prompt + NEW / 2)
     if "shared" in result:
         result["shared"]["floor_s"] = prefill_floor(
-            512, parameters=result["parameters"], head=result["head_parameters"], gemm_gflops=result["gemm_gflops"]
+            512,
+            parameters=result["parameters"],
+            head=result["head_parameters"],
+            gemm_gflops=result["gemm_gflops"],
         )
     print(json.dumps(result))
 
@@ -70,7 +80,10 @@ def steady(stock: torch.nn.Module, model: ExactModel) -> dict:
     for batch in (1, 8, 32, 64):
         prompts = np.random.default_rng(0).integers(0, 1000, (batch, PROMPT))
         engine = engine_of(model)
-        sides = {"generate": partial(_generate, stock, prompts), "tandem": partial(_tandem, engine, prompts)}
+        sides = {
+            "generate": partial(_generate, stock, prompts),
+            "tandem": partial(_tandem, engine, prompts),
+        }
         rows[batch] = decode_speeds(sides, batch)
     return rows
 
@@ -81,7 +94,10 @@ def long(stock: torch.nn.Module, model: ExactModel) -> dict:
         prompts = np.random.default_rng(0).integers(0, 1000, (batch, LONG))
         engine = engine_of(model)
         shuffle_pages(engine)
-        sides = {"generate": partial(_generate, stock, prompts), "tandem": partial(_tandem, engine, prompts)}
+        sides = {
+            "generate": partial(_generate, stock, prompts),
+            "tandem": partial(_tandem, engine, prompts),
+        }
         rows[batch] = decode_speeds(sides, batch)
     return rows
 
@@ -111,19 +127,23 @@ def ragged(stock: torch.nn.Module, model: ExactModel) -> dict:
         "generate_batch": lambda: _generate_batch(stock, prompts, lengths),
     }
     seconds = alternating(sides, rounds=1)
-    return {"tokens": int(lengths.sum()), "max_over_mean": float(lengths.max() / lengths.mean())} | {
-        f"{name}_s": value for name, value in seconds.items()
-    }
+    return {
+        "tokens": int(lengths.sum()),
+        "max_over_mean": float(lengths.max() / lengths.mean()),
+    } | {f"{name}_s": value for name, value in seconds.items()}
 
 
 def shared(stock: torch.nn.Module, model: ExactModel) -> dict:
     rng = np.random.default_rng(2)
 
     def first_tokens(distinct: int) -> float:
-        prompts = rng.integers(0, 1000, (distinct, 512)).repeat(8 // distinct, 0)  # new ones each time: none is cached
+        # new ones each time: none is cached
+        prompts = rng.integers(0, 1000, (distinct, 512)).repeat(8 // distinct, 0)
         return _tandem(engine_of(model), prompts, 1)
 
-    seconds = alternating({"shared": lambda: first_tokens(1), "unshared": lambda: first_tokens(8)}, rounds=3)
+    seconds = alternating(
+        {"shared": lambda: first_tokens(1), "unshared": lambda: first_tokens(8)}, rounds=3
+    )
     return {f"{name}_s": value for name, value in seconds.items()}
 
 
@@ -133,7 +153,9 @@ def exact(stock: torch.nn.Module, model: ExactModel) -> dict:
         prompts = np.random.default_rng(0).integers(0, 1000, (batch, PROMPT))
         engines = {"exact": engine_of(model), "inexact": engine_of(model)}
 
-        def side(name: str, new: int, prompts: np.ndarray = prompts, engines: dict = engines) -> float:
+        def side(
+            name: str, new: int, prompts: np.ndarray = prompts, engines: dict = engines
+        ) -> float:
             use_stock_operators(name == "inexact")
             return _tandem(engines[name], prompts, new)
 
@@ -146,7 +168,8 @@ OURS = (tandem.model.linear.padded_rows, tandem.model.load.padded_rows, tandem.m
 
 
 def use_stock_operators(stock: bool) -> None:
-    """torch's SiLU and linears of just the rows there are in the place of the exact ones, or these again."""
+    """torch's SiLU and linears of just the rows there are in the place of the exact ones, or these
+    again."""
     linear, load, layers = tandem.model.linear, tandem.model.load, tandem.model.layers
     theirs = (lambda rows: rows, lambda rows: rows, _stock_swiglu)
     linear.padded_rows, load.padded_rows, layers.swiglu = theirs if stock else OURS  # type: ignore[assignment]
@@ -158,7 +181,9 @@ def _stock_swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode_speeds(sides: dict[str, Callable[[int], float]], batch: int) -> dict[str, float]:
-    times = {f"{name} {new}": partial(side, new) for name, side in sides.items() for new in (1, NEW)}
+    times = {
+        f"{name} {new}": partial(side, new) for name, side in sides.items() for new in (1, NEW)
+    }
     seconds = alternating(times, rounds=ROUNDS if batch > 8 else 2 * ROUNDS)
     row = {}
     for name in sides:
@@ -194,16 +219,25 @@ def _generate(stock: torch.nn.Module, prompts: np.ndarray, new: int) -> float:
     start = time.perf_counter()
     with torch.no_grad():
         out = stock.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            min_new_tokens=new, max_new_tokens=new, pad_token_id=0,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=new,
+            max_new_tokens=new,
+            pad_token_id=0,
+        )
     assert out.shape[1] == prompts.shape[1] + new
     return time.perf_counter() - start
 
 
 def _generate_batch(stock: torch.nn.Module, prompts: np.ndarray, lengths: np.ndarray) -> float:
     """transformers' continuous batching, each request with its own length."""
-    config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=128, eos_token_id=-1)
+    config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=128, eos_token_id=-1
+    )
     manager = stock.init_continuous_batching(generation_config=config)
     manager.start()
     start = time.perf_counter()
@@ -221,10 +255,16 @@ def _generate_batch(stock: torch.nn.Module, prompts: np.ndarray, lengths: np.nda
 def _tandem(engine: Engine, prompts: np.ndarray, new: int | np.ndarray) -> float:
     lengths = np.broadcast_to(new, len(prompts))
     start = time.perf_counter()
-    out = engine.generate([
-        Request(key=i, prompt=prompt.astype(np.int64), params=SamplingParams(max_new_tokens=int(length)))
-        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ])  # fmt: skip
+    out = engine.generate(
+        [
+            Request(
+                key=i,
+                prompt=prompt.astype(np.int64),
+                params=SamplingParams(max_new_tokens=int(length)),
+            )
+            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+    )
     seconds = time.perf_counter() - start
     assert [len(c.tokens) for c in out] == lengths.tolist()
     engine.cache.flush()  # the next round finds nothing cached

@@ -1,9 +1,10 @@
-"""Are turns and tools learned? The guessing game and the calculator task on three seeds each, from the demo's tiny model.
+"""Are turns and tools learned? The guessing game and the calculator task on three seeds each, from
+the demo's tiny model.
 
     python benchmarks/environments.py [guess] [calculator]     default: both; rewrites docs/environments.json
 
-Reward is of held-out problems, sampled at temperature 1, before and after `tandem train`; `gap` is the largest difference
-between the log-probs of engine and trainer in any turn of the run.
+Reward is of held-out problems, sampled at temperature 1, before and after `tandem train`; `gap` is
+the largest difference between the log-probs of engine and trainer in any turn of the run.
 """
 
 import json
@@ -40,7 +41,16 @@ def learn(task: str, seed: int) -> dict:
     folder = RUNS / f"{task}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     start = time.perf_counter()
-    command = [sys.executable, "examples/tool_tasks.py", "--task", task, "--seed", str(seed), "--folder", str(folder)]
+    command = [
+        sys.executable,
+        "examples/tool_tasks.py",
+        "--task",
+        task,
+        "--seed",
+        str(seed),
+        "--folder",
+        str(folder),
+    ]
     subprocess.run(command, check=True, cwd=ROOT)
     seconds = time.perf_counter() - start
     rows = read_metrics(folder / "train")

@@ -1,10 +1,12 @@
-"""The reward `answer` beside other graders, on 300 pairs graded by hand; writes docs/graders.json and docs/rewards.md.
+"""The reward `answer` beside other graders, on 300 pairs graded by hand; writes docs/graders.json
+and docs/rewards.md.
 
     python benchmarks/graders.py                 # Tandem, Math-Verify, TRL's accuracy_reward; a minute
     python benchmarks/graders.py --verl DIR      # also verl's, from its unpacked wheel; pylatexenc in DIR/extra
 
-Every grader gets the answer in the form that it looks for: those that read boxes have an `Answer:` put in a box, and math_dapo
-has a box written behind `Answer:`. A grader that raises has refused the answer.
+Every grader gets the answer in the form that it looks for: those that read boxes have an `Answer:`
+put in a box, and math_dapo has a box written behind `Answer:`. A grader that raises has refused the
+answer.
 """
 
 import argparse
@@ -23,7 +25,9 @@ import machine  # noqa: E402
 
 from tandem.rewards import answer  # noqa: E402
 
-PAIRS = [ROOT / "tests" / "rewards" / name for name in ("graded_answers.toml", "graded_answers_2.toml")]
+PAIRS = [
+    ROOT / "tests" / "rewards" / name for name in ("graded_answers.toml", "graded_answers_2.toml")
+]
 RESULTS, DOCUMENT = ROOT / "docs" / "graders.json", ROOT / "docs" / "rewards.md"
 FALSE_POSITIVES, FALSE_NEGATIVES = 3, 20  # most that Tandem may have
 
@@ -36,14 +40,25 @@ def main():
     sets = [tomllib.loads(file.read_text())["pair"] for file in PAIRS]
     graders = {"Tandem `answer`": answer.score, **peers(), **(verl(args.verl) if args.verl else {})}
     rows = [
-        {"grader": name, "sets": [mistakes(grade, pairs, args.show and name.startswith("Tandem")) for pairs in sets]}
+        {
+            "grader": name,
+            "sets": [
+                mistakes(grade, pairs, args.show and name.startswith("Tandem")) for pairs in sets
+            ],
+        }
         for name, grade in graders.items()
     ]
-    figures = {"machine": machine.describe(), "date": str(date.today()), "pairs": [len(pairs) for pairs in sets]}
+    figures = {
+        "machine": machine.describe(),
+        "date": str(date.today()),
+        "pairs": [len(pairs) for pairs in sets],
+    }
     RESULTS.write_text(json.dumps({**figures, "graders": rows}, indent=1) + "\n")
     text = table(rows)
     before, mark, rest = DOCUMENT.read_text().partition("<!-- graders -->\n")
-    DOCUMENT.write_text(before + mark + text + "<!-- /graders -->" + rest.partition("<!-- /graders -->")[2])
+    DOCUMENT.write_text(
+        before + mark + text + "<!-- /graders -->" + rest.partition("<!-- /graders -->")[2]
+    )
     print(text)
     ours = rows[0]["sets"][0]
     if ours["paid_wrong"] > FALSE_POSITIVES or ours["refused_right"] > FALSE_NEGATIVES:
@@ -62,7 +77,13 @@ def mistakes(grade, pairs, show):
         paid += right and not pair["right"]
         refused += pair["right"] and not right
         if show and right != pair["right"]:
-            print("paid" if right else "refused", pair["kind"], repr(pair["truth"]), repr(pair["completion"]), sep="  ")
+            print(
+                "paid" if right else "refused",
+                pair["kind"],
+                repr(pair["truth"]),
+                repr(pair["completion"]),
+                sep="  ",
+            )
     return {"paid_wrong": paid, "refused_right": refused}
 
 
@@ -80,7 +101,9 @@ def peers():
     from trl.rewards import accuracy_reward
 
     def verify(completion, truth):
-        return math_verify.verify(math_verify.parse(f"${truth}$"), math_verify.parse(boxed(completion)))
+        return math_verify.verify(
+            math_verify.parse(f"${truth}$"), math_verify.parse(boxed(completion))
+        )
 
     def trl(completion, truth):
         return accuracy_reward([[{"content": boxed(completion)}]], [f"${truth}$"])[0] or 0.0
@@ -99,11 +122,15 @@ def verl(folder):
         for name in ("math_reward", "math_dapo", "prime_math")
     )
     return {
-        "verl 0.9.1 `math_reward`": lambda completion, truth: math_reward.compute_score(boxed(completion), truth),
+        "verl 0.9.1 `math_reward`": lambda completion, truth: math_reward.compute_score(
+            boxed(completion), truth
+        ),
         "verl 0.9.1 `math_dapo`": lambda completion, truth: math_dapo.compute_score(
             f"Answer: {answer.extract(completion) or ''}", truth
         )["acc"],
-        "verl 0.9.1 `prime_math`": lambda completion, truth: prime.compute_score(boxed(completion), truth)[0],
+        "verl 0.9.1 `prime_math`": lambda completion, truth: prime.compute_score(
+            boxed(completion), truth
+        )[0],
     }
 
 
@@ -113,7 +140,9 @@ def table(rows):
     ]
     lines.append("|---|---|---|---|---|")
     for row in rows:
-        counts = [str(found[name]) for found in row["sets"] for name in ("paid_wrong", "refused_right")]
+        counts = [
+            str(found[name]) for found in row["sets"] for name in ("paid_wrong", "refused_right")
+        ]
         lines.append(f"| {row['grader']} | {' | '.join(counts)} |")
     return "\n".join(lines) + "\n"
 

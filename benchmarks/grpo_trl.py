@@ -1,8 +1,10 @@
-"""The paired baseline: TRL's GRPOTrainer on the same model, prompts, samples and lengths as grpo_tandem.py.
+"""The paired baseline: TRL's GRPOTrainer on the same model, prompts, samples and lengths as
+grpo_tandem.py.
 
     python benchmarks/grpo_trl.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED MEMORY
 
-MEMORY is "whole" (all samples in one batch) or "checkpointed" (8 sequences at a time, gradient checkpointing).
+MEMORY is "whole" (all samples in one batch) or "checkpointed" (8 sequences at a time, gradient
+checkpointing).
 """
 
 import json
@@ -45,31 +47,61 @@ def main() -> None:
     samples = int(prompts) * int(group)
     at_once = 8 if memory == "checkpointed" else samples
     rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
-    chat = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows]
+    chat = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
+        for row in rows
+    ]
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     tokenizer.padding_side = "left"
     clock = StepClock()
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), reward_funcs=reward, callbacks=[clock],
-        train_dataset=Dataset.from_list(chat), processing_class=tokenizer,
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        reward_funcs=reward,
+        callbacks=[clock],
+        train_dataset=Dataset.from_list(chat),
+        processing_class=tokenizer,
         args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=at_once, num_generations=int(group),
-            gradient_accumulation_steps=samples // at_once, max_completion_length=int(new), max_steps=int(steps),
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=at_once,
+            num_generations=int(group),
+            gradient_accumulation_steps=samples // at_once,
+            max_completion_length=int(new),
+            max_steps=int(steps),
             learning_rate=1e-6,
-            generation_kwargs={"min_new_tokens": int(new)} if fixed == "1" else None,  # no end-of-sequence token before
-            temperature=1.0, beta=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
-            gradient_checkpointing=memory == "checkpointed", disable_tqdm=True, seed=0, remove_unused_columns=False,
+            # no end-of-sequence token before
+            generation_kwargs={"min_new_tokens": int(new)} if fixed == "1" else None,
+            temperature=1.0,
+            beta=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=memory == "checkpointed",
+            disable_tqdm=True,
+            seed=0,
+            remove_unused_columns=False,
         ),
-    )  # fmt: skip
+    )
     trainer.train()
-    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    lengths = [
+        row["completions/mean_length"]
+        for row in trainer.state.log_history
+        if "completions/mean_length" in row
+    ]
     skip = 2 if int(steps) > 4 else 1
     tokens = [length * samples for length in lengths]
-    print(json.dumps({
-        "bench": "trl", "step_s": statistics.median(clock.seconds[skip:]), "tokens": statistics.median(tokens[skip:]),
-        "tokens_per_s": sum(tokens[skip:]) / sum(clock.seconds[skip:]),
-        "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "bench": "trl",
+                "step_s": statistics.median(clock.seconds[skip:]),
+                "tokens": statistics.median(tokens[skip:]),
+                "tokens_per_s": sum(tokens[skip:]) / sum(clock.seconds[skip:]),
+                "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

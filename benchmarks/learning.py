@@ -1,8 +1,10 @@
-"""`make learning`: does everything learn? The demo on five seeds, every algorithm on three, and what needs no reward.
+"""`make learning`: does everything learn? The demo on five seeds, every algorithm on three, and
+what needs no reward.
 
     python benchmarks/learning.py [demo] [grpo] [ppo ...] [preferences] [distillation]     default: all; rewrites docs/learning.md
 
-All start from the demo's warm models (runs/learning/seed-N, made by `demo`). Numbers are kept in docs/learning.json.
+All start from the demo's warm models (runs/learning/seed-N, made by `demo`). Numbers are kept in
+docs/learning.json.
 """
 
 import json
@@ -24,10 +26,28 @@ RESULTS = ROOT / "docs" / "learning.json"
 SEEDS = range(5)
 FEW = range(3)  # seeds of everything but the demo
 STEPS = 30
-# One recipe for all: 64 problems x 8 samples, learning rate 3e-4, two updates a step, so that ratios and clips are at work.
-BUDGET = [f"run.steps={STEPS}", "run.save_every=30", "eval.every=0", "eval.greedy=false", "rl.minibatches=2"]
+# One recipe for all: 64 problems x 8 samples, learning rate 3e-4, two updates a step, so that
+# ratios and clips are at work.
+BUDGET = [
+    f"run.steps={STEPS}",
+    "run.save_every=30",
+    "eval.every=0",
+    "eval.greedy=false",
+    "rl.minibatches=2",
+]
 ALGORITHMS = {
-    **{name: [] for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo")},
+    **{
+        name: []
+        for name in (
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "reinforce_pp",
+            "reinforce_pp_baseline",
+            "gspo",
+            "cispo",
+        )
+    },
     "dapo": ["rl.max_gen_batches=64"],
     "ppo": ["critic.learning_rate=1e-3", "critic.warmup_steps=5"],
     "reinforce": ["rl.minibatches=1"],
@@ -41,7 +61,11 @@ def main() -> int:
         if name in ALGORITHMS:
             results.setdefault("algorithms", {})[name] = algorithm(name)
         else:
-            results[name] = {"demo": demo, "preferences": preferences, "distillation": distillation}[name]()
+            results[name] = {
+                "demo": demo,
+                "preferences": preferences,
+                "distillation": distillation,
+            }[name]()
         results["machine"], results["date"] = machine.describe(), str(date.today())
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         (ROOT / "docs" / "learning.md").write_text(table(results))
@@ -56,7 +80,9 @@ def demo() -> list[dict]:
         shutil.rmtree(folder, ignore_errors=True)
         start = time.perf_counter()
         run([sys.executable, "examples/demo.py", "--folder", str(folder), "--seed", str(seed)])
-        rows.append({"seed": seed, **rise(folder / "train"), "seconds": time.perf_counter() - start})
+        rows.append(
+            {"seed": seed, **rise(folder / "train"), "seconds": time.perf_counter() - start}
+        )
     return rows
 
 
@@ -71,32 +97,58 @@ def algorithm(name: str) -> list[dict]:
 
 
 def preferences() -> dict:
-    """Pairs of a right and a wrong answer, both the warm model's own; accuracy on pairs from held-out problems."""
+    """Pairs of a right and a wrong answer, both the warm model's own; accuracy on pairs from
+    held-out problems."""
     rows: dict = {"dpo": [], "ipo": [], "rm": []}
     for seed in FEW:
         pairs = [make_pairs(seed, part) for part in ("train", "test")]
-        data = [f"preference.train={pairs[0]}", f"preference.test={pairs[1]}", "preference.steps=60"]
+        data = [
+            f"preference.train={pairs[0]}",
+            f"preference.test={pairs[1]}",
+            "preference.steps=60",
+        ]
         for name, command, special in (
             ("dpo", "dpo", ["preference.learning_rate=1e-4", "preference.beta=0.5"]),
-            ("ipo", "dpo", ["preference.learning_rate=1e-4", "preference.beta=0.5", "preference.loss=ipo"]),
+            (
+                "ipo",
+                "dpo",
+                ["preference.learning_rate=1e-4", "preference.beta=0.5", "preference.loss=ipo"],
+            ),
             ("rm", "rm", ["preference.learning_rate=1e-3", "preference.steps=200"]),
         ):
             folder = RUNS / f"{name}-{seed}"
             seconds = tandem(command, seed, folder, [*data, *special, "eval.every=0"])
             first, *_, last = [row for row in read_metrics(folder) if "eval/accuracy" in row]
-            row = {"seed": seed, "before": first["eval/accuracy"], "after": last["eval/accuracy"], "seconds": seconds}
+            row = {
+                "seed": seed,
+                "before": first["eval/accuracy"],
+                "after": last["eval/accuracy"],
+                "seconds": seconds,
+            }
             if command == "dpo":
-                row |= {"reward_before": first["eval/sampled"], "reward_after": last["eval/sampled"]}
+                row |= {
+                    "reward_before": first["eval/sampled"],
+                    "reward_after": last["eval/sampled"],
+                }
             rows[name].append(row)
     return rows
 
 
 def make_pairs(seed: int, part: str) -> Path:
-    """`tandem rollout` of the warm model, then the first right and the first wrong answer of every problem that has both."""
-    out, path = RUNS / f"pairs-{seed}" / f"{part}.rollout.jsonl", RUNS / f"pairs-{seed}" / f"{part}.jsonl"
+    """`tandem rollout` of the warm model, then the first right and the first wrong answer of every
+    problem that has both."""
+    out, path = (
+        RUNS / f"pairs-{seed}" / f"{part}.rollout.jsonl",
+        RUNS / f"pairs-{seed}" / f"{part}.jsonl",
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     data = RUNS / f"seed-{seed}" / "data" / f"{part}.jsonl"
-    overrides = [f"model.path={warm(seed)}", f"data.train={data}", "rl.group_size=8", f"run.seed={seed}"]
+    overrides = [
+        f"model.path={warm(seed)}",
+        f"data.train={data}",
+        "rl.group_size=8",
+        f"run.seed={seed}",
+    ]
     run([*command("rollout"), *overrides, "--out", str(out), "--fresh"])
     problems: dict[str, dict] = {}
     for line in out.read_text().splitlines():
@@ -109,17 +161,28 @@ def make_pairs(seed: int, part: str) -> Path:
 
 
 def distillation() -> list[dict]:
-    """From the demo's trained model of the same seed back into its warm start, without any reward."""
+    """From the demo's trained model of the same seed back into its warm start, without any
+    reward."""
     rows = []
     for estimator in ("exact", "sampled"):
         for seed in FEW:
             folder = RUNS / f"distill-{estimator}-{seed}"
             teacher = RUNS / f"seed-{seed}" / "train" / "hf" / "step_000060"
             special = [f"distill.teacher={teacher}", f"distill.estimator={estimator}"]
-            seconds = tandem("distill", seed, folder, [*BUDGET, "rl.algorithm=reinforce_pp", *special])
+            seconds = tandem(
+                "distill", seed, folder, [*BUDGET, "rl.algorithm=reinforce_pp", *special]
+            )
             kl = [row["teacher_kl"] for row in read_metrics(folder) if "teacher_kl" in row]
-            rows.append({"estimator": estimator, "seed": seed, "kl_before": kl[0], "kl_after": float(np.mean(kl[-3:])),
-                         **rise(folder, gap=False), "seconds": seconds})  # fmt: skip
+            rows.append(
+                {
+                    "estimator": estimator,
+                    "seed": seed,
+                    "kl_before": kl[0],
+                    "kl_after": float(np.mean(kl[-3:])),
+                    **rise(folder, gap=False),
+                    "seconds": seconds,
+                }
+            )
     return rows
 
 
@@ -127,8 +190,18 @@ def tandem(name: str, seed: int, folder: Path, overrides: list[str]) -> float:
     """Run a command on the warm model of a seed; returns its seconds."""
     data = RUNS / f"seed-{seed}" / "data"
     start = time.perf_counter()
-    run([*command(name), f"model.path={warm(seed)}", f"data.train={data}/train.jsonl", f"eval.data={data}/test.jsonl",
-         f"run.seed={seed}", f"run.folder={folder}", *overrides, "--fresh"])  # fmt: skip
+    run(
+        [
+            *command(name),
+            f"model.path={warm(seed)}",
+            f"data.train={data}/train.jsonl",
+            f"eval.data={data}/test.jsonl",
+            f"run.seed={seed}",
+            f"run.folder={folder}",
+            *overrides,
+            "--fresh",
+        ]
+    )
     return time.perf_counter() - start
 
 
@@ -147,14 +220,21 @@ def run(arguments: list[str]) -> None:
 def rise(folder: Path, *, gap: bool = True) -> dict[str, float]:
     rows = read_metrics(folder)
     evals = [row["eval/sampled"] for row in rows if "eval/sampled" in row]
-    gaps = {"gap": float(np.max([row["logprob_gap"] for row in rows if "logprob_gap" in row]))} if gap else {}
+    gaps = (
+        {"gap": float(np.max([row["logprob_gap"] for row in rows if "logprob_gap" in row]))}
+        if gap
+        else {}
+    )
     return {"before": evals[0], "after": evals[-1], **gaps}
 
 
 def table(results: dict) -> str:
     lines = ["# What learns, and how far", ""]
     lines += ["Written by `make learning` (`benchmarks/learning.py`). Held-out reward is sampled"]
-    lines += [f"at temperature 1, 64 problems x 4 samples. Machine: {results['machine']}; {results['date']}.", ""]
+    lines += [
+        f"at temperature 1, 64 problems x 4 samples. Machine: {results['machine']}; {results['date']}.",
+        "",
+    ]
     if "demo" in results:
         lines += [
             "## The demo on five seeds",
@@ -162,9 +242,15 @@ def table(results: dict) -> str:
             "The warm start and after 60 steps; seconds are of the whole demo.",
             "",
         ]
-        lines += ["| seed | before | after | rise | largest log-prob gap | seconds |", "|---|---|---|---|---|---|"]
-        lines += [f"| {r['seed']} | {r['before']:.3f} | {r['after']:.3f} | {r['after'] - r['before']:+.3f} | {r['gap']} "
-                  f"| {r['seconds']:.0f} |" for r in results["demo"]] + [""]  # fmt: skip
+        lines += [
+            "| seed | before | after | rise | largest log-prob gap | seconds |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['seed']} | {r['before']:.3f} | {r['after']:.3f} | {r['after'] - r['before']:+.3f} | {r['gap']} "
+            f"| {r['seconds']:.0f} |"
+            for r in results["demo"]
+        ] + [""]
     if "algorithms" in results:
         lines += algorithm_table(results["algorithms"])
     if "preferences" in results:
@@ -183,8 +269,11 @@ def table(results: dict) -> str:
             "| estimator | seed | KL before | after | reward before | after | seconds |",
             "|---|---|---|---|---|---|---|",
         ]
-        lines += [f"| {r['estimator']} | {r['seed']} | {r['kl_before']:.4f} | {r['kl_after']:.4f} | {r['before']:.3f} "
-                  f"| {r['after']:.3f} | {r['seconds']:.0f} |" for r in results["distillation"]] + [""]  # fmt: skip
+        lines += [
+            f"| {r['estimator']} | {r['seed']} | {r['kl_before']:.4f} | {r['kl_after']:.4f} | {r['before']:.3f} "
+            f"| {r['after']:.3f} | {r['seconds']:.0f} |"
+            for r in results["distillation"]
+        ] + [""]
     return "\n".join(lines)
 
 
@@ -200,7 +289,9 @@ def algorithm_table(results: dict[str, list[dict]]) -> list[str]:
         "update; `dapo` samples more episodes to fill its steps, up to 64 batches when nearly every problem is solved."
     ]
     lines += ["Held-out reward:", ""]
-    lines += [f"| algorithm | {' | '.join(f'seed {s}' for s in FEW)} | mean rise | largest gap | episodes |"]
+    lines += [
+        f"| algorithm | {' | '.join(f'seed {s}' for s in FEW)} | mean rise | largest gap | episodes |"
+    ]
     lines += ["|---" * (len(FEW) + 4) + "|"]
     for name, own in results.items():
         rises = [row["after"] - row["before"] for row in own]
@@ -219,10 +310,17 @@ def preference_table(results: dict) -> list[str]:
         "Pairs of a right and a wrong answer that the warm model gave itself; accuracy on pairs from",
     ]
     lines += ["held-out problems. Reward is the held-out reward of the policy.", ""]
-    lines += ["| | seed | accuracy before | after | reward before | after | seconds |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "| | seed | accuracy before | after | reward before | after | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, rows in results.items():
         for r in rows:
-            reward = f"{r['reward_before']:.3f} | {r['reward_after']:.3f}" if "reward_before" in r else " | "
+            reward = (
+                f"{r['reward_before']:.3f} | {r['reward_after']:.3f}"
+                if "reward_before" in r
+                else " | "
+            )
             lines.append(
                 f"| `{name}` | {r['seed']} | {r['before']:.3f} | {r['after']:.3f} | {reward} | {r['seconds']:.0f} |"
             )

@@ -1,4 +1,5 @@
-"""What the machine can do, measured in the same run as what is judged by it; and whether it is quiet enough to judge."""
+"""What the machine can do, measured in the same run as what is judged by it; and whether it is
+quiet enough to judge."""
 
 import os
 import platform
@@ -23,10 +24,11 @@ def median_seconds(function: Callable[[], object], repeats: int) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Peak float32 matmul (GFLOP/s, 2 n^3 for n = 2048) and read bandwidth (GB/s of 1 GiB), on torch's threads.
+    """Peak float32 matmul (GFLOP/s, 2 n^3 for n = 2048) and read bandwidth (GB/s of 1 GiB), on
+    torch's threads.
 
-    The bandwidth is the best of a sum, the largest element, a dot product of the halves and a matrix times a vector: none of
-    them reads as fast as the machine can on every processor.
+    The bandwidth is the best of a sum, the largest element, a dot product of the halves and a
+    matrix times a vector: none of them reads as fast as the machine can on every processor.
     """
     n = 2048
     a, b, big = torch.randn(n, n), torch.randn(n, n), torch.ones(1 << 28)
@@ -51,6 +53,13 @@ def others_cpu_share(seconds: float = 2.0) -> float:
 
 
 def describe() -> str:
-    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    flags = next(
+        (
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("flags")
+        ),
+        "",
+    )
     amx = ", AMX" if "amx_tile" in flags else ""
     return f"{numerics.processor()}{amx}; {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"

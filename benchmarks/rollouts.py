@@ -1,11 +1,12 @@
-"""How full tools that take their time leave the engine's batch: 64 episodes at once, 0 to 500 ms for every answer.
+"""How full tools that take their time leave the engine's batch: 64 episodes at once, 0 to 500 ms
+for every answer.
 
     python benchmarks/rollouts.py        SmolLM2-135M (runs/smollm2/model, see `make smollm2`) and the demo's model
 
-Turns are of a fixed length, so only the waiting differs. Three ways: 64 episodes under way; 96 under way for a batch of 64;
-and lock-step, where a turn begins when every episode has its answer, as loops without concurrency do. The batch is measured
-at every pass, by the seconds it takes, from the first to the last moment at which there are episodes to fill it.
-Writes docs/rollouts.json.
+Turns are of a fixed length, so only the waiting differs. Three ways: 64 episodes under way; 96
+under way for a batch of 64; and lock-step, where a turn begins when every episode has its answer,
+as loops without concurrency do. The batch is measured at every pass, by the seconds it takes, from
+the first to the last moment at which there are episodes to fill it. Writes docs/rollouts.json.
 """
 
 import asyncio
@@ -63,34 +64,44 @@ class Tool(Env):
         await asyncio.sleep(address(self.uid, self.turn) % 1000 / 1000 * SLOWEST_S)
         if self.barrier is not None:
             await self.barrier.wait()
-        return Observation(messages=({"role": "user", "content": "go on"},), done=self.turn == TURNS)
+        return Observation(
+            messages=({"role": "user", "content": "go on"},), done=self.turn == TURNS
+        )
 
 
 def measure(model, renderer, *, under_way: int, lock_step: bool) -> dict[str, float]:
     engine = MeasuredEngine(model, renderer.decode, cache_bytes=3 << 30, max_batch=BATCH)
     engine.passes = []
     problems = [
-        Problem(uid=f"q{n}", messages=({"role": "user", "content": f"Tell me about {n}"},), answer="")
+        Problem(
+            uid=f"q{n}", messages=({"role": "user", "content": f"Tell me about {n}"},), answer=""
+        )
         for n in range(EPISODES)
     ]
     Tool.barrier = asyncio.Barrier(under_way) if lock_step else None
     start = time.perf_counter()
     run_episodes(
-        seat(problems, 1, ("bench",)), engine=engine, renderer=renderer,
+        seat(problems, 1, ("bench",)),
+        engine=engine,
+        renderer=renderer,
         world=World(make=Tool, limits=EnvConfig(concurrency=under_way)),
         params=SamplingParams(max_new_tokens=TOKENS),
-    )  # fmt: skip
+    )
     seconds = time.perf_counter() - start
-    # from when the first batch is full to when there are fewer episodes left than the batch has room for
+    # from when the first batch is full to when there are fewer episodes left than the batch has
+    # room for
     last = next(
-        at for at, left in zip(starts(engine.passes), remaining(engine.passes), strict=True) if left < BATCH * TOKENS
+        at
+        for at, left in zip(starts(engine.passes), remaining(engine.passes), strict=True)
+        if left < BATCH * TOKENS
     )
     inside = [(begin, took, count) for begin, took, count in engine.passes if begin < last]
     span = inside[-1][0] + inside[-1][1] - inside[0][0]
     return {
         "batch": sum(took * count for _, took, count in inside) / span / BATCH,
-        "tokens_per_s": EPISODES * TURNS * TOKENS / seconds, "seconds": seconds,
-    }  # fmt: skip
+        "tokens_per_s": EPISODES * TURNS * TOKENS / seconds,
+        "seconds": seconds,
+    }
 
 
 def starts(passes):
@@ -109,12 +120,18 @@ def remaining(passes):
 def main() -> int:
     numerics.prepare()
     if (share := machine.others_cpu_share()) > 0.10:
-        print(f"error: other processes use {share:.0%} of the CPU\n  expected: at most 10%", file=sys.stderr)
+        print(
+            f"error: other processes use {share:.0%} of the CPU\n  expected: at most 10%",
+            file=sys.stderr,
+        )
         return 2
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         make_tiny(folder)
-        paths = {"demo model, 0.9M": folder, "SmolLM2-135M": str(ROOT / "runs" / "smollm2" / "model")}
+        paths = {
+            "demo model, 0.9M": folder,
+            "SmolLM2-135M": str(ROOT / "runs" / "smollm2" / "model"),
+        }
         for name, path in paths.items():
             if not Path(path).is_dir():
                 print(f"{name}: not there; `make smollm2` makes it", file=sys.stderr)

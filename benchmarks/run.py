@@ -1,9 +1,11 @@
-"""`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this machine, in one run.
+"""`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this
+machine, in one run.
 
     python benchmarks/run.py [decode] [long] [ragged] [trainer] [tiny] [smollm2]     default: all; rewrites docs/performance.md
 
-Every side runs with the allocator settings that Tandem gives itself (memory stays with the process), and with as many threads
-as there are cores. Refuses to judge while other processes use more than 10% of the CPU.
+Every side runs with the allocator settings that Tandem gives itself (memory stays with the
+process), and with as many threads as there are cores. Refuses to judge while other processes use
+more than 10% of the CPU.
 """
 
 import json
@@ -62,15 +64,19 @@ def ragged() -> dict:
 
 
 def tiny() -> dict:
-    """TRL's own small setting: 1.06M parameters, 32 prompts x 8 samples x 16 tokens, none stops early."""
+    """TRL's own small setting: 1.06M parameters, 32 prompts x 8 samples x 16 tokens, none stops
+    early."""
     if not (TINY / "data.jsonl").exists():
         run_plain("make_tiny_bench.py", str(TINY))
-    return paired([str(TINY), str(TINY / "data.jsonl"), "32", "8", "16", "10", "1", "whole"], rounds=2)
+    return paired(
+        [str(TINY), str(TINY / "data.jsonl"), "32", "8", "16", "10", "1", "whole"], rounds=2
+    )
 
 
 def smollm2() -> dict:
-    """4 prompts x 8 samples of 64 new tokens, none stops early, of SmolLM2-135M: with equal memory settings on both sides, all
-    32 sequences at once, and 8 sequences or 1,024 tokens at a time with activation checkpointing."""
+    """4 prompts x 8 samples of 64 new tokens, none stops early, of SmolLM2-135M: with equal memory
+    settings on both sides, all 32 sequences at once, and 8 sequences or 1,024 tokens at a time with
+    activation checkpointing."""
     model_with_examples()
     work = [str(SMOLLM2), str(ROOT / "runs/smollm2/data/train.jsonl"), "4", "8", "64", "4", "1"]
     return {kind: paired([*work, kind], rounds=1) for kind in ("whole", "checkpointed")}
@@ -81,13 +87,18 @@ def trainer() -> dict:
 
 
 def paired(arguments: list[str], rounds: int) -> dict:
-    runs = [(run("grpo_trl.py", *arguments), run("grpo_tandem.py", *arguments)) for _ in range(rounds)]
-    best = min(runs, key=lambda pair: pair[0]["step_s"] / pair[1]["step_s"])  # the round least kind to Tandem
+    runs = [
+        (run("grpo_trl.py", *arguments), run("grpo_tandem.py", *arguments)) for _ in range(rounds)
+    ]
+    # the round least kind to Tandem
+    best = min(runs, key=lambda pair: pair[0]["step_s"] / pair[1]["step_s"])
     theirs, ours = best
     return {
-        "trl": theirs, "tandem": ours,
-        "step_ratio": theirs["step_s"] / ours["step_s"], "memory_ratio": ours["rss_gib"] / theirs["rss_gib"],
-    }  # fmt: skip
+        "trl": theirs,
+        "tandem": ours,
+        "step_ratio": theirs["step_s"] / ours["step_s"],
+        "memory_ratio": ours["rss_gib"] / theirs["rss_gib"],
+    }
 
 
 def run(script: str, *arguments: str) -> dict:
@@ -102,7 +113,9 @@ def run(script: str, *arguments: str) -> dict:
 
 
 def run_plain(script: str, *arguments: str) -> None:
-    subprocess.run([sys.executable, str(ROOT / "benchmarks" / script), *arguments], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *arguments], check=True, cwd=ROOT
+    )
 
 
 def model_with_examples() -> Path:
@@ -114,7 +127,12 @@ def model_with_examples() -> Path:
 
 
 def write_table(results: dict) -> None:
-    lines = ["# Performance", "", "Written by `make bench` (`benchmarks/run.py`); raw numbers in performance.json.", ""]
+    lines = [
+        "# Performance",
+        "",
+        "Written by `make bench` (`benchmarks/run.py`); raw numbers in performance.json.",
+        "",
+    ]
     lines += [
         "Medians; in each section baseline and Tandem alternate in one run, with the same allocator settings and threads.",
         "",
@@ -124,7 +142,9 @@ def write_table(results: dict) -> None:
         ("long", "long", "404 prompt tokens, Tandem's KV pages in random order"),
     ):
         if section in results:
-            table = decode_table(f"{title}, 48 sampled tokens", results[section], results[section][part])
+            table = decode_table(
+                f"{title}, 48 sampled tokens", results[section], results[section][part]
+            )
             lines += measured(results[section], table)
     if "ragged" in results:
         lines += measured(results["ragged"], ragged_table(results["ragged"]))
@@ -138,7 +158,9 @@ def write_table(results: dict) -> None:
         ("checkpointed", "activation checkpointing, 8 sequences / 1,024 tokens at a time"),
     ):
         if "smollm2" in results:
-            table = step_table(f"SmolLM2-135M, 4 prompts x 8 samples x 64 tokens, {how}", results["smollm2"][kind])
+            table = step_table(
+                f"SmolLM2-135M, 4 prompts x 8 samples x 64 tokens, {how}", results["smollm2"][kind]
+            )
             lines += measured(results["smollm2"], table)
     lines += ["GPU: not measured.", ""]
     (ROOT / "docs" / "performance.md").write_text("\n".join(lines))
@@ -170,7 +192,11 @@ def decode_table(title: str, result: dict, rows: dict) -> list[str]:
 
 
 def ragged_table(result: dict) -> list[str]:
-    lines, ragged, shared = ["## Uneven and shared prompts, SmolLM2-135M", ""], result["ragged"], result["shared"]
+    lines, ragged, shared = (
+        ["## Uneven and shared prompts, SmolLM2-135M", ""],
+        result["ragged"],
+        result["shared"],
+    )
     of = f"{ragged['tokens']:,} tokens in all, the longest {ragged['max_over_mean']:.1f} times the mean"
     lines += [f"Ragged rollout, 16 prompts x 8 samples, {of}:", ""]
     lines += ["| engine | s | tok/s | Tandem is |", "|---|---|---|---|"]
@@ -179,16 +205,24 @@ def ragged_table(result: dict) -> list[str]:
         times = "" if name == "tandem" else f"{seconds / ragged['tandem_s']:.2f}x"
         lines.append(f"| `{name}` | {seconds:.1f} | {ragged['tokens'] / seconds:.0f} | {times} |")
     ratio = shared["unshared_s"] / shared["shared_s"]
-    times = f"{shared['shared_s']:.2f} s shared, {shared['unshared_s']:.2f} s for 8 different prompts"
+    times = (
+        f"{shared['shared_s']:.2f} s shared, {shared['unshared_s']:.2f} s for 8 different prompts"
+    )
     of = f"{ratio:.1f}x (floor of one prompt: {shared['floor_s']:.2f} s)"
-    lines += ["", f"A prompt of 512 tokens for 8 samples, to the first token of all: {times}: {of}.", ""]
+    lines += [
+        "",
+        f"A prompt of 512 tokens for 8 samples, to the first token of all: {times}: {of}.",
+        "",
+    ]
     parts = [
         f"batch {batch} {row['exact_decode_tok_s'] / row['inexact_decode_tok_s']:.2f}x"
         for batch, row in result["exact"].items()
     ]
     return [
         *lines,
-        "The exact engine against itself without padded rows and with torch's SiLU: " + ", ".join(parts) + ".",
+        "The exact engine against itself without padded rows and with torch's SiLU: "
+        + ", ".join(parts)
+        + ".",
         "",
     ]
 
@@ -222,9 +256,13 @@ def trainer_table(result: dict) -> list[str]:
             (logprobs[f"{side}_s"], logprobs[f"{side}_least_s"]) for side in ("full", name)
         )
         ratio = f"{own / full:.2f} of the time, {least / least_full:.2f} by the least of five"
-        lines.append(f"| log-probs, full logits / in chunks, {label} | {full:.2f} s | {own:.2f} s | {ratio} |")
+        lines.append(
+            f"| log-probs, full logits / in chunks, {label} | {full:.2f} s | {own:.2f} s | {ratio} |"
+        )
     full, chunks = logprobs["full_mib"], logprobs["chunks_mib"]
-    lines.append(f"| the same, peak memory | {full:,.0f} MiB | {chunks:,.0f} MiB | {chunks / full:.0%} |")
+    lines.append(
+        f"| the same, peak memory | {full:,.0f} MiB | {chunks:,.0f} MiB | {chunks / full:.0%} |"
+    )
     for suffix, label in (("_alone", "alone"), ("", "with gradient clipping")):
         theirs, ours = (adamw[f"{side}{suffix}_s"] * 1e3 for side in ("default", "tandem"))
         lines.append(
@@ -244,16 +282,20 @@ def step_table(title: str, result: dict) -> list[str]:
         row = result[name]
         cells = f"{row['step_s']:.3f} | {row['tokens']:.0f} | {row['rss_gib']:.2f} GiB"
         lines.append(f"| {label} | {cells} |")
-    ratios = f"Tandem: {result['step_ratio']:.2f}x the speed, {result['memory_ratio']:.2f}x the memory"
-    return [
-        *lines,
-        "",
-        f"{ratios} (of several rounds the least favourable one).",
-        "",
-    ]
+    ratios = (
+        f"Tandem: {result['step_ratio']:.2f}x the speed, {result['memory_ratio']:.2f}x the memory"
+    )
+    return [*lines, "", f"{ratios} (of several rounds the least favourable one).", ""]
 
 
-SECTIONS = {"decode": decode, "long": long, "ragged": ragged, "trainer": trainer, "tiny": tiny, "smollm2": smollm2}
+SECTIONS = {
+    "decode": decode,
+    "long": long,
+    "ragged": ragged,
+    "trainer": trainer,
+    "tiny": tiny,
+    "smollm2": smollm2,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

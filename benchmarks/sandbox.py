@@ -1,9 +1,11 @@
-"""The sandbox measured: what the hostile programs got, and what a run costs; writes docs/sandbox.json and its table.
+"""The sandbox measured: what the hostile programs got, and what a run costs; writes
+docs/sandbox.json and its table.
 
     python benchmarks/sandbox.py     # two to three minutes; bubblewrap must be installed
 
-Every program of chaos/hostile runs under bubblewrap, and those that are safe to try also as plain processes, which
-shows that they are able to do what they try. Times alternate with a bare interpreter's in the same run.
+Every program of chaos/hostile runs under bubblewrap, and those that are safe to try also as plain
+processes, which shows that they are able to do what they try. Times alternate with a bare
+interpreter's in the same run.
 """
 
 import json
@@ -44,7 +46,9 @@ def main():
     RESULTS.write_text(lines_of(figures))
     text = table(figures)
     before, mark, rest = DOCUMENT.read_text().partition("<!-- measured -->\n")
-    DOCUMENT.write_text(before + mark + text + "<!-- /measured -->" + rest.partition("<!-- /measured -->")[2])
+    DOCUMENT.write_text(
+        before + mark + text + "<!-- /measured -->" + rest.partition("<!-- /measured -->")[2]
+    )
     print(text)
     misses = missed(figures)
     if misses:
@@ -56,7 +60,9 @@ def lines_of(figures):
     fields = []
     for name, value in figures.items():
         rows = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""
-        fields.append(f" {json.dumps(name)}: " + (f"[\n  {rows}\n ]" if rows else json.dumps(value)))
+        fields.append(
+            f" {json.dumps(name)}: " + (f"[\n  {rows}\n ]" if rows else json.dumps(value))
+        )
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
@@ -85,7 +91,10 @@ def times():
             start = time.perf_counter()
             act()
             samples[kind].append((time.perf_counter() - start) * 1e3)
-    return {k: {"median": statistics.median(v), "p90": statistics.quantiles(v, n=10)[-1]} for k, v in samples.items()}
+    return {
+        k: {"median": statistics.median(v), "p90": statistics.quantiles(v, n=10)[-1]}
+        for k, v in samples.items()
+    }
 
 
 def escapes():
@@ -112,7 +121,9 @@ def cheats():
     for cheat in CHEATS:
         for form, tests in TESTS.items():
             problem = Problem(uid="bench", messages=(), answer="", metadata={"tests": tests})
-            reward = code_reward(problem, solution(cheat), sandbox=Bubblewrap(), test_timeout_s=0.5)["reward"]
+            reward = code_reward(
+                problem, solution(cheat), sandbox=Bubblewrap(), test_timeout_s=0.5
+            )["reward"]
             rows.append({"name": cheat.name, "form": form, "reward": reward})
     return rows
 
@@ -132,7 +143,10 @@ def table(figures):
         f"| the same as plain processes: tried, and got through | {len(tried)}, {sum(r['without_a_sandbox'] for r in tried)} |",
         f"| cheats x forms of tests | {len({row['name'] for row in cheated})} x {len({row['form'] for row in cheated})} |",
         f"| of these with any reward | {sum(row['reward'] > 0 for row in cheated)} |",
-        *(f"| {what} | {spent[k]['median']:.1f} ms, p90 {spent[k]['p90']:.1f} ms |" for k, what in KINDS.items()),
+        *(
+            f"| {what} | {spent[k]['median']:.1f} ms, p90 {spent[k]['p90']:.1f} ms |"
+            for k, what in KINDS.items()
+        ),
         "",
     ]
     return "\n".join(lines)

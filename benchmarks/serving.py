@@ -2,9 +2,10 @@
 
     python benchmarks/serving.py [--context 256] [--model DIR] [--seconds 3]
 
-Starts `tandem serve` for a tiny model of that context, or for a model directory, and sends one hostile request after
-another. Meanwhile a small completion of one token is asked for again and again; its slowest answer is compared with the
-slowest of the quiet server. Resident memory is the server's after the hostile request. Prints a table for docs/serving.md.
+Starts `tandem serve` for a tiny model of that context, or for a model directory, and sends one
+hostile request after another. Meanwhile a small completion of one token is asked for again and
+again; its slowest answer is compared with the slowest of the quiet server. Resident memory is the
+server's after the hostile request. Prints a table for docs/serving.md.
 """
 
 import argparse
@@ -43,7 +44,9 @@ class Hostile:
 
 
 def _chat(count: int) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": "x"}] * count, "max_tokens": 1}).encode()
+    return json.dumps(
+        {"messages": [{"role": "user", "content": "x"}] * count, "max_tokens": 1}
+    ).encode()
 
 
 def _words(size: int) -> bytes:
@@ -51,54 +54,118 @@ def _words(size: int) -> bytes:
 
 
 HOSTILE = (
-    Hostile(name="3.3M prompts of one character", path=COMPLETIONS,
-            body=lambda: json.dumps({"prompt": ["a"] * 3_300_000}, separators=(",", ":")).encode()),
-    Hostile(name="60,000 prompts of one character", path=COMPLETIONS,
-            body=lambda: json.dumps({"prompt": ["a"] * 60_000}).encode()),
+    Hostile(
+        name="3.3M prompts of one character",
+        path=COMPLETIONS,
+        body=lambda: json.dumps({"prompt": ["a"] * 3_300_000}, separators=(",", ":")).encode(),
+    ),
+    Hostile(
+        name="60,000 prompts of one character",
+        path=COMPLETIONS,
+        body=lambda: json.dumps({"prompt": ["a"] * 60_000}).encode(),
+    ),
     Hostile(name="15 MiB of text", path=COMPLETIONS, body=lambda: _words(15 * MIB)),
     Hostile(name="900 KiB of text", path=COMPLETIONS, body=lambda: _words(900 * 1024)),
-    Hostile(name="200 prompts of 4 KiB", path=COMPLETIONS,
-            body=lambda: json.dumps({"prompt": ["the cat sat. " * 315] * 200, "max_tokens": 1}).encode()),
-    Hostile(name="1M token ids", path=COMPLETIONS, body=lambda: json.dumps({"prompt": [5] * 1_000_000}).encode()),
-    Hostile(name="250,000 token ids", path=COMPLETIONS, body=lambda: json.dumps({"prompt": [5] * 250_000}).encode()),
-    Hostile(name="5M empty lists", path=COMPLETIONS, body=lambda: b'{"prompt": [' + b"[]," * 5_000_000 + b"[]]}"),
-    Hostile(name="200,000 open brackets", path=COMPLETIONS, body=lambda: b'{"prompt": ' + b"[" * 200_000),
-    Hostile(name="1M unknown fields", path=COMPLETIONS,
-            body=lambda: json.dumps({f"f{n}": n for n in range(1_000_000)}).encode()),
-    Hostile(name="60,000 unknown fields", path=COMPLETIONS,
-            body=lambda: json.dumps({f"f{n}": n for n in range(60_000)}).encode()),
-    Hostile(name="3,800 integers of 4,299 digits", path=COMPLETIONS,
-            body=lambda: b'{"prompt": [' + (b"1" * 4299 + b",") * 3800 + b"1]}"),
+    Hostile(
+        name="200 prompts of 4 KiB",
+        path=COMPLETIONS,
+        body=lambda: json.dumps(
+            {"prompt": ["the cat sat. " * 315] * 200, "max_tokens": 1}
+        ).encode(),
+    ),
+    Hostile(
+        name="1M token ids",
+        path=COMPLETIONS,
+        body=lambda: json.dumps({"prompt": [5] * 1_000_000}).encode(),
+    ),
+    Hostile(
+        name="250,000 token ids",
+        path=COMPLETIONS,
+        body=lambda: json.dumps({"prompt": [5] * 250_000}).encode(),
+    ),
+    Hostile(
+        name="5M empty lists",
+        path=COMPLETIONS,
+        body=lambda: b'{"prompt": [' + b"[]," * 5_000_000 + b"[]]}",
+    ),
+    Hostile(
+        name="200,000 open brackets", path=COMPLETIONS, body=lambda: b'{"prompt": ' + b"[" * 200_000
+    ),
+    Hostile(
+        name="1M unknown fields",
+        path=COMPLETIONS,
+        body=lambda: json.dumps({f"f{n}": n for n in range(1_000_000)}).encode(),
+    ),
+    Hostile(
+        name="60,000 unknown fields",
+        path=COMPLETIONS,
+        body=lambda: json.dumps({f"f{n}": n for n in range(60_000)}).encode(),
+    ),
+    Hostile(
+        name="3,800 integers of 4,299 digits",
+        path=COMPLETIONS,
+        body=lambda: b'{"prompt": [' + (b"1" * 4299 + b",") * 3800 + b"1]}",
+    ),
     Hostile(name="400,000 messages", path=CHAT, body=lambda: _chat(400_000)),
     Hostile(name="20,000 messages", path=CHAT, body=lambda: _chat(20_000)),
     Hostile(name="2,000 messages", path=CHAT, body=lambda: _chat(2_000)),
-    Hostile(name="32 answers with 20 log-probs a token", path=COMPLETIONS,
-            body=lambda: json.dumps({"prompt": "x", "n": 32, "max_tokens": 200, "logprobs": 20}).encode()),
-)  # fmt: skip
+    Hostile(
+        name="32 answers with 20 log-probs a token",
+        path=COMPLETIONS,
+        body=lambda: json.dumps(
+            {"prompt": "x", "n": 32, "max_tokens": 200, "logprobs": 20}
+        ).encode(),
+    ),
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--context", type=int, default=256, help="of the tiny model")
     parser.add_argument("--model", default="", help="a model directory in place of the tiny model")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of the quiet server, and at least beside a request")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=3.0,
+        help="of the quiet server, and at least beside a request",
+    )
     how = parser.parse_args()
-    print(machine.describe(), f"; {machine.others_cpu_share():.0%} of the cores busy with other work", sep="")
-    print("| beside | body | answer | after | small requests | slowest | resident memory |\n" + "|---" * 7 + "|")
-    with tempfile.TemporaryDirectory() as folder, _served(how.model or _tiny(folder, how.context)) as (host, pid):
+    print(
+        machine.describe(),
+        f"; {machine.others_cpu_share():.0%} of the cores busy with other work",
+        sep="",
+    )
+    print(
+        "| beside | body | answer | after | small requests | slowest | resident memory |\n"
+        + "|---" * 7
+        + "|"
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _served(how.model or _tiny(folder, how.context)) as (host, pid),
+    ):
         _measure(host, lambda: time.sleep(how.seconds))  # what is slow only once
         delays, _ = _measure(host, lambda: time.sleep(how.seconds))
-        print(f"| nothing | | | | {len(delays)} | {max(delays) * 1e3:.0f} ms | {_resident(pid)} MiB |", flush=True)
+        print(
+            f"| nothing | | | | {len(delays)} | {max(delays) * 1e3:.0f} ms | {_resident(pid)} MiB |",
+            flush=True,
+        )
         for hostile in HOSTILE:
             body = hostile.body()
-            delays, (status, after) = _measure(host, lambda b=body, h=hostile: _ask(host, h.path, b))
-            print(f"| {hostile.name} | {len(body) / MIB:.1f} MiB | {status} | {after:.2f} s | {len(delays)} | "
-                  f"{max(delays) * 1e3:.0f} ms | {_resident(pid)} MiB |", flush=True)  # fmt: skip
+            delays, (status, after) = _measure(
+                host, lambda b=body, h=hostile: _ask(host, h.path, b)
+            )
+            print(
+                f"| {hostile.name} | {len(body) / MIB:.1f} MiB | {status} | {after:.2f} s | {len(delays)} | "
+                f"{max(delays) * 1e3:.0f} ms | {_resident(pid)} MiB |",
+                flush=True,
+            )
     return 0
 
 
 def _measure(host: str, meanwhile: Callable[[], object]) -> tuple[list[float], object]:
-    """Ask for small completions until `meanwhile` has ended: the seconds of each, and what it returned."""
+    """Ask for small completions until `meanwhile` has ended: the seconds of each, and what it
+    returned."""
     results: list[object] = []
     other = threading.Thread(target=lambda: results.append(meanwhile()))
     other.start()

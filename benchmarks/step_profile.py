@@ -1,4 +1,5 @@
-"""Where the time of a decode step goes: the operators of one step of the engine, from torch's profiler.
+"""Where the time of a decode step goes: the operators of one step of the engine, from torch's
+profiler.
 
 python benchmarks/step_profile.py MODEL_DIR BATCH      prompts of 64 tokens; prints ms a step, whole and by operator
 """
@@ -34,7 +35,9 @@ def main() -> None:
     with profile() as record:
         for _ in range(STEPS):
             engine.step()
-    for operator in sorted(record.key_averages(), key=lambda event: -event.self_cpu_time_total)[:16]:
+    for operator in sorted(record.key_averages(), key=lambda event: -event.self_cpu_time_total)[
+        :16
+    ]:
         ms = operator.self_cpu_time_total / 1e3 / STEPS
         print(f"{operator.key:32} {ms:7.2f} ms, {operator.count / STEPS:.0f} calls")
 

@@ -2,15 +2,17 @@
 
     python benchmarks/storm.py [--samples 10000] [--cost-ms 5] [--timeout-s 1] [--workers 2] [--rounds 2] [--write]
 
-A clean round scores `samples` harmless ones, each `cost-ms` of processor time; a storm round the same with every tenth
-replaced by one of eight harms in turn. Rounds alternate in one pool; the medians are compared:
+A clean round scores `samples` harmless ones, each `cost-ms` of processor time; a storm round the
+same with every tenth replaced by one of eight harms in turn. Rounds alternate in one pool; the
+medians are compared:
 
     throughput   samples a second, until the last score of the round is there, its last timeouts included
     clean ones   harmless samples a second, until the last score of a harmless one is there
 
-Processes and memory (of this process and of the pool's) are compared after a first storm and after the last.
-The exit status is 1 where a process is left or, with the samples and the time of BAR, less than KEPT of the throughput is
-kept or memory grows by GROWN or more. --write adds the row to docs/storm.json.
+Processes and memory (of this process and of the pool's) are compared after a first storm and after
+the last. The exit status is 1 where a process is left or, with the samples and the time of BAR,
+less than KEPT of the throughput is kept or memory grows by GROWN or more. --write adds the row to
+docs/storm.json.
 """
 
 import argparse
@@ -40,7 +42,8 @@ LONG = "x" * (100 * 2**20) + "Answer: 3"
 def main() -> int:
     how = arguments()
     with RewardPool(FUNCTIONS, timeout_s=how.timeout_s, workers=how.workers) as pool:
-        score(pool, samples(how.samples, how.cost_ms, hostile=True))  # what a storm takes once, it has taken now
+        # what a storm takes once, it has taken now
+        score(pool, samples(how.samples, how.cost_ms, hostile=True))
         before = footprint()
         rounds = [
             (
@@ -51,7 +54,13 @@ def main() -> int:
         ]
         after = footprint()
         failures = pool.failures
-    row = {**vars(how), **summary(rounds, how.samples), "before": before, "after": after, "failures": failures}
+    row = {
+        **vars(how),
+        **summary(rounds, how.samples),
+        "before": before,
+        "after": after,
+        "failures": failures,
+    }
     row |= {"left": processes(), "machine": machine.describe(), "date": str(date.today())}
     print(json.dumps(row, indent=1))
     if how.write:
@@ -91,9 +100,20 @@ def arguments() -> argparse.Namespace:
 def samples(count: int, cost_ms: float, hostile: bool) -> list[tuple[Problem, str, bool]]:
     """(problem, text, harmless)"""
     harmless, metadata = "so 3. Answer: 3", {"cost_s": cost_ms / 1000}
-    number = Problem(uid="number", messages=({"role": "user", "content": "1+2?"},), answer="3", metadata=metadata,
-                     conversational=False)  # fmt: skip
-    formula = Problem(uid="formula", messages=number.messages, answer="x+1", metadata=metadata, conversational=False)
+    number = Problem(
+        uid="number",
+        messages=({"role": "user", "content": "1+2?"},),
+        answer="3",
+        metadata=metadata,
+        conversational=False,
+    )
+    formula = Problem(
+        uid="formula",
+        messages=number.messages,
+        answer="x+1",
+        metadata=metadata,
+        conversational=False,
+    )
     found: list[tuple[Problem, str, bool]] = []
     for index in range(count):
         match HARMS[index // 10 % len(HARMS)] if hostile and index % 10 == 0 else "none":
@@ -109,7 +129,8 @@ def samples(count: int, cost_ms: float, hostile: bool) -> list[tuple[Problem, st
 
 
 def score(pool: RewardPool, items: list[tuple[Problem, str, bool]]) -> tuple[float, float]:
-    """Seconds until the last score, and until the last one of a harmless sample. Those keep their reward."""
+    """Seconds until the last score, and until the last one of a harmless sample. Those keep their
+    reward."""
     ends: list[float] = []
     start = time.perf_counter()
     futures = [pool.submit(problem, Attempt(text=text)) for problem, text, _ in items]
@@ -118,12 +139,16 @@ def score(pool: RewardPool, items: list[tuple[Problem, str, bool]]) -> tuple[flo
             future.add_done_callback(lambda _: ends.append(time.perf_counter()))
     scores = [future.result() for future in futures]
     end = time.perf_counter()
-    spoiled = [score for score, item in zip(scores, items, strict=True) if item[2] and score.reward != 1.5]
+    spoiled = [
+        score for score, item in zip(scores, items, strict=True) if item[2] and score.reward != 1.5
+    ]
     assert not spoiled, f"{len(spoiled)} harmless samples lost their reward, e.g. {spoiled[0]}"
     return end - start, max(ends) - start
 
 
-def summary(rounds: list[tuple[tuple[float, float], tuple[float, float]]], count: int) -> dict[str, float]:
+def summary(
+    rounds: list[tuple[tuple[float, float], tuple[float, float]]], count: int
+) -> dict[str, float]:
     clean_s = statistics.median(clean[0] for clean, _ in rounds)
     storm_s = statistics.median(storm[0] for _, storm in rounds)
     harmless_s = statistics.median(storm[1] for _, storm in rounds)
@@ -154,7 +179,9 @@ def footprint() -> dict[str, float]:
     """Processes, and their proportional memory in MB, when they are at rest."""
     time.sleep(0.5)
     there = processes()
-    lines = [line for pid in there for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    lines = [
+        line for pid in there for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    ]
     return {
         "processes": len(there),
         "memory_mb": sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024,

@@ -1,4 +1,5 @@
-"""The reward function of storm.py, with TRL's signature: honest work of a known cost, or the harm its completion asks for.
+"""The reward function of storm.py, with TRL's signature: honest work of a known cost, or the harm
+its completion asks for.
 
 Loaded by path in worker processes; it knows nothing of the benchmark.
 """
@@ -10,7 +11,8 @@ def reward(completions, cost_s, **columns):
     text = completions[0]
     match text[-20:].rpartition("harm: ")[2] if "harm: " in text[-20:] else "none":
         case "power":
-            return [float(9**9**9**9 > 0)]  # one C call that never ends and lets no signal handler run
+            # one C call that never ends and lets no signal handler run
+            return [float(9**9**9**9 > 0)]
         case "loop":
             while True:
                 pass

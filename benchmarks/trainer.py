@@ -1,4 +1,5 @@
-"""The trainer's parts against the usual way of doing them: same weights, same tokens, one thread count.
+"""The trainer's parts against the usual way of doing them: same weights, same tokens, one thread
+count.
 
     python benchmarks/trainer.py MODEL_DIR        prints one JSON line
 
@@ -49,7 +50,12 @@ def main() -> None:
         print(json.dumps(peak(sys.argv[2])))
         return
     prepare_process(Config())
-    result = {"bench": "trainer", **ceilings(), "ragged": ragged(sys.argv[1]), "shared": shared(sys.argv[1])}
+    result = {
+        "bench": "trainer",
+        **ceilings(),
+        "ragged": ragged(sys.argv[1]),
+        "shared": shared(sys.argv[1]),
+    }
     result["logprobs"] = logprobs()
     print(json.dumps({**result, "adamw": adamw(sys.argv[1])}))
 
@@ -68,16 +74,23 @@ def alternate(sides: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> d
 
 
 def ragged(path: str) -> dict[str, float]:
-    stock, model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train(), load_model(path)
+    stock, model = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train(),
+        load_model(path),
+    )
     rng = np.random.default_rng(0)
     documents = [rng.integers(5, 49000, length) for length in LENGTHS]
-    samples = [Sample(tokens=d, loss_mask=np.arange(len(d)) > 0, group=i) for i, d in enumerate(documents)]
+    samples = [
+        Sample(tokens=d, loss_mask=np.arange(len(d)) > 0, group=i) for i, d in enumerate(documents)
+    ]
     [batch] = pack(samples, 1 << 20)
     losses: dict[str, float] = {}
     sides = {
         "padded": lambda: losses.update(padded=padded_step(stock, documents)),
         "packed": lambda: losses.update(packed=packed_step(model, batch, checkpointing=False)),
-        "checkpointed": lambda: losses.update(checkpointed=packed_step(model, batch, checkpointing=True)),
+        "checkpointed": lambda: losses.update(
+            checkpointed=packed_step(model, batch, checkpointing=True)
+        ),
     }
     seconds = alternate(sides)
     assert max(losses.values()) - min(losses.values()) < 1e-4, losses
@@ -91,7 +104,9 @@ def shared(path: str) -> dict[str, float]:
         prompt = rng.integers(5, 49000, 64)
         for _ in range(8):
             tokens = np.concatenate([prompt, rng.integers(5, 49000, 43)])
-            samples.append(Sample(tokens=tokens, loss_mask=np.arange(107) >= 64, prefix=64, group=group))
+            samples.append(
+                Sample(tokens=tokens, loss_mask=np.arange(107) >= 64, prefix=64, group=group)
+            )
     [once] = pack(samples, 1 << 20)
     [each] = pack([replace(sample, prefix=0) for sample in samples], 1 << 20)
     losses: dict[str, float] = {}
@@ -111,7 +126,9 @@ def padded_step(model: torch.nn.Module, documents: list[np.ndarray]) -> float:
     for row, document in enumerate(documents):
         tokens[row, : len(document)] = torch.from_numpy(document)
         mask[row, : len(document)] = 1
-    loss = model(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
+    loss = model(
+        input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)
+    ).loss
     loss.backward()
     model.zero_grad(set_to_none=True)
     return float(loss)
@@ -120,7 +137,9 @@ def padded_step(model: torch.nn.Module, documents: list[np.ndarray]) -> float:
 def packed_step(model: ExactModel, batch: Microbatch, *, checkpointing: bool) -> float:
     model.checkpointing = checkpointing
     known = -(torch.ones(len(batch.targets)) / len(batch.targets))
-    loss = -batch_logprobs(model, batch, Filter(), known, entropy=False)[0].sum() / len(batch.targets)
+    loss = -batch_logprobs(model, batch, Filter(), known, entropy=False)[0].sum() / len(
+        batch.targets
+    )
     loss.backward()
     model.module.zero_grad(set_to_none=True)
     return float(loss)
@@ -130,18 +149,25 @@ def head() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, output projection, targets, and the gradients that arrive at the log-probs."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH) / 24
-    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(VOCABULARY, (TOKENS,)), torch.randn(TOKENS)
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        torch.randint(VOCABULARY, (TOKENS,)),
+        torch.randn(TOKENS),
+    )
 
 
 def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
-    token_logprobs(hidden, weight, pack_weight(weight), targets, Filter(), None, above, entropy=False)[0].backward(
-        above
-    )
+    token_logprobs(
+        hidden, weight, pack_weight(weight), targets, Filter(), None, above, entropy=False
+    )[0].backward(above)
     hidden.grad = weight.grad = None
 
 
 def computed_again(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
-    token_logprobs(hidden, weight, pack_weight(weight), targets, Filter(), entropy=False)[0].backward(above)
+    token_logprobs(hidden, weight, pack_weight(weight), targets, Filter(), entropy=False)[
+        0
+    ].backward(above)
     hidden.grad = weight.grad = None
 
 
@@ -156,10 +182,14 @@ SIDES = {"chunks": in_chunks, "again": computed_again, "full": in_full}
 
 def logprobs() -> dict[str, float]:
     inputs = head()
-    seconds = alternate({name: lambda side=side: side(*inputs) for name, side in SIDES.items()}, rounds=5)
+    seconds = alternate(
+        {name: lambda side=side: side(*inputs) for name, side in SIDES.items()}, rounds=5
+    )
     peaks = {}
     for name in SIDES:
-        done = subprocess.run([sys.executable, __file__, "--peak", name], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--peak", name], capture_output=True, text=True, check=True
+        )
         peaks[f"{name}_mib"] = json.loads(done.stdout)
     return {**seconds, **peaks}
 
@@ -176,15 +206,27 @@ def peak(name: str) -> float:
 
 def high_water() -> float:
     """MiB; not getrusage, which a process inherits from the one that started it."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    [line] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) / 1024
 
 
 def adamw(path: str) -> dict[str, float]:
     weights = {name: p.detach().clone() for name, p in load_model(path).module.named_parameters()}
     shapes = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
-    ours = Optimizer(shapes, learning_rate=1e-6, schedule="constant", warmup_steps=0, total_steps=1, weight_decay=0.01,
-                     betas=(0.9, 0.999), max_grad_norm=1.0)  # fmt: skip
+    ours = Optimizer(
+        shapes,
+        learning_rate=1e-6,
+        schedule="constant",
+        warmup_steps=0,
+        total_steps=1,
+        weight_decay=0.01,
+        betas=(0.9, 0.999),
+        max_grad_norm=1.0,
+    )
     copies = [torch.nn.Parameter(weight.clone()) for weight in weights.values()]
     theirs = torch.optim.AdamW(copies, lr=1e-6)
     gradients = [torch.randn_like(p) for p in copies]
@@ -198,10 +240,15 @@ def adamw(path: str) -> dict[str, float]:
         theirs.step()
 
     sides = {
-        "default": (copies, clipped), "tandem": (shapes.values(), ours.update),
-        "default_alone": (copies, theirs.step), "tandem_alone": (shapes.values(), ours.adam.step),
-    }  # fmt: skip
-    return alternate({name: lambda side=side: (given(side[0]), side[1]()) for name, side in sides.items()}, rounds=7)
+        "default": (copies, clipped),
+        "tandem": (shapes.values(), ours.update),
+        "default_alone": (copies, theirs.step),
+        "tandem_alone": (shapes.values(), ours.adam.step),
+    }
+    return alternate(
+        {name: lambda side=side: (given(side[0]), side[1]()) for name, side in sides.items()},
+        rounds=7,
+    )
 
 
 if __name__ == "__main__":

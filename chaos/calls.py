@@ -1,6 +1,8 @@
-"""A process killed at its n-th system call, whatever that is: ptrace stops it at the entry of each, before it happens.
+"""A process killed at its n-th system call, whatever that is: ptrace stops it at the entry of each,
+before it happens.
 
-Nothing in the code under test takes part, so this also sees what goes past `tandem.runtime.disk`. Linux only.
+Nothing in the code under test takes part, so this also sees what goes past `tandem.runtime.disk`.
+Linux only.
 """
 
 import ctypes
@@ -9,14 +11,16 @@ import signal
 from collections.abc import Callable, Iterator
 
 _TRACEME, _SYSCALL, _SETOPTIONS = 0, 24, 0x4200
-_SYSGOOD, _EXITKILL = 1, 1 << 20  # system calls stop with SIGTRAP | 0x80; the child dies with its tracer
+# system calls stop with SIGTRAP | 0x80; the child dies with its tracer
+_SYSGOOD, _EXITKILL = 1, 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _libc.ptrace.restype = ctypes.c_long
 
 
 def deaths_at_calls(action: Callable[[], object], every: int = 1) -> Iterator[int]:
-    """Run action in a child again and again, killed later each time, until it ends; the caller resets between."""
+    """Run action in a child again and again, killed later each time, until it ends; the caller
+    resets between."""
     n = 0
     while killed_at_call(n, action):
         yield n

@@ -1,6 +1,8 @@
-"""Chaos around the files of a checkpoint: a save killed at every operation, damaged checkpoints, disks that refuse.
+"""Chaos around the files of a checkpoint: a save killed at every operation, damaged checkpoints,
+disks that refuse.
 
-Right is: what the next start finds is the checkpoint before or the new one, to the bit, and the next save goes through.
+Right is: what the next start finds is the checkpoint before or the new one, to the bit, and the
+next save goes through.
 """
 
 import errno
@@ -17,7 +19,13 @@ import torch
 from chaos.calls import deaths_at_calls
 from chaos.results import Case, Result, tally
 from tandem.run_folder.async_save import Saver
-from tandem.run_folder.checkpoint import Tensors, find_damage, latest_checkpoint, load_checkpoint, save_checkpoint
+from tandem.run_folder.checkpoint import (
+    Tensors,
+    find_damage,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tandem.runtime.disk import DISK, Disk
 from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash
@@ -31,17 +39,27 @@ from tests.support.faults import (
     make_read_only,
     memory_folder,
     small_disk,
-)  # fmt: skip
+)
 
 PAGE = 4096
 DAMAGES = 1000
-KINDS = ("truncate", "flip a bit", "zero a page", "delete", "empty", "append", "swap two files",
-         "swap with another checkpoint", "damage the manifest")  # fmt: skip
+KINDS = (
+    "truncate",
+    "flip a bit",
+    "zero a page",
+    "delete",
+    "empty",
+    "append",
+    "swap two files",
+    "swap with another checkpoint",
+    "damage the manifest",
+)
 NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 Save = Callable[[Path, int, Disk], object]  # folder, step, disk
 
-# What is in the folder before step 30 is saved with keep=2: step and run of each checkpoint, and what a kill left.
+# What is in the folder before step 30 is saved with keep=2: step and run of each checkpoint, and
+# what a kill left.
 SCENARIOS: dict[str, tuple[tuple[int, int], ...]] = {
     "the first save": (),
     "a later save": ((10, 0),),
@@ -61,26 +79,59 @@ def section() -> list[Result]:
             return chain.from_iterable(kills(folder, name, mode, save) for mode in MODES)
 
         pairs = chain.from_iterable(kill_pairs(folder, mode) for mode in MODES)
-        results = [tally(f"{name}, {EACH_WAY}", each_way(name, at_once), at_least=33) for name in SCENARIOS]
+        results = [
+            tally(f"{name}, {EACH_WAY}", each_way(name, at_once), at_least=33) for name in SCENARIOS
+        ]
         results += [
-            tally(f"a save beside training, {EACH_WAY}", each_way("a save that prunes", beside), at_least=39),
-            tally("a killed save, and the one after it killed too, at each pair of operations", pairs, at_least=400),
-            tally("a save that prunes, kill -9 at each of its system calls", calls(folder, "a save that prunes"), 100),
-            tally("the only step saved again, kill -9 at each call", calls(folder, "the only step saved again"), 100),
-            tally("a damaged checkpoint: each found, and the one before taken", damages(folder, DAMAGES), DAMAGES),
+            tally(
+                f"a save beside training, {EACH_WAY}",
+                each_way("a save that prunes", beside),
+                at_least=39,
+            ),
+            tally(
+                "a killed save, and the one after it killed too, at each pair of operations",
+                pairs,
+                at_least=400,
+            ),
+            tally(
+                "a save that prunes, kill -9 at each of its system calls",
+                calls(folder, "a save that prunes"),
+                100,
+            ),
+            tally(
+                "the only step saved again, kill -9 at each call",
+                calls(folder, "the only step saved again"),
+                100,
+            ),
+            tally(
+                "a damaged checkpoint: each found, and the one before taken",
+                damages(folder, DAMAGES),
+                DAMAGES,
+            ),
         ]
         for how, save in (("", at_once), (" beside training", beside)):
             results += [
-                tally(f"a save{how}, an error of the disk at each operation", refusals(folder, save), at_least=60),
-                tally(f"a save{how}, the disk full after each page", full_disks(folder, save), at_least=8),
                 tally(
-                    f"a save{how}, the disk read-only from each operation on", frozen_disks(folder, save), at_least=8
+                    f"a save{how}, an error of the disk at each operation",
+                    refusals(folder, save),
+                    at_least=60,
+                ),
+                tally(
+                    f"a save{how}, the disk full after each page",
+                    full_disks(folder, save),
+                    at_least=8,
+                ),
+                tally(
+                    f"a save{how}, the disk read-only from each operation on",
+                    frozen_disks(folder, save),
+                    at_least=8,
                 ),
             ]
     return results
 
 
-# What is saved -------------------------------------------------------------------------------------------------------
+# What is saved
+# -------------------------------------------------------------------------------------------------------
 
 
 def content(step: int, run: int = 0) -> tuple[Tensors, dict[str, object]]:
@@ -88,9 +139,10 @@ def content(step: int, run: int = 0) -> tuple[Tensors, dict[str, object]]:
     generator = torch.Generator().manual_seed(1000 * run + step)
     weight, moment = torch.randn(2, 64, 64, generator=generator)
     policy = {"a.weight": weight, "b": torch.randn(5, generator=generator).bfloat16()}
-    return {"policy": policy, "optimizer": {"a.weight.exp_avg": moment, "steps": torch.tensor(step)}}, {
-        "step": step, "run": run, "cursor": [step, 0.1], "note": "é",
-    }  # fmt: skip
+    return {
+        "policy": policy,
+        "optimizer": {"a.weight.exp_avg": moment, "steps": torch.tensor(step)},
+    }, {"step": step, "run": run, "cursor": [step, 0.1], "note": "é"}
 
 
 def at_once(folder: Path, step: int, disk: Disk = DISK, *, run: int = 0, keep: int = 2) -> Path:
@@ -111,7 +163,9 @@ def what_is(path: Path | None) -> tuple[object, ...] | None:
     if path is None:
         return None
     tensors, state = load_checkpoint(path)
-    return tuple(sorted((stem, weight_hash(named)) for stem, named in tensors.items())), str(sorted(state.items()))
+    return tuple(sorted((stem, weight_hash(named)) for stem, named in tensors.items())), str(
+        sorted(state.items())
+    )
 
 
 def made(folder: Path, scenario: str) -> Path:
@@ -151,7 +205,8 @@ class Before:
         return self.folder
 
     def wrong(self, what: str) -> str:
-        """What is wrong with the folder after a fault, and after the save that follows it; "" for nothing."""
+        """What is wrong with the folder after a fault, and after the save that follows it; "" for
+        nothing."""
         try:
             if newest(self.folder) not in (self.old, self.new):
                 return f"{what}: neither the checkpoint before nor the new one"
@@ -166,7 +221,8 @@ class Before:
         return f"{what}: {odd} left behind" if odd else ""
 
 
-# Killed --------------------------------------------------------------------------------------------------------------
+# Killed
+# --------------------------------------------------------------------------------------------------------------
 
 
 def kills(place: Path, scenario: str, mode: str, save: Save) -> Iterator[Case]:
@@ -198,11 +254,13 @@ def calls(place: Path, scenario: str, every: int = 1) -> Iterator[Case]:
         before.again()
 
 
-# Damaged -------------------------------------------------------------------------------------------------------------
+# Damaged
+# -------------------------------------------------------------------------------------------------------------
 
 
 def damages(place: Path, count: int) -> Iterator[Case]:
-    """Of three checkpoints the newest is damaged, in each way in turn; a swap hurts the one before it too."""
+    """Of three checkpoints the newest is damaged, in each way in turn; a swap hurts the one before
+    it too."""
     rng, sound, folder = random.Random(0), place / "sound", place / "damaged"
     for step in (10, 20, 30):
         at_once(sound, step, keep=3)
@@ -213,16 +271,23 @@ def damages(place: Path, count: int) -> Iterator[Case]:
         kind = KINDS[number % len(KINDS)]
         hurt = damage(rng, kind, folder / "step_000030", folder / "step_000020")
         changed = {name for name, data in before.items() if bytes_of(folder).get(name) != data}
-        yield bool(changed) and changed == hurt, missed(folder, changed, f"{kind} of {sorted(hurt)} (case {number})")
+        yield (
+            bool(changed) and changed == hurt,
+            missed(folder, changed, f"{kind} of {sorted(hurt)} (case {number})"),
+        )
 
 
 def damage(rng: random.Random, kind: str, checkpoint: Path, other: Path) -> set[str]:
-    """Change bytes in this way, in a file at random; returns the files changed, as "step_000030/state.json"."""
+    """Change bytes in this way, in a file at random; returns the files changed, as
+    "step_000030/state.json"."""
     files = sorted(path.name for path in checkpoint.iterdir())
     file = checkpoint / ("manifest.json" if kind == "damage the manifest" else rng.choice(files))
     match kind:
         case "swap two files":
-            swap(file, partner := checkpoint / rng.choice([name for name in files if name != file.name]))
+            swap(
+                file,
+                partner := checkpoint / rng.choice([name for name in files if name != file.name]),
+            )
             return {f"{checkpoint.name}/{file.name}", f"{checkpoint.name}/{partner.name}"}
         case "swap with another checkpoint":
             swap(file, other / file.name)
@@ -230,7 +295,9 @@ def damage(rng: random.Random, kind: str, checkpoint: Path, other: Path) -> set[
         case "delete":
             file.unlink()
         case "damage the manifest":
-            file.write_bytes(altered(rng, rng.choice(("truncate", "flip a bit", "zero a page", "append")), file))
+            file.write_bytes(
+                altered(rng, rng.choice(("truncate", "flip a bit", "zero a page", "append")), file)
+            )
         case _:
             file.write_bytes(altered(rng, kind, file))
     return {f"{checkpoint.name}/{file.name}"}
@@ -265,7 +332,8 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 def missed(folder: Path, hurt: set[str], what: str) -> str:
-    """Every file that changed is named, no other is, and the newest checkpoint without damage is taken."""
+    """Every file that changed is named, no other is, and the newest checkpoint without damage is
+    taken."""
     for path in folder.iterdir():
         files = {name.partition("/")[2] for name in hurt if name.startswith(f"{path.name}/")}
         if "manifest.json" in files:
@@ -275,16 +343,22 @@ def missed(folder: Path, hurt: set[str], what: str) -> str:
     reports: list[str] = []
     taken = latest_checkpoint(folder, reports.append)
     damaged = {name.partition("/")[0] for name in hurt}
-    told = all(any(name in line and "found" in line and "expected" in line for line in reports) for name in damaged)
+    told = all(
+        any(name in line and "found" in line and "expected" in line for line in reports)
+        for name in damaged
+    )
     expected = max(name for name in names(folder) if name not in damaged)
     good = taken is not None and taken.name == expected and what_is(taken) is not None and told
     return "" if good else f"{what}: took {taken}, reported {reports}"
 
 
-# Refused -------------------------------------------------------------------------------------------------------------
+# Refused
+# -------------------------------------------------------------------------------------------------------------
 
 
-def refused(before: Before, save: Save, disk: Disk, words: tuple[str, ...], what: str) -> tuple[str | None, str]:
+def refused(
+    before: Before, save: Save, disk: Disk, words: tuple[str, ...], what: str
+) -> tuple[str | None, str]:
     """(what the error of the save found or None, what is wrong)"""
     found = None
     try:
@@ -295,7 +369,9 @@ def refused(before: Before, save: Save, disk: Disk, words: tuple[str, ...], what
             return found, f"{what}: an unclear error: {error}"
     expected = (before.new,) if found is None else (before.old, before.new)
     try:
-        return found, "" if newest(before.folder) in expected else f"{what}: neither the one before nor the new one"
+        return found, "" if newest(
+            before.folder
+        ) in expected else f"{what}: neither the one before nor the new one"
     except (AssertionError, UserError) as error:
         return found, f"{what}: {error}"
 
@@ -310,7 +386,10 @@ def refusals(place: Path, save: Save) -> Iterator[Case]:
             found, wrong = refused(before, save, disk, words, f"errno {number} at operation {n}")
             struck = disk.struck
             if struck:
-                yield found is not None, wrong or before.wrong(f"after errno {number} at operation {n}")
+                yield (
+                    found is not None,
+                    wrong or before.wrong(f"after errno {number} at operation {n}"),
+                )
             before.again()
             n += 1
 
@@ -328,10 +407,17 @@ def full_disks(place: Path, save: Save) -> Iterator[Case]:
         if not mounted:
             yield from limits(place, save)
             return
-        before, ballast, pages, found = Before(place / "full", "a step saved again"), place / "full/ballast", 0, ""
+        before, ballast, pages, found = (
+            Before(place / "full", "a step saved again"),
+            place / "full/ballast",
+            0,
+            "",
+        )
         while found is not None:
             ballast.write_bytes(bytes(DISK.free_bytes(place / "full") - pages * PAGE))
-            found, wrong = refused(before, save, Trusting(), ("the disk is full",), f"{pages} pages free")
+            found, wrong = refused(
+                before, save, Trusting(), ("the disk is full",), f"{pages} pages free"
+            )
             ballast.unlink()
             if found is not None:
                 yield "No space left" in found, wrong or before.wrong(f"after {pages} pages free")
@@ -346,7 +432,9 @@ def limits(place: Path, save: Save) -> Iterator[Case]:
 
         def limited(size: int = size) -> None:
             limit_file_size(size)
-            found, wrong = refused(before, save, DISK, ("the disk is full",), f"files of {size} bytes")
+            found, wrong = refused(
+                before, save, DISK, ("the disk is full",), f"files of {size} bytes"
+            )
             assert found and "File too large" in found and not wrong, wrong
 
         yield in_a_fork(limited) == 0, before.wrong(f"after files of {size} bytes")
@@ -354,15 +442,26 @@ def limits(place: Path, save: Save) -> Iterator[Case]:
 
 
 def frozen_disks(place: Path, save: Save) -> Iterator[Case]:
-    """For real: the file system, or where none may be mounted the folder, turns read-only before operation n."""
+    """For real: the file system, or where none may be mounted the folder, turns read-only before
+    operation n."""
     mount = place / "frozen"
     with small_disk(mount, "2m") as mounted:
         before, n, struck = Before(mount, "a step saved again"), 0, True
         freeze = partial(make_read_only, mount) if mounted else partial(before.folder.chmod, 0o555)
-        thaw = partial(make_read_only, mount, undo=True) if mounted else partial(before.folder.chmod, 0o755)
+        thaw = (
+            partial(make_read_only, mount, undo=True)
+            if mounted
+            else partial(before.folder.chmod, 0o755)
+        )
         while struck:
             disk = FreezingDisk(n, freeze)
-            _, wrong = refused(before, save, disk, ("the disk refuses to be written",), f"read-only at operation {n}")
+            _, wrong = refused(
+                before,
+                save,
+                disk,
+                ("the disk refuses to be written",),
+                f"read-only at operation {n}",
+            )
             struck, fired = disk.struck, not os.access(before.folder, os.W_OK)
             thaw()
             if struck:

@@ -1,9 +1,11 @@
-"""Programs that hang, each in its own way, under the real watchdog: who is to blame must be said, and the process ended.
+"""Programs that hang, each in its own way, under the real watchdog: who is to blame must be said,
+and the process ended.
 
     outcome = run("opposite_locks", folder)
     assert faults(DEADLOCKS["opposite_locks"], outcome) == []
 
-A program says "witness" on its standard output when the trap is shut; one that gets through says that too.
+A program says "witness" on its standard output when the trap is shut; one that gets through says
+that too.
 """
 
 import os
@@ -29,7 +31,8 @@ MARK = "TANDEM_DEADLOCK"  # in the environment of a program and of all that it s
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlock:
-    """program: what runs under the watchdog, in a file trap.py; culprit: what the accusation must match; also: the rest."""
+    """program: what runs under the watchdog, in a file trap.py; culprit: what the accusation must
+    match; also: the rest."""
 
     program: str
     culprit: str
@@ -278,9 +281,13 @@ def run(name: str, folder: Path) -> Outcome:
     (folder / "trap.py").write_text(PRELUDE + watched + body + ENDING)
     mark = f"{folder}/{time.monotonic_ns()}"
     process = subprocess.Popen(
-        [sys.executable, "trap.py"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "trap.py"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, MARK: mark, "PYTHONPATH": str(Path(watchdog.__file__).parent.parent)},
-    )  # fmt: skip
+    )
     told: list[str] = []
     listener = threading.Thread(target=lambda: told.append(process.stderr.read()))
     listener.start()
@@ -295,13 +302,18 @@ def run(name: str, folder: Path) -> Outcome:
     listener.join(GIVE_UP_S)
     log = folder / "log.txt"
     return Outcome(
-        code=code, said=said, told="".join(told), log=log.read_text() if log.exists() else "",
-        seconds=end - shut if first == "witness\n" else -1.0, left=left,
-    )  # fmt: skip
+        code=code,
+        said=said,
+        told="".join(told),
+        log=log.read_text() if log.exists() else "",
+        seconds=end - shut if first == "witness\n" else -1.0,
+        left=left,
+    )
 
 
 def faults(deadlock: Deadlock, outcome: Outcome) -> list[str]:
-    """What is wrong with the outcome; nothing, where the culprit was named in time and nothing is left."""
+    """What is wrong with the outcome; nothing, where the culprit was named in time and nothing is
+    left."""
     checks = {
         "no witness": outcome.said == "witness\n",
         f"exit code {outcome.code}": outcome.code == watchdog.EXIT_CODE,
@@ -325,7 +337,13 @@ def section() -> list[Result]:
             found = faults(deadlock, outcome)
             yield outcome.seconds >= 0, f"{name}: {'; '.join(found)}" if found else ""
 
-    return [tally(f"deadlock: the culprit named and the run ended within {NAMED_S:g} s", cases(), at_least=15)]
+    return [
+        tally(
+            f"deadlock: the culprit named and the run ended within {NAMED_S:g} s",
+            cases(),
+            at_least=15,
+        )
+    ]
 
 
 def survivors(mark: str, within_s: float = 10.0) -> list[str]:

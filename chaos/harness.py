@@ -1,4 +1,5 @@
-"""Runs a section of the chaos harness in a process of its own, with a deadline, and looks for what it leaves behind.
+"""Runs a section of the chaos harness in a process of its own, with a deadline, and looks for what
+it leaves behind.
 
     harness (adopts orphans)                    a fork for each section, TMPDIR of its own
     ------------------------                    ------------------------------------------
@@ -6,7 +7,8 @@
     end what is past the deadline
     what is left? a process that lives, a file in TMPDIR, shared memory with a name: a bar missed, then removed
 
-No process, no port. It does not know what the faults are. Only for a process that has no other children.
+No process, no port. It does not know what the faults are. Only for a process that has no other
+children.
 """
 
 import ctypes
@@ -29,7 +31,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 10.0  # for what ends by itself when its parent has ended
 # Prefixes of what Python, torch and this project would put there; others' files come and go.
 SHARED_MEMORY, PREFIXES = Path("/dev/shm"), ("psm_", "sem.", "torch_", "tandem")
-OURS = "pymp-"  # the socket of the forkserver from which sections start runs; a killed one leaves its folder
+# the socket of the forkserver from which sections start runs; a killed one leaves its folder
+OURS = "pymp-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +55,12 @@ class Outcome:
 
     @property
     def met(self) -> bool:
-        return bool(self.rows) and all(row.met for row in self.rows) and not self.problem and not self.left
+        return (
+            bool(self.rows)
+            and all(row.met for row in self.rows)
+            and not self.problem
+            and not self.left
+        )
 
 
 def run_section(section: Section, grace_s: float = GRACE_S) -> Outcome:
@@ -97,7 +105,8 @@ def _answer(section: Section, answer: Path, temporary: Path, harness: int) -> No
 
 
 def _exit_code(child: int, deadline_s: float) -> int | None:
-    """None: past the deadline. The child is a zombie until it is asked for, so its number stays its own."""
+    """None: past the deadline. The child is a zombie until it is asked for, so its number stays its
+    own."""
     until = time.monotonic() + deadline_s
     while time.monotonic() < until:
         pid, status = os.waitpid(child, os.WNOHANG)

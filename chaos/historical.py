@@ -1,7 +1,9 @@
-"""Bugs that the field has had, each handed into a small real training run as a wrong part; what stops it, and in which step.
+"""Bugs that the field has had, each handed into a small real training run as a wrong part; what
+stops it, and in which step.
 
-A wrong part stands where the right one would: an engine, a sync, a renderer, a reward, a learner, an optimizer, what restores
-a run, what lies between rollouts and learning, a file, a config. Model, engine, journal, checkpoints and driver are real.
+A wrong part stands where the right one would: an engine, a sync, a renderer, a reward, a learner,
+an optimizer, what restores a run, what lies between rollouts and learning, a file, a config. Model,
+engine, journal, checkpoints and driver are real.
 
     fired    the first step in which the wrong part did something wrong, seen by a Witness
     stopped  the step in which the run ended; the weights must then still be those of the last good step
@@ -50,7 +52,8 @@ from tests.support.scripted import DigitRenderer, ScriptedReward
 from tests.support.tiny import exact_model, stock_model, tiny_config, value_twins
 from tests.test_step import PARAMS, config, stages_in
 
-STEPS, AT = 5, 2  # of a run; the step, counted from 0, from which a part is wrong where it can be right before
+# of a run; the step, counted from 0, from which a part is wrong where it can be right before
+STEPS, AT = 5, 2
 CLEAN_STEPS = 1000
 STOPS = tuple(range(30))  # of 97 tokens: about every other completion of 6 tokens ends by itself
 LONG = "".join(str(n % 10) for n in range(140))  # a prompt of more than a page of the cache
@@ -73,7 +76,8 @@ Inject = Callable[[Path, Witness], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Bug:
-    """inject: runs until something stops it; stopped_by: what the error must match; after: steps from fired to stopped."""
+    """inject: runs until something stops it; stopped_by: what the error must match; after: steps
+    from fired to stopped."""
 
     issue: str
     what: str
@@ -107,8 +111,13 @@ def outcome(bug: Bug, folder: Path) -> Outcome:
 
 
 def touched(folder: Path, model: ExactModel) -> str:
-    """The weights must be those of the last step that is told, or, in a start that came to nothing, those it began with."""
-    told = {row["weights"] for row in read_metrics(folder, "ledger.jsonl") if row["step"] in (0, last_step(folder))}
+    """The weights must be those of the last step that is told, or, in a start that came to nothing,
+    those it began with."""
+    told = {
+        row["weights"]
+        for row in read_metrics(folder, "ledger.jsonl")
+        if row["step"] in (0, last_step(folder))
+    }
     return "" if weight_hash(model.merged_weights()) in told else "a weight had been touched"
 
 
@@ -116,7 +125,8 @@ def last_step(folder: Path) -> int:
     return max((row["step"] for row in read_metrics(folder)), default=0)
 
 
-# A small run ---------------------------------------------------------------------------------------------------------
+# A small run
+# ---------------------------------------------------------------------------------------------------------
 
 
 class TextReward(ScriptedReward):
@@ -131,38 +141,65 @@ def as_it_is(stages: Stages, witness: Witness) -> Stages:
 
 
 def train(
-    folder: Path, witness: Witness, change: Change = as_it_is, *, how: Config | None = None, learn: Callable = update,
-    restore: Callable = _restore, params: SamplingParams = PARAMS, steps: int = STEPS, data: dict[str, str] | None = None,
-) -> list[dict[str, float]]:  # fmt: skip
-    """A run up to that many steps, or on with the one in the folder; returns the metrics of the steps of this start."""
+    folder: Path,
+    witness: Witness,
+    change: Change = as_it_is,
+    *,
+    how: Config | None = None,
+    learn: Callable = update,
+    restore: Callable = _restore,
+    params: SamplingParams = PARAMS,
+    steps: int = STEPS,
+    data: dict[str, str] | None = None,
+) -> list[dict[str, float]]:
+    """A run up to that many steps, or on with the one in the folder; returns the metrics of the
+    steps of this start."""
     how, rows = how or config(), []
     with open_run(folder, how, fresh=False, command="train") as run, ExitStack() as stack:
         stages = stages_in(run.episodes, how, reward=TextReward())
         stages = change(replace(stages, params=params), witness)
         witness.model = stages.models.policy.model
-        ahead = stack.enter_context(rollouts_ahead(stages, steps)) if how.rollout.staleness else None
+        ahead = (
+            stack.enter_context(rollouts_ahead(stages, steps)) if how.rollout.staleness else None
+        )
 
         def step(done: int):
             witness.now = done
-            ended = train_step_async(ahead, done, learn) if ahead else train_step(stages, done, learn)
+            ended = (
+                train_step_async(ahead, done, learn) if ahead else train_step(stages, done, learn)
+            )
             rows.append(ended[0])
             return ended
 
         critic = {"critic": stages.models.critic} if stages.models.critic else {}
         job = Job(
-            learners={"policy": stages.models.policy, **critic}, steps=steps, eval_every=0, step=step, evaluate=lambda done: {},
-            publish=stages.sync.publish, data=data or {}, restore=lambda done, state: restore(stages, done, state),
+            learners={"policy": stages.models.policy, **critic},
+            steps=steps,
+            eval_every=0,
+            step=step,
+            evaluate=lambda done: {},
+            publish=stages.sync.publish,
+            data=data or {},
+            restore=lambda done, state: restore(stages, done, state),
             **({"begin": ahead.begin, "settled": ahead.settled} if ahead else {}),
-        )  # fmt: skip
+        )
         drive(run, job, lambda done, metrics, timings: None)
     return rows
 
 
-def learner_of(model: ExactModel, optimizer: type[Optimizer] = Optimizer, learner: type[Learner] = Learner) -> Learner:
+def learner_of(
+    model: ExactModel, optimizer: type[Optimizer] = Optimizer, learner: type[Learner] = Learner
+) -> Learner:
     made = optimizer(
-        model.trainable(), learning_rate=1e-4, schedule="linear", warmup_steps=2, total_steps=50, weight_decay=0.0,
-        betas=(0.9, 0.95), max_grad_norm=1.0,
-    )  # fmt: skip
+        model.trainable(),
+        learning_rate=1e-4,
+        schedule="linear",
+        warmup_steps=2,
+        total_steps=50,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        max_grad_norm=1.0,
+    )
     return learner(model, made)
 
 
@@ -170,7 +207,9 @@ def with_policy(stages: Stages, policy: Learner) -> Stages:
     """With its engine, which runs the policy's own tensors."""
     engine = engine_of(policy.model)
     player = replace(stages.player, engine=engine)
-    return replace(stages, models=replace(stages.models, policy=policy), player=player, sync=InlineSync(engine))
+    return replace(
+        stages, models=replace(stages.models, policy=policy), player=player, sync=InlineSync(engine)
+    )
 
 
 def engine_of(model: ExactModel, kind: type[Engine] = Engine) -> Engine:
@@ -182,7 +221,8 @@ def policy_copy() -> ExactModel:
     return exact_model("qwen3")
 
 
-# Wrong engines and syncs ---------------------------------------------------------------------------------------------
+# Wrong engines and syncs
+# ---------------------------------------------------------------------------------------------
 
 
 class Relay:
@@ -214,7 +254,9 @@ class Relay:
     def step(self):
         tickets = self.engine.step()
         if self.witness.now >= AT:
-            self.change([ticket for ticket in tickets if ticket.completion is not None], self.witness)
+            self.change(
+                [ticket for ticket in tickets if ticket.completion is not None], self.witness
+            )
         return tickets
 
 
@@ -247,7 +289,8 @@ def swap_two_prompts(ended, witness: Witness) -> None:
 
 
 class Slots:
-    """A buffer for each episode, in which its next turn is written over the one that the episode stands on."""
+    """A buffer for each episode, in which its next turn is written over the one that the episode
+    stands on."""
 
     def __init__(self) -> None:
         self.buffers: dict[int, np.ndarray] = {}
@@ -255,7 +298,9 @@ class Slots:
     def __call__(self, ended, witness: Witness) -> None:
         for ticket in ended:
             tokens = ticket.completion.tokens
-            buffer = self.buffers.setdefault(ticket.request.key, np.zeros(PARAMS.max_new_tokens, np.int64))
+            buffer = self.buffers.setdefault(
+                ticket.request.key, np.zeros(PARAMS.max_new_tokens, np.int64)
+            )
             if buffer.any():
                 witness.fire()
             buffer[: len(tokens)] = tokens
@@ -263,7 +308,8 @@ class Slots:
 
 
 class OtherCopySync(InlineSync):
-    """For an engine with tensors of its own; load says which of the policy's reach it, and tells the witness."""
+    """For an engine with tensors of its own; load says which of the policy's reach it, and tells
+    the witness."""
 
     def __init__(self, engine: Engine, load: Callable[[int], dict[str, torch.Tensor]]):
         super().__init__(engine)
@@ -274,7 +320,8 @@ class OtherCopySync(InlineSync):
 
 
 def other_copy(which: Callable[[dict, int], dict], since: int = 0) -> Change:
-    """which: of the policy's weights, those that arrive, from version `since` + 1 on; all of them before."""
+    """which: of the policy's weights, those that arrive, from version `since` + 1 on; all of them
+    before."""
 
     def make(stages: Stages, witness: Witness) -> Stages:
         policy, engine = stages.models.policy.model, engine_of(policy_copy())
@@ -286,7 +333,9 @@ def other_copy(which: Callable[[dict, int], dict], since: int = 0) -> Change:
             witness.fire()
             return which(weights)
 
-        return replace(stages, player=replace(stages.player, engine=engine), sync=OtherCopySync(engine, load))
+        return replace(
+            stages, player=replace(stages.player, engine=engine), sync=OtherCopySync(engine, load)
+        )
 
     return make
 
@@ -296,7 +345,9 @@ def nothing(weights: dict) -> dict:
 
 
 def all_but_one(weights: dict) -> dict:
-    return {name: weight for name, weight in weights.items() if "layers.1.mlp.down_proj" not in name}
+    return {
+        name: weight for name, weight in weights.items() if "layers.1.mlp.down_proj" not in name
+    }
 
 
 class KeepsItsCache(Engine):
@@ -313,8 +364,16 @@ class KeepsItsCache(Engine):
 def stale_cache(stages: Stages, witness: Witness) -> Stages:
     engine = engine_of(stages.models.policy.model, KeepsItsCache)
     engine.witness = witness
-    problems = [replace(p, messages=({"role": "user", "content": LONG + p.uid[1:]},)) for p in stages.problems]
-    return replace(stages, problems=problems, player=replace(stages.player, engine=engine), sync=InlineSync(engine))
+    problems = [
+        replace(p, messages=({"role": "user", "content": LONG + p.uid[1:]},))
+        for p in stages.problems
+    ]
+    return replace(
+        stages,
+        problems=problems,
+        player=replace(stages.player, engine=engine),
+        sync=InlineSync(engine),
+    )
 
 
 class Padded(ExactModel):
@@ -352,12 +411,15 @@ def adapter_not_merged(stages: Stages, witness: Witness) -> Stages:
 
     def base_only(weights: dict) -> dict:
         adapter = model.adapter_weights()
-        return {name: weight for name, weight in model.named_weights().items() if name not in adapter}
+        return {
+            name: weight for name, weight in model.named_weights().items() if name not in adapter
+        }
 
     return other_copy(base_only)(stages, witness)
 
 
-# What lies between rollouts and learning -----------------------------------------------------------------------------
+# What lies between rollouts and learning
+# -----------------------------------------------------------------------------
 
 
 def learning(folder: Path, witness: Witness, change: Callable, **more) -> None:
@@ -411,7 +473,8 @@ def shifted_mask(groups: list) -> list:
     return [replace(group, episodes=tuple(map(shifted, group.episodes))) for group in groups]
 
 
-# Turns, rewards, learners --------------------------------------------------------------------------------------------
+# Turns, rewards, learners
+# --------------------------------------------------------------------------------------------
 
 
 class TwoTurns(Env):
@@ -420,7 +483,9 @@ class TwoTurns(Env):
     def step(self, text: str) -> Observation:
         self.turns += 1
         return Observation(
-            messages=({"role": "user", "content": "5"},), done=self.turns == 2, reward=float(len(text) % 2)
+            messages=({"role": "user", "content": "5"},),
+            done=self.turns == 2,
+            reward=float(len(text) % 2),
         )
 
 
@@ -464,7 +529,9 @@ class WrongReward(TextReward):
 
 
 def rewarded(score: Score) -> Change:
-    return lambda stages, witness: replace(stages, player=replace(stages.player, reward=WrongReward(witness, score)))
+    return lambda stages, witness: replace(
+        stages, player=replace(stages.player, reward=WrongReward(witness, score))
+    )
 
 
 def hanging_verifier(folder: Path, witness: Witness) -> None:
@@ -475,7 +542,11 @@ def hanging_verifier(folder: Path, witness: Witness) -> None:
     )
     with RewardPool(f"{file}:score", timeout_s=0.3) as pool:
         witness.fire()
-        train(folder, witness, lambda stages, _: replace(stages, player=replace(stages.player, reward=pool)))
+        train(
+            folder,
+            witness,
+            lambda stages, _: replace(stages, player=replace(stages.player, reward=pool)),
+        )
 
 
 class ForgetsToDivide(Learner):
@@ -505,7 +576,8 @@ def reference_is_the_policy(stages: Stages, witness: Witness) -> Stages:
     return replace(stages, models=replace(stages.models, reference=stages.models.policy.model))
 
 
-# Runs that are started again -----------------------------------------------------------------------------------------
+# Runs that are started again
+# -----------------------------------------------------------------------------------------
 
 
 class ScheduleAnew(Optimizer):
@@ -518,13 +590,27 @@ class MomentsLost(Optimizer):
         self.step = step
 
 
-def resumed(folder: Path, witness: Witness, *, between: Callable = lambda run: None, change: Change = as_it_is, first: int = 2,
-            every: int = 1, again: dict | None = None, **more) -> None:  # fmt: skip
+def resumed(
+    folder: Path,
+    witness: Witness,
+    *,
+    between: Callable = lambda run: None,
+    change: Change = as_it_is,
+    first: int = 2,
+    every: int = 1,
+    again: dict | None = None,
+    **more,
+) -> None:
     """A clean run of `first` steps; then something happens, and the run is started again."""
     changes = more.pop("changes", {})
     how = config(run__save_every=every, run__keep_checkpoints=2, **changes)
     train(
-        folder, Witness(), lambda s, _: with_policy(s, learner_of(s.models.policy.model)), how=how, steps=first, **more
+        folder,
+        Witness(),
+        lambda s, _: with_policy(s, learner_of(s.models.policy.model)),
+        how=how,
+        steps=first,
+        **more,
     )
     between(folder)
     witness.now = first
@@ -535,7 +621,9 @@ def resumed(folder: Path, witness: Witness, *, between: Callable = lambda run: N
 
 
 def loses(optimizer: type[Optimizer]) -> Change:
-    return lambda stages, witness: with_policy(stages, learner_of(stages.models.policy.model, optimizer))
+    return lambda stages, witness: with_policy(
+        stages, learner_of(stages.models.policy.model, optimizer)
+    )
 
 
 def skips_an_epoch(stages: Stages, done: int, state: dict) -> None:
@@ -566,169 +654,267 @@ def unknown_key(folder: Path, witness: Witness) -> None:
     load_config(None, ["rl.prompt_per_step=8"])
 
 
-# The bugs ------------------------------------------------------------------------------------------------------------
+# The bugs
+# ------------------------------------------------------------------------------------------------------------
 
 GAP = "engine and policy do not agree on the tokens just sampled"
 WHOLE = "a step would train other tokens than its own"
 
 BUGS = (
     Bug(
-        issue="Open-Reasoner-Zero #28", what="weights never reach the engine",
-        inject=partial(train, change=other_copy(nothing)), stopped_by=GAP, after=1,
+        issue="Open-Reasoner-Zero #28",
+        what="weights never reach the engine",
+        inject=partial(train, change=other_copy(nothing)),
+        stopped_by=GAP,
+        after=1,
     ),
     Bug(
-        issue="TRL #5312", what="from some step on the engine wakes up with old weights",
-        inject=partial(train, change=other_copy(nothing, since=AT)), stopped_by=GAP, after=1,
+        issue="TRL #5312",
+        what="from some step on the engine wakes up with old weights",
+        inject=partial(train, change=other_copy(nothing, since=AT)),
+        stopped_by=GAP,
+        after=1,
     ),
     Bug(
-        issue="SkyRL #1680", what="a sync that leaves one tensor as it was",
-        inject=partial(train, change=other_copy(all_but_one, since=AT)), stopped_by=GAP, after=1,
+        issue="SkyRL #1680",
+        what="a sync that leaves one tensor as it was",
+        inject=partial(train, change=other_copy(all_but_one, since=AT)),
+        stopped_by=GAP,
+        after=1,
     ),
     Bug(
-        issue="TRL #2698", what="an adapter that is not merged into what the engine gets",
-        inject=partial(train, change=adapter_not_merged), stopped_by=GAP, after=1,
+        issue="TRL #2698",
+        what="an adapter that is not merged into what the engine gets",
+        inject=partial(train, change=adapter_not_merged),
+        stopped_by=GAP,
+        after=1,
     ),
     Bug(
-        issue="NeMo-RL #4018", what="cached keys of old weights used under new ones",
-        inject=partial(train, change=stale_cache, how=config(rl__prompts_per_step=5)), stopped_by=GAP, after=1,
+        issue="NeMo-RL #4018",
+        what="cached keys of old weights used under new ones",
+        inject=partial(train, change=stale_cache, how=config(rl__prompts_per_step=5)),
+        stopped_by=GAP,
+        after=1,
     ),
     Bug(
-        issue="AReaL #1569", what="tokens labelled with a version that did not sample them",
-        inject=partial(train, change=relayed(each(lambda c: replace(c, weight_versions=c.weight_versions - 1)))),
+        issue="AReaL #1569",
+        what="tokens labelled with a version that did not sample them",
+        inject=partial(
+            train, change=relayed(each(lambda c: replace(c, weight_versions=c.weight_versions - 1)))
+        ),
         stopped_by=WHOLE,
     ),
     Bug(
-        issue="TRL #4159", what="the trainer's log-probs without the temperature",
-        inject=partial(learning, change=partial(other_params, temperature=1.0), params=replace(PARAMS, temperature=0.6)),
+        issue="TRL #4159",
+        what="the trainer's log-probs without the temperature",
+        inject=partial(
+            learning,
+            change=partial(other_params, temperature=1.0),
+            params=replace(PARAMS, temperature=0.6),
+        ),
         stopped_by=GAP,
     ),
     Bug(
-        issue="TRL #6789", what="the trainer's log-probs without top-p",
-        inject=partial(learning, change=partial(other_params, top_p=1.0), params=replace(PARAMS, top_p=0.8)),
+        issue="TRL #6789",
+        what="the trainer's log-probs without top-p",
+        inject=partial(
+            learning, change=partial(other_params, top_p=1.0), params=replace(PARAMS, top_p=0.8)
+        ),
         stopped_by=GAP,
     ),
     Bug(
-        issue="TRL #5224", what="tokens decoded and encoded again to others",
-        inject=partial(train, change=relayed(each(lambda c: replace(c, tokens=(c.tokens + (c.tokens % 5 == 0)) % 97)))),
+        issue="TRL #5224",
+        what="tokens decoded and encoded again to others",
+        inject=partial(
+            train,
+            change=relayed(
+                each(lambda c: replace(c, tokens=(c.tokens + (c.tokens % 5 == 0)) % 97))
+            ),
+        ),
         stopped_by=GAP,
     ),
     Bug(
-        issue="OpenRLHF #238", what="a completion that was cut ends in a token it did not sample",
-        inject=partial(train, change=relayed(each(lambda c: replace(c, tokens=np.append(c.tokens[:-1], 91))))),
+        issue="OpenRLHF #238",
+        what="a completion that was cut ends in a token it did not sample",
+        inject=partial(
+            train, change=relayed(each(lambda c: replace(c, tokens=np.append(c.tokens[:-1], 91))))
+        ),
         stopped_by=GAP,
     ),
     Bug(
-        issue="OpenRLHF #217", what="positions that count the padding",
-        inject=partial(train, change=padded_positions), stopped_by=GAP,
+        issue="OpenRLHF #217",
+        what="positions that count the padding",
+        inject=partial(train, change=padded_positions),
+        stopped_by=GAP,
     ),
     Bug(
-        issue="prime-rl #1525", what="log-probs off by one position",
-        inject=partial(train, change=relayed(each(lambda c: replace(c, logprobs=np.roll(c.logprobs, 1))))), stopped_by=GAP,
+        issue="prime-rl #1525",
+        what="log-probs off by one position",
+        inject=partial(
+            train, change=relayed(each(lambda c: replace(c, logprobs=np.roll(c.logprobs, 1))))
+        ),
+        stopped_by=GAP,
     ),
     Bug(
-        issue="gpt-neox #1285", what="a loss mask off by one",
-        inject=partial(learning, change=regrouped(shifted_mask)), stopped_by=WHOLE,
-    ),
-    Bug(
-        issue="nanochat #810", what="the token that ends a completion carries no loss",
-        inject=partial(learning, change=regrouped(end_not_trained), params=replace(PARAMS, stop_token_ids=STOPS)),
+        issue="gpt-neox #1285",
+        what="a loss mask off by one",
+        inject=partial(learning, change=regrouped(shifted_mask)),
         stopped_by=WHOLE,
     ),
     Bug(
-        issue="verl #6501", what="the separator dropped at a turn's end",
-        inject=partial(train, change=separator_dropped, params=replace(PARAMS, stop_token_ids=STOPS)),
+        issue="nanochat #810",
+        what="the token that ends a completion carries no loss",
+        inject=partial(
+            learning,
+            change=regrouped(end_not_trained),
+            params=replace(PARAMS, stop_token_ids=STOPS),
+        ),
+        stopped_by=WHOLE,
+    ),
+    Bug(
+        issue="verl #6501",
+        what="the separator dropped at a turn's end",
+        inject=partial(
+            train, change=separator_dropped, params=replace(PARAMS, stop_token_ids=STOPS)
+        ),
         stopped_by="a turn of the model would not be ended",
     ),
     Bug(
-        issue="verl #7579", what="buffers used again while an episode stands on them",
+        issue="verl #7579",
+        what="buffers used again while an episode stands on them",
         inject=partial(train, change=recycled_slots, params=replace(PARAMS, stop_token_ids=STOPS)),
         stopped_by="a token of an episode has changed since it was sampled",
     ),
     Bug(
-        issue="TRL #3098", what="completions handed to other prompts",
-        inject=partial(train, change=relayed(swap_two_prompts)), stopped_by=GAP,
+        issue="TRL #3098",
+        what="completions handed to other prompts",
+        inject=partial(train, change=relayed(swap_two_prompts)),
+        stopped_by=GAP,
     ),
     Bug(
-        issue="open-instruct #1483", what="groups paired with other problems",
+        issue="open-instruct #1483",
+        what="groups paired with other problems",
         inject=partial(learning, change=regrouped(mispaired), how=config(data__shuffle=False)),
         stopped_by="an episode is not of the problem it is trained for",
     ),
     Bug(
-        issue="slime #1918", what="a group with an episode less",
-        inject=partial(learning, change=regrouped(one_episode_lost)), stopped_by=WHOLE,
+        issue="slime #1918",
+        what="a group with an episode less",
+        inject=partial(learning, change=regrouped(one_episode_lost)),
+        stopped_by=WHOLE,
     ),
     Bug(
-        issue="NanoRL data plane", what="a queue that overflows and drops the oldest",
-        inject=partial(learning, change=regrouped(one_group_lost)), stopped_by=WHOLE,
+        issue="NanoRL data plane",
+        what="a queue that overflows and drops the oldest",
+        inject=partial(learning, change=regrouped(one_group_lost)),
+        stopped_by=WHOLE,
     ),
     Bug(
-        issue="TRL #2617", what="a gradient that grows with the number of microbatches",
+        issue="TRL #2617",
+        what="a gradient that grows with the number of microbatches",
         inject=partial(train, change=accumulation, how=config(train__tokens_per_microbatch=16)),
         stopped_by="the gradient of the loss is not that of the algorithm",
     ),
     Bug(
-        issue="TRL #2046", what="a reference that is the policy itself",
+        issue="TRL #2046",
+        what="a reference that is the policy itself",
         inject=partial(train, change=reference_is_the_policy, how=config(rl__kl_coef=0.1)),
         stopped_by="the reference would be trained with the policy",
     ),
     Bug(
-        issue="NanoRL, troubleshooting", what="another kernel where gradients are wanted",
-        inject=partial(train, change=two_kernels), stopped_by=GAP,
+        issue="NanoRL, troubleshooting",
+        what="another kernel where gradients are wanted",
+        inject=partial(train, change=two_kernels),
+        stopped_by=GAP,
     ),
     Bug(
-        issue="verl #747", what="a reward that is NaN",
-        inject=partial(train, change=rewarded(Score(reward=float("nan"), parts={})), how=config(train__max_bad_steps=0)),
+        issue="verl #747",
+        what="a reward that is NaN",
+        inject=partial(
+            train,
+            change=rewarded(Score(reward=float("nan"), parts={})),
+            how=config(train__max_bad_steps=0),
+        ),
         stopped_by="training stops: NaN or infinity",
     ),
     Bug(
-        issue="TRL #3452", what="equal rewards in every group, for ever",
-        inject=partial(train, change=rewarded(Score(reward=0.0, parts={})), how=config(rl__max_flat_steps=1)),
+        issue="TRL #3452",
+        what="equal rewards in every group, for ever",
+        inject=partial(
+            train, change=rewarded(Score(reward=0.0, parts={})), how=config(rl__max_flat_steps=1)
+        ),
         stopped_by="training stops: no episode has had an advantage",
     ),
     Bug(
-        issue="TRL #5697", what="nearly all completions cut",
-        inject=lambda folder, witness: (witness.fire(), train(folder, witness, how=config(rl__max_truncated=0.9))),
+        issue="TRL #5697",
+        what="nearly all completions cut",
+        inject=lambda folder, witness: (
+            witness.fire(),
+            train(folder, witness, how=config(rl__max_truncated=0.9)),
+        ),
         stopped_by="too many completions were cut",
     ),
     Bug(
-        issue="verl #4417", what="a reward that raises each time",
-        inject=partial(train, change=rewarded(Score(reward=0.0, parts={}, error="KeyError: 'answer'"))),
+        issue="verl #4417",
+        what="a reward that raises each time",
+        inject=partial(
+            train, change=rewarded(Score(reward=0.0, parts={}, error="KeyError: 'answer'"))
+        ),
         stopped_by="every episode could not be scored",
     ),
     Bug(
-        issue="Math-Verify #50", what="a verifier that hangs in one C call",
-        inject=hanging_verifier, stopped_by="every episode could not be scored",
+        issue="Math-Verify #50",
+        what="a verifier that hangs in one C call",
+        inject=hanging_verifier,
+        stopped_by="every episode could not be scored",
     ),
     Bug(
-        issue="verl #7401", what="a resume that skips an epoch of the data",
-        inject=partial(resumed, again={"restore": skips_an_epoch}), stopped_by="the rollouts do not go on where they ended",
+        issue="verl #7401",
+        what="a resume that skips an epoch of the data",
+        inject=partial(resumed, again={"restore": skips_an_epoch}),
+        stopped_by="the rollouts do not go on where they ended",
     ),
     Bug(
-        issue="NeMo-RL #3599", what="a checkpoint whose rollouts in flight are lost",
-        inject=partial(resumed, between=no_journal, changes={"rollout__token_budget": 3, "rl__correction": "tis"}),
+        issue="NeMo-RL #3599",
+        what="a checkpoint whose rollouts in flight are lost",
+        inject=partial(
+            resumed,
+            between=no_journal,
+            changes={"rollout__token_budget": 3, "rl__correction": "tis"},
+        ),
         stopped_by="the journal does not have what the checkpoint's step left to the next",
     ),
     Bug(
-        issue="OpenRLHF #1208", what="no checkpoint where one was: training from scratch",
-        inject=partial(resumed, between=no_checkpoints, first=3), stopped_by="the checkpoints of the run are gone",
+        issue="OpenRLHF #1208",
+        what="no checkpoint where one was: training from scratch",
+        inject=partial(resumed, between=no_checkpoints, first=3),
+        stopped_by="the checkpoints of the run are gone",
     ),
     Bug(
-        issue="transformers #34053", what="a schedule that begins anew on resume",
-        inject=partial(resumed, change=loses(ScheduleAnew)), stopped_by="steps of the schedule",
+        issue="transformers #34053",
+        what="a schedule that begins anew on resume",
+        inject=partial(resumed, change=loses(ScheduleAnew)),
+        stopped_by="steps of the schedule",
     ),
     Bug(
-        issue="torchrl #4188", what="an optimizer without its moments on resume",
-        inject=partial(resumed, change=loses(MomentsLost)), stopped_by="moments of AdamW",
+        issue="torchrl #4188",
+        what="an optimizer without its moments on resume",
+        inject=partial(resumed, change=loses(MomentsLost)),
+        stopped_by="moments of AdamW",
     ),
     Bug(
-        issue="accelerate #4195", what="data in another order on resume",
-        inject=data_in_another_order, stopped_by="a data file, .* has changed since the run began",
+        issue="accelerate #4195",
+        what="data in another order on resume",
+        inject=data_in_another_order,
+        stopped_by="a data file, .* has changed since the run began",
     ),
     Bug(
-        issue="verl #3095", what="a batch key that nothing reads",
-        inject=unknown_key, stopped_by="rl.prompts_per_step",
+        issue="verl #3095",
+        what="a batch key that nothing reads",
+        inject=unknown_key,
+        stopped_by="rl.prompts_per_step",
     ),
-)  # fmt: skip
+)
 
 
 def cases(bugs: tuple[Bug, ...] = BUGS) -> Iterator[Case]:
@@ -737,11 +923,15 @@ def cases(bugs: tuple[Bug, ...] = BUGS) -> Iterator[Case]:
         for number, bug in enumerate(bugs):
             ended = outcome(bug, Path(place) / f"run{number}")
             when = f"step {ended.fired + 1}, stopped in step {ended.stopped + 1}"
-            print(f"{bug.issue}: {bug.what}: {when}{f': {ended.problem}' if ended.problem else ''}", flush=True)
+            print(
+                f"{bug.issue}: {bug.what}: {when}{f': {ended.problem}' if ended.problem else ''}",
+                flush=True,
+            )
             yield ended.fired >= 0, f"{bug.issue}: {ended.problem}" if ended.problem else ""
 
 
-# Clean steps ---------------------------------------------------------------------------------------------------------
+# Clean steps
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -762,7 +952,9 @@ def with_reference(stages: Stages, witness: Witness) -> Stages:
 
 
 def with_critic(stages: Stages, witness: Witness) -> Stages:
-    return replace(stages, models=replace(stages.models, critic=learner_of(value_twins("qwen3")[0])))
+    return replace(
+        stages, models=replace(stages.models, critic=learner_of(value_twins("qwen3")[0]))
+    )
 
 
 def with_adapter(stages: Stages, witness: Witness) -> Stages:
@@ -773,7 +965,13 @@ def with_adapter(stages: Stages, witness: Witness) -> Stages:
 
 
 SAMPLING = replace(
-    PARAMS, temperature=0.7, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.1, stop_token_ids=STOPS
+    PARAMS,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    stop_token_ids=STOPS,
 )
 LATE = {"rl__correction": "decoupled"}
 
@@ -785,7 +983,8 @@ CLEAN = {
     "small microbatches": Clean(how=config(train__tokens_per_microbatch=16)),
     "a reference in the loss": Clean(how=config(rl__kl_coef=0.1), change=with_reference),
     "a reference in the reward": Clean(
-        how=config(rl__kl_coef=0.1, rl__kl_in="reward", rl__kl_estimator="k1"), change=with_reference
+        how=config(rl__kl_coef=0.1, rl__kl_in="reward", rl__kl_estimator="k1"),
+        change=with_reference,
     ),
     "an adapter": Clean(how=config(rl__kl_coef=0.1), change=with_adapter),
     "an entropy bonus": Clean(how=config(rl__entropy_coef=0.01)),
@@ -809,10 +1008,12 @@ class Killed(Exception):
 
 
 def clean_run(folder: Path, clean: Clean, steps: int, counts: Counter) -> str:
-    """A run of so many steps, ended and started again in its middle; what stopped it, or "". counts: how often a check
-    looked."""
+    """A run of so many steps, ended and started again in its middle; what stopped it, or "".
+    counts: how often a check looked."""
     rl, middle = clean.how.rl, max(1, steps // 2)
-    how = clean.how.model_copy(update={"run": clean.how.run.model_copy(update={"save_every": middle})})
+    how = clean.how.model_copy(
+        update={"run": clean.how.run.model_copy(update={"save_every": middle})}
+    )
     foretold = not rl.entropy_coef and not (rl.kl_coef and rl.kl_in == "loss")
 
     def learn(last: int, stages: Stages, rolled: Rolled) -> dict[str, float]:
@@ -820,7 +1021,9 @@ def clean_run(folder: Path, clean: Clean, steps: int, counts: Counter) -> str:
             raise Killed
         row = update(stages, rolled)
         counts["steps"] += 1
-        counts["episodes whole, labelled, of their problem and version"] += sum(len(g.episodes) for g in rolled.trained)
+        counts["episodes whole, labelled, of their problem and version"] += sum(
+            len(g.episodes) for g in rolled.trained
+        )
         counts["rollouts go on where they ended"] += rolled.step > 0
         counts["log-prob gap"] += "logprob_gap" in row
         counts["gradient"] += "logprob_gap" in row and foretold
@@ -834,7 +1037,15 @@ def clean_run(folder: Path, clean: Clean, steps: int, counts: Counter) -> str:
 
     for last in (middle, steps):
         try:
-            train(folder, Witness(), slowly, how=how, learn=partial(learn, last), params=clean.params, steps=steps)
+            train(
+                folder,
+                Witness(),
+                slowly,
+                how=how,
+                learn=partial(learn, last),
+                params=clean.params,
+                steps=steps,
+            )
         except Killed:
             counts["what was loaded is what was saved"] += 1
         except (UserError, RuntimeError) as error:
@@ -851,12 +1062,18 @@ def clean_steps(steps: int = CLEAN_STEPS) -> Result:
             alarm = clean_run(Path(place) / f"run{number}", clean, share, counts)
             alarms += [f"{name}: {alarm}"] if alarm else []
             print(f"clean, {name}: {share} steps{f': {alarm}' if alarm else ''}", flush=True)
-    looked = "; ".join(f"{what} {count:,}" for what, count in sorted(counts.items()) if what != "steps")
+    looked = "; ".join(
+        f"{what} {count:,}" for what, count in sorted(counts.items()) if what != "steps"
+    )
     return Result(
-        what="clean steps over the algorithms and schedules, each run started again once: none stops", injected=steps,
-        witnessed=counts["steps"], survived=0 if alarms else counts["steps"], expected=steps,
-        seconds=time.perf_counter() - start, note="; ".join([*alarms[:3], f"looked: {looked}"]),
-    )  # fmt: skip
+        what="clean steps over the algorithms and schedules, each run started again once: none stops",
+        injected=steps,
+        witnessed=counts["steps"],
+        survived=0 if alarms else counts["steps"],
+        expected=steps,
+        seconds=time.perf_counter() - start,
+        note="; ".join([*alarms[:3], f"looked: {looked}"]),
+    )
 
 
 def section(bugs: tuple[Bug, ...] = BUGS, steps: int = CLEAN_STEPS) -> list[Result]:

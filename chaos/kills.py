@@ -1,4 +1,5 @@
-"""Chaos for whole runs: kill -9 of the driver at random moments, then the same command again; and what is left, byte by byte.
+"""Chaos for whole runs: kill -9 of the driver at random moments, then the same command again; and
+what is left, byte by byte.
 
     lane (adopts orphans)                        fork of a server that has imported Tandem: the driver
     ---------------------                        -------------------------------------------------------
@@ -10,8 +11,8 @@
     the same command; every other run is killed a second time; then it ends
     same bytes, nothing half written; begun with the default thread count, 1 or 2, and gone on with another one
 
-Right is: weights, optimizer, metrics, ledger, every file of episodes and the exported model are those of the undisturbed run.
-A kill counts when the exit code of a process that was alive is -9.
+Right is: weights, optimizer, metrics, ledger, every file of episodes and the exported model are
+those of the undisturbed run. A kill counts when the exit code of a process that was alive is -9.
 
     python -m chaos.kills 2      two runs of each kind
 """
@@ -48,7 +49,8 @@ LANES = 1  # kinds at a time; a run has as many threads as there are cores
 SEED = 0
 STEPS = 5
 SHORT = ["run.save_every=2", "eval.every=3"]
-THREADS = ([], ["run.threads=1"], ["run.threads=2"])  # in turns, where a run begins and where it goes on
+# in turns, where a run begins and where it goes on
+THREADS = ([], ["run.threads=1"], ["run.threads=2"])
 LEAVE_S = 5.0  # for what a killed driver leaves to end by itself
 HANG_S = 300.0  # a run of seconds that takes so long hangs
 TRIES = 8  # moments drawn until one strikes a live run
@@ -60,7 +62,8 @@ MIXES: dict[str, list[tuple[str, list[str]]]] = {
     "sync": [("train", [])],
     "multi-turn": [("multi-turn", []), ("multi-turn", []), ("multi-turn, two steps off", [])],
 }
-# A thread is in the first phase of which its stack has a line; one that is in none waits, or is not the run's.
+# A thread is in the first phase of which its stack has a line; one that is in none waits, or is not
+# the run's.
 PHASES = (
     ("save", r'saver\.py", line \d+ in (run|_snapshot)'),
     ("journal written", r"in write_episodes|recall\.py\", line \d+ in _write"),
@@ -81,7 +84,9 @@ def section(runs: int = RUNS, lanes: int = LANES) -> list[Result]:
     """lanes 1: in this process, which then adopts orphans."""
     if lanes == 1:
         return [lane(name, runs) for name in MIXES]
-    with ProcessPoolExecutor(lanes, multiprocessing.get_context("fork"), initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(
+        lanes, multiprocessing.get_context("fork"), initializer=end_with_parent
+    ) as pool:
         return list(pool.map(partial(lane, runs=runs), MIXES))
 
 
@@ -89,13 +94,16 @@ def lane(name: str, runs: int) -> Result:
     """All runs of a mix, one after the other."""
     with tempfile.TemporaryDirectory() as place:
         killer = Killer(name, Path(place))
-        row = tally(f"kill -9 of the driver at a random moment: {name}", killer.cases(runs), at_least=runs)
+        row = tally(
+            f"kill -9 of the driver at a random moment: {name}", killer.cases(runs), at_least=runs
+        )
     return replace(row, note=f"{killer.told()}{'; ' * bool(row.note)}{row.note}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """An undisturbed run: the command of it and of those that are killed, its bytes, and how long it took."""
+    """An undisturbed run: the command of it and of those that are killed, its bytes, and how long
+    it took."""
 
     command: list[str]
     bytes: dict[str, str]
@@ -104,7 +112,8 @@ class Whole:
 
 @dataclass
 class Killer:
-    """The runs of one mix. phases: how often each was under way when a driver was killed; again: second kills."""
+    """The runs of one mix. phases: how often each was under way when a driver was killed; again:
+    second kills."""
 
     name: str
     place: Path
@@ -122,7 +131,8 @@ class Killer:
             start = time.monotonic()
             fired, wrong = self.case(number, wholes[number % len(mix)])
             print(
-                f"{self.name} {number + 1} of {runs}, {time.monotonic() - start:.0f} s: {wrong or 'equal'}", flush=True
+                f"{self.name} {number + 1} of {runs}, {time.monotonic() - start:.0f} s: {wrong or 'equal'}",
+                flush=True,
             )
             yield fired, wrong and f"{self.name}, run {number}: {wrong}"
 
@@ -149,19 +159,27 @@ class Killer:
         random = np.random.default_rng([SEED, *self.name.encode(), number])
         folder = self.place / f"run_{number}"
         try:
-            begins, goes_on = (replace(whole, command=[*whole.command, *THREADS[(number + n) % 3]]) for n in (0, 1))
+            begins, goes_on = (
+                replace(whole, command=[*whole.command, *THREADS[(number + n) % 3]]) for n in (0, 1)
+            )
             for _ in range(TRIES):
-                if self.kill(begins, folder, random.uniform(0, whole.seconds), group=number % 2 == 0):
+                if self.kill(
+                    begins, folder, random.uniform(0, whole.seconds), group=number % 2 == 0
+                ):
                     break
                 shutil.rmtree(folder)  # it had ended before
             else:
                 return False, f"no kill within {whole.seconds:.1f} s struck a live run"
             wrong = left(self.standing, None)
             if number % 2 and not wrong:
-                self.again += self.kill(goes_on, folder, random.uniform(0, whole.seconds), group=number % 4 == 1)
+                self.again += self.kill(
+                    goes_on, folder, random.uniform(0, whole.seconds), group=number % 4 == 1
+                )
                 wrong = left(self.standing, None)
             wrong = wrong or ended(self.forks.start(goes_on.command, folder), folder)
-            return True, wrong or left(self.standing, folder) or differs(whole.bytes, fingerprint(folder))
+            return True, wrong or left(self.standing, folder) or differs(
+                whole.bytes, fingerprint(folder)
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -189,13 +207,18 @@ class Killer:
 
 
 def left(standing: Sequence[int], folder: Path | None) -> str:
-    """What is there that should not be: processes that do not stand since before, and where a run has ended half files."""
+    """What is there that should not be: processes that do not stand since before, and where a run
+    has ended half files."""
     until = time.monotonic() + LEAVE_S
     while (alive := _alive(standing)) and time.monotonic() < until:
         time.sleep(0.02)
     if alive:
         return f"alive after {LEAVE_S:g} s: {'; '.join(process.describe().strip() for process in alive)}"
-    files = [] if folder is None else [path for path in folder.rglob("*") if re.match(r"\.tmp|part_", path.name)]
+    files = (
+        []
+        if folder is None
+        else [path for path in folder.rglob("*") if re.match(r"\.tmp|part_", path.name)]
+    )
     return f"left: {', '.join(path.name for path in files)}" * bool(files)
 
 
@@ -209,7 +232,8 @@ def _alive(standing: Sequence[int]) -> list[Process]:
 
 
 def adopting_forks() -> tuple[Forks, list[int]]:
-    """What starts runs, and the processes that stand from now on. Orphans of a run become this process's children."""
+    """What starts runs, and the processes that stand from now on. Orphans of a run become this
+    process's children."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     forks = Forks()
@@ -219,11 +243,14 @@ def adopting_forks() -> tuple[Forks, list[int]]:
 
 def differs(expected: dict[str, str], found: dict[str, str]) -> str:
     names = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
-    return f"other bytes than the undisturbed run's: {', '.join(sorted(names)[:6])}" if names else ""
+    return (
+        f"other bytes than the undisturbed run's: {', '.join(sorted(names)[:6])}" if names else ""
+    )
 
 
 def phases_of(stacks: str) -> set[str]:
-    """What the threads of a process were at, by their stacks, innermost call first; without any it was starting."""
+    """What the threads of a process were at, by their stacks, innermost call first; without any it
+    was starting."""
     found = set()
     for stack in re.split(r"\n\s*\n", stacks):
         found |= {next((phase for phase, line in PHASES if re.search(line, stack)), "")}
@@ -238,7 +265,8 @@ def _be_watched(stacks: str) -> None:
 
 
 def _ask_for_stacks(pid: int, stacks: Path) -> bool:
-    """Have them written, which takes about a millisecond; whether the process was so far as to lead its session."""
+    """Have them written, which takes about a millisecond; whether the process was so far as to lead
+    its session."""
     if not catches(pid, signal.SIGUSR2):
         return False
     with suppress(ProcessLookupError):

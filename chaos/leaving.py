@@ -1,12 +1,15 @@
-"""Runs that are told to leave: Ctrl-C and SIGTERM at random moments, a second one, a second run on a folder, a killed one.
+"""Runs that are told to leave: Ctrl-C and SIGTERM at random moments, a second one, a second run on
+a folder, a killed one.
 
-Right is: exit code 130 within EXIT_S, nothing left behind (no process, so no port; no temporary file, no shared memory, no
-half file in the run folder), the newest checkpoint is the last step that is told in metrics.jsonl (or the
-one after it, where its evaluation was cut), and the same command ends
-with the bits of a run that was left alone. A signal that comes before the first step is done may find no checkpoint.
+Right is: exit code 130 within EXIT_S, nothing left behind (no process, so no port; no temporary
+file, no shared memory, no half file in the run folder), the newest checkpoint is the last step that
+is told in metrics.jsonl (or the one after it, where its evaluation was cut), and the same command
+ends with the bits of a run that was left alone. A signal that comes before the first step is done
+may find no checkpoint.
 
-Runs are forks of a process that has imported Tandem, each a session of its own as behind a terminal: Ctrl-C goes to all of
-it, SIGTERM to the run alone. Rollout workers and reward workers are processes of their own, as always.
+Runs are forks of a process that has imported Tandem, each a session of its own as behind a
+terminal: Ctrl-C goes to all of it, SIGTERM to the run alone. Rollout workers and reward workers are
+processes of their own, as always.
 """
 
 import multiprocessing
@@ -36,7 +39,8 @@ AGAIN = 20
 STEPS = 12
 GIVE_UP_S = 300.0
 ENDS_S = 30.0  # for what ends by itself with its parent, on a busy machine
-AT_ONCE_S = 3.0  # from the second signal to the end, on a busy machine; without it, this run needs EXIT_S
+# from the second signal to the end, on a busy machine; without it, this run needs EXIT_S
+AT_ONCE_S = 3.0
 MARK = "TANDEM_LEAVING"  # in the environment of all that a run starts
 # Evaluations take long enough to be struck, too.
 EVAL = ["eval.samples=16"]
@@ -46,7 +50,8 @@ KINDS = {  # name: what of kills.KINDS, and more overrides
     "async with a worker": ("train", [*AHEAD, "rl.correction=decoupled"]),
     "multi-turn": ("multi-turn", []),
 }
-# A tool that cannot be interrupted and never answers, in a thread that the interpreter waits for at its own end.
+# A tool that cannot be interrupted and never answers, in a thread that the interpreter waits for at
+# its own end.
 HANGING = """
 import asyncio, threading
 from tandem.types import Env
@@ -60,7 +65,10 @@ class Chat(Env):
 
 
 def section(
-    signals: int = SIGNALS, two_runs: int = TWO_RUNS, again: int = AGAIN, kinds: tuple[str, ...] = tuple(KINDS)
+    signals: int = SIGNALS,
+    two_runs: int = TWO_RUNS,
+    again: int = AGAIN,
+    kinds: tuple[str, ...] = tuple(KINDS),
 ) -> list[Result]:
     """Smaller numbers are for trials."""
     rng, results = random.Random(6), []
@@ -84,7 +92,8 @@ def section(
 
 
 class Started:
-    """A run, its output, and where its temporary files go. Nothing of it may be there when it has ended."""
+    """A run, its output, and where its temporary files go. Nothing of it may be there when it has
+    ended."""
 
     def __init__(self, command: list[str], folder: Path):
         self.folder, self.mark = folder, f"{folder}/{time.monotonic_ns()}"
@@ -122,7 +131,8 @@ class Started:
         return self.process.exitcode
 
     def left(self, killed: bool = False) -> list[str]:
-        """What is still there a while after the end; processes are ended. A half file of a killed run is the next start's."""
+        """What is still there a while after the end; processes are ended. A half file of a killed
+        run is the next start's."""
         until = time.monotonic() + ENDS_S
         while (alive := _marked(self.mark)) and time.monotonic() < until:
             time.sleep(0.02)
@@ -131,7 +141,11 @@ class Started:
                 os.kill(pid, signal.SIGKILL)
         halves = [] if killed else list(self.folder.rglob(".tmp-*"))
         files = [path.name for path in [*self.temporary.iterdir(), *halves]]
-        return [*(f"process {pid}" for pid in alive), *files, *sorted(_shared_memory() - self.shared)]
+        return [
+            *(f"process {pid}" for pid in alive),
+            *files,
+            *sorted(_shared_memory() - self.shared),
+        ]
 
     @property
     def _pid(self) -> int:
@@ -140,7 +154,8 @@ class Started:
 
 
 class Left:
-    """One kind of run, left in every way. rolled: the run that was left alone, whose bits are right."""
+    """One kind of run, left in every way. rolled: the run that was left alone, whose bits are
+    right."""
 
     def __init__(self, folder: Path, kind: str, steps: int = STEPS):
         self.folder = folder
@@ -156,7 +171,10 @@ class Left:
         self._number, self._notes = 0, dict[str, float]()
 
     def with_notes(self, result: Result) -> Result:
-        notes, self._notes = "; ".join(f"{name} {value:g}" for name, value in self._notes.items()), {}
+        notes, self._notes = (
+            "; ".join(f"{name} {value:g}" for name, value in self._notes.items()),
+            {},
+        )
         fields = {name: getattr(result, name) for name in Result.__slots__}
         return Result(**{**fields, "note": "; ".join(filter(None, [notes, result.note]))})
 
@@ -167,7 +185,8 @@ class Left:
             yield self.one_signal((signal.SIGINT, signal.SIGTERM)[number % 2], rng)
 
     def one_signal(self, number: int, rng: random.Random) -> Case:
-        """A run that is over before its moment is no case: it is made again, with an earlier one."""
+        """A run that is over before its moment is no case: it is made again, with an earlier
+        one."""
         moment = rng.uniform(0.1, 0.9) * self.seconds
         for attempt in range(5):
             run = Started(self.command, self._next())
@@ -192,17 +211,23 @@ class Left:
         code, seconds = run.end(), time.monotonic() - sent
         if code == 0:  # it came after the last step's end, where nothing is left to interrupt
             self._count("came too late")
-            return True, "" if self._same(run) and not run.left() else f"{run.folder}: over, and wrong"
+            return True, "" if self._same(
+                run
+            ) and not run.left() else f"{run.folder}: over, and wrong"
         rows, saved = run.rows, newest(run.folder)
         self._count("before the first step", rows == 0)
         self._count("in an evaluation", 0 < rows == saved)
         self._count("steps lost", max(0, rows - 1 - max(saved, 0)))
-        self._notes["longest exit, s"] = round(max(self._notes.get("longest exit, s", 0.0), seconds), 1)
+        self._notes["longest exit, s"] = round(
+            max(self._notes.get("longest exit, s", 0.0), seconds), 1
+        )
         problems = [
             f"exit code {code}: {run.told()[-1500:]}" * (code != 130),
             f"{seconds:.1f} s" * (seconds > EXIT_S + 1),
             left_by(run),
-            "" if saved in (rows - 1, rows) or (rows <= 1 and saved <= 0) else f"checkpoint {saved} after {rows} rows",
+            ""
+            if saved in (rows - 1, rows) or (rows <= 1 and saved <= 0)
+            else f"checkpoint {saved} after {rows} rows",
             self._resumed(run.folder),
         ]
         return True, _told(f"{signal.Signals(number).name} after {rows} rows", problems)
@@ -213,7 +238,11 @@ class Left:
             return f"the same command ended with {code}: {run.told()[-1500:]}"
         if halves := [path.name for path in folder.rglob(".tmp-*")]:
             return f"half files are left after a resume: {halves}"
-        return "" if self._same(run) else f"resumed, other bits: {different(fingerprint(folder), self.right)}"
+        return (
+            ""
+            if self._same(run)
+            else f"resumed, other bits: {different(fingerprint(folder), self.right)}"
+        )
 
     def _same(self, run: Started) -> bool:
         return fingerprint(run.folder) == self.right
@@ -227,7 +256,8 @@ class Left:
         first = Started(self.command, self._next())
         if not first.wait_for(lambda: first.rows > 2):
             return False, f"the first run ended: {first.told()[-1500:]}"
-        first.send(signal.SIGSTOP)  # it holds its lock, and does not end before the second run has asked
+        # it holds its lock, and does not end before the second run has asked
+        first.send(signal.SIGSTOP)
         second = Started(self.command, first.folder)
         code, told = second.end(), second.told()
         named = re.search(rf"the run folder is in use.*pid {first.process.pid} on", told, re.S)
@@ -241,7 +271,10 @@ class Left:
             left_by(second, killed=True),
             self._resumed(first.folder),
             "the lock was not taken over"
-            * (f"took over the lock of a run that was killed: pid {first.process.pid}" not in self._log(first)),
+            * (
+                f"took over the lock of a run that was killed: pid {first.process.pid}"
+                not in self._log(first)
+            ),
         ]
         return alive, _told("two runs", problems)
 
@@ -251,7 +284,9 @@ class Left:
     # ---- two signals
 
     def again(self, count: int) -> Iterator[Case]:
-        return (self.two_signals((signal.SIGINT, signal.SIGTERM)[number % 2]) for number in range(count))
+        return (
+            self.two_signals((signal.SIGINT, signal.SIGTERM)[number % 2]) for number in range(count)
+        )
 
     def two_signals(self, number: int) -> Case:
         """The first one cannot end the run before EXIT_S: a thread of the user's own hangs."""
@@ -264,7 +299,9 @@ class Left:
         sent = time.monotonic()
         run.send(number)
         code, seconds = run.end(), time.monotonic() - sent
-        self._notes["longest exit, s"] = round(max(self._notes.get("longest exit, s", 0.0), seconds), 2)
+        self._notes["longest exit, s"] = round(
+            max(self._notes.get("longest exit, s", 0.0), seconds), 2
+        )
         problems = [
             f"exit code {code}: {run.told()[-1500:]}" * (code != 130),
             f"{seconds:.1f} s" * (seconds > AT_ONCE_S),
@@ -322,18 +359,27 @@ def _marked(mark: str) -> list[int]:
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # it has ended, or is not ours
-            if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes() and state_of(pid) != "Z":
+            if (
+                f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+                and state_of(pid) != "Z"
+            ):
                 found.append(pid)
     return found
 
 
-# The process that is forked ------------------------------------------------------------------------------------------
+# The process that is forked
+# ------------------------------------------------------------------------------------------
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # what a run imports late, pandas by way of pyarrow among it; a module that is not there is passed over
-    late = ["transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "pandas"]
+    # what a run imports late, pandas by way of pyarrow among it; a module that is not there is
+    # passed over
+    late = [
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.auto.modeling_auto",
+        "pandas",
+    ]
     context.set_forkserver_preload(["tandem.cli.train", *late])
     return context
 

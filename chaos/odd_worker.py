@@ -1,4 +1,5 @@
-"""A rollout worker as it is, that can be told to fail: by signals, and by the environment variable SLEEP_S.
+"""A rollout worker as it is, that can be told to fail: by signals, and by the environment variable
+SLEEP_S.
 
 SIGHUP     an exception, wherever it is        SIGALRM    writes GARBAGE to its socket and goes on
 SLEEP_S    seconds, of which it sleeps a random part between two passes of the engine
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 
 COMMAND = (sys.executable, "-m", "chaos.odd_worker")
 SLEEP_S = "TANDEM_ODD_SLEEP_S"
-GARBAGE = (b"\xff\xfe no message\n", b'{"completion": 4711000, "identity": "0"}\n', b'{"applied": 4711, "hash": "0"}\n')
+GARBAGE = (
+    b"\xff\xfe no message\n",
+    b'{"completion": 4711000, "identity": "0"}\n',
+    b'{"applied": 4711, "hash": "0"}\n',
+)
 
 
 class Injected(Exception):

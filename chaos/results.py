@@ -1,6 +1,8 @@
-"""What a section of the chaos harness hands back: a `Result` is one row of docs/chaos.md, and `tally` counts cases into one.
+"""What a section of the chaos harness hands back: a `Result` is one row of docs/chaos.md, and
+`tally` counts cases into one.
 
-A case is (was the fault seen to fire, what is wrong afterwards or ""); a bar is met when every fault fired and all survived.
+A case is (was the fault seen to fire, what is wrong afterwards or ""); a bar is met when every
+fault fired and all survived.
 """
 
 import time
@@ -12,10 +14,11 @@ Case = tuple[bool, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Example: Result(what="kill -9 in a run", injected=25, witnessed=25, survived=25, expected=25, seconds=80.1)
+    """Example: Result(what="kill -9 in a run", injected=25, witnessed=25, survived=25, expected=25,
+    seconds=80.1)
 
-    injected: faults; witnessed: of these, those seen to have fired; survived: cases with the right end, of which expected
-    is the least; note: what else must be told, and the first wrong cases.
+    injected: faults; witnessed: of these, those seen to have fired; survived: cases with the right
+    end, of which expected is the least; note: what else must be told, and the first wrong cases.
     """
 
     what: str
@@ -37,6 +40,11 @@ def tally(what: str, cases: Iterable[Case], at_least: int = 1) -> Result:
     ended = list(cases)
     wrong = [problem for _, problem in ended if problem]
     return Result(
-        what=what, injected=len(ended), witnessed=sum(fired for fired, _ in ended), survived=len(ended) - len(wrong),
-        expected=max(len(ended), at_least), seconds=time.perf_counter() - start, note="; ".join(wrong[:3]),
-    )  # fmt: skip
+        what=what,
+        injected=len(ended),
+        witnessed=sum(fired for fired, _ in ended),
+        survived=len(ended) - len(wrong),
+        expected=max(len(ended), at_least),
+        seconds=time.perf_counter() - start,
+        note="; ".join(wrong[:3]),
+    )

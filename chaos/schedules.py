@@ -1,4 +1,5 @@
-"""Chaos for the order of things: sleeping workers, and other numbers of them, must not change a bit; and what order costs.
+"""Chaos for the order of things: sleeping workers, and other numbers of them, must not change a
+bit; and what order costs.
 
 asleep      an async run, whose workers sleep between passes (odd_worker.py) and are stopped and go on at random: five times
 workers     the same run inline, with 1, 2 and 4 workers; and with 1, then 4, then 2, ended by SIGTERM and kill -9
@@ -46,13 +47,21 @@ THREADS = ([], ["run.threads=1"], ["run.threads=2"])  # in turns; the inline run
 PASS_S = 0.004  # a worker sleeps up to so long between two passes
 STOP_S, GAP_S = (0.01, 0.3), (0.05, 0.4)  # one is stopped for, and after
 
-# The cost: texts of very different lengths, so that some groups end long before others, and updates about as long as rollouts.
+# The cost: texts of very different lengths, so that some groups end long before others, and updates
+# about as long as rollouts.
 COST_STEPS = 30
 COST = [
-    "run.save_every=1000", "eval.every=0", "run.threads=1", "rollout.workers=1", "rollout.max_new_tokens=48",
-    'rollout.stop=["a", "e", "1"]', "train.learning_rate=1e-9", "rl.max_flat_steps=0",
-]  # fmt: skip
-# Whole episodes have no bar: the longest of a step have the worker to themselves, which partial rollouts are there to mend.
+    "run.save_every=1000",
+    "eval.every=0",
+    "run.threads=1",
+    "rollout.workers=1",
+    "rollout.max_new_tokens=48",
+    'rollout.stop=["a", "e", "1"]',
+    "train.learning_rate=1e-9",
+    "rl.max_flat_steps=0",
+]
+# Whole episodes have no bar: the longest of a step have the worker to themselves, which partial
+# rollouts are there to mend.
 COST_SCHEDULES = {"partial rollouts": ["rollout.token_budget=12"], "whole episodes, no bar": []}
 
 
@@ -65,7 +74,11 @@ def section(asleep: int = ASLEEP, rounds: int = ROUNDS) -> list[Result]:
                 player.asleep(asleep),
                 at_least=asleep * len(KINDS),
             ),
-            tally(f"inline, and with {COUNTS} workers: the same bits", player.counts(), at_least=len(COUNTS)),
+            tally(
+                f"inline, and with {COUNTS} workers: the same bits",
+                player.counts(),
+                at_least=len(COUNTS),
+            ),
             tally(
                 "1 -> 4 -> 2 workers in a run, ended by SIGTERM and by kill -9: the same bits",
                 player.changes(),
@@ -92,10 +105,14 @@ class Player:
                 raise RuntimeError(wrong)
             self.expected[kind] = fingerprint(self.place / f"{kind} inline")
 
-    def finish(self, kind: str, name: str, *changes: str, first: Any = None, args: tuple[Any, ...] = ()) -> str:
+    def finish(
+        self, kind: str, name: str, *changes: str, first: Any = None, args: tuple[Any, ...] = ()
+    ) -> str:
         """A run to its end; what is wrong with it."""
         start, folder = time.monotonic(), self.place / f"{kind} {name}"
-        wrong = ended(self.forks.start([*self.commands[kind], *changes], folder, first, *args), folder)
+        wrong = ended(
+            self.forks.start([*self.commands[kind], *changes], folder, first, *args), folder
+        )
         print(f"{kind} {name}, {time.monotonic() - start:.0f} s: {wrong or 'ended'}", flush=True)
         return wrong or left(self.standing, folder)
 
@@ -108,7 +125,12 @@ class Player:
             told, name = self.place / "told", f"asleep {number}"
             told.write_bytes(b"")
             wrong = self.finish(
-                kind, name, "rollout.workers=2", *THREADS[number % 3], first=be_disturbed, args=(number, str(told))
+                kind,
+                name,
+                "rollout.workers=2",
+                *THREADS[number % 3],
+                first=be_disturbed,
+                args=(number, str(told)),
             )
             yield bool(told.stat().st_size), wrong or self.differs(kind, name)
 
@@ -120,18 +142,27 @@ class Player:
 
     def changes(self) -> Iterator[Case]:
         """Ended twice, at random rows of the metrics; the ends in either order."""
-        for kind, ends in zip(KINDS, [(signal.SIGTERM, signal.SIGKILL), (signal.SIGKILL, signal.SIGTERM)], strict=True):
+        for kind, ends in zip(
+            KINDS, [(signal.SIGTERM, signal.SIGKILL), (signal.SIGKILL, signal.SIGTERM)], strict=True
+        ):
             fired = True
             rows = sorted(self.random.choice(np.arange(2, STEPS), 2, replace=False).tolist())
             for number, (count, row, end) in enumerate(zip((1, 4), rows, ends, strict=True)):
-                fired = self.end_at(row, end, kind, f"rollout.workers={count}", *THREADS[number]) and fired
+                fired = (
+                    self.end_at(row, end, kind, f"rollout.workers={count}", *THREADS[number])
+                    and fired
+                )
             wrong = self.finish(kind, "changing", "rollout.workers=2")
             yield fired, wrong or self.differs(kind, "changing")
 
     def end_at(self, row: int, number: int, kind: str, *changes: str) -> bool:
-        """Start it, and signal it when its metrics have that many rows; whether it was under way."""
+        """Start it, and signal it when its metrics have that many rows; whether it was under
+        way."""
         folder = self.place / f"{kind} changing"
-        run, metrics = self.forks.start([*self.commands[kind], *changes], folder), folder / "metrics.jsonl"
+        run, metrics = (
+            self.forks.start([*self.commands[kind], *changes], folder),
+            folder / "metrics.jsonl",
+        )
         until = time.monotonic() + HANG_S
         while run.is_alive() and time.monotonic() < until:
             if metrics.exists() and metrics.read_bytes().count(b"\n") >= row:
@@ -157,25 +188,37 @@ class Player:
         each = ", ".join(f"{r:.3f}" for r in sorted(ratios))
         note = f"seconds a token, ordered / unordered: median {ratio:.3f} of {each} ({'; '.join(told)})"
         return Result(
-            what=f"ordered at most {MOST:.2f} times the time of an unordered queue: {name}", injected=rounds, witnessed=rounds,
-            survived=int(ratio <= MOST), expected=int("no bar" not in name), seconds=time.perf_counter() - start, note=note,
-        )  # fmt: skip
+            what=f"ordered at most {MOST:.2f} times the time of an unordered queue: {name}",
+            injected=rounds,
+            witnessed=rounds,
+            survived=int(ratio <= MOST),
+            expected=int("no bar" not in name),
+            seconds=time.perf_counter() - start,
+            note=note,
+        )
 
     def timed(self, name: str, first: Any) -> tuple[float, int]:
-        """(seconds, tokens) of a run, both with sleeping workers. An unordered queue has whole episodes always."""
+        """(seconds, tokens) of a run, both with sleeping workers. An unordered queue has whole
+        episodes always."""
         inputs, folder, told = self.place / "cost", self.place / "timed", self.place / "seconds"
         inputs.mkdir(exist_ok=True)
         changes = [] if first is time_unordered else COST_SCHEDULES[name]
         command = [*prepare(inputs, steps=COST_STEPS, command="one-step-off"), *COST, *changes]
-        if wrong := ended(self.forks.start(command, folder, timed_asleep, first, str(told)), folder):
+        if wrong := ended(
+            self.forks.start(command, folder, timed_asleep, first, str(told)), folder
+        ):
             raise RuntimeError(wrong)
         shutil.rmtree(folder)
         seen = json.loads(told.read_text())
-        print(f"{name}, {first.__name__}: {seen['seconds']:.2f} s, {seen['tokens']} tokens", flush=True)
+        print(
+            f"{name}, {first.__name__}: {seen['seconds']:.2f} s, {seen['tokens']} tokens",
+            flush=True,
+        )
         return seen["seconds"], seen["tokens"]
 
 
-# In the driver -------------------------------------------------------------------------------------------------------
+# In the driver
+# -------------------------------------------------------------------------------------------------------
 
 
 def be_disturbed(seed: int, told: str) -> None:
@@ -203,7 +246,8 @@ class Odd(Workers):
 
 
 class Disturbed(Odd):
-    """And a thread that stops them for a while, one after the other; it writes a byte for each that was under way."""
+    """And a thread that stops them for a while, one after the other; it writes a byte for each that
+    was under way."""
 
     random: random.Random
     told: Path
@@ -215,7 +259,9 @@ class Disturbed(Odd):
     def _disturb(self) -> None:
         while not self._closed:
             time.sleep(self.random.uniform(*GAP_S))
-            up = [worker for worker in self.status() if worker.state in ("idle", "syncing", "serving")]
+            up = [
+                worker for worker in self.status() if worker.state in ("idle", "syncing", "serving")
+            ]
             if up and not self._closed:
                 self._stop(self.random.choice(up).pid)
 

@@ -1,17 +1,21 @@
-"""A long run under faults: every ~20 s something is killed, stopped, filled up or slowed down, and the run goes on.
+"""A long run under faults: every ~20 s something is killed, stopped, filled up or slowed down, and
+the run goes on.
 
     python -m chaos.soak 90        that many seconds, for a trial; the section itself takes LENGTH_S
 
-A real `tandem train`: multi-turn, dynamic sampling, staleness 1, two rollout workers, tools that are slow and sometimes
-fail, in a folder on a small disk of its own. The harness draws the faults by seed, starts the same command again when the
-driver has ended, and measures memory and descriptors of driver and workers. For the last part of the run the driver is left
-alive, so that one of its lives is long.
+A real `tandem train`: multi-turn, dynamic sampling, staleness 1, two rollout workers, tools that
+are slow and sometimes fail, in a folder on a small disk of its own. The harness draws the faults by
+seed, starts the same command again when the driver has ended, and measures memory and descriptors
+of driver and workers. For the last part of the run the driver is left alive, so that one of its
+lives is long.
 
-Right is: every fault fired and was got over; at least EFFECTIVE of the steps that were computed count in the end (a step
-that was under way when the driver ended is one that was computed); memory and descriptors of every long life are flat; and
-the weights, the metrics and the episodes of every step are those of a run that nobody disturbed, made afterwards without
-workers and with quick tools, which change no bit. Which texts a tool fails for is in the texts, so that both runs see it. A
-reward worker that is killed costs the episode that it scores its reward, by contract; so here only their template is killed.
+Right is: every fault fired and was got over; at least EFFECTIVE of the steps that were computed
+count in the end (a step that was under way when the driver ended is one that was computed); memory
+and descriptors of every long life are flat; and the weights, the metrics and the episodes of every
+step are those of a run that nobody disturbed, made afterwards without workers and with quick tools,
+which change no bit. Which texts a tool fails for is in the texts, so that both runs see it. A
+reward worker that is killed costs the episode that it scores its reward, by contract; so here only
+their template is killed.
 """
 
 import os
@@ -42,9 +46,15 @@ PATIENCE_S = 120.0  # for a driver to notice a fault, on a busy machine
 STALL_S = 30.0  # a stopped worker is replaced after at most half of that
 DISK = "400m"
 OF_THE_DRIVER = ("kill -9 of the driver", "SIGTERM of the driver", "disk full for a moment")
-OF_OTHERS = ("kill -9 of a rollout worker", "SIGSTOP of a rollout worker", "crash of a rollout worker",
-             "kill -9 of the reward workers' template", "slow tools for a moment")  # fmt: skip
-# As tests/support/runs.py has it, with calls that take longer, and far longer while the harness says so.
+OF_OTHERS = (
+    "kill -9 of a rollout worker",
+    "SIGSTOP of a rollout worker",
+    "crash of a rollout worker",
+    "kill -9 of the reward workers' template",
+    "slow tools for a moment",
+)
+# As tests/support/runs.py has it, with calls that take longer, and far longer while the harness
+# says so.
 ENVIRONMENT = """
 import asyncio, os
 from pathlib import Path
@@ -128,9 +138,16 @@ class Soak:
         command = prepare(place, steps=1_000_000, command="multi-turn")
         (place / "soak_env.py").write_text(ENVIRONMENT)
         self.command = [
-            *command, f"env.name={place / 'soak_env.py'}:Chat", "run.save_every=2", "eval.data=", "rollout.staleness=1",
-            f"run.stall_s={STALL_S}", "env.timeout_s=20", "rollout.restarts=100000", "rl.max_gen_batches=50",
-        ]  # fmt: skip
+            *command,
+            f"env.name={place / 'soak_env.py'}:Chat",
+            "run.save_every=2",
+            "eval.data=",
+            "rollout.staleness=1",
+            f"run.stall_s={STALL_S}",
+            "env.timeout_s=20",
+            "rollout.restarts=100000",
+            "rl.max_gen_batches=50",
+        ]
         self.counts = {name: Count() for name in (*OF_THE_DRIVER, *OF_OTHERS)}
         self.lives: dict[int, Life] = {}
         self.born: dict[int, float] = {}
@@ -148,7 +165,9 @@ class Soak:
         env = {**os.environ, "HF_HUB_OFFLINE": "1"}
         command = [*self.command, *more, f"run.folder={folder}"]
         with self.out.open("ab") as out:
-            return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+            return subprocess.Popen(
+                command, env=env, stdout=out, stderr=out, start_new_session=True
+            )
 
     @property
     def rows(self) -> int:
@@ -211,7 +230,9 @@ class Soak:
                 self.lives.setdefault(pid, Life(f"{what} {pid}")).samples.append(sample)
 
     def workers(self, of: str = "tandem.engine.worker_pool.worker") -> list[Process]:
-        found = [p for p in descendants(self.process.pid) if of in p.command and p.state not in "ZTt"]
+        found = [
+            p for p in descendants(self.process.pid) if of in p.command and p.state not in "ZTt"
+        ]
         return [p for p in found if p.parent == self.process.pid]
 
     # ---- faults
@@ -226,7 +247,9 @@ class Soak:
             begun = time.monotonic()
             first = self.strike(name)
             print(f"{passed:5.0f} s, {self.rows} rows: {name}: {first or 'got over'}", flush=True)
-            self.pass_time(max(1.0, every_s * self.rng.uniform(0.6, 1.4) - (time.monotonic() - begun)))
+            self.pass_time(
+                max(1.0, every_s * self.rng.uniform(0.6, 1.4) - (time.monotonic() - begun))
+            )
         seconds = time.monotonic() - start
         self.process.send_signal(signal.SIGTERM)
         code = self.ended()
@@ -236,7 +259,12 @@ class Soak:
             f"{first}\n{seconds:.0f} s, {steps} steps, {self.deaths - 1} ends of the driver; now the same run undisturbed",
             flush=True,
         )
-        return [*self.results(), self.effective(steps, seconds, first), self.flat(), self.same(steps, code)]
+        return [
+            *self.results(),
+            self.effective(steps, seconds, first),
+            self.flat(),
+            self.same(steps, code),
+        ]
 
     def draw(self, passed: float) -> str:
         """Every kind comes up, the driver's at a third of all faults while they may."""
@@ -274,7 +302,8 @@ class Soak:
         return True, wrong + self.again()
 
     def fill(self) -> tuple[bool, str]:
-        """The run stops with an error, nothing is lost but the step under way, and with room it goes on."""
+        """The run stops with an error, nothing is lost but the step under way, and with room it
+        goes on."""
         filler = self.place / "disk" / "filler"
         with suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
@@ -296,11 +325,15 @@ class Soak:
             return False, problem
         victim, rows_before = self.rng.choice(self.workers()).pid, self.rows
         os.kill(victim, number)
-        lost = self.until(lambda: f"(process {victim}) was lost" in self.log(), f"word of the loss of {victim}")
+        lost = self.until(
+            lambda: f"(process {victim}) was lost" in self.log(), f"word of the loss of {victim}"
+        )
         return not lost, lost or self.until(lambda: self.rows > rows_before + 1, "a new step")
 
     def strike_template(self) -> tuple[bool, str]:
-        if problem := self.until(lambda: self.workers("tandem.rewards.pool.fork_server"), "a template"):
+        if problem := self.until(
+            lambda: self.workers("tandem.rewards.pool.fork_server"), "a template"
+        ):
             return False, problem
         victim, rows_before = self.workers("tandem.rewards.pool.fork_server")[0].pid, self.rows
         os.kill(victim, signal.SIGKILL)
@@ -321,29 +354,43 @@ class Soak:
     def results(self) -> list[Result]:
         return [
             Result(
-                what=name, injected=count.injected, witnessed=count.witnessed, survived=count.survived,
-                expected=count.injected, seconds=count.seconds, note="; ".join(count.problems[:2]),
+                what=name,
+                injected=count.injected,
+                witnessed=count.witnessed,
+                survived=count.survived,
+                expected=count.injected,
+                seconds=count.seconds,
+                note="; ".join(count.problems[:2]),
             )
             for name, count in self.counts.items()
             if count.injected
-        ]  # fmt: skip
+        ]
 
     def effective(self, steps: int, seconds: float, problem: str) -> Result:
         share = steps / max(self.computed, 1)
         note = f"{steps} of {self.computed} steps that were computed: {share:.1%}; {self.deaths - 1} ends of the driver"
         return Result(
-            what=f"steps that count in the end, at least {EFFECTIVE:.0%}", injected=1, witnessed=1,
-            survived=int(share >= EFFECTIVE and not problem), expected=1, seconds=seconds, note=f"{note} {problem}".strip(),
-        )  # fmt: skip
+            what=f"steps that count in the end, at least {EFFECTIVE:.0%}",
+            injected=1,
+            witnessed=1,
+            survived=int(share >= EFFECTIVE and not problem),
+            expected=1,
+            seconds=seconds,
+            note=f"{note} {problem}".strip(),
+        )
 
     def flat(self) -> Result:
         """Of every life that is long; the longest is told."""
-        long = [life for life in self.lives.values() if len(life.samples) * SAMPLE_S >= LONG_S - WARM_S]
+        long = [
+            life for life in self.lives.values() if len(life.samples) * SAMPLE_S >= LONG_S - WARM_S
+        ]
         wrong = [told for life in long if (told := life.wrong())]
         notes = []
         for what in ("driver", "worker"):
             of = max(
-                (life for life in long if life.what.startswith(what)), key=lambda life: len(life.samples), default=None
+                (life for life in long if life.what.startswith(what)),
+                key=lambda life: len(life.samples),
+                default=None,
             )
             if of is not None:
                 (mb, last_mb), (files, last_files) = of.thirds(0), of.thirds(1)
@@ -352,12 +399,18 @@ class Soak:
                     f"{what} of {seconds:.0f} s: {mb:.0f} -> {last_mb:.0f} MiB, {files:g} -> {last_files:g} descriptors"
                 ]
         return Result(
-            what=f"lives of more than {LONG_S:.0f} s: memory and descriptors flat", injected=len(long), witnessed=len(long),
-            survived=len(long) - len(wrong), expected=max(1, len(long)), seconds=0.0, note="; ".join(notes + wrong[:3]),
-        )  # fmt: skip
+            what=f"lives of more than {LONG_S:.0f} s: memory and descriptors flat",
+            injected=len(long),
+            witnessed=len(long),
+            survived=len(long) - len(wrong),
+            expected=max(1, len(long)),
+            seconds=0.0,
+            note="; ".join(notes + wrong[:3]),
+        )
 
     def same(self, steps: int, code: int) -> Result:
-        """The same steps undisturbed, compared by ledger and metrics: hashes of weights and episodes, row by row."""
+        """The same steps undisturbed, compared by ledger and metrics: hashes of weights and
+        episodes, row by row."""
         start, whole = time.monotonic(), self.place / "whole"
         (self.place / "quick").touch()
         process = self._popen(whole)
@@ -367,15 +420,21 @@ class Soak:
         process.wait()
         wrong = [f"the last SIGTERM gave {code}"] * (code != 130)
         for name in ("ledger.jsonl", "metrics.jsonl"):
-            mine, theirs = ((folder / name).read_bytes().splitlines() for folder in (self.folder, whole))
+            mine, theirs = (
+                (folder / name).read_bytes().splitlines() for folder in (self.folder, whole)
+            )
             part = next((n for n in range(steps + 1) if mine[n : n + 1] != theirs[n : n + 1]), None)
             wrong += [] if part is None else [f"{name} differs from line {part + 1} on"]
         failed = (self.folder / "metrics.jsonl").read_text().count('"env_errors"')
         return Result(
-            what=f"{steps} steps, bit by bit those of an undisturbed run", injected=1, witnessed=int(steps > 0 and failed > 0),
-            survived=int(not wrong), expected=1, seconds=time.monotonic() - start,
+            what=f"{steps} steps, bit by bit those of an undisturbed run",
+            injected=1,
+            witnessed=int(steps > 0 and failed > 0),
+            survived=int(not wrong),
+            expected=1,
+            seconds=time.monotonic() - start,
             note="; ".join([f"tools failed in {failed} of them", *wrong]),
-        )  # fmt: skip
+        )
 
 
 def rows(path: Path) -> int:

@@ -1,13 +1,15 @@
-"""The queue that Tandem does not have, by hand: groups are trained in the order in which they end. For what order costs.
+"""The queue that Tandem does not have, by hand: groups are trained in the order in which they end.
+For what order costs.
 
     rollouts   begins groups as long as less than (staleness + 1) steps of them are begun and not trained;
                the first prompts_per_step groups that have ended, whichever they are, are the next step
     trainer    as in step_async.py
 
-Its weights stay those of the first step, whatever its tokens are labelled: what changing them would cost is given to it.
-Problems, draws, workers, rewards, journal, updates and publication are those of the ordered run. `time_ordered` and
-`time_unordered` are what a run does first (kills.Forks.start); they write the seconds from the first step's groups to the last
-publication into a file.
+Its weights stay those of the first step, whatever its tokens are labelled: what changing them would
+cost is given to it. Problems, draws, workers, rewards, journal, updates and publication are those
+of the ordered run. `time_ordered` and `time_unordered` are what a run does first
+(kills.Forks.start); they write the seconds from the first step's groups to the last publication
+into a file.
 """
 
 import json
@@ -44,19 +46,24 @@ def _put(kind: "type[Timed]", told: str) -> None:
     from tandem.jobs.commands import commands
 
     @contextmanager
-    def ahead(stages: Stages, steps: int, leave: Callable[[], None] = lambda: None) -> Iterator[Ahead]:
+    def ahead(
+        stages: Stages, steps: int, leave: Callable[[], None] = lambda: None
+    ) -> Iterator[Ahead]:
         made = kind(stages, steps, leave)
         try:
             yield made
         finally:
             made.close()
-            Path(told).write_text(json.dumps({"seconds": made.ended - made.began, "tokens": made.tokens}))
+            Path(told).write_text(
+                json.dumps({"seconds": made.ended - made.began, "tokens": made.tokens})
+            )
 
     commands.rollouts_ahead = ahead  # type: ignore[attr-defined]
 
 
 class Timed(Ahead):
-    """Ahead, with the moments of the first step's groups and of the last publication; tokens: of the steps after the first."""
+    """Ahead, with the moments of the first step's groups and of the last publication; tokens: of
+    the steps after the first."""
 
     began = ended = 0.0
     tokens = 0
@@ -81,7 +88,8 @@ class Unordered(Timed):
         super().__init__(*how)
         self._waiting: deque[Group] = deque()  # to be begun
         self._open: dict[Ticket, tuple[int, Record]] = {}
-        self._groups: dict[int, tuple[Group, list[Future[Score]], list[Episode]]] = {}  # begun and not ended, by number
+        # begun and not ended, by number
+        self._groups: dict[int, tuple[Group, list[Future[Score]], list[Episode]]] = {}
         self._done: list[Group] = []
         self._begun = 0
 
@@ -131,19 +139,36 @@ class Unordered(Timed):
         for number, (group, scores, episodes) in list(self._groups.items()):
             if len(scores) == len(group.episodes) and all(score.done() for score in scores):
                 most = config.rollout.max_new_tokens
-                made = [scored(e, s.result(), config.reward, most) for e, s in zip(episodes, scores, strict=True)]
-                self._done.append(replace(group, episodes=tuple(sorted(made, key=lambda e: e.sample_index))))
+                made = [
+                    scored(e, s.result(), config.reward, most)
+                    for e, s in zip(episodes, scores, strict=True)
+                ]
+                self._done.append(
+                    replace(group, episodes=tuple(sorted(made, key=lambda e: e.sample_index)))
+                )
                 del self._groups[number]
         if len(self._done) >= config.rl.prompts_per_step:
             self._deliver()
 
     def _deliver(self) -> None:
-        size, clock, state = self.stages.config.rl.prompts_per_step, Clock(), self.stages.progress.state()
-        groups, self._done = [self._as_of_its_turn(group) for group in self._done[:size]], self._done[size:]
+        size, clock, state = (
+            self.stages.config.rl.prompts_per_step,
+            Clock(),
+            self.stages.progress.state(),
+        )
+        groups, self._done = (
+            [self._as_of_its_turn(group) for group in self._done[:size]],
+            self._done[size:],
+        )
         with clock("rollout_s"):
             self.stages.journal.write(self._next + 1, groups, state=state)
         rolled = Rolled(
-            step=self._next, groups=groups, fresh=groups, baseline=0.0, state=state, tokens=sampled_tokens(groups)
+            step=self._next,
+            groups=groups,
+            fresh=groups,
+            baseline=0.0,
+            state=state,
+            tokens=sampled_tokens(groups),
         )
         with self._change:
             self._made[self._next] = rolled, clock
@@ -154,6 +179,7 @@ class Unordered(Timed):
         """With the version that the step's turn would be, as the trainer refuses all others."""
         turn = max(0, self._next - self.staleness)
         episodes = (
-            replace(e, weight_versions=np.where(e.loss_mask, turn, -1).astype(np.int32)) for e in group.episodes
+            replace(e, weight_versions=np.where(e.loss_mask, turn, -1).astype(np.int32))
+            for e in group.episodes
         )
         return replace(group, episodes=tuple(episodes))

@@ -1,4 +1,5 @@
-"""Chaos for rollout workers: killed, stopped, crashed or babbling while they start, sync, idle or serve, in real runs.
+"""Chaos for rollout workers: killed, stopped, crashed or babbling while they start, sync, idle or
+serve, in real runs.
 
     driver (a fork; Struck takes the place of Workers)          worker processes (odd_worker.py), two
     ----------------------------------------------------        --------------------------------------
@@ -8,9 +9,10 @@
     step() waits until the loss was noticed: a witness
     the next fault
 
-Right is: the bytes of a run without workers that nobody disturbed (kills.fingerprint), and every token sampled by the weights
-whose turn it was. It does not test what workers say to each other, nor one fault during the recovery from another, unless
-chance has it: a worker that is struck while it starts is mostly one that replaces another.
+Right is: the bytes of a run without workers that nobody disturbed (kills.fingerprint), and every
+token sampled by the weights whose turn it was. It does not test what workers say to each other, nor
+one fault during the recovery from another, unless chance has it: a worker that is struck while it
+starts is mostly one that replaces another.
 
     python -m chaos.workers 4      four faults in each schedule
 """
@@ -44,10 +46,12 @@ A_RUN = 6  # faults in one run
 STEPS = 12
 SEED = 0
 SHORT = ["run.save_every=4", "eval.every=6", "rollout.restarts=1000"]
-THREADS = ([], ["run.threads=1"], ["run.threads=2"])  # of the runs in turns; the undisturbed one has the default
+# of the runs in turns; the undisturbed one has the default
+THREADS = ([], ["run.threads=1"], ["run.threads=2"])
 STRUCK = ["rollout.workers=2", "run.stall_s=12"]  # a worker is silent after 6 s
 
-SCHEDULES = {"staleness 0": "train", "staleness 1": "one-step-off", "partial rollouts": "partial"}  # kinds of kills.py
+# kinds of kills.py
+SCHEDULES = {"staleness 0": "train", "staleness 1": "one-step-off", "partial rollouts": "partial"}
 STATES = ("starting", "syncing", "idle", "serving")
 WAYS = {  # name: the signal, and what the driver says when it has noticed
     "killed": (signal.SIGKILL, "it was ended by SIGKILL"),
@@ -67,7 +71,8 @@ def section(faults: int = FAULTS) -> list[Result]:
 
 @dataclass
 class Striker:
-    """Runs whose workers are struck. told: what the driver said when it had noticed, of each way."""
+    """Runs whose workers are struck. told: what the driver said when it had noticed, of each
+    way."""
 
     place: Path
     lost: dict[str, int] = field(default_factory=dict)
@@ -77,7 +82,9 @@ class Striker:
 
     def row(self, name: str, faults: int) -> Result:
         self.lost.clear()
-        row = tally(f"a rollout worker is struck: {name}", self.cases(name, faults), at_least=faults)
+        row = tally(
+            f"a rollout worker is struck: {name}", self.cases(name, faults), at_least=faults
+        )
         lost = ", ".join(f"{what} {count}" for what, count in sorted(self.lost.items()))
         return replace(row, note=f"{lost}{'; ' * bool(row.note)}{row.note}")
 
@@ -85,7 +92,9 @@ class Striker:
         inputs = self.place / name.replace(" ", "_")
         inputs.mkdir()
         command = [*prepare(inputs, steps=STEPS, command=SCHEDULES[name]), *SHORT]
-        if wrong := ended(self.forks.start([*command, "rollout.workers=0"], inputs / "whole"), inputs / "whole"):
+        if wrong := ended(
+            self.forks.start([*command, "rollout.workers=0"], inputs / "whole"), inputs / "whole"
+        ):
             raise RuntimeError(f"{name}, undisturbed: {wrong}")
         expected, plan = fingerprint(inputs / "whole"), planned(name, faults)
         for first in range(0, len(plan), A_RUN):
@@ -96,17 +105,26 @@ class Striker:
                 expected,
             )
 
-    def run(self, name: str, command: list[str], plan: list[Fault], expected: dict[str, str]) -> Iterator[Case]:
+    def run(
+        self, name: str, command: list[str], plan: list[Fault], expected: dict[str, str]
+    ) -> Iterator[Case]:
         """One run with these faults, one after the other."""
         folder, told, start = self.place / "run", self.place / "told.jsonl", time.monotonic()
         told.write_text("")
         wrong = ended(self.forks.start(command, folder, strike, plan, str(told)), folder)
-        wrong = wrong or left(self.standing, folder) or differs(expected, fingerprint(folder)) or stale(folder, command)
+        wrong = (
+            wrong
+            or left(self.standing, folder)
+            or differs(expected, fingerprint(folder))
+            or stale(folder, command)
+        )
         shutil.rmtree(folder, ignore_errors=True)
         said = [json.loads(line) for line in told.read_text().splitlines()]
         print(f"{name}, {time.monotonic() - start:.0f} s: {wrong or 'equal'}", flush=True)
         for number, (state, way) in enumerate(plan):
-            fired = any(event["fault"] == number and WAYS[way][1] in event["lost"] for event in said)
+            fired = any(
+                event["fault"] == number and WAYS[way][1] in event["lost"] for event in said
+            )
             what = f"{state}: {way}"
             self.lost[what] = self.lost.get(what, 0) + fired
             yield fired, wrong and f"{name}: {wrong}"
@@ -123,8 +141,12 @@ def planned(name: str, faults: int) -> list[Fault]:
 
 
 def stale(folder: Path, command: Sequence[str]) -> str:
-    """Tokens by other weights than the schedule's: step s (from 0) is sampled by version max(0, s - staleness)."""
-    staleness, partial = int("rollout.staleness=1" in command), any("token_budget" in text for text in command)
+    """Tokens by other weights than the schedule's: step s (from 0) is sampled by version max(0, s -
+    staleness)."""
+    staleness, partial = (
+        int("rollout.staleness=1" in command),
+        any("token_budget" in text for text in command),
+    )
     files = sorted((folder / "episodes").glob("train_step_*.parquet"))
     for step, file in enumerate(files):
         turn = max(0, step - staleness)
@@ -137,7 +159,8 @@ def stale(folder: Path, command: Sequence[str]) -> str:
     return "" if len(files) == STEPS else f"{len(files)} files of episodes"
 
 
-# In the driver -------------------------------------------------------------------------------------------------------
+# In the driver
+# -------------------------------------------------------------------------------------------------------
 
 
 def strike(plan: list[Fault], told: str) -> None:
@@ -167,7 +190,9 @@ class Struck(Workers):
         while self._at >= 0:
             super()._listen()
         done = super().step()
-        if not self._todo and all(worker.state in ("idle", "starting") for worker in self._workers.values()):
+        if not self._todo and all(
+            worker.state in ("idle", "starting") for worker in self._workers.values()
+        ):
             self._strike("idle", 2)
         return done
 
@@ -181,11 +206,16 @@ class Struck(Workers):
         self._strike("syncing", 3)
 
     def _strike(self, state: str, patience: int) -> None:
-        """Strike a worker that is in this state, if that is the next fault's, after passing over a few opportunities."""
+        """Strike a worker that is in this state, if that is the next fault's, after passing over a
+        few opportunities."""
         if self._at >= 0 or self._fault == len(self.plan) or self.plan[self._fault][0] != state:
             return
         number, _ = WAYS[self.plan[self._fault][1]]
-        there = [worker for worker in self._workers.values() if worker.state == state and _hears(worker, number)]
+        there = [
+            worker
+            for worker in self._workers.values()
+            if worker.state == state and _hears(worker, number)
+        ]
         if not there:
             return
         self._wait = self._wait or self.random.randint(1, patience)
@@ -197,7 +227,9 @@ class Struck(Workers):
     def _lose(self, worker: Process, why: str) -> None:
         if worker.pid == self._at:
             with self.told.open("a") as file:
-                file.write(json.dumps({"fault": self._fault, "state": worker.state, "lost": why}) + "\n")
+                file.write(
+                    json.dumps({"fault": self._fault, "state": worker.state, "lost": why}) + "\n"
+                )
             self._fault, self._at = self._fault + 1, -1
         super()._lose(worker, why)
 

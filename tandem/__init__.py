@@ -1,4 +1,5 @@
-"""Tandem: reinforcement learning for language models, with training and inference on one model code.
+"""Tandem: reinforcement learning for language models, with training and inference on one model
+code.
 
 Read first
   step.py        one RL step on one page: rollouts, advantages, updates, publication
@@ -27,8 +28,9 @@ Around them
   serve/         the OpenAI-compatible server
   cli/           the commands
 
-A room imports `types`, `runtime/` and rooms below it, never one that leads back to it; tests/test_layout.py holds the rule and
-this map. Importing this package has no effects: no thread, no environment variable, no torch.
+A room imports `types`, `runtime/` and rooms below it, never one that leads back to it;
+tests/test_layout.py holds the rule and this map. Importing this package has no effects: no thread,
+no environment variable, no torch.
 """
 
 __version__ = "0.1.0"

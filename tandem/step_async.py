@@ -1,7 +1,8 @@
 """The loop with rollouts ahead of the training: the stages of step.py, by a logical clock.
 
-With rollout.staleness k the rollouts of step t are sampled by the weights of version max(0, t - k), and by no others. So they
-need nothing of the steps t - k, ..., t - 1, which may be trained meanwhile. k = 1, time to the right:
+With rollout.staleness k the rollouts of step t are sampled by the weights of version max(0, t - k),
+and by no others. So they need nothing of the steps t - k, ..., t - 1, which may be trained
+meanwhile. k = 1, time to the right:
 
     trainer          |  update 0  |  update 1  |  update 2  | ...     takes Rolled t, gives version t + 1
     rollouts  roll 0 |  roll 1    |  roll 2    |  roll 3    | ...     takes version t - k, gives Rolled t
@@ -12,9 +13,10 @@ need nothing of the steps t - k, ..., t - 1, which may be trained meanwhile. k =
     saver     settled(v)  waits for what weights older than v roll out; the same unblocks it, and `hurry`
     rollouts  _has_weights waits until version t - k is published; `published` or `close` unblocks it
 
-Without worker processes (rollout.workers = 0) nothing runs at the same time: `take(t)` first rolls what it may, up to step
-t + k. The bits are the same, because what a rollout sees is the same. What is rolled out under weights that a resumed run
-no longer has stands in the journal: a checkpoint counts only once that is durable (`settled`).
+Without worker processes (rollout.workers = 0) nothing runs at the same time: `take(t)` first rolls
+what it may, up to step t + k. The bits are the same, because what a rollout sees is the same. What
+is rolled out under weights that a resumed run no longer has stands in the journal: a checkpoint
+counts only once that is durable (`settled`).
 
     tandem train RECIPE rollout.staleness=1 rollout.workers=1 rl.correction=decoupled
 """
@@ -33,7 +35,8 @@ from tandem.runtime.errors import UserError
 from tandem.step import Rolled, Stages, Update, roll
 from tandem.types import Row
 
-LEAVE_S = 3.0  # for rollouts that a save waits for, and then for their thread, once the run is being left
+# for rollouts that a save waits for, and then for their thread, once the run is being left
+LEAVE_S = 3.0
 LOOK_S = 0.5
 
 Made = tuple[Rolled, Clock]
@@ -53,15 +56,21 @@ def train_step_async(ahead: "Ahead", step: int, update: Update) -> tuple[Row, Ro
 
 
 def _speed(rolled: Rolled, rolling: Clock) -> Row:
-    return {"generated_tokens_per_s": rolling.timings(tokens=rolled.tokens)["generated_tokens_per_s"]}
+    return {
+        "generated_tokens_per_s": rolling.timings(tokens=rolled.tokens)["generated_tokens_per_s"]
+    }
 
 
 class Ahead:
-    """Rolls out step after step, at most rollout.staleness ahead of the training; in a thread where there are workers."""
+    """Rolls out step after step, at most rollout.staleness ahead of the training; in a thread where
+    there are workers."""
 
     def __init__(self, stages: Stages, steps: int, leave: Callable[[], None]):
         self.stages, self.steps, self.leave = stages, steps, leave
-        self.staleness, self.threaded = stages.config.rollout.staleness, stages.config.rollout.workers > 0
+        self.staleness, self.threaded = (
+            stages.config.rollout.staleness,
+            stages.config.rollout.workers > 0,
+        )
         self._made: dict[int, Made] = {}
         self._next = self._version = 0  # the step to roll next; the weights that are published
         self._change = threading.Condition()
@@ -91,8 +100,8 @@ class Ahead:
         return self._made.pop(step)
 
     def settled(self, version: int) -> None:
-        """Wait until everything that older weights than this version roll out is in the journal, as it is without a thread.
-        Raises UserError LEAVE_S after `hurry`."""
+        """Wait until everything that older weights than this version roll out is in the journal, as
+        it is without a thread. Raises UserError LEAVE_S after `hurry`."""
         if self.threaded:
             self._wait_for(min(version + self.staleness, self.steps) - 1, hurried=True)
 
@@ -112,11 +121,19 @@ class Ahead:
     def _wait_for(self, step: int, hurried: bool = False) -> None:
         waits = watchdog.waits(of="rollouts", what=f"the episodes of step {step + 1}")
         with signals.interruptible(), self._change, waits:
-            while self._next <= step and self._error is None and not (hurried and time.monotonic() > self._leave_at):
+            while (
+                self._next <= step
+                and self._error is None
+                and not (hurried and time.monotonic() > self._leave_at)
+            ):
                 self._change.wait(LOOK_S)
             if self._next <= step:
-                raise self._error or UserError("rollouts of older weights have not ended", where=f"step {step + 1}",
-                                               found="none", expected="its file in the journal")  # fmt: skip
+                raise self._error or UserError(
+                    "rollouts of older weights have not ended",
+                    where=f"step {step + 1}",
+                    found="none",
+                    expected="its file in the journal",
+                )
 
     # ---- the rollouts' thread, or the trainer's own
 
@@ -131,7 +148,10 @@ class Ahead:
 
     def _has_weights(self, version: int) -> bool:
         """Wait until it is published; false where the run is over."""
-        with self._change, watchdog.waits(of="trainer", what=f"the weights of version {max(0, version)}"):
+        with (
+            self._change,
+            watchdog.waits(of="trainer", what=f"the weights of version {max(0, version)}"),
+        ):
             self._change.wait_for(lambda: self._version >= version or self._over)
             return not self._over
 
@@ -145,7 +165,9 @@ class Ahead:
 
 
 @contextmanager
-def rollouts_ahead(stages: Stages, steps: int, leave: Callable[[], None] = lambda: None) -> Iterator[Ahead]:
+def rollouts_ahead(
+    stages: Stages, steps: int, leave: Callable[[], None] = lambda: None
+) -> Iterator[Ahead]:
     """leave: makes a rollout under way end, whatever comes of it."""
     ahead = Ahead(stages, steps, leave)
     try:

@@ -1,7 +1,9 @@
-"""Run a job's steps in a run folder: resume, metrics, evaluation, checkpoints. The same for every command that trains.
+"""Run a job's steps in a run folder: resume, metrics, evaluation, checkpoints. The same for every
+command that trains.
 
-Order at a step: train, evaluate if due, write the metrics row, save if due. A kill anywhere loses at most the updates
-since the last checkpoint, and the same command makes them again with the same bits. Ctrl-C and SIGTERM save first.
+Order at a step: train, evaluate if due, write the metrics row, save if due. A kill anywhere loses
+at most the updates since the last checkpoint, and the same command makes them again with the same
+bits. Ctrl-C and SIGTERM save first.
 """
 
 import json
@@ -19,7 +21,12 @@ from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.model.load import ExactModel
 from tandem.run_folder.async_save import Saver
-from tandem.run_folder.checkpoint import Tensors, checkpoint_step, latest_checkpoint, load_checkpoint
+from tandem.run_folder.checkpoint import (
+    Tensors,
+    checkpoint_step,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from tandem.run_folder.episode_files import episode_file
 from tandem.run_folder.folder import RunFolder
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
@@ -34,7 +41,8 @@ from tandem.weights.hashing import weight_hash
 
 SHOWN = 10  # times in a run that samples are shown where nothing is evaluated
 
-Stepped = tuple[Row, Row, dict[str, Any]]  # metrics, timings, what else a step leaves to the next, as JSON
+# metrics, timings, what else a step leaves to the next, as JSON
+Stepped = tuple[Row, Row, dict[str, Any]]
 
 
 def _nothing(done: int) -> None:
@@ -51,11 +59,14 @@ class Job:
     step: Callable[[int], Stepped]
     evaluate: Callable[[int], Row]
     publish: Callable[[int], None]
-    data: dict[str, str]  # SHA-256 of data files and starting weights by key: the run is a function of them too
+    # SHA-256 of data files and starting weights by key: the run is a function of them too
+    data: dict[str, str]
     restore: Callable[[int, dict[str, Any]], None] = lambda done, state: None
     begin: Callable[[int], None] = _nothing  # its weights are published
-    settled: Callable[[int], None] = _nothing  # waits until a checkpoint of that step needs nothing that could be lost
-    hurry: Callable[[], None] = lambda: None  # the run is left: `settled` gives up soon, with a UserError
+    # waits until a checkpoint of that step needs nothing that could be lost
+    settled: Callable[[int], None] = _nothing
+    # the run is left: `settled` gives up soon, with a UserError
+    hurry: Callable[[], None] = lambda: None
 
     @property
     def model(self) -> ExactModel:
@@ -63,19 +74,29 @@ class Job:
 
 
 def drive(
-    run: RunFolder, job: Job, show: Callable[[int, Row, Row], None], report: Callable[[str], None] | None = None
+    run: RunFolder,
+    job: Job,
+    show: Callable[[int, Row, Row], None],
+    report: Callable[[str], None] | None = None,
 ) -> str:
-    """Take the job from its last checkpoint to its last step; returns the hash of the final weights. report is told what a
-    user should know; without it only log.txt is."""
+    """Take the job from its last checkpoint to its last step; returns the hash of the final
+    weights. report is told what a user should know; without it only log.txt is."""
     with watchdog.watching(run.config.run.stall_s, log=run.path / "log.txt"), signals.on_signals():
         return _Drive(run, job, show, report or run.log).to_the_end()
 
 
 class _Drive:
-    """One call of drive. counts: steps in a row of which something is wrong; saved: the step of the newest checkpoint; untold:
-    metrics of step `done` where it has no row yet, as its evaluation is still to come or was interrupted."""
+    """One call of drive. counts: steps in a row of which something is wrong; saved: the step of the
+    newest checkpoint; untold: metrics of step `done` where it has no row yet, as its evaluation is
+    still to come or was interrupted."""
 
-    def __init__(self, run: RunFolder, job: Job, show: Callable[[int, Row, Row], None], report: Callable[[str], None]):
+    def __init__(
+        self,
+        run: RunFolder,
+        job: Job,
+        show: Callable[[int, Row, Row], None],
+        report: Callable[[str], None],
+    ):
         self.run, self.job, self.show, self.report = run, job, show, report
         self.done, self.state, self.counts, self.untold = resume(run, job, report)
         self.saved, self.stamp = self.done, self._stamp()
@@ -123,7 +144,11 @@ class _Drive:
     def _tell(self, writer: MetricsWriter, metrics: Row, timings: Row) -> None:
         start = time.perf_counter()
         ledger = {"weights": weight_hash(self.job.model.merged_weights()), "episodes": ""}
-        for name, kind in (("episodes", "train"), ("eval_sampled", "eval_sampled"), ("eval_greedy", "eval_greedy")):
+        for name, kind in (
+            ("episodes", "train"),
+            ("eval_sampled", "eval_sampled"),
+            ("eval_greedy", "eval_greedy"),
+        ):
             if (path := episode_file(self.run.episodes, self.done, kind)).exists():
                 ledger[name] = file_hash(path)
         timings |= {"ledger_s": time.perf_counter() - start, "rss_mb": peak_rss_mb()}
@@ -132,13 +157,19 @@ class _Drive:
         self.show(self.done, metrics, timings)
 
     def _show_samples(self, writer: MetricsWriter) -> None:
-        """Held-out episodes of the step, else its training episodes, the same problems each time; nothing without any."""
-        count, path = self.run.config.run.show_samples, sample_file(self.run.episodes, self.done, held_out=True)
+        """Held-out episodes of the step, else its training episodes, the same problems each time;
+        nothing without any."""
+        count, path = (
+            self.run.config.run.show_samples,
+            sample_file(self.run.episodes, self.done, held_out=True),
+        )
         if count and path is not None:
             samples = read_samples(path)[:count]
             for sample in samples:
                 self.report(brief(sample))
-            writer.write_text(self.done, "samples", as_markdown([page(sample) for sample in samples]))
+            writer.write_text(
+                self.done, "samples", as_markdown([page(sample) for sample in samples])
+            )
 
     def _count(self, metrics: Row) -> None:
         compares = self.run.command == "train" and self.run.config.rl.advantage in GROUP_RELATIVE
@@ -154,27 +185,48 @@ class _Drive:
             tensors[name] = {key: p.detach() for key, p in learner.model.trainable().items()}
             tensors[f"{name}_optimizer"] = learner.optimizer.state()
         steps = {name: learner.optimizer.step for name, learner in job.learners.items()}
-        state = {"step": done, "optimizer_steps": steps, **self.counts, "data": job.data, "progress": self.state}
-        state["untold"] = json.dumps(self.untold)  # as text: the order is the row's, and NaN may be in it
+        state = {
+            "step": done,
+            "optimizer_steps": steps,
+            **self.counts,
+            "data": job.data,
+            "progress": self.state,
+        }
+        # as text: the order is the row's, and NaN may be in it
+        state["untold"] = json.dumps(self.untold)
         saver.save(
-            self.run.checkpoints, done, tensors, state, self.run.config.run.keep_checkpoints,
-            config=to_toml(self.run.config), before_write=lambda: job.settled(done),
-        )  # fmt: skip
+            self.run.checkpoints,
+            done,
+            tensors,
+            state,
+            self.run.config.run.keep_checkpoints,
+            config=to_toml(self.run.config),
+            before_write=lambda: job.settled(done),
+        )
         self.saved = done
 
     def _stamp(self) -> list[int]:
         """Another one after any change of a weight or an optimizer."""
-        return [n for learner in self.job.learners.values() for n in (learner.model.changes(), learner.optimizer.step)]
+        return [
+            n
+            for learner in self.job.learners.values()
+            for n in (learner.model.changes(), learner.optimizer.step)
+        ]
 
     @contextmanager
     def _leaving(self, saver: Saver) -> Iterator[None]:
-        """On Ctrl-C and SIGTERM the last step that is done is saved, unless an update of the next one has begun."""
+        """On Ctrl-C and SIGTERM the last step that is done is saved, unless an update of the next
+        one has begun."""
         try:
             yield
         except KeyboardInterrupt:
             self.job.hurry()
             if self.done > self.saved and self._stamp() == self.stamp:
-                ahead = " once the rollouts that it owes are there" if self.run.config.rollout.staleness else ""
+                ahead = (
+                    " once the rollouts that it owes are there"
+                    if self.run.config.rollout.staleness
+                    else ""
+                )
                 self.report(f"interrupted; step {self.done} is being saved{ahead}")
                 self._save(saver)
             raise
@@ -186,8 +238,9 @@ class _Drive:
 def resume(
     run: RunFolder, job: Job, report: Callable[[str], None]
 ) -> tuple[int, dict[str, Any], dict[str, int], Row | None]:
-    """Load the newest whole checkpoint; returns its step (0 where the run has none yet), what it leaves to the next one, the
-    counts of what was wrong up to it, and its metrics where they are not told yet."""
+    """Load the newest whole checkpoint; returns its step (0 where the run has none yet), what it
+    leaves to the next one, the counts of what was wrong up to it, and its metrics where they are
+    not told yet."""
     found = resumable(run.path, run.config, job.data, report)
     if found is None:
         return 0, {}, {"bad_steps": 0, "flat_steps": 0}, {}
@@ -205,8 +258,8 @@ def resume(
 def resumable(
     folder: Path, config: Config, data: dict[str, str], report: Callable[[str], None]
 ) -> tuple[Path, Tensors, dict[str, Any]] | None:
-    """Find the checkpoint to go on from, None where the run has none yet, and hold the run against it: data, ledger, files.
-    Raises UserError."""
+    """Find the checkpoint to go on from, None where the run has none yet, and hold the run against
+    it: data, ledger, files. Raises UserError."""
     path = latest_checkpoint(folder / "checkpoints", report)
     if path is None:
         _refuse_to_lose(folder, config)
@@ -218,22 +271,30 @@ def resumable(
 
 
 def _refuse_to_lose(folder: Path, config: Config) -> None:
-    """A save waits for the one before, so a run that has gone on from its second one has had a checkpoint."""
+    """A save waits for the one before, so a run that has gone on from its second one has had a
+    checkpoint."""
     rows, every = read_metrics(folder), config.run.save_every
     if rows and rows[-1]["step"] > 2 * every:
-        raise UserError("the checkpoints of the run are gone", where=str(folder / "checkpoints"), found="none",
-                        expected=f"some: metrics.jsonl ends at step {rows[-1]['step']}, with run.save_every = {every}",
-                        next="restore them, or set back a run.save_every that was lowered before the first save, or start over "
-                        "with --fresh (the old run is kept beside it)")  # fmt: skip
+        raise UserError(
+            "the checkpoints of the run are gone",
+            where=str(folder / "checkpoints"),
+            found="none",
+            expected=f"some: metrics.jsonl ends at step {rows[-1]['step']}, with run.save_every = {every}",
+            next="restore them, or set back a run.save_every that was lowered before the first save, or start over "
+            "with --fresh (the old run is kept beside it)",
+        )
 
 
 def _same_past(folder: Path, done: int, report: Callable[[str], None]) -> None:
-    """Hold what is kept of the steps up to `done` against the ledger. Raises UserError for what has changed; episodes that are
-    gone are told only, as all but the last step's are not needed any more."""
+    """Hold what is kept of the steps up to `done` against the ledger. Raises UserError for what has
+    changed; episodes that are gone are told only, as all but the last step's are not needed any
+    more."""
     changed = altered(folder, done)
     gone = [one.what for one in changed if not one.found and one.what.startswith("episodes/")]
     if gone:
-        report(f"no longer there, of steps before the checkpoint: {', '.join(gone[:3])}{' ...' * (len(gone) > 3)}")
+        report(
+            f"no longer there, of steps before the checkpoint: {', '.join(gone[:3])}{' ...' * (len(gone) > 3)}"
+        )
     if wrong := [one for one in changed if one.what not in gone]:
         raise UserError(
             "what the run has kept of its steps is not as it was written",
@@ -244,25 +305,37 @@ def _same_past(folder: Path, done: int, report: Callable[[str], None]) -> None:
         )
 
 
-def _same_learner(name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-    """What was loaded is where it belongs: weights, moments of the optimizer, and its place in the schedule."""
+def _same_learner(
+    name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]
+) -> None:
+    """What was loaded is where it belongs: weights, moments of the optimizer, and its place in the
+    schedule."""
     loaded = {
-        "weights": weight_hash({key: p.detach() for key, p in learner.model.trainable().items()}) == weight_hash(tensors[name]),
-        "moments of AdamW": weight_hash(learner.optimizer.state()) == weight_hash(tensors[f"{name}_optimizer"]),
+        "weights": weight_hash({key: p.detach() for key, p in learner.model.trainable().items()})
+        == weight_hash(tensors[name]),
+        "moments of AdamW": weight_hash(learner.optimizer.state())
+        == weight_hash(tensors[f"{name}_optimizer"]),
         "steps of the schedule": learner.optimizer.step == state["optimizer_steps"][name],
-    }  # fmt: skip
+    }
     if lost := [what for what, same in loaded.items() if not same]:
-        raise InternalError("a resumed run would not be the run that was saved", where=name,
-                        found=f"other {', '.join(lost)} than the checkpoint's", expected="the same bits",
-                        next="report this")  # fmt: skip
+        raise InternalError(
+            "a resumed run would not be the run that was saved",
+            where=name,
+            found=f"other {', '.join(lost)} than the checkpoint's",
+            expected="the same bits",
+            next="report this",
+        )
 
 
 def _what_is_bad(metrics: Row) -> list[str]:
     return sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
 
 
-def stop_if_hopeless(run: RunFolder, done: int, metrics: Row, counts: dict[str, int], saver: Saver) -> None:
-    """Raises UserError. No weight has been touched by what was not finite or had no advantage: every checkpoint is good."""
+def stop_if_hopeless(
+    run: RunFolder, done: int, metrics: Row, counts: dict[str, int], saver: Saver
+) -> None:
+    """Raises UserError. No weight has been touched by what was not finite or had no advantage:
+    every checkpoint is good."""
     config, bad, flat = run.config, counts["bad_steps"], counts["flat_steps"]
     if bad <= config.train.max_bad_steps and not (flat and flat == config.rl.max_flat_steps):
         return
@@ -271,20 +344,22 @@ def stop_if_hopeless(run: RunFolder, done: int, metrics: Row, counts: dict[str, 
     last = f"last checkpoint: {saved[-1] if saved else 'none yet'}"
     if bad > config.train.max_bad_steps:
         raise UserError(
-            "training stops: NaN or infinity, step after step", where=f"step {done} and the {bad - 1} before it",
+            "training stops: NaN or infinity, step after step",
+            where=f"step {done} and the {bad - 1} before it",
             found=f"not finite: {', '.join(_what_is_bad(metrics))}",
             expected=f"at most {config.train.max_bad_steps} such steps in a row (train.max_bad_steps)",
             next=f"the weights are as before them; {last}. "
             "Look at metrics.jsonl; go on with a larger train.max_bad_steps, or in a new run.folder with other settings",
-        )  # fmt: skip
+        )
     if flat and flat == config.rl.max_flat_steps:
         raise UserError(
-            "training stops: no episode has had an advantage", where=f"step {done} and the {flat - 1} before it",
+            "training stops: no episode has had an advantage",
+            where=f"step {done} and the {flat - 1} before it",
             found=f"equal rewards in every group, mean {metrics['reward']:.3g}",
             expected="some groups whose rewards differ (rl.max_flat_steps)",
             next=f"{last}. Look at episodes/ and at the reward (`tandem try`), take problems that are sometimes solved, or go "
             "on with a larger rl.max_flat_steps",
-        )  # fmt: skip
+        )
 
 
 def _same_data(saved: dict[str, str], now: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
 """The nouns that cross a stage, and the Protocols between stages.
 
-A problem becomes G episodes (a group), each episode a flat training sample, and samples are packed into
-microbatches. This file knows numpy and nothing else: no torch, no model, no file format.
+A problem becomes G episodes (a group), each episode a flat training sample, and samples are packed
+into microbatches. This file knows numpy and nothing else: no torch, no model, no file format.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ Row = dict[str, float]  # metrics or timings of a step, by name
 class Problem:
     """One task of a data set.
 
-    Example: Problem(uid="algebra/17", messages=({"role": "user", "content": "Solve 2x = 6."},), answer="3",
-    category="linear_nested", metadata={"level": 1})
+    Example: Problem(uid="algebra/17", messages=({"role": "user", "content": "Solve 2x = 6."},),
+    answer="3", category="linear_nested", metadata={"level": 1})
     """
 
     uid: str  # unique in its data set; addresses every random draw made for it
@@ -30,14 +30,17 @@ class Problem:
     answer: str  # ground truth, as the reward function wants it
     category: str = ""  # evaluation is also reported by category
     metadata: dict[str, Any] = field(default_factory=dict)
-    conversational: bool = True  # its row's prompt was messages, not text: TRL's reward functions are told alike
+    # its row's prompt was messages, not text: TRL's reward functions are told alike
+    conversational: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
+    """How one request is sampled. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
+    repetition_penalty 1 are off.
 
-    Example: SamplingParams(max_new_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(), stop_token_ids=(2,))
+    Example: SamplingParams(max_new_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(),
+    stop_token_ids=(2,))
     """
 
     max_new_tokens: int
@@ -45,7 +48,8 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0  # keep tokens at least this share of the likeliest one's probability
-    repetition_penalty: float = 1.0  # divides positive logits of tokens seen before, multiplies negative ones
+    # divides positive logits of tokens seen before, multiplies negative ones
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int = 0  # also report the likeliest tokens of each position
@@ -55,15 +59,19 @@ class SamplingParams:
 class Request:
     """One generation to run. Requests with the same prompt share one prefill.
 
-    Example: Request(key=0x9E3779B97F4A7C15, prompt=np.array([5, 9, 2], np.int64), params=SamplingParams(...))
+    Example: Request(key=0x9E3779B97F4A7C15, prompt=np.array([5, 9, 2], np.int64),
+    params=SamplingParams(...))
     """
 
-    key: int  # 64-bit address of its random draws (draws.address); position t draws uniform(key, drawn + t)
+    # 64-bit address of its random draws (draws.address); position t draws uniform(key, drawn + t)
+    key: int
     prompt: Array  # int64 [T]
     params: SamplingParams
     drawn: int = 0  # tokens sampled under this key before, in earlier turns
-    begun: "Completion | None" = None  # what was sampled of this very turn before it paused, under whatever weights
-    pause_after: int = 0  # tokens sampled now after which it pauses (stop reason "paused"); 0: never
+    # what was sampled of this very turn before it paused, under whatever weights
+    begun: "Completion | None" = None
+    # tokens sampled now after which it pauses (stop reason "paused"); 0: never
+    pause_after: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +86,22 @@ class Completion:
     logprobs: Array  # float32 [N], nats, of the distribution actually sampled from
     weight_versions: Array  # int32 [N], the weights that produced each token
     text: str  # decoded, without stop token or stop string
-    stop_reason: str  # "stop" (stop token or string), "length", "paused" (Request.begun goes on) or "cancelled"
+    # "stop" (stop token or string), "length", "paused" (Request.begun goes on) or "cancelled"
+    stop_reason: str
     top_tokens: Array = field(
         default_factory=lambda: np.zeros((0, 0), np.int64)
     )  # int64 [N, top_logprobs], likeliest first
-    top_logprobs: Array = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # float32 [N, top_logprobs], nats
+    # float32 [N, top_logprobs], nats
+    top_logprobs: Array = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One attempt at a problem, as one flat token sequence: prompt, completion, observation, completion, ...
+    """One attempt at a problem, as one flat token sequence: prompt, completion, observation,
+    completion, ...
 
-    Example: a prompt of 3 tokens answered with 2: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1],
-    engine_logprobs [0, 0, 0, -0.3, -0.01], weight_versions [-1, -1, -1, 4, 4]
+    Example: a prompt of 3 tokens answered with 2: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1,
+    1], engine_logprobs [0, 0, 0, -0.3, -0.01], weight_versions [-1, -1, -1, 4, 4]
     """
 
     uid: str
@@ -99,17 +110,23 @@ class Episode:
     loss_mask: Array  # bool [T], true where the model sampled the token
     engine_logprobs: Array  # float32 [T], nats; 0 where loss_mask is false
     weight_versions: Array  # int32 [T]; -1 where loss_mask is false
-    penalties: Array  # float32 [T]; what the environment found wrong with the turn a token is of, 0 for nothing
+    # float32 [T]; what the environment found wrong with the turn a token is of, 0 for nothing
+    penalties: Array
     num_prompt_tokens: int  # tokens[:num_prompt_tokens] are equal in all episodes of the group
-    messages: tuple[Message, ...]  # the chat behind the prompt: completions as the assistant's, and what answered them
+    # the chat behind the prompt: completions as the assistant's, and what answered them
+    messages: tuple[Message, ...]
     stop_reason: (
-        str  # "stop": of itself; "length": a turn was cut; "turns", "tokens", "time": a limit; "error": see env_error;
+        # "stop": of itself; "length": a turn was cut; "turns", "tokens", "time": a limit; "error":
+        # see env_error;
+        str
         # "paused": it goes on in a later step
     )
     key: int = 0  # 64-bit address of its random draws, Request.key of all its turns
-    opening: tuple[Message, ...] = ()  # the chat that the environment began with; empty: the problem's
+    # the chat that the environment began with; empty: the problem's
+    opening: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()  # what it showed the model besides
-    given: dict[str, float] = field(default_factory=dict)  # what the environment gave: "env", and its parts
+    # what the environment gave: "env", and its parts
+    given: dict[str, float] = field(default_factory=dict)
     env_error: str = ""  # how the environment failed
     masked: bool = False  # it failed and carries no loss (env.on_error)
     reward: float = 0.0
@@ -142,18 +159,23 @@ class Group:
     problem: Problem
     episodes: tuple[Episode, ...]
     outcome: str = (
-        "train"  # or "carry" (a later step trains it), "no_signal" (left out), "unfinished" (some are paused)
+        # or "carry" (a later step trains it), "no_signal" (left out), "unfinished" (some are
+        # paused)
+        "train"
     )
 
     @property
     def rewards(self) -> Array:
-        """float64 [G]; a masked episode counts as an average one of its group, so it moves no baseline of a group. (What is
-        divided by the group's size or spread sees a full group: RLOO and the std are those of G episodes.)"""
+        """float64 [G]; a masked episode counts as an average one of its group, so it moves no
+        baseline of a group. (What is divided by the group's size or spread sees a full group: RLOO
+        and the std are those of G episodes.)"""
         rewards = np.array([episode.reward for episode in self.episodes], np.float64)
         valid = self.valid
         if not valid.all():
             first = rewards[valid][:1]
-            rewards[~valid] = float(first[0] + (rewards[valid] - first).mean()) if len(first) else 0.0
+            rewards[~valid] = (
+                float(first[0] + (rewards[valid] - first).mean()) if len(first) else 0.0
+            )
         return rewards
 
     @property
@@ -164,14 +186,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A flat sequence to train on. What a loss needs besides (log-probs, advantages) is a column: see train/pack.py.
+    """A flat sequence to train on. What a loss needs besides (log-probs, advantages) is a column:
+    see train/pack.py.
 
     Example: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1], prefix 3, group 0
     """
 
     tokens: Array  # int64 [T]
     loss_mask: Array  # bool [T]
-    prefix: int = 0  # tokens[:prefix] are equal in all samples of the group, so they are trained once
+    # tokens[:prefix] are equal in all samples of the group, so they are trained once
+    prefix: int = 0
     group: int = 0
 
 
@@ -179,10 +203,10 @@ class Sample:
 class Microbatch:
     """Samples packed without padding; a prefix shared by samples of a group appears once.
 
-    A segment is a run of rows that see each other causally and, before them, one prefix segment's rows.
-    Example: prompt [5, 9, 2] with responses [7, 1] and [8, 1]: tokens [5, 9, 2, 7, 8], positions [0, 1, 2, 3, 3],
-    segments [[0, 3, 0, 0], [3, 1, 0, 3], [4, 1, 0, 3]], rows [2, 3, 2, 4], targets [7, 1, 8, 1], samples [0, 1],
-    sequences [0, 0, 1, 1]
+    A segment is a run of rows that see each other causally and, before them, one prefix segment's
+    rows. Example: prompt [5, 9, 2] with responses [7, 1] and [8, 1]: tokens [5, 9, 2, 7, 8],
+    positions [0, 1, 2, 3, 3], segments [[0, 3, 0, 0], [3, 1, 0, 3], [4, 1, 0, 3]], rows [2, 3, 2,
+    4], targets [7, 1, 8, 1], samples [0, 1], sequences [0, 0, 1, 1]
     """
 
     tokens: Array  # int64 [T]
@@ -201,7 +225,8 @@ class Ticket(Protocol):
 
 
 class Generate(Protocol):
-    """The engine, as environments and publication see it. weight_version: the version of the weights it runs now."""
+    """The engine, as environments and publication see it. weight_version: the version of the
+    weights it runs now."""
 
     weight_version: int
 
@@ -211,7 +236,8 @@ class Generate(Protocol):
         ...
 
     def apply(self, version: int) -> None:
-        """The weights in its memory are now those of that version: nothing computed with others is used again."""
+        """The weights in its memory are now those of that version: nothing computed with others is
+        used again."""
         ...
 
     def submit(self, request: Request) -> Ticket:
@@ -219,7 +245,8 @@ class Generate(Protocol):
         ...
 
     def step(self) -> Sequence[Ticket]:
-        """Do some work; returns those that got further, with `completion` set on those that ended."""
+        """Do some work; returns those that got further, with `completion` set on those that
+        ended."""
         ...
 
     def cancel(self, ticket: Any) -> None:
@@ -231,20 +258,23 @@ class RolloutEngine(Generate, Protocol):
     """The engine that samples for training."""
 
     def logprob_gap(self) -> float:
-        """Compare a completion that it has just sampled with the trainer's packed pass over it, by the weights that it runs: the
-        largest difference of log-probs in nats; 0 where there is none."""
+        """Compare a completion that it has just sampled with the trainer's packed pass over it, by
+        the weights that it runs: the largest difference of log-probs in nats; 0 where there is
+        none."""
         ...
 
 
 class Sync(Protocol):
-    """Brings the trainer's weights to what generates. An engine runs a version whole, never what is between two."""
+    """Brings the trainer's weights to what generates. An engine runs a version whole, never what is
+    between two."""
 
     def publish(self, version: int) -> None:
         """The trainer's weights are now those of that version."""
         ...
 
     def bring(self, version: int) -> None:
-        """The engine of the rollouts runs that version, which was published, from now on. Raises UserError if it is gone."""
+        """The engine of the rollouts runs that version, which was published, from now on. Raises
+        UserError if it is gone."""
         ...
 
     def logprob_gap(self) -> float:
@@ -257,13 +287,15 @@ class Renderer(Protocol):
 
     stop_token_ids: tuple[int, ...]
 
-    def prompts(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
+    def prompts(
+        self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
+    ) -> list[Array]:
         """int64 [T] for each chat: the chat and the header of the assistant's turn."""
         ...
 
     def turn(self, messages: Sequence[Message]) -> Array:
-        """int64 [T]: what follows an assistant's text when these messages answer it: the stop token that ends its turn,
-        the messages, and the header of the assistant's next turn."""
+        """int64 [T]: what follows an assistant's text when these messages answer it: the stop token
+        that ends its turn, the messages, and the header of the assistant's next turn."""
         ...
 
 
@@ -278,22 +310,28 @@ class Observation:
     messages: Sequence[Message] = ()  # what the model reads next; needed unless done
     done: bool = False
     reward: float = 0.0  # added to what the environment gave before
-    parts: dict[str, float] = field(default_factory=dict)  # reported beside the reward; later ones replace earlier ones
+    # reported beside the reward; later ones replace earlier ones
+    parts: dict[str, float] = field(default_factory=dict)
     penalty: float = (
-        0.0  # at least 0: what is wrong with the turn itself; lowers its tokens' advantage (env.penalty_mode)
+        # at least 0: what is wrong with the turn itself; lowers its tokens' advantage
+        # (env.penalty_mode)
+        0.0
     )
 
 
 class Env:
     """The world of one episode; an instance is made for each. As it stands: a single turn.
 
-    A subclass overrides what it needs. Its methods may be `async def`, and then wait for others as long as they like;
-    plain ones run in a thread of their own, so they may block. Randomness comes from the problem: all episodes of a
-    problem must begin alike. What a method raises costs its own episode only (env.on_error).
+    A subclass overrides what it needs. Its methods may be `async def`, and then wait for others as
+    long as they like; plain ones run in a thread of their own, so they may block. Randomness comes
+    from the problem: all episodes of a problem must begin alike. What a method raises costs its own
+    episode only (env.on_error).
     """
 
-    tools: Sequence[Tool] = ()  # JSON schemas that the chat template shows the model, known after reset
-    stateless: bool = False  # steps leave nothing behind, so an episode that is taken up anew need not repeat them
+    # JSON schemas that the chat template shows the model, known after reset
+    tools: Sequence[Tool] = ()
+    # steps leave nothing behind, so an episode that is taken up anew need not repeat them
+    stateless: bool = False
 
     async def reset(self, problem: Problem) -> Sequence[Message]:
         """The chat that the episode starts with."""
@@ -324,7 +362,8 @@ class Attempt:
 
 
 class Reward(Protocol):
-    """Scores attempts, in the background; never raises for a bad one, but says so in the score's error."""
+    """Scores attempts, in the background; never raises for a bad one, but says so in the score's
+    error."""
 
     def submit(self, problem: Problem, attempt: Attempt) -> "Future[Score]":
         """The score, in time."""

@@ -1,8 +1,9 @@
 """Prepares the process as every process of Tandem that computes is.
 
-Processes of pytest-xdist share the cores, and what they start inherits their share; a test of what a user has without any
-setting takes OMP_NUM_THREADS out of the environment (tests/invariants). Without a GPU the kernels run in Triton's interpreter,
-which must be asked for before triton is first imported.
+Processes of pytest-xdist share the cores, and what they start inherits their share; a test of what
+a user has without any setting takes OMP_NUM_THREADS out of the environment (tests/invariants).
+Without a GPU the kernels run in Triton's interpreter, which must be asked for before triton is
+first imported.
 """
 
 import os
@@ -33,7 +34,8 @@ OURS = (
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
-    """Fail a session whose tests left files outside their temporary folders; what failed can be looked at."""
+    """Fail a session whose tests left files outside their temporary folders; what failed can be
+    looked at."""
     if OURS is None:
         return
     left = OURS.left()

@@ -1,4 +1,5 @@
-"""The house rules that a program can hold: who imports whom, what an import does, sizes, docstrings."""
+"""The house rules that a program can hold: who imports whom, what an import does, sizes,
+docstrings."""
 
 import ast
 import re
@@ -42,14 +43,34 @@ KNOWS_EVERYONE = [
     "cli",
     "__main__",
 ]  # each imports those before it
-OPTIONAL = ("datasets", "deepspeed", "fastapi", "flash_attn", "gguf", "gymnasium", "jsonschema",
-            "megatron", "mooncake", "nixl", "peft", "ray",
-            "reasoning_gym", "starlette", "trackio", "transfer_queue", "uvicorn", "verifiers", "vllm", "wandb")  # fmt: skip
+OPTIONAL = (
+    "datasets",
+    "deepspeed",
+    "fastapi",
+    "flash_attn",
+    "gguf",
+    "gymnasium",
+    "jsonschema",
+    "megatron",
+    "mooncake",
+    "nixl",
+    "peft",
+    "ray",
+    "reasoning_gym",
+    "starlette",
+    "trackio",
+    "transfer_queue",
+    "uvicorn",
+    "verifiers",
+    "vllm",
+    "wandb",
+)
 
 
 @cache
 def imported(path):
-    """Every module that a file imports, anywhere in it, as a dotted name; `from tandem import x` is tandem.x too."""
+    """Every module that a file imports, anywhere in it, as a dotted name; `from tandem import x` is
+    tandem.x too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
@@ -57,9 +78,12 @@ def imported(path):
                 found |= {alias.name for alias in names}
             case ast.ImportFrom(module=module, names=names, level=level):
                 assert level == 0, f"{path}: a relative import"
-                found |= {module} | {f"tandem.{alias.name}" for alias in names if module == "tandem"}
+                found |= {module} | {
+                    f"tandem.{alias.name}" for alias in names if module == "tandem"
+                }
             case ast.Call(
-                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module"), args=[ast.Constant(value)]
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module"),
+                args=[ast.Constant(value)],
             ):
                 found.add(value)
     return found
@@ -72,7 +96,10 @@ def name(path):
 def rooms_of(path):
     """The rooms and files at the door that a file imports, but for its own room's."""
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return {module.split(".")[1] for module in imported(path) if module.startswith("tandem.")} - {own, "__version__"}
+    return {module.split(".")[1] for module in imported(path) if module.startswith("tandem.")} - {
+        own,
+        "__version__",
+    }
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -94,25 +121,48 @@ def test_no_room_can_be_reached_from_a_room_that_it_imports():
 
 
 def test_the_map_in_the_docstring_names_what_is_there():
-    """At most 24 names in `ls tandem/`; each room and each file at the door has its line in the map."""
+    """At most 24 names in `ls tandem/`; each room and each file at the door has its line in the
+    map."""
     entries = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert len(entries) <= 24
     mapped = set(
-        re.findall(r"^  (\w+)(?:/|\.py) ", ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())), re.M)
+        re.findall(
+            r"^  (\w+)(?:/|\.py) ",
+            ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())),
+            re.M,
+        )
     )
-    assert mapped == {entry.removesuffix(".py") for entry in entries} - {"__init__", "__main__", "py.typed"}
+    assert mapped == {entry.removesuffix(".py") for entry in entries} - {
+        "__init__",
+        "__main__",
+        "py.typed",
+    }
     assert mapped == {*ROOMS, *DOOR, *KNOWS_EVERYONE} - {"__main__"}
 
 
 def test_an_optional_stack_is_imported_in_one_file_each():
-    users = {stack: [name(p) for p in FILES if stack in {m.split(".")[0] for m in imported(p)}] for stack in OPTIONAL}
+    users = {
+        stack: [name(p) for p in FILES if stack in {m.split(".")[0] for m in imported(p)}]
+        for stack in OPTIONAL
+    }
     assert {stack: files for stack, files in users.items() if len(files) > 1} == {}
 
 
 @pytest.mark.parametrize(
     "package",
-    ["types", "config", "runtime/errors", "runtime/rng", "runtime/disk", "runtime/sandbox", "tasks", "envs", "data"]
-    + ["rewards", "rollout"],
+    [
+        "types",
+        "config",
+        "runtime/errors",
+        "runtime/rng",
+        "runtime/disk",
+        "runtime/sandbox",
+        "tasks",
+        "envs",
+        "data",
+        "rewards",
+        "rollout",
+    ],
 )
 def test_what_needs_no_tensor_does_not_import_torch(package):
     path = PACKAGE / package
@@ -127,7 +177,9 @@ environment = dict(os.environ)
 import tandem, tandem.config.schema, tandem.types, tandem.cli.main
 print(sorted({"torch", "transformers", "pyarrow"} & set(sys.modules)), dict(os.environ) == environment, threading.active_count())
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[] True 1"
 
 
@@ -142,28 +194,40 @@ def test_every_file_says_what_it_is():
 
 
 def test_files_and_functions_keep_within_the_limits_of_the_house():
-    result = subprocess.run([sys.executable, "tools/size.py"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "tools/size.py"], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.endswith("within every limit\n")
 
 
 def test_the_examples_that_docs_show_are_the_files():
     """`make figures` copies them."""
-    shown = [block for page in (ROOT / "docs").glob("*.md") for block in figures.FILE_BLOCK.finditer(page.read_text())]
+    shown = [
+        block
+        for page in (ROOT / "docs").glob("*.md")
+        for block in figures.FILE_BLOCK.finditer(page.read_text())
+    ]
     assert len(shown) >= 4 and all(figures.show_file(block) == block[0] for block in shown)
 
 
 def test_only_the_reward_workers_recover_from_everything_and_no_test_patches():
-    """House rules 17 and 26; a worker runs a user's code, so recovering from all of it is the feature there."""
+    """House rules 17 and 26; a worker runs a user's code, so recovering from all of it is the
+    feature there."""
     broad = [
         f"{name(path)}:{node.lineno}"
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ExceptHandler) and (node.type is None or ast.unparse(node.type) == "BaseException")
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or ast.unparse(node.type) == "BaseException")
     ]
     assert [place for place in broad if not place.startswith("rewards/")] == []
     for path in (ROOT / "tests").rglob("*.py"):
-        assert not {module for module in imported(path) if module.split(".")[0] == "mock" or "unittest.mock" in module}
+        assert not {
+            module
+            for module in imported(path)
+            if module.split(".")[0] == "mock" or "unittest.mock" in module
+        }
 
 
 def test_the_page_of_the_configuration_is_made_from_the_code():

@@ -1,4 +1,5 @@
-"""Files that the tests leave behind are found (tests/support/leftovers.py), and end a session as a failure."""
+"""Files that the tests leave behind are found (tests/support/leftovers.py), and end a session as a
+failure."""
 
 import os
 import shutil
@@ -22,9 +23,24 @@ def test_littering():
 def run(tmp_path, name):
     """The session of one of the tests above, with the conftest of these."""
     (tmp_path / "test_it.py").write_text(LITTERING)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "-k", name]
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    return subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, env=alone)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        name,
+    ]
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
+    }
+    return subprocess.run(
+        [*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, env=alone
+    )
 
 
 def test_a_session_that_leaves_a_file_fails_and_names_it(tmp_path):

@@ -1,4 +1,5 @@
-"""Rollouts ahead of the training, and partial ones: which weights sample what; neither threads nor pauses change a bit."""
+"""Rollouts ahead of the training, and partial ones: which weights sample what; neither threads nor
+pauses change a bit."""
 
 import threading
 from collections import Counter
@@ -26,13 +27,17 @@ class VersionedEngine(AddressedEngine):
 
     def generate(self, requests):
         return [
-            replace(self.completion(r.key % 80, (r.key + self.weight_version) % 3 + 1), text=str(r.key + self.weight_version))
+            replace(
+                self.completion(r.key % 80, (r.key + self.weight_version) % 3 + 1),
+                text=str(r.key + self.weight_version),
+            )
             for r in requests
-        ]  # fmt: skip
+        ]
 
 
 class SlowSync:
-    """Publishes numbers only, and brings those that have been published; the engine is another one than the trainer's."""
+    """Publishes numbers only, and brings those that have been published; the engine is another one
+    than the trainer's."""
 
     def __init__(self, engine):
         self.engine, self.published, self.brought = engine, [], []
@@ -47,7 +52,8 @@ class SlowSync:
 
 
 def ran(folder, staleness, workers, **changes):
-    """Stages after STEPS steps, with the metrics; the rollouts' engine is scripted, in a thread where workers is 1."""
+    """Stages after STEPS steps, with the metrics; the rollouts' engine is scripted, in a thread
+    where workers is 1."""
     how = config(rollout__staleness=staleness, rollout__workers=workers, **changes)
     stages = stages_in(folder, how, engine=VersionedEngine(), reward=KeyReward())
     stages = replace(stages, sync=SlowSync(stages.player.engine))
@@ -63,25 +69,40 @@ def ran(folder, staleness, workers, **changes):
 
 def versions(folder, step):
     episodes = read_episodes(folder / f"train_step_{step + 1:06d}.parquet")
-    return {int(version) for episode in episodes for version in episode.weight_versions[episode.loss_mask]}
+    return {
+        int(version)
+        for episode in episodes
+        for version in episode.weight_versions[episode.loss_mask]
+    }
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 7])
-def test_every_step_is_sampled_by_the_weights_that_its_turn_is_and_by_no_others(staleness, tmp_path):
+def test_every_step_is_sampled_by_the_weights_that_its_turn_is_and_by_no_others(
+    staleness, tmp_path
+):
     stages, _ = ran(tmp_path, staleness, 1)
-    assert [versions(tmp_path, step) for step in range(STEPS)] == [{max(0, t - staleness)} for t in range(STEPS)]
-    assert [version for version, _ in stages.sync.brought] == [max(0, t - staleness) for t in range(STEPS)]
+    assert [versions(tmp_path, step) for step in range(STEPS)] == [
+        {max(0, t - staleness)} for t in range(STEPS)
+    ]
+    assert [version for version, _ in stages.sync.brought] == [
+        max(0, t - staleness) for t in range(STEPS)
+    ]
     assert {thread for _, thread in stages.sync.brought} == {"rollouts"}
 
 
-@pytest.mark.parametrize("changes", [{}, {"rl__max_gen_batches": 50}, {"rl__curriculum": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"rl__max_gen_batches": 50}, {"rl__curriculum": True}], ids=str
+)
 def test_with_a_thread_and_without_the_same_bits_come_out(changes, tmp_path):
     inline, rows = ran(tmp_path / "inline", 2, 0, **changes)
     threaded, others = ran(tmp_path / "threaded", 2, 1, **changes)
     assert rows == others and weights_of(inline) == weights_of(threaded)
     files = sorted(path.name for path in (tmp_path / "inline").glob("*.parquet"))
     assert len(files) == STEPS
-    assert all((tmp_path / "inline" / f).read_bytes() == (tmp_path / "threaded" / f).read_bytes() for f in files)
+    assert all(
+        (tmp_path / "inline" / f).read_bytes() == (tmp_path / "threaded" / f).read_bytes()
+        for f in files
+    )
 
 
 def test_with_staleness_0_it_is_the_synchronous_loop(tmp_path):
@@ -102,7 +123,9 @@ class GappySync(SlowSync):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("gap", [1e-7, float("nan")])
-def test_in_every_step_what_was_sampled_is_held_against_the_trainers_pass_before_it_is_kept(gap, workers, tmp_path):
+def test_in_every_step_what_was_sampled_is_held_against_the_trainers_pass_before_it_is_kept(
+    gap, workers, tmp_path
+):
     how = config(rollout__staleness=1, rollout__workers=workers)
     stages = stages_in(tmp_path, how, engine=VersionedEngine(), reward=KeyReward())
     sync = GappySync(stages.player.engine)
@@ -113,7 +136,9 @@ def test_in_every_step_what_was_sampled_is_held_against_the_trainers_pass_before
         for version in (1, 2):  # nothing is learned: the scripted log-probs are no model's
             ahead.take(version - 1)
             ahead.publish(version)
-        with pytest.raises(UserError, match=r"(?s)do not agree on a completion just sampled.*rollouts of step 4"):
+        with pytest.raises(
+            UserError, match=r"(?s)do not agree on a completion just sampled.*rollouts of step 4"
+        ):
             for step in (2, 3):
                 ahead.take(step)
     assert len(list(tmp_path.glob("train_step_*.parquet"))) == 3  # those before it
@@ -122,7 +147,10 @@ def test_in_every_step_what_was_sampled_is_held_against_the_trainers_pass_before
 def test_an_error_of_the_rollouts_reaches_whoever_waits_for_them(tmp_path):
     with pytest.raises(UserError, match="every episode could not be scored"):
         stages = stages_in(
-            tmp_path, config(rollout__staleness=1, rollout__workers=1), engine=VersionedEngine(), reward=Failing()
+            tmp_path,
+            config(rollout__staleness=1, rollout__workers=1),
+            engine=VersionedEngine(),
+            reward=Failing(),
         )
         stages = replace(stages, sync=SlowSync(stages.player.engine))
         with rollouts_ahead(stages, STEPS) as ahead:
@@ -139,16 +167,22 @@ class Failing(KeyReward):
 def test_a_rollout_by_weights_that_are_gone_is_refused(tmp_path):
     stages = stages_in(tmp_path, config(rollout__staleness=1))
     stages.sync.publish(3)
-    with rollouts_ahead(stages, STEPS) as ahead, pytest.raises(UserError, match="the weights of a rollout are gone"):
+    with (
+        rollouts_ahead(stages, STEPS) as ahead,
+        pytest.raises(UserError, match="the weights of a rollout are gone"),
+    ):
         ahead.begin(3)  # the journal of step 4, sampled by version 2, is not there
         ahead.take(3)
 
 
-# Partial rollouts ------------------------------------------------------------------------------------------------------
+# Partial rollouts
+# ------------------------------------------------------------------------------------------------------
 
 
 def partial_stages(folder, budget, **changes):
-    how = config(rollout__token_budget=budget, rollout__max_new_tokens=6, rl__correction="tis", **changes)
+    how = config(
+        rollout__token_budget=budget, rollout__max_new_tokens=6, rl__correction="tis", **changes
+    )
     return stages_in(folder, how)
 
 
@@ -164,14 +198,20 @@ def test_a_partial_rollout_carries_the_version_of_every_token_and_trains_every_g
             seen.setdefault(keys, []).append(group.outcome)
             for episode in group.episodes:
                 tokens = episode.weight_versions[episode.loss_mask]
-                assert (np.diff(tokens) >= 0).all() and (len(tokens) == 6) == (episode.stop_reason != "paused")
+                assert (np.diff(tokens) >= 0).all() and (len(tokens) == 6) == (
+                    episode.stop_reason != "paused"
+                )
                 mixed += len(set(tokens.tolist())) > 1
     assert mixed  # weights did change in the middle of sequences
-    assert all(fates[-1] in ("train", "carry", "unfinished") and fates.count("train") <= 1 for fates in seen.values())
+    assert all(
+        fates[-1] in ("train", "carry", "unfinished") and fates.count("train") <= 1
+        for fates in seen.values()
+    )
 
 
 def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_weights_that_sampled_it(tmp_path):
-    """Paused after each budget and gone on with under other weights, against one go under each of those weights."""
+    """Paused after each budget and gone on with under other weights, against one go under each of
+    those weights."""
     stages = partial_stages(tmp_path, 2)
     models = {}
     for step in range(4):
@@ -195,7 +235,11 @@ def logprobs_under(stages, episode):
     from tandem.types import Sample
 
     [batch] = pack([Sample(tokens=episode.tokens, loss_mask=episode.loss_mask)], 1000)
-    return batch_logprobs(stages.models.policy.model, batch, Filter.of(stages.params))[0].detach().numpy()
+    return (
+        batch_logprobs(stages.models.policy.model, batch, Filter.of(stages.params))[0]
+        .detach()
+        .numpy()
+    )
 
 
 def test_pauses_change_nothing_while_the_weights_stay(tmp_path):
@@ -232,7 +276,9 @@ def test_progress_comes_back_from_its_state_and_the_groups_of_the_step(tmp_path)
     assert repr(again) == repr(stages.progress) and again.unfinished
 
 
-@pytest.mark.parametrize("wrong", [{"token_budget": 64}, {"staleness": 1, "loss": "reinforce"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"token_budget": 64}, {"staleness": 1, "loss": "reinforce"}], ids=str
+)
 def test_schedules_that_make_no_sense_are_refused(wrong):
     tree = Config().model_dump()
     for name, value in wrong.items():
@@ -253,16 +299,25 @@ class Falling(Env):
 
     def step(self, text):
         self.turns += 1
-        return Observation(messages=({"role": "user", "content": "1"},), done=self.turns == 2, reward=0.5)
+        return Observation(
+            messages=({"role": "user", "content": "1"},), done=self.turns == 2, reward=0.5
+        )
 
 
 def test_episodes_that_fail_at_once_do_not_stop_those_that_have_paused(tmp_path):
     """The first tick ends with two episodes, both of which failed."""
     stages = partial_stages(
-        tmp_path, 2, rl__prompts_per_step=5, rl__group_size=2, reward__function="env", env__name="x.py:X"
+        tmp_path,
+        2,
+        rl__prompts_per_step=5,
+        rl__group_size=2,
+        reward__function="env",
+        env__name="x.py:X",
     )
     player = replace(stages.player, world=World(make=Falling, limits=stages.config.env))
-    stages = replace(stages, player=player, params=replace(stages.params, max_new_tokens=5, stop_token_ids=(91,)))
+    stages = replace(
+        stages, player=player, params=replace(stages.params, max_new_tokens=5, stop_token_ids=(91,))
+    )
     for step in range(3):
         whole_step(stages, step, update)
     failed = [e for e in read_episodes(tmp_path / "train_step_000001.parquet") if e.env_error]
@@ -283,19 +338,26 @@ class Counting(Env):
         self.calls.append("step")
         self.turns += 1
         return Observation(
-            messages=({"role": "user", "content": str(self.turns)},), done=self.turns == 3, reward=float(self.turns)
+            messages=({"role": "user", "content": str(self.turns)},),
+            done=self.turns == 3,
+            reward=float(self.turns),
         )
 
 
 def continued(stages, make, budget, anew):
-    """Two episodes of three turns, a few tokens at a time; anew: as after a kill, with no environment left."""
+    """Two episodes of three turns, a few tokens at a time; anew: as after a kill, with no
+    environment left."""
     world = World(make=make, limits=stages.config.env)
     groups = seat(stages.problems[:1], 2, ("test",))
     while any(e.stop_reason == "paused" for e in groups[0].episodes):
         episodes = run_episodes(
-            groups, engine=stages.player.engine, renderer=stages.player.renderer, world=world, budget=budget,
+            groups,
+            engine=stages.player.engine,
+            renderer=stages.player.renderer,
+            world=world,
+            budget=budget,
             params=replace(stages.params, stop_token_ids=tuple(range(0, 90, 3))),
-        )  # fmt: skip
+        )
         groups = [replace(groups[0], episodes=episodes[0])]
         if anew:
             world.close()
@@ -315,7 +377,8 @@ def test_an_episode_that_paused_goes_on_in_a_new_environment_as_in_its_own(tmp_p
         Counting.calls.clear()
         assert repr(continued(stages, Counting, budget, anew=True)) == repr(whole)
         again = Counter(Counting.calls)
-        assert again["reset"] > kept["reset"] and again["step"] > kept["step"]  # brought to the same place
+        # brought to the same place
+        assert again["reset"] > kept["reset"] and again["step"] > kept["step"]
 
 
 def test_steps_that_leave_nothing_behind_are_not_made_again(tmp_path):

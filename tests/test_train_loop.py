@@ -1,4 +1,5 @@
-"""The driver: what it does when steps go bad, and what a resumed run knows of the steps before; a fake job, a real folder."""
+"""The driver: what it does when steps go bad, and what a resumed run knows of the steps before; a
+fake job, a real folder."""
 
 import json
 from contextlib import contextmanager
@@ -25,16 +26,28 @@ class Killed(Exception):
 
 
 class ScriptedJob:
-    """Step n has the metrics script[n] ("." good, "x" bad, "K" a kill before it, "^" Ctrl-C); a good one adds 1 to a weight."""
+    """Step n has the metrics script[n] ("." good, "x" bad, "K" a kill before it, "^" Ctrl-C); a
+    good one adds 1 to a weight."""
 
     def __init__(self, script, interrupted=None):
         self.interrupted = interrupted  # the step whose evaluation is
         model = exact_model("llama", num_hidden_layers=1, hidden_size=12, intermediate_size=8)
         optimizer = Optimizer(
-            model.trainable(), learning_rate=1e-3, schedule="constant", warmup_steps=0, total_steps=1, weight_decay=0.0,
-            betas=(0.9, 0.95), max_grad_norm=1.0,
-        )  # fmt: skip
-        self.script, self.learner, self.memory, self.restored = script, Learner(model, optimizer), [], None
+            model.trainable(),
+            learning_rate=1e-3,
+            schedule="constant",
+            warmup_steps=0,
+            total_steps=1,
+            weight_decay=0.0,
+            betas=(0.9, 0.95),
+            max_grad_norm=1.0,
+        )
+        self.script, self.learner, self.memory, self.restored = (
+            script,
+            Learner(model, optimizer),
+            [],
+            None,
+        )
         self.published, self.evaluated = [], []
 
     def step(self, done):
@@ -62,15 +75,22 @@ class ScriptedJob:
 
     def job(self):
         return Job(
-            learners={"policy": self.learner}, steps=len(self.script), eval_every=2, step=self.step,
-            evaluate=self.evaluate, publish=self.published.append,
-            data={"data.train": "0"}, restore=self.restore,
-        )  # fmt: skip
+            learners={"policy": self.learner},
+            steps=len(self.script),
+            eval_every=2,
+            step=self.step,
+            evaluate=self.evaluate,
+            publish=self.published.append,
+            data={"data.train": "0"},
+            restore=self.restore,
+        )
 
 
 @contextmanager
 def opened(folder, max_bad_steps, save_every):
-    config = Config.model_validate({"run": {"save_every": save_every}, "train": {"max_bad_steps": max_bad_steps}})
+    config = Config.model_validate(
+        {"run": {"save_every": save_every}, "train": {"max_bad_steps": max_bad_steps}}
+    )
     with open_run(folder, config, fresh=False, command="train") as run:
         yield run
 
@@ -79,7 +99,11 @@ def ran(folder, script, *, max_bad_steps=2, save_every=1, shown=None, interrupte
     """The job after the script: driven to its end, or to the exception that is raised."""
     scripted = ScriptedJob(script, interrupted)
     with opened(folder, max_bad_steps, save_every) as run:
-        drive(run, scripted.job(), lambda done, metrics, timings: None if shown is None else shown.append(done))
+        drive(
+            run,
+            scripted.job(),
+            lambda done, metrics, timings: None if shown is None else shown.append(done),
+        )
     return scripted
 
 
@@ -100,12 +124,15 @@ def test_as_many_bad_steps_in_a_row_as_allowed_cost_nothing_but_themselves(tmp_p
     assert [row["step"] for row in rows if "bad/loss" in row] == [2, 3, 5, 6]
 
 
-def test_one_bad_step_more_stops_the_run_and_names_what_was_not_finite_and_the_last_checkpoint(tmp_path):
+def test_one_bad_step_more_stops_the_run_and_names_what_was_not_finite_and_the_last_checkpoint(
+    tmp_path,
+):
     error = stopped(tmp_path, ".xxx....")
     assert error.found == "not finite: gradient, loss"
     assert error.where == "step 4 and the 2 before it" and "(train.max_bad_steps)" in error.expected
     assert "step_000003" in error.next and checkpoints(tmp_path)[-1] == "step_000003"
-    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]  # the last one is told too
+    # the last one is told too
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
 
 
 def test_a_run_that_is_bad_before_its_first_checkpoint_says_that_there_is_none(tmp_path):
@@ -128,11 +155,15 @@ def test_the_count_survives_a_resume(killed_at, tmp_path):
     assert stopped(tmp_path, script).where.startswith("step 4 ")
 
 
-def test_the_run_that_stopped_makes_the_steps_since_its_checkpoint_again_and_stops_at_the_same_one(tmp_path):
+def test_the_run_that_stopped_makes_the_steps_since_its_checkpoint_again_and_stops_at_the_same_one(
+    tmp_path,
+):
     first = stopped(tmp_path, "..x.xxx..", save_every=2)
     rows = (tmp_path / "metrics.jsonl").read_bytes()
     again = stopped(tmp_path, "..x.xxx..", save_every=2)
-    assert (first.where, first.next) == (again.where, again.next) and rows == (tmp_path / "metrics.jsonl").read_bytes()
+    assert (first.where, first.next) == (again.where, again.next) and rows == (
+        tmp_path / "metrics.jsonl"
+    ).read_bytes()
     ran(tmp_path, "..x.xx...", save_every=2)  # whatever was mended outside of the config
 
 
@@ -146,7 +177,9 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint_and_comes_back_with
     assert shown == [3, 4, 5] and again.published == [2] and again.evaluated == [4, 5]
     name = next(iter(again.learner.model.trainable()))
     assert torch.equal(again.learner.model.trainable()[name], whole.learner.model.trainable()[name])
-    assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+    assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (
+        tmp_path / "whole/metrics.jsonl"
+    ).read_bytes()
 
 
 def test_evaluation_comes_before_the_first_step_when_due_and_at_the_end(tmp_path):
@@ -155,17 +188,25 @@ def test_evaluation_comes_before_the_first_step_when_due_and_at_the_end(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("script", "interrupted"), [("...^..", None), (".x....", 0), (".x....", 2), (".x....", 6)], ids=str
+    ("script", "interrupted"),
+    [("...^..", None), (".x....", 0), (".x....", 2), (".x....", 6)],
+    ids=str,
 )
-def test_ctrl_c_saves_the_last_step_that_is_done_and_the_run_goes_on_from_it(script, interrupted, tmp_path):
+def test_ctrl_c_saves_the_last_step_that_is_done_and_the_run_goes_on_from_it(
+    script, interrupted, tmp_path
+):
     whole = ran(tmp_path / "whole", script.replace("^", "."), save_every=100)
     with pytest.raises(KeyboardInterrupt):
         ran(tmp_path / "run", script, save_every=100, interrupted=interrupted)
     done = script.index("^") if interrupted is None else interrupted
     assert checkpoints(tmp_path / "run") == [f"step_{done:06d}"] * bool(done)
     again = ran(tmp_path / "run", script.replace("^", "."), save_every=100)
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
-    assert (tmp_path / "run/ledger.jsonl").read_bytes() == (tmp_path / "whole/ledger.jsonl").read_bytes()
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (
+        tmp_path / "whole/metrics.jsonl"
+    ).read_bytes()
+    assert (tmp_path / "run/ledger.jsonl").read_bytes() == (
+        tmp_path / "whole/ledger.jsonl"
+    ).read_bytes()
     assert again.memory == whole.memory
 
 
@@ -184,9 +225,13 @@ def test_a_resume_refuses_a_changed_row_of_an_earlier_step_and_names_it(tmp_path
     with pytest.raises(Killed):
         ran(tmp_path, "...K..")
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"step": 1, "reward": 1.0', '"step": 1, "reward": 2.0'))
+    metrics.write_text(
+        metrics.read_text().replace('"step": 1, "reward": 1.0', '"step": 1, "reward": 2.0')
+    )
     text = metrics.read_text()
-    with pytest.raises(UserError, match=r"(?s)not as it was written.*the row of step 1 in metrics.jsonl"):
+    with pytest.raises(
+        UserError, match=r"(?s)not as it was written.*the row of step 1 in metrics.jsonl"
+    ):
         ran(tmp_path, "......")
     assert metrics.read_text() == text
 
@@ -196,9 +241,14 @@ def test_a_resume_refuses_changed_episodes_and_tells_of_missing_ones(tmp_path):
         ran(tmp_path, "...K..")
     path = kept(tmp_path, 2)
     path.write_bytes(b"Episodes")
-    with pytest.raises(UserError, match=r"(?s)not as it was written.*episodes/train_step_000002.parquet"):
+    with pytest.raises(
+        UserError, match=r"(?s)not as it was written.*episodes/train_step_000002.parquet"
+    ):
         ran(tmp_path, "......")
     path.unlink()
     assert ran(tmp_path, "......").memory[-1] == "good 5"
     told = (tmp_path / "log.txt").read_text()
-    assert "no longer there, of steps before the checkpoint: episodes/train_step_000002.parquet" in told
+    assert (
+        "no longer there, of steps before the checkpoint: episodes/train_step_000002.parquet"
+        in told
+    )

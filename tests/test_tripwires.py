@@ -1,4 +1,5 @@
-"""A bug of the field in a small real run: it is stopped in its step, and what is no bug is not. The rest: make chaos."""
+"""A bug of the field in a small real run: it is stopped in its step, and what is no bug is not. The
+rest: make chaos."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,11 +24,22 @@ from chaos.historical import (
 from tandem.step import update
 from tests.test_step import config
 
-# One of each kind of tripwire, and of those that only a run shows; the section `historical` has all.
+# One of each kind of tripwire, and of those that only a run shows; the section `historical` has
+# all.
 QUICK = (
-    "SkyRL #1680", "AReaL #1569", "nanochat #810", "verl #6501", "verl #7579", "open-instruct #1483", "slime #1918",
-    "TRL #2617", "TRL #2046", "verl #7401", "OpenRLHF #1208", "transformers #34053",
-)  # fmt: skip
+    "SkyRL #1680",
+    "AReaL #1569",
+    "nanochat #810",
+    "verl #6501",
+    "verl #7579",
+    "open-instruct #1483",
+    "slime #1918",
+    "TRL #2617",
+    "TRL #2046",
+    "verl #7401",
+    "OpenRLHF #1208",
+    "transformers #34053",
+)
 
 
 @pytest.mark.parametrize("issue", QUICK)
@@ -42,13 +54,17 @@ def test_there_are_at_least_25_bugs_each_under_a_name_of_its_own():
 
 
 def test_what_stops_nothing_is_told(tmp_path):
-    harmless = Bug(issue="none", what="nothing", inject=partial(train, steps=2), stopped_by="something")
+    harmless = Bug(
+        issue="none", what="nothing", inject=partial(train, steps=2), stopped_by="something"
+    )
     assert outcome(harmless, tmp_path / "run").problem == "nothing stopped it"
 
 
 def test_a_bug_that_something_else_stops_is_told(tmp_path):
     late = relayed(each(lambda c: replace(c, logprobs=np.roll(c.logprobs, 1))))
-    bug = Bug(issue="none", what="", inject=lambda f, w: train(f, w, late), stopped_by="the journal")
+    bug = Bug(
+        issue="none", what="", inject=lambda f, w: train(f, w, late), stopped_by="the journal"
+    )
     assert outcome(bug, tmp_path / "run").problem.startswith("stopped by something else")
 
 
@@ -57,7 +73,8 @@ def test_a_clean_run_is_not_stopped_and_the_checks_have_looked(name, tmp_path):
     counts: Counter = Counter()
     assert clean_run(tmp_path / "run", CLEAN[name], 4, counts) == ""
     assert (
-        last_step(tmp_path / "run") == 4 and counts["episodes whole, labelled, of their problem and version"] == 4 * 6
+        last_step(tmp_path / "run") == 4
+        and counts["episodes whole, labelled, of their problem and version"] == 4 * 6
     )
     assert counts["what was loaded is what was saved"] == 1
 

@@ -1,11 +1,12 @@
-"""`make chaos`: faults injected for real, section by section; results in docs/chaos.json, and docs/chaos.md from it.
+"""`make chaos`: faults injected for real, section by section; results in docs/chaos.json, and
+docs/chaos.md from it.
 
     make chaos                              every section
     make chaos only="checkpoints kills"     these; the results of the others stay as they are
 
-A section is a function of chaos/ that returns rows (chaos/results.py), here with a deadline; it runs in a
-process of its own, and what it leaves behind is a bar missed (chaos/harness.py). Exit code 1 when a section that ran
-misses its bar.
+A section is a function of chaos/ that returns rows (chaos/results.py), here with a deadline; it
+runs in a process of its own, and what it leaves behind is a bar missed (chaos/harness.py). Exit
+code 1 when a section that ran misses its bar.
 """
 
 import json
@@ -41,7 +42,9 @@ JSON, PAGE = ROOT / "docs" / "chaos.json", ROOT / "docs" / "chaos.md"
 
 def main(only: list[str]) -> int:
     if unknown := sorted(set(only) - {section.name for section in SECTIONS}):
-        print(f"unknown section: {', '.join(unknown)}; there are {', '.join(section.name for section in SECTIONS)}")
+        print(
+            f"unknown section: {', '.join(unknown)}; there are {', '.join(section.name for section in SECTIONS)}"
+        )
         return 2
     missed = []
     for section in SECTIONS:
@@ -59,10 +62,15 @@ def main(only: list[str]) -> int:
 def keep(name: str, outcome: Outcome) -> None:
     """Put what a section gave into docs/chaos.json, in the place of what it gave before."""
     entry = {
-        "command": f"make chaos only={name}", "date": str(date.today()), "machine": machine.describe(),
-        "met": outcome.met, "problem": outcome.problem, "left": outcome.left, "seconds": round(outcome.seconds),
+        "command": f"make chaos only={name}",
+        "date": str(date.today()),
+        "machine": machine.describe(),
+        "met": outcome.met,
+        "problem": outcome.problem,
+        "left": outcome.left,
+        "seconds": round(outcome.seconds),
         "rows": [asdict(row) for row in outcome.rows],
-    }  # fmt: skip
+    }
     JSON.write_text(json.dumps({**everything(), name: entry}, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -99,7 +107,11 @@ def table(name: str, entry: dict[str, Any]) -> list[str]:
     ]
     lines += [f"**{entry['problem']}**"] if entry["problem"] else []
     lines += [f"**left behind: {'; '.join(entry['left'])}**"] if entry["left"] else []
-    lines += ["", "| what | faults | seen to fire | right end | of at least | s | |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| what | faults | seen to fire | right end | of at least | s | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     return lines + [
         f"| {row.what} | {row.injected:,} | {row.witnessed:,} | {row.survived:,} | {row.expected:,} | {row.seconds:.1f} "
         f"| {row.note if row.met else f'**missed** {row.note}'} |"

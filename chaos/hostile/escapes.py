@@ -15,8 +15,11 @@ def reads(name, path, open="any"):
 
 
 def refused(name, numbers, arguments="", open=""):
-    """A system call that must not work: a result of 0 or more is an escape. numbers: on x86-64 and AArch64."""
-    call = f"libc.syscall({numbers[0] if X86 else numbers[1]}{', ' + arguments if arguments else ''})"
+    """A system call that must not work: a result of 0 or more is an escape. numbers: on x86-64 and
+    AArch64."""
+    call = (
+        f"libc.syscall({numbers[0] if X86 else numbers[1]}{', ' + arguments if arguments else ''})"
+    )
     return Hostile(name=name, code=f"result = {call}\nif result >= 0: escaped('{name}')", open=open)
 
 
@@ -185,7 +188,10 @@ NETWORK = [
         code="socket.socket(socket.AF_UNIX).connect('$WORLD/socket'); escaped('socket')",
         open="any",
     ),
-    Hostile(name="tcp to the internet", code="socket.create_connection(('1.1.1.1', 53), 1); escaped('internet')"),
+    Hostile(
+        name="tcp to the internet",
+        code="socket.create_connection(('1.1.1.1', 53), 1); escaped('internet')",
+    ),
     Hostile(name="look a name up", code="socket.getaddrinfo('example.com', 80); escaped('dns')"),
     Hostile(
         name="ask a name server",
@@ -198,11 +204,24 @@ out.sendto(b'\\0' * 12, ('8.8.8.8', 53)); escaped('sent')
         name="any interface but the loop",
         code="if [name for _, name in socket.if_nameindex() if name != 'lo']: escaped('interfaces')",
     ),
-    Hostile(name="the hypervisor's socket", code="socket.socket(40, socket.SOCK_STREAM); escaped('vsock')"),
-    Hostile(name="a netlink socket", code="socket.socket(16, socket.SOCK_RAW); escaped('netlink')", open="perhaps"),
-    Hostile(name="a raw packet socket", code="socket.socket(17, socket.SOCK_RAW); escaped('raw')", open="perhaps"),
-    Hostile(name="a crypto socket", code="socket.socket(38, socket.SOCK_SEQPACKET); escaped('alg')"),
-]  # fmt: skip
+    Hostile(
+        name="the hypervisor's socket",
+        code="socket.socket(40, socket.SOCK_STREAM); escaped('vsock')",
+    ),
+    Hostile(
+        name="a netlink socket",
+        code="socket.socket(16, socket.SOCK_RAW); escaped('netlink')",
+        open="perhaps",
+    ),
+    Hostile(
+        name="a raw packet socket",
+        code="socket.socket(17, socket.SOCK_RAW); escaped('raw')",
+        open="perhaps",
+    ),
+    Hostile(
+        name="a crypto socket", code="socket.socket(38, socket.SOCK_SEQPACKET); escaped('alg')"
+    ),
+]
 
 KERNEL = [
     Hostile(
@@ -226,7 +245,9 @@ if pid > 0: escaped('clone')
         open="perhaps",
     ),
     Hostile(
-        name="a mount namespace", code="if libc.unshare(0x00020000) == 0: escaped('mount namespace')", open="perhaps"
+        name="a mount namespace",
+        code="if libc.unshare(0x00020000) == 0: escaped('mount namespace')",
+        open="perhaps",
     ),
     Hostile(
         name="another bubblewrap inside",
@@ -243,10 +264,7 @@ if subprocess.run(args).returncode == 0: escaped('bwrap')
         name="remount the system writable",
         code="if libc.mount(b'none', b'/usr', None, 0x20 | 0x1000, None) == 0: escaped('remount')",
     ),
-    Hostile(
-        name="unmount what covers",
-        code="if libc.umount2(b'/tmp', 2) == 0: escaped('umount')",
-    ),
+    Hostile(name="unmount what covers", code="if libc.umount2(b'/tmp', 2) == 0: escaped('umount')"),
     Hostile(
         name="out of a chroot",
         code="""
@@ -264,10 +282,7 @@ for kind in ('mnt', 'net', 'user', 'pid'):
     if libc.setns(os.open(f'/proc/1/ns/{kind}', os.O_RDONLY), 0) == 0: escaped(kind)
 """,
     ),
-    Hostile(
-        name="trace pid 1",
-        code="if libc.ptrace(16, 1, 0, 0) == 0: escaped('ptrace')",
-    ),
+    Hostile(name="trace pid 1", code="if libc.ptrace(16, 1, 0, 0) == 0: escaped('ptrace')"),
     Hostile(
         name="trace a process of the host",
         code="""
@@ -276,10 +291,7 @@ if libc.ptrace(16, $VICTIM, 0, 0) == 0:
 """,
         open="perhaps",
     ),
-    Hostile(
-        name="read the memory of pid 1",
-        code="open('/proc/1/mem', 'r+b'); escaped('memory')",
-    ),
+    Hostile(name="read the memory of pid 1", code="open('/proc/1/mem', 'r+b'); escaped('memory')"),
     Hostile(name="become root", code="os.setresuid(0, 0, 0); escaped('uid 0')", open="root"),
     Hostile(name="change the group", code="os.setgroups([0]); escaped('groups')", open="root"),
     Hostile(
@@ -301,7 +313,11 @@ if lines['NoNewPrivs'].strip() != '1' or lines['Seccomp'].strip() == '0': escape
         open="root",
     ),
     refused("bpf", (321, 280), "0, 0, 0"),
-    refused("perf_event_open", (298, 241), "ctypes.create_string_buffer(b'\\1\\0\\0\\0\\160', 112), 0, -1, -1, 0"),
+    refused(
+        "perf_event_open",
+        (298, 241),
+        "ctypes.create_string_buffer(b'\\1\\0\\0\\0\\160', 112), 0, -1, -1, 0",
+    ),
     refused("io_uring_setup", (425, 425), "4, ctypes.create_string_buffer(120)", open="perhaps"),
     refused("userfaultfd", (323, 282), "1", open="perhaps"),
     refused("add_key", (248, 217), "b'user', b'x', b'y', 1, -2"),
@@ -323,8 +339,15 @@ while ') Z' not in open('/proc/$VICTIM/stat').read(): time.sleep(0.01)
     Hostile(name="signal the parent", code="os.kill($PARENT, 0); escaped('parent')", open="any"),
     Hostile(name="signal everyone", code="os.kill(-1, 9)", stops=("exit", "signal")),
     Hostile(name="signal its group", code="os.killpg(0, 9)", stops=("signal",)),
-    Hostile(name="kill pid 1", code="os.kill(1, 9); os.kill(1, 19); time.sleep(0.05); os.kill(1, 15)"),
-    Hostile(name="stop itself", code="os.kill(os.getpid(), signal.SIGSTOP)", stops=("timeout",), limits=QUICK),
+    Hostile(
+        name="kill pid 1", code="os.kill(1, 9); os.kill(1, 19); time.sleep(0.05); os.kill(1, 15)"
+    ),
+    Hostile(
+        name="stop itself",
+        code="os.kill(os.getpid(), signal.SIGSTOP)",
+        stops=("timeout",),
+        limits=QUICK,
+    ),
     Hostile(
         name="ignore every signal",
         code="""
@@ -338,7 +361,9 @@ while True: time.sleep(1)
     ),
 ]
 
-SPAWN = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(30)', '$TOKEN'], {how})"
+SPAWN = (
+    "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(30)', '$TOKEN'], {how})"
+)
 RESOURCES = [
     Hostile(
         name="fork bomb",
@@ -417,7 +442,12 @@ while True: pass
         stops=("timeout",),
         limits=QUICK,
     ),
-    Hostile(name="memory bomb", code="held = [bytearray(2**24) for _ in range(10**6)]", stops=("memory",), limits=SMALL),
+    Hostile(
+        name="memory bomb",
+        code="held = [bytearray(2**24) for _ in range(10**6)]",
+        stops=("memory",),
+        limits=SMALL,
+    ),
     Hostile(
         name="memory bomb in many processes",
         code="""
@@ -488,16 +518,8 @@ escaped('files')
         stops=("memory",),
         limits=Limits(wall_s=60.0, cpu_s=60),
     ),
-    Hostile(
-        name="flood stdout",
-        code="while True: print('x' * 10**5)",
-        stops=("output",),
-    ),
-    Hostile(
-        name="flood stderr",
-        code="while True: os.write(2, b'x' * 10**5)",
-        stops=("output",),
-    ),
+    Hostile(name="flood stdout", code="while True: print('x' * 10**5)", stops=("output",)),
+    Hostile(name="flood stderr", code="while True: os.write(2, b'x' * 10**5)", stops=("output",)),
     Hostile(
         name="flood from a child",
         code="""
@@ -519,7 +541,12 @@ for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, r
         open="",
     ),
     Hostile(name="raise its priority", code="os.nice(-5); escaped('nice')", open="perhaps"),
-    Hostile(name="a huge number", code="sys.set_int_max_str_digits(0); print(9**9**9)", stops=("timeout",), limits=QUICK),
+    Hostile(
+        name="a huge number",
+        code="sys.set_int_max_str_digits(0); print(9**9**9)",
+        stops=("timeout",),
+        limits=QUICK,
+    ),
     Hostile(
         name="recurse without end",
         code="sys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
@@ -528,7 +555,9 @@ for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, r
     ),
     Hostile(name="crash", code="ctypes.string_at(0)", stops=("signal",)),
     Hostile(name="pretend to be killed", code="os._exit(137)", stops=("signal",)),
-    Hostile(name="write what is not text", code="os.write(1, bytes(range(256)) * 10)", stops=("exit",)),
+    Hostile(
+        name="write what is not text", code="os.write(1, bytes(range(256)) * 10)", stops=("exit",)
+    ),
     Hostile(
         name="delete the program",
         code="""
@@ -547,6 +576,6 @@ while True:
         stops=("exit", "timeout"),
         limits=QUICK,
     ),
-]  # fmt: skip
+]
 
 ESCAPES = [*READING, *WRITING, *NETWORK, *KERNEL, *SIGNALS, *RESOURCES]

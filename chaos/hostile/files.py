@@ -1,6 +1,8 @@
-"""Files from elsewhere that mean harm, or are broken: model directories, run folders, recipes, data and templates.
+"""Files from elsewhere that mean harm, or are broken: model directories, run folders, recipes, data
+and templates.
 
-A corpus is a table of (name -> what makes it of a good one). It knows nothing of pytest, nor of what reads the files.
+A corpus is a table of (name -> what makes it of a good one). It knows nothing of pytest, nor of
+what reads the files.
 """
 
 import hashlib
@@ -34,7 +36,9 @@ def changed(file, **values):
 
     def change(folder):
         content = json.loads((folder / file).read_text())
-        content = {name: value for name, value in {**content, **values}.items() if value is not None}
+        content = {
+            name: value for name, value in {**content, **values}.items() if value is not None
+        }
         (folder / file).write_text(json.dumps(content))
 
     return change
@@ -99,7 +103,9 @@ def sharded(shard):
     def make(folder):
         (folder / "model.safetensors").rename(folder / "weights")
         names = {"model.norm.weight": shard, "lm_head.weight": shard}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": names})
+        )
 
     return make
 
@@ -114,17 +120,23 @@ def pickled(folder):
     """Replace the weights by a pickle that would write a file beside itself."""
     (folder / "model.safetensors").unlink()
     code = f"open({str(folder / 'ran')!r}, 'w').write('')"
-    (folder / "pytorch_model.bin").write_bytes(b"cbuiltins\nexec\n(S" + repr(code).encode() + b"\ntR.")
+    (folder / "pytorch_model.bin").write_bytes(
+        b"cbuiltins\nexec\n(S" + repr(code).encode() + b"\ntR."
+    )
 
 
 def remote_code(folder):
-    """Python files that the config and the tokenizer name; each leaves a witness when it is imported."""
+    """Python files that the config and the tokenizer name; each leaves a witness when it is
+    imported."""
     for name in ("configuration_x", "modeling_x", "tokenization_x"):
         (folder / f"{name}.py").write_text(WITNESS.format(witness=str(folder.parent / "ran")))
     config(
         model_type="x_of_elsewhere",
         architectures=["X"],
-        auto_map={"AutoConfig": "configuration_x.Config", "AutoModelForCausalLM": "modeling_x.Model"},
+        auto_map={
+            "AutoConfig": "configuration_x.Config",
+            "AutoModelForCausalLM": "modeling_x.Model",
+        },
     )(folder)
     changed(
         "tokenizer_config.json",
@@ -154,7 +166,9 @@ MODELS = {
     "config a directory": folder_as("config.json"),
     "config a dangling link": linked("config.json", "nowhere"),
     "config a pipe": fifo_as("config.json"),
-    "config of 20 MB": written("config.json", json.dumps({"model_type": "llama", "a": "x" * 20_000_000})),
+    "config of 20 MB": written(
+        "config.json", json.dumps({"model_type": "llama", "a": "x" * 20_000_000})
+    ),
     "model type a list": config(model_type=["llama"]),
     "0 heads": config(num_attention_heads=0),
     "0 key/value heads": config(num_key_value_heads=0),
@@ -177,7 +191,9 @@ MODELS = {
     "rope of type list": config(rope_parameters={"rope_type": ["default"]}),
     "rope theta text": config(rope_parameters={"rope_type": "default", "rope_theta": "abc"}),
     "rope without factor": config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-    "rope factor 0": config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0}),
+    "rope factor 0": config(
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0}
+    ),
     "rope for layer types": config(rope_parameters={"full_attention": {"rope_type": "default"}}),
     "labels a number": config(id2label=7),
     "layer types too few": config(model_type="qwen2", layer_types=["full_attention"]),
@@ -188,34 +204,52 @@ MODELS = {
     "weights a directory": folder_as("model.safetensors"),
     "weights a pipe": fifo_as("model.safetensors"),
     "weights a dangling link": linked("model.safetensors", "nowhere"),
-    "weights with a header of 2^63": written("model.safetensors", (2**63).to_bytes(8, "little") + b"{}"),
+    "weights with a header of 2^63": written(
+        "model.safetensors", (2**63).to_bytes(8, "little") + b"{}"
+    ),
     "weights with a header of brackets": written(
         "model.safetensors", len(BRACKETS).to_bytes(8, "little") + BRACKETS.encode()
     ),
-    "weights with a header that is no object": written("model.safetensors", (2).to_bytes(8, "little") + b"[]"),
-    "weights that claim 10^30 numbers": header(a={"dtype": "F32", "shape": [10**15, 10**15], "data_offsets": [0, 4]}),
-    "weights of a negative shape": header(a={"dtype": "F32", "shape": [-1, 5], "data_offsets": [0, 4]}),
+    "weights with a header that is no object": written(
+        "model.safetensors", (2).to_bytes(8, "little") + b"[]"
+    ),
+    "weights that claim 10^30 numbers": header(
+        a={"dtype": "F32", "shape": [10**15, 10**15], "data_offsets": [0, 4]}
+    ),
+    "weights of a negative shape": header(
+        a={"dtype": "F32", "shape": [-1, 5], "data_offsets": [0, 4]}
+    ),
     "weights of no shape": header(a={"dtype": "F32"}),
     "an index that leaves the directory": sharded("../weights"),
     "an index of another directory": sharded("/etc/passwd"),
     "an index of what is not there": sharded("nowhere.safetensors"),
     "an index of pickles": sharded("weights"),
     "an index of numbers": sharded(5),
-    "an index of brackets": together(sharded("x"), written("model.safetensors.index.json", BRACKETS)),
+    "an index of brackets": together(
+        sharded("x"), written("model.safetensors.index.json", BRACKETS)
+    ),
     "an index without a map": together(sharded("x"), written("model.safetensors.index.json", "{}")),
     "tokenizer of brackets": written("tokenizer.json", BRACKETS),
     "tokenizer a directory": folder_as("tokenizer.json"),
     "tokenizer empty": written("tokenizer.json", ""),
     "tokenizer config of brackets": written("tokenizer_config.json", BRACKETS),
     "tokenizer config a list": written("tokenizer_config.json", "[]"),
-    "tokenizer of added tokens that are none": changed("tokenizer_config.json", added_tokens_decoder={"a": 5}),
+    "tokenizer of added tokens that are none": changed(
+        "tokenizer_config.json", added_tokens_decoder={"a": 5}
+    ),
     "tokenizer with a number as end": changed("tokenizer_config.json", eos_token=5),
     "generation config of brackets": written("generation_config.json", BRACKETS),
     "generation config a list": written("generation_config.json", "[]"),
-    "generation config with an end that is none": written("generation_config.json", '{"eos_token_id": {"a": 1}}'),
-    "generation config with ends of text": written("generation_config.json", '{"eos_token_id": ["a"]}'),
+    "generation config with an end that is none": written(
+        "generation_config.json", '{"eos_token_id": {"a": 1}}'
+    ),
+    "generation config with ends of text": written(
+        "generation_config.json", '{"eos_token_id": ["a"]}'
+    ),
     "chat template of parentheses": written("chat_template.jinja", "{{ " + "(" * 50_000 + " }}"),
-    "chat template of blocks": written("chat_template.jinja", "{% if 1 %}" * 200 + "{% endif %}" * 200),
+    "chat template of blocks": written(
+        "chat_template.jinja", "{% if 1 %}" * 200 + "{% endif %}" * 200
+    ),
     "chat template not UTF-8": written("chat_template.jinja", b"\xff\xfe"),
 }
 
@@ -295,21 +329,35 @@ GOES_ON = {  # the run goes on from the step, told where that is not the newest
     "manifest a pipe": (fifo_as(f"{NEWEST}/manifest.json"), 1),
     "manifest without files": (manifest(2, lambda body: body.pop("files")), 1),
     "manifest without a step": (manifest(2, lambda body: body.pop("step")), 1),
-    "manifest of files elsewhere": (manifest(2, lambda body: body["files"].update({"../../run.json": {}})), 1),
-    "manifest of files without hashes": (manifest(2, lambda body: body["files"].update({"a": 5})), 1),
+    "manifest of files elsewhere": (
+        manifest(2, lambda body: body["files"].update({"../../run.json": {}})),
+        1,
+    ),
+    "manifest of files without hashes": (
+        manifest(2, lambda body: body["files"].update({"a": 5})),
+        1,
+    ),
     "weights a pipe": (fifo_as(f"{NEWEST}/policy.safetensors"), 1),
     "weights a dangling link": (linked(f"{NEWEST}/policy.safetensors", "nowhere"), 1),
     "a checkpoint that is a file": (written("checkpoints/step_000009", "x"), 2),
-    "an unfinished checkpoint that is a link": (linked("checkpoints/.tmp-step_000003", "../../precious-folder"), 2),
+    "an unfinished checkpoint that is a link": (
+        linked("checkpoints/.tmp-step_000003", "../../precious-folder"),
+        2,
+    ),
     "an unfinished checkpoint that is a file": (written("checkpoints/.tmp-step_000003", "x"), 2),
-    "a checkpoint aside that is a link": (linked("checkpoints/.aside-step_000001", "../../precious-folder"), 2),
+    "a checkpoint aside that is a link": (
+        linked("checkpoints/.aside-step_000001", "../../precious-folder"),
+        2,
+    ),
     "an unfinished config that is a link": (linked(".tmp-run.json", "../precious"), 2),
 }
 
 
 def _sealed(body):
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**body, "sha256_of_the_rest": seal}, sort_keys=True, indent=1).encode() + b"\n"
+    return (
+        json.dumps({**body, "sha256_of_the_rest": seal}, sort_keys=True, indent=1).encode() + b"\n"
+    )
 
 
 RECIPES = {  # name -> (TOML, what is given on the command line)
@@ -335,11 +383,15 @@ RECIPES = {  # name -> (TOML, what is given on the command line)
 }
 
 
-DELTA = {"use_dictionary": False, "column_encoding": {"prompt": "DELTA_BYTE_ARRAY", "answer": "PLAIN"}}
+DELTA = {
+    "use_dictionary": False,
+    "column_encoding": {"prompt": "DELTA_BYTE_ARRAY", "answer": "PLAIN"},
+}
 
 
 def parquet(options=None, **columns):
-    """A Parquet file; a column that is a list of one text a thousand times takes the room of one."""
+    """A Parquet file; a column that is a list of one text a thousand times takes the room of
+    one."""
 
     def make(path):
         pq.write_table(pa.table(columns), path, compression="zstd", **(options or {}))
@@ -348,7 +400,9 @@ def parquet(options=None, **columns):
 
 
 def text_file(content):
-    return lambda path: path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return lambda path: path.write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
 
 
 def twice(path):
@@ -388,7 +442,11 @@ DATA = {  # name -> (suffix, what makes it, what is said)
     ),
     "1 GB of texts of one length": (
         ".parquet",
-        parquet(prompt=["1"] * 1000, answer=["2"] * 1000, more=pa.array([b"x" * 2**20] * 1000, pa.binary(2**20))),
+        parquet(
+            prompt=["1"] * 1000,
+            answer=["2"] * 1000,
+            more=pa.array([b"x" * 2**20] * 1000, pa.binary(2**20)),
+        ),
         "become more than",
     ),
     "half a billion numbers in a Parquet of some KiB": (
@@ -399,7 +457,11 @@ DATA = {  # name -> (suffix, what makes it, what is said)
     "a column twice in Parquet": (".parquet", twice, "two columns 'answer'"),
     "Parquet of nothing": (".parquet", text_file(b""), "Parquet"),
     "Parquet of a header": (".parquet", text_file(b"PAR1" + b"\xff" * 64 + b"PAR1"), "Parquet"),
-    "a column twice in CSV": (".csv", text_file("prompt,answer,answer\n1,2,3\n"), "a different name for every column"),
+    "a column twice in CSV": (
+        ".csv",
+        text_file("prompt,answer,answer\n1,2,3\n"),
+        "a different name for every column",
+    ),
     "a key twice in JSON": (
         ".jsonl",
         text_file(ROW + '\n{"prompt": "1", "answer": "2", "answer": "3"}\n'),
@@ -407,7 +469,9 @@ DATA = {  # name -> (suffix, what makes it, what is said)
     ),
     "a key twice deep in JSON": (
         ".jsonl",
-        text_file('{"prompt": [{"role": "user", "content": "a", "content": "b"}], "answer": "3"}\n'),
+        text_file(
+            '{"prompt": [{"role": "user", "content": "a", "content": "b"}], "answer": "3"}\n'
+        ),
         'content" twice',
     ),
     "a key twice beside infinity": (
@@ -421,7 +485,9 @@ DATA = {  # name -> (suffix, what makes it, what is said)
 
 
 BIG = "{% set b = 'x' * 4000000 %}"
-DOUBLING = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+DOUBLING = (
+    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+)
 TWINS = "{% set a = [1] %}{% set b = [1] %}" + "{% set a = [a, a] %}{% set b = [b, b] %}" * 40
 MILLIONS = "{% for a in range(99999) %}{% for b in range(99999) %}CODE{% endfor %}{% endfor %}"
 
@@ -437,7 +503,8 @@ TEMPLATES = {
     "replace of nothing": BIG + "{{ b.replace('', b) | length }}",
     "the filter replace": BIG + "{{ b | replace('x', b) | length }}",
     "join": BIG + "{{ b.join(b) | length }}",
-    "join of a generator": BIG + "{{ 'x'.join(range(99999) | map('string') | map('center', 4000)) | length }}",
+    "join of a generator": BIG
+    + "{{ 'x'.join(range(99999) | map('string') | map('center', 4000)) | length }}",
     "the filter join": BIG + "{{ b | join(b) | length }}",
     "the filter join of a list": BIG + "{{ range(9999) | join(b) | length }}",
     "translate": BIG + "{{ b.translate({120: b}) | length }}",
@@ -468,9 +535,12 @@ TEMPLATES = {
     "lists that double and are looked for": TWINS + "{{ a in [b] }}",
     "lists that double in a test": TWINS + "{{ a is eq(b) }}",
     "tuples that double as a key": TWINS.replace("[", "(").replace("]", ",)") + "{{ {}[a] }}",
-    "views that double": "{% set a = {'x': 1} %}" + "{% set a = {'x': a.items(), 'y': a.items()} %}" * 40 + "{{ a }}",
+    "views that double": "{% set a = {'x': 1} %}"
+    + "{% set a = {'x': a.items(), 'y': a.items()} %}" * 40
+    + "{{ a }}",
     "expandtabs by name": "{{ '\\t'.expandtabs(tabsize=10**9) | length }}",
-    "division of a number of 16 million bits": BIG.replace("x", "f") + "{{ (b | int(base=16)) // 3 }}",
+    "division of a number of 16 million bits": BIG.replace("x", "f")
+    + "{{ (b | int(base=16)) // 3 }}",
     "the filter trim": "{{ ('a' * 4000000) | trim('b' * 3999999 ~ 'a') }}",
     "arguments that double": "{% macro m() %}{{ m(varargs, varargs) }}{% endmacro %}{{ m(1) }}",
     "a namespace in itself": "{% set n = namespace() %}{% set n.x = [n] %}{{ n.x }}",
@@ -478,7 +548,8 @@ TEMPLATES = {
     "a list in a list in a list": "{% set n = namespace(x=1) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}"
     "{{ n.x }}",
     "JSON with an indent": "{{ [1] | tojson(indent=10**9) | length }}",
-    "JSON with long separators": BIG + "{{ (range(9999) | list) | tojson(separators=(b, b)) | length }}",
+    "JSON with long separators": BIG
+    + "{{ (range(9999) | list) | tojson(separators=(b, b)) | length }}",
     "deep JSON with an indent": "{% set n = namespace(x=range(9999) | list) %}{% for i in range(400) %}{% set n.x = [n.x] %}"
     "{% endfor %}{{ n.x | tojson(indent=100) | length }}",
     "lipsum": "{{ lipsum(n=10**7) | length }}",

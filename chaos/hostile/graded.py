@@ -19,15 +19,22 @@ class Graded:
 
 
 def _graded():
-    for task in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["task"]:
+    for task in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))[
+        "task"
+    ]:
         columns = {
-            key: json.loads(held["json"]) if isinstance(held, dict) else held for key, held in task["columns"].items()
+            key: json.loads(held["json"]) if isinstance(held, dict) else held
+            for key, held in task["columns"].items()
         }
         chat = ({"role": "user", "content": task.get("text", "Write the program.")},)
         for kind in ("honest", "cheats"):
             for name, program in task[kind].items():
-                problem = Problem(uid=f"{task['form']}/{name}", messages=chat, answer="", metadata=columns)
-                yield Graded(name=problem.uid, honest=kind == "honest", program=program, problem=problem)
+                problem = Problem(
+                    uid=f"{task['form']}/{name}", messages=chat, answer="", metadata=columns
+                )
+                yield Graded(
+                    name=problem.uid, honest=kind == "honest", program=program, problem=problem
+                )
 
 
 GRADED = list(_graded())

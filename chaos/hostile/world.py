@@ -1,7 +1,9 @@
-"""A host worth attacking: a secret file, a secret in the environment, listeners, a process that can be killed.
+"""A host worth attacking: a secret file, a secret in the environment, listeners, a process that can
+be killed.
 
-A hostile program prints WITNESS when it begins, and ESCAPED where it got what it must not get; the world sees what it
-did behind its back. It knows nothing of pytest, so that benchmarks/sandbox.py runs the same corpus.
+A hostile program prints WITNESS when it begins, and ESCAPED where it got what it must not get; the
+world sees what it did behind its back. It knows nothing of pytest, so that benchmarks/sandbox.py
+runs the same corpus.
 """
 
 import os
@@ -18,7 +20,8 @@ from pathlib import Path
 
 from tandem.runtime.sandbox import Limits
 
-LIMITS = Limits(wall_s=60.0, cpu_s=10)  # nothing that ends by itself comes near, however busy the machine is
+# nothing that ends by itself comes near, however busy the machine is
+LIMITS = Limits(wall_s=60.0, cpu_s=10)
 ROOT = Path(__file__).parent.parent.parent
 MODULES = ("ctypes", "os", "signal", "socket", "subprocess", "sys", "threading", "time")
 PRELUDE = """
@@ -34,7 +37,9 @@ class Hostile:
     name: str
     code: str  # $SECRET, $TCP ... stand for what the world has
     stops: tuple[str, ...] = ("exit", "signal")  # the stop reasons that are right for it
-    open: str = ""  # without a sandbox it gets through: for "any" user, as "root", "perhaps"; "": not to be tried there
+    # without a sandbox it gets through: for "any" user, as "root", "perhaps"; "": not to be tried
+    # there
+    open: str = ""
     limits: Limits = LIMITS
 
 
@@ -51,7 +56,9 @@ class World:
 
     def __enter__(self):
         self.stack = ExitStack()
-        self.home = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-hostile-")))
+        self.home = Path(
+            self.stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-hostile-"))
+        )
         self.token = f"token{os.getpid()}x{time.monotonic_ns()}"
         (self.home / "secret").write_text(self.token)
         self.tcp = self._listener(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0))
@@ -75,24 +82,37 @@ class World:
 
     def _sleeper(self):
         env = {**os.environ, "TANDEM_SECRET": self.token}
-        return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)", "victim"], env=env)
+        return subprocess.Popen(
+            [sys.executable, "-S", "-c", "import time; time.sleep(600)", "victim"], env=env
+        )
 
     def fill(self, code):
         values = {
-            "$SECRET": str(self.home / "secret"), "$HOME": str(Path.home()), "$REPOSITORY": str(ROOT),
-            "$WORLD": str(self.home), "$TOKEN": self.token, "$TCP": str(self.tcp.getsockname()[1]),
-            "$UDP": str(self.udp.getsockname()[1]), "$VICTIM": str(self.victim.pid), "$PARENT": str(os.getpid()),
-        }  # fmt: skip
+            "$SECRET": str(self.home / "secret"),
+            "$HOME": str(Path.home()),
+            "$REPOSITORY": str(ROOT),
+            "$WORLD": str(self.home),
+            "$TOKEN": self.token,
+            "$TCP": str(self.tcp.getsockname()[1]),
+            "$UDP": str(self.udp.getsockname()[1]),
+            "$VICTIM": str(self.victim.pid),
+            "$PARENT": str(os.getpid()),
+        }
         for name, value in values.items():
             code = code.replace(name, value)
-        imports = [name for name in MODULES if f"{name}." in code or (name == "ctypes" and "libc." in code)]
+        imports = [
+            name for name in MODULES if f"{name}." in code or (name == "ctypes" and "libc." in code)
+        ]
         libc = "libc = ctypes.CDLL(None, use_errno=True)\n" if "libc." in code else ""
         return f"import {', '.join(['os', *imports])}\n{libc}{PRELUDE}{code}"
 
     def attack(self, sandbox, hostile):
-        """Run it; the listeners, the victim, the folder and the process table are looked at afterwards."""
+        """Run it; the listeners, the victim, the folder and the process table are looked at
+        afterwards."""
         result = sandbox.run(
-            ["python", "main.py", self.token], files={"main.py": self.fill(hostile.code)}, limits=hostile.limits
+            ["python", "main.py", self.token],
+            files={"main.py": self.fill(hostile.code)},
+            limits=hostile.limits,
         )
         said = [line for line in result.stdout.splitlines() if line.startswith("ESCAPED")]
         return Outcome(
@@ -111,7 +131,8 @@ class World:
             seen.append(f"wrote {left}")
             (self.home / left).unlink()
         seen += ["a process that survived"] * len(self.survivors())
-        while left := self.survivors():  # until they are gone: the next attack is not to be blamed for them
+        # until they are gone: the next attack is not to be blamed for them
+        while left := self.survivors():
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -133,6 +154,9 @@ class World:
         found = []
         for name in os.listdir("/proc"):
             with suppress(OSError):
-                if name.isdigit() and self.token.encode() in Path("/proc", name, "cmdline").read_bytes():
+                if (
+                    name.isdigit()
+                    and self.token.encode() in Path("/proc", name, "cmdline").read_bytes()
+                ):
                     found.append(int(name))
         return found

@@ -1,9 +1,11 @@
-"""An agent: any program that speaks the OpenAI API, here one that answers, and is made to check its answer."""
+"""An agent: any program that speaks the OpenAI API, here one that answers, and is made to check its
+answer."""
 
 import openai
 
 
-def run(problem, base_url, api_key):  # env.name = "agent", env.options.run = "examples/environments/agent.py:run"
+# env.name = "agent", env.options.run = "examples/environments/agent.py:run"
+def run(problem, base_url, api_key):
     chat, right = list(problem.messages), []
     with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=None) as api:
         for question in ("Check that. What is the answer?", ""):

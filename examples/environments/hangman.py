@@ -1,4 +1,5 @@
-"""An environment: a letter a turn, until the word (the problem's answer) is found or there were too many misses."""
+"""An environment: a letter a turn, until the word (the problem's answer) is found or there were too
+many misses."""
 
 from tandem.types import Env, Observation
 

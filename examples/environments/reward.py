@@ -1,6 +1,8 @@
-"""A reward: 1 if the completion ends with the answer, less for every character. `reward = ".../reward.py:score"`"""
+"""A reward: 1 if the completion ends with the answer, less for every character. `reward =
+".../reward.py:score"`"""
 
 
 def score(problem, completion):
-    right = completion.rstrip(" .").split()[-1:] == [problem.answer]  # with `in`, 17 would be paid where 7 is right
+    # with `in`, 17 would be paid where 7 is right
+    right = completion.rstrip(" .").split()[-1:] == [problem.answer]
     return float(right) - 0.001 * len(completion)

@@ -1,4 +1,5 @@
-"""A tool task: buy a list of things with the right money. Prices and list are the problem's metadata."""
+"""A tool task: buy a list of things with the right money. Prices and list are the problem's
+metadata."""
 
 from dataclasses import replace
 
@@ -33,4 +34,6 @@ class Shop(ToolEnv):  # env = "examples/environments/shop.py:Shop", reward = "en
 
     async def step(self, text):
         answer = await super().step(text)
-        return replace(answer, done=answer.done or self.paid > 0, reward=float(self.paid == self.due))
+        return replace(
+            answer, done=answer.done or self.paid > 0, reward=float(self.paid == self.due)
+        )

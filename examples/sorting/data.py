@@ -1,4 +1,5 @@
-"""Words of four letters to sort, and chats of somebody who sorts half of them carelessly, for a warm start."""
+"""Words of four letters to sort, and chats of somebody who sorts half of them carelessly, for a
+warm start."""
 
 import json
 import random
@@ -26,5 +27,8 @@ write("problems.jsonl", problems[:400])
 write("held_out.jsonl", problems[400:])
 write(
     "chats.jsonl",
-    [{"prompt": f"sort {word}", "response": draw.choice([answer, careless])(word)} for word in words[464:]],
+    [
+        {"prompt": f"sort {word}", "response": draw.choice([answer, careless])(word)}
+        for word in words[464:]
+    ],
 )

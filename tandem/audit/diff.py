@@ -1,10 +1,12 @@
-"""Where two runs part: the first step, and in it the first episode and token, or the first number of learning.
+"""Where two runs part: the first step, and in it the first episode and token, or the first number
+of learning.
 
     config.toml, inputs     what was asked of them; told, not judged
     ledger.jsonl            weights; and whether the files of each run are still those that it wrote
     episodes/, metrics      of the first step where they are not: who, where, both values
 
-Reads two run folders, also of runs in progress and of different length. It does not know why: `tandem why` and `replay` do.
+Reads two run folders, also of runs in progress and of different length. It does not know why:
+`tandem why` and `replay` do.
 
     tandem diff runs/a runs/b
 """
@@ -23,11 +25,25 @@ from tandem.runtime.errors import UserError
 from tandem.types import Array, Episode, Group
 
 _ARRAYS = {
-    "tokens": "token", "loss_mask": "sampled or read", "weight_versions": "weight version", "engine_logprobs": "log-prob",
+    "tokens": "token",
+    "loss_mask": "sampled or read",
+    "weight_versions": "weight version",
+    "engine_logprobs": "log-prob",
     "penalties": "penalty",
-}  # fmt: skip
-_OTHERS = ("num_prompt_tokens", "opening", "tools", "messages", "stop_reason", "given", "env_error", "masked", "reward",
-           "reward_parts", "reward_error")  # fmt: skip
+}
+_OTHERS = (
+    "num_prompt_tokens",
+    "opening",
+    "tools",
+    "messages",
+    "stop_reason",
+    "given",
+    "env_error",
+    "masked",
+    "reward",
+    "reward_parts",
+    "reward_error",
+)
 _NONE = "none"
 
 
@@ -51,19 +67,29 @@ class Comparison:
     step: int  # where they part, else the last that both have
     parted: Parting | None
     altered: list[tuple[str, Altered]]  # what is not as a run wrote it, of run "A" or "B"
-    other_bytes: list[int]  # steps whose files hold equal episodes in other bytes: they name the run's settings too
+    # steps whose files hold equal episodes in other bytes: they name the run's settings too
+    other_bytes: list[int]
 
 
 def compare(a: PastRun, b: PastRun) -> Comparison:
     """Raises UserError where there is no step to compare, or a file of one is damaged."""
     both = sorted(set(a.metrics) & set(b.metrics))
     if not both:
-        raise UserError("there is nothing to compare yet", where=f"{a.folder}, {b.folder}", found="no step that both have ended",
-                        expected="a row in both of metrics.jsonl", next="wait for them")  # fmt: skip
+        raise UserError(
+            "there is nothing to compare yet",
+            where=f"{a.folder}, {b.folder}",
+            found="no step that both have ended",
+            expected="a row in both of metrics.jsonl",
+            next="wait for them",
+        )
     other_bytes: list[int] = []
     parted, step = None, both[-1]
     for step in both:
-        parted = _episodes_part(a, b, step, other_bytes) or _metrics_part(a, b, step) or _weights_part(a, b, step)
+        parted = (
+            _episodes_part(a, b, step, other_bytes)
+            or _metrics_part(a, b, step)
+            or _weights_part(a, b, step)
+        )
         if parted:
             break
     else:  # an evaluation leaves nothing to the steps after it
@@ -71,54 +97,76 @@ def compare(a: PastRun, b: PastRun) -> Comparison:
             if parted := _evaluations_part(a, b, step):
                 break
     return Comparison(
-        config=_changes(_leaves(a), _leaves(b)), inputs=_changes(a.inputs() or b.inputs() or {}, b.inputs() or a.inputs() or {}),
-        steps=sum(0 < s <= step for s in both), last=(max(a.metrics), max(b.metrics)),
-        step=step, parted=parted, other_bytes=other_bytes,
+        config=_changes(_leaves(a), _leaves(b)),
+        inputs=_changes(a.inputs() or b.inputs() or {}, b.inputs() or a.inputs() or {}),
+        steps=sum(0 < s <= step for s in both),
+        last=(max(a.metrics), max(b.metrics)),
+        step=step,
+        parted=parted,
+        other_bytes=other_bytes,
         altered=[
             (name, one)
             for name, past in (("A", a), ("B", b))
             for one in altered(past.folder, both[-1])
-            if one.found or not one.what.startswith("episodes/")  # of episodes that are gone the hash is left
+            # of episodes that are gone the hash is left
+            if one.found or not one.what.startswith("episodes/")
         ],
-    )  # fmt: skip
+    )
 
 
 def _leaves(past: PastRun) -> dict[str, Any]:
     """Where the runs lie is no difference."""
     config: Config = past.config
     tree = {
-        f"{section}.{name}": value for section, fields in config.model_dump().items() for name, value in fields.items()
+        f"{section}.{name}": value
+        for section, fields in config.model_dump().items()
+        for name, value in fields.items()
     }
-    return {"command": past.command, **{key: value for key, value in tree.items() if key != "run.folder"}}
+    return {
+        "command": past.command,
+        **{key: value for key, value in tree.items() if key != "run.folder"},
+    }
 
 
 def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[Parting]:
     return [
-        Parting(what=key, a=repr(a[key]) if key in a else _NONE, b=repr(b[key]) if key in b else _NONE)
+        Parting(
+            what=key, a=repr(a[key]) if key in a else _NONE, b=repr(b[key]) if key in b else _NONE
+        )
         for key in {**a, **b}
         if key not in a or key not in b or a[key] != b[key]
     ]
 
 
-# One step -------------------------------------------------------------------------------------------------------------
+# One step
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _weights_part(a: PastRun, b: PastRun, step: int) -> Parting | None:
     pair = [str(past.ledger[step]["weights"]) if step in past.ledger else "" for past in (a, b)]
     if "" in pair or pair[0] == pair[1]:
         return None
-    return Parting(what="weights after the step" if step else "starting weights", a=pair[0], b=pair[1])
+    return Parting(
+        what="weights after the step" if step else "starting weights", a=pair[0], b=pair[1]
+    )
 
 
 def _metrics_part(a: PastRun, b: PastRun, step: int) -> Parting | None:
     """The first metric of the step itself."""
-    return _rows_part(*({k: v for k, v in past.metrics[step].items() if not k.startswith("eval/")} for past in (a, b)))
+    return _rows_part(
+        *(
+            {k: v for k, v in past.metrics[step].items() if not k.startswith("eval/")}
+            for past in (a, b)
+        )
+    )
 
 
 def _evaluations_part(a: PastRun, b: PastRun, step: int) -> Parting | None:
     """Of evaluations, which need not fall on the same steps, what both have."""
     x, y = a.metrics[step], b.metrics[step]
-    return _rows_part(*({k: row[k] for k in x if k.startswith("eval/") and k in y} for row in (x, y)))
+    return _rows_part(
+        *({k: row[k] for k in x if k.startswith("eval/") and k in y} for row in (x, y))
+    )
 
 
 def _rows_part(x: dict[str, Any], y: dict[str, Any]) -> Parting | None:
@@ -126,7 +174,8 @@ def _rows_part(x: dict[str, Any], y: dict[str, Any]) -> Parting | None:
 
 
 def _episodes_part(a: PastRun, b: PastRun, step: int, other_bytes: list[int]) -> Parting | None:
-    """The first episode, and what of it; None where the files, or all that they say of episodes, are equal."""
+    """The first episode, and what of it; None where the files, or all that they say of episodes,
+    are equal."""
     hashes = [_journal_hash(past, step) for past in (a, b)]
     if hashes[0] == hashes[1]:
         return None
@@ -153,7 +202,9 @@ def groups_part(a: Sequence[Group], b: Sequence[Group]) -> Parting | None:
             return Parting(what=f"problem of group {number}", a=names[0], b=names[1])
         for mine, other in zip_longest(x.episodes, y.episodes):
             if mine is None or other is None:
-                return Parting(what=f"episodes of {names[0]}", a=str(len(x.episodes)), b=str(len(y.episodes)))
+                return Parting(
+                    what=f"episodes of {names[0]}", a=str(len(x.episodes)), b=str(len(y.episodes))
+                )
             if parted := episode_part(mine, other):
                 return parted
         if x.outcome != y.outcome:

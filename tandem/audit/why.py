@@ -3,8 +3,8 @@
     episodes/train_step_*.parquet --> who sampled it, how it ended, what it was paid, which step trained it or why none did
     audit/replay.py, watching            --> advantage, ratio, clipping and weight of each token in the last update on it
 
-An episode is named STEP:UID:SAMPLE, the columns `step`, `uid` and `sample_index` of the journal, or by its `key` where a step
-has a problem twice. It does not judge: that is `tandem replay`.
+An episode is named STEP:UID:SAMPLE, the columns `step`, `uid` and `sample_index` of the journal, or
+by its `key` where a step has a problem twice. It does not judge: that is `tandem replay`.
 
     tandem why runs/demo --episode 12:algebra/17:3      --episode 12 lists those of step 12
 """
@@ -42,7 +42,8 @@ class Token:
     advantage: float | None = None
     ratio: float | None = None  # policy / proximal in the last update
     clipped: bool | None = None  # in the last update
-    weight: float | None = None  # of its loss in the last update, the off-policy correction included
+    # of its loss in the last update, the off-policy correction included
+    weight: float | None = None
     masked: str = ""  # by what it carries no loss
 
 
@@ -54,7 +55,8 @@ class Found:
     row: int
     place: int
     group: Group
-    fate: list[tuple[int, str]] = field(default_factory=list)  # (step, outcome) of each file that has it, ascending
+    # (step, outcome) of each file that has it, ascending
+    fate: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def episode(self) -> Episode:
@@ -80,10 +82,13 @@ class Learned:
 
 
 def find(past: PastRun, name: str) -> list[Found]:
-    """The episodes that a name means, each once: STEP:UID:SAMPLE, or less of it, the journal's key, or a step's number for all
-    that it had. A number is read as a uid first. Raises UserError where there is none."""
+    """The episodes that a name means, each once: STEP:UID:SAMPLE, or less of it, the journal's key,
+    or a step's number for all that it had. A number is read as a uid first. Raises UserError where
+    there is none."""
     for step, uid, sample in _readings(name):
-        steps = [s for s in past.journaled() if step in (None, s) and holds(past.journal(s), "uid", uid)]
+        steps = [
+            s for s in past.journaled() if step in (None, s) and holds(past.journal(s), "uid", uid)
+        ]
         found = [f for s in steps for f in _of_file(past, s) if f.episode.uid == uid]
         if found := [f for f in found if sample is None or f.episode.sample_index == sample]:
             return list({f.episode.key: f for f in found}.values())
@@ -91,13 +96,19 @@ def find(past: PastRun, name: str) -> list[Found]:
         return _of_file(past, int(name))
     if name.isdecimal():
         steps = [s for s in past.journaled() if holds(past.journal(s), "key", int(name))]
-        if found := [f for s in steps[-1:] for f in _of_file(past, s) if f.episode.key == int(name)]:
+        if found := [
+            f for s in steps[-1:] for f in _of_file(past, s) if f.episode.key == int(name)
+        ]:
             return found
     last = past.journaled()[-1:]
     example = next((f.name for s in last for f in _of_file(past, s)), "12:algebra/17:3")
-    raise UserError("the journal has no such episode", where=str(past.episodes), found=name or "nothing",
-                    expected=f"STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. {example}",
-                    next=f"tandem why {past.folder} --episode STEP lists those of a step")  # fmt: skip
+    raise UserError(
+        "the journal has no such episode",
+        where=str(past.episodes),
+        found=name or "nothing",
+        expected=f"STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. {example}",
+        next=f"tandem why {past.folder} --episode STEP lists those of a step",
+    )
 
 
 def _readings(name: str) -> Iterator[tuple[int | None, str, int | None]]:
@@ -120,10 +131,13 @@ def _of_file(past: PastRun, step: int) -> list[Found]:
 
 
 def follow(past: PastRun, found: Found) -> Found:
-    """The same with its fate: the file of each step that had it, before and after, until one trained it or left it out."""
+    """The same with its fate: the file of each step that had it, before and after, until one
+    trained it or left it out."""
     fate = [(found.step, found.group.outcome)]
     here = found
-    while before := [f for f in _around(past, here, -1) if f.group.outcome in ("carry", "unfinished")]:
+    while before := [
+        f for f in _around(past, here, -1) if f.group.outcome in ("carry", "unfinished")
+    ]:
         here = before[0]
         fate.insert(0, (here.step, here.group.outcome))
     here = found
@@ -141,17 +155,27 @@ def _around(past: PastRun, found: Found, way: int) -> list[Found]:
     return [f for f in _of_file(past, step) if f.episode.key == found.episode.key]
 
 
-# What learning made of it ---------------------------------------------------------------------------------------------
+# What learning made of it
+# ---------------------------------------------------------------------------------------------
 
 
 def watch(past: PastRun, found: Found, report: Report) -> Learned:
-    """Replay the step that trained it and keep what its last update had of the episode; empty where none had."""
+    """Replay the step that trained it and keep what its last update had of the episode; empty where
+    none had."""
     seen = Learned()
     step = found.trained_in
     if step is None or step not in past.metrics:
         return seen
-    at = found if step == found.step else next(f for f in _of_file(past, step) if f.episode.key == found.episode.key)
-    groups = [(row, group) for row, group in enumerate(read_step(past.journal(step))) if group.outcome == "train"]
+    at = (
+        found
+        if step == found.step
+        else next(f for f in _of_file(past, step) if f.episode.key == found.episode.key)
+    )
+    groups = [
+        (row, group)
+        for row, group in enumerate(read_step(past.journal(step)))
+        if group.outcome == "train"
+    ]
     number = [row for row, _ in groups].index(at.row)
     places = start([group for _, group in groups], past.config).places
     sample = places.index((number, at.place)) if (number, at.place) in places else None
@@ -169,10 +193,15 @@ def _part(columns: Columns, which: Tensor | slice) -> Columns:
     """Of some tokens, as those of one sequence."""
     reference = columns.reference
     return Columns(
-        engine=columns.engine[which], proximal=columns.proximal[which], advantages=columns.advantages[which],
-        weights=columns.weights[which], corrections=columns.corrections[which], fresh=columns.fresh[which],
-        sequences=torch.zeros_like(columns.sequences[which]), reference=None if reference is None else reference[which],
-    )  # fmt: skip
+        engine=columns.engine[which],
+        proximal=columns.proximal[which],
+        advantages=columns.advantages[which],
+        weights=columns.weights[which],
+        corrections=columns.corrections[which],
+        fresh=columns.fresh[which],
+        sequences=torch.zeros_like(columns.sequences[which]),
+        reference=None if reference is None else reference[which],
+    )
 
 
 def tokens(past: PastRun, found: Found, learned: Learned | None) -> list[Token]:
@@ -186,9 +215,12 @@ def tokens(past: PastRun, found: Found, learned: Learned | None) -> list[Token]:
         plain = Token(position=at, token=int(episode.tokens[at]), text=pieces[at], sampled=sampled)
         if sampled:
             plain = replace(
-                plain, version=int(episode.weight_versions[at]), engine_logprob=float(episode.engine_logprobs[at]),
-                penalty=float(episode.penalties[at]), **next(made),
-            )  # fmt: skip
+                plain,
+                version=int(episode.weight_versions[at]),
+                engine_logprob=float(episode.engine_logprobs[at]),
+                penalty=float(episode.penalties[at]),
+                **next(made),
+            )
         rows.append(plain)
     return rows
 
@@ -205,19 +237,28 @@ def _made_of(past: PastRun, found: Found, learned: Learned | None) -> Iterator[d
     for n in range(count):
         ratio, clipped = _ratio(rl, columns, learned.logprobs, n)
         masked = (
-            "" if weights[n] else "rl.max_logprob_error" if not columns.weights[n] else f"rl.correction={rl.correction}"
+            ""
+            if weights[n]
+            else "rl.max_logprob_error"
+            if not columns.weights[n]
+            else f"rl.correction={rl.correction}"
         )
         yield {
-            "advantage": float(columns.advantages[n]), "ratio": ratio, "clipped": clipped, "weight": float(weights[n]),
+            "advantage": float(columns.advantages[n]),
+            "ratio": ratio,
+            "clipped": clipped,
+            "weight": float(weights[n]),
             "masked": masked,
-        }  # fmt: skip
+        }
 
 
 def not_learned(past: PastRun, found: Found, learned: Learned) -> str:
     """Why no update had the episode."""
     config, episode, step = past.config, found.episode, found.trained_in
     if step is None:
-        return {"no_signal": "no signal", "carry": "waits for a step", "unfinished": "goes on"}[found.fate[-1][1]]
+        return {"no_signal": "no signal", "carry": "waits for a step", "unfinished": "goes on"}[
+            found.fate[-1][1]
+        ]
     if step not in past.metrics:
         return "the step that trains it is not made yet"
     if episode.masked:
@@ -232,7 +273,8 @@ def not_learned(past: PastRun, found: Found, learned: Learned) -> str:
 
 
 def _ratio(rl: RL, columns: Columns, logprobs: Tensor, n: int) -> tuple[float | None, bool | None]:
-    """Of one token, by the loss itself; gspo's ratio is that of the sequence, so there the others stand beside it."""
+    """Of one token, by the loss itself; gspo's ratio is that of the sequence, so there the others
+    stand beside it."""
     which = slice(None) if rl.loss == "gspo" else slice(n, n + 1)
     part = _part(columns, which)
     alone = replace(part, advantages=torch.full_like(part.advantages, float(columns.advantages[n])))

@@ -21,10 +21,15 @@ def lines(found: Comparison, a: str, b: str) -> list[str]:
     for title, partings in (("config", found.config), ("input", found.inputs)):
         told += [f"  {title} {parting.what}: A {parting.a}, B {parting.b}" for parting in partings]
     if found.other_bytes:
-        told.append(f"  note: journal files of {len(found.other_bytes)} steps hold equal episodes in different bytes")
+        told.append(
+            f"  note: journal files of {len(found.other_bytes)} steps hold equal episodes in different bytes"
+        )
     told += [f"{name} is not as it was written: {one}" for name, one in found.altered]
     if found.parted is None and found.altered:
-        return [*told, f"NOT known to be equal over {found.steps} steps: restore what is not as it was written"]
+        return [
+            *told,
+            f"NOT known to be equal over {found.steps} steps: restore what is not as it was written",
+        ]
     if found.parted is None:
         longer = "" if found.last[0] == found.last[1] else ", all that both have"
         return [*told, f"equal to the last bit over {found.steps} steps{longer}"]

@@ -1,4 +1,5 @@
-"""`tandem doctor`: is this machine fit for an exact run? Exit code 0 when every check passes, else 1."""
+"""`tandem doctor`: is this machine fit for an exact run? Exit code 0 when every check passes, else
+1."""
 
 import platform
 import shutil
@@ -33,10 +34,12 @@ def doctor() -> int:
 def _torch() -> tuple[bool, str]:
     import torch
 
-    place = "CUDA is available, but the exact engine runs on the CPU for now" if torch.cuda.is_available() else "CPU"
-    detail = (
-        f"{torch.__version__}, {torch.get_num_threads()} threads on {numerics.cores()} cores, {numerics.processor()}"
+    place = (
+        "CUDA is available, but the exact engine runs on the CPU for now"
+        if torch.cuda.is_available()
+        else "CPU"
     )
+    detail = f"{torch.__version__}, {torch.get_num_threads()} threads on {numerics.cores()} cores, {numerics.processor()}"
     return True, f"{detail}, {place}"
 
 
@@ -55,13 +58,20 @@ def _exactness() -> tuple[bool, str]:
     from tandem.model.probe import probe
 
     config = Qwen2Config(
-        vocab_size=32768, hidden_size=896, intermediate_size=4864, num_hidden_layers=1, num_attention_heads=14,
+        vocab_size=32768,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=1,
+        num_attention_heads=14,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     with torch.random.fork_rng(devices=[]):
         found = probe(make_exact(AutoModelForCausalLM.from_config(config).float()))
     if found.parity:
-        return False, f"not exact on this machine: {'; '.join(found.parity)}; set rl.correction in recipes"
+        return (
+            False,
+            f"not exact on this machine: {'; '.join(found.parity)}; set rl.correction in recipes",
+        )
     threads = (
         f"; bits depend on the thread count: {'; '.join(found.thread_dependent)}"
         if found.thread_dependent

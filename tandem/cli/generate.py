@@ -1,6 +1,7 @@
 """`tandem generate`: a generated task as a JSONL file of problems.
 
-Knows which tasks there are and where a file goes. Does not know what is in the rows; nothing of it needs torch.
+Knows which tasks there are and where a file goes. Does not know what is in the rows; nothing of it
+needs torch.
 """
 
 from pathlib import Path
@@ -15,20 +16,46 @@ REASONING, VERIFIERS = "reasoning_gym:", "verifiers:"
 
 
 def generate(
-    task: str, out: Path, *, count: int, difficulty: int | None, seed: int, split: str, weights: str, force: bool
+    task: str,
+    out: Path,
+    *,
+    count: int,
+    difficulty: int | None,
+    seed: int,
+    split: str,
+    weights: str,
+    force: bool,
 ) -> None:
-    """Write count problems of a task to out: one of TASKS, reasoning_gym:NAME,NAME with weights for them, or verifiers:ID."""
+    """Write count problems of a task to out: one of TASKS, reasoning_gym:NAME,NAME with weights for
+    them, or verifiers:ID."""
     if out.suffix != ".jsonl":
-        raise UserError("the problems are written as JSONL", where="--out", found=str(out), expected="FILE.jsonl")
+        raise UserError(
+            "the problems are written as JSONL",
+            where="--out",
+            found=str(out),
+            expected="FILE.jsonl",
+        )
     if out.exists() and not force:
-        raise UserError("the file exists", where=str(out), expected="a new file", next="add --force to replace it")
+        raise UserError(
+            "the file exists",
+            where=str(out),
+            expected="a new file",
+            next="add --force to replace it",
+        )
     rows = _rows(task, count, difficulty, seed, split, _numbers(weights))
     if not rows:
-        raise UserError("the task has no problem of this split", where=task, found=f"split {split}", expected="one at least",
-                        next="another --difficulty, or the other --split")  # fmt: skip
+        raise UserError(
+            "the task has no problem of this split",
+            where=task,
+            found=f"split {split}",
+            expected="one at least",
+            next="another --difficulty, or the other --split",
+        )
     with disk_errors(out):
         write_rows(out, rows)
-    console.print(f"{len(rows):,} problems of {task}, split {split}, seed {seed} -> {out}", markup=False)
+    console.print(
+        f"{len(rows):,} problems of {task}, split {split}, seed {seed} -> {out}", markup=False
+    )
     if len(rows) < count:
         console.print(f"{len(rows):,} of {count:,}: {_why_fewer(task)}", markup=False)
 
@@ -41,15 +68,22 @@ def _why_fewer(task: str) -> str:
     return "there are no more new ones at this difficulty; another --difficulty may have more"
 
 
-def _rows(task: str, count: int, difficulty: int | None, seed: int, split: str, weights: list[float]) -> list[Row]:
+def _rows(
+    task: str, count: int, difficulty: int | None, seed: int, split: str, weights: list[float]
+) -> list[Row]:
     if task.startswith(REASONING):
         from tandem.tasks import reasoning_gym
 
         names = [name for name in task.removeprefix(REASONING).split(",") if name]
         return reasoning_gym.rows(names, weights, split, count, seed, difficulty)
     if weights:
-        raise UserError("weights mix the data sets of reasoning-gym", where="--weights", found=f"weights for {task}",
-                        expected="none", next="name several files in data.train, with data.weights")  # fmt: skip
+        raise UserError(
+            "weights mix the data sets of reasoning-gym",
+            where="--weights",
+            found=f"weights for {task}",
+            expected="none",
+            next="name several files in data.train, with data.weights",
+        )
     if task.startswith(VERIFIERS):
         from tandem.envs.verifiers import env
 
@@ -58,21 +92,32 @@ def _rows(task: str, count: int, difficulty: int | None, seed: int, split: str, 
     if task in TASKS:
         return task_rows(task, split, count, seed, difficulty)
     raise UserError(
-        "there is no such task", found=task, expected=f"{', '.join(TASKS)}, {REASONING}NAME,... or {VERIFIERS}ID"
+        "there is no such task",
+        found=task,
+        expected=f"{', '.join(TASKS)}, {REASONING}NAME,... or {VERIFIERS}ID",
     )
 
 
 def _refuse_draws(task: str, split: str, seed: int, difficulty: int | None) -> None:
     """What chooses among problems that are drawn has no meaning where a list of them is copied."""
     options = {"--split": (split, "train"), "--difficulty": (difficulty, None), "--seed": (seed, 0)}
-    given = " ".join(f"{option} {value}" for option, (value, default) in options.items() if value != default)
+    given = " ".join(
+        f"{option} {value}" for option, (value, default) in options.items() if value != default
+    )
     if given:
-        raise UserError("the tasks of a verifiers environment are its own: they are not drawn", where=task, found=given,
-                        expected="--count only, for the first ones", next=f"leave out {given}")  # fmt: skip
+        raise UserError(
+            "the tasks of a verifiers environment are its own: they are not drawn",
+            where=task,
+            found=given,
+            expected="--count only, for the first ones",
+            next=f"leave out {given}",
+        )
 
 
 def _numbers(weights: str) -> list[float]:
     try:
         return [float(part) for part in weights.split(",")] if weights else []
     except ValueError:
-        raise UserError("the weights are no numbers", where="--weights", found=weights, expected="e.g. 2,1") from None
+        raise UserError(
+            "the weights are no numbers", where="--weights", found=weights, expected="e.g. 2,1"
+        ) from None

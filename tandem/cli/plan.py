@@ -1,11 +1,12 @@
-"""`tandem plan`: whether a run could start here, without loading weights: changed keys, data, memory, disk, and the verdict.
+"""`tandem plan`: whether a run could start here, without loading weights: changed keys, data,
+memory, disk, and the verdict.
 
     tandem plan my.toml                    of `tandem train`; exit code 0 where it could start, else 2
     tandem plan my.toml --for sft          of another command that trains
 
-What is checked is what the run itself checks before its weights (jobs/inputs.py, run_folder/folder.py, train_loop.py).
-Memory is arithmetic over the
-shapes; what one step computes comes on top. It does not know whether anything is learned.
+What is checked is what the run itself checks before its weights (jobs/inputs.py,
+run_folder/folder.py, train_loop.py). Memory is arithmetic over the shapes; what one step computes
+comes on top. It does not know whether anything is learned.
 """
 
 from collections.abc import Iterator
@@ -25,9 +26,12 @@ from tandem.train_loop import resumable
 
 
 def plan(config: Config, command: str, folder: Path, machine: Machine | None = None) -> int:
-    """Print the plan of a command of INPUTS in a run folder; returns the exit code: 0 where the run could start."""
+    """Print the plan of a command of INPUTS in a run folder; returns the exit code: 0 where the run
+    could start."""
     if command not in INPUTS:
-        raise UserError("this command has no plan", where="--for", found=command, expected=", ".join(INPUTS))
+        raise UserError(
+            "this command has no plan", where="--for", found=command, expected=", ".join(INPUTS)
+        )
     return _Plan(config, command, folder, machine or Machine.here(folder)).show()
 
 
@@ -49,8 +53,15 @@ class _Plan:
                     pass
         with self._checked():
             sizes = model_sizes(self.config, self.command)
-            self._need("memory", memory(sizes, self.config, self.command), self.machine.memory, "in this machine")
-            self._need("disk", disk(sizes, self.config), self.machine.disk, f"free for {self.folder}")
+            self._need(
+                "memory",
+                memory(sizes, self.config, self.command),
+                self.machine.memory,
+                "in this machine",
+            )
+            self._need(
+                "disk", disk(sizes, self.config), self.machine.disk, f"free for {self.folder}"
+            )
         news = "a new run"
         with self._checked():
             news = self._folder()
@@ -66,7 +77,8 @@ class _Plan:
         try:
             yield
         except UserError as error:
-            if (reason := error.what.splitlines()[0]) not in self.reasons:  # two parts may need the same file
+            # two parts may need the same file
+            if (reason := error.what.splitlines()[0]) not in self.reasons:
                 _say("\n".join(f"  {line}" for line in f"error: {error}".splitlines()))
                 self.reasons.append(reason)
 
@@ -74,11 +86,15 @@ class _Plan:
         inputs = INPUTS[self.command](self.config)
         for key, count in inputs.counts.items():
             what = "prompt" if count.unit == "problems" else "text"
-            _say(f"  {key:<18}{count.number:,} {count.unit}, longest {what} {count.longest:,} tokens")
+            _say(
+                f"  {key:<18}{count.number:,} {count.unit}, longest {what} {count.longest:,} tokens"
+            )
         prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
         places = f"of {inputs.shape.max_position_embeddings:,} that the model can place"
         if prompts:
-            _say(f"  {'longest sequence':<18}{max(prompts)} + {self.config.rollout.max_new_tokens} tokens, {places}")
+            _say(
+                f"  {'longest sequence':<18}{max(prompts)} + {self.config.rollout.max_new_tokens} tokens, {places}"
+            )
 
     def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
         needed = sum(count for _, count, _ in rows)
@@ -87,7 +103,9 @@ class _Plan:
             _say(f"  {name:<17}{human_bytes(count):>10}  {how}")
         _say(f"  {'sum':<17}{human_bytes(needed):>10}  of {human_bytes(there)} {where}")
         if needed > there:
-            self.reasons.append(f"{title}: {human_bytes(needed)} needed, {human_bytes(there)} {where}")
+            self.reasons.append(
+                f"{title}: {human_bytes(needed)} needed, {human_bytes(there)} {where}"
+            )
 
     def _folder(self) -> str:
         """Describe where the run would go on, or that it would begin."""

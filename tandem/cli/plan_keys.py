@@ -1,4 +1,5 @@
-"""`tandem plan --keys`: every configuration key. What `tandem plan RECIPE` says is in plan.py, which needs torch."""
+"""`tandem plan --keys`: every configuration key. What `tandem plan RECIPE` says is in plan.py,
+which needs torch."""
 
 from rich.table import Table
 

@@ -1,9 +1,10 @@
-"""What a person sees of a run: a live line on a terminal, a line now and then elsewhere and in log.txt, and warnings.
+"""What a person sees of a run: a live line on a terminal, a line now and then elsewhere and in
+log.txt, and warnings.
 
     step 12/100  reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 4 min 31 s
 
-The time left is the median of recent steps times the steps to come, and the evaluations to come besides. It does not know
-what a step does.
+The time left is the median of recent steps times the steps to come, and the evaluations to come
+besides. It does not know what a step does.
 """
 
 import time
@@ -26,7 +27,8 @@ LINE_S = 10.0  # seconds after which slower steps get a line each
 
 
 class StepProgress:
-    """Call it with (steps done, metrics, timings) after each step. log gets every line, output is where they are shown."""
+    """Call it with (steps done, metrics, timings) after each step. log gets every line, output is
+    where they are shown."""
 
     def __init__(
         self,
@@ -63,7 +65,10 @@ class StepProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.bar.stop()
         if kind is KeyboardInterrupt:
@@ -75,8 +80,14 @@ class StepProgress:
         self.bar.update(self.task, completed=done, text=fitting(parts, self.room), refresh=True)
         step = f"step {done:{len(str(self.steps))}d}/{self.steps}  "
         if parts and (held_out or self._is_due(done)):
-            left = f"  left {duration(seconds)}" if (seconds := self.time_left()) and done < self.steps else ""
-            self._tell(step + "  ".join(parts) + left, shown=bool(held_out) or not self.output.is_terminal)
+            left = (
+                f"  left {duration(seconds)}"
+                if (seconds := self.time_left()) and done < self.steps
+                else ""
+            )
+            self._tell(
+                step + "  ".join(parts) + left, shown=bool(held_out) or not self.output.is_terminal
+            )
         if held_out:
             self._tell(step + held_out)
         for warning in self._warnings(metrics):
@@ -85,7 +96,8 @@ class StepProgress:
                 self._tell(f"warning at step {done}: {warning}", style="yellow")
 
     def _is_due(self, done: int) -> bool:
-        """Decide whether a step gets a line: the first one, 20 of a run, and all that end long after the line before."""
+        """Decide whether a step gets a line: the first one, 20 of a run, and all that end long
+        after the line before."""
         every = max(1, self.steps // LINES)
         due = done % every == 0 or done == self.steps or self.clock() - self.last_line >= LINE_S
         self.last_line = self.clock() if due else self.last_line
@@ -107,7 +119,10 @@ class StepProgress:
         failed = metrics.get("env_errors", 0) + metrics.get("env_timeouts", 0)
         checks = [
             *broken,
-            (metrics.get("logprob_gap", 0) != 0, "engine and trainer disagree: logprob_gap is not 0"),
+            (
+                metrics.get("logprob_gap", 0) != 0,
+                "engine and trainer disagree: logprob_gap is not 0",
+            ),
             (
                 average < self.best - 0.2,
                 "the reward is falling: a lower train.learning_rate or more rl.prompts_per_step may help",
@@ -130,8 +145,8 @@ class StepProgress:
 
 
 class TimeLeft:
-    """The seconds that a run still needs, from the times of its steps; None before the first. The live line's thread calls it
-    while another one adds."""
+    """The seconds that a run still needs, from the times of its steps; None before the first. The
+    live line's thread calls it while another one adds."""
 
     def __init__(self, steps: int, eval_every: int, clock: Callable[[], float]):
         self.steps, self.eval_every, self.clock = steps, eval_every or steps, clock
@@ -146,7 +161,8 @@ class TimeLeft:
             self.recent.append(timings["step_s"] + timings.get("ledger_s", 0.0))
         if self.recent:
             self.step_s = median(self.recent)
-            last = self.steps % self.eval_every and done < self.steps  # the evaluation after the last step
+            # the evaluation after the last step
+            last = self.steps % self.eval_every and done < self.steps
             evaluations = self.steps // self.eval_every - done // self.eval_every + bool(last)
             self.end = self.clock() + (self.steps - done) * self.step_s + evaluations * self.eval_s
 
@@ -201,7 +217,8 @@ def summary(metrics: Row, timings: Row, step_s: float | None) -> list[str]:
     speed = [f"{step_s:.2f} s/step"] if step_s is not None and "step_s" in timings else []
     tokens = timings.get("generated_tokens_per_s")
     first, rest = (
-        [text.format(metrics[name]) for name, text in shown if name in metrics] for shown in (rewards, others)
+        [text.format(metrics[name]) for name, text in shown if name in metrics]
+        for shown in (rewards, others)
     )
     return [*first, *speed, *rest, *([f"{tokens:,.0f} tok/s"] if tokens else [])]
 
@@ -210,9 +227,13 @@ def evaluation(metrics: Row) -> str:
     """The held-out figures of a row in one line; empty where it has none."""
     parts = []
     if "eval/accuracy" in metrics:
-        parts.append(f"held-out pairs: accuracy {metrics['eval/accuracy']:.3f}, loss {metrics['eval/loss']:.3f}")
+        parts.append(
+            f"held-out pairs: accuracy {metrics['eval/accuracy']:.3f}, loss {metrics['eval/loss']:.3f}"
+        )
     if "eval/sampled" in metrics:
-        parts.append(f"held-out reward: sampled {metrics['eval/sampled']:.3f} ± {metrics['eval/sampled_interval']:.3f}")
+        parts.append(
+            f"held-out reward: sampled {metrics['eval/sampled']:.3f} ± {metrics['eval/sampled_interval']:.3f}"
+        )
     if "eval/greedy" in metrics:
         parts.append(f"greedy {metrics['eval/greedy']:.3f}")
     return ", ".join(parts)

@@ -1,4 +1,5 @@
-"""`tandem replay`: a step learned again from the run folder, and whether every number comes out as it was."""
+"""`tandem replay`: a step learned again from the run folder, and whether every number comes out as
+it was."""
 
 from pathlib import Path
 
@@ -24,14 +25,32 @@ def lines(verdict: Verdict, folder: str) -> list[str]:
     notes = [f"  note: {note}" for note in verdict.notes]
     if found := verdict.difference:
         also = [f"  {found.also}"] if found.also else []
-        return [f"NOT equal: {title}", f"  first difference: {found.what}", f"    recorded  {found.recorded}",
-                f"    replayed  {found.found}", *also, *notes]  # fmt: skip
-    named = ", ".join(f"{name} {verdict.metrics[name]:.6g}" for name in _SHOWN if name in verdict.metrics)
+        return [
+            f"NOT equal: {title}",
+            f"  first difference: {found.what}",
+            f"    recorded  {found.recorded}",
+            f"    replayed  {found.found}",
+            *also,
+            *notes,
+        ]
+    named = ", ".join(
+        f"{name} {verdict.metrics[name]:.6g}" for name in _SHOWN if name in verdict.metrics
+    )
     rows = {
         "rewards": f"{verdict.episodes} episodes scored again" if verdict.episodes else "",
-        "log-probs": f"{verdict.tokens} tokens, by the weights that sampled them" if verdict.tokens else "",
-        "metrics": f"{len(verdict.metrics)}, among them {named}" if named else f"{len(verdict.metrics)}",
-        "weights": f"{verdict.weights}" if verdict.weights else "not compared: no row in the ledger",
+        "log-probs": f"{verdict.tokens} tokens, by the weights that sampled them"
+        if verdict.tokens
+        else "",
+        "metrics": f"{len(verdict.metrics)}, among them {named}"
+        if named
+        else f"{len(verdict.metrics)}",
+        "weights": f"{verdict.weights}"
+        if verdict.weights
+        else "not compared: no row in the ledger",
         "checkpoint": verdict.checkpoint or "none of this step to compare with",
     }
-    return [f"equal: {title}", *(f"  {name:<11}{text}" for name, text in rows.items() if text), *notes]
+    return [
+        f"equal: {title}",
+        *(f"  {name:<11}{text}" for name, text in rows.items() if text),
+        *notes,
+    ]

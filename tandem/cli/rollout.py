@@ -3,12 +3,13 @@
     tandem rollout my.toml --out episodes.jsonl      a line an episode, and episodes.jsonl.rollout/ beside it
     tandem rollout my.toml --out runs/rollout        a folder with a Parquet file for each batch
 
-A batch is `rl.prompts_per_step` problems. It counts once its episodes and then its row in metrics.jsonl are durable;
-whatever else a kill leaves is cut off and made again with the same bits:
+A batch is `rl.prompts_per_step` problems. It counts once its episodes and then its row in
+metrics.jsonl are durable; whatever else a kill leaves is cut off and made again with the same bits:
 
     make -> output.append (fsync) -> MetricsWriter.write (fsync)        config.toml, rollout.json: what it is made from
 
-It does not know the trainer. Config, lock, log and the rows of the batches are those of any run folder (run.py).
+It does not know the trainer. Config, lock, log and the rows of the batches are those of any run
+folder (run.py).
 """
 
 import hashlib
@@ -31,7 +32,12 @@ from tandem.rollout.episode_builder import seat
 from tandem.rollout.episode_metrics import describe
 from tandem.rollout.evaluate import sampling_params
 from tandem.rollout.score import Clock, play
-from tandem.run_folder.episode_files import cut_episodes, episode_lines, read_episodes, write_episodes
+from tandem.run_folder.episode_files import (
+    cut_episodes,
+    episode_lines,
+    read_episodes,
+    write_episodes,
+)
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.runtime.disk import DISK, append_line, disk_errors, write_atomic
@@ -43,26 +49,38 @@ Make = Callable[[int, Clock], list[Group]]  # the scored episodes of a batch, co
 DEFAULT_OUT = Path("runs/rollout")
 BESIDE_JSONL = ".jsonl.rollout"
 ABOUT = "rollout.json"  # how many batches there will be, and the hashes of what they are made from
-TEXT_FILES = (".json", ".jinja", ".model", ".txt")  # of a model directory: tokenizer, chat template, configs
+# of a model directory: tokenizer, chat template, configs
+TEXT_FILES = (".json", ".jinja", ".model", ".txt")
 
 
-def rollout(config: Config, out: Path | None, fresh: bool = False, bounds: tuple[float, float] | None = None) -> None:
-    """Generate what is missing; with bounds also the data file of the problems whose mean reward lies within them."""
+def rollout(
+    config: Config, out: Path | None, fresh: bool = False, bounds: tuple[float, float] | None = None
+) -> None:
+    """Generate what is missing; with bounds also the data file of the problems whose mean reward
+    lies within them."""
     generate(config, out, fresh)
     if bounds is not None:
         output = output_at(out or DEFAULT_OUT)
         problems = {problem.uid: problem for problem in read_data(config, "data.train")}
         rates = mean_rewards(output.rewards())
         console.print(
-            keep([problems[uid] for uid in rates], rates, bounds, kept_path(output.path), config.data), markup=False
+            keep(
+                [problems[uid] for uid in rates], rates, bounds, kept_path(output.path), config.data
+            ),
+            markup=False,
         )
 
 
 def generate(config: Config, out: Path | None, fresh: bool) -> None:
-    """Raises UserError for an output that is somebody else's, or of another config, data file or model."""
+    """Raises UserError for an output that is somebody else's, or of another config, data file or
+    model."""
     if out is not None and not out.parent.is_dir():
-        raise UserError("the folder of the output does not exist", where=str(out.parent), expected="a folder",
-                        next=f"mkdir -p {out.parent}")  # fmt: skip
+        raise UserError(
+            "the folder of the output does not exist",
+            where=str(out.parent),
+            expected="a folder",
+            next=f"mkdir -p {out.parent}",
+        )
     output = output_at(out or DEFAULT_OUT)
     output.check()
     prepare_process(config)
@@ -85,8 +103,13 @@ def generate(config: Config, out: Path | None, fresh: bool) -> None:
 
 
 @contextmanager
-def batch_maker(config: Config, problems: Sequence[Problem], renderer: ChatRenderer) -> Iterator[Make]:
-    params, size = sampling_params(config.rollout, renderer.stop_token_ids), config.rl.prompts_per_step
+def batch_maker(
+    config: Config, problems: Sequence[Problem], renderer: ChatRenderer
+) -> Iterator[Make]:
+    params, size = (
+        sampling_params(config.rollout, renderer.stop_token_ids),
+        config.rl.prompts_per_step,
+    )
     with playground(config) as player_of:
         player = player_of(build_generator(config, renderer, problems, console.print), renderer)
 
@@ -98,7 +121,9 @@ def batch_maker(config: Config, problems: Sequence[Problem], renderer: ChatRende
         yield make
 
 
-def write_batches(folder: Path, output: "Output", batches: int, inputs: dict[str, str], make: Make) -> None:
+def write_batches(
+    folder: Path, output: "Output", batches: int, inputs: dict[str, str], make: Make
+) -> None:
     """Go on behind the last batch that counts, up to the last of all."""
     rows = read_metrics(folder)
     done = output.whole(rows)
@@ -121,9 +146,13 @@ def require_scores(folder: Path, config: Config) -> None:
     """A reward function that fails on everything is a mistake and no result."""
     rows = read_metrics(folder)
     if all(row["reward_errors"] == row["episodes"] for row in rows):
-        raise UserError("not one episode could be scored", where=f"reward.function = {config.reward.function}",
-                        found="an error for each, see reward_error of the episodes", expected="a score",
-                        next="mend the function and start over with --fresh")  # fmt: skip
+        raise UserError(
+            "not one episode could be scored",
+            where=f"reward.function = {config.reward.function}",
+            found="an error for each, see reward_error of the episodes",
+            expected="a score",
+            next="mend the function and start over with --fresh",
+        )
 
 
 def batch_metrics(groups: Sequence[Group]) -> Row:
@@ -140,9 +169,12 @@ def summary(folder: Path) -> str:
 def told(rows: Sequence[dict[str, Any]], timings: Sequence[dict[str, Any]]) -> str:
     episodes = sum(row["episodes"] for row in rows)
     reward, truncated = (
-        sum(row[name] * row["episodes"] for row in rows) / episodes for name in ("reward", "truncated")
+        sum(row[name] * row["episodes"] for row in rows) / episodes
+        for name in ("reward", "truncated")
     )
-    speed = sum(row["generated_tokens"] for row in rows) / max(sum(row["rollout_s"] for row in timings), 1e-9)
+    speed = sum(row["generated_tokens"] for row in rows) / max(
+        sum(row["rollout_s"] for row in timings), 1e-9
+    )
     failed = int(sum(row["reward_errors"] for row in rows))
     return (
         f"{episodes:,} episodes, mean reward {reward:.3f}, {truncated:.1%} truncated, {speed:,.0f} tokens/s"
@@ -150,7 +182,8 @@ def told(rows: Sequence[dict[str, Any]], timings: Sequence[dict[str, Any]]) -> s
     )
 
 
-# The two outputs -----------------------------------------------------------------------------------------------------
+# The two outputs
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +198,17 @@ class ParquetOutput:
 
     def check(self) -> None:
         if self.path.exists() and not self.path.is_dir():
-            raise _foreign(self.path, "a file", "a folder of an earlier rollout, none, or a name that ends in .jsonl")
+            raise _foreign(
+                self.path,
+                "a file",
+                "a folder of an earlier rollout, none, or a name that ends in .jsonl",
+            )
         if self.path.name.endswith(BESIDE_JSONL):
-            raise _foreign(self.path, f"the name of the folder beside a JSONL file ({BESIDE_JSONL})", "another name")
+            raise _foreign(
+                self.path,
+                f"the name of the folder beside a JSONL file ({BESIDE_JSONL})",
+                "another name",
+            )
 
     def whole(self, rows: Sequence[Row]) -> int:
         """How many of the batches that have a row are here."""
@@ -176,7 +217,9 @@ class ParquetOutput:
     def rewards(self) -> Iterator[tuple[str, float]]:
         """(uid, reward) of every episode that is here and could be played."""
         for row in read_metrics(self.path):
-            yield from ((e.uid, e.reward) for e in read_episodes(self._file(row)) if not e.env_error)
+            yield from (
+                (e.uid, e.reward) for e in read_episodes(self._file(row)) if not e.env_error
+            )
 
     def begin(self) -> None:
         """Nothing stands where the episodes go: open_run has taken the folder."""
@@ -195,7 +238,8 @@ class ParquetOutput:
 
 @dataclass(frozen=True, slots=True)
 class JsonlOutput:
-    """A file that only grows; a batch's row says where it ends, so that a torn tail is known by its place."""
+    """A file that only grows; a batch's row says where it ends, so that a torn tail is known by its
+    place."""
 
     path: Path
 
@@ -207,7 +251,9 @@ class JsonlOutput:
         if self.path.is_dir():
             raise _foreign(self.path, "a folder", "a file of an earlier rollout, or none")
         # A kill in the middle of --fresh leaves the file beside the old run folder only.
-        ours = any(place.name.startswith(self.run_folder.name) for place in self.path.parent.iterdir())
+        ours = any(
+            place.name.startswith(self.run_folder.name) for place in self.path.parent.iterdir()
+        )
         if self.path.exists() and not ours:
             found = f"a file without {self.run_folder.name} beside it"
             raise _foreign(self.path, found, "a file of an earlier rollout, or none")
@@ -264,37 +310,67 @@ def output_at(path: Path) -> Output:
 
 
 def _foreign(path: Path, found: str, expected: str) -> UserError:
-    return UserError("the output would overwrite something else", where=str(path), found=found, expected=expected,
-                     next="choose another --out")  # fmt: skip
+    return UserError(
+        "the output would overwrite something else",
+        where=str(path),
+        found=found,
+        expected=expected,
+        next="choose another --out",
+    )
 
 
-# The same rollout, or another ----------------------------------------------------------------------------------------
+# The same rollout, or another
+# ----------------------------------------------------------------------------------------
 
 
 @contextmanager
 def open_output(output: Output, config: Config, fresh: bool) -> Iterator[RunFolder]:
-    """The run folder of the output, locked; what its errors advise is said in this command's words."""
+    """The run folder of the output, locked; what its errors advise is said in this command's
+    words."""
     with ExitStack() as stack:
         try:
-            run = stack.enter_context(open_run(output.run_folder, config, fresh=fresh, command="rollout"))
+            run = stack.enter_context(
+                open_run(output.run_folder, config, fresh=fresh, command="rollout")
+            )
         except UserError as error:
-            advice = error.next.replace("run.folder=PATH", "--out PATH").replace("run.folder", "--out")
-            raise UserError(error.what, where=error.where, found=error.found, expected=error.expected,
-                            next=advice) from error  # fmt: skip
+            advice = error.next.replace("run.folder=PATH", "--out PATH").replace(
+                "run.folder", "--out"
+            )
+            raise UserError(
+                error.what,
+                where=error.where,
+                found=error.found,
+                expected=error.expected,
+                next=advice,
+            ) from error
         yield run
 
 
 def hashes(config: Config) -> dict[str, str]:
-    """SHA-256 by key of what the episodes are a function of, besides the config: problems, model, reward function."""
-    texts = [file for file in sorted(Path(config.model.path or "none").glob("*")) if file.suffix in TEXT_FILES]
+    """SHA-256 by key of what the episodes are a function of, besides the config: problems, model,
+    reward function."""
+    texts = [
+        file
+        for file in sorted(Path(config.model.path or "none").glob("*"))
+        if file.suffix in TEXT_FILES
+    ]
     files = {f"model.path/{file.name}": file for file in texts}
     own = ("data.train", "model.path/", "reward.", "env/")
-    kept = {key: value for key, value in input_hashes(config, "data.train").items() if key.startswith(own)}
-    return kept | {key: hashlib.sha256(file.read_bytes()).hexdigest() for key, file in files.items() if file.is_file()}
+    kept = {
+        key: value
+        for key, value in input_hashes(config, "data.train").items()
+        if key.startswith(own)
+    }
+    return kept | {
+        key: hashlib.sha256(file.read_bytes()).hexdigest()
+        for key, file in files.items()
+        if file.is_file()
+    }
 
 
 def begin(folder: Path, output: Output, batches: int, inputs: dict[str, str]) -> None:
-    """Write down what the batches are made from. Once that is there, the file at the output is this rollout's."""
+    """Write down what the batches are made from. Once that is there, the file at the output is this
+    rollout's."""
     if not (folder / ABOUT).exists():
         output.begin()
     about = {"batches": batches, "inputs": inputs}
@@ -307,7 +383,9 @@ def is_complete(folder: Path, output: Output, inputs: dict[str, str]) -> bool:
     if not rows:
         return False
     about = _read_about(folder / ABOUT)
-    changed = [key for key in {**about["inputs"], **inputs} if about["inputs"].get(key) != inputs.get(key)]
+    changed = [
+        key for key in {**about["inputs"], **inputs} if about["inputs"].get(key) != inputs.get(key)
+    ]
     if changed:
         raise UserError(
             "a data file, the model or the reward function has changed since the rollout began",
@@ -327,7 +405,12 @@ def _read_about(path: Path) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return {"batches": int(about["batches"]), "inputs": dict(about["inputs"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:  # absent, damaged, or of another shape
-        raise UserError("a file of the rollout cannot be read", where=str(path), found=f"{type(error).__name__}: {error}",
-                        expected="the file as Tandem wrote it",
-                        next="restore it, or start over with --fresh (the old output is kept beside it)") from error  # fmt: skip
+    # absent, damaged, or of another shape
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            "a file of the rollout cannot be read",
+            where=str(path),
+            found=f"{type(error).__name__}: {error}",
+            expected="the file as Tandem wrote it",
+            next="restore it, or start over with --fresh (the old output is kept beside it)",
+        ) from error

@@ -1,9 +1,10 @@
-"""`tandem rollout --keep LOW:HIGH`: the problems that are neither solved nor hopeless, as a data file to train on.
+"""`tandem rollout --keep LOW:HIGH`: the problems that are neither solved nor hopeless, as a data
+file to train on.
 
     tandem rollout my.toml --out runs/rollout --keep 0.2:0.8      writes runs/rollout.kept.jsonl
 
-What counts is the mean reward of a problem's episodes, of which those whose environment failed are left out; rows keep all
-they had and gain `mean_reward`.
+What counts is the mean reward of a problem's episodes, of which those whose environment failed are
+left out; rows keep all they had and gain `mean_reward`.
 """
 
 import json
@@ -30,8 +31,12 @@ def parse_range(text: str) -> tuple[float, float]:
     except ValueError:
         bounds = (1.0, 0.0)
     if not sign or not bounds[0] <= bounds[1]:
-        raise UserError("the range of mean rewards cannot be read", where="--keep", found=repr(text),
-                        expected="LOW:HIGH with LOW <= HIGH, e.g. 0.2:0.8")  # fmt: skip
+        raise UserError(
+            "the range of mean rewards cannot be read",
+            where="--keep",
+            found=repr(text),
+            expected="LOW:HIGH with LOW <= HIGH, e.g. 0.2:0.8",
+        )
     return bounds
 
 
@@ -48,21 +53,35 @@ def mean_rewards(scores: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def keep(
-    problems: Sequence[Problem], rates: Mapping[str, float], bounds: tuple[float, float], path: Path, columns: Data
-) -> str:  # fmt: skip
-    """Write the problems whose mean reward lies within the bounds, both included; returns what to tell. Raises UserError."""
+    problems: Sequence[Problem],
+    rates: Mapping[str, float],
+    bounds: tuple[float, float],
+    path: Path,
+    columns: Data,
+) -> str:
+    """Write the problems whose mean reward lies within the bounds, both included; returns what to
+    tell. Raises UserError."""
     kept = [problem for problem in problems if bounds[0] <= rates[problem.uid] <= bounds[1]]
     if not kept:
         spread = np.quantile(list(rates.values()), [0.0, 0.25, 0.5, 0.75, 1.0])
-        raise UserError("no problem has a mean reward in that range", where=f"--keep {bounds[0]:g}:{bounds[1]:g}",
-                        found="mean rewards with quartiles " + ", ".join(f"{rate:.2f}" for rate in spread),
-                        expected="a range that some of them lie in", next="choose other bounds")  # fmt: skip
+        raise UserError(
+            "no problem has a mean reward in that range",
+            where=f"--keep {bounds[0]:g}:{bounds[1]:g}",
+            found="mean rewards with quartiles " + ", ".join(f"{rate:.2f}" for rate in spread),
+            expected="a range that some of them lie in",
+            next="choose other bounds",
+        )
     lines = [
-        json.dumps(as_row(problem, columns) | {"mean_reward": rates[problem.uid]}, ensure_ascii=False)
+        json.dumps(
+            as_row(problem, columns) | {"mean_reward": rates[problem.uid]}, ensure_ascii=False
+        )
         for problem in kept
     ]
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
-    easy, hard = (sum(rate > bounds[1] for rate in rates.values()), sum(rate < bounds[0] for rate in rates.values()))
+    easy, hard = (
+        sum(rate > bounds[1] for rate in rates.values()),
+        sum(rate < bounds[0] for rate in rates.values()),
+    )
     return f"kept {len(kept):,} of {len(problems):,} problems in {path} ({easy:,} too easy, {hard:,} too hard)"
 
 

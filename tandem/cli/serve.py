@@ -1,4 +1,5 @@
-"""`tandem serve`: a model directory behind an OpenAI-compatible server. Cheapest check first, weights last."""
+"""`tandem serve`: a model directory behind an OpenAI-compatible server. Cheapest check first,
+weights last."""
 
 import gc
 import re
@@ -23,7 +24,8 @@ if TYPE_CHECKING:  # torch, transformers and the server come after the checks th
     from tandem.serve.server import Server
 
 OPTIONAL = ("starlette", "uvicorn")
-LONGEST_INTEGER = 640  # digits, the least that Python knows: a body full of longer ones is long in parsing
+# digits, the least that Python knows: a body full of longer ones is long in parsing
+LONGEST_INTEGER = 640
 CHUNK_TOKENS = 256  # of a pass: a long prompt holds up those who stream by so much and no more
 
 
@@ -61,9 +63,13 @@ def serve(options: Options) -> None:
 def check_key(options: Options) -> None:
     """Whoever can reach the port can use the model, so other machines need a key."""
     if not options.api_key and not is_loopback(options.host):
-        raise UserError("a server that other machines can reach needs an API key", where=f"--host {options.host}",
-                        found="no key", expected="a key, or a loopback host such as 127.0.0.1",
-                        next="export TANDEM_API_KEY=$(openssl rand -hex 24)")  # fmt: skip
+        raise UserError(
+            "a server that other machines can reach needs an API key",
+            where=f"--host {options.host}",
+            found="no key",
+            expected="a key, or a loopback host such as 127.0.0.1",
+            next="export TANDEM_API_KEY=$(openssl rand -hex 24)",
+        )
 
 
 def _server_class() -> "Callable[..., Server]":
@@ -72,13 +78,18 @@ def _server_class() -> "Callable[..., Server]":
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL:
             raise
-        raise UserError("the server's packages are not installed", found=f"no {error.name}",
-                        expected=" and ".join(OPTIONAL), next="pip install 'tandem-rl[serve]'") from None  # fmt: skip
+        raise UserError(
+            "the server's packages are not installed",
+            found=f"no {error.name}",
+            expected=" and ".join(OPTIONAL),
+            next="pip install 'tandem-rl[serve]'",
+        ) from None
     return Server
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """The port, taken now and not after minutes of loading; connections are refused until the server listens."""
+    """The port, taken now and not after minutes of loading; connections are refused until the
+    server listens."""
     with _address_errors(host, port), ExitStack() as undo:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
@@ -90,7 +101,8 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _listen(sock: socket.socket, options: Options) -> None:
-    with _address_errors(options.host, options.port):  # another server that was loading too may have been faster
+    # another server that was loading too may have been faster
+    with _address_errors(options.host, options.port):
         sock.listen()
 
 
@@ -99,8 +111,13 @@ def _address_errors(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError("the server cannot use this address", where=f"--host {host} --port {port}", found=str(error),
-                        expected="a free port of this machine", next="choose another --port; 0 takes any") from None  # fmt: skip
+        raise UserError(
+            "the server cannot use this address",
+            where=f"--host {host} --port {port}",
+            found=str(error),
+            expected="a free port of this machine",
+            next="choose another --port; 0 takes any",
+        ) from None
 
 
 def _url(sock: socket.socket) -> str:
@@ -114,12 +131,16 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     from tandem.model.load import check_model, load_model
 
     config = Config(
-        model=Model(path=options.model), rollout=Rollout(cache_mb=options.cache_mb, max_batch=options.max_batch)
+        model=Model(path=options.model),
+        rollout=Rollout(cache_mb=options.cache_mb, max_batch=options.max_batch),
     )
     prepare_process(config)
     check_model(options.model)
     renderer = load_renderer(options.model)
-    model, sizes = load_model(options.model), {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
+    model, sizes = (
+        load_model(options.model),
+        {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS},
+    )
     tell_exactness(config, model, lambda line: print(line, file=sys.stderr))
     return build_engine(config, model, renderer, **sizes), renderer
 
@@ -129,14 +150,20 @@ def served(options: Options, engine: "Engine", texts: "RendererTexts") -> Served
 
     config, room = engine.model.config, engine.cache.count * PAGE
     if room < config.max_position_embeddings:
-        print(f"the cache of {options.cache_mb} MiB holds {room:,} tokens, the model's context is "
-              f"{config.max_position_embeddings:,}; more with --cache-mb", file=sys.stderr)  # fmt: skip
+        print(
+            f"the cache of {options.cache_mb} MiB holds {room:,} tokens, the model's context is "
+            f"{config.max_position_embeddings:,}; more with --cache-mb",
+            file=sys.stderr,
+        )
     context = min(config.max_position_embeddings, room)
     return Served(
-        name=options.served_name or options.model, context=context,
-        longest_text=context * texts.longest_token, vocabulary=config.vocab_size,
-        default_max_tokens=options.max_new_tokens, max_choices=options.max_queue,
-    )  # fmt: skip
+        name=options.served_name or options.model,
+        context=context,
+        longest_text=context * texts.longest_token,
+        vocabulary=config.vocab_size,
+        default_max_tokens=options.max_new_tokens,
+        max_choices=options.max_queue,
+    )
 
 
 class RendererTexts:
@@ -146,13 +173,17 @@ class RendererTexts:
         tokenizer: Any = renderer.tokenizer
         self.stop_token_ids = renderer.stop_token_ids
         vocabulary: dict[str, int] = tokenizer.get_vocab()
-        self.byte_tokens = frozenset(i for token, i in vocabulary.items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token))
-        self.longest_token = max(map(len, vocabulary))  # characters, or bytes where the vocabulary is of bytes
+        self.byte_tokens = frozenset(
+            i for token, i in vocabulary.items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token)
+        )
+        # characters, or bytes where the vocabulary is of bytes
+        self.longest_token = max(map(len, vocabulary))
         self._renderer, self._tokenizer = renderer, tokenizer
         self._texts: dict[int, str] = {}
 
     def encode(self, text: str) -> Array:
-        """int64 [T]: plain text as the tokenizer has it, with the beginning of a text where it writes one."""
+        """int64 [T]: plain text as the tokenizer has it, with the beginning of a text where it
+        writes one."""
         return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
@@ -165,8 +196,12 @@ class RendererTexts:
         return self._renderer.decode(tokens)
 
     def token_text(self, token: int) -> str:
-        """The text of one token, special ones too, as it stands inside a text: a leading space is kept."""
+        """The text of one token, special ones too, as it stands inside a text: a leading space is
+        kept."""
         if token not in self._texts:
-            once, twice = (self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
+            once, twice = (
+                self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)
+                for n in (1, 2)
+            )
             self._texts[token] = twice[len(once) :]
         return self._texts[token]

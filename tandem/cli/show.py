@@ -8,10 +8,15 @@ from tandem.run_folder.samples import page, read_samples, sample_file
 from tandem.runtime.errors import UserError
 
 
-def show(folder: Path, step: int | None, *, best: bool, worst: bool, count: int, held_out: bool) -> None:
-    """Print count episodes of a step, by default the newest one: of different problems, or the best or worst first."""
+def show(
+    folder: Path, step: int | None, *, best: bool, worst: bool, count: int, held_out: bool
+) -> None:
+    """Print count episodes of a step, by default the newest one: of different problems, or the best
+    or worst first."""
     if best and worst:
-        raise UserError("only one order can come first", found="--best and --worst", expected="one of them")
+        raise UserError(
+            "only one order can come first", found="--best and --worst", expected="one of them"
+        )
     past = open_past(folder)
     path = _file(past, step, held_out)
     samples = read_samples(path)
@@ -33,7 +38,11 @@ def _file(past: PastRun, step: int | None, held_out: bool) -> Path:
     path = sample_file(past.episodes, wanted, held_out=held_out)
     if path is None or (held_out and not path.name.startswith(kind)):
         there = past.journaled(kind)
-        raise UserError("the run has no such episodes", where=str(past.episodes), found=f"none of step {wanted}",
-                        expected=f"steps {there[0]} to {there[-1]}" if there else "a run that has sampled some",
-                        next="ls that folder, and name a step with --step")  # fmt: skip
+        raise UserError(
+            "the run has no such episodes",
+            where=str(past.episodes),
+            found=f"none of step {wanted}",
+            expected=f"steps {there[0]} to {there[-1]}" if there else "a run that has sampled some",
+            next="ls that folder, and name a step with --step",
+        )
     return path

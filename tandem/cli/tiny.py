@@ -1,8 +1,10 @@
-"""`tandem tiny`: a tiny random model of one's own, whose tokens are characters; `tandem sft` and `tandem train` take it at once.
+"""`tandem tiny`: a tiny random model of one's own, whose tokens are characters; `tandem sft` and
+`tandem train` take it at once.
 
     tandem tiny models/mine --from problems.jsonl --from chats.jsonl
 
-Knows where the characters come from and where the model goes. Does not know its architecture: that is model/tiny.py.
+Knows where the characters come from and where the model goes. Does not know its architecture: that
+is model/tiny.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +19,16 @@ from tandem.runtime.errors import UserError
 
 
 def tiny(folder: Path, *, sources: Sequence[str], vocab: str, **sizes: int) -> None:
-    """Write a model with the characters of data sets and of vocab; of printable ASCII where neither is given. sizes as
-    make_tiny's."""
+    """Write a model with the characters of data sets and of vocab; of printable ASCII where neither
+    is given. sizes as make_tiny's."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError("there is something at the model's place", where=str(folder), found="a folder that is not empty"
-                        if folder.is_dir() else "a file", expected="a new folder", next="name another")  # fmt: skip
+        raise UserError(
+            "there is something at the model's place",
+            where=str(folder),
+            found="a folder that is not empty" if folder.is_dir() else "a file",
+            expected="a new folder",
+            next="name another",
+        )
     characters = characters_of(sources, vocab) or CHARACTERS
     unfinished = folder.with_name(f".tmp-{folder.name}")
     with disk_errors(folder):
@@ -31,7 +38,8 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, **sizes: int) -> N
         parameters = make_tiny(unfinished, characters=characters, **sizes)
         DISK.rename(unfinished, folder)
     console.print(
-        f"a Qwen3 of {parameters:,} random parameters over {len(characters)} characters -> {folder}", markup=False
+        f"a Qwen3 of {parameters:,} random parameters over {len(characters)} characters -> {folder}",
+        markup=False,
     )
     console.print(f"next: tandem sft RECIPE model.path={folder} sft.train=CHATS", markup=False)
 
@@ -40,7 +48,9 @@ def characters_of(sources: Sequence[str], vocab: str) -> list[str]:
     """Every character of vocab and of the values in the rows of data sets, in order."""
     found = set(vocab)
     for source in sources:
-        for characters in read_rows(source, lambda row: set().union(*_texts(row.values)), key="--from"):
+        for characters in read_rows(
+            source, lambda row: set().union(*_texts(row.values)), key="--from"
+        ):
             found |= characters
     return sorted(found)
 

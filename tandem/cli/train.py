@@ -11,7 +11,12 @@ from tandem.jobs.commands import distill_job, dpo_job, rm_job, sft_job, training
 from tandem.jobs.needs import Machine, require_disk
 from tandem.jobs.parts import Report, build_model, prepare_process
 from tandem.model.load import unfilled_model
-from tandem.run_folder.checkpoint import checkpoint_step, latest_checkpoint, load_checkpoint, step_name
+from tandem.run_folder.checkpoint import (
+    checkpoint_step,
+    latest_checkpoint,
+    load_checkpoint,
+    step_name,
+)
 from tandem.run_folder.export import export, export_adapter, keep_model, model_card
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import read_metrics
@@ -23,8 +28,12 @@ JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[Job]]
 
 
 JOBS: dict[str, JobMaker] = {
-    "train": training_job, "sft": sft_job, "dpo": dpo_job, "rm": rm_job, "distill": distill_job,
-}  # fmt: skip
+    "train": training_job,
+    "sft": sft_job,
+    "dpo": dpo_job,
+    "rm": rm_job,
+    "distill": distill_job,
+}
 
 
 def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
@@ -49,7 +58,9 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             digest = drive(run, job, progress, report)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(job.steps)
-            card = model_card(job.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1])
+            card = model_card(
+                job.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1]
+            )
             export(job.model, str(folder / KEPT_MODEL), target, card)
         report(f"done: {job.steps} steps, weights {digest[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
@@ -62,7 +73,10 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) -> None:
     if out is not None and out.exists():
         raise UserError(
-            "the target of the export exists", where=str(out), expected="a new directory", next="choose another --out"
+            "the target of the export exists",
+            where=str(out),
+            expected="a new directory",
+            next="choose another --out",
         )
     target = out and out.absolute()
     with entered(folder) as past:
@@ -75,12 +89,16 @@ def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) 
             past.kept_model != config.model.path and not config.lora.rank
         )  # an adapter's checkpoint lacks the base's weights
         model = (
-            unfilled_model(past.kept_model, head=head) if kept else build_model(config, config.model.path, head=head)
+            unfilled_model(past.kept_model, head=head)
+            if kept
+            else build_model(config, config.model.path, head=head)
         )
         model.load_weights(tensors["scorer" if past.command == "rm" else "policy"])
         done = checkpoint_step(path)
         rows = [row for row in read_metrics(past.folder) if row["step"] == done] or [{"step": done}]
-        card = model_card(model, base=config.model.path, command=past.command, step=done, metrics=rows[-1])
+        card = model_card(
+            model, base=config.model.path, command=past.command, step=done, metrics=rows[-1]
+        )
         target = target or past.folder / ("adapter" if adapter else "hf") / step_name(done)
         if adapter:
             export_adapter(model, config.model.path, target, card)
@@ -95,7 +113,11 @@ def _checkpoint(folder: Path, step: int | None) -> Path:
     newest = latest_checkpoint(folder, console.print) if step is None else None
     if newest is None:
         names = sorted(p.name for p in folder.glob("step_*"))
-        raise UserError("there is no such checkpoint", where=str(folder), found=", ".join(names) or "none",
-                        expected="a checkpoint" if step is None else step_name(step),
-                        next="name one that is there with --step, or run longer")  # fmt: skip
+        raise UserError(
+            "there is no such checkpoint",
+            where=str(folder),
+            found=", ".join(names) or "none",
+            expected="a checkpoint" if step is None else step_name(step),
+            next="name one that is there with --step, or run longer",
+        )
     return newest

@@ -1,10 +1,12 @@
-"""`tandem try`: a reward function or an environment on a few rows, before a training step is spent on it.
+"""`tandem try`: a reward function or an environment on a few rows, before a training step is spent
+on it.
 
     tandem try my_reward.py:score --data FILE --answer "Answer: 7"     what is typed, or given, is scored
     tandem try my_env.py:Shop --data FILE                              you are the model: type its turns
     tandem try my_env.py:Shop --data FILE --model DIR                  a model plays
 
-It goes the way of training: the same loop plays the episodes (rollout/episodes.py) and the same workers score them.
+It goes the way of training: the same loop plays the episodes (rollout/episodes.py) and the same
+workers score them.
 """
 
 import time
@@ -44,15 +46,19 @@ END = 0  # the token that ends a typed turn; the others are code points
 
 
 def setting(what: str) -> list[str]:
-    """What the first argument stands for: a class, and a built-in of that name, is an environment; else a reward."""
+    """What the first argument stands for: a class, and a built-in of that name, is an environment;
+    else a reward."""
     is_env = what in BUILT_IN or what.rpartition(":")[2][:1].isupper()
     return (
-        [f"env.name={what}", "reward.function=env"] if is_env and what != "single_turn" else [f"reward.function={what}"]
+        [f"env.name={what}", "reward.function=env"]
+        if is_env and what != "single_turn"
+        else [f"reward.function={what}"]
     )
 
 
 def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
-    """Play and score the first rows of data.train, with model.path if there is one and else with what a person types.
+    """Play and score the first rows of data.train, with model.path if there is one and else with
+    what a person types.
 
     Returns how many rows failed in their environment or their reward function.
     """
@@ -62,30 +68,43 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
         if config.model.path:
             player, params = _with_model(config, problems, player_of)
         else:
-            player, params = player_of(Typist(answers), PlainRenderer()), SamplingParams(max_new_tokens=1 << 20)
+            player, params = (
+                player_of(Typist(answers), PlainRenderer()),
+                SamplingParams(max_new_tokens=1 << 20),
+            )
         if config.env.name not in ("single_turn", "agent", "verifiers"):
             _check_openings(player, problems)
         failed = 0
         for number, problem in enumerate(problems):
             start = time.perf_counter()
             [group] = play(
-                player, seat([problem], 1, (config.run.seed, "try", number)), params=params, shaping=config.reward,
+                player,
+                seat([problem], 1, (config.run.seed, "try", number)),
+                params=params,
+                shaping=config.reward,
                 clock=Clock(),
-            )  # fmt: skip
+            )
             tell(group, time.perf_counter() - start, player.renderer)
             failed += any(episode.env_error or episode.reward_error for episode in group.episodes)
     return failed
 
 
 def _check_openings(player: Player, problems: Sequence[Problem]) -> None:
-    """Begin two episodes of each problem and end them. Raises UserError, as training would, where they begin differently."""
+    """Begin two episodes of each problem and end them. Raises UserError, as training would, where
+    they begin differently."""
     groups = seat(problems, 2, ("try", "openings"))
     run_episodes(
-        groups, engine=Mute([]), renderer=player.renderer, world=player.world, params=SamplingParams(max_new_tokens=1)
+        groups,
+        engine=Mute([]),
+        renderer=player.renderer,
+        world=player.world,
+        params=SamplingParams(max_new_tokens=1),
     )
 
 
-def _with_model(config: Config, problems: Sequence[Problem], player_of: MakePlayer) -> tuple[Player, SamplingParams]:
+def _with_model(
+    config: Config, problems: Sequence[Problem], player_of: MakePlayer
+) -> tuple[Player, SamplingParams]:
     check_model(config.model.path)
     renderer = load_renderer(config.model.path)
     engine = build_generator(config, renderer, problems, console.print)
@@ -98,12 +117,20 @@ def tell(group: Group, seconds: float, renderer: Renderer) -> None:
     console.rule(group.problem.uid)
     for message in episode.chat(group.problem):
         console.print(f"{message['role']}: {message['content']}", markup=False)
-    given = {name: value for name, value in episode.given.items() if value or name != "env"}  # 0 says nothing
-    parts = ", ".join(f"{name} {value:g}" for name, value in {**given, **episode.reward_parts}.items())
-    console.print(f"reward {episode.reward:g}" + f" ({parts})" * bool(parts), markup=False, style="bold")
+    # 0 says nothing
+    given = {name: value for name, value in episode.given.items() if value or name != "env"}
+    parts = ", ".join(
+        f"{name} {value:g}" for name, value in {**given, **episode.reward_parts}.items()
+    )
+    console.print(
+        f"reward {episode.reward:g}" + f" ({parts})" * bool(parts), markup=False, style="bold"
+    )
     for name, text in _remarks(group.problem, episode, renderer):
         console.print(f"{name}: {text}", markup=False)
-    console.print(f"{episode.num_turns} turn(s), ended by {episode.stop_reason}, {seconds:.2f} s", markup=False)
+    console.print(
+        f"{episode.num_turns} turn(s), ended by {episode.stop_reason}, {seconds:.2f} s",
+        markup=False,
+    )
 
 
 def _remarks(problem: Problem, episode: Episode, renderer: Renderer) -> Iterator[tuple[str, str]]:
@@ -112,14 +139,18 @@ def _remarks(problem: Problem, episode: Episode, renderer: Renderer) -> Iterator
     if episode.env_error:
         yield "the environment failed", episode.env_error
     if episode.penalties.any():
-        yield "penalty", f"{episode.penalties.max():g} on {int((episode.penalties > 0).sum())} tokens"
+        yield (
+            "penalty",
+            f"{episode.penalties.max():g} on {int((episode.penalties > 0).sum())} tokens",
+        )
     if isinstance(renderer, ChatRenderer) and episode.num_turns > 1:
         difference = renderer.difference(episode.chat(problem), episode.tokens, episode.tools)
         if difference:
             yield "the chat template would write this conversation differently", difference
 
 
-# You are the model -----------------------------------------------------------------------------------------------------
+# You are the model
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -129,7 +160,8 @@ class Typed:
 
 
 class Typist:
-    """A person, or given answers, as the engine. Implements types.Generate; tokens are code points."""
+    """A person, or given answers, as the engine. Implements types.Generate; tokens are code
+    points."""
 
     weight_version, longest = 0, 1 << 24
 
@@ -161,14 +193,21 @@ class Typist:
         console.print(_text(request.prompt[shown:]).strip("\n\0"), markup=False)
         text = next(self._answers, None)
         if text is None:
-            raise UserError("there are no more answers", found="the end of what was typed or given",
-                            expected="one for each turn", next="add --answer TEXT, or --model DIR")  # fmt: skip
+            raise UserError(
+                "there are no more answers",
+                found="the end of what was typed or given",
+                expected="one for each turn",
+                next="add --answer TEXT, or --model DIR",
+            )
         tokens = np.array([*map(ord, text), END], np.int64)
         self._told = len(request.prompt) + len(tokens)
         return Completion(
-            tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), weight_versions=np.zeros(len(tokens), np.int32),
-            text=text, stop_reason="stop",
-        )  # fmt: skip
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            weight_versions=np.zeros(len(tokens), np.int32),
+            text=text,
+            stop_reason="stop",
+        )
 
 
 class Mute(Typist):
@@ -198,7 +237,9 @@ class PlainRenderer:
 
     stop_token_ids: tuple[int, ...] = (END,)
 
-    def prompts(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
+    def prompts(
+        self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
+    ) -> list[Array]:
         return [np.array([*map(ord, _plain(chat, tools))], np.int64) for chat in chats]
 
     def turn(self, messages: Sequence[Message]) -> Array:
@@ -206,8 +247,13 @@ class PlainRenderer:
 
 
 def _plain(chat: Sequence[Message], tools: Sequence[Tool]) -> str:
-    told = [f"tool {tool['function']['name']}: {tool['function'].get('description', '')}" for tool in tools]
-    return "\n".join(["", *told, *(f"{message['role']}: {message['content']}" for message in chat), ""])
+    told = [
+        f"tool {tool['function']['name']}: {tool['function'].get('description', '')}"
+        for tool in tools
+    ]
+    return "\n".join(
+        ["", *told, *(f"{message['role']}: {message['content']}" for message in chat), ""]
+    )
 
 
 def _text(tokens: Array) -> str:

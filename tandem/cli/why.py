@@ -13,9 +13,11 @@ from tandem.run_folder.past_run import PastRun, entered
 from tandem.runtime.disk import write_atomic
 
 _OUTCOMES = {
-    "train": "trained", "carry": "carried on, as the step was full", "no_signal": "left out: no signal in its group",
+    "train": "trained",
+    "carry": "carried on, as the step was full",
+    "no_signal": "left out: no signal in its group",
     "unfinished": "not finished, goes on",
-}  # fmt: skip
+}
 _LISTED = 40
 
 
@@ -29,7 +31,8 @@ def why(folder: Path, name: str, *, learning: bool, out: Path | None) -> None:
 def _explain(past: PastRun, name: str, learning: bool, out: Path | None) -> None:
     found = find(past, name)
     if len(found) > 1:
-        listed = found if name == str(found[0].step) else found[:_LISTED]  # those of a step are all to choose from
+        # those of a step are all to choose from
+        listed = found if name == str(found[0].step) else found[:_LISTED]
         _print([f"{len(found)} episodes; ask for one of them:", *map(_line, listed)])
         _print([f"  and {len(found) - len(listed)} more"] * (len(found) > len(listed)))
         return
@@ -38,7 +41,9 @@ def _explain(past: PastRun, name: str, learning: bool, out: Path | None) -> None
     rows = tokens(past, it, learned)
     _print([*_account(past, it, learned), *table(rows)])
     if out is not None:
-        write_atomic(out, json.dumps(_everything(it, learned, rows), indent=1, default=str).encode() + b"\n")
+        write_atomic(
+            out, json.dumps(_everything(it, learned, rows), indent=1, default=str).encode() + b"\n"
+        )
         console.print(f"all of it in {out}")
 
 
@@ -49,7 +54,9 @@ def _print(lines: Sequence[str]) -> None:
 
 def _line(found: Found) -> str:
     episode = found.episode
-    told = f"reward {episode.reward:g}, {_size(found)}, {episode.stop_reason}, {found.group.outcome}"
+    told = (
+        f"reward {episode.reward:g}, {_size(found)}, {episode.stop_reason}, {found.group.outcome}"
+    )
     return f"  {found.name}  {told}; key {episode.key}"
 
 
@@ -73,13 +80,20 @@ def _account(past: PastRun, found: Found, learned: Learned | None) -> list[str]:
         "given": ", ".join(f"{name} {value:g}" for name, value in episode.given.items()),
         "scoring": episode.reward_error,
         "failure": episode.env_error,
-        "penalties": ", ".join(f"{value:g}" for value, _ in groupby(episode.penalties.tolist()) if value),
+        "penalties": ", ".join(
+            f"{value:g}" for value, _ in groupby(episode.penalties.tolist()) if value
+        ),
         "fate": "; ".join(f"step {step}: {_OUTCOMES[outcome]}" for step, outcome in found.fate),
         "no loss": not_learned(past, found, learned) if learned and learned.columns is None else "",
-    }  # fmt: skip
-    lines = [f"episode {found.name} of {past.folder}", *(f"  {name:<10}{text}" for name, text in rows.items() if text)]
+    }
+    lines = [
+        f"episode {found.name} of {past.folder}",
+        *(f"  {name:<10}{text}" for name, text in rows.items() if text),
+    ]
     if learned and (wrong := learned.difference):
-        lines.append(f"  WARNING: the replay is not equal to the run, see tandem replay: {wrong.what}")
+        lines.append(
+            f"  WARNING: the replay is not equal to the run, see tandem replay: {wrong.what}"
+        )
     return lines
 
 
@@ -100,7 +114,11 @@ def table(rows: Sequence[Token]) -> list[str]:
 
 
 def _row(token: Token) -> str:
-    said = [name for name, is_so in (("clipped", token.clipped), (f"masked by {token.masked}", token.masked)) if is_so]
+    said = [
+        name
+        for name, is_so in (("clipped", token.clipped), (f"masked by {token.masked}", token.masked))
+        if is_so
+    ]
     said += [f"penalty {token.penalty:g}"] * bool(token.penalty)
     return (
         f"{token.position:>8} {token.token:>7} {_number(token.version):>7} {_number(token.engine_logprob):>10} "
@@ -121,7 +139,13 @@ def _everything(found: Found, learned: Learned | None, rows: Sequence[Token]) ->
         name: getattr(episode, name) for name in episode.__dataclass_fields__ if name not in arrays
     }  # the tokens say it
     return {
-        "episode": found.name, "step": found.step, "fate": found.fate, "problem": asdict(found.group.problem), **plain,
-        "replay_is_equal": None if learned is None or found.trained_in is None else learned.difference is None,
+        "episode": found.name,
+        "step": found.step,
+        "fate": found.fate,
+        "problem": asdict(found.group.problem),
+        **plain,
+        "replay_is_equal": None
+        if learned is None or found.trained_in is None
+        else learned.difference is None,
         "tokens": [asdict(row) for row in rows],
-    }  # fmt: skip
+    }

@@ -1,6 +1,8 @@
-"""Settings that are valid each for itself and make no sense together, as a table of (is it so, why it cannot be).
+"""Settings that are valid each for itself and make no sense together, as a table of (is it so, why
+it cannot be).
 
-config.py asks for it when a recipe is read, so every contradiction is told before anything is loaded.
+config.py asks for it when a recipe is read, so every contradiction is told before anything is
+loaded.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +14,8 @@ GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo", "rloo_std", "max_at_k", "reinfo
 
 
 def contradictions(config: "Config") -> list[tuple[bool, str]]:
-    """(is it so, why it cannot be) of settings that are valid each for itself and make no sense together."""
+    """(is it so, why it cannot be) of settings that are valid each for itself and make no sense
+    together."""
     rl, rollout, preference = config.rl, config.rollout, config.preference
     return [
         *_algorithm_contradictions(rl),
@@ -80,7 +83,8 @@ def _algorithm_contradictions(rl: "RL") -> list[tuple[bool, str]]:
             f"rl.kl_estimator: {rl.kl_estimator} in the reward can push the policy away from the reference; use k1",
         ),
         (
-            rl.correction in ("icepop", "mis_geometric") and rl.correction_floor >= rl.correction_cap,
+            rl.correction in ("icepop", "mis_geometric")
+            and rl.correction_floor >= rl.correction_cap,
             "rl.correction_floor: must be below rl.correction_cap, or icepop and mis_geometric accept nothing",
         ),
         (
@@ -103,7 +107,9 @@ def _schedule_contradictions(config: "Config") -> list[tuple[bool, str]]:
         ),
         (stall_s < 2, "run.stall_s: must be at least 2: signs of life come twice a second"),
         (
-            bool(rollout.staleness or rollout.token_budget) and rl.loss == "reinforce" and rl.correction == "none",
+            bool(rollout.staleness or rollout.token_budget)
+            and rl.loss == "reinforce"
+            and rl.correction == "none",
             "rl.loss: reinforce has no probability ratio, and with rollout.staleness or rollout.token_budget episodes are of "
             "older weights; use ppo_clip, or a correction (rl.correction=tis)",
         ),
@@ -124,7 +130,10 @@ def _schedule_contradictions(config: "Config") -> list[tuple[bool, str]]:
 
 def _reward_contradictions(config: "Config") -> list[tuple[bool, str]]:
     data, env, reward = config.data, config.env, config.reward
-    functions, sources = reward.functions, [data.train] if isinstance(data.train, str) else data.train
+    functions, sources = (
+        reward.functions,
+        [data.train] if isinstance(data.train, str) else data.train,
+    )
     return [
         (
             len(set(functions)) != len(functions) or not functions,

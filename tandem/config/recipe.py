@@ -1,6 +1,8 @@
-"""Recipes: TOML over the defaults of config.py, with `key=value` overrides; and the tree written back as TOML.
+"""Recipes: TOML over the defaults of config.py, with `key=value` overrides; and the tree written
+back as TOML.
 
-All mistakes are reported together, each with its key and file, an unknown key with the nearest real one.
+All mistakes are reported together, each with its key and file, an unknown key with the nearest real
+one.
 """
 
 import difflib
@@ -19,18 +21,25 @@ MAX_DEPTH = 20  # of tables and lists in a recipe
 
 
 def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
-    """Read a TOML recipe (None: an empty one), apply `key=value` overrides, validate. Raises UserError naming every mistake.
+    """Read a TOML recipe (None: an empty one), apply `key=value` overrides, validate. Raises
+    UserError naming every mistake.
 
-    An override of rl.algorithm takes the place of all that the file sets of an algorithm: one value changes it.
+    An override of rl.algorithm takes the place of all that the file sets of an algorithm: one value
+    changes it.
     """
     tree = {} if recipe is None else _read(Path(recipe))
     source = str(recipe or "command line")
-    tree |= {name: {key: tree[name]} for name, key in SHORTHANDS.items() if isinstance(tree.get(name), str | list)}
+    tree |= {
+        name: {key: tree[name]}
+        for name, key in SHORTHANDS.items()
+        if isinstance(tree.get(name), str | list)
+    }
     origin: dict[str, str] = {}
     in_file = set(tree["rl"]) if isinstance(tree.get("rl"), dict) else set()
     for text in overrides:
         _apply(tree, text, origin)
-    if "rl.algorithm" in origin:  # an algorithm named later replaces what the file says of another one
+    # an algorithm named later replaces what the file says of another one
+    if "rl.algorithm" in origin:
         for name in in_file & {name for values in ALGORITHMS.values() for name in values}:
             if f"rl.{name}" not in origin:
                 del tree["rl"][name]
@@ -53,8 +62,11 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         found = error.strerror or str(error)
-        raise UserError("the recipe cannot be read", where=str(path), found=found, next=f"ls -l {path}") from None
-    except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, or a number of 5,000 digits
+        raise UserError(
+            "the recipe cannot be read", where=str(path), found=found, next=f"ls -l {path}"
+        ) from None
+    # ValueError: not TOML, not UTF-8, or a number of 5,000 digits
+    except (ValueError, RecursionError) as error:
         raise UserError(
             "the recipe is not valid TOML",
             where=str(path),
@@ -64,7 +76,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
-    """Raises UserError for what cannot be written back, or name a file: texts that are not UTF-8, and tables without end."""
+    """Raises UserError for what cannot be written back, or name a file: texts that are not UTF-8,
+    and tables without end."""
     rest = [(tree, "", 0)]
     while rest:
         value, key, depth = rest.pop()
@@ -75,7 +88,12 @@ def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
         if bad or depth > MAX_DEPTH:
             found = f"{value!r:.80}" if bad else f"more than {MAX_DEPTH} levels of nesting"
             expected = "text in UTF-8 without a zero character" if bad else "a flatter value"
-            raise UserError("a value cannot be used", where=f"{key[:80]} ({source})", found=found, expected=expected)
+            raise UserError(
+                "a value cannot be used",
+                where=f"{key[:80]} ({source})",
+                found=found,
+                expected=expected,
+            )
 
 
 def _is_utf8(text: str) -> bool:
@@ -87,8 +105,8 @@ def _is_utf8(text: str) -> bool:
 
 
 def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
-    """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string. A field that holds a
-    table is reached into: env.options.limit=3."""
+    """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string.
+    A field that holds a table is reached into: env.options.limit=3."""
     key, sign, raw = text.partition("=")
     key = f"{key}.{SHORTHANDS[key]}" if key in SHORTHANDS else key
     section, _, field = key.partition(".")
@@ -129,8 +147,12 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
     for name in path[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise UserError("an override reaches into what is no table", where=key, found=repr(table),
-                            expected=f"{name} = {{...}}")  # fmt: skip
+            raise UserError(
+                "an override reaches into what is no table",
+                where=key,
+                found=repr(table),
+                expected=f"{name} = {{...}}",
+            )
     table[path[-1]] = value
     origin[f"{section}.{field}"] = "command line"
 
@@ -139,7 +161,9 @@ def _takes_list(section: str, field: str) -> bool:
     """Whether a key may be a list or a table, for which text in brackets is meant."""
     known = Config.model_fields.get(section)
     fields = _section(section).model_fields if known else {}
-    return field in fields and any(kind in str(fields[field].annotation) for kind in ("list", "dict"))
+    return field in fields and any(
+        kind in str(fields[field].annotation) for kind in ("list", "dict")
+    )
 
 
 def _quoted(raw: str) -> str:
@@ -165,11 +189,18 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
         if mistake["type"] == "extra_forbidden":
             lines.append(f"{key} ({where}): unknown key{_nearest(key)}")
         elif either:
-            lines.append(f"{key} ({where}): found {mistake['input']!r}, expected text or a list of texts")
+            lines.append(
+                f"{key} ({where}): found {mistake['input']!r}, expected text or a list of texts"
+            )
         elif not key:
-            lines += [f"{line} ({path})" for line in mistake["msg"].removeprefix("Value error, ").splitlines()]
+            lines += [
+                f"{line} ({path})"
+                for line in mistake["msg"].removeprefix("Value error, ").splitlines()
+            ]
         else:
-            lines.append(f"{key} ({where}): found {mistake['input']!r}, {_expected(mistake['type'], key, mistake)}")
+            lines.append(
+                f"{key} ({where}): found {mistake['input']!r}, {_expected(mistake['type'], key, mistake)}"
+            )
     lines = list(dict.fromkeys(lines))
     return UserError(
         f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
@@ -182,9 +213,7 @@ def _expected(kind: str, key: str, mistake: ErrorDetails) -> str:
     found = mistake["input"]
     match kind:
         case "bool_type":
-            return (
-                f"expected true or false{f'; write {key}={found.lower()}' if str(found) in ('True', 'False') else ''}"
-            )
+            return f"expected true or false{f'; write {key}={found.lower()}' if str(found) in ('True', 'False') else ''}"
         case "int_type":
             return "expected a whole number"
         case "string_type":
@@ -194,7 +223,9 @@ def _expected(kind: str, key: str, mistake: ErrorDetails) -> str:
         case "literal_error":
             known = re.findall(r"'([^']*)'", mistake["msg"])
             near = difflib.get_close_matches(str(found), known, 1, 0.5)
-            return f"expected one of {', '.join(known)}{f'; did you mean {near[0]}?' if near else ''}"
+            return (
+                f"expected one of {', '.join(known)}{f'; did you mean {near[0]}?' if near else ''}"
+            )
     return mistake["msg"][0].lower() + mistake["msg"][1:]
 
 
@@ -205,8 +236,14 @@ def _nearest(key: str) -> str:
         close = difflib.get_close_matches(section, Config.model_fields, 1, 0.5)
         close = close or [k for k in known if k.endswith("." + section)][:1]
     else:
-        close = [k for k in known if k.endswith("." + field)][:1] or difflib.get_close_matches(key, known, 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(Config.model_fields)}"
+        close = [k for k in known if k.endswith("." + field)][:1] or difflib.get_close_matches(
+            key, known, 1, 0.5
+        )
+    return (
+        f"; did you mean {close[0]}?"
+        if close
+        else f"; sections are {', '.join(Config.model_fields)}"
+    )
 
 
 def to_toml(config: Config) -> str:
@@ -226,7 +263,11 @@ def _toml_value(value: Any) -> str:
         case str():
             return '"' + "".join(_escape(c) for c in value) + '"'
         case dict():
-            return "{" + ", ".join(f"{_toml_value(str(k))} = {_toml_value(v)}" for k, v in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(f"{_toml_value(str(k))} = {_toml_value(v)}" for k, v in value.items())
+                + "}"
+            )
         case list():
             return "[" + ", ".join(_toml_value(v) for v in value) + "]"
         case _:

@@ -1,9 +1,11 @@
-"""Chat templates in Jinja's immutable sandbox, with a bound on the work of a rendering and on every text in it.
+"""Chat templates in Jinja's immutable sandbox, with a bound on the work of a rendering and on every
+text in it.
 
-A template is a program from someone else, and the chats come from anyone: the bounds (template_budget.py) stop a rendering
-before it has filled the memory or taken minutes. Below them the text is what transformers' apply_chat_template writes, byte
-for byte (filters, globals and the generation tag are those of transformers 5.23, without what draws lots). The price of a block
-of statements is counted when it is compiled, and paid whenever it runs. Does not know tokenizers.
+A template is a program from someone else, and the chats come from anyone: the bounds
+(template_budget.py) stop a rendering before it has filled the memory or taken minutes. Below them
+the text is what transformers' apply_chat_template writes, byte for byte (filters, globals and the
+generation tag are those of transformers 5.23, without what draws lots). The price of a block of
+statements is counted when it is compiled, and paid whenever it runs. Does not know tokenizers.
 """
 
 import json
@@ -39,7 +41,8 @@ from tandem.data.template_budget import (
 from tandem.types import Message, Tool
 
 LONGEST_SOURCE = 1 << 17  # characters of a template: the longest of known models have 30,000
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts; templates read the first
+# names of a message's thoughts; templates read the first
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
@@ -52,25 +55,37 @@ class ChatTemplate:
         self._template = self._environment.from_string(source)
 
     def render(
-        self, messages: Sequence[Message], *, open_turn: bool, special_tokens: Mapping[str, object],
+        self,
+        messages: Sequence[Message],
+        *,
+        open_turn: bool,
+        special_tokens: Mapping[str, object],
         tools: Sequence[Tool] = (),
-    ) -> str:  # fmt: skip
-        """The text of the chat. Raises TextTooLong, TooMuchWork, and whatever the template's own errors are."""
+    ) -> str:
+        """The text of the chat. Raises TextTooLong, TooMuchWork, and whatever the template's own
+        errors are."""
         if not messages:
             raise ValueError("a chat without messages")
         self._environment.budget.left = WORK
         pieces = self._template.generate(
             **{**special_tokens, "messages": [_plain(message) for message in messages]},
-            tools=list(tools) or None, documents=None, add_generation_prompt=open_turn,
-        )  # fmt: skip
+            tools=list(tools) or None,
+            documents=None,
+            add_generation_prompt=open_turn,
+        )
         return "".join(_capped(pieces))
 
 
 def _plain(message: Message) -> Message:
-    """The message without empty keys; thoughts under any of their names are also found under the usual one."""
+    """The message without empty keys; thoughts under any of their names are also found under the
+    usual one."""
     message = {name: text for name, text in message.items() if text is not None}
     thoughts = next((message[name] for name in REASONING if name in message), None)
-    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    return (
+        message
+        if thoughts is None
+        else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    )
 
 
 def _capped(pieces: Iterable[str]) -> Iterator[str]:
@@ -97,13 +112,14 @@ class _Buffer(list[str]):
 
 
 class _PricedCode(CodeGenerator):
-    """Compiles in what has no function of the environment that could count it: blocks, captured text, literals, comparisons and
-    slices."""
+    """Compiles in what has no function of the environment that could count it: blocks, captured
+    text, literals, comparisons and slices."""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
         self._work: dict[int, int] = {}  # of the blocks that can run more than once, by identity
-        self._filtered: dict[int, int] = {}  # what loops with a condition go through, and the work of the condition
+        # what loops with a condition go through, and the work of the condition
+        self._filtered: dict[int, int] = {}
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
         for part in node.find_all(nodes.Node):
@@ -127,7 +143,12 @@ class _PricedCode(CodeGenerator):
             self._wrapped("each", super().visit, node, *arguments, more=f", {work}", **named)
 
     def _wrapped(
-        self, function: str, visit: Callable[..., None], *arguments: Any, more: str = "", **named: Any
+        self,
+        function: str,
+        visit: Callable[..., None],
+        *arguments: Any,
+        more: str = "",
+        **named: Any,
     ) -> None:
         self.write(f"environment.budget.{function}(")
         visit(*arguments, **named)
@@ -151,9 +172,16 @@ class _PricedCode(CodeGenerator):
         self._literal(node, node.items if node.ctx == "load" else [], super().visit_Tuple, frame)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self._literal(node, [part for pair in node.items for part in (pair.key, pair.value)], super().visit_Dict, frame)
+        self._literal(
+            node,
+            [part for pair in node.items for part in (pair.key, pair.value)],
+            super().visit_Dict,
+            frame,
+        )
 
-    def _literal(self, node: nodes.Node, items: list[nodes.Expr], visit: Callable[..., None], frame: Frame) -> None:
+    def _literal(
+        self, node: nodes.Node, items: list[nodes.Expr], visit: Callable[..., None], frame: Frame
+    ) -> None:
         if all(isinstance(item, nodes.Const) for item in items):
             visit(node, frame)
         else:
@@ -174,23 +202,34 @@ class _PricedCode(CodeGenerator):
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
         inside = any(operand.op in ("in", "notin") for operand in node.ops)
         operands = [node.expr, *(operand.expr for operand in node.ops)]
-        cheap = not inside and any(map(_is_small, operands))  # no more than the smallest is looked at
+        # no more than the smallest is looked at
+        cheap = not inside and any(map(_is_small, operands))
         self.write("(")
-        for operator, operand in zip(["", *(operand.op for operand in node.ops)], operands, strict=True):
+        for operator, operand in zip(
+            ["", *(operand.op for operand in node.ops)], operands, strict=True
+        ):
             self.write(f" {operators[operator]} " if operator else "")
             if cheap or _is_small(operand):
                 self.visit(operand, frame)
             else:
-                self._wrapped("searched" if operator in ("in", "notin") else "paid", self.visit, operand, frame)
+                self._wrapped(
+                    "searched" if operator in ("in", "notin") else "paid",
+                    self.visit,
+                    operand,
+                    frame,
+                )
         self.write(")")
 
 
 def _is_small(node: nodes.Expr) -> bool:
-    return isinstance(node, nodes.Const) or (isinstance(node, nodes.List | nodes.Tuple | nodes.Dict) and not node.items)
+    return isinstance(node, nodes.Const) or (
+        isinstance(node, nodes.List | nodes.Tuple | nodes.Dict) and not node.items
+    )
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for other tools; here it is only its body."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for other tools; here it
+    is only its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's declaration)
 
@@ -209,15 +248,24 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=self._printed
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=self._printed,
         )
         self.budget = Budget()
         bounds = {**FILTERS, "format": self._formatted, "tojson": None}
         self.filters["tojson"] = _tojson
-        self.filters = {name: self._priced(name, self.filters[name], bound) for name, bound in bounds.items()}
+        self.filters = {
+            name: self._priced(name, self.filters[name], bound) for name, bound in bounds.items()
+        }
         self.tests |= {name: self._looking(self.tests[name]) for name in COMPARING_TESTS}
         del self.globals["lipsum"]  # it draws lots
-        self.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
 
     def new_buffer(self) -> _Buffer:
         return _Buffer()
@@ -249,21 +297,25 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _price_method(
         self, method: BuiltinMethodType | MethodType, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, ...]:
-        """Pay for a method before it runs; returns its arguments, such that they can be read twice."""
+        """Pay for a method before it runs; returns its arguments, such that they can be read
+        twice."""
         owner: Any = method.__self__
         if isinstance(owner, OWN_METHODS):
             return args
         kind = str if isinstance(owner, str) else type(owner)
         bound = METHODS.get(kind, {}).get(method.__name__)
         if bound is None:
-            raise SecurityError(f"a template may not call {method.__name__!r} of {type(owner).__name__!r}")
+            raise SecurityError(
+                f"a template may not call {method.__name__!r} of {type(owner).__name__!r}"
+            )
         if kind is not dict:
             self.budget.spend(len(owner))
         if not (args or kwargs):
             return args
         if method.__name__ in SEARCHING_BACKWARDS:
             self.budget.spend(
-                len(owner) * sum(len(text) for text in (*args, *kwargs.values()) if isinstance(text, str))
+                len(owner)
+                * sum(len(text) for text in (*args, *kwargs.values()) if isinstance(text, str))
             )
         if args and isinstance(args[0], GeneratorType):
             args = (list(args[0]), *args[1:])
@@ -276,9 +328,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         if type(value.__self__) is not str:
             raise SecurityError("a template may not format a text that is marked as safe")
         formatter, text, is_map = _Formatter(self), value.__self__, value.__name__ == "format_map"
-        return lambda *args, **kwargs: formatter.vformat(text, () if is_map else args, args[0] if is_map else kwargs)
+        return lambda *args, **kwargs: formatter.vformat(
+            text, () if is_map else args, args[0] if is_map else kwargs
+        )
 
-    def _priced(self, name: str, filter: Callable[..., Any], bound: Bound | None) -> Callable[..., Any]:
+    def _priced(
+        self, name: str, filter: Callable[..., Any], bound: Bound | None
+    ) -> Callable[..., Any]:
         skipped = 1 if _PassArg.from_obj(filter) is not None else 0  # arguments that are jinja's
 
         @wraps(filter)
@@ -331,17 +387,25 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
-    separators: tuple[str, str] | None = None, sort_keys: bool = False,
-) -> str:  # fmt: skip
-    """Jinja's own escapes HTML. Indented, a deep value grows far beyond its own size, so its text is counted as it is made."""
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes HTML. Indented, a deep value grows far beyond its own size, so its text
+    is counted as it is made."""
     if len("".join(separators or ())) > MAX_INDENT:
         raise SecurityError(f"separators of JSON of more than {MAX_INDENT} characters")
     if indent is None:
-        return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys
+        )
     if not 0 < (indent if isinstance(indent, int) else len(indent)) <= MAX_INDENT:
         raise SecurityError(f"an indent of JSON that is not of 1 to {MAX_INDENT} characters")
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     return "".join(_capped(encoder.iterencode(value)))
 
 

@@ -1,7 +1,8 @@
 """Chats for supervised fine-tuning, from a file.
 
-A row holds `messages`, or a `prompt` (text or messages) and a `response`; or it is written as TRL's, ShareGPT's and Alpaca's
-data sets are (docs/data.md). Does not know tokens or chat templates: what carries loss is decided in render.py.
+A row holds `messages`, or a `prompt` (text or messages) and a `response`; or it is written as
+TRL's, ShareGPT's and Alpaca's data sets are (docs/data.md). Does not know tokens or chat templates:
+what carries loss is decided in render.py.
 """
 
 from tandem.data.messages import chat_messages, prompt_messages
@@ -13,7 +14,8 @@ from tandem.types import Message
 def read_chats(path: str, *, key: str) -> list[tuple[Message, ...]]:
     """The chats of a JSONL or Parquet file, in file order; each ends with the assistant's message.
 
-    key: the config key that names the file, e.g. "sft.train". Raises UserError with up to ten mistakes.
+    key: the config key that names the file, e.g. "sft.train". Raises UserError with up to ten
+    mistakes.
     """
     return read_rows(path, _chat, key=key)
 
@@ -35,7 +37,9 @@ def _chat(row: Row) -> tuple[Message, ...]:
     if isinstance(response, list):
         return _whole_chat((*prompt, *chat_messages(response, field=answer)), field=answer)
     if not isinstance(response, str) or not response:
-        raise RowError("empty text" if response == "" else show(response), "the assistant's text", field=answer)
+        raise RowError(
+            "empty text" if response == "" else show(response), "the assistant's text", field=answer
+        )
     return (*prompt, {"role": "assistant", "content": response})
 
 
@@ -53,5 +57,7 @@ def _whole_chat(messages: tuple[Message, ...], *, field: str) -> tuple[Message, 
         found = f"a last message from {roles[-1]!r}"
         raise RowError(found, "a chat that ends with the assistant's message", field=field)
     if "user" not in roles[: roles.index("assistant")]:
-        raise RowError("an assistant's message before any user's", "a user's message first", field=field)
+        raise RowError(
+            "an assistant's message before any user's", "a user's message first", field=field
+        )
     return messages

@@ -27,7 +27,8 @@ def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
 
 
 def chat_messages(value: Any, *, field: str) -> tuple[Message, ...]:
-    """Messages with a known role and text; further keys are kept for the chat template where they are text.
+    """Messages with a known role and text; further keys are kept for the chat template where they
+    are text.
 
     ShareGPT's {from, value} are read too, and OpenAI's content in parts where all of them are text.
     """
@@ -41,15 +42,22 @@ def chat_messages(value: Any, *, field: str) -> tuple[Message, ...]:
 def _message(value: Any, field: str) -> Message:
     if not isinstance(value, dict):
         raise RowError(show(value), "a message {role, content}", field=field)
-    message = {name: text for name, text in value.items() if text is not None}  # Parquet fills absent keys with null
+    # Parquet fills absent keys with null
+    message = {name: text for name, text in value.items() if text is not None}
     if message.keys() >= {"from", "value"} and "role" not in message:
         role = message.pop("from")
-        message = {"role": _SHAREGPT_ROLES.get(role, role), "content": message.pop("value"), **message}
+        message = {
+            "role": _SHAREGPT_ROLES.get(role, role),
+            "content": message.pop("value"),
+            **message,
+        }
     if isinstance(message.get("content"), list):
         message["content"] = _text_of_parts(message["content"], f"{field}.content")
     for name in ("role", "content"):
         if name not in message:
-            raise RowError(f"keys {', '.join(message) or 'none'}", f"a message with a {name!r}", field=field)
+            raise RowError(
+                f"keys {', '.join(message) or 'none'}", f"a message with a {name!r}", field=field
+            )
     for name, text in message.items():
         if not isinstance(text, str):
             raise RowError(show(text), "text", field=f"{field}.{name}")
@@ -59,11 +67,18 @@ def _message(value: Any, field: str) -> Message:
 
 
 def _text_of_parts(parts: list[Any], field: str) -> str:
-    """OpenAI's content in parts, [{"type": "text", "text": "..."}]: their text, one after the other."""
+    """OpenAI's content in parts, [{"type": "text", "text": "..."}]: their text, one after the
+    other."""
     texts = list[str]()
     for number, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
+        text = (
+            part.get("text")
+            if isinstance(part, dict) and part.get("type", "text") == "text"
+            else None
+        )
         if not isinstance(text, str):
-            raise RowError(show(part), 'a part {"type": "text", "text": ...}', field=f"{field}[{number}]")
+            raise RowError(
+                show(part), 'a part {"type": "text", "text": ...}', field=f"{field}[{number}]"
+            )
         texts.append(text)
     return "".join(texts)

@@ -1,7 +1,8 @@
-"""Which items a step takes, of one list or of several in fixed shares: a function of (seed, step) alone.
+"""Which items a step takes, of one list or of several in fixed shares: a function of (seed, step)
+alone.
 
-So the step's number is the whole data cursor, and a resume cannot skip or repeat data. Knows numbers and lists. Does not
-know what the items are, nor where they come from.
+So the step's number is the whole data cursor, and a resume cannot skip or repeat data. Knows
+numbers and lists. Does not know what the items are, nor where they come from.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,16 @@ T = TypeVar("T")  # a problem, or whatever else a step takes from a list
 
 
 class Mixture(Sequence[T]):
-    """Several lists, of which each has its share of what steps take; read as a sequence, one behind the other.
+    """Several lists, of which each has its share of what steps take; read as a sequence, one behind
+    the other.
 
-    Example: Mixture([few, many], weights=[1, 3], names=["few.jsonl", "many.jsonl"]): of any four items in a row that
-    steps take, one is of `few`, and each list goes through epochs of its own.
+    Example: Mixture([few, many], weights=[1, 3], names=["few.jsonl", "many.jsonl"]): of any four
+    items in a row that steps take, one is of `few`, and each list goes through epochs of its own.
     """
 
-    def __init__(self, parts: Sequence[Sequence[T]], weights: Sequence[float], names: Sequence[str]):
+    def __init__(
+        self, parts: Sequence[Sequence[T]], weights: Sequence[float], names: Sequence[str]
+    ):
         self.parts, self.names = list(parts), list(names)
         self.weights = [Fraction(str(weight)) for weight in weights]  # of the decimal: 0.7 is 7/10
         self._items = [item for part in self.parts for item in part]
@@ -41,15 +45,19 @@ class Mixture(Sequence[T]):
         return self._items[place]
 
     def only(self, kept: Sequence[T]) -> "Mixture[T]":
-        """The mixture of those of its items that were kept. Raises UserError where nothing is left of a part."""
+        """The mixture of those of its items that were kept. Raises UserError where nothing is left
+        of a part."""
         chosen = {id(item) for item in kept}
         parts = [[item for item in part if id(item) in chosen] for part in self.parts]
         for name, part in zip(self.names, parts, strict=True):
             if not part:
                 raise UserError(
-                    "nothing of a source is left to train on", where=name, found="every row dropped",
-                    expected="at least one row of each source", next="leave the source out, or accept its rows",
-                )  # fmt: skip
+                    "nothing of a source is left to train on",
+                    where=name,
+                    found="every row dropped",
+                    expected="at least one row of each source",
+                    next="leave the source out, or accept its rows",
+                )
         return Mixture(parts, [float(weight) for weight in self.weights], self.names)
 
 
@@ -58,12 +66,15 @@ def only(items: Sequence[T], kept: Sequence[T]) -> Sequence[T]:
     return items.only(kept) if isinstance(items, Mixture) else kept
 
 
-def problems_of_step(problems: Sequence[T], step: int, per_step: int, seed: int, shuffle: bool) -> list[T]:
-    """The problems of a step, counted from 0. Epochs follow each other without a gap, also inside a step.
+def problems_of_step(
+    problems: Sequence[T], step: int, per_step: int, seed: int, shuffle: bool
+) -> list[T]:
+    """The problems of a step, counted from 0. Epochs follow each other without a gap, also inside a
+    step.
 
-    A problem can come twice in one step: always when per_step exceeds the number of problems, and where a step spans
-    the end of an epoch, because the next epoch has its own shuffle. In a mixture this holds of each part, and the parts
-    alternate inside the step.
+    A problem can come twice in one step: always when per_step exceeds the number of problems, and
+    where a step spans the end of an epoch, because the next epoch has its own shuffle. In a mixture
+    this holds of each part, and the parts alternate inside the step.
     """
     first, end = step * per_step, (step + 1) * per_step
     if not isinstance(problems, Mixture):
@@ -86,16 +97,19 @@ def _visits(size: int, first: int, end: int, seed: int, shuffle: bool, part: int
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool, part: int = 0) -> Array:
-    """int64 [size]: the indices in the order in which the epoch visits them. Parts of equal size differ in it."""
+    """int64 [size]: the indices in the order in which the epoch visits them. Parts of equal size
+    differ in it."""
     if not shuffle:
         return np.arange(size, dtype=np.int64)
     return rng.permutation(size, seed, "epoch order", epoch, *([part] if part else []))
 
 
 def taken_by(slots: int, weights: Sequence[Fraction]) -> list[int]:
-    """How many of the first `slots` items each part has: its share of what the parts before it leave, rounded down.
+    """How many of the first `slots` items each part has: its share of what the parts before it
+    leave, rounded down.
 
-    Each count grows by 0 or 1 from one slot to the next, so a step can begin anywhere without counting from 0.
+    Each count grows by 0 or 1 from one slot to the next, so a step can begin anywhere without
+    counting from 0.
     """
     counts, left, rest = [], slots, sum(weights)
     for weight in weights:

@@ -1,6 +1,7 @@
 """Problems from files: whatever a row calls its prompt and its answer becomes a Problem.
 
-Reads Tandem's own rows and verl's (docs/data.md). Does not know file formats (sources.py), tokens, templates or models.
+Reads Tandem's own rows and verl's (docs/data.md). Does not know file formats (sources.py), tokens,
+templates or models.
 """
 
 import json
@@ -21,7 +22,8 @@ DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default
 VERL_ANSWER = ("reward_model", "ground_truth")
 RAW_ANSWER = (
-    "raw_answer"  # in the metadata, where the row's answer was no text: its value, for TRL's and verl's functions
+    # in the metadata, where the row's answer was no text: its value, for TRL's and verl's functions
+    "raw_answer"
 )
 
 Uids = dict[str, int]  # of a source: uid -> row
@@ -30,10 +32,11 @@ Uids = dict[str, int]  # of a source: uid -> row
 def read_problems(
     source: str | Sequence[str], config: Data, *, key: str, weights: Sequence[float] = ()
 ) -> Sequence[Problem]:
-    """The problems of a source, or of several in turn, in their order; with weights a Mixture of them.
+    """The problems of a source, or of several in turn, in their order; with weights a Mixture of
+    them.
 
-    key: the config key that names them, e.g. "data.train". Raises UserError with every kind of mistake in a source, up to
-    ten, and for a uid that comes twice in all of them.
+    key: the config key that names them, e.g. "data.train". Raises UserError with every kind of
+    mistake in a source, up to ten, and for a uid that comes twice in all of them.
     """
     names = [source] if isinstance(source, str) else list(source)
     _check_weights(names, weights, key)
@@ -44,19 +47,35 @@ def read_problems(
         build = partial(_problem, config=config, prefix=prefix, uids=uids, earlier=dict(earlier))
         parts.append(read_rows(name, build, key=key))
         earlier[name] = uids
-    return Mixture(parts, weights, names) if weights else [problem for part in parts for problem in part]
+    return (
+        Mixture(parts, weights, names)
+        if weights
+        else [problem for part in parts for problem in part]
+    )
 
 
 def _check_weights(names: Sequence[str], weights: Sequence[float], key: str) -> None:
     if not names:
-        raise UserError(f"{key} names no file", where=key, found="an empty list", expected="at least one source")
+        raise UserError(
+            f"{key} names no file", where=key, found="an empty list", expected="at least one source"
+        )
     if weights and (len(weights) != len(names) or min(weights) <= 0):
-        found = f"{len(weights)} for {len(names)} sources" if len(weights) != len(names) else str(list(weights))
-        raise UserError("the weights do not fit the sources", where="data.weights", found=found,
-                        expected="a number above 0 for each source, or none")  # fmt: skip
+        found = (
+            f"{len(weights)} for {len(names)} sources"
+            if len(weights) != len(names)
+            else str(list(weights))
+        )
+        raise UserError(
+            "the weights do not fit the sources",
+            where="data.weights",
+            found=found,
+            expected="a number above 0 for each source, or none",
+        )
 
 
-def _problem(row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]) -> Problem:
+def _problem(
+    row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[str, Uids]
+) -> Problem:
     prompt = column(row, config.prompt_column, rename="set data.prompt_column={}")
     messages = prompt_messages(prompt, field=config.prompt_column)
     answer_path = _answer_path(row, config.answer_column)
@@ -73,7 +92,8 @@ def _problem(row: Row, *, config: Data, prefix: str, uids: Uids, earlier: dict[s
 
 
 def _refuse_known_uid(uid: str, number: int, uids: Uids, earlier: dict[str, Uids]) -> None:
-    """A uid addresses the random draws of its problem: two problems with one uid would be sampled alike."""
+    """A uid addresses the random draws of its problem: two problems with one uid would be sampled
+    alike."""
     first = uids.setdefault(uid, number)
     place = "" if first == number else f"row {first}"
     for name, known in earlier.items():
@@ -83,7 +103,8 @@ def _refuse_known_uid(uid: str, number: int, uids: Uids, earlier: dict[str, Uids
 
 
 def _answer_path(row: Row, name: str) -> tuple[str, ...]:
-    """Find the row's answer: the answer column, or verl's place for it where the config names no column; () for none."""
+    """Find the row's answer: the answer column, or verl's place for it where the config names no
+    column; () for none."""
     if not name:
         return ()
     verl = row.values.get("reward_model")
@@ -136,7 +157,9 @@ def _uid(row: Row, stem: str) -> str:
 
 def _text(value: Any, *, field: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise RowError("empty text" if value == "" else show(value), "text or a whole number", field=field)
+        raise RowError(
+            "empty text" if value == "" else show(value), "text or a whole number", field=field
+        )
     return str(value)
 
 
@@ -147,15 +170,19 @@ def _with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, .
 
 
 def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str, Any]:
-    """Every column that has no other place, so that a reward function finds all of its row; an answer or a category
-    whose column the config names stays here too, for functions that ask for columns by name. And the answer's value, where
-    Problem.answer is only its text."""
+    """Every column that has no other place, so that a reward function finds all of its row; an
+    answer or a category whose column the config names stays here too, for functions that ask for
+    columns by name. And the answer's value, where Problem.answer is only its text."""
     placed = {config.prompt_column, "uid"}
     placed |= {DEFAULT_ANSWER} if answer_path == (DEFAULT_ANSWER,) else set()
     placed |= {DEFAULT_CATEGORY} if config.category_column == DEFAULT_CATEGORY else set()
     rest = {name: value for name, value in row.values.items() if name not in placed}
     if answer_path == VERL_ANSWER:
-        reward_model = {name: value for name, value in row.values["reward_model"].items() if name != "ground_truth"}
+        reward_model = {
+            name: value
+            for name, value in row.values["reward_model"].items()
+            if name != "ground_truth"
+        }
         del rest["reward_model"]
         rest |= {"reward_model": reward_model} if reward_model else {}
     raw = _value(row, answer_path) if answer_path else ""

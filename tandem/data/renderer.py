@@ -1,8 +1,9 @@
-"""Chats to tokens and back, through the tokenizer and chat template of a Hugging Face model directory.
+"""Chats to tokens and back, through the tokenizer and chat template of a Hugging Face model
+directory.
 
-Token in, token out: the tokens of a prompt are the first tokens of the same chat when it is trained, and a template for
-which that is not so is refused. Does not know files, rewards or weights. transformers is imported when a renderer is
-loaded, not with this module.
+Token in, token out: the tokens of a prompt are the first tokens of the same chat when it is
+trained, and a template for which that is not so is refused. Does not know files, rewards or
+weights. transformers is imported when a renderer is loaded, not with this module.
 """
 
 import json
@@ -28,11 +29,20 @@ from tandem.types import Array, Message, Problem, Tool
 logger = logging.getLogger(__name__)
 
 _SAID = "tandem"
-_EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _SAID})  # any, to see what follows
+# any, to see what follows
+_EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _SAID})
 
 GENERATION = "generation_config.json"
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-Loss = Literal["assistant", "last", "all"]  # where a training chat carries loss; see ChatRenderer.training
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+# where a training chat carries loss; see ChatRenderer.training
+Loss = Literal["assistant", "last", "all"]
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
 
 TOOLS_TEXT = (  # as the templates of Hermes and Qwen have it
@@ -42,8 +52,9 @@ TOOLS_TEXT = (  # as the templates of Hermes and Qwen have it
     '{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
 
-# Templates that print today's date (Llama 3.2, Mistral, SmolLM3) would give a resumed run other prompts on the next
-# day. They get Llama's default day instead. `+%}` keeps the template's own first newline.
+# Templates that print today's date (Llama 3.2, Mistral, SmolLM3) would give a resumed run other
+# prompts on the next day. They get Llama's default day instead. `+%}` keeps the template's own
+# first newline.
 FIXED_CLOCK = (
     "{% macro strftime_now(format) %}{{ format|replace('%d', '26')|replace('%-d', '26')|replace('%b', 'Jul')"
     "|replace('%B', 'July')|replace('%m', '07')|replace('%Y', '2024')|replace('%y', '24')|replace('%A', 'Friday')"
@@ -52,7 +63,8 @@ FIXED_CLOCK = (
 
 
 def load_renderer(model_path: str) -> "ChatRenderer":
-    """The renderer of a model directory or hub name. Raises UserError without directory, tokenizer or chat template."""
+    """The renderer of a model directory or hub name. Raises UserError without directory, tokenizer
+    or chat template."""
     _require_model(model_path)
     tokenizer = load_tokenizer(model_path)
     try:
@@ -68,23 +80,34 @@ def load_renderer(model_path: str) -> "ChatRenderer":
 
 
 def _require_model(model_path: str) -> None:
-    """Refuse what is neither a directory with a tokenizer nor can be a hub name, before minutes of network retries."""
+    """Refuse what is neither a directory with a tokenizer nor can be a hub name, before minutes of
+    network retries."""
     directory = Path(model_path)
     if model_path and directory.is_dir():
-        # Without these files AutoTokenizer makes an empty tokenizer of the model's family, and says nothing.
+        # Without these files AutoTokenizer makes an empty tokenizer of the model's family, and says
+        # nothing.
         if not any((directory / name).is_file() for name in VOCABULARY_FILES):
             expected = f"one of {', '.join(VOCABULARY_FILES)}"
             advice = f"copy the tokenizer files of the base model into {model_path}"
-            raise UserError("the model directory has no tokenizer", where=model_path, expected=expected, next=advice)
+            raise UserError(
+                "the model directory has no tokenizer",
+                where=model_path,
+                expected=expected,
+                next=advice,
+            )
         return
     owner = model_path.partition("/")[0]
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model_path) or ("/" in model_path and Path(owner).exists()):
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model_path) or (
+        "/" in model_path and Path(owner).exists()
+    ):
         raise UserError(
             "the model directory does not exist",
             where="model.path",
             found=repr(model_path),
             expected="a Hugging Face model directory, or a hub name such as Qwen/Qwen3-0.6B",
-            next=f"ls {next(p for p in directory.parents if p.exists())}" if model_path else "set model.path=DIRECTORY",
+            next=f"ls {next(p for p in directory.parents if p.exists())}"
+            if model_path
+            else "set model.path=DIRECTORY",
         )
 
 
@@ -114,8 +137,9 @@ class _Rendering:
 class ChatRenderer:
     """Renders chats for one model. Implements types.Renderer.
 
-    stop_token_ids: what ends the assistant's turn, by tokenizer, generation_config.json, and the chat template itself.
-    Base models name only their end of document in the first two, while their template writes another token.
+    stop_token_ids: what ends the assistant's turn, by tokenizer, generation_config.json, and the
+    chat template itself. Base models name only their end of document in the first two, while their
+    template writes another token.
     """
 
     def __init__(self, tokenizer: Any, template: str, eos_ids: set[int], name: str):
@@ -124,20 +148,28 @@ class ChatRenderer:
         self._compiled: ChatTemplate | None = None
         self.stop_token_ids = tuple(sorted(eos_ids | self._end_of_turn()))
         if not self.stop_token_ids:
-            expected, advice = "an end-of-sequence token", "name the eos_token in tokenizer_config.json"
-            raise UserError("nothing ends the assistant's turn", where=name, expected=expected, next=advice)
+            expected, advice = (
+                "an end-of-sequence token",
+                "name the eos_token in tokenizer_config.json",
+            )
+            raise UserError(
+                "nothing ends the assistant's turn", where=name, expected=expected, next=advice
+            )
 
     def prompt(self, messages: Sequence[Message]) -> Array:
         """int64 [T]: the chat and the header of the assistant's turn."""
         return self.prompts([messages])[0]
 
-    def prompts(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
+    def prompts(
+        self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
+    ) -> list[Array]:
         """prompt of every chat, tokenized together."""
         return self._encode([self.prompt_text(messages, tools) for messages in chats])
 
     def prompt_text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """The text of a chat and the header of the assistant's turn. A template that knows no tools gets them in a
-        system message; one that knows no `tool_calls` gets them in the content of their message."""
+        """The text of a chat and the header of the assistant's turn. A template that knows no tools
+        gets them in a system message; one that knows no `tool_calls` gets them in the content of
+        their message."""
         if tools and "tools" not in self._template:
             messages, tools = with_tools(messages, tools), ()
         if "tool_calls" not in self._template:
@@ -149,18 +181,24 @@ class ChatRenderer:
         return self._encode([text])[0]
 
     def turn(self, messages: Sequence[Message]) -> Array:
-        """int64 [T]: what follows an assistant's text when these messages answer it: the stop token that ends its turn,
-        the messages, and the header of the assistant's next turn. It does not depend on what came before."""
+        """int64 [T]: what follows an assistant's text when these messages answer it: the stop token
+        that ends its turn, the messages, and the header of the assistant's next turn. It does not
+        depend on what came before."""
         chat = [*_EXCHANGE, *messages]
         [tokens] = self._encode([self._text(chat, open_turn=True).partition(_SAID)[2]])
         return tokens[self._end_of_sampling(tokens, 0, len(tokens), 1) - 1 :]
 
     def chats(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
         """int64 [T] of every whole chat, as the template writes it."""
-        return self._encode([self._text(messages, open_turn=False, tools=tools) for messages in chats])
+        return self._encode(
+            [self._text(messages, open_turn=False, tools=tools) for messages in chats]
+        )
 
-    def difference(self, messages: Sequence[Message], tokens: Array, tools: Sequence[Tool] = ()) -> str:
-        """Where the template's rendering of a whole chat first differs from an episode's tokens; empty if nowhere."""
+    def difference(
+        self, messages: Sequence[Message], tokens: Array, tools: Sequence[Tool] = ()
+    ) -> str:
+        """Where the template's rendering of a whole chat first differs from an episode's tokens;
+        empty if nowhere."""
         if tools and "tools" not in self._template:
             messages, tools = with_tools(messages, tools), ()
         [whole] = self.chats([messages], tools)
@@ -169,18 +207,23 @@ class ChatRenderer:
             return ""
         return f"token {at}: the episode has {self._around(tokens, at)}, the chat template writes {self._around(whole, at)}"
 
-    def training(self, messages: Sequence[Message], loss: Loss = "assistant") -> tuple[Array, Array]:
-        """(tokens int64 [T], loss_mask bool [T]): the whole chat, and which of its tokens carry loss.
+    def training(
+        self, messages: Sequence[Message], loss: Loss = "assistant"
+    ) -> tuple[Array, Array]:
+        """(tokens int64 [T], loss_mask bool [T]): the whole chat, and which of its tokens carry
+        loss.
 
-        "assistant": what the assistant says, in every turn. A turn's loss covers what an engine would have sampled:
-        from the end of the turn's header to the first stop token, that one included. "last": its last turn only.
-        "all": every token but the first, which nothing predicts.
-        Raises UserError where the template does not keep earlier tokens as they were; for "last", where it does not
-        keep the last turn's prompt and what that turn says.
+        "assistant": what the assistant says, in every turn. A turn's loss covers what an engine
+        would have sampled: from the end of the turn's header to the first stop token, that one
+        included. "last": its last turn only. "all": every token but the first, which nothing
+        predicts. Raises UserError where the template does not keep earlier tokens as they were; for
+        "last", where it does not keep the last turn's prompt and what that turn says.
         """
         return self.trainings([messages], loss)[0]
 
-    def trainings(self, chats: Sequence[Sequence[Message]], loss: Loss = "assistant") -> list[tuple[Array, Array]]:
+    def trainings(
+        self, chats: Sequence[Sequence[Message]], loss: Loss = "assistant"
+    ) -> list[tuple[Array, Array]]:
         """training of every chat, tokenized together."""
         chunks = [chats[at : at + CHUNK] for at in range(0, len(chats), CHUNK)]
         return [sample for chunk in chunks for sample in self._trainings(chunk, loss)]
@@ -190,14 +233,25 @@ class ChatRenderer:
         return decode_text(self.tokenizer, tokens)
 
     def check_lengths(
-        self, problems: Sequence[Problem], config: Data, *, key: str = "data.train", room: int | None = None
+        self,
+        problems: Sequence[Problem],
+        config: Data,
+        *,
+        key: str = "data.train",
+        room: int | None = None,
     ) -> list[Problem]:
-        """The problems whose prompt fits data.max_prompt_tokens; a longer one is an error, or dropped and reported.
+        """The problems whose prompt fits data.max_prompt_tokens; a longer one is an error, or
+        dropped and reported.
 
-        room: tokens that the model can place before a completion, if known; a larger limit than that is not advised.
+        room: tokens that the model can place before a completion, if known; a larger limit than
+        that is not advised.
         """
         lengths = list(self._prompt_lengths(problems))
-        kept = [p for p, length in zip(problems, lengths, strict=True) if length <= config.max_prompt_tokens]
+        kept = [
+            p
+            for p, length in zip(problems, lengths, strict=True)
+            if length <= config.max_prompt_tokens
+        ]
         if len(kept) == len(problems):
             return kept
         what = f"{len(problems) - len(kept)} of {len(problems)} prompts of {key} are longer than data.max_prompt_tokens"
@@ -205,22 +259,34 @@ class ChatRenderer:
         found = f"{lengths[longest]:,} tokens in {problems[longest].uid!r}, the longest"
         if config.long_prompts == "error" or not kept:
             fits = room is None or lengths[longest] <= room
-            advice = [f"data.max_prompt_tokens={lengths[longest]}"] * fits + ["data.long_prompts=drop"] * bool(kept)
+            advice = [f"data.max_prompt_tokens={lengths[longest]}"] * fits + [
+                "data.long_prompts=drop"
+            ] * bool(kept)
             expected = f"at most {config.max_prompt_tokens:,} tokens"
             expected += "" if fits else f", and the model can place {room:,} before a completion"
             next_command = " or ".join(advice) or "shorter prompts, or another model"
-            raise UserError(what, where="data.max_prompt_tokens", found=found, expected=expected, next=next_command)
+            raise UserError(
+                what,
+                where="data.max_prompt_tokens",
+                found=found,
+                expected=expected,
+                next=next_command,
+            )
         logger.warning("%s and were dropped (%s)", what, found)
         return kept
 
     # ---- text and tokens
 
-    def _text(self, messages: Sequence[Message], *, open_turn: bool, tools: Sequence[Tool] = ()) -> str:
+    def _text(
+        self, messages: Sequence[Message], *, open_turn: bool, tools: Sequence[Tool] = ()
+    ) -> str:
         try:
             if self._compiled is None:
                 self._compiled = ChatTemplate(self._template)
             special_tokens = self.tokenizer.special_tokens_map
-            return self._compiled.render(messages, open_turn=open_turn, special_tokens=special_tokens, tools=tools)
+            return self._compiled.render(
+                messages, open_turn=open_turn, special_tokens=special_tokens, tools=tools
+            )
         except TextTooLong:
             raise UserError(
                 "the chat template writes too long a text",
@@ -236,7 +302,8 @@ class ChatRenderer:
                 expected="a template whose work grows as its chat does",
                 next="shorten the chat, or see what the template repeats",
             ) from None
-        # The template is a program from someone else: compiled or run it raises whatever its mistakes are.
+        # The template is a program from someone else: compiled or run it raises whatever its
+        # mistakes are.
         except Exception as error:
             raise UserError(
                 "the chat template refuses a chat",
@@ -249,12 +316,16 @@ class ChatRenderer:
 
     def _encode(self, texts: list[str]) -> list[Array]:
         # The template writes every special token itself, so the tokenizer adds none.
-        ids = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        ids = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
         return [np.array(row, np.int64) for row in ids]
 
     def _prompt_lengths(self, problems: Sequence[Problem]) -> Iterator[int]:
         for start in range(0, len(problems), CHUNK):
-            yield from map(len, self.prompts([problem.messages for problem in problems[start : start + CHUNK]]))
+            yield from map(
+                len, self.prompts([problem.messages for problem in problems[start : start + CHUNK]])
+            )
 
     def _end_of_turn(self) -> set[int]:
         """The first added token that the template writes after an assistant's text, if any."""
@@ -263,27 +334,42 @@ class ChatRenderer:
 
     # ---- the loss mask
 
-    def _trainings(self, chats: Sequence[Sequence[Message]], loss: Loss) -> list[tuple[Array, Array]]:
+    def _trainings(
+        self, chats: Sequence[Sequence[Message]], loss: Loss
+    ) -> list[tuple[Array, Array]]:
         turns = [_assistant_turns(messages)[-1 if loss == "last" else 0 :] for messages in chats]
-        texts = [self._growing_texts(messages, at) for messages, at in zip(chats, turns, strict=True)]
+        texts = [
+            self._growing_texts(messages, at) for messages, at in zip(chats, turns, strict=True)
+        ]
         tokens = iter(self._encode([text for chat in texts for text in chat]))
         samples = []
         for at, chat in zip(turns, texts, strict=True):
-            tokens_of_chat, loss_mask = self._sample(at, [_Rendering(text, next(tokens)) for text in chat])
+            tokens_of_chat, loss_mask = self._sample(
+                at, [_Rendering(text, next(tokens)) for text in chat]
+            )
             if loss == "all":
                 loss_mask = np.arange(len(tokens_of_chat)) > 0
             samples.append((tokens_of_chat, loss_mask))
         return samples
 
     def _growing_texts(self, messages: Sequence[Message], turns: list[int]) -> list[str]:
-        """The chat up to the header of each of the assistant's turns and up to its end; then the whole chat."""
+        """The chat up to the header of each of the assistant's turns and up to its end; then the
+        whole chat."""
         texts = []
         for i in turns:
-            texts += [self._text(messages[:i], open_turn=True), self._text(messages[: i + 1], open_turn=False)]
-        return texts if messages[-1]["role"] == "assistant" else [*texts, self._text(messages, open_turn=False)]
+            texts += [
+                self._text(messages[:i], open_turn=True),
+                self._text(messages[: i + 1], open_turn=False),
+            ]
+        return (
+            texts
+            if messages[-1]["role"] == "assistant"
+            else [*texts, self._text(messages, open_turn=False)]
+        )
 
     def _sample(self, turns: list[int], renderings: list[_Rendering]) -> tuple[Array, Array]:
-        """(tokens int64 [T], loss_mask bool [T]) of the last rendering, with loss on what is sampled in these turns."""
+        """(tokens int64 [T], loss_mask bool [T]) of the last rendering, with loss on what is
+        sampled in these turns."""
         for n, (before, after) in enumerate(pairwise(renderings)):
             self._require_prefix(before, after, turns[n // 2], n)
         tokens = renderings[-1].tokens
@@ -310,7 +396,8 @@ class ChatRenderer:
     def _require_prefix(self, before: _Rendering, after: _Rendering, turn: int, n: int) -> None:
         """before's tokens must be after's first tokens; otherwise name the first difference.
 
-        Of the pairs n, even ones add the message of the turn to its header, odd ones add what follows it.
+        Of the pairs n, even ones add the message of the turn to its header, odd ones add what
+        follows it.
         """
         size = len(before.tokens)
         if np.array_equal(before.tokens, after.tokens[:size]):
@@ -334,11 +421,16 @@ class ChatRenderer:
         )
 
     def _around(self, tokens: Array, at: int) -> str:
-        return repr(self.tokenizer.decode(tokens[max(0, at - 6) : at + 6].tolist(), clean_up_tokenization_spaces=False))
+        return repr(
+            self.tokenizer.decode(
+                tokens[max(0, at - 6) : at + 6].tolist(), clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """The chat with the tools told in a system message, in Hermes' way, for templates that have no place for them."""
+    """The chat with the tools told in a system message, in Hermes' way, for templates that have no
+    place for them."""
     told = TOOLS_TEXT.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     first, rest = ("", list(messages))
     if rest and rest[0]["role"] == "system":
@@ -347,13 +439,16 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
 
 
 def with_calls(message: Message) -> Message:
-    """The message with its `tool_calls`, if any, written in its content as models of Hermes' way write them."""
+    """The message with its `tool_calls`, if any, written in its content as models of Hermes' way
+    write them."""
     if "tool_calls" not in message:
         return message
     called = [call["function"] for call in message["tool_calls"]]
     calls = [Call(name=function["name"], arguments=function["arguments"]) for function in called]
     content = "\n".join(filter(None, [message["content"], write_calls(calls, "hermes")]))
-    return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
+    return {name: value for name, value in message.items() if name != "tool_calls"} | {
+        "content": content
+    }
 
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:

@@ -3,8 +3,8 @@
     work    each block of statements that runs, call, filter and operator is paid for, by the sizes of what goes in and comes out
     size    what can make a text or list longer than those it was made of is priced before it runs; what has no price is refused
 
-So memory and time have a bound although templates are programs. The unit is a character. It does not know how templates are
-compiled (template.py).
+So memory and time have a bound although templates are programs. The unit is a character. It does
+not know how templates are compiled (template.py).
 """
 
 import re
@@ -18,7 +18,8 @@ from jinja2.utils import Namespace
 
 LONGEST_TEXT = 4 << 20  # characters of one rendered chat, or of a part of it
 WORK = 1 << 27  # of one rendering: a few seconds, and at most some 128 MiB
-NODE, CALL, ITEM = 32, 256, 8  # characters that a part of a template, a call, and an item of a list count as
+# characters that a part of a template, a call, and an item of a list count as
+NODE, CALL, ITEM = 32, 256, 8
 MAX_BITS = 1 << 16  # of a whole number
 MAX_INDENT, MAX_CHARS = 100, 1000  # of JSON; to trim
 
@@ -26,7 +27,8 @@ SIZED = (str, list, tuple)
 CONTAINERS = (list, tuple, dict, set)
 PARTED: tuple[Any, ...] = (*CONTAINERS, type({}.items()), type({}.values()), type({}.keys()))
 
-Bound = Callable[..., int]  # the arguments of a method or filter -> characters that it makes at most
+# the arguments of a method or filter -> characters that it makes at most
+Bound = Callable[..., int]
 
 
 class TextTooLong(Exception):
@@ -57,7 +59,8 @@ class Budget(threading.local):
         return value
 
     def searched(self, value: Any) -> Any:
-        """A value in which another one is going to be searched; a dict is not looked through for that."""
+        """A value in which another one is going to be searched; a dict is not looked through for
+        that."""
         return value if isinstance(value, dict) else self.paid(value)
 
     def sliced(self, value: Any) -> Any:
@@ -91,8 +94,9 @@ class Budget(threading.local):
             yield value
 
     def weigh(self, value: Any) -> int:
-        """The characters that a value has, its parts included, each as often as it is there. A list may hold one text a million
-        times: it is no larger for that, but what prints or compares it is at it for so long."""
+        """The characters that a value has, its parts included, each as often as it is there. A list
+        may hold one text a million times: it is no larger for that, but what prints or compares it
+        is at it for so long."""
         weight = ITEM
         rest: list[Any] = [value]
         while rest:
@@ -133,7 +137,11 @@ class Budget(threading.local):
         if any("*" in mark for mark in marks):
             raise SecurityError("a format takes its width from an argument")
         widths = sum(_number(digits) for mark in marks for digits in re.findall(r"\d+", mark))
-        return len(text) + widths + self.weigh(values) * (len(marks) if isinstance(values, Mapping) else 1)
+        return (
+            len(text)
+            + widths
+            + self.weigh(values) * (len(marks) if isinstance(values, Mapping) else 1)
+        )
 
 
 def within(length: int) -> int:
@@ -249,7 +257,9 @@ def _rounded(number: Any, precision: int = 0, *_: Any, **__: Any) -> int:
     return 0
 
 
-def _ended(text: str, length: int = 255, killwords: bool = False, end: str = "...", *_: Any, **__: Any) -> int:
+def _ended(
+    text: str, length: int = 255, killwords: bool = False, end: str = "...", *_: Any, **__: Any
+) -> int:
     return len(str(text)) + len(end)
 
 
@@ -348,4 +358,5 @@ COMPARING_TESTS = (
     "upper",
     "divisibleby",
 )
-SEARCHING_BACKWARDS = ("strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition", "rsplit")  # not in linear time
+# not in linear time
+SEARCHING_BACKWARDS = ("strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition", "rsplit")

@@ -5,8 +5,9 @@
                     |                    v
                  _retire <-- _sample: one addressed uniform a token; ends at a stop token, stop string or length
 
-What a request returns depends on the request and the weights only, never on its neighbours, the batch size, chunks,
-shared prefixes, preemption or order. One thread calls it. It knows no problem, reward or loss.
+What a request returns depends on the request and the weights only, never on its neighbours, the
+batch size, chunks, shared prefixes, preemption or order. One thread calls it. It knows no problem,
+reward or loss.
 """
 
 from collections import defaultdict, deque
@@ -34,29 +35,40 @@ OnUpdate = Literal["finish", "restart", "continue"]
 
 
 class Engine:
-    """Generates with an ExactModel. decode turns token ids into text, for results and for stop strings.
+    """Generates with an ExactModel. decode turns token ids into text, for results and for stop
+    strings.
 
-    cache_bytes: budget of the key/value cache; max_batch: most sequences that run together; max_queue: most that wait;
-    chunk_tokens: most prompt tokens of one pass.
+    cache_bytes: budget of the key/value cache; max_batch: most sequences that run together;
+    max_queue: most that wait; chunk_tokens: most prompt tokens of one pass.
     """
 
     def __init__(
-        self, model: ExactModel, decode: Callable[[np.ndarray], str], *, cache_bytes: int, max_batch: int,
-        max_queue: int = 1024, chunk_tokens: int = 2048,
-    ):  # fmt: skip
+        self,
+        model: ExactModel,
+        decode: Callable[[np.ndarray], str],
+        *,
+        cache_bytes: int,
+        max_batch: int,
+        max_queue: int = 1024,
+        chunk_tokens: int = 2048,
+    ):
         self.model, self.decode = model, decode
         self.weight_version = 0
         self.cache = PageCache(model, cache_bytes)
-        self.scheduler = Scheduler(self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens)
+        self.scheduler = Scheduler(
+            self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens
+        )
         self._ended: list[Running] = []  # while weights were changed; the next step returns them
         self._arrivals = self._generated = 0
-        self._to_check: Running | None = None  # of the completions under these weights, the one with the least key
+        # of the completions under these weights, the one with the least key
+        self._to_check: Running | None = None
         self._stamp = self._weights_stamp()
 
     # ---- requests
 
     def submit(self, request: Request) -> Running:
-        """Queue a request. Raises UserError when it can never run and QueueFull when too many wait."""
+        """Queue a request. Raises UserError when it can never run and QueueFull when too many
+        wait."""
         self.require_room(len(request.prompt) + request.params.max_new_tokens)
         if not self.has_work:
             self._to_check = None  # what ended before is somebody else's: an evaluation's
@@ -66,7 +78,8 @@ class Engine:
         return running
 
     def cancel(self, running: Running) -> None:
-        """End a request now, with what it has; its pages are free at once. One that has ended stays as it is."""
+        """End a request now, with what it has; its pages are free at once. One that has ended stays
+        as it is."""
         if running.completion is None:
             self._end(running, self.decode(np.array(running.tokens, np.int64)), "cancelled")
 
@@ -75,7 +88,8 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting or self._ended)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Run every request to its end; results in request order. Errors as `submit`, before any work."""
+        """Run every request to its end; results in request order. Errors as `submit`, before any
+        work."""
         for request in requests:
             self.require_room(len(request.prompt) + request.params.max_new_tokens)
         pending, mine = deque(requests), []
@@ -84,7 +98,10 @@ class Engine:
             while pending and len(self.scheduler.waiting) < self.scheduler.max_queue:
                 mine.append(self.submit(pending.popleft()))
             self.step()
-            while len(results) < len(mine) and (completion := mine[len(results)].completion) is not None:
+            while (
+                len(results) < len(mine)
+                and (completion := mine[len(results)].completion) is not None
+            ):
                 results.append(completion)
         return results
 
@@ -94,25 +111,39 @@ class Engine:
         return min(self.model.config.max_position_embeddings, self.cache.count * PAGE)
 
     def require_room(self, longest: int) -> None:
-        """UserError when a sequence of that many tokens fits neither the cache nor the model's positions."""
+        """UserError when a sequence of that many tokens fits neither the cache nor the model's
+        positions."""
         check_room(self.model.config, self.cache.count, self.cache.page_bytes, longest)
 
     # ---- weights
 
-    def apply(self, version: int, load: Callable[[], None] | None = None, running: OnUpdate = "finish") -> None:
-        """Go over to weights of that version; load writes them into the model, where they are not there already.
+    def apply(
+        self, version: int, load: Callable[[], None] | None = None, running: OnUpdate = "finish"
+    ) -> None:
+        """Go over to weights of that version; load writes them into the model, where they are not
+        there already.
 
-        Requests that have begun are finished under the old weights first ("finish"; the next step returns them), begin
-        anew ("restart"), or go on under the new weights with their past computed again ("continue"). No cached key
-        survives.
+        Requests that have begun are finished under the old weights first ("finish"; the next step
+        returns them), begin anew ("restart"), or go on under the new weights with their past
+        computed again ("continue"). No cached key survives.
         """
         if running == "finish":
-            while any(sequence.tokens for sequence in self.scheduler.waiting) or self.scheduler.running:
-                self._ended += [r for r in self._pass(only_started=True) if r.completion is not None]
+            while (
+                any(sequence.tokens for sequence in self.scheduler.waiting)
+                or self.scheduler.running
+            ):
+                self._ended += [
+                    r for r in self._pass(only_started=True) if r.completion is not None
+                ]
         self.scheduler.preempt_all()
         if running == "restart":
             for sequence in self.scheduler.waiting:
-                for column in (sequence.tokens, sequence.logprobs, sequence.weight_versions, sequence.top):
+                for column in (
+                    sequence.tokens,
+                    sequence.logprobs,
+                    sequence.weight_versions,
+                    sequence.top,
+                ):
                     column.clear()
         if load is not None:
             load()
@@ -145,8 +176,9 @@ class Engine:
     # ---- a check of itself
 
     def logprob_gap(self) -> float:
-        """Pass a completion that has ended since the engine was last idle, under these weights, through the trainer's packed
-        pass: the largest difference of its log-probs in nats; 0 where there is none."""
+        """Pass a completion that has ended since the engine was last idle, under these weights,
+        through the trainer's packed pass: the largest difference of its log-probs in nats; 0 where
+        there is none."""
         checked = self._to_check
         if checked is None:
             return 0.0
@@ -163,14 +195,18 @@ class Engine:
             sequences=np.zeros(count, np.int64),
         )
         with torch.no_grad():
-            logprobs = batch_logprobs(self.model, batch, checked.how, entropy=False)[0].cpu().numpy()
-        own = np.array(checked.weight_versions) == self.weight_version  # others were sampled before a pause
+            logprobs = (
+                batch_logprobs(self.model, batch, checked.how, entropy=False)[0].cpu().numpy()
+            )
+        # others were sampled before a pause
+        own = np.array(checked.weight_versions) == self.weight_version
         return float(np.abs(logprobs - np.array(checked.logprobs, np.float32))[own].max())
 
     # ---- one pass
 
     def step(self) -> list[Running]:
-        """One forward pass; returns the sequences that got a token, with `completion` set on those that ended."""
+        """One forward pass; returns the sequences that got a token, with `completion` set on those
+        that ended."""
         watchdog.beat()
         ended, self._ended = self._ended, []
         return ended + self._pass(only_started=False)
@@ -181,22 +217,31 @@ class Engine:
         work = self.scheduler.schedule(only_started=only_started)
         if not work:
             return []
-        work.sort(key=lambda part: -len(part[0].pages))  # the order of paged attention: no rows are moved then
+        # the order of paged attention: no rows are moved then
+        work.sort(key=lambda part: -len(part[0].pages))
         hidden = self._forward(work)
         last = np.cumsum([count for _, count in work]) - 1
         ready = [
-            (sequence, row) for (sequence, _), row in zip(work, last, strict=True) if sequence.cached == sequence.length
+            (sequence, row)
+            for (sequence, _), row in zip(work, last, strict=True)
+            if sequence.cached == sequence.length
         ]
         if ready:
             rows = torch.from_numpy(np.array([row for _, row in ready])).to(self.model.device)
-            self._sample(self.model.head(hidden.index_select(0, rows)), [sequence for sequence, _ in ready])
+            self._sample(
+                self.model.head(hidden.index_select(0, rows)), [sequence for sequence, _ in ready]
+            )
             self._retire([sequence for sequence, _ in ready])
         return [sequence for sequence, _ in ready]
 
     def _forward(self, work: Work) -> Tensor:
-        """The last hidden states [T, D] of the new tokens, whose keys and values are in the cache afterwards."""
+        """The last hidden states [T, D] of the new tokens, whose keys and values are in the cache
+        afterwards."""
         cache = self.cache
-        starts, counts = np.array([s.cached for s, _ in work]), np.array([count for _, count in work])
+        starts, counts = (
+            np.array([s.cached for s, _ in work]),
+            np.array([count for _, count in work]),
+        )
         tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
         runs = Runs([s.pages for s, _ in work], starts, counts)
         plan = self.model.paged_plan(cache.keys, cache.values, runs)
@@ -209,9 +254,9 @@ class Engine:
     def _sample(self, logits: Tensor, ready: list[Running]) -> None:
         """Append one token to each sequence; logits [B, V] are theirs."""
         keys = np.array([s.request.key for s in ready], np.uint64)
-        draws = torch.from_numpy(uniforms(keys, np.array([s.request.drawn + len(s.tokens) for s in ready]))).to(
-            logits.device
-        )
+        draws = torch.from_numpy(
+            uniforms(keys, np.array([s.request.drawn + len(s.tokens) for s in ready]))
+        ).to(logits.device)
         alike: dict[tuple[Filter, int], list[int]] = defaultdict(list)
         for row, sequence in enumerate(ready):
             alike[sequence.how, sequence.request.params.top_logprobs].append(row)
@@ -220,7 +265,10 @@ class Engine:
             part = slice(None) if len(rows) == len(ready) else torch.tensor(rows)
             seen = _seen(members, logits.device) if how.repetition_penalty != 1.0 else None
             drawn = sample(logits[part], how, draws[part], seen, top_logprobs)
-            columns = (t.tolist() for t in (drawn.tokens, drawn.logprobs, drawn.top_tokens, drawn.top_logprobs))
+            columns = (
+                t.tolist()
+                for t in (drawn.tokens, drawn.logprobs, drawn.top_tokens, drawn.top_logprobs)
+            )
             for sequence, token, logprob, top, theirs in zip(members, *columns, strict=True):
                 sequence.tokens.append(token)
                 sequence.logprobs.append(logprob)
@@ -252,7 +300,9 @@ class Engine:
     def _end(self, sequence: Running, text: str, reason: str) -> None:
         self.scheduler.remove(sequence)
         if sequence.tokens and sequence.weight_versions[-1] == self.weight_version:
-            self._to_check = min(self._to_check or sequence, sequence, key=lambda one: one.request.key)
+            self._to_check = min(
+                self._to_check or sequence, sequence, key=lambda one: one.request.key
+            )
         shape = (len(sequence.top), sequence.request.params.top_logprobs)
         sequence.completion = Completion(
             tokens=np.array(sequence.tokens, np.int64),
@@ -261,7 +311,9 @@ class Engine:
             text=text,
             stop_reason=reason,
             top_tokens=np.array([tokens for tokens, _ in sequence.top], np.int64).reshape(shape),
-            top_logprobs=np.array([logprobs for _, logprobs in sequence.top], np.float32).reshape(shape),
+            top_logprobs=np.array([logprobs for _, logprobs in sequence.top], np.float32).reshape(
+                shape
+            ),
         )
 
     def stats(self) -> dict[str, float]:
@@ -269,23 +321,31 @@ class Engine:
         scheduler, cache = self.scheduler, self.cache
         in_use = cache.count - cache.available
         return {
-            "running": len(scheduler.running), "waiting": len(scheduler.waiting), "pages": cache.count,
-            "pages_in_use": in_use, "pages_cached": cache.cached, "cache_bytes_in_use": in_use * cache.page_bytes,
-            "generated_tokens": self._generated, "prompt_tokens": scheduler.prompt_tokens,
-            "prompt_tokens_cached": scheduler.prompt_tokens_cached, "preemptions": scheduler.preemptions,
-        }  # fmt: skip
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "pages": cache.count,
+            "pages_in_use": in_use,
+            "pages_cached": cache.cached,
+            "cache_bytes_in_use": in_use * cache.page_bytes,
+            "generated_tokens": self._generated,
+            "prompt_tokens": scheduler.prompt_tokens,
+            "prompt_tokens_cached": scheduler.prompt_tokens_cached,
+            "preemptions": scheduler.preemptions,
+        }
 
 
 def _seen(sequences: list[Running], device: torch.device) -> Seen:
     """The distinct tokens of each sequence so far."""
     tokens = [np.unique(sequence.known()) for sequence in sequences]
     rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
-    return Seen(torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(tokens)).to(device))
+    return Seen(
+        torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
+    )
 
 
 def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
-    """Raise UserError when a sequence of that many tokens has no place in the model of a transformers config, or in a cache
-    of that many pages."""
+    """Raise UserError when a sequence of that many tokens has no place in the model of a
+    transformers config, or in a cache of that many pages."""
     limit, needed = config.max_position_embeddings, -(-longest // PAGE)
     if longest > limit:
         raise UserError(
@@ -296,7 +356,10 @@ def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
             next="lower rollout.max_new_tokens; or data.max_prompt_tokens, with data.long_prompts=drop",
         )
     if needed > pages:
-        raise UserError("the key/value cache cannot hold one sequence", where="rollout.cache_mb",
-                        found=f"{pages * page_bytes / 2**20:.0f} MiB",
-                        expected=f"at least {-(-needed * page_bytes >> 20)} MiB for {longest} tokens",
-                        next="raise rollout.cache_mb, or lower rollout.max_new_tokens")  # fmt: skip
+        raise UserError(
+            "the key/value cache cannot hold one sequence",
+            where="rollout.cache_mb",
+            found=f"{pages * page_bytes / 2**20:.0f} MiB",
+            expected=f"at least {-(-needed * page_bytes >> 20)} MiB for {longest} tokens",
+            next="raise rollout.cache_mb, or lower rollout.max_new_tokens",
+        )

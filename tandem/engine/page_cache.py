@@ -1,14 +1,16 @@
-"""The key/value cache: pages of 128 tokens, shared by reference, found again by their tokens, within a byte budget.
+"""The key/value cache: pages of 128 tokens, shared by reference, found again by their tokens,
+within a byte budget.
 
-A page is known by its past and its tokens: the past is a digest of all tokens before it. That answers: which pages
-already hold the beginning of this sequence? Full pages are shared as they are; of a partly equal page the equal part is
-copied, because its owner goes on writing there. Equal pages may exist twice, when two sequences computed them at once;
-either serves.
+A page is known by its past and its tokens: the past is a digest of all tokens before it. That
+answers: which pages already hold the beginning of this sequence? Full pages are shared as they are;
+of a partly equal page the equal part is copied, because its owner goes on writing there. Equal
+pages may exist twice, when two sequences computed them at once; either serves.
 
     free --take--> in use (counted by the sequences that hold it) --release--> cached --take, least recent first--> in use
                                                                          +-----match--------------------------------^
 
-The cache holds one weight version: `flush` empties it when the weights change. It does not know requests.
+The cache holds one weight version: `flush` empties it when the weights change. It does not know
+requests.
 """
 
 import hashlib
@@ -31,7 +33,8 @@ BEGINNING = b""  # the past of a first page
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """What the cache holds of a sequence: `pages` in full, then `tail_length` tokens of page `tail`."""
+    """What the cache holds of a sequence: `pages` in full, then `tail_length` tokens of page
+    `tail`."""
 
     pages: list[int]
     tail: int
@@ -45,23 +48,39 @@ class Match:
 
 def page_bytes(config: Any, element_size: int = 4) -> int:
     """The bytes of a page, of the model of a transformers config."""
-    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head_size(config) * element_size * PAGE)
+    return int(
+        config.num_hidden_layers
+        * 2
+        * config.num_key_value_heads
+        * head_size(config)
+        * element_size
+        * PAGE
+    )
 
 
 class PageCache:
-    """As many pages as the budget in bytes holds, of the weights' type; raises UserError when it holds none.
+    """As many pages as the budget in bytes holds, of the weights' type; raises UserError when it
+    holds none.
 
     keys and values: [layers, pages, K, PAGE, E].
     """
 
     def __init__(self, model: ExactModel, budget: int):
-        layers, (_, kv_heads, size), weight = int(model.config.num_hidden_layers), model.heads, model.head.weight
+        layers, (_, kv_heads, size), weight = (
+            int(model.config.num_hidden_layers),
+            model.heads,
+            model.head.weight,
+        )
         self.page_bytes = page_bytes(model.config, weight.element_size())
         count = budget // self.page_bytes
         if not count:
-            raise UserError("the key/value cache cannot hold one page", where="rollout.cache_mb",
-                            found=f"{budget / 2**20:.1f} MiB", next="raise rollout.cache_mb",
-                            expected=f"at least {-(-self.page_bytes >> 20)} MiB for {PAGE} tokens of this model")  # fmt: skip
+            raise UserError(
+                "the key/value cache cannot hold one page",
+                where="rollout.cache_mb",
+                found=f"{budget / 2**20:.1f} MiB",
+                next="raise rollout.cache_mb",
+                expected=f"at least {-(-self.page_bytes >> 20)} MiB for {PAGE} tokens of this model",
+            )
         # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
         self._keys, self._values = _zeros((2, layers, count, kv_heads, PAGE, size), weight)
         self.keys, self.values = self._keys.unbind(), self._values.unbind()
@@ -71,7 +90,8 @@ class PageCache:
         self._filled = np.zeros(count, np.int64)  # tokens whose keys and values are there
         self._planned = np.zeros(count, np.int64)  # tokens that are known to come; at least filled
         self._past = [BEGINNING] * count
-        self._used = np.zeros(count, np.int64)  # a clock's time when it was last held; later pages of a sequence first
+        # a clock's time when it was last held; later pages of a sequence first
+        self._used = np.zeros(count, np.int64)
         self._clock = 0
         self._free = list(range(count - 1, -1, -1))
         # the pages that follow a past, and those that end at one: full pages, planned or filled
@@ -81,7 +101,8 @@ class PageCache:
     # ---- finding
 
     def match(self, tokens: np.ndarray) -> Match:
-        """The longest known beginning of tokens int64 [T], its last token left out: someone must compute its logits."""
+        """The longest known beginning of tokens int64 [T], its last token left out: someone must
+        compute its logits."""
         limit, past = len(tokens) - 1, BEGINNING
         pages: list[int] = []
         while (at := len(pages) * PAGE) + PAGE <= limit:
@@ -94,11 +115,17 @@ class PageCache:
         coming += len(pages) * PAGE
         for number, page in enumerate(pages):
             if self._filled[page] < PAGE:  # someone is still at work on this one
-                return Match(pages=pages[:number], tail=page, tail_length=int(self._filled[page]), coming=coming)
+                return Match(
+                    pages=pages[:number],
+                    tail=page,
+                    tail_length=int(self._filled[page]),
+                    coming=coming,
+                )
         return Match(pages=pages, tail=tail, tail_length=held, coming=coming)
 
     def _match_tail(self, rest: np.ndarray, past: bytes) -> tuple[int, int, int]:
-        """(page after the past that holds most of the tokens, how many it holds, how many one will hold)"""
+        """(page after the past that holds most of the tokens, how many it holds, how many one will
+        hold)"""
         candidates = np.fromiter(self._after.get(past, ()), np.int64)
         if not len(rest) or not len(candidates):
             return 0, 0, 0
@@ -106,7 +133,11 @@ class PageCache:
         equal = np.where(same.all(1), len(rest), same.argmin(1))
         held = np.minimum(equal, self._filled[candidates])
         best = int(held.argmax())
-        return int(candidates[best]), int(held[best]), int(np.minimum(equal, self._planned[candidates]).max())
+        return (
+            int(candidates[best]),
+            int(held[best]),
+            int(np.minimum(equal, self._planned[candidates]).max()),
+        )
 
     # ---- holding
 
@@ -123,7 +154,8 @@ class PageCache:
         self.holders[pages] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give up a sequence's pages; they stay cached until they are needed, as far as they were filled."""
+        """Give up a sequence's pages; they stay cached until they are needed, as far as they were
+        filled."""
         self.holders[pages] -= 1
         self._clock += len(pages)
         self._used[pages] = self._clock - np.arange(len(pages))
@@ -152,7 +184,8 @@ class PageCache:
         return past_after(self._past[page], self._tokens[page])
 
     def plan(self, pages: Sequence[int], tokens: np.ndarray, start: int) -> None:
-        """Say which tokens will be written to a sequence's pages from position start on; tokens is the whole sequence."""
+        """Say which tokens will be written to a sequence's pages from position start on; tokens is
+        the whole sequence."""
         for at in range(start // PAGE, -(-len(tokens) // PAGE)):
             page, part = pages[at], tokens[at * PAGE : (at + 1) * PAGE]
             self._tokens[page, : len(part)] = part
@@ -195,7 +228,8 @@ class PageCache:
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Of the type and on the device of like; on a CPU, memory that is only taken when it is first written."""
+    """Of the type and on the device of like; on a CPU, memory that is only taken when it is first
+    written."""
     if like.is_cuda:
         return like.new_zeros(shape, requires_grad=False)
     raw = torch.from_numpy(np.zeros(math.prod(shape) * like.element_size(), np.uint8))

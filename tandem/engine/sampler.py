@@ -1,4 +1,5 @@
-"""Draw the next token of each row by inverse CDF from one addressed uniform. Knows nothing of requests or caches."""
+"""Draw the next token of each row by inverse CDF from one addressed uniform. Knows nothing of
+requests or caches."""
 
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ BLOCK = 128  # tokens of the vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """tokens int64 [B] and their log-probs float32 [B]; the likeliest tokens int64 [B, k] and theirs float32 [B, k]."""
+    """tokens int64 [B] and their log-probs float32 [B]; the likeliest tokens int64 [B, k] and
+    theirs float32 [B, k]."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -21,8 +23,11 @@ class Drawn:
     top_logprobs: Tensor
 
 
-def sample(logits: Tensor, how: Filter, uniform: Tensor, seen: Seen | None = None, top: int = 0) -> Drawn:
-    """logits [B, V] (overwritten), uniform float32 [B] in [0, 1) -> what was drawn, with its log-probs in nats.
+def sample(
+    logits: Tensor, how: Filter, uniform: Tensor, seen: Seen | None = None, top: int = 0
+) -> Drawn:
+    """logits [B, V] (overwritten), uniform float32 [B] in [0, 1) -> what was drawn, with its
+    log-probs in nats.
 
     Temperature 0 takes the likeliest token. seen is needed with a repetition penalty.
     """
@@ -33,11 +38,14 @@ def sample(logits: Tensor, how: Filter, uniform: Tensor, seen: Seen | None = Non
     table = log_distribution(logits, how)
     tokens = table.argmax(-1) if how.temperature == 0 else _inverse_cdf(table, uniform)
     likeliest = table.topk(top, -1)
-    return Drawn(tokens, table.gather(1, tokens[:, None])[:, 0], likeliest.indices, likeliest.values)
+    return Drawn(
+        tokens, table.gather(1, tokens[:, None])[:, 0], likeliest.indices, likeliest.values
+    )
 
 
 def _inverse_cdf(table: Tensor, uniform: Tensor) -> Tensor:
-    """In two levels, block of the vocabulary and token in it: a running sum over all of it takes three times as long."""
+    """In two levels, block of the vocabulary and token in it: a running sum over all of it takes
+    three times as long."""
     probs = F.pad(table.exp(), (0, -table.shape[1] % BLOCK)).view(len(table), -1, BLOCK)
     cdf = probs.sum(-1).cumsum(-1)
     block, rest = _find(cdf, uniform * cdf[:, -1])
@@ -46,7 +54,8 @@ def _inverse_cdf(table: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _find(cdf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """cdf [B, n], target [B] -> the first place whose cdf is above the target int64 [B], and how far into it [B]."""
+    """cdf [B, n], target [B] -> the first place whose cdf is above the target int64 [B], and how
+    far into it [B]."""
     total = cdf[:, -1]
     # strictly below the total, so that what is found has positive probability
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

@@ -4,9 +4,10 @@
                   ^                                                  |
                   +--preempt: the youngest gives up its pages -------+
 
-Every running sequence gets its next token, or the next chunk of its prompt, in each pass. The oldest is never preempted,
-and whoever waits is older than all who come later, so nobody starves. A preempted sequence keeps its tokens and computes
-their keys and values again. It does not know the model.
+Every running sequence gets its next token, or the next chunk of its prompt, in each pass. The
+oldest is never preempted, and whoever waits is older than all who come later, so nobody starves. A
+preempted sequence keeps its tokens and computes their keys and values again. It does not know the
+model.
 """
 
 from bisect import insort
@@ -35,7 +36,8 @@ class Running:
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)  # nats, float32 values
     weight_versions: list[int] = field(default_factory=list)
-    top: list[tuple[list[int], list[float]]] = field(default_factory=list)  # likeliest tokens, if asked for
+    # likeliest tokens, if asked for
+    top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     completion: Completion | None = None
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # tokens whose keys and values are in its pages
@@ -43,7 +45,10 @@ class Running:
     @classmethod
     def of(cls, request: Request, arrival: int) -> "Running":
         """One that goes on from what had begun is as if it had been preempted there."""
-        new, begun = cls(request=request, arrival=arrival, how=Filter.of(request.params)), request.begun
+        new, begun = (
+            cls(request=request, arrival=arrival, how=Filter.of(request.params)),
+            request.begun,
+        )
         if begun is not None:
             new.tokens, new.logprobs = begun.tokens.tolist(), begun.logprobs.tolist()
             new.weight_versions = begun.weight_versions.tolist()
@@ -71,7 +76,8 @@ Work = list[tuple[Running, int]]  # a sequence and how many of its tokens run
 
 
 class Scheduler:
-    """Admits, preempts and shares; chunk_tokens bounds the prompt tokens of a pass, max_queue those who wait."""
+    """Admits, preempts and shares; chunk_tokens bounds the prompt tokens of a pass, max_queue those
+    who wait."""
 
     def __init__(self, cache: PageCache, *, max_batch: int, max_queue: int, chunk_tokens: int):
         self.cache = cache
@@ -82,7 +88,9 @@ class Scheduler:
 
     def submit(self, sequence: Running) -> None:
         if len(self.waiting) >= self.max_queue:
-            raise QueueFull(f"{len(self.waiting)} requests are waiting, at most {self.max_queue} may")
+            raise QueueFull(
+                f"{len(self.waiting)} requests are waiting, at most {self.max_queue} may"
+            )
         insort(self.waiting, sequence, key=_arrival)
 
     def remove(self, sequence: Running) -> None:
@@ -104,12 +112,14 @@ class Scheduler:
                 work.append((sequence, count))
                 budget -= count - 1
                 at += 1
-        if preempted == self.preemptions:  # room was short a moment ago: let those who run come first
+        # room was short a moment ago: let those who run come first
+        if preempted == self.preemptions:
             work += self._admit(budget, only_started)
         return work
 
     def preempt_all(self) -> None:
-        """Back to the queue with every running sequence, its tokens kept: its keys and values are out of date."""
+        """Back to the queue with every running sequence, its tokens kept: its keys and values are
+        out of date."""
         for sequence in list(self.running):
             self._preempt(sequence)
 
@@ -139,7 +149,8 @@ class Scheduler:
         return work
 
     def _place(self, sequence: Running, known: np.ndarray, match: Match) -> bool:
-        """Give it pages for all it knows, the shared ones held and the rest new; False when there are too few."""
+        """Give it pages for all it knows, the shared ones held and the rest new; False when there
+        are too few."""
         cache, shared, tail_length = self.cache, match.pages, match.tail_length
         needed = -(-len(known) // PAGE) - len(shared)
         source = [match.tail] if tail_length else []
@@ -158,7 +169,8 @@ class Scheduler:
         return enough
 
     def _grow(self, sequence: Running) -> bool:
-        """A page for its next token, taken from the youngest if need be; False when it was itself the youngest."""
+        """A page for its next token, taken from the youngest if need be; False when it was itself
+        the youngest."""
         if sequence.length <= len(sequence.pages) * PAGE:
             return True
         while not self.cache.available:

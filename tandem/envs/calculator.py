@@ -1,9 +1,11 @@
-"""The built-in tool `calculator`: exact arithmetic of integers, decimals and fractions, without `eval`.
+"""The built-in tool `calculator`: exact arithmetic of integers, decimals and fractions, without
+`eval`.
 
     python -c "from tandem.envs.calculator import calculate; print(calculate('2/3 + 1.5 * 4'))"
 
-+ - * / // % ** ^ and parentheses. Every value is an exact fraction of at most MAX_BITS, checked before it is computed,
-so that any expression takes microseconds. Raises ValueError, with words that a model can be told.
++ - * / // % ** ^ and parentheses. Every value is an exact fraction of at most MAX_BITS, checked
+before it is computed, so that any expression takes microseconds. Raises ValueError, with words that
+a model can be told.
 """
 
 import re
@@ -30,7 +32,8 @@ async def calculator(expression: str) -> str:
 
 
 def calculate(expression: str) -> str:
-    """The value as text: "7", "-5/3", and "0.75" where the expression has a decimal point and the value ends."""
+    """The value as text: "7", "-5/3", and "0.75" where the expression has a decimal point and the
+    value ends."""
     if len(expression) > MAX_CHARS:
         raise ValueError(f"longer than {MAX_CHARS} characters")
     parser = _Parser(_tokens(expression.translate(_SPELLINGS)))
@@ -66,7 +69,8 @@ class _Parser:
         left = self._operand()
         while self.tokens and _LEVELS.get(self.tokens[-1], 0) > level:
             operator = self.tokens.pop()
-            right = self.value(_LEVELS[operator] - (operator in ("**", "^")))  # powers group from the right
+            # powers group from the right
+            right = self.value(_LEVELS[operator] - (operator in ("**", "^")))
             left = _apply(operator, left, right)
         return left
 
@@ -95,9 +99,15 @@ def _apply(operator: str, left: Fraction, right: Fraction) -> Fraction:
     if operator in ("/", "//", "%") and right == 0:
         raise ValueError("division by zero")
     compute: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-        "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b,
-        "//": lambda a, b: Fraction(a // b), "%": lambda a, b: a % b, "**": _power, "^": _power,
-    }  # fmt: skip
+        "+": lambda a, b: a + b,
+        "-": lambda a, b: a - b,
+        "*": lambda a, b: a * b,
+        "/": lambda a, b: a / b,
+        "//": lambda a, b: Fraction(a // b),
+        "%": lambda a, b: a % b,
+        "**": _power,
+        "^": _power,
+    }
     return _bounded(compute[operator](left, right))
 
 
@@ -108,7 +118,8 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise ValueError("division by zero")
     if base == 0 or abs(base) == 1:  # any exponent will do
         return Fraction(1) if exponent % 2 == 0 and (base or exponent == 0) else base
-    if _bits(base) * abs(exponent) > 2 * MAX_BITS:  # _bits counts up to one too many for each factor
+    # _bits counts up to one too many for each factor
+    if _bits(base) * abs(exponent) > 2 * MAX_BITS:
         raise ValueError("the number is too large")
     return Fraction(base ** int(exponent))
 

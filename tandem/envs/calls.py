@@ -1,7 +1,9 @@
-"""How an environment's methods are called: in one event loop of the process, plain ones in threads, with a clock.
+"""How an environment's methods are called: in one event loop of the process, plain ones in threads,
+with a clock.
 
-The loop runs in a thread of its own, so an environment's time goes on while the engine computes, a client that an environment
-keeps stays valid from step to step, and nothing that hangs in there can hold up the run. It knows neither episodes nor engines.
+The loop runs in a thread of its own, so an environment's time goes on while the engine computes, a
+client that an environment keeps stays valid from step to step, and nothing that hangs in there can
+hold up the run. It knows neither episodes nor engines.
 """
 
 import asyncio
@@ -26,14 +28,16 @@ class EnvironmentFailed(Exception):
 
 @cache
 def environment_loop() -> asyncio.AbstractEventLoop:
-    """The loop in which all environments of this process live; it is started when it is first asked for."""
+    """The loop in which all environments of this process live; it is started when it is first asked
+    for."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=LOOP, daemon=True).start()
     return loop
 
 
 def where_it_is() -> str:
-    """The innermost line of Python, not of the standard library, at which the loop's thread is now."""
+    """The innermost line of Python, not of the standard library, at which the loop's thread is
+    now."""
     thread = next(thread for thread in threading.enumerate() if thread.name == LOOP)
     frame: FrameType | None = sys._current_frames()[thread.ident or 0]
     while frame is not None:
@@ -44,27 +48,33 @@ def where_it_is() -> str:
 
 
 class Caller:
-    """Calls the methods of one environment, which may take seconds_left in all. Plain methods run in one thread, theirs."""
+    """Calls the methods of one environment, which may take seconds_left in all. Plain methods run
+    in one thread, theirs."""
 
     def __init__(self, seconds: float):
         self.seconds_left = seconds
         self._thread: _Thread | None = None
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """What the method returns. Raises EnvironmentFailed for what it raises, and TimeoutError when the time is over."""
+        """What the method returns. Raises EnvironmentFailed for what it raises, and TimeoutError
+        when the time is over."""
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
             async with asyncio.timeout(self.seconds_left) as limit:
                 result = await (
-                    method(*arguments) if inspect.iscoroutinefunction(method) else self._plain(method, *arguments)
+                    method(*arguments)
+                    if inspect.iscoroutinefunction(method)
+                    else self._plain(method, *arguments)
                 )
                 return await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # it is the episode that was cancelled
                 raise
-            raise EnvironmentFailed("CancelledError, of something that the environment waited for") from None
+            raise EnvironmentFailed(
+                "CancelledError, of something that the environment waited for"
+            ) from None
         except (Exception, SystemExit) as error:  # recovery is the feature: it costs one episode
             if isinstance(error, TimeoutError) and limit.expired():
                 raise
@@ -88,7 +98,8 @@ def describe(error: BaseException) -> str:
 
 
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns or raises, from a thread of its own; StopIteration comes as EnvironmentFailed."""
+    """What the function returns or raises, from a thread of its own; StopIteration comes as
+    EnvironmentFailed."""
     thread = _Thread()
     try:
         return await thread.run(function, *arguments)
@@ -97,7 +108,8 @@ async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _Thread:
-    """A daemon thread that does one thing after the other. One that never returns holds up nobody but who waits for it."""
+    """A daemon thread that does one thing after the other. One that never returns holds up nobody
+    but who waits for it."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -112,7 +124,10 @@ class _Thread:
                 settle, value = future.set_result, function(*arguments)
             except (Exception, SystemExit) as error:
                 stop = isinstance(error, StopIteration)  # a future cannot hold it
-                settle, value = future.set_exception, EnvironmentFailed("StopIteration") if stop else error
+                settle, value = (
+                    future.set_exception,
+                    EnvironmentFailed("StopIteration") if stop else error,
+                )
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(lambda: None if future.done() else settle(value))
 

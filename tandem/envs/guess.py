@@ -1,4 +1,5 @@
-"""The built-in environment `guess`: find a number between `low` and `high` (the problem's metadata) by higher and lower.
+"""The built-in environment `guess`: find a number between `low` and `high` (the problem's metadata)
+by higher and lower.
 
     env = "guess"           reward = "env"           python -m tandem.tasks.guess writes the problems
 
@@ -15,19 +16,28 @@ _INTEGER = re.compile(r"(?<![\d.])-?\d{1,18}(?!\d|\.\d)")
 
 
 class GuessTheNumber(Env):
-    """A turn's guess is the last whole number that it names; a turn without one is told so, and counts as a turn.
+    """A turn's guess is the last whole number that it names; a turn without one is told so, and
+    counts as a turn.
 
     Parts: `turns`, and `bad_guesses` of them without a number.
     """
 
-    def __init__(self, limit: int = 0, *, turn_cost: float = 0.0, invalid_guess_penalty: float = 0.0):
+    def __init__(
+        self, limit: int = 0, *, turn_cost: float = 0.0, invalid_guess_penalty: float = 0.0
+    ):
         """limit: most guesses; 0: as many as halving needs for the range.
         turn_cost: what every guess after the first takes from the reward of 1, which stays above 0.
         invalid_guess_penalty: of a turn without a number.
         """
         if limit < 0:
-            raise UserError("a limit of guesses below 0", where="env.options.limit", found=str(limit))
-        self.limit, self.turn_cost, self.invalid_guess_penalty = limit, turn_cost, invalid_guess_penalty
+            raise UserError(
+                "a limit of guesses below 0", where="env.options.limit", found=str(limit)
+            )
+        self.limit, self.turn_cost, self.invalid_guess_penalty = (
+            limit,
+            turn_cost,
+            invalid_guess_penalty,
+        )
         self.turns = self.bad_guesses = 0
 
     async def reset(self, problem: Problem) -> Sequence[Message]:
@@ -40,7 +50,9 @@ class GuessTheNumber(Env):
         match problem.metadata:
             case {"low": int() as low, "high": int() as high}:
                 return low, high
-        raise ValueError(f"problem {problem.uid!r} has no whole numbers `low` and `high`: {problem.metadata}")
+        raise ValueError(
+            f"problem {problem.uid!r} has no whole numbers `low` and `high`: {problem.metadata}"
+        )
 
     async def step(self, text: str) -> Observation:
         self.turns += 1
@@ -55,4 +67,6 @@ class GuessTheNumber(Env):
         if self.turns >= self.limit:
             return Observation(done=True, parts=parts, penalty=penalty)
         answer = "a number?" if guess is None else "higher" if guess < self.number else "lower"
-        return Observation(messages=({"role": "user", "content": answer},), parts=parts, penalty=penalty)
+        return Observation(
+            messages=({"role": "user", "content": answer},), parts=parts, penalty=penalty
+        )

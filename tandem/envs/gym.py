@@ -1,10 +1,12 @@
-"""The environment `gymnasium`: a text environment of the gymnasium package, by its id. Needs the extra `gymnasium`.
+"""The environment `gymnasium`: a text environment of the gymnasium package, by its id. Needs the
+extra `gymnasium`.
 
     env = {name = "gymnasium", options = {id = "FrozenLake-v1", actions = ["left", "down", "right", "up"]}}
 
-The problem's messages say what the task is; the first observation is appended to the last of them, and every later one
-is a user's message. The model's turn is the action: as it is where the action space is Text; a choice where it is
-Discrete, the last one that the turn names, by number or by `actions`. Knows no tokens and no task.
+The problem's messages say what the task is; the first observation is appended to the last of them,
+and every later one is a user's message. The model's turn is the action: as it is where the action
+space is Text; a choice where it is Discrete, the last one that the turn names, by number or by
+`actions`. Knows no tokens and no task.
 """
 
 import json
@@ -18,33 +20,46 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.types import Env, Message, Observation, Problem
 
-COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")  # as gymnasium names 30-37 and 40-47
+# as gymnasium names 30-37 and 40-47
+COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 _COLOURED = re.compile(r"\x1b\[(?:[34]([0-7])|[0-9]+)(?:;[0-9]+)*m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class GymEnv(Env):
-    """One episode. It begins with the `seed` of the problem's metadata, or one made of its uid: all samples begin alike.
+    """One episode. It begins with the `seed` of the problem's metadata, or one made of its uid: all
+    samples begin alike.
 
-    The reward is the sum of all rewards. Parts: `turns`, and `bad_actions` of them that name no action: the world then
-    stands still.
+    The reward is the sum of all rewards. Parts: `turns`, and `bad_actions` of them that name no
+    action: the world then stands still.
     """
 
     def __init__(
-        self, id: str, *, kwargs: Mapping[str, Any] | None = None, actions: Sequence[str] = (), render: bool | None = None,
+        self,
+        id: str,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] = (),
+        render: bool | None = None,
         invalid_action_penalty: float = 0.0,
-    ):  # fmt: skip
+    ):
         """id, kwargs: as gymnasium.make takes them; `my_module:My-v0` imports the module first.
-        actions: names of a Discrete space's actions, in order; without them they are called by their numbers.
-        render: show the ansi picture and not the observation; left out: where there is one and the observation is no text.
-        invalid_action_penalty: of a turn that names no action.
-        """
+        actions: names of a Discrete space's actions, in order; without them they are called by
+        their numbers. render: show the ansi picture and not the observation; left out: where there
+        is one and the observation is no text. invalid_action_penalty: of a turn that names no
+        action."""
         if invalid_action_penalty < 0:
-            raise UserError("a penalty below 0", where="env.options.invalid_action_penalty",
-                            found=str(invalid_action_penalty), expected="at least 0: it is subtracted")  # fmt: skip
+            raise UserError(
+                "a penalty below 0",
+                where="env.options.invalid_action_penalty",
+                found=str(invalid_action_penalty),
+                expected="at least 0: it is subtracted",
+            )
         self.invalid_action_penalty, self.turns, self.bad_actions = invalid_action_penalty, 0, 0
         self._id, self._kwargs = id, dict(kwargs or {})
-        self._draws, self._choices = _looked_at(id, json.dumps(self._kwargs), tuple(actions), render)
+        self._draws, self._choices = _looked_at(
+            id, json.dumps(self._kwargs), tuple(actions), render
+        )
         self._world: Any = None
 
     def reset(self, problem: Problem) -> Sequence[Message]:  # type: ignore[override]  # plain, as worlds may block
@@ -52,18 +67,27 @@ class GymEnv(Env):
         self._world = _gymnasium().make(self._id, **{**self._kwargs, **drawn})
         observation, _ = self._world.reset(seed=_seed(problem))
         last = problem.messages[-1]
-        return (*problem.messages[:-1], {**last, "content": f"{last['content']}\n\n{self._shown(observation)}"})
+        return (
+            *problem.messages[:-1],
+            {**last, "content": f"{last['content']}\n\n{self._shown(observation)}"},
+        )
 
     def step(self, text: str) -> Observation:  # type: ignore[override]
         self.turns += 1
         action = self._action(text)
         if action is None:
             self.bad_actions += 1
-            return Observation(messages=_user(self._help()), parts=self._parts(), penalty=self.invalid_action_penalty)
+            return Observation(
+                messages=_user(self._help()),
+                parts=self._parts(),
+                penalty=self.invalid_action_penalty,
+            )
         observation, reward, terminated, truncated, _ = self._world.step(action)
         if terminated or truncated:
             return Observation(done=True, reward=float(reward), parts=self._parts())
-        return Observation(messages=_user(self._shown(observation)), reward=float(reward), parts=self._parts())
+        return Observation(
+            messages=_user(self._shown(observation)), reward=float(reward), parts=self._parts()
+        )
 
     def close(self) -> None:  # type: ignore[override]
         if self._world is not None:
@@ -78,7 +102,9 @@ class GymEnv(Env):
         return self._choices[found[-1]] if found else None
 
     def _help(self) -> str:
-        one = f"one of {', '.join(self._choices)}" if self._choices else str(self._world.action_space)
+        one = (
+            f"one of {', '.join(self._choices)}" if self._choices else str(self._world.action_space)
+        )
         return f"That is no action. An action is {one}."
 
     def _shown(self, observation: Any) -> str:
@@ -109,37 +135,65 @@ def _gymnasium() -> ModuleType:
     try:
         import gymnasium
     except ImportError:
-        raise UserError("gymnasium is not installed", where="env.name = gymnasium",
-                        next="pip install 'tandem-rl[gymnasium]'") from None  # fmt: skip
+        raise UserError(
+            "gymnasium is not installed",
+            where="env.name = gymnasium",
+            next="pip install 'tandem-rl[gymnasium]'",
+        ) from None
     return gymnasium
 
 
 @cache  # one is made to look at; the others are made for episodes
-def _looked_at(id: str, kwargs: str, actions: tuple[str, ...], render: bool | None) -> tuple[bool, dict[str, Any]]:
-    """Whether it is shown as a picture, and its choices: {"left": 0}; none where actions are text. Raises UserError."""
+def _looked_at(
+    id: str, kwargs: str, actions: tuple[str, ...], render: bool | None
+) -> tuple[bool, dict[str, Any]]:
+    """Whether it is shown as a picture, and its choices: {"left": 0}; none where actions are text.
+    Raises UserError."""
     gymnasium = _gymnasium()
     try:
         world = gymnasium.make(id, **json.loads(kwargs))
     except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise UserError("gymnasium has no such environment", where="env.options.id", found=f"{type(error).__name__}: {error}",
-                        expected="an id such as FrozenLake-v1, and the kwargs that it takes",
-                        next='python -c "import gymnasium; gymnasium.pprint_registry()"') from None  # fmt: skip
+        raise UserError(
+            "gymnasium has no such environment",
+            where="env.options.id",
+            found=f"{type(error).__name__}: {error}",
+            expected="an id such as FrozenLake-v1, and the kwargs that it takes",
+            next='python -c "import gymnasium; gymnasium.pprint_registry()"',
+        ) from None
     spaces, has_picture = gymnasium.spaces, "ansi" in world.metadata.get("render_modes", ())
     is_text = isinstance(world.observation_space, spaces.Text)
     if render and not has_picture:
-        raise UserError("the environment draws no text", where="env.options.render", found=f"{id}: {world.metadata}",
-                        expected="the render mode ansi", next="leave render out")  # fmt: skip
-    choices = {} if isinstance(world.action_space, spaces.Text) else _choices(id, world.action_space, actions, spaces)
+        raise UserError(
+            "the environment draws no text",
+            where="env.options.render",
+            found=f"{id}: {world.metadata}",
+            expected="the render mode ansi",
+            next="leave render out",
+        )
+    choices = (
+        {}
+        if isinstance(world.action_space, spaces.Text)
+        else _choices(id, world.action_space, actions, spaces)
+    )
     world.close()
     return has_picture and not is_text if render is None else render, choices
 
 
 def _choices(id: str, space: Any, actions: tuple[str, ...], spaces: Any) -> dict[str, Any]:
     if not isinstance(space, spaces.Discrete):
-        raise UserError("a model cannot act in this environment", where=f"env.options.id = {id}", found=f"actions {space}",
-                        expected="actions that are Text or Discrete", next="wrap it in a gymnasium.ActionWrapper")  # fmt: skip
+        raise UserError(
+            "a model cannot act in this environment",
+            where=f"env.options.id = {id}",
+            found=f"actions {space}",
+            expected="actions that are Text or Discrete",
+            next="wrap it in a gymnasium.ActionWrapper",
+        )
     values = range(int(space.start), int(space.start + space.n))
     if actions and len(set(map(str.casefold, actions))) != len(values):
-        raise UserError("the actions have other names", where="env.options.actions", found=", ".join(actions),
-                        expected=f"{len(values)} different names")  # fmt: skip
+        raise UserError(
+            "the actions have other names",
+            where="env.options.actions",
+            found=", ".join(actions),
+            expected=f"{len(values)} different names",
+        )
     return dict(zip([name.casefold() for name in actions] or map(str, values), values, strict=True))

@@ -1,12 +1,14 @@
-"""The built-in environment `python`: the model writes code, which runs in the sandbox, and reads what it printed.
+"""The built-in environment `python`: the model writes code, which runs in the sandbox, and reads
+what it printed.
 
     [env]
     name = "python"
     options = {seconds = 5}
 
-Code is a call of the tool `python`, or a fenced block marked `python` or `py` (several of a turn are one program). A turn
-without code is the final answer and ends the episode; rewards score it. Every run is a fresh process: nothing is kept from
-one to the next. How code is kept in is the sandbox's matter.
+Code is a call of the tool `python`, or a fenced block marked `python` or `py` (several of a turn
+are one program). A turn without code is the final answer and ends the episode; rewards score it.
+Every run is a fresh process: nothing is kept from one to the next. How code is kept in is the
+sandbox's matter.
 """
 
 import math
@@ -21,26 +23,41 @@ from tandem.model.tool_calls import Format
 from tandem.runtime.sandbox import Limits, Result, SandboxFailed, opened, run_python
 from tandem.types import Observation
 
-_FENCED = re.compile(r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_FENCED = re.compile(
+    r"^```(?:python|py)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
 _BWRAP = SandboxConfig()
-_RUNS = threading.BoundedSemaphore(os.cpu_count() or 1)  # more at once only take each other's wall clock
+# more at once only take each other's wall clock
+_RUNS = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 class PythonEnv(ToolEnv):
-    """A fenced block is answered in the user's role, which every chat template knows; a tool call in the role `tool`.
+    """A fenced block is answered in the user's role, which every chat template knows; a tool call
+    in the role `tool`.
 
-    Parts: `runs`, and `failed_runs` of them that did not end with exit code 0; and those of ToolEnv.
+    Parts: `runs`, and `failed_runs` of them that did not end with exit code 0; and those of
+    ToolEnv.
     """
 
     def __init__(
-        self, *, sandbox: SandboxConfig = _BWRAP, seconds: float = 5.0, memory_mb: int = 512, format: Format = "auto",
-        show_tools: bool = True, invalid_call_penalty: float = 0.0, max_result_chars: int = 2000,
-    ):  # fmt: skip
+        self,
+        *,
+        sandbox: SandboxConfig = _BWRAP,
+        seconds: float = 5.0,
+        memory_mb: int = 512,
+        format: Format = "auto",
+        show_tools: bool = True,
+        invalid_call_penalty: float = 0.0,
+        max_result_chars: int = 2000,
+    ):
         """seconds, memory_mb: limits of a run. The others are ToolEnv's."""
         super().__init__(
-            self.python, format=format, show_tools=show_tools, invalid_call_penalty=invalid_call_penalty,
+            self.python,
+            format=format,
+            show_tools=show_tools,
+            invalid_call_penalty=invalid_call_penalty,
             max_result_chars=max_result_chars,
-        )  # fmt: skip
+        )
         self._sandbox = opened(sandbox)
         self._limits = Limits(wall_s=seconds, cpu_s=math.ceil(seconds), memory_mb=memory_mb)
         self.num_runs = self.num_failed = 0
@@ -69,7 +86,11 @@ class PythonEnv(ToolEnv):
         return Observation(messages=messages, parts=self.parts())
 
     def parts(self) -> dict[str, float]:
-        return {**super().parts(), "runs": float(self.num_runs), "failed_runs": float(self.num_failed)}
+        return {
+            **super().parts(),
+            "runs": float(self.num_runs),
+            "failed_runs": float(self.num_failed),
+        }
 
 
 def fenced_code(text: str) -> str:
@@ -81,8 +102,8 @@ def fenced_code(text: str) -> str:
 
 
 def report(result: Result, longest: int) -> str:
-    """What the model reads of a run: the start of what it printed and the end of its errors, at most longest characters
-    in all, and how it ended if not well."""
+    """What the model reads of a run: the start of what it printed and the end of its errors, at
+    most longest characters in all, and how it ended if not well."""
     out, errors = result.stdout.strip("\n"), result.stderr.strip("\n")
     room = longest // 2 if errors else longest
     out = out if len(out) <= room else f"{out[:room]}... ({len(out) - room} more characters)"

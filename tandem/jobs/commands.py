@@ -1,4 +1,5 @@
-"""The commands that train, as jobs for train_loop.py: first their jobs/inputs.py, then the model, and only then workers.
+"""The commands that train, as jobs for train_loop.py: first their jobs/inputs.py, then the model,
+and only then workers.
 
 training_job   problems -> episodes -> rewards -> updates     tandem train     step.py
 distill_job    problems -> episodes -> teacher -> updates     tandem distill   step.py
@@ -42,7 +43,7 @@ from tandem.jobs.parts import (
     rollout_side,
     student_and_teacher,
     tell_exactness,
-)  # fmt: skip
+)
 from tandem.model.load import ExactModel
 from tandem.model.probe import Exactness
 from tandem.rl.losses import Metrics
@@ -80,19 +81,29 @@ def distill_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]
 
 @contextmanager
 def _problems_job(
-    config: Config, run: RunFolder, report: Report, read: Callable[[Config], ProblemInputs],
-    make: Callable[[Config], Models], update: Update,
-) -> Iterator[Job]:  # fmt: skip
+    config: Config,
+    run: RunFolder,
+    report: Report,
+    read: Callable[[Config], ProblemInputs],
+    make: Callable[[Config], Models],
+    update: Update,
+) -> Iterator[Job]:
     """A job whose episodes are sampled on the way."""
     prepare_process(config)
     given = read(config)
     problems, held_out, renderer = given.problems, given.held_out, given.renderer
     inputs = input_hashes(config, *KEYS[run.command])
-    journal, eval_journal = (Journal(run.episodes, identity(config, inputs), of) for of in (problems, held_out))
+    journal, eval_journal = (
+        Journal(run.episodes, identity(config, inputs), of) for of in (problems, held_out)
+    )
     with playground(config) as player_of:
         models = make(config)
         found = tell_exactness(
-            config, models.policy.model, report, workers=config.rollout.workers, beside=models.others
+            config,
+            models.policy.model,
+            report,
+            workers=config.rollout.workers,
+            beside=models.others,
         )
         exact = require_parity(config, found)
         _note_machine(run, found, report)
@@ -100,25 +111,38 @@ def _problems_job(
         local = player_of(engine, renderer)
         with rollout_side(config, engine, local, report) as (player, sync, leave):
             stages = Stages(
-                config=config, problems=problems, player=player, models=models, sync=sync, journal=journal, exact=exact,
+                config=config,
+                problems=problems,
+                player=player,
+                models=models,
+                sync=sync,
+                journal=journal,
+                exact=exact,
                 params=sampling_params(config.rollout, renderer.stop_token_ids),
-            )  # fmt: skip
+            )
             critic = {} if models.critic is None else {"critic": models.critic}
             job = Job(
-                learners={"policy": models.policy, **critic}, data=inputs, steps=config.run.steps, eval_every=config.eval.every,
-                publish=sync.publish, step=lambda done: train_step(stages, done, update),
+                learners={"policy": models.policy, **critic},
+                data=inputs,
+                steps=config.run.steps,
+                eval_every=config.eval.every,
+                publish=sync.publish,
+                step=lambda done: train_step(stages, done, update),
                 evaluate=evaluator(config, held_out, local, renderer.stop_token_ids, eval_journal),
                 restore=lambda done, state: _restore(stages, done, state),
-            )  # fmt: skip
+            )
             journal.clean()
             if not config.rollout.staleness:
                 yield job
                 return
             with rollouts_ahead(stages, config.run.steps, leave) as ahead:
                 yield replace(
-                    job, begin=ahead.begin, settled=ahead.settled, hurry=ahead.hurry,
+                    job,
+                    begin=ahead.begin,
+                    settled=ahead.settled,
+                    hurry=ahead.hurry,
                     step=lambda done: train_step_async(ahead, done, update),
-                )  # fmt: skip
+                )
 
 
 def _note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
@@ -132,9 +156,13 @@ def _restore(stages: Stages, done: int, state: dict[str, Any]) -> None:
     leaves = stages.config.rl.max_gen_batches or stages.config.rollout.token_budget
     known = stages.journal.read(done) if leaves and done else None
     if leaves and done and known is None:
-        raise UserError("the journal does not have what the checkpoint's step left to the next", where=str(stages.journal.folder),
-                        found=f"no file of this run for step {done}", expected=f"train_step_{done:06d}.parquet",
-                        next="restore it from a copy, or start over with --fresh (the old run is kept beside it)")  # fmt: skip
+        raise UserError(
+            "the journal does not have what the checkpoint's step left to the next",
+            where=str(stages.journal.folder),
+            found=f"no file of this run for step {done}",
+            expected=f"train_step_{done:06d}.parquet",
+            next="restore it from a copy, or start over with --fresh (the old run is kept beside it)",
+        )
     stages.progress.restore(state, known[0] if known else [])
 
 
@@ -152,10 +180,14 @@ def sft_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     inputs = input_hashes(config, *KEYS["sft"])
     with _generating(config, policy.model, given, run, inputs) as (publish, evaluate):
         yield Job(
-            learners={"policy": policy}, data=inputs,
-            steps=settings.steps, eval_every=0, publish=publish,
-            step=_step(config, given.samples, settings.batch_size, step, publish), evaluate=evaluate,
-        )  # fmt: skip
+            learners={"policy": policy},
+            data=inputs,
+            steps=settings.steps,
+            eval_every=0,
+            publish=publish,
+            step=_step(config, given.samples, settings.batch_size, step, publish),
+            evaluate=evaluate,
+        )
 
 
 @contextmanager
@@ -173,16 +205,21 @@ def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
         return watch(fit_pairs(policy, reference, _pack_pairs(picked, config), settings))
 
     def accuracy() -> Row:
-        return _pair_accuracy(given.test, config, lambda batch: pair_loss(policy.model, reference, batch, settings))
+        return _pair_accuracy(
+            given.test, config, lambda batch: pair_loss(policy.model, reference, batch, settings)
+        )
 
     inputs = input_hashes(config, *KEYS["dpo"])
     with _generating(config, policy.model, given, run, inputs) as (publish, evaluate):
         yield Job(
-            learners={"policy": policy}, data=inputs,
-            steps=settings.steps, eval_every=config.eval.every,
-            publish=publish, step=_step(config, given.train, settings.batch_size, step, publish),
+            learners={"policy": policy},
+            data=inputs,
+            steps=settings.steps,
+            eval_every=config.eval.every,
+            publish=publish,
+            step=_step(config, given.train, settings.batch_size, step, publish),
             evaluate=lambda done: {**accuracy(), **evaluate(done)},
-        )  # fmt: skip
+        )
 
 
 @contextmanager
@@ -190,7 +227,9 @@ def rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     """`tandem rm`: a sequence classifier with one label, its score read at the last token."""
     prepare_process(config)
     settings, given = config.preference, rm_inputs(config)
-    scorer = build_learner(config, build_model(config, config.model.path, head="value"), settings, settings.steps)
+    scorer = build_learner(
+        config, build_model(config, config.model.path, head="value"), settings, settings.steps
+    )
     _note_machine(run, tell_exactness(config, scorer.model, report), report)
     scorer.model.config.pad_token_id = (
         given.renderer.tokenizer.pad_token_id
@@ -202,22 +241,24 @@ def rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
         return watch(fit_scores(scorer, _pack_pairs(picked, config)))
 
     yield Job(
-        learners={"scorer": scorer}, data=input_hashes(config, *KEYS["rm"]),
-        steps=settings.steps, eval_every=config.eval.every,
-        publish=_to_nobody, step=_step(config, given.train, settings.batch_size, step, _to_nobody),
-        evaluate=lambda done: _pair_accuracy(given.test, config, lambda batch: score_loss(scorer.model, batch)),
-    )  # fmt: skip
+        learners={"scorer": scorer},
+        data=input_hashes(config, *KEYS["rm"]),
+        steps=settings.steps,
+        eval_every=config.eval.every,
+        publish=_to_nobody,
+        step=_step(config, given.train, settings.batch_size, step, _to_nobody),
+        evaluate=lambda done: _pair_accuracy(
+            given.test, config, lambda batch: score_loss(scorer.model, batch)
+        ),
+    )
 
 
 @contextmanager
 def _generating(
-    config: Config,
-    model: ExactModel,
-    given: Inputs,
-    run: RunFolder,
-    inputs: dict[str, str],
+    config: Config, model: ExactModel, given: Inputs, run: RunFolder, inputs: dict[str, str]
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int], Row]]]:
-    """(publish, evaluate on eval.data) of an engine over the model, for jobs that sample nothing else."""
+    """(publish, evaluate on eval.data) of an engine over the model, for jobs that sample nothing
+    else."""
     engine = build_engine(config, model, given.renderer)
     with playground(config) as player_of:
         player = player_of(engine, given.renderer)
@@ -230,7 +271,8 @@ def _generating(
 
 
 class LossWatch:
-    """Warns once if the loss of pairs has not moved: at a learning rate too small for the model it stays at ln 2 = 0.693."""
+    """Warns once if the loss of pairs has not moved: at a learning rate too small for the model it
+    stays at ln 2 = 0.693."""
 
     STEPS, MOVED = 10, 1e-3  # steps behind the warm-up, and share of the first loss
 
@@ -241,7 +283,10 @@ class LossWatch:
     def __call__(self, metrics: Metrics) -> Metrics:
         self._losses.append(metrics["loss"])
         if len(self._losses) == self._warmup + self.STEPS:
-            first, farthest = self._losses[0], max(abs(loss - self._losses[0]) for loss in self._losses)
+            first, farthest = (
+                self._losses[0],
+                max(abs(loss - self._losses[0]) for loss in self._losses),
+            )
             if farthest < self.MOVED * abs(first):
                 self._report(
                     f"warning: the loss is still {first:.3f} after {len(self._losses)} steps; preference.learning_rate = "
@@ -255,14 +300,20 @@ def _to_nobody(version: int) -> None:
 
 
 def _step(
-    config: Config, items: Sequence[T], batch_size: int, update: Callable[[list[T]], Metrics], publish: Callable[[int], None]
-) -> Callable[[int], Stepped]:  # fmt: skip
+    config: Config,
+    items: Sequence[T],
+    batch_size: int,
+    update: Callable[[list[T]], Metrics],
+    publish: Callable[[int], None],
+) -> Callable[[int], Stepped]:
     """A job's step over fixed items, in addressed shuffles; the weights after it are published."""
 
     def step(done: int) -> Stepped:
         clock = Clock()
         with clock("learn_s"):
-            metrics = update(problems_of_step(items, done, batch_size, config.run.seed, config.data.shuffle))
+            metrics = update(
+                problems_of_step(items, done, batch_size, config.run.seed, config.data.shuffle)
+            )
         publish(done + 1)
         return metrics, clock.timings(tokens=0), {}
 
@@ -270,12 +321,18 @@ def _step(
 
 
 def _pack_pairs(pairs: Sequence[Sequence[Sample]], config: Config) -> list[Microbatch]:
-    return pack([sample for pair in pairs for sample in pair], config.train.tokens_per_microbatch, keep_groups=True)
+    return pack(
+        [sample for pair in pairs for sample in pair],
+        config.train.tokens_per_microbatch,
+        keep_groups=True,
+    )
 
 
 @torch.no_grad()
 def _pair_accuracy(
-    pairs: Sequence[Sequence[Sample]], config: Config, loss: Callable[[Microbatch], tuple[Tensor, Metrics]]
+    pairs: Sequence[Sequence[Sample]],
+    config: Config,
+    loss: Callable[[Microbatch], tuple[Tensor, Metrics]],
 ) -> Row:
     """Means over held-out pairs, under "eval/"."""
     sums: Row = {}

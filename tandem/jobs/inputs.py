@@ -1,9 +1,10 @@
-"""What a command that trains reads and checks before any weights are loaded: data, models by their configs, lengths.
+"""What a command that trains reads and checks before any weights are loaded: data, models by their
+configs, lengths.
 
     training_inputs   distill_inputs   sft_inputs   dpo_inputs   rm_inputs
 
-jobs/commands.py begins with them, and `tandem plan` asks them whether a run could start. They do not know weights, engines or run
-folders.
+jobs/commands.py begins with them, and `tandem plan` asks them whether a run could start. They do
+not know weights, engines or run folders.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,43 +69,72 @@ class PairInputs(Inputs):
 def training_inputs(config: Config) -> ProblemInputs:
     """Read and check what `tandem train` needs. Raises UserError, as all of them do."""
     if config.model.reference and not config.rl.kl_coef:
-        raise UserError("a setting that would never be used", where=f"model.reference = {config.model.reference}",
-                        found="rl.kl_coef = 0", expected="a KL term", next="set rl.kl_coef, or drop it")  # fmt: skip
-    return _problem_inputs(config, "model.reference", *(["critic.path"] if config.rl.advantage == "gae" else []))
+        raise UserError(
+            "a setting that would never be used",
+            where=f"model.reference = {config.model.reference}",
+            found="rl.kl_coef = 0",
+            expected="a KL term",
+            next="set rl.kl_coef, or drop it",
+        )
+    return _problem_inputs(
+        config, "model.reference", *(["critic.path"] if config.rl.advantage == "gae" else [])
+    )
 
 
 def distill_inputs(config: Config) -> ProblemInputs:
     """Read and check what `tandem distill` needs."""
     if not config.distill.teacher:
-        raise _missing("no teacher is named", "distill.teacher", "a Hugging Face directory or hub name")
+        raise _missing(
+            "no teacher is named", "distill.teacher", "a Hugging Face directory or hub name"
+        )
     if config.rl.kl_coef or config.rl.max_gen_batches:
-        raise UserError("distillation has no reference and no groups to choose from", where="tandem distill",
-                        found=f"rl.kl_coef = {config.rl.kl_coef}, rl.max_gen_batches = {config.rl.max_gen_batches}",
-                        expected="0 for both", next="add rl.kl_coef=0 rl.max_gen_batches=0")  # fmt: skip
+        raise UserError(
+            "distillation has no reference and no groups to choose from",
+            where="tandem distill",
+            found=f"rl.kl_coef = {config.rl.kl_coef}, rl.max_gen_batches = {config.rl.max_gen_batches}",
+            expected="0 for both",
+            next="add rl.kl_coef=0 rl.max_gen_batches=0",
+        )
     check_models(config, "distill.teacher")
-    if load_tokenizer(config.distill.teacher).get_vocab() != load_tokenizer(config.model.path).get_vocab():
-        raise UserError("teacher and student do not read the same tokens", where=f"distill.teacher = {config.distill.teacher}",
-                        found="another tokenizer", expected=f"that of {config.model.path}",
-                        next="take a teacher of the same family")  # fmt: skip
+    if (
+        load_tokenizer(config.distill.teacher).get_vocab()
+        != load_tokenizer(config.model.path).get_vocab()
+    ):
+        raise UserError(
+            "teacher and student do not read the same tokens",
+            where=f"distill.teacher = {config.distill.teacher}",
+            found="another tokenizer",
+            expected=f"that of {config.model.path}",
+            next="take a teacher of the same family",
+        )
     return _problem_inputs(config, "distill.teacher")
 
 
 def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
-    """Problems, for jobs whose episodes are sampled on the way; others: further keys that name models."""
+    """Problems, for jobs whose episodes are sampled on the way; others: further keys that name
+    models."""
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     shape = check_models(config, *others)
     renderer = load_renderer(config.model.path)
     check_tokenizer(config, shape, renderer)
     problems = only(data, renderer.check_lengths(data, config.data, room=_room(config, shape)))
     if config.rl.curriculum and len(problems) < config.rl.prompts_per_step:
-        raise UserError("a curriculum picks every problem at most once a step", where="rl.prompts_per_step",
-                        found=f"{config.rl.prompts_per_step}, of {len(problems)} problems",
-                        expected=f"at most {len(problems)}", next=f"rl.prompts_per_step={len(problems)}")  # fmt: skip
+        raise UserError(
+            "a curriculum picks every problem at most once a step",
+            where="rl.prompts_per_step",
+            found=f"{config.rl.prompts_per_step}, of {len(problems)} problems",
+            expected=f"at most {len(problems)}",
+            next=f"rl.prompts_per_step={len(problems)}",
+        )
     counts = {"data.train": _count_problems(problems, renderer)}
     require_room(config, shape, counts["data.train"].longest)
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
     return ProblemInputs(
-        shape=shape, renderer=renderer, problems=problems, held_out=held_out, counts=counts | held_out_count
+        shape=shape,
+        renderer=renderer,
+        problems=problems,
+        held_out=held_out,
+        counts=counts | held_out_count,
     )
 
 
@@ -115,12 +145,19 @@ def sft_inputs(config: Config) -> ChatInputs:
     chats, held_out = read_chats(config.sft.train, key="sft.train"), read_data(config, "eval.data")
     shape, renderer = check_models(config), load_renderer(config.model.path)
     check_tokenizer(config, shape, renderer)
-    samples = [Sample(tokens=t, loss_mask=mask) for t, mask in renderer.trainings(chats, loss=config.sft.loss_on)]
+    samples = [
+        Sample(tokens=t, loss_mask=mask)
+        for t, mask in renderer.trainings(chats, loss=config.sft.loss_on)
+    ]
     longest = _check_fit(samples, shape, "a chat", "sft.train, chat")
     counts = {"sft.train": Count(number=len(samples), unit="chats", longest=longest)}
     held_out, held_out_count = _held_out(config, held_out, shape, renderer)
     return ChatInputs(
-        shape=shape, renderer=renderer, samples=samples, held_out=held_out, counts=counts | held_out_count
+        shape=shape,
+        renderer=renderer,
+        samples=samples,
+        held_out=held_out,
+        counts=counts | held_out_count,
     )
 
 
@@ -133,22 +170,31 @@ def rm_inputs(config: Config) -> PairInputs:
     """Read and check what `tandem rm` needs."""
     inputs = _pair_inputs(config, scored_pair, [])
     tokenizer = inputs.renderer.tokenizer
-    if tokenizer.pad_token_id in {int(sample.tokens[-2]) for pair in [*inputs.train, *inputs.test] for sample in pair}:
+    if tokenizer.pad_token_id in {
+        int(sample.tokens[-2]) for pair in [*inputs.train, *inputs.test] for sample in pair
+    }:
         raise UserError(
             "the chat template ends with the padding token, so transformers would read a score one token early",
-            where=f"tokenizer of {config.model.path}", found=repr(tokenizer.pad_token),
-            expected="a padding token of its own", next="name another pad_token in its tokenizer_config.json",
-        )  # fmt: skip
+            where=f"tokenizer of {config.model.path}",
+            found=repr(tokenizer.pad_token),
+            expected="a padding token of its own",
+            next="name another pad_token in its tokenizer_config.json",
+        )
     return inputs
 
 
 def _pair_inputs(
     config: Config, make: Callable[..., list[Sample]], held_out: Sequence[Problem], *others: str
 ) -> PairInputs:
-    """Pairs to train on and held-out ones; `make` makes the samples of a pair, others are further keys that name models."""
+    """Pairs to train on and held-out ones; `make` makes the samples of a pair, others are further
+    keys that name models."""
     paths = {"preference.train": config.preference.train, "preference.test": config.preference.test}
     if not config.preference.train:
-        raise _missing("no pairs are named", "preference.train", "a JSONL or Parquet file of prompt, chosen, rejected")
+        raise _missing(
+            "no pairs are named",
+            "preference.train",
+            "a JSONL or Parquet file of prompt, chosen, rejected",
+        )
     read = {key: read_preferences(path, key=key) if path else [] for key, path in paths.items()}
     shape = check_models(config, *others, head="value" if make is scored_pair else "tokens")
     renderer = load_renderer(config.model.path)
@@ -156,9 +202,13 @@ def _pair_inputs(
     made: list[Pairs] = []
     counts: dict[str, Count] = {}
     for key, pairs in read.items():
-        chats = [(*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+        chats = [
+            (*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)
+        ]
         rendered = renderer.trainings(chats, loss="last")
-        made.append([make(number, *rendered[2 * number : 2 * number + 2]) for number in range(len(pairs))])
+        made.append(
+            [make(number, *rendered[2 * number : 2 * number + 2]) for number in range(len(pairs))]
+        )
         halves = ([pair[half] for pair in made[-1]] for half in (0, 1))
         longest = max(_check_fit(half, shape, "an answer", f"{key}, pair") for half in halves)
         counts |= {key: Count(number=len(pairs), unit="pairs", longest=longest)} if pairs else {}
@@ -179,7 +229,9 @@ def _held_out(
     """The held-out problems whose prompts are short enough, and their count."""
     if not problems:
         return [], {}
-    fitting = renderer.check_lengths(problems, config.data, key="eval.data", room=_room(config, shape))
+    fitting = renderer.check_lengths(
+        problems, config.data, key="eval.data", room=_room(config, shape)
+    )
     count = _count_problems(fitting, renderer)
     require_room(config, shape, count.longest)
     return fitting, {"eval.data": count}
@@ -191,19 +243,26 @@ def _room(config: Config, shape: Any) -> int:
 
 
 def _count_problems(problems: Sequence[Problem], renderer: ChatRenderer) -> Count:
-    longest = max(len(prompt) for prompt in renderer.prompts([problem.messages for problem in problems]))
+    longest = max(
+        len(prompt) for prompt in renderer.prompts([problem.messages for problem in problems])
+    )
     return Count(number=len(problems), unit="problems", longest=longest)
 
 
 def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> int:
-    """Refuse what the model has no positions for; nothing follows the last token, so it needs none. Returns the tokens of
-    the longest."""
+    """Refuse what the model has no positions for; nothing follows the last token, so it needs none.
+    Returns the tokens of the longest."""
     limit = shape.max_position_embeddings + 1
     longest = max(range(len(samples)), key=lambda i: len(samples[i].tokens), default=0)
     size = len(samples[longest].tokens) if samples else 0
     if size > limit:
-        raise UserError(f"{what} is longer than the model can place", where=f"{where} {longest + 1}",
-                        found=f"{size:,} tokens", expected=f"at most {limit:,}", next="shorten or drop it")  # fmt: skip
+        raise UserError(
+            f"{what} is longer than the model can place",
+            where=f"{where} {longest + 1}",
+            found=f"{size:,} tokens",
+            expected=f"at most {limit:,}",
+            next="shorten or drop it",
+        )
     return size
 
 

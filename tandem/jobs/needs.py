@@ -1,6 +1,7 @@
 """What a run needs of this machine, by arithmetic over the shapes of its models: memory and disk.
 
-No weights are loaded, and what one step computes comes on top. It does not know what else a run could fail of.
+No weights are loaded, and what one step computes comes on top. It does not know what else a run
+could fail of.
 """
 
 import os
@@ -28,7 +29,10 @@ class Machine:
     @classmethod
     def here(cls, folder: Path) -> "Machine":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        limits = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+        limits = [
+            Path("/sys/fs/cgroup/memory.max"),
+            Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        ]
         texts = [limit.read_text().strip() for limit in limits if limit.is_file()]
         memory = min([memory, *(int(text) for text in texts if text.isdecimal())])
         held = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step_*/*"))
@@ -66,24 +70,42 @@ def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
     if command != "rm":
         rows.append(("key/value cache", config.rollout.cache_mb << 20, "at most rollout.cache_mb"))
     if adapters:
-        rows.append(("adapters", 4 * adapters, f"4 bytes x (inputs + outputs) x {config.lora.rank} of each linear"))
+        rows.append(
+            (
+                "adapters",
+                4 * adapters,
+                f"4 bytes x (inputs + outputs) x {config.lora.rank} of each linear",
+            )
+        )
     for key, size in sizes.others.items():
         if key == "critic.path":
             rows.append(
-                ("critic", 8 * size + 12 * (adapters or size), "weights, packs, gradients and moments of its own")
+                (
+                    "critic",
+                    8 * size + 12 * (adapters or size),
+                    "weights, packs, gradients and moments of its own",
+                )
             )
         elif key == "model.reference" and adapters and not config.model.reference:
             rows.append(("reference", 4 * size, "packs of the weights without adapters"))
         else:
             rows.append((key.rpartition(".")[2], 8 * size, "weights and packs of the frozen model"))
-    rows.append(("a save under way", sizes.checkpoint, "weights and moments, copied until they are saved"))
+    rows.append(
+        ("a save under way", sizes.checkpoint, "weights and moments, copied until they are saved")
+    )
     rollout = config.rollout
     if rollout.workers and command in ("train", "distill"):
         each, versions = 8 * policy + (rollout.cache_mb << 20), rollout.staleness + 1
         rows.append(
-            ("rollout workers", rollout.workers * each, f"{rollout.workers} x weights, packs and rollout.cache_mb")
+            (
+                "rollout workers",
+                rollout.workers * each,
+                f"{rollout.workers} x weights, packs and rollout.cache_mb",
+            )
         )
-        rows.append(("published weights", versions * 4 * policy, f"shared memory, {versions} versions"))
+        rows.append(
+            ("published weights", versions * 4 * policy, f"shared memory, {versions} versions")
+        )
     return rows
 
 
@@ -91,13 +113,18 @@ def disk(sizes: Sizes, config: Config) -> list[Need]:
     """What a run writes, besides its episodes."""
     kept = config.run.keep_checkpoints
     return [
-        ("checkpoints", (kept + 1) * sizes.checkpoint, f"weights and moments; {kept} kept while one is written"),
+        (
+            "checkpoints",
+            (kept + 1) * sizes.checkpoint,
+            f"weights and moments; {kept} kept while one is written",
+        ),
         ("export", 4 * sizes.policy, "the Hugging Face directory at the end"),
     ]
 
 
 def require_disk(config: Config, command: str, folder: Path, machine: Machine) -> None:
-    """Raise UserError where the checkpoints and the export of a run would not fit on the disk of its folder."""
+    """Raise UserError where the checkpoints and the export of a run would not fit on the disk of
+    its folder."""
     needed = sum(size for _, size, _ in disk(model_sizes(config, command), config))
     if needed > machine.disk:
         raise UserError(
@@ -110,10 +137,13 @@ def require_disk(config: Config, command: str, folder: Path, machine: Machine) -
 
 
 def model_sizes(config: Config, command: str) -> Sizes:
-    """Count parameters on the meta device: shapes without storage. Raises UserError for adapters' targets that are not there."""
+    """Count parameters on the meta device: shapes without storage. Raises UserError for adapters'
+    targets that are not there."""
     policy = _module(config.model.path)
     adapted = chosen_linears(policy, config.lora.targets) if config.lora.rank else []
-    adapters = config.lora.rank * sum(linear.in_features + linear.out_features for linear in adapted)
+    adapters = config.lora.rank * sum(
+        linear.in_features + linear.out_features for linear in adapted
+    )
     paths = {
         "model.reference": (config.model.reference or config.model.path)
         * (command == "dpo" or (command == "train" and config.rl.kl_coef > 0)),

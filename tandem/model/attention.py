@@ -1,4 +1,5 @@
-"""Exact attention: a token's output has the same bits in a packed training pass and in one-token decode.
+"""Exact attention: a token's output has the same bits in a packed training pass and in one-token
+decode.
 
 Four rules make it so (fp32, CPU; `probe` checks them on the machine at hand):
   1. the query rows of a key/value head (new tokens x GQA group) are padded to a multiple of 4, keys to one of 16;
@@ -6,8 +7,8 @@ Four rules make it so (fp32, CPU; `probe` checks them on the machine at hand):
   3. probabilities x values are summed over blocks of 128 keys counted from position 0, because one long matmul
      splits its sum by length;
   4. the keys of queries x keys lie by token on both sides (`query_key`), and MKL is in its strict mode (`numerics`).
-A layer finds what to do in the plan it is handed: `PackedPlan` for packed segments, `paged.PagedPlan` in the engine.
-Nothing here knows sampling, losses or schedules.
+A layer finds what to do in the plan it is handed: `PackedPlan` for packed segments,
+`paged.PagedPlan` in the engine. Nothing here knows sampling, losses or schedules.
 """
 
 from collections import defaultdict
@@ -20,36 +21,46 @@ from torch import Tensor
 
 KEY_BLOCK = 128
 QUERY_BLOCK = 256
-BUCKET_BYTES = 1 << 26  # scores held at once; attention memory is bounded by it and not by the packed length
-# Padded sizes of a bucket: few enough that short segments share a batched matmul, close enough to waste little.
+# scores held at once; attention memory is bounded by it and not by the packed length
+BUCKET_BYTES = 1 << 26
+# Padded sizes of a bucket: few enough that short segments share a batched matmul, close enough to
+# waste little.
 _SIZES = np.array([4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
 
 
 def query_key(query: Tensor, keys: Tensor) -> Tensor:
     """Attention scores [n, K, M, L] of queries [n, K, M, E] with keys [n, K, L, E].
 
-    Trainer and engine both come here with keys stored by token: of keys stored by element MKL makes another product.
+    Trainer and engine both come here with keys stored by token: of keys stored by element MKL makes
+    another product.
     """
     return torch.matmul(query, keys.transpose(-1, -2))
 
 
 def weigh(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Masked softmax in place: scores [n, K, R, g, L], mask bool [n, 1, R, 1, L] true where hidden."""
+    """Masked softmax in place: scores [n, K, R, g, L], mask bool [n, 1, R, 1, L] true where
+    hidden."""
     return scores.mul_(scale).masked_fill_(mask, float("-inf")).softmax(-1)
 
 
 def combine(probs: Tensor, values: Tensor) -> Tensor:
-    """probs [n, K, M, L] x values [n, K, L, E] -> [n, K, M, E], summed by fixed key blocks (rule 3)."""
+    """probs [n, K, M, L] x values [n, K, L, E] -> [n, K, M, E], summed by fixed key blocks (rule
+    3)."""
     out = torch.matmul(probs[..., :KEY_BLOCK], values[:, :, :KEY_BLOCK])
     for start in range(KEY_BLOCK, values.shape[2], KEY_BLOCK):
-        out += torch.matmul(probs[..., start : start + KEY_BLOCK], values[:, :, start : start + KEY_BLOCK])
+        out += torch.matmul(
+            probs[..., start : start + KEY_BLOCK], values[:, :, start : start + KEY_BLOCK]
+        )
     return out
 
 
 class Plan(Protocol):
-    """What a layer does with its queries [T, H, E], keys and values [T, K, E]; returns [T, H, E]."""
+    """What a layer does with its queries [T, H, E], keys and values [T, K, E]; returns [T, H,
+    E]."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor: ...
 
 
 @dataclass(kw_only=True)
@@ -75,12 +86,15 @@ class Bucket:
 
 
 class PackedPlan:
-    """Attention of packed segments (types.Microbatch.segments), each seeing itself causally and its prefix."""
+    """Attention of packed segments (types.Microbatch.segments), each seeing itself causally and its
+    prefix."""
 
     def __init__(self, segments: np.ndarray, *, group: int, kv_heads: int):
         self.buckets = _buckets(segments, group * kv_heads)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         if torch.is_grad_enabled():
             return _PackedAttention.apply(q, k, v, self.buckets, scale, window)  # type: ignore[no-any-return]
         return _forward(q, k, v, self.buckets, scale, window)
@@ -96,7 +110,9 @@ def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:
     buckets = []
     for (rows, keys), parts in sorted(members.items()):
         limit = max(1, BUCKET_BYTES // (4 * heads * rows * keys))
-        buckets += [_bucket(np.array(parts[i : i + limit]), rows, keys) for i in range(0, len(parts), limit)]
+        buckets += [
+            _bucket(np.array(parts[i : i + limit]), rows, keys) for i in range(0, len(parts), limit)
+        ]
     return buckets
 
 
@@ -107,12 +123,15 @@ def ladder(size: int, multiple: int) -> int:
 
 
 def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
-    """parts int64 [n, 5]: first row of the segment, first query in it, queries, first prefix row, prefix rows."""
+    """parts int64 [n, 5]: first row of the segment, first query in it, queries, first prefix row,
+    prefix rows."""
     first, start, count, prefix_first, prefix = (column[:, None] for column in parts.T)
     query = np.minimum(np.arange(rows)[None], count - 1)
     key = np.arange(keys)[None]
     own = first + key - prefix
-    key_rows = np.where(key < prefix, prefix_first + key, np.where(key < prefix + start + count, own, 0))
+    key_rows = np.where(
+        key < prefix, prefix_first + key, np.where(key < prefix + start + count, own, 0)
+    )
     return Bucket(
         queries=torch.from_numpy(first + start + query),
         keys=torch.from_numpy(key_rows),
@@ -139,14 +158,18 @@ def rows_first(t: Tensor, run: int, heads: int) -> Tensor:
     return split.transpose(1, 2).reshape(-1, heads, width)
 
 
-def _probabilities(q: Tensor, k: Tensor, bucket: Bucket, scale: float, window: int | None) -> Tensor:
+def _probabilities(
+    q: Tensor, k: Tensor, bucket: Bucket, scale: float, window: int | None
+) -> Tensor:
     n, kv_heads, rows, _ = q.shape
     scores = query_key(q, k)
     split = scores.view(n, kv_heads, bucket.queries.shape[1], -1, k.shape[2])
     return weigh(split, bucket.mask(window), scale).view(n, kv_heads, rows, -1)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: float, window: int | None) -> Tensor:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: float, window: int | None
+) -> Tensor:
     heads, kv_heads = q.shape[1], k.shape[1]
     out = torch.zeros(q.shape)  # rows in no segment are padding
     for bucket in buckets:
@@ -158,11 +181,18 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: floa
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Saves q, k, v only; probabilities are computed again, bucket by bucket, in the backward pass."""
+    """Saves q, k, v only; probabilities are computed again, bucket by bucket, in the backward
+    pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: float, window: int | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        buckets: list[Bucket],
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.call = (buckets, scale, window)
@@ -179,9 +209,13 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _bucket_backward(
-    bucket: Bucket, saved: tuple[Tensor, Tensor, Tensor], grad: Tensor, out: tuple[Tensor, Tensor, Tensor],
-    scale: float, window: int | None,
-) -> None:  # fmt: skip
+    bucket: Bucket,
+    saved: tuple[Tensor, Tensor, Tensor],
+    grad: Tensor,
+    out: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    window: int | None,
+) -> None:
     (q, k, v), (grad_q, grad_k, grad_v) = saved, out
     heads, kv_heads = q.shape[1], k.shape[1]
     query = _picked(q, bucket.queries, kv_heads)
@@ -196,6 +230,8 @@ def _bucket_backward(
     rows = rows_first(torch.matmul(grad_scores, key), bucket.queries.shape[1], heads)
     grad_q.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     index = bucket.keys.reshape(-1)
-    for total, part in ((grad_k, torch.matmul(grad_scores.transpose(-1, -2), query)),
-                        (grad_v, torch.matmul(probs.transpose(-1, -2), above))):  # fmt: skip
+    for total, part in (
+        (grad_k, torch.matmul(grad_scores.transpose(-1, -2), query)),
+        (grad_v, torch.matmul(probs.transpose(-1, -2), above)),
+    ):
         total.index_add_(0, index, part.transpose(1, 2).reshape(-1, kv_heads, k.shape[-1]))

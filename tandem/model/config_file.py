@@ -1,8 +1,10 @@
-"""A model directory's config.json read as data: nothing that it says can run code, and its numbers are plausible.
+"""A model directory's config.json read as data: nothing that it says can run code, and its numbers
+are plausible.
 
-transformers takes many keys of that file as instructions: Python files to import (auto_map), attention kernels to fetch,
-quantizers, other weight files. So the file is read here, its model type must be one that Tandem knows, and of its keys only the
-fields that this type's config declares are handed on. It does not know weights, nor what can run exactly (load.py).
+transformers takes many keys of that file as instructions: Python files to import (auto_map),
+attention kernels to fetch, quantizers, other weight files. So the file is read here, its model type
+must be one that Tandem knows, and of its keys only the fields that this type's config declares are
+handed on. It does not know weights, nor what can run exactly (load.py).
 """
 
 import dataclasses
@@ -15,7 +17,8 @@ from tandem.runtime.errors import UserError
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
-MAX_LAYERS, MAX_SIZE = 4096, 1 << 24  # of anything that config.json counts; the largest vocabulary has a million tokens
+# of anything that config.json counts; the largest vocabulary has a million tokens
+MAX_LAYERS, MAX_SIZE = 4096, 1 << 24
 # Keys that transformers still reads although the config's class does not declare them.
 OLDER_NAMES = {
     "head_dim",
@@ -49,7 +52,8 @@ _COUNTS = (
 def read_config(path: str, key: str, architectures: tuple[str, ...]) -> Any:
     """The transformers config of a model directory or hub name; key: the config key that names it.
 
-    Raises UserError for a file that cannot be read, and for a model that is not of one of the architectures.
+    Raises UserError for a file that cannot be read, and for a model that is not of one of the
+    architectures.
     """
     where = f"{key} = {path}"
     values = read_json(path, CONFIG, where)
@@ -91,8 +95,11 @@ def cannot_run(where: str, reasons: list[str], architectures: tuple[str, ...]) -
     )
 
 
-def read_json(path: str, name: str, where: str, what: str = "model's config") -> dict[str, Any] | None:
-    """The JSON object in a file of a model directory or hub name; None where there is no such file. Raises UserError."""
+def read_json(
+    path: str, name: str, where: str, what: str = "model's config"
+) -> dict[str, Any] | None:
+    """The JSON object in a file of a model directory or hub name; None where there is no such file.
+    Raises UserError."""
     try:
         file = _find(path, name)
         if file is None:
@@ -110,7 +117,8 @@ def read_json(path: str, name: str, where: str, what: str = "model's config") ->
 
 
 def refuse_adapter(path: str, where: str) -> None:
-    """Raises UserError for a model with an adapter beside it: transformers would load and merge it, and import what it names."""
+    """Raises UserError for a model with an adapter beside it: transformers would load and merge it,
+    and import what it names."""
     if _find(path, ADAPTER) is not None:
         raise UserError(
             "the model has an adapter beside its weights",
@@ -121,14 +129,18 @@ def refuse_adapter(path: str, where: str) -> None:
 
 
 def _find(path: str, name: str) -> Path | None:
-    """The file of a local directory, or of a hub name in the local cache, where it is fetched to. Raises OSError."""
+    """The file of a local directory, or of a hub name in the local cache, where it is fetched to.
+    Raises OSError."""
     if Path(path).is_dir():
         file = Path(path) / name
         return file if file.is_file() else None
     from transformers.utils import cached_file
 
     found = cached_file(
-        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=name == CONFIG
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=name == CONFIG,
     )
     return None if found is None else Path(found)
 
@@ -155,11 +167,16 @@ def _implausible(config: Any) -> list[str]:
     mistakes = [
         f"{values[name]!r:.60} {name}"
         for name in _COUNTS
-        if values.get(name) is not None and not _is_count(values[name], MAX_LAYERS if "layers" in name else MAX_SIZE)
+        if values.get(name) is not None
+        and not _is_count(values[name], MAX_LAYERS if "layers" in name else MAX_SIZE)
     ]
     if mistakes:
         return mistakes
-    heads, groups, layers = config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers
+    heads, groups, layers = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.num_hidden_layers,
+    )
     if heads % groups:
         mistakes.append(f"{heads} query heads for {groups} key/value heads")
     if config.dtype is not None and not isinstance(config.dtype, torch.dtype):
@@ -172,7 +189,9 @@ def _implausible(config: Any) -> list[str]:
     if any(isinstance(value, dict) for value in rope.values()):
         mistakes.append("rope_parameters for kinds of layers")
     kinds = values.get("layer_types")
-    if kinds is not None and (len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}):
+    if kinds is not None and (
+        len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}
+    ):
         mistakes.append(f"layer_types {str(kinds)[:60]} for {layers} layers")
     window = values.get("sliding_window")
     if window is not None and not _is_count(window, MAX_SIZE):

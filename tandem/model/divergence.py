@@ -1,4 +1,5 @@
-"""A divergence between two models' distributions over the vocabulary, chunk by chunk: [N, V] never exists."""
+"""A divergence between two models' distributions over the vocabulary, chunk by chunk: [N, V] never
+exists."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,14 @@ from tandem.model.linear import multiply
 from tandem.model.logprobs import Filter, chunks, log_distribution
 
 Head = tuple[Tensor, Tensor, Tensor]  # hidden states [N, D], output projection [V, D], its pack
-# Log-probs of student and teacher, [n, V] each -> (nats [n], their slope [n, V] in the student's logits)
+# Log-probs of student and teacher, [n, V] each -> (nats [n], their slope [n, V] in the student's
+# logits)
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def divergences(student: Head, teacher: Head, temperature: float, divergence: Divergence) -> Tensor:
-    """The divergence of the student's and the teacher's tempered distributions at each of N positions, float32 [N], nats;
-    differentiable in the student's hidden states and projection."""
+    """The divergence of the student's and the teacher's tempered distributions at each of N
+    positions, float32 [N], nats; differentiable in the student's hidden states and projection."""
     return _Divergences.apply(*student, *teacher, Filter(temperature=temperature), divergence)  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,8 @@
-"""Exact mixture of experts: transformers' router and experts on the exact linear, one expert at a time.
+"""Exact mixture of experts: transformers' router and experts on the exact linear, one expert at a
+time.
 
-A token's output is the sum over its experts in the order of their numbers, whatever other tokens chose. No
-load-balancing loss is added.
+A token's output is the sum over its experts in the order of their numbers, whatever other tokens
+chose. No load-balancing loss is added.
 """
 
 from typing import Any
@@ -19,11 +20,17 @@ class ExactRouter(nn.Module):
     def __init__(self, router: Any):
         super().__init__()
         self.weight = router.weight
-        self.top_k, self.norm_topk_prob, self.hidden_dim = router.top_k, router.norm_topk_prob, router.hidden_dim
+        self.top_k, self.norm_topk_prob, self.hidden_dim = (
+            router.top_k,
+            router.norm_topk_prob,
+            router.hidden_dim,
+        )
         self.pack = PackedWeight()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = linear(x.reshape(-1, self.hidden_dim), self.weight, None, self.pack.of(self.weight))
+        logits = linear(
+            x.reshape(-1, self.hidden_dim), self.weight, None, self.pack.of(self.weight)
+        )
         scores, experts = F.softmax(logits, -1).topk(self.top_k, -1)
         if self.norm_topk_prob:
             scores = scores / scores.sum(-1, keepdim=True)
@@ -48,6 +55,9 @@ class ExactExperts(nn.Module):
             if not len(token):
                 continue
             inner = swiglu(linear(x[token], up_weight, None, up_pack.of(up_weight)))
-            value = linear(inner, down_weight, None, down_pack.of(down_weight)) * scores[token, place, None]
+            value = (
+                linear(inner, down_weight, None, down_pack.of(down_weight))
+                * scores[token, place, None]
+            )
             out = out.index_add(0, token, value)
         return out

@@ -1,4 +1,5 @@
-"""What the models say about a microbatch: log-probs, entropies, values, divergences. Each [N], one a loss token."""
+"""What the models say about a microbatch: log-probs, entropies, values, divergences. Each [N], one
+a loss token."""
 
 from functools import partial
 
@@ -13,9 +14,15 @@ from tandem.types import Microbatch
 
 
 def batch_logprobs(
-    model: ExactModel, batch: Microbatch, how: Filter, expected: Tensor | None = None, *, entropy: bool = True
+    model: ExactModel,
+    batch: Microbatch,
+    how: Filter,
+    expected: Tensor | None = None,
+    *,
+    entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropy) float32 [N] of the batch's targets under the model; the rest as in token_logprobs."""
+    """(log-probs, entropy) float32 [N] of the batch's targets under the model; the rest as in
+    token_logprobs."""
     hidden, weight, packed = _head(model, batch)
     targets = torch.from_numpy(batch.targets).to(model.device)
     seen = None if how.repetition_penalty == 1.0 else partial(_seen, batch, model.device)
@@ -35,7 +42,11 @@ def batch_values(model: ExactModel, batch: Microbatch) -> Tensor:
 
 
 def teacher_divergences(
-    student: ExactModel, teacher: ExactModel, batch: Microbatch, temperature: float, divergence: Divergence
+    student: ExactModel,
+    teacher: ExactModel,
+    batch: Microbatch,
+    temperature: float,
+    divergence: Divergence,
 ) -> Tensor:
     """float32 [N]: the divergence over the vocabulary where each target was sampled."""
     with torch.no_grad():
@@ -55,13 +66,20 @@ def _hidden(model: ExactModel, batch: Microbatch) -> Tensor:
 
 
 def _seen(batch: Microbatch, device: torch.device, start: int, stop: int) -> Seen:
-    """The distinct tokens before targets start .. stop - 1: their segment's up to the row that predicts, and its prefix's."""
+    """The distinct tokens before targets start .. stop - 1: their segment's up to the row that
+    predicts, and its prefix's."""
     first, _, prefix_first, prefix = batch.segments.T
     rows = batch.rows[start:stop]
-    owner = np.searchsorted(first, rows, side="right") - 1  # segments are in the order of their rows
+    # segments are in the order of their rows
+    owner = np.searchsorted(first, rows, side="right") - 1
     tokens = [
-        np.union1d(batch.tokens[prefix_first[s] : prefix_first[s] + prefix[s]], batch.tokens[first[s] : row + 1])
+        np.union1d(
+            batch.tokens[prefix_first[s] : prefix_first[s] + prefix[s]],
+            batch.tokens[first[s] : row + 1],
+        )
         for s, row in zip(owner, rows, strict=True)
     ]
     index = np.arange(len(tokens)).repeat([len(t) for t in tokens])
-    return Seen(torch.from_numpy(index).to(device), torch.from_numpy(np.concatenate(tokens)).to(device))
+    return Seen(
+        torch.from_numpy(index).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
+    )

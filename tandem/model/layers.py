@@ -1,8 +1,10 @@
-"""The exact decoder layer: transformers' own parts, under their own names, run on rows [T, D] without a batch.
+"""The exact decoder layer: transformers' own parts, under their own names, run on rows [T, D]
+without a batch.
 
-Trainer and engine both pass here, so their bits cannot drift apart: they differ only in the plan that attends. Query,
-key and value projections run as one linear, and so do gate and up: at few rows the time of a linear is mostly its
-start. Sub-modules keep their names, so checkpoints, adapters and hooks on a layer see what they expect.
+Trainer and engine both pass here, so their bits cannot drift apart: they differ only in the plan
+that attends. Query, key and value projections run as one linear, and so do gate and up: at few rows
+the time of a linear is mostly its start. Sub-modules keep their names, so checkpoints, adapters and
+hooks on a layer see what they expect.
 """
 
 from typing import Any
@@ -18,12 +20,17 @@ Rotation = tuple[Tensor, Tensor]  # cosine and signed sine, each [T, 1, E]
 
 
 class ExactLayer(nn.Module):
-    """A pre-norm decoder layer (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), made of a transformers layer's children."""
+    """A pre-norm decoder layer (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), made of a transformers
+    layer's children."""
 
     def __init__(self, layer: Any, number: int, window: int | None):
         super().__init__()
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp  # in the order of the original, as the parameters are
-        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        # in the order of the original, as the parameters are
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+        )
         self.number, self.window = number, window
         attention = self.self_attn
         self.qkv = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -40,12 +47,21 @@ class ExactLayer(nn.Module):
     def _attention(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
         attention, kv_heads = self.self_attn, self.kv_heads
         heads = self.qkv(x).view(len(x), -1, attention.head_dim)  # [T, H + 2K, E]
-        q, k, v = heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
+        q, k, v = (
+            heads[:, : -2 * kv_heads],
+            heads[:, -2 * kv_heads : -kv_heads],
+            heads[:, -kv_heads:],
+        )
         if self.normed:
-            q, k = rotate(norm(attention.q_norm, q), rotation), rotate(norm(attention.k_norm, k), rotation)
+            q, k = (
+                rotate(norm(attention.q_norm, q), rotation),
+                rotate(norm(attention.k_norm, k), rotation),
+            )
         else:
             q, k = rotate(heads[:, :-kv_heads], rotation).tensor_split((-kv_heads,), 1)
-        return attention.o_proj(plan.attend(self.number, q, k, v, attention.scaling, self.window).reshape(len(x), -1))
+        return attention.o_proj(
+            plan.attend(self.number, q, k, v, attention.scaling, self.window).reshape(len(x), -1)
+        )
 
     def _mlp(self, x: Tensor) -> Tensor:
         if self.gate_up is None:
@@ -59,7 +75,8 @@ def norm(module: Any, x: Tensor) -> Tensor:
 
 
 def rotation_of(rotary: Any, x: Tensor, positions: Tensor) -> Rotation:
-    """Cosine and sine of x's type for positions int64 [T]; the first half of the sine is negated for `rotate`."""
+    """Cosine and sine of x's type for positions int64 [T]; the first half of the sine is negated
+    for `rotate`."""
     cos, sin = (t[0, :, None] for t in rotary(x, positions[None]))
     half = sin.shape[-1] // 2
     return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)

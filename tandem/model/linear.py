@@ -1,14 +1,16 @@
-"""The exact linear shared by engine and trainer: an output row has the same bits whatever rows surround it.
+"""The exact linear shared by engine and trainer: an output row has the same bits whatever rows
+surround it.
 
-Forward runs oneDNN on a prepacked weight, which keeps an output row independent of the number of rows for every
-count but one: with AVX-512 and more than 1,024 inputs a *single* row takes another kernel. oneDNN compiles and keeps a
-kernel for every row count it meets (about 0.5 ms and 1 MB each), so counts are rounded up to a ladder (`padded_rows`)
-that starts at 4: four rows are no slower than one.
+Forward runs oneDNN on a prepacked weight, which keeps an output row independent of the number of
+rows for every count but one: with AVX-512 and more than 1,024 inputs a *single* row takes another
+kernel. oneDNN compiles and keeps a kernel for every row count it meets (about 0.5 ms and 1 MB
+each), so counts are rounded up to a ladder (`padded_rows`) that starts at 4: four rows are no
+slower than one.
 
-Backward is plain matmul: gradients are deterministic, not batch-invariant, and made only for what wants one. The pack
-follows the version counters of the weight and of its adapter, so a stale pack cannot be used. Where oneDNN's operators
-are missing, rows are padded to a multiple of 4 for plain `F.linear`; `probe` says whether that is exact on the machine
-at hand.
+Backward is plain matmul: gradients are deterministic, not batch-invariant, and made only for what
+wants one. The pack follows the version counters of the weight and of its adapter, so a stale pack
+cannot be used. Where oneDNN's operators are missing, rows are padded to a multiple of 4 for plain
+`F.linear`; `probe` says whether that is exact on the machine at hand.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ from torch import Tensor, nn
 from tandem.model.triton.dispatch import triton_for
 
 # The one place where private PyTorch operators are looked for.
-HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
+    torch.ops.mkldnn, "_linear_pointwise"
+)
 _PACK_ROWS_HINT = 32
 
 
@@ -52,7 +56,8 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Adapter(NamedTuple):
-    """A low-rank update of a weight, scaling * b @ a, with a [r, I] and b [O, r] (LoRA, Hu et al. 2021, section 4.1)."""
+    """A low-rank update of a weight, scaling * b @ a, with a [r, I] and b [O, r] (LoRA, Hu et al.
+    2021, section 4.1)."""
 
     a: Tensor
     b: Tensor
@@ -60,7 +65,8 @@ class Adapter(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One linear among those that share an input: weight [O, I], bias [O], adapter; the last two may be absent."""
+    """One linear among those that share an input: weight [O, I], bias [O], adapter; the last two
+    may be absent."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -81,7 +87,8 @@ class Part(NamedTuple):
 
 
 class PackedWeight:
-    """The pack of one weight, or of several stacked, renewed when one has changed in place (an optimizer step, a load)."""
+    """The pack of one weight, or of several stacked, renewed when one has changed in place (an
+    optimizer step, a load)."""
 
     def __init__(self) -> None:
         self._versions: tuple[int, ...] = ()
@@ -91,10 +98,12 @@ class PackedWeight:
         return self.of_parts([Part(weight) for weight in weights])
 
     def of_parts(self, parts: Sequence[Part]) -> Tensor:
-        """The pack of the merged weights: an adapter costs a forward pass nothing, and no merged weight is kept beside it."""
+        """The pack of the merged weights: an adapter costs a forward pass nothing, and no merged
+        weight is kept beside it."""
         versions = tuple(version for part in parts for version in part.version())
         if self._packed is None or self._versions != versions:
-            self._packed, self._versions = None, versions  # the old pack goes before the new one is made
+            # the old pack goes before the new one is made
+            self._packed, self._versions = None, versions
             merged = [part.merged() for part in parts]
             self._packed = pack(merged[0] if len(merged) == 1 else torch.cat(merged))
         return self._packed
@@ -103,14 +112,19 @@ class PackedWeight:
 class ExactLinear(nn.Module):
     """nn.Linear with the exact forward; it takes over the parameters, so names and ties stay.
 
-    With an adapter (lora_A, lora_B) it runs the merged weight; while `base_only` is set it runs the base weight alone, from
-    a pack of its own that is kept. `base_only` is for linears with an adapter: the others have one pack.
+    With an adapter (lora_A, lora_B) it runs the merged weight; while `base_only` is set it runs the
+    base weight alone, from a pack of its own that is kept. `base_only` is for linears with an
+    adapter: the others have one pack.
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None = None,
-        lora_A: nn.Linear | None = None, lora_B: nn.Linear | None = None, scaling: float = 0.0,
-    ):  # fmt: skip
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        lora_A: nn.Linear | None = None,
+        lora_B: nn.Linear | None = None,
+        scaling: float = 0.0,
+    ):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.lora_A, self.lora_B, self.scaling = lora_A, lora_B, scaling
@@ -130,11 +144,14 @@ class ExactLinear(nn.Module):
         """What it runs with its adapter, if it has one."""
         if self.lora_A is None or self.lora_B is None:
             return Part(self.weight, self.bias)
-        return Part(self.weight, self.bias, Adapter(self.lora_A.weight, self.lora_B.weight, self.scaling))
+        return Part(
+            self.weight, self.bias, Adapter(self.lora_A.weight, self.lora_B.weight, self.scaling)
+        )
 
 
 class FusedLinear:
-    """Several ExactLinears of the same input as one: x [N, I] -> [N, sum of outputs]. The parameters stay theirs."""
+    """Several ExactLinears of the same input as one: x [N, I] -> [N, sum of outputs]. The
+    parameters stay theirs."""
 
     def __init__(self, *parts: ExactLinear):
         self.parts = parts
@@ -147,15 +164,21 @@ class FusedLinear:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
-    """x [N, I], weight [O, I] -> [N, O]; differentiable when gradients are on, lean when they are off."""
+    """x [N, I], weight [O, I] -> [N, O]; differentiable when gradients are on, lean when they are
+    off."""
     return side_by_side(x, (Part(weight, bias),), packed)
 
 
 def side_by_side(x: Tensor, parts: Sequence[Part], packed: Tensor) -> Tensor:
-    """x [N, I] -> [N, sum of O]: the parts' outputs, in their order; packed is the pack of their merged weights."""
+    """x [N, I] -> [N, sum of O]: the parts' outputs, in their order; packed is the pack of their
+    merged weights."""
     if torch.is_grad_enabled():
         adapters = [part.adapter or (None, None, 0.0) for part in parts]
-        tensors = [t for part, (a, b, _) in zip(parts, adapters, strict=True) for t in (part.weight, part.bias, a, b)]
+        tensors = [
+            t
+            for part, (a, b, _) in zip(parts, adapters, strict=True)
+            for t in (part.weight, part.bias, a, b)
+        ]
         return _SideBySide.apply(x, packed, [scaling for *_, scaling in adapters], *tensors)  # type: ignore[no-any-return]
     return multiply(x, packed, _bias(parts))
 
@@ -166,10 +189,13 @@ def _bias(parts: Sequence[Part]) -> Tensor | None:
 
 
 class _SideBySide(torch.autograd.Function):
-    """Takes the four tensors of each part one after another, and makes the gradients of those that want one."""
+    """Takes the four tensors of each part one after another, and makes the gradients of those that
+    want one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scalings: list[float], *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, scalings: list[float], *tensors: Tensor | None
+    ) -> Tensor:
         # what is frozen does not hold the activations
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *tensors)
         ctx.scalings = scalings
@@ -199,7 +225,8 @@ def _parts(tensors: Sequence[Any], scalings: Sequence[float]) -> list[Part]:
 
 
 def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """The gradient [N, I] from those of the outputs, [N, O] each: the sum of g W + scaling * (g B) A, B A never formed."""
+    """The gradient [N, I] from those of the outputs, [N, O] each: the sum of g W + scaling * (g B)
+    A, B A never formed."""
     total = above[0] @ parts[0].weight
     for grad, part in zip(above[1:], parts[1:], strict=True):
         total.addmm_(grad, part.weight)
@@ -209,8 +236,11 @@ def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
     return total
 
 
-def _part_gradients(x: Tensor, grad: Tensor, part: Part, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients of weight, bias, a and b, where wanted, from x [N, I] and the output's gradient [N, O]."""
+def _part_gradients(
+    x: Tensor, grad: Tensor, part: Part, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of weight, bias, a and b, where wanted, from x [N, I] and the output's gradient [N,
+    O]."""
     own = grad.t() @ x if wanted[0] else None, grad.sum(0) if wanted[1] else None
     if part.adapter is None:
         return *own, None, None
@@ -220,10 +250,12 @@ def _part_gradients(x: Tensor, grad: Tensor, part: Part, wanted: Sequence[bool])
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """x [N, 2I], gate and up side by side -> silu(gate) * up [N, I], from `exp`, add, divide and multiply.
+    """x [N, 2I], gate and up side by side -> silu(gate) * up [N, I], from `exp`, add, divide and
+    multiply.
 
-    torch's own silu computes the last few elements of a chunk with another exp, so its bits depend on how many
-    elements there are and on the thread count (measured: 1 element in 25 of a short tail differs).
+    torch's own silu computes the last few elements of a chunk with another exp, so its bits depend
+    on how many elements there are and on the thread count (measured: 1 element in 25 of a short
+    tail differs).
     """
     return _SwiGLU.apply(x) if torch.is_grad_enabled() else _swiglu(x)  # type: ignore[no-any-return]
 
@@ -244,7 +276,10 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         x = ctx.saved_tensors[0]
         (gate, up), grad = x.chunk(2, -1), torch.empty_like(x)
-        grad_gate, grad_up = grad.chunk(2, -1)  # written in place: at few features this is memory traffic only
-        torch.ops.aten.silu_backward.grad_input(torch.mul(grads[0], up, out=grad_up), gate, grad_input=grad_gate)
+        # written in place: at few features this is memory traffic only
+        grad_gate, grad_up = grad.chunk(2, -1)
+        torch.ops.aten.silu_backward.grad_input(
+            torch.mul(grads[0], up, out=grad_up), gate, grad_input=grad_gate
+        )
         torch.mul(grads[0], F.silu(gate), out=grad_up)
         return grad

@@ -1,9 +1,11 @@
-"""Load a Hugging Face causal language model, made exact: transformers' parts, in Tandem's layer, linear and attention.
+"""Load a Hugging Face causal language model, made exact: transformers' parts, in Tandem's layer,
+linear and attention.
 
-With `head="value"` the same for a value model, whose head gives one number a token and which no engine runs.
+With `head="value"` the same for a value model, whose head gives one number a token and which no
+engine runs.
 
-The module stays transformers' own, parameter names included, so a checkpoint is a plain Hugging Face directory.
-What cannot be exact is refused by name, before any work.
+The module stays transformers' own, parameter names included, so a checkpoint is a plain Hugging
+Face directory. What cannot be exact is refused by name, before any work.
 """
 
 import copy
@@ -39,11 +41,13 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class ExactModel(nn.Module):
-    """A causal language model whose logits of a token depend on that token's own prefix and the weights only.
+    """A causal language model whose logits of a token depend on that token's own prefix and the
+    weights only.
 
-    `hidden` and `head` are the two halves that engine and trainer share; a value model's head is its `score`, [1, D].
-    `checkpointing` keeps only the layers' inputs for the backward pass and runs each layer once more in it (Chen et al.
-    2016, arXiv 1604.06174): memory for time, the gradients are the same to the last bit.
+    `hidden` and `head` are the two halves that engine and trainer share; a value model's head is
+    its `score`, [1, D]. `checkpointing` keeps only the layers' inputs for the backward pass and
+    runs each layer once more in it (Chen et al. 2016, arXiv 1604.06174): memory for time, the
+    gradients are the same to the last bit.
     """
 
     def __init__(self, module: Any, lora: Lora | None = None):
@@ -53,14 +57,17 @@ class ExactModel(nn.Module):
         self.head: ExactLinear = module.get_output_embeddings() or module.score
         self.checkpointing = False
         self._weights = list(module.parameters())
-        linears = {name: part for name, part in module.named_modules() if isinstance(part, ExactLinear)}
+        linears = {
+            name: part for name, part in module.named_modules() if isinstance(part, ExactLinear)
+        }
         self.adapted = {name: part for name, part in linears.items() if part.lora_A is not None}
         self._base_only = False
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         """tokens and positions int64 [T] -> last hidden states [T, D].
 
-        Rows are padded once here, so that no linear has to; a plan leaves rows that it does not know at zero.
+        Rows are padded once here, so that no linear has to; a plan leaves rows that it does not
+        know at zero.
         """
         rows, inner = len(tokens), self.module.model
         padding = (0, padded_rows(rows) - rows)
@@ -73,14 +80,21 @@ class ExactModel(nn.Module):
     def _layer(self, layer: ExactLayer, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
         if not (self.checkpointing and torch.is_grad_enabled()):
             return layer(x, rotation, plan)  # type: ignore[no-any-return]
-        base_only = self._base_only  # a backward pass may run outside the `adapter_off` of its forward pass
+        # a backward pass may run outside the `adapter_off` of its forward pass
+        base_only = self._base_only
         return checkpoint(  # type: ignore[no-any-return]
-            layer, x, rotation, plan, use_reentrant=False, preserve_rng_state=False,
+            layer,
+            x,
+            rotation,
+            plan,
+            use_reentrant=False,
+            preserve_rng_state=False,
             context_fn=lambda: (nullcontext(), self._running(base_only=base_only)),
-        )  # fmt: skip
+        )
 
     def packed_plan(self, segments: np.ndarray) -> Plan:
-        """Attention of packed segments, int64 [S, 4] as in types.Microbatch, where the weights are."""
+        """Attention of packed segments, int64 [S, 4] as in types.Microbatch, where the weights
+        are."""
         if triton := triton_for(self.head.weight):
             return triton.TritonPackedPlan(segments)  # type: ignore[no-any-return]
         heads, kv_heads, _ = self.heads
@@ -95,20 +109,30 @@ class ExactModel(nn.Module):
     @property
     def heads(self) -> tuple[int, int, int]:
         """(query heads, key/value heads, head size)"""
-        return self.config.num_attention_heads, self.config.num_key_value_heads, head_size(self.config)
+        return (
+            self.config.num_attention_heads,
+            self.config.num_key_value_heads,
+            head_size(self.config),
+        )
 
     def named_weights(self) -> dict[str, Tensor]:
         """Every parameter once, under its Hugging Face name (a tied head is its embedding).
 
-        An adapter's are `....q_proj.lora_A.weight` and `....q_proj.lora_B.weight`, beside the base's `....q_proj.weight`.
+        An adapter's are `....q_proj.lora_A.weight` and `....q_proj.lora_B.weight`, beside the
+        base's `....q_proj.weight`.
         """
         return {name: p.detach() for name, p in self.module.named_parameters()}
 
     def merged_weights(self) -> dict[str, Tensor]:
-        """What the model runs with its adapter, under plain Hugging Face names: the very weights that are packed."""
+        """What the model runs with its adapter, under plain Hugging Face names: the very weights
+        that are packed."""
         adapter = self.adapter_weights()
-        base = {name: weight for name, weight in self.named_weights().items() if name not in adapter}
-        return base | {f"{name}.weight": part.whole().merged() for name, part in self.adapted.items()}
+        base = {
+            name: weight for name, weight in self.named_weights().items() if name not in adapter
+        }
+        return base | {
+            f"{name}.weight": part.whole().merged() for name, part in self.adapted.items()
+        }
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """The factors of the adapter under their names in `named_weights`; empty without one."""
@@ -122,7 +146,8 @@ class ExactModel(nn.Module):
 
     @contextmanager
     def adapter_off(self) -> Iterator[None]:
-        """Run the base weights alone, to the bits of the model without an adapter: a reference that costs no second model.
+        """Run the base weights alone, to the bits of the model without an adapter: a reference that
+        costs no second model.
 
         The adapted linears keep a pack of their base weight from then on.
         """
@@ -148,35 +173,49 @@ class ExactModel(nn.Module):
         return self.head.weight.device
 
     def changes(self) -> int:
-        """What was computed at another number is stale: it grows with every change of a weight in place, by two.
+        """What was computed at another number is stale: it grows with every change of a weight in
+        place, by two.
 
         It is odd inside `adapter_off`, so that no engine mixes the keys of both.
         """
-        return 2 * sum(weight._version for weight in self._weights) + (self._base_only and bool(self.adapted))
+        return 2 * sum(weight._version for weight in self._weights) + (
+            self._base_only and bool(self.adapted)
+        )
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """In place, so that an engine's and an optimizer's tensors are still the same ones.
 
-        Weights that are not named stay: an adapter's checkpoint holds the adapter only. Raises UserError for a name that
-        the model does not have, or has in another shape, before anything is written.
+        Weights that are not named stay: an adapter's checkpoint holds the adapter only. Raises
+        UserError for a name that the model does not have, or has in another shape, before anything
+        is written.
         """
         parameters = dict(self.module.named_parameters())
         shapes = {name: list(weight.shape) for name, weight in weights.items()}
-        wrong = [name for name in shapes if name not in parameters or shapes[name] != list(parameters[name].shape)]
+        wrong = [
+            name
+            for name in shapes
+            if name not in parameters or shapes[name] != list(parameters[name].shape)
+        ]
         if wrong:
-            raise UserError("the weights are not this model's", where=", ".join(wrong[:3]),
-                            found=f"{len(wrong)} of {len(weights)} names that it lacks or has in another shape",
-                            expected="the model, and the adapter, that the weights were saved from")  # fmt: skip
+            raise UserError(
+                "the weights are not this model's",
+                where=", ".join(wrong[:3]),
+                found=f"{len(wrong)} of {len(weights)} names that it lacks or has in another shape",
+                expected="the model, and the adapter, that the weights were saved from",
+            )
         for name, weight in weights.items():
             parameters[name].copy_(weight)
 
 
-def load_model(path: str, lora: Lora | None = None, *, head: Literal["tokens", "value"] = "tokens") -> ExactModel:
-    """A directory or hub name -> the exact model in float32, with an untrained adapter if lora is given.
+def load_model(
+    path: str, lora: Lora | None = None, *, head: Literal["tokens", "value"] = "tokens"
+) -> ExactModel:
+    """A directory or hub name -> the exact model in float32, with an untrained adapter if lora is
+    given.
 
-    A value model of a directory without `score.weight`, a language model's, starts with a score of exactly zero. Raises
-    UserError when the model is missing or not exact.
+    A value model of a directory without `score.weight`, a language model's, starts with a score of
+    exactly zero. Raises UserError when the model is missing or not exact.
     """
     config = check_model(path, head=head)
     _check_sums(Path(path))
@@ -185,7 +224,8 @@ def load_model(path: str, lora: Lora | None = None, *, head: Literal["tokens", "
 
 
 def unfilled_model(path: str, *, head: Literal["tokens", "value"] = "tokens") -> ExactModel:
-    """The exact model of a directory with a config and no weights. Its numbers are random until `load_weights` fills it."""
+    """The exact model of a directory with a config and no weights. Its numbers are random until
+    `load_weights` fills it."""
     from transformers import GenerationConfig
 
     module = _stock_class(head).from_config(check_model(path, head=head), dtype=torch.float32)
@@ -195,7 +235,8 @@ def unfilled_model(path: str, *, head: Literal["tokens", "value"] = "tokens") ->
 
 
 def _check_sums(folder: Path) -> None:
-    """Raises UserError where weights are not those that were exported; a directory without SHA256SUMS is taken as it is."""
+    """Raises UserError where weights are not those that were exported; a directory without
+    SHA256SUMS is taken as it is."""
     if not (folder / SUMS).is_file():
         return
     for line in (folder / SUMS).read_text(errors="replace").splitlines():
@@ -213,7 +254,8 @@ def _check_sums(folder: Path) -> None:
 
 
 def empty_model(path: str, config: Any, *, head: Literal["tokens", "value"] = "tokens") -> Any:
-    """The module of check_model's config without storage (on the meta device). Raises UserError where it cannot be made."""
+    """The module of check_model's config without storage (on the meta device). Raises UserError
+    where it cannot be made."""
     try:
         with torch.device("meta"):
             return _stock_class(head).from_config(copy.deepcopy(config))
@@ -236,10 +278,16 @@ def _stock_class(head: Literal["tokens", "value"]) -> Any:
 
 
 def _stock_model(path: str, config: Any, head: Literal["tokens", "value"]) -> Any:
-    """The module with its weights. Of the directory nothing is used but config.json's plain fields and safetensors."""
+    """The module with its weights. Of the directory nothing is used but config.json's plain fields
+    and safetensors."""
     if head == "value":
         config.num_labels = 1
-    how = {"dtype": torch.float32, "trust_remote_code": False, "use_safetensors": True, "output_loading_info": True}
+    how = {
+        "dtype": torch.float32,
+        "trust_remote_code": False,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
     try:
         module, report = _stock_class(head).from_pretrained(path, config=config, **how)
     except Exception as error:  # a damaged file raises whatever its reader trips over
@@ -263,14 +311,22 @@ def _stock_model(path: str, config: Any, head: Literal["tokens", "value"]) -> An
     return module
 
 
-def check_model(path: str, key: str = "model.path", *, head: Literal["tokens", "value"] = "tokens") -> Any:
-    """The model's transformers config; refuses, without loading weights, what is not there or cannot be exact.
+def check_model(
+    path: str, key: str = "model.path", *, head: Literal["tokens", "value"] = "tokens"
+) -> Any:
+    """The model's transformers config; refuses, without loading weights, what is not there or
+    cannot be exact.
 
-    key: the config key that names it; head as in load_model: a value model may start from a language model, not the reverse.
+    key: the config key that names it; head as in load_model: a value model may start from a
+    language model, not the reverse.
     """
     if not path:
-        raise UserError("no model is named", where=key, expected="a Hugging Face directory or hub name",
-                        next="tandem train RECIPE model.path=DIR")  # fmt: skip
+        raise UserError(
+            "no model is named",
+            where=key,
+            expected="a Hugging Face directory or hub name",
+            next="tandem train RECIPE model.path=DIR",
+        )
     folder = Path(path)
     looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not (folder / "config.json").is_file():
@@ -279,9 +335,13 @@ def check_model(path: str, key: str = "model.path", *, head: Literal["tokens", "
         logger.warning("looking for %s on the Hugging Face hub", path)
     config = read_config(path, key, EXACT_ARCHITECTURES)
     if head == "tokens" and (config.architectures or [""])[0].endswith("ForSequenceClassification"):
-        raise UserError("this is a reward model, which has no tokens to say", where=f"{key} = {path}",
-                        found=config.architectures[0], expected="a causal language model",
-                        next="a reward model can be the critic: critic.path")  # fmt: skip
+        raise UserError(
+            "this is a reward model, which has no tokens to say",
+            where=f"{key} = {path}",
+            found=config.architectures[0],
+            expected="a causal language model",
+            next="a reward model can be the critic: critic.path",
+        )
     if reasons := why_not_exact(config):
         raise cannot_run(f"{key} = {path}", reasons, EXACT_ARCHITECTURES)
     return config
@@ -299,7 +359,10 @@ def _no_model(path: str, key: str) -> UserError:
         found = "no such directory"
     elif (folder / "config.toml").is_file():
         newest = max(folder.glob("hf/step_*"), default=None)
-        found, next_command = "a run folder", f"{key}={newest}" if newest else f"tandem export {folder}"
+        found, next_command = (
+            "a run folder",
+            f"{key}={newest}" if newest else f"tandem export {folder}",
+        )
     elif (folder / "state.json").is_file():
         found, next_command = (
             "a checkpoint of a run",
@@ -308,7 +371,9 @@ def _no_model(path: str, key: str) -> UserError:
     else:
         found = f"a directory without config.json: {_names(folder)}"
     return UserError(
-        "the model directory does not exist" if found == "no such directory" else "this is not a model directory",
+        "the model directory does not exist"
+        if found == "no such directory"
+        else "this is not a model directory",
         where=f"{key} = {path}",
         found=found,
         expected="a Hugging Face model directory (config.json, model.safetensors, tokenizer.json)",
@@ -331,17 +396,21 @@ def why_not_exact(config: Any) -> list[str]:
     if rope not in STATIC_ROPE:
         reasons.append(f"rotary embedding {rope}, which depends on the length of the batch")
     if head_size(config) < 8:
-        reasons.append(f"head size {head_size(config)} (at least 8: smaller matmuls take another kernel)")
+        reasons.append(
+            f"head size {head_size(config)} (at least 8: smaller matmuls take another kernel)"
+        )
     return reasons
 
 
 def head_size(config: Any) -> int:
-    """Width of an attention head; some transformers configs leave it out (getattr: the config is not ours)."""
+    """Width of an attention head; some transformers configs leave it out (getattr: the config is
+    not ours)."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
-    """Put the exact parts into a transformers module, in place; with lora, PEFT's new adapter too."""
+    """Put the exact parts into a transformers module, in place; with lora, PEFT's new adapter
+    too."""
     if lora is not None:
         add_adapter(module, lora)
     for parent in list(module.modules()):
@@ -354,7 +423,8 @@ def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """The sliding window of a layer, None where it sees everything (the config is transformers' own, hence getattr)."""
+    """The sliding window of a layer, None where it sees everything (the config is transformers'
+    own, hence getattr)."""
     types = getattr(config, "layer_types", None)
     full = types is not None and types[layer] != "sliding_attention"
     return None if full else getattr(config, "sliding_window", None)

@@ -1,7 +1,9 @@
-"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): PEFT creates them and names what is on the disk, Tandem runs them.
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): PEFT creates them and names what is on the
+disk, Tandem runs them.
 
-A PEFT layer lives only between `add_adapter` and `make_exact`, which takes its parameters over (`exact_adapted`). This is the
-only file that knows PEFT, and it imports it when an adapter is first wanted.
+A PEFT layer lives only between `add_adapter` and `make_exact`, which takes its parameters over
+(`exact_adapted`). This is the only file that knows PEFT, and it imports it when an adapter is first
+wanted.
 """
 
 from collections.abc import Sequence
@@ -21,10 +23,11 @@ _ADAPTER = "default"  # PEFT's name for the only one there is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Each target's weight becomes W + alpha / rank * B @ A; A is drawn from seed, B starts at zero, W is frozen.
+    """Each target's weight becomes W + alpha / rank * B @ A; A is drawn from seed, B starts at
+    zero, W is frozen.
 
-    Targets are names of linear modules or ends of them, or "all-linear": every linear of the layers.
-    Example: Lora(rank=16, alpha=32.0, targets=("q_proj", "v_proj"), seed=0)
+    Targets are names of linear modules or ends of them, or "all-linear": every linear of the
+    layers. Example: Lora(rank=16, alpha=32.0, targets=("q_proj", "v_proj"), seed=0)
     """
 
     rank: int
@@ -34,9 +37,11 @@ class Lora:
 
 
 def add_adapter(module: Any, lora: Lora) -> None:
-    """Let PEFT put its layers into a stock transformers module, in place; afterwards only they, and a `score`, are trained.
+    """Let PEFT put its layers into a stock transformers module, in place; afterwards only they, and
+    a `score`, are trained.
 
-    The same seed gives the same bits, and no other random number is touched. Raises UserError for a target that is not there.
+    The same seed gives the same bits, and no other random number is touched. Raises UserError for a
+    target that is not there.
     """
     peft = require_peft()
     there = _linear_names(module)
@@ -50,7 +55,8 @@ def add_adapter(module: Any, lora: Lora) -> None:
 
 
 def exact_adapted(layer: Any) -> ExactLinear:
-    """PEFT's lora Linear, with the one adapter that `add_adapter` made, as ours; it takes over the parameters."""
+    """PEFT's lora Linear, with the one adapter that `add_adapter` made, as ours; it takes over the
+    parameters."""
     base, lora_a, lora_b = layer.base_layer, layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
     return ExactLinear(base.weight, base.bias, lora_a, lora_b, layer.scaling[_ADAPTER])
 
@@ -58,16 +64,25 @@ def exact_adapted(layer: Any) -> ExactLinear:
 def _check_targets(targets: Sequence[str], there: Sequence[str]) -> None:
     unknown = [target for target in targets if target != ALL_LINEAR and not _ends_of(there, target)]
     if unknown or not targets:
-        raise UserError("LoRA targets are not in this model", where="lora.targets", found=", ".join(unknown) or "none",
-                        expected=f"{ALL_LINEAR}, or some of its linear modules: {', '.join(_last_names(there))}")  # fmt: skip
+        raise UserError(
+            "LoRA targets are not in this model",
+            where="lora.targets",
+            found=", ".join(unknown) or "none",
+            expected=f"{ALL_LINEAR}, or some of its linear modules: {', '.join(_last_names(there))}",
+        )
 
 
 def chosen_linears(module: Any, targets: Sequence[str]) -> list[nn.Linear]:
-    """The linears of a stock transformers module that the targets name. Raises UserError for a target that is not there."""
+    """The linears of a stock transformers module that the targets name. Raises UserError for a
+    target that is not there."""
     named = dict(module.named_modules())
     there = _linear_names(module)
     _check_targets(targets, there)
-    names = there if ALL_LINEAR in targets else [name for target in targets for name in _ends_of(there, target)]
+    names = (
+        there
+        if ALL_LINEAR in targets
+        else [name for target in targets for name in _ends_of(there, target)]
+    )
     return [named[name] for name in dict.fromkeys(names)]
 
 
@@ -83,8 +98,8 @@ def _last_names(names: Sequence[str]) -> list[str]:
 def _linear_names(module: Any) -> list[str]:
     """Every linear of the layers; heads are not among them.
 
-    In a mixture of experts PEFT takes the names of a dense layer's MLP for those of the experts, which are no linear
-    modules: only attention has some.
+    In a mixture of experts PEFT takes the names of a dense layer's MLP for those of the experts,
+    which are no linear modules: only attention has some.
     """
     sparse = module.config.model_type == "qwen3_moe"
     return [
@@ -94,11 +109,13 @@ def _linear_names(module: Any) -> list[str]:
     ]
 
 
-def write_adapter_config(lora: Lora, adapted: Sequence[str], source: str, folder: Path, *, scored: bool) -> None:
+def write_adapter_config(
+    lora: Lora, adapted: Sequence[str], source: str, folder: Path, *, scored: bool
+) -> None:
     """adapter_config.json in PEFT's format.
 
-    adapted are the names of the linears with an adapter, source is the base model, scored says that a `score` was trained
-    beside it.
+    adapted are the names of the linears with an adapter, source is the base model, scored says that
+    a `score` was trained beside it.
     """
     config = _config(require_peft(), lora, adapted)
     config.base_model_name_or_path, config.inference_mode = source, True
@@ -110,11 +127,17 @@ def write_adapter_config(lora: Lora, adapted: Sequence[str], source: str, folder
 
 
 def _config(peft: Any, lora: Lora, linears: Sequence[str]) -> Any:
-    """PEFT's config; "all-linear" is spelt out, because PEFT's own would take experts and routers in."""
+    """PEFT's config; "all-linear" is spelt out, because PEFT's own would take experts and routers
+    in."""
     targets = _last_names(linears) if ALL_LINEAR in lora.targets else list(lora.targets)
     return peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
-    )  # fmt: skip
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
 
 
 def require_peft() -> Any:
@@ -122,6 +145,10 @@ def require_peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise UserError("LoRA needs the package peft, which is not installed", where="lora",
-                        expected="peft beside transformers", next="pip install 'tandem-rl[lora]'") from None  # fmt: skip
+        raise UserError(
+            "LoRA needs the package peft, which is not installed",
+            where="lora",
+            expected="peft beside transformers",
+            next="pip install 'tandem-rl[lora]'",
+        ) from None
     return peft

@@ -1,8 +1,10 @@
-"""Exact attention over a paged key/value cache: one token of many sequences, chunks of prompts, or both in one pass.
+"""Exact attention over a paged key/value cache: one token of many sequences, chunks of prompts, or
+both in one pass.
 
-A page is one key block of the exact scheme (`attention.KEY_BLOCK`), so that the sum over a page is the sum over a block
-and a token's output has the bits of the trainer's packed pass. Sequences of ragged lengths are attended page column by
-page column: each reads the pages it has and no more. Knows no request and no schedule.
+A page is one key block of the exact scheme (`attention.KEY_BLOCK`), so that the sum over a page is
+the sum over a block and a token's output has the bits of the trainer's packed pass. Sequences of
+ragged lengths are attended page column by page column: each reads the pages it has and no more.
+Knows no request and no schedule.
 """
 
 from collections.abc import Sequence
@@ -32,16 +34,21 @@ PAGE = KEY_BLOCK
 class Bucket:
     """Runs of R query rows of several sequences, those with more pages first."""
 
-    rows: Tensor | None  # int64 [n * R], padding repeats a run's last row; None: every row of the pass, in order
+    # int64 [n * R], padding repeats a run's last row; None: every row of the pass, in order
+    rows: Tensor | None
     kept: Tensor | None  # int64, which of the n * R are no padding; None: all
     positions: Tensor  # int64 [n, R]
-    columns: list[tuple[slice | Tensor, int]]  # for each page column: pages [m] of the first m sequences, keys used
+    # for each page column: pages [m] of the first m sequences, keys used
+    columns: list[tuple[slice | Tensor, int]]
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
         """bool [n, 1, R, 1, L], true where a key is hidden; made once for all layers."""
         if window not in self.masks:
-            key, position = torch.arange(sum(used for _, used in self.columns)), self.positions[:, :, None]
+            key, position = (
+                torch.arange(sum(used for _, used in self.columns)),
+                self.positions[:, :, None],
+            )
             hidden = key > position
             if window is not None:
                 hidden |= key <= position - window
@@ -50,10 +57,12 @@ class Bucket:
 
 
 class Runs:
-    """The new tokens of each sequence of a pass: counts[s] of them from position starts[s], in rows that follow each other.
+    """The new tokens of each sequence of a pass: counts[s] of them from position starts[s], in rows
+    that follow each other.
 
-    tables[s] are the sequence's pages in order, with room for the new tokens. Made of it: table int64 [S, M], firsts
-    int64 [S] (first rows), and of each row positions, pages and offsets int64 [T].
+    tables[s] are the sequence's pages in order, with room for the new tokens. Made of it: table
+    int64 [S, M], firsts int64 [S] (first rows), and of each row positions, pages and offsets int64
+    [T].
     """
 
     def __init__(self, tables: Sequence[Sequence[int]], starts: np.ndarray, counts: np.ndarray):
@@ -79,10 +88,14 @@ class PagedPlan:
         self._new = len(runs.pages)
         self.buckets = _buckets(runs, heads)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         keys, values, new = self.keys[layer], self.values[layer], self._new
         for cache, written in ((keys, k), (values, v)):
-            cache.view(-1, cache.shape[-1]).index_copy_(0, self._rows, written[:new].reshape(-1, cache.shape[-1]))
+            cache.view(-1, cache.shape[-1]).index_copy_(
+                0, self._rows, written[:new].reshape(-1, cache.shape[-1])
+            )
         if self.buckets[0].rows is None:
             out = _attend(self.buckets[0], q[:new], keys, values, scale, window)
             return out if new == len(q) else F.pad(out, (0, 0, 0, 0, 0, len(q) - new))
@@ -101,11 +114,15 @@ def _rectangle(tables: Sequence[Sequence[int]]) -> np.ndarray:
     """int64 [S, M], rows filled up with zeros."""
     lengths = np.array([len(table) for table in tables])
     out = np.zeros((len(tables), lengths.max()), np.int64)
-    out[np.arange(out.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(tables), np.int64, lengths.sum())
+    out[np.arange(out.shape[1]) < lengths[:, None]] = np.fromiter(
+        chain.from_iterable(tables), np.int64, lengths.sum()
+    )
     return out
 
 
-def _attend(bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+def _attend(
+    bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+) -> Tensor:
     """The bucket's own queries [n * R, H, E] -> [n * R, H, E]"""
     n, run = bucket.positions.shape
     heads, kv_heads = q.shape[1], keys.shape[1]
@@ -120,9 +137,13 @@ def _attend(bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: floa
         whole[..., :PAGE] = scores
         for at, (pages, used) in enumerate(others, 1):
             held = _pages(keys[:, :, :used], pages)
-            whole[: len(held), :, :, at * PAGE : at * PAGE + used] = query_key(query[: len(held)], held)
+            whole[: len(held), :, :, at * PAGE : at * PAGE + used] = query_key(
+                query[: len(held)], held
+            )
         scores = whole
-    probs = weigh(scores.view(n, kv_heads, run, -1, scores.shape[-1]), bucket.mask(window), scale).view(scores.shape)
+    probs = weigh(
+        scores.view(n, kv_heads, run, -1, scores.shape[-1]), bucket.mask(window), scale
+    ).view(scores.shape)
     out = probs[..., :PAGE] @ _pages(values[:, :, :first_used], first)
     for at, (pages, used) in enumerate(others, 1):
         held = _pages(values[:, :, :used], pages)
@@ -136,7 +157,8 @@ def _pages(cache: Tensor, pages: slice | Tensor) -> Tensor:
 
 
 def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:
-    """Runs of at most QUERY_BLOCK queries, by padded size; a bucket's scores stay within BUCKET_BYTES."""
+    """Runs of at most QUERY_BLOCK queries, by padded size; a bucket's scores stay within
+    BUCKET_BYTES."""
     starts, counts, firsts = all_runs.starts, all_runs.counts, all_runs.firsts
     blocks = -(-counts // QUERY_BLOCK)
     owner = np.arange(len(counts)).repeat(blocks)
@@ -177,7 +199,9 @@ def _bucket(size: int, runs: np.ndarray, table: np.ndarray) -> Bucket:
     padding = count.min() < size
     return Bucket(
         rows=torch.from_numpy((first[:, None] + step).reshape(-1)),
-        kept=torch.from_numpy(np.flatnonzero(np.arange(size)[None] < count[:, None])) if padding else None,
+        kept=torch.from_numpy(np.flatnonzero(np.arange(size)[None] < count[:, None]))
+        if padding
+        else None,
         positions=torch.from_numpy(start[:, None] + step),
         columns=columns,
     )

@@ -1,9 +1,11 @@
-"""Contract D7: exactness is tried on the machine at hand, at the model's own shapes, before it is relied on.
+"""Contract D7: exactness is tried on the machine at hand, at the model's own shapes, before it is
+relied on.
 
-Two questions. *Parity*: has a token the same bits in the trainer's packed pass and in the engine's prefill and decode?
-*Threads*: have forward and backward pass the same bits with one thread and with several? Tried are every linear, SwiGLU,
-log-softmax and the attention of the model, at row counts that take different kernels somewhere, and a random model of
-the same shapes in a random schedule (trial.py). Each finding names itself. Under a second for 135M parameters on two cores.
+Two questions. *Parity*: has a token the same bits in the trainer's packed pass and in the engine's
+prefill and decode? *Threads*: have forward and backward pass the same bits with one thread and with
+several? Tried are every linear, SwiGLU, log-softmax and the attention of the model, at row counts
+that take different kernels somewhere, and a random model of the same shapes in a random schedule
+(trial.py). Each finding names itself. Under a second for 135M parameters on two cores.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +24,11 @@ from tandem.model.logprobs import Filter, chunks, log_distribution
 from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_model, threads_of
 from tandem.runtime import numerics
 
-ROWS = (*SHORT, *LONG)  # counts at which kernels were seen to change, and those about a block of queries
+# counts at which kernels were seen to change, and those about a block of queries
+ROWS = (*SHORT, *LONG)
 PACKED_ROWS = 640  # of a packed pass
-HEAD_ROWS = (4, 32)  # of the output projection, where a row costs as much as a layer; and as many as a chunk has
+# of the output projection, where a row costs as much as a layer; and as many as a chunk has
+HEAD_ROWS = (4, 32)
 GRADIENT_ROWS, HEAD_GRADIENT_ROWS = 330, 37
 MANY_ROWS = 1100  # of the gradient of the smallest linear
 LENGTH = 400  # past three key blocks, with a partial fourth
@@ -32,21 +36,32 @@ LENGTH = 400  # past three key blocks, with a partial fourth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exactness:
-    """Result of a probe. Example: Exactness(parity=["attention by pages: 4 rows"], thread_dependent=[])"""
+    """Result of a probe. Example: Exactness(parity=["attention by pages: 4 rows"],
+    thread_dependent=[])"""
 
-    parity: list[str]  # operators on which engine and trainer differ; empty: they agree to the last bit
+    # operators on which engine and trainer differ; empty: they agree to the last bit
+    parity: list[str]
     thread_dependent: list[str]  # results whose bits change with the number of threads
 
 
 def probe(model: ExactModel, seed: int = 0, threads: Sequence[int] = ()) -> Exactness:
-    """Compare engine and trainer on the model's operators, and on a random model of its shapes in a random schedule.
+    """Compare engine and trainer on the model's operators, and on a random model of its shapes in a
+    random schedule.
 
-    seed: of model and schedule; threads: thread counts to try besides 1 and the current one (2 at least).
+    seed: of model and schedule; threads: thread counts to try besides 1 and the current one (2 at
+    least).
     """
-    noise, counts = torch.Generator().manual_seed(seed), sorted({1, max(2, torch.get_num_threads()), *threads})
+    noise, counts = (
+        torch.Generator().manual_seed(seed),
+        sorted({1, max(2, torch.get_num_threads()), *threads}),
+    )
     unfit, small = numerics.why_not_reproducible(), random_model(model, seed)
     with torch.no_grad():
-        parity = _linears_differ(model, noise) + _rows_differ(model, noise) + _attention_differs(small, noise)
+        parity = (
+            _linears_differ(model, noise)
+            + _rows_differ(model, noise)
+            + _attention_differs(small, noise)
+        )
     schedule, passes = Schedule(small, seed), []
     for count in counts:
         with threads_of(count):
@@ -57,11 +72,16 @@ def probe(model: ExactModel, seed: int = 0, threads: Sequence[int] = ()) -> Exac
     found = _gradients_differ(model, noise, counts)
     for other, theirs in others:
         found += ["log-probs of a random model"] * (not torch.equal(logprobs, other))
-        found += [f"gradient of {name}" for name, g in gradients.items() if not torch.equal(g, theirs[name])]
+        found += [
+            f"gradient of {name}"
+            for name, g in gradients.items()
+            if not torch.equal(g, theirs[name])
+        ]
     return Exactness(parity=unfit + parity, thread_dependent=unfit + found)
 
 
-# The operators ------------------------------------------------------------------------------------------------------
+# The operators
+# ------------------------------------------------------------------------------------------------------
 
 
 def _linears_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
@@ -87,13 +107,17 @@ def _rows_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
     }
     found = []
     for name, (function, width) in operators.items():
-        found += _told(name, _rows_that_differ(function, torch.randn(40, width, generator=noise), SHORT[:-1]))
+        found += _told(
+            name, _rows_that_differ(function, torch.randn(40, width, generator=noise), SHORT[:-1])
+        )
     return found
 
 
-def _rows_that_differ(function: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int]) -> list[int]:
-    """The counts at which rows of x alone, its first or its last ones, have other bits than among all; few rows in turns with one
-    thread, as a rollout worker has it, and with those at hand."""
+def _rows_that_differ(
+    function: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int]
+) -> list[int]:
+    """The counts at which rows of x alone, its first or its last ones, have other bits than among
+    all; few rows in turns with one thread, as a rollout worker has it, and with those at hand."""
     whole, differing = function(x), []
     for number, rows in enumerate(counts):
         part = slice(len(x) - rows, None) if number % 4 < 2 else slice(rows)
@@ -113,19 +137,32 @@ def _linears(model: ExactModel) -> dict[tuple[int, int], Callable[[Tensor], Tens
     for layer in model.module.model.layers:
         assert isinstance(layer, ExactLayer)
         found += [(fused, fused.parts) for fused in (layer.qkv, layer.gate_up) if fused is not None]
-        found += [(one, [one]) for one in [layer.self_attn.o_proj] + ([] if layer.sparse else [layer.mlp.down_proj])]
+        found += [
+            (one, [one])
+            for one in [layer.self_attn.o_proj] + ([] if layer.sparse else [layer.mlp.down_proj])
+        ]
     found.append((model.head, [model.head]))
-    return {(sum(len(p.weight) for p in parts), parts[0].weight.shape[1]): linear for linear, parts in found}
+    return {
+        (sum(len(p.weight) for p in parts), parts[0].weight.shape[1]): linear
+        for linear, parts in found
+    }
 
 
-def _gradients_differ(model: ExactModel, noise: torch.Generator, threads: Sequence[int]) -> list[str]:
+def _gradients_differ(
+    model: ExactModel, noise: torch.Generator, threads: Sequence[int]
+) -> list[str]:
     """The long sums of a backward pass: over the vocabulary, and over the rows of a pass."""
     found, linears = [], _linears(model)
     for (outputs, inputs), linear in linears.items():
         if linear is model.head:
-            left, right = torch.randn(HEAD_GRADIENT_ROWS, outputs, generator=noise), model.head.weight.detach()
+            left, right = (
+                torch.randn(HEAD_GRADIENT_ROWS, outputs, generator=noise),
+                model.head.weight.detach(),
+            )
         else:
-            rows = MANY_ROWS if outputs * inputs == min(o * i for o, i in linears) else GRADIENT_ROWS
+            rows = (
+                MANY_ROWS if outputs * inputs == min(o * i for o, i in linears) else GRADIENT_ROWS
+            )
             left, right = (torch.randn(rows, width, generator=noise) for width in (outputs, inputs))
             left = left.t()
         made = []
@@ -138,20 +175,29 @@ def _gradients_differ(model: ExactModel, noise: torch.Generator, threads: Sequen
 
 
 def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
-    """One packed segment against segments behind a prefix, prefills by pages, and decode alone and beside others."""
+    """One packed segment against segments behind a prefix, prefills by pages, and decode alone and
+    beside others."""
     heads, kv_heads, size = model.heads
-    q, k, v = (torch.randn(LENGTH, count, size, generator=noise) for count in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(LENGTH, count, size, generator=noise) for count in (heads, kv_heads, kv_heads)
+    )
 
     def attended(plan: Plan, rows: slice | list[int]) -> Tensor:
         return plan.attend(0, q[rows], k[rows], v[rows], size**-0.5, None)
 
     whole = attended(model.packed_plan(np.array([[0, LENGTH, 0, 0]])), slice(None))
-    differing: dict[str, list[int]] = {"behind a prefix": [], "by pages": [], "decode beside others": []}
+    differing: dict[str, list[int]] = {
+        "behind a prefix": [],
+        "by pages": [],
+        "decode beside others": [],
+    }
     cache = Cache(model, [LENGTH] * 8, np.random.default_rng(0))
     cache.fill(k, v)
     for rows in ROWS:
         start = int(torch.randint(LENGTH - rows, (), generator=noise))
-        packed = attended(model.packed_plan(np.array([[start, rows, 0, start]])), slice(start + rows))
+        packed = attended(
+            model.packed_plan(np.array([[start, rows, 0, start]])), slice(start + rows)
+        )
         plan, _ = cache.plan([0], np.array([start]), np.array([rows]))
         paged = attended(plan, slice(start, start + rows))
         for name, found in (("behind a prefix", packed[start:]), ("by pages", paged)):
@@ -163,4 +209,6 @@ def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
             plan, _ = cache.plan(range(batch), places, np.ones(batch, np.int64))
             if not torch.equal(attended(plan, places.tolist())[-1], whole[position]):
                 differing["decode beside others"].append(batch)
-    return [line for name, counts in differing.items() for line in _told(f"attention {name}", counts)]
+    return [
+        line for name, counts in differing.items() for line in _told(f"attention {name}", counts)
+    ]

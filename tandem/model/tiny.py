@@ -1,9 +1,10 @@
-"""A model small enough to train on a laptop in a minute: a random Qwen3 and its character tokenizer, on disk.
+"""A model small enough to train on a laptop in a minute: a random Qwen3 and its character
+tokenizer, on disk.
 
     tandem tiny DIR
 
-Writes an ordinary Hugging Face directory, which `AutoModelForCausalLM` and `AutoTokenizer` load like any other.
-Knows nothing of data sets or training; imports torch, so it is imported late.
+Writes an ordinary Hugging Face directory, which `AutoModelForCausalLM` and `AutoTokenizer` load
+like any other. Knows nothing of data sets or training; imports torch, so it is imported late.
 """
 
 import string
@@ -18,7 +19,8 @@ from tandem.runtime.errors import UserError
 
 PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
 ROLES = ("user", "assistant", "system", "tool")
-ANSWER = "Answer: "  # one token: it ends every response, and eight characters would be a third of a short one
+# one token: it ends every response, and eight characters would be a third of a short one
+ANSWER = "Answer: "
 SMALLEST_HEAD = 8  # a smaller one is not exact, see model/load.py
 CHARACTERS = sorted(set(string.printable) - set("\t\r\x0b\x0c"))  # printable ASCII and the newline
 
@@ -46,11 +48,13 @@ def make_tiny(
     init_std: float = 0.06,
     seed: int = 0,
 ) -> int:
-    """Write a random model of about 0.9M parameters and its tokenizer; the same arguments give the same bits. Returns the
-    number of parameters, and raises UserError for a shape that the engine cannot run.
+    """Write a random model of about 0.9M parameters and its tokenizer; the same arguments give the
+    same bits. Returns the number of parameters, and raises UserError for a shape that the engine
+    cannot run.
 
-    The shape was tuned for what a minute of supervised training on two cores reaches on easy algebra: three wide layers
-    pass four narrow ones at equal cost, and the customary init_std of 0.02 learns half as much at this width.
+    The shape was tuned for what a minute of supervised training on two cores reaches on easy
+    algebra: three wide layers pass four narrow ones at equal cost, and the customary init_std of
+    0.02 learns half as much at this width.
     """
     _check_shape(hidden, heads, kv_heads)
     tokenizer = make_tokenizer(max_tokens, characters)
@@ -90,14 +94,20 @@ def _check_shape(hidden: int, heads: int, kv_heads: int) -> None:
         )
 
 
-def make_tokenizer(max_tokens: int = 256, characters: Sequence[str] = CHARACTERS) -> PreTrainedTokenizerFast:
-    """One token a character, besides the roles, the end of a turn and the answer marker; `<unk>` for all else."""
+def make_tokenizer(
+    max_tokens: int = 256, characters: Sequence[str] = CHARACTERS
+) -> PreTrainedTokenizerFast:
+    """One token a character, besides the roles, the end of a turn and the answer marker; `<unk>`
+    for all else."""
     special = [PAD, *(f"<|{role}|>" for role in ROLES), END, UNKNOWN]
     vocabulary = {token: i for i, token in enumerate([*special, ANSWER, *characters])}
-    # BPE without merges splits a text into its characters, and unlike WordLevel needs no pre-tokenizer to do so.
+    # BPE without merges splits a text into its characters, and unlike WordLevel needs no
+    # pre-tokenizer to do so.
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     core.decoder = decoders.Fuse()
-    core.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    core.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in special]
+    )
     core.add_tokens([AddedToken(ANSWER, normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,

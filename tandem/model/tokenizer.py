@@ -1,7 +1,8 @@
 """Tokens to text, the same in every process: a model directory's tokenizer, and how it decodes.
 
-The driver's renderer and the engine of a rollout worker share it, so that a completion's text does not depend on where it
-was made. Knows no chat template and no weights; transformers is imported when a tokenizer is loaded.
+The driver's renderer and the engine of a rollout worker share it, so that a completion's text does
+not depend on where it was made. Knows no chat template and no weights; transformers is imported
+when a tokenizer is loaded.
 """
 
 from pathlib import Path
@@ -16,13 +17,24 @@ def load_tokenizer(model_path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-    except Exception as error:  # a damaged file raises whatever its reader trips over: KeyError, TypeError, Exception
-        expected, advice = "the tokenizer files of a model", f"copy the tokenizer files again into {model_path}"
+    # a damaged file raises whatever its reader trips over: KeyError, TypeError, Exception
+    except Exception as error:
+        expected, advice = (
+            "the tokenizer files of a model",
+            f"copy the tokenizer files again into {model_path}",
+        )
         if not Path(model_path).is_dir():
-            expected, advice = "a directory here, or a hub name and a network", "set model.path to a model directory"
+            expected, advice = (
+                "a directory here, or a hub name and a network",
+                "set model.path to a model directory",
+            )
         found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise UserError(
-            "the tokenizer cannot be loaded", where=model_path, found=found, expected=expected, next=advice
+            "the tokenizer cannot be loaded",
+            where=model_path,
+            found=found,
+            expected=expected,
+            next=advice,
         ) from None
 
 

@@ -1,4 +1,5 @@
-"""Tool calls in a model's text: read in the formats of Qwen, Hermes, Llama and Mistral, and written in them.
+"""Tool calls in a model's text: read in the formats of Qwen, Hermes, Llama and Mistral, and written
+in them.
 
     python -c "from tandem.model.tool_calls import read_calls; print(read_calls('<tool_call>{\"name\": \"f\"}</tool_call>'))"
 
@@ -9,9 +10,10 @@
     mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], of which a decoded text lacks the special token
     auto          whichever of them the text shows by its markers; what has none must name a tool that is known
 
-Nothing raises: a call that cannot be read is a BadCall with a reason that the model can be told. What a model thinks, up
-to the last </think>, is not looked at. Environments and the server read by it, so what is trained is what is served. Of
-tools it knows the names and, for arguments written as text, the types of the schema; nothing is evaluated.
+Nothing raises: a call that cannot be read is a BadCall with a reason that the model can be told.
+What a model thinks, up to the last </think>, is not looked at. Environments and the server read by
+it, so what is trained is what is served. Of tools it knows the names and, for arguments written as
+text, the types of the schema; nothing is evaluated.
 """
 
 import ast
@@ -38,7 +40,8 @@ class Call:
 
     name: str
     arguments: dict[str, Any]
-    typed: bool = True  # false (qwen3_coder): the values are text as written, and only the tool knows their types
+    # false (qwen3_coder): the values are text as written, and only the tool knows their types
+    typed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,8 @@ class BadCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a text says and what it calls, in order. Example: Reading(before="Let me see.\\n", calls=(Call(...),))"""
+    """What a text says and what it calls, in order. Example: Reading(before="Let me see.\\n",
+    calls=(Call(...),))"""
 
     before: str  # the text up to the first call; all of it where there is none
     calls: tuple[Call | BadCall, ...] = ()
@@ -58,8 +62,10 @@ class Reading:
 
 
 def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) -> Reading:
-    """The calls of a text. tools: names that are known, by which "auto" tells a bare call from an answer in JSON."""
-    thoughts, end, said = text.rpartition("</think>")  # the opening tag may stand in the prompt, by the template
+    """The calls of a text. tools: names that are known, by which "auto" tells a bare call from an
+    answer in JSON."""
+    # the opening tag may stand in the prompt, by the template
+    thoughts, end, said = text.rpartition("</think>")
     if said.lstrip().startswith("<think>"):
         return Reading(before=text)
     reading = _read(said, _recognized(said, tools) if format == "auto" else format)
@@ -67,13 +73,16 @@ def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) 
 
 
 def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
-    """Split a turn into its content and its calls, the arguments in the types of the tools' schemas.
+    """Split a turn into its content and its calls, the arguments in the types of the tools'
+    schemas.
 
     Where a call cannot be read, or there is none, the content is the whole text.
     """
     types = {tool["function"]["name"]: _types(tool) for tool in tools}
     reading = read_calls(text, tools=types) if types else Reading(before=text)
-    calls = [_typed(call, types.get(call.name, {})) for call in reading.calls if isinstance(call, Call)]
+    calls = [
+        _typed(call, types.get(call.name, {})) for call in reading.calls if isinstance(call, Call)
+    ]
     if not calls or len(calls) < len(reading.calls):
         return text, []
     return (reading.before + reading.after).strip(), calls
@@ -83,12 +92,17 @@ def _types(tool: Tool) -> dict[str, object]:
     """The JSON type of each of a tool's parameters, where its schema is as plain as that."""
     match tool:
         case {"function": {"parameters": {"properties": dict(properties)}}}:
-            return {name: schema.get("type") for name, schema in properties.items() if isinstance(schema, dict)}
+            return {
+                name: schema.get("type")
+                for name, schema in properties.items()
+                if isinstance(schema, dict)
+            }
     return {}
 
 
 def _typed(call: Call, types: dict[str, object]) -> Call:
-    """The call with its arguments as JSON values; of those written as text, what is not wanted as text is JSON."""
+    """The call with its arguments as JSON values; of those written as text, what is not wanted as
+    text is JSON."""
     if call.typed:
         return call
     arguments = {name: _value(text, types.get(name)) for name, text in call.arguments.items()}
@@ -114,8 +128,17 @@ def write_calls(calls: Sequence[Call], style: Style) -> str:
         case "llama3":
             return "; ".join(_object(call, "parameters") for call in calls)
         case "pythonic":
-            listed = (", ".join(f"{name}={value!r}" for name, value in call.arguments.items()) for call in calls)
-            return "[" + ", ".join(f"{call.name}({inner})" for call, inner in zip(calls, listed, strict=True)) + "]"
+            listed = (
+                ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
+                for call in calls
+            )
+            return (
+                "["
+                + ", ".join(
+                    f"{call.name}({inner})" for call, inner in zip(calls, listed, strict=True)
+                )
+                + "]"
+            )
         case "mistral":
             return MISTRAL_TAG + "[" + ", ".join(_object(call, "arguments") for call in calls) + "]"
 
@@ -125,8 +148,13 @@ def _object(call: Call, key: str) -> str:
 
 
 def _xml(call: Call) -> str:
-    texts = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in call.arguments.items()}
-    parameters = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items())
+    texts = {
+        k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
+        for k, v in call.arguments.items()
+    }
+    parameters = "".join(
+        f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items()
+    )
     return f"{OPEN}\n<function={call.name}>\n{parameters}</function>\n{CLOSE}"
 
 
@@ -172,14 +200,17 @@ def _recognized(text: str, tools: Collection[str]) -> Format:
 
 # ---------------------------------------------------------------- between tags
 
-Body = Callable[[str], tuple[Call | BadCall, str]]  # what follows a tag -> (its call, what follows its closing tag)
+# what follows a tag -> (its call, what follows its closing tag)
+Body = Callable[[str], tuple[Call | BadCall, str]]
 
 
 def _tagged(text: str, body: Body) -> Reading:
     before, tag, rest = text.partition(OPEN)
     if not tag and CLOSE in text:
         before, _, after = text.partition(CLOSE)
-        return Reading(before=before, calls=(BadCall(reason=f"{CLOSE} without {OPEN} before it"),), after=after)
+        return Reading(
+            before=before, calls=(BadCall(reason=f"{CLOSE} without {OPEN} before it"),), after=after
+        )
     calls, after = [], ""
     while tag:
         call, rest = body(rest)
@@ -199,11 +230,14 @@ def _json_body(rest: str) -> tuple[Call | BadCall, str]:
     behind = start[end:].lstrip()
     if behind.startswith(CLOSE):  # not at the first closing tag if the JSON's own text has one
         return _call(value), behind[len(CLOSE) :]
-    return BadCall(reason="there is text behind the JSON object" if closed else NOT_CLOSED), following
+    return BadCall(
+        reason="there is text behind the JSON object" if closed else NOT_CLOSED
+    ), following
 
 
 def _until_close(rest: str) -> tuple[str, bool, str]:
-    """(text of the call, whether it is closed, what follows it); a tag that opens another call ends it too."""
+    """(text of the call, whether it is closed, what follows it); a tag that opens another call ends
+    it too."""
     close, another = rest.find(CLOSE), rest.find(OPEN)
     if close >= 0 and not 0 <= another < close:
         return rest[:close], True, rest[close + len(CLOSE) :]
@@ -219,10 +253,14 @@ def _xml_body(rest: str) -> tuple[Call | BadCall, str]:
     inner, closed, following = _until_close(rest)
     found = _FUNCTION.fullmatch(inner)
     if not closed or found is None:
-        return BadCall(reason=NOT_CLOSED if not closed else "not <function=NAME>...</function>"), following
+        return BadCall(
+            reason=NOT_CLOSED if not closed else "not <function=NAME>...</function>"
+        ), following
     pairs = _PARAMETER.findall(found[2])
     if _PARAMETER.sub("", found[2]).strip() or len(dict(pairs)) < len(pairs):
-        return BadCall(reason="not one <parameter=NAME>...</parameter> for each argument"), following
+        return BadCall(
+            reason="not one <parameter=NAME>...</parameter> for each argument"
+        ), following
     arguments = {name: text.removeprefix("\n").removesuffix("\n") for name, text in pairs}
     return Call(name=found[1], arguments=arguments, typed=False), following
 
@@ -271,7 +309,9 @@ def _mistral(text: str) -> Reading:
     if not tag and not (listed and all(map(_is_call, values))):
         return Reading(before=text)
     if not listed:
-        return Reading(before=before, calls=(BadCall(reason="not a JSON list of calls"),), after=body[end:])
+        return Reading(
+            before=before, calls=(BadCall(reason="not a JSON list of calls"),), after=body[end:]
+        )
     return Reading(before=before, calls=tuple(map(_call, values)), after=body[end:])
 
 
@@ -285,7 +325,11 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 def _broken(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"broken JSON: {error.msg} at character {error.pos + 1}"
-    return "broken JSON: nested too deeply" if isinstance(error, RecursionError) else f"broken JSON: {error}"
+    return (
+        "broken JSON: nested too deeply"
+        if isinstance(error, RecursionError)
+        else f"broken JSON: {error}"
+    )
 
 
 def _is_call(value: Any) -> bool:
@@ -330,7 +374,8 @@ def _pythonic(text: str) -> Reading:
     try:
         tree = ast.parse(body, mode="eval").body
         calls = tuple(map(_python_call, tree.elts)) if isinstance(tree, ast.List) else ()
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's own words for too deep a nesting
+    # the parser's own words for too deep a nesting
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         calls = ()
     return Reading(before="", calls=calls or (BadCall(reason="not a Python list of calls"),))
 
@@ -354,13 +399,17 @@ def _literal(node: ast.expr) -> Any:
             raise _NotLiteral
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if math.isfinite(value):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if (
+            math.isfinite(value)
+        ):
             return -value
         case ast.Name(id=name) if name in _JSON_NAMES:
             return _JSON_NAMES[name]
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+        case ast.Dict(keys=keys, values=values) if all(
+            isinstance(key, ast.Constant) for key in keys
+        ):
             named = {key.value: _literal(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
             if all(isinstance(key, str) for key in named):
                 return named

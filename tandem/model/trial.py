@@ -1,6 +1,8 @@
-"""A random model in a random schedule: the trainer's packed pass and the engine's passes over pages, for `probe` to compare.
+"""A random model in a random schedule: the trainer's packed pass and the engine's passes over
+pages, for `probe` to compare.
 
-Only the arithmetic is tried: no request, no scheduler. What those do with it is checked in every step of a run.
+Only the arithmetic is tried: no request, no scheduler. What those do with it is checked in every
+step of a run.
 """
 
 import copy
@@ -20,13 +22,14 @@ from tandem.model.logprobs import Filter, log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
 
 VOCABULARY, EXPERTS = 512, 8
-SHORT, LONG = (*range(1, 9), 20, 28, 32, 64), range(255, 261)  # tokens of a sequence behind its prefix
+# tokens of a sequence behind its prefix
+SHORT, LONG = (*range(1, 9), 20, 28, 32, 64), range(255, 261)
 CHUNKS = (1, 1, 2, 7, 33, 130, 400)  # new tokens of a sequence in a pass of the engine
 
 
 def random_model(model: ExactModel, seed: int) -> ExactModel:
-    """A layer of each kind that a model has (with and without a window, dense and of experts), of its shapes, with a small
-    vocabulary and few experts."""
+    """A layer of each kind that a model has (with and without a window, dense and of experts), of
+    its shapes, with a small vocabulary and few experts."""
     config = _few_layers(model)
     config.vocab_size, config.pad_token_id = VOCABULARY, None
     noise = torch.Generator().manual_seed(seed)
@@ -36,7 +39,9 @@ def random_model(model: ExactModel, seed: int) -> ExactModel:
     module.model.rotary_emb = type(module.model.rotary_emb)(config)  # its buffers are no parameters
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=noise)
-        weight.data.copy_(1.0 + 0.1 * spread if weight.dim() == 1 else spread / weight.shape[-1] ** 0.5)
+        weight.data.copy_(
+            1.0 + 0.1 * spread if weight.dim() == 1 else spread / weight.shape[-1] ** 0.5
+        )
     return make_exact(module)
 
 
@@ -79,48 +84,72 @@ class Cache:
         self.keys, self.values = torch.zeros(2, layers, len(order), kv_heads, PAGE, size).unbind()
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Put the keys and values [T, K, E] of a sequence into the pages of all, in the first layer."""
+        """Put the keys and values [T, K, E] of a sequence into the pages of all, in the first
+        layer."""
         for table in self.tables:
             for side, t in ((self.keys, k), (self.values, v)):
                 padded = F.pad(t, (0, 0, 0, 0, 0, len(table) * PAGE - len(t)))
                 side[0, table] = padded.view(len(table), PAGE, *t.shape[1:]).transpose(1, 2)
 
-    def plan(self, members: Sequence[int], starts: np.ndarray, counts: np.ndarray) -> tuple[Plan, np.ndarray]:
-        """(the engine's plan for new tokens of these sequences, their positions); those with more pages come first."""
+    def plan(
+        self, members: Sequence[int], starts: np.ndarray, counts: np.ndarray
+    ) -> tuple[Plan, np.ndarray]:
+        """(the engine's plan for new tokens of these sequences, their positions); those with more
+        pages come first."""
         runs = Runs([self.tables[member] for member in members], starts, counts)
         return self.model.paged_plan(self.keys.unbind(), self.values.unbind(), runs), runs.positions
 
 
 class Schedule:
-    """Random sequences that begin alike, their next tokens and the gradients that arrive at them."""
+    """Random sequences that begin alike, their next tokens and the gradients that arrive at
+    them."""
 
     def __init__(self, model: ExactModel, seed: int):
         self.model, self.random = model, np.random.default_rng(seed)
         self.prefix = int(self.random.choice((*range(1, 140), *LONG)))
         self.own = self.random.permutation(SHORT)[:5].tolist()
         common = self.random.integers(0, VOCABULARY, self.prefix)
-        self.sequences = [np.concatenate([common, self.random.integers(0, VOCABULARY, n)]) for n in self.own]
+        self.sequences = [
+            np.concatenate([common, self.random.integers(0, VOCABULARY, n)]) for n in self.own
+        ]
         self.targets = torch.from_numpy(self.random.integers(0, VOCABULARY, sum(self.own)))
         self.above = torch.from_numpy(self.random.standard_normal(sum(self.own), np.float32))
 
     def packed(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The trainer's way, the prefix once: log-probs [N] of the targets, and the gradients of all weights."""
-        model, prefix, firsts = self.model, self.prefix, self.prefix + np.cumsum([0, *self.own[:-1]])
-        segments = [(0, prefix, 0, 0), *((int(f), n, 0, prefix) for f, n in zip(firsts, self.own, strict=True))]
-        tokens = np.concatenate([self.sequences[0][:prefix], *(sequence[prefix:] for sequence in self.sequences)])
-        places = np.concatenate([np.arange(prefix), *(np.arange(prefix, prefix + n) for n in self.own)])
+        """The trainer's way, the prefix once: log-probs [N] of the targets, and the gradients of
+        all weights."""
+        model, prefix, firsts = (
+            self.model,
+            self.prefix,
+            self.prefix + np.cumsum([0, *self.own[:-1]]),
+        )
+        segments = [
+            (0, prefix, 0, 0),
+            *((int(f), n, 0, prefix) for f, n in zip(firsts, self.own, strict=True)),
+        ]
+        tokens = np.concatenate(
+            [self.sequences[0][:prefix], *(sequence[prefix:] for sequence in self.sequences)]
+        )
+        places = np.concatenate(
+            [np.arange(prefix), *(np.arange(prefix, prefix + n) for n in self.own)]
+        )
         plan = model.packed_plan(np.array(segments))
         hidden = model.hidden(torch.from_numpy(tokens), torch.from_numpy(places), plan)[prefix:]
         weight = model.head.weight
-        logprobs, _ = token_logprobs(hidden, weight, model.head.pack.of(weight), self.targets, Filter())
+        logprobs, _ = token_logprobs(
+            hidden, weight, model.head.pack.of(weight), self.targets, Filter()
+        )
         logprobs.backward(self.above)  # type: ignore[no-untyped-call]
-        gradients = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad for name, p in model.module.named_parameters() if p.grad is not None
+        }
         model.module.zero_grad(set_to_none=True)
         return logprobs.detach(), gradients
 
     @torch.no_grad()
     def paged(self, threads: Sequence[int]) -> Tensor:
-        """The engine's way, in chunks, an order and a thread count that are drawn for each pass: the log-probs [N] again."""
+        """The engine's way, in chunks, an order and a thread count that are drawn for each pass:
+        the log-probs [N] again."""
         lengths = np.array([len(sequence) for sequence in self.sequences])
         cache, done = Cache(self.model, lengths.tolist(), self.random), np.zeros_like(lengths)
         targets = self.targets.split(self.own)
@@ -129,11 +158,18 @@ class Schedule:
             members = self.random.permutation(left)[: int(self.random.integers(1, len(left) + 1))]
             counts = np.minimum(self.random.choice(CHUNKS, len(members)), (lengths - done)[members])
             plan, positions = cache.plan(members.tolist(), done[members], counts)
-            new = [self.sequences[m][done[m] : done[m] + n] for m, n in zip(members, counts, strict=True)]
+            new = [
+                self.sequences[m][done[m] : done[m] + n]
+                for m, n in zip(members, counts, strict=True)
+            ]
             with threads_of(int(self.random.choice(threads))):
-                hidden = self.model.hidden(torch.from_numpy(np.concatenate(new)), torch.from_numpy(positions), plan)
+                hidden = self.model.hidden(
+                    torch.from_numpy(np.concatenate(new)), torch.from_numpy(positions), plan
+                )
                 table = log_distribution(self.model.head(hidden), Filter())
-            for member, rows, start in zip(members, table.split(counts.tolist()), done[members], strict=True):
+            for member, rows, start in zip(
+                members, table.split(counts.tolist()), done[members], strict=True
+            ):
                 own = slice(max(self.prefix - start, 0), None)  # of a prefix nothing is asked
                 first = max(int(start) - self.prefix, 0)
                 part = rows[own]

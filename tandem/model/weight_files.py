@@ -1,7 +1,9 @@
-"""The weight files of a model directory, looked at before transformers opens them: safetensors only, inside the directory, and
-as much as config.json describes. transformers fills what is missing with random numbers, as much memory as that takes.
+"""The weight files of a model directory, looked at before transformers opens them: safetensors
+only, inside the directory, and as much as config.json describes. transformers fills what is missing
+with random numbers, as much memory as that takes.
 
-It reads headers, never a tensor. A hub name's files are looked at when they are here; transformers fetches safetensors only.
+It reads headers, never a tensor. A hub name's files are looked at when they are here; transformers
+fetches safetensors only.
 """
 
 import json
@@ -15,11 +17,13 @@ from tandem.runtime.errors import UserError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 MAX_HEADER = 100 << 20  # bytes, as safetensors itself has it
-MOST_MISSING = 1 << 28  # parameters: 1 GiB in float32, which transformers may make up before they are reported missing
+# parameters: 1 GiB in float32, which transformers may make up before they are reported missing
+MOST_MISSING = 1 << 28
 
 
 def check_weights(path: str, parameters: int = 0) -> None:
-    """Raises UserError for a model whose weights are not safetensors inside its directory, or far fewer than `parameters`."""
+    """Raises UserError for a model whose weights are not safetensors inside its directory, or far
+    fewer than `parameters`."""
     refuse_adapter(path, path)
     folder = Path(path)
     if not folder.is_dir():
@@ -29,11 +33,14 @@ def check_weights(path: str, parameters: int = 0) -> None:
     except (OSError, ValueError, RecursionError) as error:
         raise _cannot_load(path, first_line(error)) from None
     if found + MOST_MISSING < parameters:
-        raise _cannot_load(path, f"{found:,} numbers in the weights, and {parameters:,} parameters in config.json")
+        raise _cannot_load(
+            path, f"{found:,} numbers in the weights, and {parameters:,} parameters in config.json"
+        )
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers will read. Raises UserError, and ValueError for an index that makes no sense."""
+    """The safetensors files that transformers will read. Raises UserError, and ValueError for an
+    index that makes no sense."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     index = read_json(str(folder), INDEX, f"{folder / INDEX}", "index of the weights")
@@ -45,7 +52,9 @@ def _weight_files(folder: Path) -> list[Path]:
     files = []
     for name in sorted({str(name) for name in names.values()}):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(f"{INDEX} names {name!r:.80}, which is no safetensors file of this directory")
+            raise ValueError(
+                f"{INDEX} names {name!r:.80}, which is no safetensors file of this directory"
+            )
         files.append(folder / name)
     return files
 

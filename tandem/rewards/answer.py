@@ -1,10 +1,11 @@
 r"""The `answer` verifier: is the completion's final answer the ground truth? 1.0 or 0.0.
 
-The final answer is what follows the last `Answer:`, or the content of the last `\boxed{...}`, whichever comes last; a number
-that merely stands in the prose is never taken, nor is an answer that is taken back afterwards. answer_compare.py compares.
+The final answer is what follows the last `Answer:`, or the content of the last `\boxed{...}`,
+whichever comes last; a number that merely stands in the prose is never taken, nor is an answer that
+is taken back afterwards. answer_compare.py compares.
 
-It knows neither problems nor processes, and Math-Verify can run forever inside one C call: score untrusted text
-through RewardPool, whose clock is outside.
+It knows neither problems nor processes, and Math-Verify can run forever inside one C call: score
+untrusted text through RewardPool, whose clock is outside.
 
     python -c "from tandem.rewards.answer import score; print(score('so 3/6. Answer: 0.5', '1/2'))"
 """
@@ -20,8 +21,8 @@ TEXT_CHARS = 2_000  # the final answer is near the end; a longer tail only costs
 def score(text: str, answer: str, loading: Loading = ignore_loading) -> float:
     """1.0 if the final answer of text equals answer, else 0.0.
 
-    loading(True) is called before Math-Verify is imported (0.5 s once, more on a cold disk) and loading(False) after,
-    so that a caller who holds a clock can allow for it.
+    loading(True) is called before Math-Verify is imported (0.5 s once, more on a cold disk) and
+    loading(False) after, so that a caller who holds a clock can allow for it.
     """
     found = extract(text)
     return float(found is not None and equal(found, answer, loading))
@@ -49,9 +50,11 @@ _BETWEEN_BOXES = re.compile(
 
 
 def extract(text: str) -> str | None:
-    r"""The final answer as written, e.g. "**Answer:** $5$." gives "$5$."; None where there is none or it is taken back.
+    r"""The final answer as written, e.g. "**Answer:** $5$." gives "$5$."; None where there is none
+    or it is taken back.
 
-    Boxes with nothing but commas, "and" or "or" between them are one answer: "\boxed{2} and \boxed{3}" gives "2, 3".
+    Boxes with nothing but commas, "and" or "or" between them are one answer: "\boxed{2} and
+    \boxed{3}" gives "2, 3".
     """
     text = text[-TEXT_CHARS:]
     found = _last_boxed(text)
@@ -68,7 +71,8 @@ _BOX = re.compile(r"\\f?boxed\s*\{([^{}]*)\}")
 
 
 def _last_boxed(text: str) -> tuple[str, int] | None:
-    r"""The content of the last complete \boxed{...}, or of those that belong together, and where the first of them begins.
+    r"""The content of the last complete \boxed{...}, or of those that belong together, and where
+    the first of them begins.
 
     A cut one at the very end does not hide the one before.
     """

@@ -1,8 +1,9 @@
-r"""Are two answers the same? As text, as a choice, as numbers, or as formulas; lists, sets and tuples member by member.
+r"""Are two answers the same? As text, as a choice, as numbers, or as formulas; lists, sets and
+tuples member by member.
 
-Numbers are compared exactly as fractions, with their units, and nothing is evaluated: when the truth is a number, `2+3` is not 5,
-because paying for arithmetic left undone pays for repeating the question. Only formulas are left to Math-Verify (sympy), imported
-at the first of them.
+Numbers are compared exactly as fractions, with their units, and nothing is evaluated: when the
+truth is a number, `2+3` is not 5, because paying for arithmetic left undone pays for repeating the
+question. Only formulas are left to Math-Verify (sympy), imported at the first of them.
 
 It knows no completions.
 
@@ -14,7 +15,14 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tandem.rewards.answer_numbers import NUMBER_CHARS, parse_based, parse_number, parse_unit, same_number, split_name
+from tandem.rewards.answer_numbers import (
+    NUMBER_CHARS,
+    parse_based,
+    parse_number,
+    parse_unit,
+    same_number,
+    split_name,
+)
 from tandem.rewards.answer_spelling import normal, without_fonts
 
 MEMBERS = 32  # of a list; more are compared as one string
@@ -28,7 +36,8 @@ def ignore_loading(_: bool) -> None:
 
 _DOUBT = r"(?:or|not|no|maybe|mod|actually|wrong|incorrect|correct|right|but|instead|rather|except|unless|approx\w*|about|times)"
 _REMARK = re.compile(
-    rf"(?<=\S)\s+(?:\\text\{{)?\((?![^()]*\b{_DOUBT}\b)[^()]*[A-Za-z]{{3}}[^()]*\)\}}?[\s$.*]*$", re.IGNORECASE
+    rf"(?<=\S)\s+(?:\\text\{{)?\((?![^()]*\b{_DOUBT}\b)[^()]*[A-Za-z]{{3}}[^()]*\)\}}?[\s$.*]*$",
+    re.IGNORECASE,
 )
 _LEAD = re.compile(
     r"(?!no\b|not\b|none\b|never\b|nothing\b)[A-Za-z][A-Za-z' $-]{0,60} (?:is|are|equals|be)(?: equal to| at| in)?:?"
@@ -58,22 +67,33 @@ def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
         return False
     if _key(other) in _VERDICTS:
         said = re.findall(r"[a-z]+", _key(one))
-        return said[:1] == [_key(other)] and _VERDICTS.isdisjoint(said[1:]) and _key(one)[len(said[0])] in ",;:."
+        return (
+            said[:1] == [_key(other)]
+            and _VERDICTS.isdisjoint(said[1:])
+            and _key(one)[len(said[0])] in ",;:."
+        )
     if _CHOICE.fullmatch(without_fonts(other)):
         return _same_choice(without_fonts(one).strip(" ."), without_fonts(other), loading)
     return _same(_LEAD.sub("", one, count=1), other, loading)
 
 
 def _key(text: str) -> str:
-    """What is compared as a string: words in any case and without their article, a choice without its parentheses."""
+    """What is compared as a string: words in any case and without their article, a choice without
+    its parentheses."""
     text = re.sub(r" ?([,;]) ?", r"\1", without_fonts(text)).strip(" .")
     text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)
-    return text if re.search(r"[0-9\\]", text) else re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
+    return (
+        text if re.search(r"[0-9\\]", text) else re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
+    )
 
 
 def _same_choice(one: str, other: str, loading: Loading) -> bool:
-    """Compare two choices by their letters; a choice's text counts where the other names no letter."""
-    guess, truth = _CHOICE.fullmatch(one) or _CHOICE.fullmatch(_LEAD.sub("", one, count=1)), _CHOICE.fullmatch(other)
+    """Compare two choices by their letters; a choice's text counts where the other names no
+    letter."""
+    guess, truth = (
+        _CHOICE.fullmatch(one) or _CHOICE.fullmatch(_LEAD.sub("", one, count=1)),
+        _CHOICE.fullmatch(other),
+    )
     assert truth is not None
     if guess is None:
         return bool(truth[3]) and _same(one, normal(truth[3]), loading)
@@ -81,7 +101,8 @@ def _same_choice(one: str, other: str, loading: Loading) -> bool:
     return same and _ANOTHER_CHOICE.search(guess[3]) is None
 
 
-# ---------------------------------------------------------------- lists, sets, tuples, intervals, matrices
+# ---------------------------------------------------------------- lists, sets, tuples, intervals,
+# matrices
 
 
 class Bracketed(NamedTuple):
@@ -103,8 +124,14 @@ def _same(one: str, other: str, loading: Loading) -> bool:
     if guess is None or truth is None:
         comparable = guess is truth is None or ("matrix" in one and "matrix" in other)
         return _key(one) == _key(other) or (comparable and _same_value(one, other, loading))
-    brackets = (guess.opening, guess.closing, len(guess.items)) == (truth.opening, truth.closing, len(truth.items))
-    return brackets and all(_same(a, b, loading) for a, b in zip(guess.items, truth.items, strict=True))
+    brackets = (guess.opening, guess.closing, len(guess.items)) == (
+        truth.opening,
+        truth.closing,
+        len(truth.items),
+    )
+    return brackets and all(
+        _same(a, b, loading) for a, b in zip(guess.items, truth.items, strict=True)
+    )
 
 
 def _matched(ones: list[str], others: list[str], loading: Loading) -> bool:
@@ -119,7 +146,8 @@ def _matched(ones: list[str], others: list[str], loading: Loading) -> bool:
 
 
 def _by_name(items: list[str]) -> list[str]:
-    """The point whose coordinates are named one by one, ["(3,-1)"] for x=3 and y=-1; other lists as they are."""
+    """The point whose coordinates are named one by one, ["(3,-1)"] for x=3 and y=-1; other lists as
+    they are."""
     named = sorted(split_name(item) for item in items)
     names = {name for name, _ in named}
     point = "" not in names and len(names) == len(items)
@@ -135,7 +163,8 @@ _BRACES = re.compile(r"\\\{(.*)\\\}|\{(.*,.*)\}")
 
 
 def _members(text: str) -> list[str]:
-    r"""The members of a set or of a list without brackets, the parts of a union; else the text alone.
+    r"""The members of a set or of a list without brackets, the parts of a union; else the text
+    alone.
 
     "\pm" makes two of one; what stands before "\in" or before the equals sign of a set is left out.
     """
@@ -158,7 +187,8 @@ def _signs(item: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Text cut at the separators that stand in no brackets, a single item where the brackets do not close."""
+    """Text cut at the separators that stand in no brackets, a single item where the brackets do not
+    close."""
     items, depth, start = list[str](), 0, 0
     for match in _TOKEN.finditer(text):
         token = match[0]
@@ -183,24 +213,33 @@ def _bracketed(text: str) -> Bracketed | None:
 
 _SIDE = r"([^<>=]+?)"
 _ONE_SIDED = re.compile(rf"([a-zA-Z])(<|>|\\le |\\ge ){_SIDE}|{_SIDE}(<|>|\\le |\\ge )([a-zA-Z])")
-_TWO_SIDED = re.compile(rf"{_SIDE}(<|\\le )[a-zA-Z](<|\\le ){_SIDE}|{_SIDE}(>|\\ge )[a-zA-Z](>|\\ge ){_SIDE}")
+_TWO_SIDED = re.compile(
+    rf"{_SIDE}(<|\\le )[a-zA-Z](<|\\le ){_SIDE}|{_SIDE}(>|\\ge )[a-zA-Z](>|\\ge ){_SIDE}"
+)
 
 
 def _as_interval(text: str) -> str:
-    r"""An inequality of one variable as the interval that it describes: "1<x\le 2" as "(1,2]"; anything else as it is."""
+    r"""An inequality of one variable as the interval that it describes: "1<x\le 2" as "(1,2]";
+    anything else as it is."""
     text = re.sub(r"\s*(\\[lg]e)(?![A-Za-z])\s*", r"\1 ", text)
     if match := _TWO_SIDED.fullmatch(text):
         low, left, right, high = match.groups()[:4] if match[1] else match.groups()[:3:-1]
     elif match := _ONE_SIDED.fullmatch(text):
         sign, side = (match[2], match[3]) if match[1] else (match[5], match[4])
         above = ("<" in sign or "le" in sign) == bool(match[1])  # the side is the upper end
-        low, left, right, high = (r"-\infty", "<", sign, side) if above else (side, sign, "<", r"\infty")
+        low, left, right, high = (
+            (r"-\infty", "<", sign, side) if above else (side, sign, "<", r"\infty")
+        )
     else:
         return text
-    return f"{'[' if 'e' in left else '('}{low.strip()},{high.strip()}{']' if 'e' in right else ')'}"
+    return (
+        f"{'[' if 'e' in left else '('}{low.strip()},{high.strip()}{']' if 'e' in right else ')'}"
+    )
 
 
-_MATRIX = re.compile(r"[(\[]?\\begin\{(?:[pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]+\})?(.*?)\\end\{\w+\}[)\]]?")
+_MATRIX = re.compile(
+    r"[(\[]?\\begin\{(?:[pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|]+\})?(.*?)\\end\{\w+\}[)\]]?"
+)
 
 
 def _as_rows(text: str) -> str:
@@ -210,7 +249,9 @@ def _as_rows(text: str) -> str:
         return text
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1]) if row.strip()]
     cells = [",".join(cell.strip() for cell in row.split("&")) for row in rows]
-    return f"[{','.join(f'[{row}]' for row in cells)}]" if "&" in match[1] else f"[{','.join(cells)}]"
+    return (
+        f"[{','.join(f'[{row}]' for row in cells)}]" if "&" in match[1] else f"[{','.join(cells)}]"
+    )
 
 
 # ---------------------------------------------------------------- numbers and formulas
@@ -219,7 +260,9 @@ def _as_rows(text: str) -> str:
 def _same_value(one: str, other: str, loading: Loading) -> bool:
     based, truth_based = parse_based(one), parse_based(other)
     if based and truth_based and (based[1] or truth_based[1]):
-        return based[0] == truth_based[0] and (based[1] == truth_based[1] or 0 in (based[1], truth_based[1]))
+        return based[0] == truth_based[0] and (
+            based[1] == truth_based[1] or 0 in (based[1], truth_based[1])
+        )
     number = parse_number(other)
     if number is not None:
         guess = parse_number(one)
@@ -230,27 +273,32 @@ def _same_value(one: str, other: str, loading: Loading) -> bool:
     (one, unit), (other, truth_unit) = _without_unit(one), _without_unit(other)
     if unit and truth_unit and unit != truth_unit:
         return False
-    return _key(one) == _key(other) or (_is_math(one) and _is_math(other) and _math_verify(one, other, loading))
+    return _key(one) == _key(other) or (
+        _is_math(one) and _is_math(other) and _math_verify(one, other, loading)
+    )
 
 
 _MEASURED = re.compile(r"(.*[0-9)}a-z°!]) ([A-Za-z/^0-9 ]+)")
 
 
 def _without_unit(formula: str) -> tuple[str, str]:
-    r"""A formula and the unit behind it, e.g. "2\pi" and "cm" of "2\pi\text{ cm}"; no unit is ""."""
+    r"""A formula and the unit behind it, e.g. "2\pi" and "cm" of "2\pi\text{ cm}"; no unit is
+    ""."""
     match = _MEASURED.fullmatch(re.sub(" +", " ", without_fonts(formula, r" \1 ")).strip())
     unit = parse_unit(match[2]) if match and "=" not in formula else None
     return (match[1], unit) if match and unit and not unit.isdigit() else (formula, "")
 
 
 _COMMANDS = r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+"
-_FUNCTIONS = re.compile(_COMMANDS + r"|arc|sinh?|cosh?|tanh?|cot|sec|csc|log|ln|exp|sqrt|pi|gcd|lcm|min|max")
+_FUNCTIONS = re.compile(
+    _COMMANDS + r"|arc|sinh?|cosh?|tanh?|cot|sec|csc|log|ln|exp|sqrt|pi|gcd|lcm|min|max"
+)
 
 
 def _is_math(text: str) -> bool:
-    r"""Tell whether Math-Verify may see a text. It multiplies letters, so that "seat" equals "east", and it picks a number out
-    of prose; words, unbalanced braces and inner dollar signs (two formulas, two guesses) never reach it.
-    """
+    r"""Tell whether Math-Verify may see a text. It multiplies letters, so that "seat" equals
+    "east", and it picks a number out of prose; words, unbalanced braces and inner dollar signs (two
+    formulas, two guesses) never reach it."""
     letters = _FUNCTIONS.sub(" ", text)
     opened, closed = (len(re.findall(rf"(?<!\\)\{brace}", text)) for brace in "{}")
     wordless = not re.search(r"[A-Za-z]{3}", letters) and bool(re.search(r"[0-9\\^*/+=-]", text))
@@ -258,7 +306,8 @@ def _is_math(text: str) -> bool:
 
 
 def _math_verify(found: str, truth: str, loading: Loading) -> bool:
-    """Math-Verify's verdict, with its own alarms off: they need the main thread and cannot stop a C call."""
+    """Math-Verify's verdict, with its own alarms off: they need the main thread and cannot stop a C
+    call."""
     first = "math_verify" not in sys.modules
     if first:
         loading(True)
@@ -268,10 +317,13 @@ def _math_verify(found: str, truth: str, loading: Loading) -> bool:
 
     if first:
         loading(False)
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each process that its alarms are off
+    # it warns at each process that its alarms are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     config = [math_verify.LatexExtractionConfig()]
     parsed = [
         math_verify.parse(f"${text}$", config, fallback_mode="no_fallback", parsing_timeout=None)
         for text in (truth, found)
     ]
-    return all(parsed) and bool(math_verify.verify(*parsed, float_rounding=12, timeout_seconds=None))
+    return all(parsed) and bool(
+        math_verify.verify(*parsed, float_rounding=12, timeout_seconds=None)
+    )

@@ -1,7 +1,8 @@
-r"""Numbers and units as answers write them: one spelling for each answer, exact values, units under one name.
+r"""Numbers and units as answers write them: one spelling for each answer, exact values, units under
+one name.
 
-Nothing is evaluated: `2+3` is no number. `3\times 10^8` is one, as it is how a number of that size is written.
-It knows neither completions nor which answer is the right one.
+Nothing is evaluated: `2+3` is no number. `3\times 10^8` is one, as it is how a number of that size
+is written. It knows neither completions nor which answer is the right one.
 
     python -c "from tandem.rewards.answer_numbers import parse_number; print(parse_number(r'v = 1\frac{1}{2} m/s'))"
 """
@@ -17,18 +18,67 @@ NUMBER_CHARS = 256  # longer is no number; it bounds the digits of every number 
 # ---------------------------------------------------------------- units
 
 _NAMES = {
-    "cm": "centimeter centimetre", "mm": "millimeter millimetre", "m": "meter metre", "km": "kilometer kilometre kms",
-    "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile", "h": "hour hr", "min": "minute", "s": "second sec",
-    "ms": "millisecond", "d": "day", "g": "gram gramme", "kg": "kilogram kilo", "mg": "milligram", "lb": "pound",
-    "oz": "ounce", "l": "liter litre", "ml": "milliliter millilitre", "gal": "gallon", "dollar": r"\$ $ usd buck",
-    "euro": "€ eur", "pound sterling": "£ gbp", "cent": "¢", "°": "degree deg", "rad": "radian", "n": "newton",
-    "j": "joule", "kj": "kilojoule", "w": "watt", "kw": "kilowatt", "v": "volt", "a": "ampere amp", "k": "kelvin",
-    "pa": "pascal", "kpa": "kilopascal", "hz": "hertz", "mol": "mole", "c": "coulomb", "mi/h": "mph", "km/h": "kph kmh",
-    "month": "", "%": "percent", "°c": "celsius", "°f": "fahrenheit", "unit": "",
-}  # fmt: skip
+    "cm": "centimeter centimetre",
+    "mm": "millimeter millimetre",
+    "m": "meter metre",
+    "km": "kilometer kilometre kms",
+    "in": "inch",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "h": "hour hr",
+    "min": "minute",
+    "s": "second sec",
+    "ms": "millisecond",
+    "d": "day",
+    "g": "gram gramme",
+    "kg": "kilogram kilo",
+    "mg": "milligram",
+    "lb": "pound",
+    "oz": "ounce",
+    "l": "liter litre",
+    "ml": "milliliter millilitre",
+    "gal": "gallon",
+    "dollar": r"\$ $ usd buck",
+    "euro": "€ eur",
+    "pound sterling": "£ gbp",
+    "cent": "¢",
+    "°": "degree deg",
+    "rad": "radian",
+    "n": "newton",
+    "j": "joule",
+    "kj": "kilojoule",
+    "w": "watt",
+    "kw": "kilowatt",
+    "v": "volt",
+    "a": "ampere amp",
+    "k": "kelvin",
+    "pa": "pascal",
+    "kpa": "kilopascal",
+    "hz": "hertz",
+    "mol": "mole",
+    "c": "coulomb",
+    "mi/h": "mph",
+    "km/h": "kph kmh",
+    "month": "",
+    "%": "percent",
+    "°c": "celsius",
+    "°f": "fahrenheit",
+    "unit": "",
+}
 _UNITS = {word: unit for unit, words in _NAMES.items() for word in (unit, *words.split())}
 _BEFORE = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
-_AFTER = {"squared": "^2", "cubed": "^3", "per": "/", "/": "/", "^": "^", "2": "2", "3": "3", "-1": "-1", "-2": "-2"}
+_AFTER = {
+    "squared": "^2",
+    "cubed": "^3",
+    "per": "/",
+    "/": "/",
+    "^": "^",
+    "2": "2",
+    "3": "3",
+    "-1": "-1",
+    "-2": "-2",
+}
 # Words that say something else than a unit: a second guess, a doubt, arithmetic, another number.
 _NO_UNIT = re.compile(
     "a|am|an|and|answer|approximately|as|at|be|because|but|by|dozen|each|either|else|equals?|even|for|from|hence|hundred|i|if|into|"
@@ -39,18 +89,29 @@ _NO_UNIT = re.compile(
 )
 _MAGNITUDES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALES = {
-    "mm": ("m", Fraction(1, 1000)), "cm": ("m", Fraction(1, 100)), "m": ("m", Fraction(1)), "km": ("m", Fraction(1000)),
-    "mg": ("g", Fraction(1, 1000)), "g": ("g", Fraction(1)), "kg": ("g", Fraction(1000)), "ml": ("l", Fraction(1, 1000)),
-    "l": ("l", Fraction(1)), "s": ("s", Fraction(1)), "min": ("s", Fraction(60)), "h": ("s", Fraction(3600)),
-    "cent": ("dollar", Fraction(1, 100)), "dollar": ("dollar", Fraction(1)),
-}  # fmt: skip
+    "mm": ("m", Fraction(1, 1000)),
+    "cm": ("m", Fraction(1, 100)),
+    "m": ("m", Fraction(1)),
+    "km": ("m", Fraction(1000)),
+    "mg": ("g", Fraction(1, 1000)),
+    "g": ("g", Fraction(1)),
+    "kg": ("g", Fraction(1000)),
+    "ml": ("l", Fraction(1, 1000)),
+    "l": ("l", Fraction(1)),
+    "s": ("s", Fraction(1)),
+    "min": ("s", Fraction(60)),
+    "h": ("s", Fraction(3600)),
+    "cent": ("dollar", Fraction(1, 100)),
+    "dollar": ("dollar", Fraction(1)),
+}
 _UNIT_WORD = re.compile(r"[A-Za-zµ°%$€£¢]+|\\\$|[/^]|[23]|-[12](?![0-9])")
 
 
 def parse_unit(text: str, spaced: bool = True) -> str | None:
     """The unit that text names, e.g. "km/h" for "kilometers per hour"; None where it is no unit.
 
-    spaced: it stands apart from its number. Only then one letter is a unit, and a longer word that no table knows: "5 apples".
+    spaced: it stands apart from its number. Only then one letter is a unit, and a longer word that
+    no table knows: "5 apples".
     """
     words = _UNIT_WORD.findall(text := re.sub(r"\\cdot|[{}.\s]+", " ", text))
     if not words or len(words) > 6 or _UNIT_WORD.sub("", text).strip():
@@ -63,7 +124,12 @@ def parse_unit(text: str, spaced: bool = True) -> str | None:
             parts.append(_AFTER[word])
         else:
             known = next(
-                (form for form in (word, word.removesuffix("s"), word.removesuffix("es")) if form in _UNITS), ""
+                (
+                    form
+                    for form in (word, word.removesuffix("s"), word.removesuffix("es"))
+                    if form in _UNITS
+                ),
+                "",
             )
             if not known and (not spaced or _NO_UNIT.fullmatch(word) or len(word) < 3):
                 return None
@@ -72,7 +138,9 @@ def parse_unit(text: str, spaced: bool = True) -> str | None:
             parts.append((_UNITS[known] if known else word.removesuffix("s")) + power)
             power = ""
     return re.sub(
-        r"(\w+) \^ -([12])", lambda match: f"/{match[1]}" + ("^2" if match[2] == "2" else ""), " ".join(parts)
+        r"(\w+) \^ -([12])",
+        lambda match: f"/{match[1]}" + ("^2" if match[2] == "2" else ""),
+        " ".join(parts),
     ).replace(" ", "")
 
 
@@ -80,7 +148,8 @@ def parse_unit(text: str, spaced: bool = True) -> str | None:
 
 
 class Number(NamedTuple):
-    r"""A number as written, e.g. "x = -\frac{1}{2}\text{ cm}" is Number(Fraction(-1, 2), False, "x", "cm")."""
+    r"""A number as written, e.g. "x = -\frac{1}{2}\text{ cm}" is Number(Fraction(-1, 2), False,
+    "x", "cm")."""
 
     value: Fraction
     percent: bool
@@ -93,13 +162,16 @@ _PLAIN = re.compile(rf"([+-]?{_UNSIGNED})")
 _SLASH = re.compile(rf"([+-]?{_UNSIGNED})/([+-]?{_UNSIGNED})")
 _FRAC = re.compile(rf"([+-]?)\\frac\{{([+-]?{_UNSIGNED})\}}\{{([+-]?{_UNSIGNED})\}}")
 _MIXED = re.compile(r"([+-]?)([0-9]+) ?(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<= )([0-9]+)/([0-9]+))")
-_POWER_OF_TEN = re.compile(rf"([+-]?)(?:({_UNSIGNED}) ?(?:\\times|\\cdot|\*|x) ?)?10\^\{{?([+-]?[0-9]{{1,3}})\}}?")
+_POWER_OF_TEN = re.compile(
+    rf"([+-]?)(?:({_UNSIGNED}) ?(?:\\times|\\cdot|\*|x) ?)?10\^\{{?([+-]?[0-9]{{1,3}})\}}?"
+)
 _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]{0,20})\\(?:overline|bar)\{([0-9]{1,20})\}")
 _LETTERS = r"(?:[A-Za-z]'{0,2}|\\[a-z]+)(?:_?\{?[A-Za-z0-9]{1,16}\}?)?"
 _NAME = re.compile(
     rf"({_LETTERS}(?:\([a-z]\))?|\({_LETTERS}(?:, ?{_LETTERS})+\)|\\(?:vec|hat|bar|overline)\{{\w+\}})=(.+)"
 )
-_CHAIN = re.compile(r"(?:\\(?:frac|times|cdot|sqrt)|[^A-Za-z,;])*=([^=]+)")  # behind a name: "10/2=5"
+# behind a name: "10/2=5"
+_CHAIN = re.compile(r"(?:\\(?:frac|times|cdot|sqrt)|[^A-Za-z,;])*=([^=]+)")
 _MEASURED = re.compile(r"(.*?[0-9.})%])( ?)(?![eE][+-]?[0-9])((?:[A-Za-zµ°€£¢]|\\\$).*)")
 _CURRENCY = re.compile(r"([+-]?)(\\\$|[$€£]|USD|US\\\$) ?([+-]?[0-9.].*)")
 
@@ -111,10 +183,11 @@ def split_name(text: str) -> tuple[str, str]:
 
 
 def parse_number(text: str) -> Number | None:
-    r"""The number that text writes, None if it writes anything else. Nothing is evaluated; 256 characters are the most.
+    r"""The number that text writes, None if it writes anything else. Nothing is evaluated; 256
+    characters are the most.
 
-    Integers, decimals, `1,000`, `1e-5`, `3\times 10^8`, `a/b`, `\frac{a}{b}`, `1\frac{1}{2}`, `0.\overline{3}`, with a sign,
-    parentheses, `%`, `x =`, a currency before it, a unit behind it.
+    Integers, decimals, `1,000`, `1e-5`, `3\times 10^8`, `a/b`, `\frac{a}{b}`, `1\frac{1}{2}`,
+    `0.\overline{3}`, with a sign, parentheses, `%`, `x =`, a currency before it, a unit behind it.
     """
     text = normal(text)
     if len(text) > NUMBER_CHARS:
@@ -136,7 +209,9 @@ def _unwrapped(text: str) -> str:
 
 def _split_unit(text: str) -> tuple[str, str]:
     if match := _CURRENCY.fullmatch(text):
-        return _UNITS[match[2].lower().removeprefix("us") if match[2] != "USD" else "usd"], match[1] + match[3]
+        return _UNITS[match[2].lower().removeprefix("us") if match[2] != "USD" else "usd"], match[
+            1
+        ] + match[3]
     match = _MEASURED.fullmatch(text)
     if match is None:
         return "", text
@@ -153,7 +228,8 @@ _IN_PROSE = re.compile(rf"(?<![\w.,/])[+-]?{_UNSIGNED}(?:/{_UNSIGNED})?%?")
 
 
 def written_numbers(text: str) -> list[str]:
-    """The numbers that stand in a text, for parse_number: "2 cats and -3.5 dogs." has "2" and "-3.5"."""
+    """The numbers that stand in a text, for parse_number: "2 cats and -3.5 dogs." has "2" and
+    "-3.5"."""
     return _IN_PROSE.findall(re.sub(r"[−–]", "-", text))
 
 
@@ -170,7 +246,10 @@ def _fraction(text: str) -> Fraction | None:
     if match := _POWER_OF_TEN.fullmatch(text):
         return _sign(match[1]) * _decimal(match[2] or "1") * Fraction(10) ** int(match[3])
     if match := _REPEATING.fullmatch(text):
-        fixed, repeated = Fraction(f"{match[2] or 0}.{match[3] or 0}"), Fraction(int(match[4]), 10 ** len(match[4]) - 1)
+        fixed, repeated = (
+            Fraction(f"{match[2] or 0}.{match[3] or 0}"),
+            Fraction(int(match[4]), 10 ** len(match[4]) - 1),
+        )
         return _sign(match[1]) * (fixed + repeated / 10 ** len(match[3]))
     return None
 
@@ -189,14 +268,19 @@ def _ratio(sign: str, above: str, below: str) -> Fraction | None:
 
 
 def same_number(one: Number, other: Number) -> bool:
-    """Equal values; a name or a unit may be left out, but two different names or quantities are two different answers.
+    """Equal values; a name or a unit may be left out, but two different names or quantities are two
+    different answers.
 
-    50% is 0.5, and is 50 where the question asked for a percentage. 0.5% is not 0.5, which may be a share.
+    50% is 0.5, and is 50 where the question asked for a percentage. 0.5% is not 0.5, which may be a
+    share.
     """
     if one.name and other.name and one.name != other.name:
         return False
     if one.unit and other.unit and one.unit != other.unit:
-        (base, scale), (other_base, other_scale) = _SCALES.get(one.unit, ("", 1)), _SCALES.get(other.unit, ("", 1))
+        (base, scale), (other_base, other_scale) = (
+            _SCALES.get(one.unit, ("", 1)),
+            _SCALES.get(other.unit, ("", 1)),
+        )
         return bool(base) and base == other_base and one.value * scale == other.value * other_scale
     if one.percent == other.percent:
         return one.value == other.value
@@ -219,14 +303,23 @@ _BASES = {
     "twelve": 12,
 }
 _BASES |= {"sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16}
-_BASED = re.compile(r"(-?)\(?(0x)?([0-9A-Fa-f]+)\)?(?:_\{?(\w+)\}?| ?\(?(?:in )?(?:base[- ])?(\w+)\)?)?")
+_BASED = re.compile(
+    r"(-?)\(?(0x)?([0-9A-Fa-f]+)\)?(?:_\{?(\w+)\}?| ?\(?(?:in )?(?:base[- ])?(\w+)\)?)?"
+)
 
 
 def parse_based(text: str) -> tuple[str, int] | None:
-    """Digits and base of a number that names its base, e.g. ("-1f", 16) for "-1F_{16}"; a base of 0 is not named."""
+    """Digits and base of a number that names its base, e.g. ("-1f", 16) for "-1F_{16}"; a base of 0
+    is not named."""
     match = _BASED.fullmatch(without_fonts(normal(text)).replace("{", "").replace("}", ""))
     if match is None:
         return None
     named = (match[4] or match[5] or "").lower()
-    base = 16 if match[2] else int(named) if named.isdigit() and len(named) < 3 else _BASES.get(named, 0)
+    base = (
+        16
+        if match[2]
+        else int(named)
+        if named.isdigit() and len(named) < 3
+        else _BASES.get(named, 0)
+    )
     return (match[1] + match[3].lower(), base) if base or not named else None

@@ -1,4 +1,5 @@
-r"""One spelling for each answer: LaTeX, Unicode and plain text written alike, so that answers can be compared as text.
+r"""One spelling for each answer: LaTeX, Unicode and plain text written alike, so that answers can
+be compared as text.
 
 It computes nothing and knows neither numbers nor completions.
 
@@ -10,19 +11,42 @@ import re
 MARKUP = " \t\r\n*_`"
 _CHARACTERS = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans(
     {
-        "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∞": r"\infty ",
-        "π": r"\pi ", "θ": r"\theta ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "½": r"\frac12", "¼": r"\frac14",
-        "¾": r"\frac34", "。": ".", "∅": r"\emptyset ", "º": "°", "≈": r"\approx ", "\u00a0": " ", "\u202f": " ",
-        "√": r"\sqrt ", "′": "'",
+        "−": "-",
+        "–": "-",
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "∞": r"\infty ",
+        "π": r"\pi ",
+        "θ": r"\theta ",
+        "∪": r"\cup ",
+        "∈": r"\in ",
+        "±": r"\pm ",
+        "½": r"\frac12",
+        "¼": r"\frac14",
+        "¾": r"\frac34",
+        "。": ".",
+        "∅": r"\emptyset ",
+        "º": "°",
+        "≈": r"\approx ",
+        "\u00a0": " ",
+        "\u202f": " ",
+        "√": r"\sqrt ",
+        "′": "'",
     }
-)  # fmt: skip
+)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _FUNCTION = r"(?:sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp)"
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"\*\*", ""),
-        (r"(?<!\\)\\[()\[\]!,]|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle)(?![A-Za-z])", ""),
+        (
+            r"(?<!\\)\\[()\[\]!,]|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle)(?![A-Za-z])",
+            "",
+        ),
         (r"(?<!\\)\\[;: ]|~|\\q?quad(?![A-Za-z])|\s+", " "),
         (r"(?<=[0-9}])\$ (?=[A-Za-z])", " "),
         (r"\{,\}", ","),
@@ -53,7 +77,8 @@ _NO_NUMBERS = {"nan", "inf", "infinity"}
 
 
 def normal(text: str) -> str:
-    """One spelling of an answer, "" where it cannot be one: no markup around it, ASCII signs, spaces and fractions alike."""
+    """One spelling of an answer, "" where it cannot be one: no markup around it, ASCII signs,
+    spaces and fractions alike."""
     text = text.translate(_CHARACTERS).strip(MARKUP + "$").rstrip(".").strip(MARKUP + "$")
     text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)
     for pattern, replacement in _REWRITES:
@@ -62,9 +87,12 @@ def normal(text: str) -> str:
     return "" if text.lstrip("+-").casefold() in _NO_NUMBERS else text
 
 
-_WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\{([^{}]*)\}")
+_WRAPPED = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\{([^{}]*)\}"
+)
 
 
 def without_fonts(text: str, put: str = r"\1") -> str:
-    r"""Text without `\text{...}` and its like around words; put says what stays, with `\1` for the words."""
+    r"""Text without `\text{...}` and its like around words; put says what stays, with `\1` for the
+    words."""
     return _WRAPPED.sub(put, text)

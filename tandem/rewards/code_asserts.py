@@ -1,8 +1,9 @@
-"""Reads test scripts: which of them are nothing but asserts of `call == constant`, and which names they need.
+"""Reads test scripts: which of them are nothing but asserts of `call == constant`, and which names
+they need.
 
-Such an assert is taken apart here, so that the call goes to the solution and the constant does not. A script is taken
-apart as a whole or not at all, and only where it is certain that a call holds nothing of what is expected: no
-comparison, no name that the script itself has made.
+Such an assert is taken apart here, so that the call goes to the solution and the constant does not.
+A script is taken apart as a whole or not at all, and only where it is certain that a call holds
+nothing of what is expected: no comparison, no name that the script itself has made.
 
 It runs nothing, and knows neither sandboxes nor scores.
 
@@ -19,34 +20,77 @@ from typing import Any, Literal
 from tandem.rewards.code_inside import COPY
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "": lambda value: value, "set": set, "frozenset": frozenset, "sorted": sorted, "list": list, "tuple": tuple,
-    "len": len, "str": str,
-}  # fmt: skip
-# What makes plain data of an iterator or an object; it is asked of the solution's side, as an iterator is no value.
-AT_ONCE = {"set": "list", "frozenset": "list", "sorted": "list", "list": "list", "tuple": "list", "str": "str"}
-MAKERS = {"set", "frozenset", "list", "tuple", "dict", "float", "int", "str", "bytes", "complex", "range"}
-PLAIN = (ast.Call, ast.Name, ast.Attribute, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp,
-         ast.operator, ast.unaryop, ast.keyword, ast.Starred, ast.expr_context)  # fmt: skip
+    "": lambda value: value,
+    "set": set,
+    "frozenset": frozenset,
+    "sorted": sorted,
+    "list": list,
+    "tuple": tuple,
+    "len": len,
+    "str": str,
+}
+# What makes plain data of an iterator or an object; it is asked of the solution's side, as an
+# iterator is no value.
+AT_ONCE = {
+    "set": "list",
+    "frozenset": "list",
+    "sorted": "list",
+    "list": "list",
+    "tuple": "list",
+    "str": "str",
+}
+MAKERS = {
+    "set",
+    "frozenset",
+    "list",
+    "tuple",
+    "dict",
+    "float",
+    "int",
+    "str",
+    "bytes",
+    "complex",
+    "range",
+}
+PLAIN = (
+    ast.Call,
+    ast.Name,
+    ast.Attribute,
+    ast.Constant,
+    ast.List,
+    ast.Tuple,
+    ast.Set,
+    ast.Dict,
+    ast.UnaryOp,
+    ast.BinOp,
+    ast.operator,
+    ast.unaryop,
+    ast.keyword,
+    ast.Starred,
+    ast.expr_context,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
     """A call of the solution, and the value it should give.
 
-    Example: `assert set(f([1])) == {2}` is CallTest(expression="f([1])", expected=({2},), wrapper="set")
+    Example: `assert set(f([1])) == {2}` is CallTest(expression="f([1])", expected=({2},),
+    wrapper="set")
     """
 
     expression: str
     expected: tuple[Any, ...]  # any of them will do
     wrapper: str = ""  # applied to the value before it is compared
-    how: Literal["equal", "is", "truth", "json"] = "equal"  # json: tuples are lists, keys are strings
+    # json: tuples are lists, keys are strings
+    how: Literal["equal", "is", "truth", "json"] = "equal"
 
 
 def calls(script: str, entry_point: str = "", before: Sequence[str] = ()) -> list[CallTest]:
     """The asserts of a script; none if it is anything more.
 
-    entry_point: whom HumanEval's `check(candidate)` is about; with one, no other call is the solution's. before: statements
-    that make names for the script.
+    entry_point: whom HumanEval's `check(candidate)` is about; with one, no other call is the
+    solution's. before: statements that make names for the script.
     """
     tree = ast.parse(script)
     of_solution = _imported(tree)
@@ -84,12 +128,15 @@ def _is_metadata(statement: ast.stmt) -> bool:
 
 
 def _statements(body: list[ast.stmt], entry_point: str) -> Iterator[ast.stmt]:
-    """The statements of a script, with those of `check` about the entry point in its place, and without a call of it."""
+    """The statements of a script, with those of `check` about the entry point in its place, and
+    without a call of it."""
     for statement in body:
         match statement:
             case ast.FunctionDef("check", ast.arguments([], [ast.arg(name)], None)) if entry_point:
                 yield from (_Renamed(name, entry_point).visit(inner) for inner in statement.body)
-            case ast.Expr(ast.Call(ast.Name("check"), [ast.Name(name)], [])) if entry_point and name == entry_point:
+            case ast.Expr(ast.Call(ast.Name("check"), [ast.Name(name)], [])) if (
+                entry_point and name == entry_point
+            ):
                 pass
             case _:
                 yield statement
@@ -117,9 +164,18 @@ def _condition(node: ast.expr, made: set[str]) -> CallTest | None:
 
 
 def _truth(node: ast.expr, made: set[str], expected: bool) -> CallTest | None:
-    """A call whose own truth counts. One around another call, `same(f(1), 2)`, could hold what is expected, and is none."""
-    source = "" if any(_root_name(call) not in MAKERS for call in _calls_in_arguments(node)) else _call(node, made)
-    return CallTest(expression=f"bool({source})", expected=(expected,), how="truth") if source else None
+    """A call whose own truth counts. One around another call, `same(f(1), 2)`, could hold what is
+    expected, and is none."""
+    source = (
+        ""
+        if any(_root_name(call) not in MAKERS for call in _calls_in_arguments(node))
+        else _call(node, made)
+    )
+    return (
+        CallTest(expression=f"bool({source})", expected=(expected,), how="truth")
+        if source
+        else None
+    )
 
 
 def _comparison(call: ast.expr, constant: ast.expr, made: set[str]) -> CallTest | None:
@@ -132,7 +188,11 @@ def _comparison(call: ast.expr, constant: ast.expr, made: set[str]) -> CallTest 
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     at_once = AT_ONCE.get(wrapper)
-    return CallTest(expression=f"{at_once}({source})" if at_once else source, expected=(expected,), wrapper=wrapper)
+    return CallTest(
+        expression=f"{at_once}({source})" if at_once else source,
+        expected=(expected,),
+        wrapper=wrapper,
+    )
 
 
 def _unwrapped(node: ast.expr, made: set[str]) -> tuple[str, ast.expr]:
@@ -150,7 +210,8 @@ def _constant(node: ast.expr, made: set[str]) -> Any:
 
 
 def _call(node: ast.expr, made: set[str]) -> str:
-    """The source of a call of something that only the solution can have made; empty for any other expression."""
+    """The source of a call of something that only the solution can have made; empty for any other
+    expression."""
     root = _root_name(node)
     if not isinstance(node, ast.Call) or not root or root in vars(builtins):
         return ""
@@ -163,13 +224,16 @@ def _call(node: ast.expr, made: set[str]) -> str:
 def _calls_in_arguments(node: ast.expr) -> Iterator[ast.Call]:
     while isinstance(node, ast.Call | ast.Attribute):
         if isinstance(node, ast.Call):
-            inside = (part for argument in (*node.args, *node.keywords) for part in ast.walk(argument))
+            inside = (
+                part for argument in (*node.args, *node.keywords) for part in ast.walk(argument)
+            )
             yield from (part for part in inside if isinstance(part, ast.Call))
         node = node.func if isinstance(node, ast.Call) else node.value
 
 
 def _root_name(node: ast.expr) -> str:
-    """The name that a chain of calls and attributes begins with: "Solution" of `Solution().f(1)`; empty where there is none."""
+    """The name that a chain of calls and attributes begins with: "Solution" of `Solution().f(1)`;
+    empty where there is none."""
     while isinstance(node, ast.Call | ast.Attribute):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -180,7 +244,8 @@ def _root(entry_point: str) -> str:
 
 
 def _imported(tree: ast.AST) -> set[str]:
-    """The names that a script imports from the module `solution`, or reads from it, as pytest's files do."""
+    """The names that a script imports from the module `solution`, or reads from it, as pytest's
+    files do."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -202,33 +267,54 @@ def bound(tree: ast.AST) -> set[str]:
                 names.add(name)
             case ast.Import(aliases) | ast.ImportFrom(_, aliases):
                 names |= {(alias.asname or alias.name).split(".")[0] for alias in aliases}
-            case ast.ExceptHandler(_, str(name)) | ast.MatchAs(_, str(name)) | ast.MatchStar(str(name)):
+            case (
+                ast.ExceptHandler(_, str(name))
+                | ast.MatchAs(_, str(name))
+                | ast.MatchStar(str(name))
+            ):
                 names.add(name)
     return names
 
 
 def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> set[str]:
-    """The names of a script that are the solution's: those that it imports from it, or the entry point, or what it calls and
-    nobody else makes.
+    """The names of a script that are the solution's: those that it imports from it, or the entry
+    point, or what it calls and nobody else makes.
 
-    Not among them: constants, Python's own names and modules, what the problem's text defines, and what an assert calls around a
-    call, `same(f(1), 2)`. A solution cannot stand in for any of these.
+    Not among them: constants, Python's own names and modules, what the problem's text defines, and
+    what an assert calls around a call, `same(f(1), 2)`. A solution cannot stand in for any of
+    these.
     """
     tree = ast.parse(script)
     if imported := _imported(tree):
         return imported
     if entry_point:
         return {_root(entry_point)}
-    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    foreign = bound(tree) | bound(ast.parse("\n".join(before))) | vars(builtins).keys() | set(modules(script))
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    read = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    foreign = (
+        bound(tree)
+        | bound(ast.parse("\n".join(before)))
+        | vars(builtins).keys()
+        | set(modules(script))
+    )
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     constants = {name for name in read - called if name.isupper()}
     free = {name for name in read - foreign - constants if not name.startswith("__")}
     around, other = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Call):
             inner = {
-                part.id for given in node.test.args for part in ast.walk(given) if isinstance(part, ast.Name)
+                part.id
+                for given in node.test.args
+                for part in ast.walk(given)
+                if isinstance(part, ast.Name)
             } & free
             (around if inner else other).add(_root_name(node.test))
             other |= inner
@@ -236,9 +322,10 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
 
 
 def is_missing(script: str, name: str) -> bool:
-    """Tell whether a name that was not there is the script's mistake: one that it never makes itself, and needs whatever the
-    solution answers. One that it does make, in a loop over an empty answer for instance, is missing because of the solution,
-    and so is one that only a branch reads, `if f(1) != 2: fail()`."""
+    """Tell whether a name that was not there is the script's mistake: one that it never makes
+    itself, and needs whatever the solution answers. One that it does make, in a loop over an empty
+    answer for instance, is missing because of the solution, and so is one that only a branch reads,
+    `if f(1) != 2: fail()`."""
     tree = ast.parse(script)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     sources = {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
@@ -253,11 +340,19 @@ def _always_read(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Name):
         yield node.id
     skipped = (
-        ("body", "orelse") if isinstance(node, ast.If | ast.IfExp) else ("msg",) if isinstance(node, ast.Assert) else ()
+        ("body", "orelse")
+        if isinstance(node, ast.If | ast.IfExp)
+        else ("msg",)
+        if isinstance(node, ast.Assert)
+        else ()
     )
     for field, value in ast.iter_fields(node):
         for part in value if isinstance(value, list) else [value]:
-            if field not in skipped and isinstance(part, ast.AST) and not isinstance(part, ast.ExceptHandler):
+            if (
+                field not in skipped
+                and isinstance(part, ast.AST)
+                and not isinstance(part, ast.ExceptHandler)
+            ):
                 yield from _always_read(part)
 
 
@@ -274,15 +369,21 @@ def modules(script: str) -> list[str]:
     """The modules of Python's library that a script uses, `math.pi`, and does not import."""
     tree = ast.parse(script)
     used = {
-        node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        node.value.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     return sorted((used - called - bound(tree)) & sys.stdlib_module_names)
 
 
 def with_copies(script: str) -> str:
-    """The script, where a call gets a copy of an argument that the same comparison, or the call around it, reads again: else
-    `f(a) == sorted(a)` would hold of a solution that empties a."""
+    """The script, where a call gets a copy of an argument that the same comparison, or the call
+    around it, reads again: else `f(a) == sorted(a)` would hold of a solution that empties a."""
     tree, found = ast.parse(script), dict[int, ast.Call]()
     for node in ast.walk(tree):
         parts: list[ast.AST] = []

@@ -1,4 +1,5 @@
-"""Compares what a program printed, or a function returned, with what a test expects, outside any sandbox.
+"""Compares what a program printed, or a function returned, with what a test expects, outside any
+sandbox.
 
 It believes of a reply only that it is text, or plain data in the JSON of code_inside.py.
 
@@ -14,17 +15,24 @@ from tandem.rewards.code_inside import decode
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Equal lines, without spaces at their ends and empty lines at the end; with a tolerance, equal words."""
-    one, other = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (found, expected))
+    """Equal lines, without spaces at their ends and empty lines at the end; with a tolerance, equal
+    words."""
+    one, other = (
+        [line.rstrip() for line in text.rstrip().split("\n")] for text in (found, expected)
+    )
     if one == other or not tolerance:
         return one == other
     words, wanted = found.split(), expected.split()
-    return len(words) == len(wanted) and all(map(lambda a, b: _same_word(a, b, tolerance), words, wanted))
+    return len(words) == len(wanted) and all(
+        map(lambda a, b: _same_word(a, b, tolerance), words, wanted)
+    )
 
 
 def _same_word(found: str, expected: str, tolerance: float) -> bool:
     try:
-        return found == expected or math.isclose(float(found), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+        return found == expected or math.isclose(
+            float(found), float(expected), rel_tol=tolerance, abs_tol=tolerance
+        )
     except ValueError:
         return False
 
@@ -39,7 +47,10 @@ def holds(test: CallTest, reply: str, tolerance: float = 0.0) -> bool:
             case "is":
                 return type(value) is type(test.expected[0]) and value == test.expected[0]
             case "json":
-                return any(_same(_as_json(value), _as_json(expected), tolerance) for expected in test.expected)
+                return any(
+                    _same(_as_json(value), _as_json(expected), tolerance)
+                    for expected in test.expected
+                )
             case "equal":
                 return any(_same(value, expected, tolerance) for expected in test.expected)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
@@ -51,15 +62,22 @@ def _no_object(number: int) -> Any:
 
 
 def _same(found: Any, expected: Any, tolerance: float) -> bool:
-    """Equality of plain data, as Python has it, but NaN equals NaN; a tolerance is for numbers, however deep."""
+    """Equality of plain data, as Python has it, but NaN equals NaN; a tolerance is for numbers,
+    however deep."""
     if isinstance(expected, float | int) and isinstance(found, float | int):
         both_nan = expected != expected and found != found
-        close = tolerance > 0 and math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance)
+        close = tolerance > 0 and math.isclose(
+            found, expected, rel_tol=tolerance, abs_tol=tolerance
+        )
         return both_nan or found == expected or close
     if type(found) is type(expected) and isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(_same(a, b, tolerance) for a, b in zip(found, expected, strict=True))
+        return len(found) == len(expected) and all(
+            _same(a, b, tolerance) for a, b in zip(found, expected, strict=True)
+        )
     if isinstance(found, dict) and isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_same(found[k], expected[k], tolerance) for k in expected)
+        return found.keys() == expected.keys() and all(
+            _same(found[k], expected[k], tolerance) for k in expected
+        )
     return bool(found == expected)
 
 
@@ -68,5 +86,8 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else json.dumps(key): _as_json(item) for key, item in value.items()}
+        return {
+            key if isinstance(key, str) else json.dumps(key): _as_json(item)
+            for key, item in value.items()
+        }
     return value

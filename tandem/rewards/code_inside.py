@@ -1,4 +1,5 @@
-"""What runs inside the sandbox beside a model's code, or beside a data set's tests: it is a program, not a module.
+"""What runs inside the sandbox beside a model's code, or beside a data set's tests: it is a
+program, not a module.
 
     python code_inside.py solve    loads solution.py, then answers each line of stdin, an expression in quotes, with a
                                    line of JSON: {"value": ...} or {"error": [name, text]}
@@ -8,9 +9,10 @@
     tester [sandbox 1] -- stdout: 'f([1, 2])' --> [sandbox 2] solution
                        <-- stdin: {"value": 3} --
 
-Only plain data comes back, so nothing of the solution is ever where an expected value or a verdict is: it has no
-frames, no checker and no exit code to reach, and an object that equals everything arrives as a stand-in that equals
-nothing. What `solve` does is all in the solution's hands; whoever reads its lines believes only that these are values.
+Only plain data comes back, so nothing of the solution is ever where an expected value or a verdict
+is: it has no frames, no checker and no exit code to reach, and an object that equals everything
+arrives as a stand-in that equals nothing. What `solve` does is all in the solution's hands; whoever
+reads its lines believes only that these are values.
 """
 
 import builtins
@@ -26,11 +28,13 @@ Make = Callable[[int], Any]
 INVOKE, OBJECTS, COPY = "__invoke__", "__objects__", "__on_a_copy__"
 
 
-# ---------------------------------------------------------------- values as JSON, by hand: `import json` costs 6 ms
+# ---------------------------------------------------------------- values as JSON, by hand: `import
+# json` costs 6 ms
 
 
 def encode(value: Any, objects: list[Any]) -> str:
-    """JSON of plain data; anything else becomes its number in objects. What JSON lacks is a dict of one entry.
+    """JSON of plain data; anything else becomes its number in objects. What JSON lacks is a dict of
+    one entry.
 
     Example: encode([1, (2.5, None)], []) gives '[1, {"tuple": [2.5, null]}]'
     """
@@ -48,7 +52,9 @@ def encode(value: Any, objects: list[Any]) -> str:
             text = f"[{', '.join(encode(item, objects) for item in kind.__iter__(value))}]"
             return text if kind is list else f'{{"{kind.__name__}": {text}}}'
     if isinstance(value, dict):
-        pairs = [f"[{encode(key, objects)}, {encode(item, objects)}]" for key, item in dict.items(value)]
+        pairs = [
+            f"[{encode(key, objects)}, {encode(item, objects)}]" for key, item in dict.items(value)
+        ]
         return f'{{"dict": [{", ".join(pairs)}]}}'
     kind_of = f"{type(value).__module__}.{type(value).__qualname__}"
     if kind_of in STANDARD:
@@ -84,7 +90,8 @@ STANDARD: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(value: Any, make: Make) -> Any:
-    """The data behind parsed JSON of `encode`; raises ValueError or TypeError for any other. make(n): object n."""
+    """The data behind parsed JSON of `encode`; raises ValueError or TypeError for any other.
+    make(n): object n."""
     if isinstance(value, list):
         return [decode(item, make) for item in value]
     if not isinstance(value, dict):
@@ -93,7 +100,9 @@ def decode(value: Any, make: Make) -> Any:
         raise ValueError("a value's dict has one entry")
     ((kind, held),) = value.items()
     if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(item, make) for item in held)
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](
+            decode(item, make) for item in held
+        )
     if kind == "dict":
         return {decode(key, make): decode(item, make) for key, item in held}
     if kind == "complex":
@@ -115,20 +124,26 @@ def _hexadecimal(text: str) -> int:
     return int(text, 16)  # decimal digits are limited, and slow
 
 
-READERS: dict[str, Callable[[Any], Any]] = {"int": _hexadecimal, "float": float, "bytes": bytes.fromhex}
+READERS: dict[str, Callable[[Any], Any]] = {
+    "int": _hexadecimal,
+    "float": float,
+    "bytes": bytes.fromhex,
+}
 
 
 # ---------------------------------------------------------------- beside the solution
 
 
 def solve() -> None:
-    """Answer expressions about the solution until there are no more; its own input is empty, its output goes nowhere."""
+    """Answer expressions about the solution until there are no more; its own input is empty, its
+    output goes nowhere."""
     requests, replies = _private_streams()
     objects: list[Any] = []
     namespace: dict[str, Any] = {"__name__": "solution", OBJECTS: objects, INVOKE: _invoke}
     setattr(builtins, "exit", sys.exit)  # noqa: B010 - python -S has neither; mypy knows both
     setattr(builtins, "quit", sys.exit)  # noqa: B010
-    with open("before.txt", encoding="utf-8") as before:  # what the problem defines, for a solution that relies on it
+    # what the problem defines, for a solution that relies on it
+    with open("before.txt", encoding="utf-8") as before:
         for line in before:
             with contextlib.suppress(BaseException):
                 exec(eval(line), namespace)
@@ -141,7 +156,8 @@ def solve() -> None:
 
 
 def _value(expression: str, namespace: dict[str, Any]) -> Any:
-    """What it gives; a function that is missing may be a method of the class Solution, as on LeetCode and in APPS."""
+    """What it gives; a function that is missing may be a method of the class Solution, as on
+    LeetCode and in APPS."""
     try:
         return eval(expression, namespace)
     except NameError as error:
@@ -162,7 +178,9 @@ def _attempt(act: Callable[[], Any], objects: list[Any]) -> str:
         return f'{{"value": {encode(act(), objects)}}}'
     except BaseException as error:  # a solution may raise anything
         with contextlib.suppress(BaseException):
-            return f'{{"error": [{encode(type(error).__name__, [])}, {encode(str(error)[:500], [])}]}}'
+            return (
+                f'{{"error": [{encode(type(error).__name__, [])}, {encode(str(error)[:500], [])}]}}'
+            )
         return '{"error": ["Exception", ""]}'
 
 
@@ -188,8 +206,8 @@ class SolutionError(Exception):
 
 
 class Remote:
-    """A stand-in for an object of the solution. It can be called, indexed, measured and read, and not compared: whether it equals
-    a value would be the solution's word."""
+    """A stand-in for an object of the solution. It can be called, indexed, measured and read, and
+    not compared: whether it equals a value would be the solution's word."""
 
     def __init__(self, line: "Line", source: str):
         self.__dict__.update(_line=line, _source=source)
@@ -203,7 +221,9 @@ class Remote:
     def __eq__(self, other: object) -> bool:
         if other is None:
             return False
-        raise SolutionError("an object of the solution is no value, and cannot be compared with one")
+        raise SolutionError(
+            "an object of the solution is no value, and cannot be compared with one"
+        )
 
     __hash__ = object.__hash__
 
@@ -247,7 +267,8 @@ ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 def on_a_copy(function: Any) -> Any:
-    """The function, or if it is the solution's, one that leaves its arguments as they are (code_asserts.with_copies)."""
+    """The function, or if it is the solution's, one that leaves its arguments as they are
+    (code_asserts.with_copies)."""
     if not isinstance(function, Remote):
         return function
     return lambda *args, **kwargs: function._call(args, kwargs, keep=False)
@@ -274,16 +295,20 @@ class Line:
         except Exception as problem:
             raise SolutionError(f"no value came back: {problem}") from None
         kind = vars(builtins).get(name)
-        known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS)
+        known = (
+            isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS)
+        )
         error: Any = (kind if kind and known else SolutionError)(text[:500])
         error.of_solution = True
         raise error
 
     def _remote(self, number: int) -> Remote:
-        return Remote(self, f"{OBJECTS}[{number}]")  # another one each time: lists take one object for equal to itself
+        # another one each time: lists take one object for equal to itself
+        return Remote(self, f"{OBJECTS}[{number}]")
 
     def source(self, value: Any) -> str:
-        """An expression that gives the solution this value; raises TypeError for what cannot be sent."""
+        """An expression that gives the solution this value; raises TypeError for what cannot be
+        sent."""
         if isinstance(value, Remote):
             return str(value._source)
         if value is None or type(value) in (bool, int, str, bytes):
@@ -304,8 +329,8 @@ class Line:
 def test() -> None:
     """Run every script of tests.json in a namespace of its own; the verdicts go to stderr.
 
-    tests.json: {"scripts": [...], "before": [...], "names": [...], "entry_point": ""}. before: statements that make names for the
-    scripts; names: those that are the solution's.
+    tests.json: {"scripts": [...], "before": [...], "names": [...], "entry_point": ""}. before:
+    statements that make names for the scripts; names: those that are the solution's.
     """
     import json
 
@@ -320,7 +345,8 @@ def test() -> None:
 
 
 def _verdict(line: Line, script: str, tests: dict[str, Any]) -> list[str]:
-    """[] if a script passed, else [why it failed, the name or module that the script itself lacked or ""]."""
+    """[] if a script passed, else [why it failed, the name or module that the script itself lacked
+    or ""]."""
     try:
         given = {name: line.ask(name) for name in tests["names"]}
         before = line.asked
@@ -336,8 +362,10 @@ def _verdict(line: Line, script: str, tests: dict[str, Any]) -> list[str]:
 
 
 def _run_script(script: str, given: dict[str, Any], tests: dict[str, Any]) -> None:
-    """Run a test script, then what it defines: HumanEval's `check(candidate)`, cases of unittest, tests of pytest."""
-    module, solution = ModuleType("__main__"), ModuleType("solution")  # unittest.main looks for its cases in the first
+    """Run a test script, then what it defines: HumanEval's `check(candidate)`, cases of unittest,
+    tests of pytest."""
+    # unittest.main looks for its cases in the first
+    module, solution = ModuleType("__main__"), ModuleType("solution")
     sys.modules["__main__"], sys.modules["solution"] = module, solution
     for statement in tests["before"]:
         with contextlib.suppress(ImportError):  # it may be the solution's only
@@ -356,11 +384,13 @@ def _run_script(script: str, given: dict[str, Any], tests: dict[str, Any]) -> No
     for name, value in own.items():
         if name.startswith("test_") and callable(value):
             _run_test(value)
-        elif name.startswith("Test") and isinstance(value, type) and not hasattr(value, "run"):  # unittest's have it
+        # unittest's have it
+        elif name.startswith("Test") and isinstance(value, type) and not hasattr(value, "run"):
             for method in [name for name in dir(value) if name.startswith("test")]:
                 case = value()
                 if setup := getattr(case, "setup_method", None):
-                    setup(*[None] * (setup.__code__.co_argcount - 1))  # pytest gives it the method, if it takes one
+                    # pytest gives it the method, if it takes one
+                    setup(*[None] * (setup.__code__.co_argcount - 1))
                 _run_test(getattr(case, method))
 
 

@@ -1,7 +1,8 @@
-"""What `import pytest` finds beside the tests of a data set, in the sandbox: as much of it as such tests use.
+"""What `import pytest` finds beside the tests of a data set, in the sandbox: as much of it as such
+tests use.
 
-raises, approx, fail, skip and mark.parametrize work as in pytest; other marks do nothing. It is a program of the sandbox, like
-code_inside.py, and imports nothing of Tandem.
+raises, approx, fail, skip and mark.parametrize work as in pytest; other marks do nothing. It is a
+program of the sandbox, like code_inside.py, and imports nothing of Tandem.
 
     python -c "from tandem.rewards.code_pytest import approx; print(0.1 + 0.2 == approx(0.3))"
 """
@@ -30,17 +31,24 @@ class raises:
 
 
 class approx:
-    """Equals a number within 1e-6 of it, relatively, or 1e-12; a list, tuple or dict of numbers entry by entry."""
+    """Equals a number within 1e-6 of it, relatively, or 1e-12; a list, tuple or dict of numbers
+    entry by entry."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None):
-        self.expected, self.rel, self.abs = expected, 1e-6 if rel is None else rel, 1e-12 if abs is None else abs
+        self.expected, self.rel, self.abs = (
+            expected,
+            1e-6 if rel is None else rel,
+            1e-12 if abs is None else abs,
+        )
 
     def __eq__(self, found: object) -> bool:
         expected = self.expected
         if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
             return len(found) == len(expected) and all(map(self._same, expected, found))
         if isinstance(expected, dict) and isinstance(found, dict):
-            return found.keys() == expected.keys() and all(self._same(expected[key], found[key]) for key in expected)
+            return found.keys() == expected.keys() and all(
+                self._same(expected[key], found[key]) for key in expected
+            )
         return self._same(expected, found)
 
     __hash__ = None  # type: ignore[assignment]
@@ -54,11 +62,17 @@ class approx:
 class _Marks:
     def parametrize(self, names: str | list[str], values: list[Any], **_: Any) -> Any:
         """A test that is called once with each row of values; `cases` holds the rows."""
-        columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        rows = [dict(zip(columns, row if len(columns) > 1 else [row], strict=True)) for row in values]
+        columns = (
+            [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+        )
+        rows = [
+            dict(zip(columns, row if len(columns) > 1 else [row], strict=True)) for row in values
+        ]
 
         def marked(test: Any) -> Any:
-            test.cases = [{**row, **other} for other in getattr(test, "cases", [{}]) for row in rows]
+            test.cases = [
+                {**row, **other} for other in getattr(test, "cases", [{}]) for row in rows
+            ]
             return test
 
         return marked

@@ -1,8 +1,9 @@
-"""The `judge` reward: a language model behind an OpenAI-compatible server reads the completion and gives a score.
+"""The `judge` reward: a language model behind an OpenAI-compatible server reads the completion and
+gives a score.
 
-One HTTP request an attempt, made again with growing pauses where the server is busy or its reply has no score; as many
-at a time as there are reward.workers (on Linux; elsewhere up to 8 more while others wait). All of it must fit in
-reward.timeout_s. It knows no weights and no training.
+One HTTP request an attempt, made again with growing pauses where the server is busy or its reply
+has no score; as many at a time as there are reward.workers (on Linux; elsewhere up to 8 more while
+others wait). All of it must fit in reward.timeout_s. It knows no weights and no training.
 
     [reward]
     function = "judge"
@@ -42,7 +43,9 @@ Then end with a line `Score: X`, where X is a number from 0 (worthless) to {scal
 REPLY_BYTES = 2**20
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 VERDICTS = {"yes": 1.0, "correct": 1.0, "true": 1.0, "no": 0.0, "incorrect": 0.0, "false": 0.0}
-_SCORE = re.compile(r"(?:score|verdict)[\s\"'*_`]*[:=][\s\"'*_`]*([+-]?[0-9]*\.?[0-9]+|[a-z]+)", re.IGNORECASE)
+_SCORE = re.compile(
+    r"(?:score|verdict)[\s\"'*_`]*[:=][\s\"'*_`]*([+-]?[0-9]*\.?[0-9]+|[a-z]+)", re.IGNORECASE
+)
 _PLACE = re.compile(r"\{(question|answer|completion|scale)\}")
 
 
@@ -51,19 +54,39 @@ class Busy(Exception):
 
 
 def judge(
-    problem: Problem, completion: str, *,
-    base_url: str, model: str, api_key_env: str = "OPENAI_API_KEY", template: str = TEMPLATE, scale: float = 1.0,
-    temperature: float = 0.0, max_tokens: int = 512, retries: int = 3, pause_s: float = 0.5, request_s: float = 60.0,
-) -> float:  # fmt: skip
-    """The judge's score divided by `scale`: `Score: X` with X from 0 to scale, or `Verdict: yes` / `no`; the last counts.
+    problem: Problem,
+    completion: str,
+    *,
+    base_url: str,
+    model: str,
+    api_key_env: str = "OPENAI_API_KEY",
+    template: str = TEMPLATE,
+    scale: float = 1.0,
+    temperature: float = 0.0,
+    max_tokens: int = 512,
+    retries: int = 3,
+    pause_s: float = 0.5,
+    request_s: float = 60.0,
+) -> float:
+    """The judge's score divided by `scale`: `Score: X` with X from 0 to scale, or `Verdict: yes` /
+    `no`; the last counts.
 
-    template: {question}, {answer}, {completion} and {scale} are filled in. api_key_env: the environment variable that
-    holds the key; unset is no key. retries: further requests, after pause_s, twice that, and so on.
+    template: {question}, {answer}, {completion} and {scale} are filled in. api_key_env: the
+    environment variable that holds the key; unset is no key. retries: further requests, after
+    pause_s, twice that, and so on.
     """
-    places = {"question": problem.messages[-1]["content"] if problem.messages else "", "answer": problem.answer}
+    places = {
+        "question": problem.messages[-1]["content"] if problem.messages else "",
+        "answer": problem.answer,
+    }
     places |= {"completion": completion, "scale": f"{scale:g}"}
-    prompt = _PLACE.sub(lambda place: places[place[1]], template)  # at once: a completion's own braces stay as they are
-    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": temperature}
+    # at once: a completion's own braces stay as they are
+    prompt = _PLACE.sub(lambda place: places[place[1]], template)
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": temperature,
+    }
     request = urllib.request.Request(
         f"{base_url.rstrip('/')}/chat/completions",
         json.dumps({**body, "max_tokens": max_tokens}).encode(),
@@ -74,7 +97,9 @@ def judge(
             return read_score(_reply(request, request_s), scale)
         except Busy as error:
             if again == retries:
-                raise BadValue(f"the judge gave no score in {retries + 1} requests: {error}") from None
+                raise BadValue(
+                    f"the judge gave no score in {retries + 1} requests: {error}"
+                ) from None
         time.sleep(pause_s * 2**again)
     raise BadValue("the judge was not asked")
 
@@ -92,7 +117,9 @@ def _reply(request: urllib.request.Request, seconds: float) -> str:
     except urllib.error.HTTPError as error:
         if error.code in BUSY:
             raise Busy(f"HTTP {error.code}") from None
-        raise BadValue(f"the judge refused: HTTP {error.code} {error.read(200).decode(errors='replace')}") from None
+        raise BadValue(
+            f"the judge refused: HTTP {error.code} {error.read(200).decode(errors='replace')}"
+        ) from None
     except (OSError, HTTPException, ValueError) as error:
         raise Busy(f"{type(error).__name__}: {error}") from None
     except (LookupError, TypeError) as error:
@@ -117,6 +144,8 @@ def read_score(reply: str, scale: float) -> float:
 def check_judge(options: Mapping[str, Any]) -> None:
     """Raises BadFunction for options that cannot work."""
     if not options["base_url"].startswith(("http://", "https://")):
-        raise BadFunction(f"judge: base_url is {options['base_url']!r}, expected http://... or https://...")
+        raise BadFunction(
+            f"judge: base_url is {options['base_url']!r}, expected http://... or https://..."
+        )
     if options.get("scale", 1.0) <= 0:
         raise BadFunction(f"judge: scale is {options['scale']}, expected above 0")

@@ -1,4 +1,5 @@
-"""What reward functions return, made one reward with named parts; and which lists of functions make sense.
+"""What reward functions return, made one reward with named parts; and which lists of functions make
+sense.
 
 It knows neither processes nor how a function is called.
 
@@ -22,7 +23,8 @@ Options = Mapping[str, Mapping[str, Any]]  # keyword arguments by function name
 
 
 class BadFunction(Exception):
-    """A name names no reward function, or it cannot be called in a known way, or not with its options."""
+    """A name names no reward function, or it cannot be called in a known way, or not with its
+    options."""
 
 
 class BadValue(Exception):
@@ -35,7 +37,8 @@ def part_name(function: str) -> str:
 
 
 def cannot_load(function: str, found: str, where: str) -> UserError:
-    """The error for a reward function that is not there, fails while it is loaded, or has no known form (BadFunction)."""
+    """The error for a reward function that is not there, fails while it is loaded, or has no known
+    form (BadFunction)."""
     source = function.rpartition(":")[0]
     look = f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'
     known, form = "`module:function` or `file.py:function`", found.startswith("BadFunction: ")
@@ -54,45 +57,74 @@ def as_it_is(functions: Sequence[str], weights: Sequence[float]) -> bool:
 
 
 def check_functions(functions: Sequence[str], weights: Sequence[float], options: Options) -> None:
-    """Refuse what makes no sense before anything is loaded: functions whose parts could not be told apart, weights
-    and options that are not theirs."""
+    """Refuse what makes no sense before anything is loaded: functions whose parts could not be told
+    apart, weights and options that are not theirs."""
     names = [part_name(function) for function in functions]
     if len(set(names)) < max(1, len(names)):
-        what, found = "the reward functions cannot be told apart", ", ".join(functions) or "no function"
+        what, found = (
+            "the reward functions cannot be told apart",
+            ", ".join(functions) or "no function",
+        )
         expected = "one function or more, each with a name of its own behind the colon"
-        raise UserError(what, where="reward.function", found=found, expected=expected, next="rename one, or remove it")
+        raise UserError(
+            what,
+            where="reward.function",
+            found=found,
+            expected=expected,
+            next="rename one, or remove it",
+        )
     if weights and (len(weights) != len(names) or not all(map(math.isfinite, weights))):
-        what, found = "the reward weights do not fit the reward functions", ", ".join(map(str, weights))
+        what, found = (
+            "the reward weights do not fit the reward functions",
+            ", ".join(map(str, weights)),
+        )
         expected = f"one finite number for each of {', '.join(functions)}"
         raise UserError(what, where="reward.weights", found=found, expected=expected)
     for name in options:
         if name not in names:
-            what, expected = "the options are for a reward function that is not used", ", ".join(names)
+            what, expected = (
+                "the options are for a reward function that is not used",
+                ", ".join(names),
+            )
             raise UserError(what, where=f"reward.options.{name}", found=name, expected=expected)
 
 
 def read_value(value: Any, part: str) -> Result:
-    """(reward, parts) of what a function returned; raises BadValue. part names a lone float; empty: it is no part."""
+    """(reward, parts) of what a function returned; raises BadValue. part names a lone float; empty:
+    it is no part."""
     if not isinstance(value, dict):
         reward = number(value, "the reward")
         return reward, {part: reward} if part else {}
-    if not value or len(value) > MAX_PARTS or not all(isinstance(key, str) and len(key) <= MAX_PARTS for key in value):
-        raise BadValue(f"expected a dict of 1 to {MAX_PARTS} parts with short names, found {len(value)} parts")
+    if (
+        not value
+        or len(value) > MAX_PARTS
+        or not all(isinstance(key, str) and len(key) <= MAX_PARTS for key in value)
+    ):
+        raise BadValue(
+            f"expected a dict of 1 to {MAX_PARTS} parts with short names, found {len(value)} parts"
+        )
     parts = {key: number(part_value, f"part {key!r}") for key, part_value in value.items()}
-    reward = parts.pop("reward") if "reward" in parts else number(sum(parts.values()), "the sum of the parts")
+    reward = (
+        parts.pop("reward")
+        if "reward" in parts
+        else number(sum(parts.values()), "the sum of the parts")
+    )
     return reward, parts
 
 
 def weigh(results: Mapping[str, Result | None], weights: Sequence[float]) -> Result:
     """The weighted sum of the functions' rewards, and the parts of all; raises BadValue.
 
-    The parts are each function's reward, unweighted and under the function's name, and the parts of its dict, which
-    keep their names. Where another function has the name too, or is called so, a part becomes `function.part`.
-    A function that does not apply (None) adds nothing and is no part.
-    Example: weigh({"a": (0.5, {}), "b": (3.0, {"x": 1.0, "a": 2.0})}, [1.0, 0.1]) gives
-    (0.8, {"a": 0.5, "b": 3.0, "x": 1.0, "b.a": 2.0})
+    The parts are each function's reward, unweighted and under the function's name, and the parts of
+    its dict, which keep their names. Where another function has the name too, or is called so, a
+    part becomes `function.part`. A function that does not apply (None) adds nothing and is no part.
+    Example: weigh({"a": (0.5, {}), "b": (3.0, {"x": 1.0, "a": 2.0})}, [1.0, 0.1]) gives (0.8, {"a":
+    0.5, "b": 3.0, "x": 1.0, "b.a": 2.0})
     """
-    weighed = [(name, weight, result) for (name, result), weight in zip(results.items(), weights, strict=True)]
+    weighed = [
+        (name, weight, result)
+        for (name, result), weight in zip(results.items(), weights, strict=True)
+    ]
     there = [(name, weight, *result) for name, weight, result in weighed if result is not None]
     total = 0.0
     for _, weight, reward, _ in there:

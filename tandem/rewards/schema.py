@@ -1,4 +1,5 @@
-"""The `json_schema` reward: is the last JSON value of a completion valid? Needs the extra `schema` (jsonschema).
+"""The `json_schema` reward: is the last JSON value of a completion valid? Needs the extra `schema`
+(jsonschema).
 
 It knows one text and one schema.
 
@@ -18,18 +19,22 @@ NOTHING = object()
 
 
 def json_schema(problem: Problem, completion: str, *, schema: dict[str, Any] = {}) -> float:  # noqa: B006
-    """1 if the last JSON value of the completion is valid under the option's schema, else under metadata["schema"]."""
+    """1 if the last JSON value of the completion is valid under the option's schema, else under
+    metadata["schema"]."""
     from jsonschema.validators import validator_for  # type: ignore[import-untyped]
 
     wanted = schema or problem.metadata.get("schema")
     if not isinstance(wanted, (dict, bool)):
-        raise BadValue(f"json_schema: problem {problem.uid!r} has no `schema`, and no option has one")
+        raise BadValue(
+            f"json_schema: problem {problem.uid!r} has no `schema`, and no option has one"
+        )
     value = last_json(completion)
     return 0.0 if value is NOTHING else float(validator_for(wanted)(wanted).is_valid(value))
 
 
 def last_json(text: str) -> Any:
-    """The whole text as JSON, else the last fenced block that is, else the last object or list in it, else NOTHING."""
+    """The whole text as JSON, else the last fenced block that is, else the last object or list in
+    it, else NOTHING."""
     text = text[-JSON_CHARS:].strip()
     blocks = re.findall(r"```(?:json)?[ \t]*\n(.*?)```", text, re.DOTALL)
     for whole in (text, *blocks[:-4:-1]):
@@ -64,7 +69,9 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         from jsonschema import SchemaError  # type: ignore[import-untyped]
         from jsonschema.validators import validator_for
     except ImportError:
-        raise BadFunction("json_schema needs the package jsonschema: pip install 'tandem-rl[schema]'") from None
+        raise BadFunction(
+            "json_schema needs the package jsonschema: pip install 'tandem-rl[schema]'"
+        ) from None
     try:
         validator_for(schema).check_schema(schema)
     except SchemaError as error:

@@ -1,26 +1,32 @@
-"""How the rewards of a step become advantages, one function an idea. Rewards float64 [P, G], one row a problem.
+"""How the rewards of a step become advantages, one function an idea. Rewards float64 [P, G], one
+row a problem.
 
-What gives every token of an episode the same advantage is here; what looks at single tokens is in returns.py.
+What gives every token of an episode the same advantage is here; what looks at single tokens is in
+returns.py.
 """
 
 from typing import Literal
 
 import numpy as np
 
-GroupAdvantage = Literal["grpo", "grpo_no_std", "rloo", "rloo_std", "max_at_k", "reinforce_pp_baseline", "ema"]
+GroupAdvantage = Literal[
+    "grpo", "grpo_no_std", "rloo", "rloo_std", "max_at_k", "reinforce_pp_baseline", "ema"
+]
 
 
 def grpo(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
-    """(r - mean) / (std + epsilon) in each group (GRPO, arXiv 2402.03300, section 4.1.2; std with G in the denominator)."""
+    """(r - mean) / (std + epsilon) in each group (GRPO, arXiv 2402.03300, section 4.1.2; std with G
+    in the denominator)."""
     gains = centred(rewards)
     return gains / (gains.std(1, keepdims=True) + epsilon)
 
 
 def centred(rewards: np.ndarray) -> np.ndarray:
-    """r - mean in each group (Dr.GRPO, arXiv 2503.20783, section 3.2: dividing by std favours problems nearly solved).
+    """r - mean in each group (Dr.GRPO, arXiv 2503.20783, section 3.2: dividing by std favours
+    problems nearly solved).
 
-    Its expectation is (G - 1) / G of the policy gradient: the baseline holds the episode itself. Exactly 0 where all rewards
-    of a group are equal, whatever they are.
+    Its expectation is (G - 1) / G of the policy gradient: the baseline holds the episode itself.
+    Exactly 0 where all rewards of a group are equal, whatever they are.
     """
     shifted = rewards - rewards[:, :1]
     return shifted - shifted.mean(1, keepdims=True)
@@ -41,21 +47,23 @@ def rloo_std(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
 
 
 def gdpo(parts: np.ndarray, weights: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
-    """The weighted sum of `grpo` of each reward by itself, then shifted and scaled by mean and std over the step (GDPO,
-    arXiv 2601.05242, section 3.1). parts float64 [K, P, G], weights [K].
+    """The weighted sum of `grpo` of each reward by itself, then shifted and scaled by mean and std
+    over the step (GDPO, arXiv 2601.05242, section 3.1). parts float64 [K, P, G], weights [K].
 
-    Normalized together, episodes that earn different rewards of the same sum would have one advantage.
+    Normalized together, episodes that earn different rewards of the same sum would have one
+    advantage.
     """
     gains = np.tensordot(weights, np.stack([grpo(part, epsilon) for part in parts]), axes=1)
     return (gains - gains.mean()) / (gains.std() + epsilon)
 
 
 def max_at_k(rewards: np.ndarray, k: int) -> np.ndarray:
-    """The gradient weights of E[max reward of k episodes], which is pass@k where rewards are 0 or 1 (PKPO, arXiv 2505.15201).
+    """The gradient weights of E[max reward of k episodes], which is pass@k where rewards are 0 or 1
+    (PKPO, arXiv 2505.15201).
 
-    k times the mean, over all sets J of k - 1 other episodes, of max(r, max J) - max J: unbiased, with max J as the
-    baseline. Needs 2 <= k <= G. Sets are not enumerated: of G - 1 sorted episodes the one of rank j (from 0) is the
-    largest of C(j, k - 2).
+    k times the mean, over all sets J of k - 1 other episodes, of max(r, max J) - max J: unbiased,
+    with max J as the baseline. Needs 2 <= k <= G. Sets are not enumerated: of G - 1 sorted episodes
+    the one of rank j (from 0) is the largest of C(j, k - 2).
     """
     groups, size = rewards.shape
     order = np.argsort(rewards, 1, kind="stable")
@@ -71,7 +79,8 @@ def max_at_k(rewards: np.ndarray, k: int) -> np.ndarray:
 
 
 def _chance_of_largest(count: int, size: int) -> np.ndarray:
-    """float64 [count]: the share of all subsets of that size in which the item of each rank (from 0) is the largest."""
+    """float64 [count]: the share of all subsets of that size in which the item of each rank (from
+    0) is the largest."""
     share = np.zeros(count)
     share[-1] = size / count
     for rank in range(count - 2, size - 2, -1):  # C(rank, size - 1) / C(count, size), downwards
@@ -80,18 +89,23 @@ def _chance_of_largest(count: int, size: int) -> np.ndarray:
 
 
 def against(rewards: np.ndarray, baseline: float) -> np.ndarray:
-    """r - baseline, a number fixed before the step, e.g. a running mean of earlier rewards (REINFORCE, Williams 1992)."""
+    """r - baseline, a number fixed before the step, e.g. a running mean of earlier rewards
+    (REINFORCE, Williams 1992)."""
     return rewards - baseline
 
 
 def running_mean(before: float | None, rewards: np.ndarray, decay: float) -> float:
-    """The exponential moving average of the mean reward after one more step; the first step's mean starts it."""
+    """The exponential moving average of the mean reward after one more step; the first step's mean
+    starts it."""
     mean = float(rewards.mean())
     return mean if before is None else decay * before + (1 - decay) * mean
 
 
-def penalize(advantages: np.ndarray, penalties: np.ndarray, mode: Literal["lower", "set"]) -> np.ndarray:
-    """[N]: tokens of a penalized turn (penalty > 0) get advantage - penalty, or -penalty whatever they had."""
+def penalize(
+    advantages: np.ndarray, penalties: np.ndarray, mode: Literal["lower", "set"]
+) -> np.ndarray:
+    """[N]: tokens of a penalized turn (penalty > 0) get advantage - penalty, or -penalty whatever
+    they had."""
     match mode:
         case "lower":
             return advantages - penalties
@@ -99,13 +113,16 @@ def penalize(advantages: np.ndarray, penalties: np.ndarray, mode: Literal["lower
             return np.where(penalties > 0, -penalties, advantages)
 
 
-def group_advantages(kind: GroupAdvantage, rewards: np.ndarray, *, k: int, baseline: float) -> np.ndarray:
+def group_advantages(
+    kind: GroupAdvantage, rewards: np.ndarray, *, k: int, baseline: float
+) -> np.ndarray:
     """[P, G] -> float64 [P, G]. k is that of max_at_k, baseline that of ema."""
     exact = rewards.astype(np.float64)
     match kind:
         case "grpo":
             return grpo(exact)
-        case "grpo_no_std" | "reinforce_pp_baseline":  # which `returns.whiten` then scales, over the step's tokens
+        # which `returns.whiten` then scales, over the step's tokens
+        case "grpo_no_std" | "reinforce_pp_baseline":
             return centred(exact)
         case "rloo":
             return rloo(exact)

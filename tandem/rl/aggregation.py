@@ -1,7 +1,8 @@
-"""How the losses of tokens add up to one number: a weight for every token, fixed for the whole update beforehand.
+"""How the losses of tokens add up to one number: a weight for every token, fixed for the whole
+update beforehand.
 
-Because a weight depends on the update and not on the microbatch, accumulation, packing and data parallelism add up to
-the same gradient.
+Because a weight depends on the update and not on the microbatch, accumulation, packing and data
+parallelism add up to the same gradient.
 """
 
 from typing import Literal
@@ -12,7 +13,8 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 
 
 def sequence_weights(kind: Aggregation, lengths: np.ndarray, max_tokens: int) -> np.ndarray:
-    """float64 [B]: what each token of the update's sequences weighs, from their loss tokens int64 [B].
+    """float64 [B]: what each token of the update's sequences weighs, from their loss tokens int64
+    [B].
 
     token_mean     1 / all tokens                every token alike (DAPO, arXiv 2503.14476, eq. 12)
     sequence_mean  1 / (B x tokens of its own)   every sequence alike (GRPO, arXiv 2402.03300, eq. 3)

@@ -1,7 +1,9 @@
-"""Off-policy corrections: a weight for every token, from the probability ratio policy / engine at the start of the step.
+"""Off-policy corrections: a weight for every token, from the probability ratio policy / engine at
+the start of the step.
 
-They are for an engine that is not exact, or for episodes of older weights. With P1 and fresh episodes each of them is
-1 everywhere. Inputs are float32 [N], nats; sequences int64 [N] as in losses.py. No gradient passes.
+They are for an engine that is not exact, or for episodes of older weights. With P1 and fresh
+episodes each of them is 1 everywhere. Inputs are float32 [N], nats; sequences int64 [N] as in
+losses.py. No gradient passes.
 """
 
 from typing import Literal
@@ -15,9 +17,10 @@ Correction = Literal["none", "decoupled", "tis", "tis_sequence", "icepop", "mis"
 
 
 def importance(log_ratio: Tensor) -> Tensor:
-    """r, as it is: with `ppo_clip` around the proximal policy this is decoupled PPO (arXiv 2110.00641, eq. 5; AReaL,
-    arXiv 2505.24298, eq. 5). It corrects each token given its prefix; prefixes and returns stay the engine's, so it is not
-    unbiased beyond one token (docs/bias.md), and its variance is unbounded."""
+    """r, as it is: with `ppo_clip` around the proximal policy this is decoupled PPO (arXiv
+    2110.00641, eq. 5; AReaL, arXiv 2505.24298, eq. 5). It corrects each token given its prefix;
+    prefixes and returns stay the engine's, so it is not unbiased beyond one token (docs/bias.md),
+    and its variance is unbounded."""
     return log_ratio.exp()
 
 
@@ -32,26 +35,34 @@ def truncated_sequence(log_ratio: Tensor, sequences: Tensor, cap: float) -> Tens
 
 
 def icepop(log_ratio: Tensor, low: float, high: float) -> Tensor:
-    """r inside [low, high], 0 outside: a token on which engine and trainer part is left out (IcePop, arXiv 2510.18855)."""
+    """r inside [low, high], 0 outside: a token on which engine and trainer part is left out
+    (IcePop, arXiv 2510.18855)."""
     ratio = log_ratio.exp()
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 def masked_sequence(log_ratio: Tensor, sequences: Tensor, cap: float) -> Tensor:
-    """product of r over the sequence, or 0 where that exceeds cap (MIS: sequences are masked, not truncated)."""
+    """product of r over the sequence, or 0 where that exceeds cap (MIS: sequences are masked, not
+    truncated)."""
     ratio = sequence_sums(log_ratio, sequences).exp()
     return torch.where(ratio <= cap, ratio, 0.0)[sequences]
 
 
 def masked_geometric(log_ratio: Tensor, sequences: Tensor, low: float, high: float) -> Tensor:
-    """r where the geometric mean of r over the sequence is inside [low, high], 0 for the tokens of any other sequence, whatever
-    its length (verl's geometric rejection, NeMo-RL's seq-mask-tis)."""
+    """r where the geometric mean of r over the sequence is inside [low, high], 0 for the tokens of
+    any other sequence, whatever its length (verl's geometric rejection, NeMo-RL's seq-mask-tis)."""
     mean = sequence_means(log_ratio, sequences).exp()
     return torch.where((mean >= low) & (mean <= high), 1.0, 0.0)[sequences] * log_ratio.exp()
 
 
 def correction(
-    kind: Correction, proximal_logprobs: Tensor, engine_logprobs: Tensor, sequences: Tensor, *, low: float, cap: float
+    kind: Correction,
+    proximal_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    sequences: Tensor,
+    *,
+    low: float,
+    cap: float,
 ) -> Tensor:
     """[N] weights of each token's loss."""
     log_ratio = (proximal_logprobs - engine_logprobs).detach()
@@ -72,6 +83,8 @@ def correction(
             return masked_geometric(log_ratio, sequences, low, cap)
 
 
-def sequence_errors(proximal_logprobs: Tensor, engine_logprobs: Tensor, sequences: Tensor) -> Tensor:
+def sequence_errors(
+    proximal_logprobs: Tensor, engine_logprobs: Tensor, sequences: Tensor
+) -> Tensor:
     """[S]: the mean over a sequence's tokens of exp|policy - engine|, 1 where the two agree."""
     return sequence_means((proximal_logprobs - engine_logprobs).abs().exp(), sequences)

@@ -1,8 +1,10 @@
-"""Policy and value losses of single tokens, one function an idea; `aggregation` says how they add up.
+"""Policy and value losses of single tokens, one function an idea; `aggregation` says how they add
+up.
 
-All inputs are float32 [N] and aligned, N loss tokens of whole sequences; `sequences` int64 [N] tells which one a token
-is of. A function returns the tokens' losses [N] and metrics as sums over tokens. `proximal_logprobs` are those of the
-policy at the start of the step: with P1 they are the engine's own, and at the first update the ratio is exactly 1.
+All inputs are float32 [N] and aligned, N loss tokens of whole sequences; `sequences` int64 [N]
+tells which one a token is of. A function returns the tokens' losses [N] and metrics as sums over
+tokens. `proximal_logprobs` are those of the policy at the start of the step: with P1 they are the
+engine's own, and at the first update the ratio is exactly 1.
 """
 
 import numpy as np
@@ -29,59 +31,91 @@ def sequence_means(values: Tensor, sequences: Tensor) -> Tensor:
 
 
 def reinforce(policy_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Metrics]:
-    """-A log p (REINFORCE, Williams 1992; RLOO, arXiv 2402.14740). On policy only: there is no ratio."""
+    """-A log p (REINFORCE, Williams 1992; RLOO, arXiv 2402.14740). On policy only: there is no
+    ratio."""
     terms = -advantages * policy_logprobs
     return terms, {"policy_loss": total(terms)}
 
 
 def ppo_clip(
-    policy_logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float,
+    policy_logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
     dual_clip: float = 0.0,
-) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = policy / proximal (PPO, arXiv 1707.06347, eq. 7).
+) -> tuple[Tensor, Metrics]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = policy / proximal (PPO, arXiv 1707.06347,
+    eq. 7).
 
-    Bounds that differ are DAPO's clip-higher (arXiv 2503.14476, eq. 10). dual_clip c > 1 bounds the loss where A < 0
-    by -c A, so that a large ratio cannot blow it up (arXiv 1912.09729, eq. 5). With c > 1 + high it is the two-sided clip of
-    INTELLECT-2 (arXiv 2505.07291, section 3.4), TRL's `delta`.
+    Bounds that differ are DAPO's clip-higher (arXiv 2503.14476, eq. 10). dual_clip c > 1 bounds the
+    loss where A < 0 by -c A, so that a large ratio cannot blow it up (arXiv 1912.09729, eq. 5).
+    With c > 1 + high it is the two-sided clip of INTELLECT-2 (arXiv 2505.07291, section 3.4), TRL's
+    `delta`.
     """
     log_ratio = _bounded(policy_logprobs - proximal_logprobs)
     objective, plain = _clipped(log_ratio, advantages, clip_low, clip_high)
     if dual_clip:
-        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+        objective = torch.where(
+            advantages < 0, torch.maximum(objective, dual_clip * advantages), objective
+        )
     return -objective, _ratio_metrics(-objective, log_ratio, objective != plain)
 
 
 def gspo(
-    policy_logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, sequences: Tensor, *, clip_low: float,
+    policy_logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Tensor,
+    *,
+    clip_low: float,
     clip_high: float,
-) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """PPO's clip on the ratio of a sequence, the geometric *mean* of its tokens' ratios, in the form of GSPO-token (GSPO,
-    arXiv 2507.18071, eq. 5-7 and 13-17).
+) -> tuple[Tensor, Metrics]:
+    """PPO's clip on the ratio of a sequence, the geometric *mean* of its tokens' ratios, in the
+    form of GSPO-token (GSPO, arXiv 2507.18071, eq. 5-7 and 13-17).
 
-    Every token of a sequence has that ratio as its value, and passes the gradient of its own log-prob only. Where the tokens of
-    a sequence have one advantage, sequence_mean gives the paper's sequence objective and its gradient; where a token has its
-    own advantage or weight, that pulls this token and no other. The sum in place of the mean would make a long sequence's
-    ratio vanish (TRL #5814).
+    Every token of a sequence has that ratio as its value, and passes the gradient of its own
+    log-prob only. Where the tokens of a sequence have one advantage, sequence_mean gives the
+    paper's sequence objective and its gradient; where a token has its own advantage or weight, that
+    pulls this token and no other. The sum in place of the mean would make a long sequence's ratio
+    vanish (TRL #5814).
     """
     means = sequence_means((policy_logprobs - proximal_logprobs).detach(), sequences)
-    log_ratio = _bounded(means.index_select(0, sequences) + (policy_logprobs - policy_logprobs.detach()))
+    log_ratio = _bounded(
+        means.index_select(0, sequences) + (policy_logprobs - policy_logprobs.detach())
+    )
     objective, plain = _clipped(log_ratio, advantages, clip_low, clip_high)
     return -objective, _ratio_metrics(-objective, log_ratio, objective != plain)
 
 
 def off_policy_mask(
-    policy_logprobs: Tensor, engine_logprobs: Tensor, advantages: Tensor, sequences: Tensor, *, most: float
+    policy_logprobs: Tensor,
+    engine_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Tensor,
+    *,
+    most: float,
 ) -> Tensor:
-    """float32 [N]: 0 for the tokens with A < 0 of a sequence that the policy has left, 1 for all others (DeepSeek-V3.2,
-    arXiv 2512.02556, section 3.1). It has left one where the mean over its tokens of log engine - log policy is above `most`."""
-    gap = sequence_means((engine_logprobs - policy_logprobs).detach(), sequences).index_select(0, sequences)
+    """float32 [N]: 0 for the tokens with A < 0 of a sequence that the policy has left, 1 for all
+    others (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). It has left one where the mean over its
+    tokens of log engine - log policy is above `most`."""
+    gap = sequence_means((engine_logprobs - policy_logprobs).detach(), sequences).index_select(
+        0, sequences
+    )
     return ((advantages >= 0) | (gap <= most)).to(policy_logprobs.dtype)
 
 
 def cispo(
-    policy_logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+    policy_logprobs: Tensor,
+    proximal_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> tuple[Tensor, Metrics]:
-    """-clip(r) A log p with no gradient through clip(r): no token loses its gradient (CISPO, arXiv 2506.13585, eq. 4-5)."""
+    """-clip(r) A log p with no gradient through clip(r): no token loses its gradient (CISPO, arXiv
+    2506.13585, eq. 4-5)."""
     log_ratio = _bounded(policy_logprobs - proximal_logprobs).detach()
     ratio = log_ratio.exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -90,11 +124,14 @@ def cispo(
 
 
 def _bounded(log_ratio: Tensor) -> Tensor:
-    """Within 20 nats: beyond them exp overflows float32, and infinity times an advantage of 0 is not a number."""
+    """Within 20 nats: beyond them exp overflows float32, and infinity times an advantage of 0 is
+    not a number."""
     return log_ratio.clamp(-20.0, 20.0)
 
 
-def _clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def _clipped(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
     """(min(r A, clip(r) A), r A)"""
     ratio = log_ratio.exp()
     plain = ratio * advantages
@@ -110,8 +147,11 @@ def _ratio_metrics(terms: Tensor, log_ratio: Tensor, clipped: Tensor) -> Metrics
     }
 
 
-def value_clip(values: Tensor, rollout_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Metrics]:
-    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 (the value loss of PPO's code, arXiv 2005.12729, section 3).
+def value_clip(
+    values: Tensor, rollout_values: Tensor, returns: Tensor, clip: float
+) -> tuple[Tensor, Metrics]:
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 (the value loss of PPO's code,
+    arXiv 2005.12729, section 3).
 
     clip 0: (V - R)^2 / 2.
     """
@@ -119,7 +159,11 @@ def value_clip(values: Tensor, rollout_values: Tensor, returns: Tensor, clip: fl
     if clip:
         near = rollout_values + (values - rollout_values).clamp(-clip, clip)
         error = torch.maximum(error, (near - returns).square())
-    return error / 2, {"value_loss": total(error) / 2, "value": total(values), "return": total(returns)}
+    return error / 2, {
+        "value_loss": total(error) / 2,
+        "value": total(values),
+        "return": total(returns),
+    }
 
 
 def negative_log_likelihood(policy_logprobs: Tensor) -> tuple[Tensor, Metrics]:

@@ -1,4 +1,5 @@
-"""An episode as it grows, token by token appended and never changed; and how one that paused is taken up again.
+"""An episode as it grows, token by token appended and never changed; and how one that paused is
+taken up again.
 
 It knows neither engine nor environment.
 """
@@ -14,21 +15,33 @@ from tandem.types import Array, Completion, Episode, Group, Observation, Problem
 
 
 def not_begun(problem: Problem, sample: int, place: tuple[int | str, ...]) -> Episode:
-    """An episode that is paused before its first token; place and problem are the address of its draws."""
+    """An episode that is paused before its first token; place and problem are the address of its
+    draws."""
     none = np.zeros(0, np.float32)
     return Episode(
-        uid=problem.uid, sample_index=sample, key=address(*place, problem.uid, sample), tokens=none.astype(np.int64),
-        loss_mask=none.astype(bool), engine_logprobs=none, weight_versions=none.astype(np.int32), penalties=none,
-        num_prompt_tokens=0, messages=(), stop_reason="paused",
-    )  # fmt: skip
+        uid=problem.uid,
+        sample_index=sample,
+        key=address(*place, problem.uid, sample),
+        tokens=none.astype(np.int64),
+        loss_mask=none.astype(bool),
+        engine_logprobs=none,
+        weight_versions=none.astype(np.int32),
+        penalties=none,
+        num_prompt_tokens=0,
+        messages=(),
+        stop_reason="paused",
+    )
 
 
 def seat(problems: Sequence[Problem], group_size: int, place: tuple[int | str, ...]) -> list[Group]:
-    """Groups of episodes that have not begun. Their draws are addressed by (place, row, uid, sample), so a problem that
-    occurs twice is sampled anew."""
+    """Groups of episodes that have not begun. Their draws are addressed by (place, row, uid,
+    sample), so a problem that occurs twice is sampled anew."""
     return [
         Group(
-            problem=problem, episodes=tuple(not_begun(problem, sample, (*place, row)) for sample in range(group_size))
+            problem=problem,
+            episodes=tuple(
+                not_begun(problem, sample, (*place, row)) for sample in range(group_size)
+            ),
         )
         for row, problem in enumerate(problems)
     ]
@@ -38,21 +51,43 @@ Part = tuple[Array, Array, Array, Array]  # tokens, log-probs, versions, penalti
 
 
 class Record:
-    """An episode as it grows. parts: what was read and what was said, turn by turn; began: of a turn that paused."""
+    """An episode as it grows. parts: what was read and what was said, turn by turn; began: of a
+    turn that paused."""
 
     def __init__(self, episode: Episode):
         self.uid, self.sample, self.key = episode.uid, episode.sample_index, episode.key
         self.messages, self.given = list(episode.messages), dict(episode.given)
-        self.opening, self.tools, self.prompt_tokens = episode.opening, episode.tools, episode.num_prompt_tokens
+        self.opening, self.tools, self.prompt_tokens = (
+            episode.opening,
+            episode.tools,
+            episode.num_prompt_tokens,
+        )
         said = len(episode.tokens) - _turn_under_way(episode)
-        columns = (episode.tokens, episode.engine_logprobs, episode.weight_versions, episode.penalties)
-        before, now = ([column[part] for column in columns] for part in (slice(said), slice(said, None)))
+        columns = (
+            episode.tokens,
+            episode.engine_logprobs,
+            episode.weight_versions,
+            episode.penalties,
+        )
+        before, now = (
+            [column[part] for column in columns] for part in (slice(said), slice(said, None))
+        )
         self.parts: list[Part] = []
-        self.length, self.drawn, self._digest = 0, int(episode.loss_mask[:said].sum()), hashlib.blake2b()
+        self.length, self.drawn, self._digest = (
+            0,
+            int(episode.loss_mask[:said].sum()),
+            hashlib.blake2b(),
+        )
         self._append(*before)
         tokens, logprobs, versions, _ = now
         self.began = (
-            Completion(tokens=tokens, logprobs=logprobs, weight_versions=versions, text="", stop_reason="paused")
+            Completion(
+                tokens=tokens,
+                logprobs=logprobs,
+                weight_versions=versions,
+                text="",
+                stop_reason="paused",
+            )
             if len(tokens)
             else None
         )
@@ -99,18 +134,42 @@ class Record:
         parts = list(self.parts)
         if self.began is not None:
             began = self.began
-            parts.append((began.tokens, began.logprobs, began.weight_versions, np.zeros(len(began.tokens), np.float32)))
+            parts.append(
+                (
+                    began.tokens,
+                    began.logprobs,
+                    began.weight_versions,
+                    np.zeros(len(began.tokens), np.float32),
+                )
+            )
         if self._digest.digest() != hashlib.blake2b(self.tokens().tobytes()).digest():
-            raise InternalError("a token of an episode has changed since it was sampled or read",
-                            where=f"problem {self.uid}, sample {self.sample}", found="other tokens at a turn's end",
-                            expected="a turn only appends", next="report this, with the environment in use")  # fmt: skip
-        tokens, logprobs, versions, penalties = (np.concatenate(column) for column in zip(*parts, strict=True))
+            raise InternalError(
+                "a token of an episode has changed since it was sampled or read",
+                where=f"problem {self.uid}, sample {self.sample}",
+                found="other tokens at a turn's end",
+                expected="a turn only appends",
+                next="report this, with the environment in use",
+            )
+        tokens, logprobs, versions, penalties = (
+            np.concatenate(column) for column in zip(*parts, strict=True)
+        )
         return Episode(
-            uid=self.uid, sample_index=self.sample, key=self.key, tokens=tokens, loss_mask=versions >= 0,
-            engine_logprobs=logprobs, weight_versions=versions, penalties=penalties,
-            num_prompt_tokens=self.prompt_tokens, messages=tuple(self.messages), stop_reason=stop_reason,
-            opening=self.opening, tools=self.tools, given=dict(self.given), env_error=error,
-        )  # fmt: skip
+            uid=self.uid,
+            sample_index=self.sample,
+            key=self.key,
+            tokens=tokens,
+            loss_mask=versions >= 0,
+            engine_logprobs=logprobs,
+            weight_versions=versions,
+            penalties=penalties,
+            num_prompt_tokens=self.prompt_tokens,
+            messages=tuple(self.messages),
+            stop_reason=stop_reason,
+            opening=self.opening,
+            tools=self.tools,
+            given=dict(self.given),
+            env_error=error,
+        )
 
 
 def _turn_under_way(episode: Episode) -> int:

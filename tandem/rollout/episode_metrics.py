@@ -17,12 +17,14 @@ def valid_rewards(groups: Sequence[Group]) -> Array:
 
 
 def carries_signal(group: Group) -> bool:
-    """Whether some advantage of it can be other than 0: its rewards differ, or a turn of it is penalized."""
+    """Whether some advantage of it can be other than 0: its rewards differ, or a turn of it is
+    penalized."""
     return has_signal(group.rewards) or any(episode.penalties.any() for episode in group.episodes)
 
 
 def describe(groups: Sequence[Group]) -> Row:
-    """What the episodes that the step sampled were like, those that dynamic sampling leaves out included."""
+    """What the episodes that the step sampled were like, those that dynamic sampling leaves out
+    included."""
     if not groups:
         return {}
     episodes = [e for g in groups for e in g.episodes]
@@ -32,9 +34,15 @@ def describe(groups: Sequence[Group]) -> Row:
     return {
         "reward": float(rewards.mean()) if len(rewards) else 0.0,
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
-        **{f"reward_part/{n}": float(np.mean([e.reward_parts.get(n, 0.0) for e in scored])) for n in parts},
+        **{
+            f"reward_part/{n}": float(np.mean([e.reward_parts.get(n, 0.0) for e in scored]))
+            for n in parts
+        },
         "groups_without_signal": float(np.mean([not carries_signal(g) for g in groups])),
-        **{f"groups/{kind}": float(outcomes.count(kind)) for kind in sorted(set(outcomes) - {"train"})},
+        **{
+            f"groups/{kind}": float(outcomes.count(kind))
+            for kind in sorted(set(outcomes) - {"train"})
+        },
         "completion_tokens": float(np.mean([e.loss_mask.sum() for e in episodes])),
         "truncated": float(np.mean([e.stop_reason in CUT for e in episodes])),
         "reward_errors": float(sum(bool(e.reward_error) for e in episodes)),
@@ -50,7 +58,12 @@ def played(episodes: Sequence[Episode]) -> Row:
     if any(e.penalties.any() for e in episodes):
         row["penalized"] = float(np.mean([e.penalties.any() for e in episodes]))
     stopped = Counter(e.stop_reason for e in episodes)
-    names = {"turns": "turn_limit", "tokens": "token_limit", "error": "env_errors", "time": "env_timeouts"}
+    names = {
+        "turns": "turn_limit",
+        "tokens": "token_limit",
+        "error": "env_errors",
+        "time": "env_timeouts",
+    }
     return row | {name: float(stopped[reason]) for reason, name in names.items() if stopped[reason]}
 
 

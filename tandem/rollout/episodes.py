@@ -1,4 +1,5 @@
-"""Act: problems -> episodes, token in, token out. Knows the engine as `Generate` and the chat as `Renderer` only.
+"""Act: problems -> episodes, token in, token out. Knows the engine as `Generate` and the chat as
+`Renderer` only.
 
     environments' thread: an episode, a coroutine each   caller's thread: _pump
     --------------------------------------------------   ----------------------
@@ -12,11 +13,12 @@
     SETTLE_S). An episode waits for the pump, for its environment (at most env.timeout_s in all), and at first for its place
     among env.concurrency.
 
-What is sampled is never tokenized again: a turn only appends. What an episode becomes depends on its address, the weights
-and its environment, never on who else is under way or came first.
+What is sampled is never tokenized again: a turn only appends. What an episode becomes depends on
+its address, the weights and its environment, never on who else is under way or came first.
 
-With a budget an episode pauses after so many tokens and is given back as it is; a later call goes on with it (`begun`), in
-its environment if that is still there, otherwise in a new one brought to the same place.
+With a budget an episode pauses after so many tokens and is given back as it is; a later call goes
+on with it (`begun`), in its environment if that is still there, otherwise in a new one brought to
+the same place.
 """
 
 import asyncio
@@ -64,11 +66,13 @@ Ended = Callable[[int, Episode], None]  # (row of the problem, the episode), as 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Where episodes play: a maker of environments, and the limits. Example: World(make=Env, limits=config.env)"""
+    """Where episodes play: a maker of environments, and the limits. Example: World(make=Env,
+    limits=config.env)"""
 
     make: Callable[[], Env]
     limits: EnvConfig
-    alive: dict[int, tuple[Env, Caller]] = field(default_factory=dict)  # of paused episodes, by their key
+    # of paused episodes, by their key
+    alive: dict[int, tuple[Env, Caller]] = field(default_factory=dict)
 
     def close(self) -> None:
         """Give up the environments of episodes that will not go on."""
@@ -82,16 +86,30 @@ class World:
 
 
 def run_episodes(
-    groups: Sequence[Group], *, engine: Generate, renderer: Renderer, world: World, params: SamplingParams,
-    ended: Ended | None = None, budget: int = 0,
-) -> list[tuple[Episode, ...]]:  # fmt: skip
-    """The groups' episodes, the paused ones played on; record.seat makes groups whose episodes have not begun.
+    groups: Sequence[Group],
+    *,
+    engine: Generate,
+    renderer: Renderer,
+    world: World,
+    params: SamplingParams,
+    ended: Ended | None = None,
+    budget: int = 0,
+) -> list[tuple[Episode, ...]]:
+    """The groups' episodes, the paused ones played on; record.seat makes groups whose episodes have
+    not begun.
 
-    ended is called in the environments' thread, with each that ends now. budget: tokens that an episode samples before it
-    pauses; 0: to its end. Raises UserError where the episodes of a problem begin differently.
+    ended is called in the environments' thread, with each that ends now. budget: tokens that an
+    episode samples before it pauses; 0: to its end. Raises UserError where the episodes of a
+    problem begin differently.
     """
-    rollout = _Rollout([group.problem for group in groups], engine, renderer, world, params, ended, budget)
-    episodes = iter(rollout.run([(row, episode) for row, group in enumerate(groups) for episode in group.episodes]))
+    rollout = _Rollout(
+        [group.problem for group in groups], engine, renderer, world, params, ended, budget
+    )
+    episodes = iter(
+        rollout.run(
+            [(row, episode) for row, group in enumerate(groups) for episode in group.episodes]
+        )
+    )
     return [tuple(next(episodes) for _ in group.episodes) for group in groups]
 
 
@@ -102,24 +120,33 @@ class _Rollout:
     """One call of run_episodes."""
 
     def __init__(
-        self, problems: Sequence[Problem], engine: Generate, renderer: Renderer, world: World, params: SamplingParams,
-        ended: Ended | None, budget: int,
-    ):  # fmt: skip
+        self,
+        problems: Sequence[Problem],
+        engine: Generate,
+        renderer: Renderer,
+        world: World,
+        params: SamplingParams,
+        ended: Ended | None,
+        budget: int,
+    ):
         self.problems, self.engine, self.renderer, self.world = problems, engine, renderer, world
         self.limits, self.params, self.ended, self.budget = world.limits, params, ended, budget
         self.longest = min(self.limits.max_tokens or engine.longest, engine.longest)
         self._loop = environment_loop()
-        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()  # None: look whether all have ended
+        # None: look whether all have ended
+        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._generating: dict[Ticket, asyncio.Future[Completion]] = {}
         self._prompts: dict[str, Array] = {}  # of chats that were rendered before
         self._beginnings: dict[int, Array] = {}  # by row
-        self._pulse, self._asked = threading.Event(), 0.0  # whether the loop has answered, and since when that is asked
+        # whether the loop has answered, and since when that is asked
+        self._pulse, self._asked = threading.Event(), 0.0
         self._pulse.set()
 
     # ---- caller's thread
 
     def run(self, wanted: Sequence[tuple[int, Episode]]) -> list[Episode]:
-        """The episodes, by (row of the problem, where it stands), at their end or at the next pause."""
+        """The episodes, by (row of the problem, where it stands), at their end or at the next
+        pause."""
         over = threading.Event()
         episodes = asyncio.run_coroutine_threadsafe(self._all(wanted, over), self._loop)
         episodes.add_done_callback(lambda _: self._inbox.put(None))
@@ -140,10 +167,13 @@ class _Rollout:
                 continue
             for ticket in self.engine.step():
                 if ticket.completion is not None and ticket in self._generating:
-                    self._loop.call_soon_threadsafe(_settle, self._generating.pop(ticket), ticket.completion)
+                    self._loop.call_soon_threadsafe(
+                        _settle, self._generating.pop(ticket), ticket.completion
+                    )
 
     def _take(self) -> None:
-        """Submit what was asked for, after the episodes that can go on have done so; waits for something to do."""
+        """Submit what was asked for, after the episodes that can go on have done so; waits for
+        something to do."""
         if self._generating:
             settled = threading.Event()
             # twice soon: behind those whose completion is only being set
@@ -161,7 +191,9 @@ class _Rollout:
                     self._submit(*asked)
 
     def _next(self) -> Asked | None:
-        with watchdog.waits(of="environments", what="a turn to generate, or the end of the last episode"):
+        with watchdog.waits(
+            of="environments", what="a turn to generate, or the end of the last episode"
+        ):
             while True:
                 try:
                     return self._inbox.get(timeout=ALIVE_S)
@@ -169,24 +201,30 @@ class _Rollout:
                     self._require_life()
 
     def _require_life(self) -> None:
-        """The environments' loop must answer within env.timeout_s: what is `async` must not block. Raises UserError."""
+        """The environments' loop must answer within env.timeout_s: what is `async` must not block.
+        Raises UserError."""
         now = time.monotonic()
         if self._pulse.is_set():
             self._pulse.clear()
             self._asked = now
             self._loop.call_soon_threadsafe(self._pulse.set)
         elif now - self._asked > self.limits.timeout_s + ALIVE_S:
-            raise UserError("an environment blocks the event loop that all environments share", where=where_it_is(),
-                            found=f"no life for {now - self._asked:.0f} s, longer than env.timeout_s",
-                            expected="`async def` methods that await what takes time",
-                            next="make the method a plain `def`, which runs in a thread")  # fmt: skip
+            raise UserError(
+                "an environment blocks the event loop that all environments share",
+                where=where_it_is(),
+                found=f"no life for {now - self._asked:.0f} s, longer than env.timeout_s",
+                expected="`async def` methods that await what takes time",
+                next="make the method a plain `def`, which runs in a thread",
+            )
 
     def _submit(self, request: Request, future: "asyncio.Future[Completion]") -> None:
         self._generating[self.engine.submit(request)] = future
 
     # ---- environments' thread
 
-    async def _all(self, wanted: Sequence[tuple[int, Episode]], over: threading.Event) -> list[Episode]:
+    async def _all(
+        self, wanted: Sequence[tuple[int, Episode]], over: threading.Event
+    ) -> list[Episode]:
         places = asyncio.Semaphore(self.limits.concurrency)
         tasks = [asyncio.create_task(self._play(row, episode, places)) for row, episode in wanted]
         try:
@@ -216,7 +254,10 @@ class _Rollout:
                 await self._take_up(env, row, record, caller)
             stop_reason = await self._turns(env, row, record, caller)
         except TimeoutError:
-            stop_reason, error = "time", f"the environment took more than {self.limits.timeout_s} s (env.timeout_s)"
+            stop_reason, error = (
+                "time",
+                f"the environment took more than {self.limits.timeout_s} s (env.timeout_s)",
+            )
         except EnvironmentFailed as failure:
             error = str(failure)
         finally:  # also when the rollout is given up
@@ -234,7 +275,8 @@ class _Rollout:
             raise EnvironmentFailed(describe(error)) from error
 
     async def _take_up(self, env: Env, row: int, record: Record, caller: Caller) -> None:
-        """Begin, or bring a new environment to where the episode stands: what was answered then counts, not what is now."""
+        """Begin, or bring a new environment to where the episode stands: what was answered then
+        counts, not what is now."""
         problem = self.problems[row]
         chat = await caller.call(env.reset, problem)
         if not record.length:
@@ -246,7 +288,8 @@ class _Rollout:
                 await caller.call(env.step, text)
 
     async def _turns(self, env: Env, row: int, record: Record, caller: Caller) -> str:
-        """Play until the end; returns the stop reason. Raises EnvironmentFailed, and TimeoutError past its time."""
+        """Play until the end; returns the stop reason. Raises EnvironmentFailed, and TimeoutError
+        past its time."""
         params, left = self.params, self.budget
         for turn in range(len(record.turns) + 1, self.limits.max_turns + 1):
             if self.budget and not left:
@@ -274,7 +317,9 @@ class _Rollout:
 
     def _begin(self, row: int, record: Record, chat: Any, env: Env) -> None:
         if not _is_chat(chat):
-            raise EnvironmentFailed(f"reset returned {_short(chat)}, expected a chat: messages with role and content")
+            raise EnvironmentFailed(
+                f"reset returned {_short(chat)}, expected a chat: messages with role and content"
+            )
         if type(env) is not Env:
             record.opening, record.tools = tuple(chat), tuple(env.tools)
         cached = repr((chat, env.tools))
@@ -287,35 +332,54 @@ class _Rollout:
                 f"a prompt of {len(prompt):,} tokens, where an episode has at most {self.longest:,}"
             )
         if not np.array_equal(prompt, self._beginnings.setdefault(row, prompt)):
-            raise UserError("the episodes of a problem begin differently", where=f"{type(env).__name__}.reset",
-                            found=f"two different prompts for problem {record.uid!r}",
-                            expected="one: advantages compare episodes that began alike",
-                            next="take randomness from the problem (its uid or metadata), not from a generator")  # fmt: skip
+            raise UserError(
+                "the episodes of a problem begin differently",
+                where=f"{type(env).__name__}.reset",
+                found=f"two different prompts for problem {record.uid!r}",
+                expected="one: advantages compare episodes that began alike",
+                next="take randomness from the problem (its uid or metadata), not from a generator",
+            )
         record.prompt_tokens = len(prompt)
         record.read(prompt)
 
     async def _generate(self, record: Record, room: int, pause_after: int) -> Completion:
         """The record's next turn, or what comes of it before it pauses."""
         request = Request(
-            key=record.key, prompt=record.tokens(), params=replace(self.params, max_new_tokens=room), drawn=record.drawn,
-            begun=record.began, pause_after=pause_after,
-        )  # fmt: skip
+            key=record.key,
+            prompt=record.tokens(),
+            params=replace(self.params, max_new_tokens=room),
+            drawn=record.drawn,
+            begun=record.began,
+            pause_after=pause_after,
+        )
         future: asyncio.Future[Completion] = self._loop.create_future()
         self._inbox.put((request, future))
         completion = await future
-        if record.began and not np.array_equal(completion.tokens[: len(record.began.tokens)], record.began.tokens):
-            raise InternalError("a turn that was paused went on with other tokens", where=f"problem {record.uid}",
-                            found="another beginning", expected="the tokens it had", next="report this")  # fmt: skip
+        if record.began and not np.array_equal(
+            completion.tokens[: len(record.began.tokens)], record.began.tokens
+        ):
+            raise InternalError(
+                "a turn that was paused went on with other tokens",
+                where=f"problem {record.uid}",
+                found="another beginning",
+                expected="the tokens it had",
+                next="report this",
+            )
         return completion
 
     def _answer(self, completion: Completion, messages: Sequence[Message]) -> Array:
-        """The tokens that come after a completion: the end of its turn only where it did not sample that itself."""
+        """The tokens that come after a completion: the end of its turn only where it did not sample
+        that itself."""
         with _template_errors():
             tokens = self.renderer.turn(messages)
         if tokens[0] not in self.renderer.stop_token_ids:
-            raise UserError("a turn of the model would not be ended", where="the chat template",
-                            found=f"token {tokens[0]} behind it", expected=f"one of {self.renderer.stop_token_ids}",
-                            next="report this, with the model's chat template")  # fmt: skip
+            raise UserError(
+                "a turn of the model would not be ended",
+                where="the chat template",
+                found=f"token {tokens[0]} behind it",
+                expected=f"one of {self.renderer.stop_token_ids}",
+                next="report this, with the model's chat template",
+            )
         return tokens[1:] if completion.tokens[-1] in self.renderer.stop_token_ids else tokens
 
 
@@ -345,18 +409,29 @@ def _checked(observation: Any) -> Observation:
     if not isinstance(observation, Observation):
         raise EnvironmentFailed(f"step returned {_short(observation)}, expected an Observation")
     if not observation.done or observation.messages:
-        heard = _is_chat(observation.messages) and all(m["role"] != "assistant" for m in observation.messages)
+        heard = _is_chat(observation.messages) and all(
+            m["role"] != "assistant" for m in observation.messages
+        )
         if not heard:
             found = _short(observation.messages) if observation.messages else "none"
             raise EnvironmentFailed(
                 f"step returned messages {found}; expected some with role and content that are not the assistant's, or done"
             )
-    if not isinstance(observation.parts, dict) or not all(isinstance(n, str) and n != "env" for n in observation.parts):
-        raise EnvironmentFailed("step returned parts that are no names with numbers ('env' is the reward's own)")
-    for name, value in {**observation.parts, "reward": observation.reward, "penalty": observation.penalty}.items():
+    if not isinstance(observation.parts, dict) or not all(
+        isinstance(n, str) and n != "env" for n in observation.parts
+    ):
+        raise EnvironmentFailed(
+            "step returned parts that are no names with numbers ('env' is the reward's own)"
+        )
+    for name, value in {
+        **observation.parts,
+        "reward": observation.reward,
+        "penalty": observation.penalty,
+    }.items():
         if not _is_number(value) or (name == "penalty" and value < 0):
             raise EnvironmentFailed(
-                f"step returned {name} = {_short(value)}, expected a finite number" + " >= 0" * (name == "penalty")
+                f"step returned {name} = {_short(value)}, expected a finite number"
+                + " >= 0" * (name == "penalty")
             )
     return observation
 
@@ -369,14 +444,23 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_chat(messages: Any) -> bool:
-    return isinstance(messages, list | tuple) and bool(messages) and all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() and all(map(_is_text, m.values())) for m in messages
-    )  # fmt: skip
+    return (
+        isinstance(messages, list | tuple)
+        and bool(messages)
+        and all(
+            isinstance(m, dict)
+            and {"role", "content"} <= m.keys()
+            and all(map(_is_text, m.values()))
+            for m in messages
+        )
+    )
 
 
 def _is_text(value: Any) -> bool:
     """Text that can be written down, which half of a surrogate pair cannot."""
-    return isinstance(value, str) and (value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value))
+    return isinstance(value, str) and (
+        value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+    )
 
 
 def _short(value: Any) -> str:
@@ -384,5 +468,6 @@ def _short(value: Any) -> str:
 
 
 def malformed_thinking(text: str) -> bool:
-    """Whether <think> tags are not one pair in order; a prompt may have opened it, so a lone closing tag is well formed."""
+    """Whether <think> tags are not one pair in order; a prompt may have opened it, so a lone
+    closing tag is well formed."""
     return re.findall(r"</?think>", text) not in ([], ["</think>"], ["<think>", "</think>"])

@@ -1,4 +1,5 @@
-"""Held-out evaluation: greedy and sampled, by category, with an interval. Draws are the same at every step.
+"""Held-out evaluation: greedy and sampled, by category, with an interval. Draws are the same at
+every step.
 
 It knows problems and a player; nothing of training.
 """
@@ -20,17 +21,27 @@ NO_PENALTY = RewardConfig()  # shaping is for training
 
 
 def evaluate(
-    player: Player, problems: Sequence[Problem], *, seed: int, how: Eval, rollout: Rollout, stop_token_ids: tuple[int, ...],
-    known: Mapping[str, list[Group]] = {}, ended: Callable[[str, list[Group]], None] = lambda name, groups: None,
-) -> tuple[Row, dict[str, list[Group]]]:  # fmt: skip
-    """(metrics, every episode by the pass it is of: "sampled", "greedy"); known: passes that need not be made again;
-    ended: told of each pass that is made.
+    player: Player,
+    problems: Sequence[Problem],
+    *,
+    seed: int,
+    how: Eval,
+    rollout: Rollout,
+    stop_token_ids: tuple[int, ...],
+    known: Mapping[str, list[Group]] = {},
+    ended: Callable[[str, list[Group]], None] = lambda name, groups: None,
+) -> tuple[Row, dict[str, list[Group]]]:
+    """(metrics, every episode by the pass it is of: "sampled", "greedy"); known: passes that need
+    not be made again; ended: told of each pass that is made.
 
     Sampled rewards come with a 95% interval over problems, by category, and with pass@k.
     """
     sampled = sampling_params(rollout, stop_token_ids)
     greedy = SamplingParams(
-        max_new_tokens=rollout.max_new_tokens, temperature=0.0, stop=sampled.stop, stop_token_ids=stop_token_ids
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=0.0,
+        stop=sampled.stop,
+        stop_token_ids=stop_token_ids,
     )
     passes = [("sampled", sampled, how.samples)] + ([("greedy", greedy, 1)] if how.greedy else [])
     metrics: Row = {}
@@ -47,9 +58,12 @@ def evaluate(
 
 
 def _pass_rates(groups: Sequence[Group], success: float) -> Row:
-    """eval/pass@k for k = 1, 2, 4, ... up to the samples: the chance that one of k passes, without bias (arXiv 2107.03374)."""
+    """eval/pass@k for k = 1, 2, 4, ... up to the samples: the chance that one of k passes, without
+    bias (arXiv 2107.03374)."""
     size = len(groups[0].episodes)
-    passed = [sum(e.reward >= success and not e.env_error for e in group.episodes) for group in groups]
+    passed = [
+        sum(e.reward >= success and not e.env_error for e in group.episodes) for group in groups
+    ]
     return {
         f"eval/pass@{k}": float(np.mean([1.0 - comb(size - n, k) / comb(size, k) for n in passed]))
         for k in (2**i for i in range(size.bit_length()))
@@ -58,10 +72,15 @@ def _pass_rates(groups: Sequence[Group], success: float) -> Row:
 
 def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     return SamplingParams(
-        max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_k=rollout.top_k,
-        top_p=rollout.top_p, min_p=rollout.min_p, repetition_penalty=rollout.repetition_penalty,
-        stop=tuple(rollout.stop), stop_token_ids=stop_token_ids,
-    )  # fmt: skip
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop=tuple(rollout.stop),
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def _summary(name: str, groups: Sequence[Group]) -> Row:
@@ -72,8 +91,15 @@ def _summary(name: str, groups: Sequence[Group]) -> Row:
         by_category[group.problem.category].append(float(mean))
     row = {f"eval/{name}": float(means.mean()), f"eval/{name}_interval": float(half)}
     if len(by_category) > 1:
-        row |= {f"eval/{name}/{category}": float(np.mean(values)) for category, values in sorted(by_category.items())}
+        row |= {
+            f"eval/{name}/{category}": float(np.mean(values))
+            for category, values in sorted(by_category.items())
+        }
     episodes = [e for g in groups for e in g.episodes]
     truncated = [e.stop_reason in ("length", "tokens") for e in episodes]
-    failed = {f"eval/{name}_{what}": value for what, value in played(episodes).items() if what.startswith("env_")}
+    failed = {
+        f"eval/{name}_{what}": value
+        for what, value in played(episodes).items()
+        if what.startswith("env_")
+    }
     return row | failed | {f"eval/{name}_truncated": float(np.mean(truncated))}

@@ -1,4 +1,5 @@
-"""Episodes played and scored: environments, engine and reward workers side by side. Training and evaluation share it.
+"""Episodes played and scored: environments, engine and reward workers side by side. Training and
+evaluation share it.
 
 It knows no step and no weights. The times of its parts go into a Clock.
 """
@@ -17,7 +18,17 @@ from tandem.rollout.episodes import World, run_episodes
 from tandem.run_folder.journal import Parts
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
-from tandem.types import Attempt, Episode, Generate, Group, Problem, Renderer, Row, SamplingParams, Score
+from tandem.types import (
+    Attempt,
+    Episode,
+    Generate,
+    Group,
+    Problem,
+    Renderer,
+    Row,
+    SamplingParams,
+    Score,
+)
 from tandem.types import Reward as Scorer
 
 Grade = Callable[[Sequence[Problem], Sequence[tuple[Episode, ...]]], list[tuple[Episode, ...]]]
@@ -25,13 +36,15 @@ Grade = Callable[[Sequence[Problem], Sequence[tuple[Episode, ...]]], list[tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class Player:
-    """What plays episodes and has them scored: training, evaluation and `tandem rollout` share it."""
+    """What plays episodes and has them scored: training, evaluation and `tandem rollout` share
+    it."""
 
     engine: Generate
     renderer: Renderer
     world: World
     reward: Scorer
-    grade: Grade | None = None  # a reward model: writes its word into the episodes' `given`, before they are scored
+    # a reward model: writes its word into the episodes' `given`, before they are scored
+    grade: Grade | None = None
 
 
 class Clock:
@@ -51,29 +64,44 @@ class Clock:
         return {
             **self.parts,
             "step_s": seconds,
-            "generated_tokens_per_s": tokens / self.parts["rollout_s"] if self.parts.get("rollout_s") else 0.0,
+            "generated_tokens_per_s": tokens / self.parts["rollout_s"]
+            if self.parts.get("rollout_s")
+            else 0.0,
         }
 
 
 def play(
-    player: Player, groups: Sequence[Group], *, params: SamplingParams, shaping: Reward, clock: Clock, budget: int = 0,
+    player: Player,
+    groups: Sequence[Group],
+    *,
+    params: SamplingParams,
+    shaping: Reward,
+    clock: Clock,
+    budget: int = 0,
     parts: Parts | None = None,
-) -> list[Group]:  # fmt: skip
-    """The groups with their paused episodes played on, to their end or through the budget, and those that end scored.
+) -> list[Group]:
+    """The groups with their paused episodes played on, to their end or through the budget, and
+    those that end scored.
 
-    An episode is scored while the others are still generated; one whose scoring fails costs its reward only, and says so.
-    What has ended is kept in `parts`, and what stands there already is not played again.
+    An episode is scored while the others are still generated; one whose scoring fails costs its
+    reward only, and says so. What has ended is kept in `parts`, and what stands there already is
+    not played again.
     """
     groups = [_recalled(group, parts) for group in groups]
     problems = [group.problem for group in groups]
     open_ = {
-        (row, e.sample_index) for row, group in enumerate(groups) for e in group.episodes if e.stop_reason == "paused"
+        (row, e.sample_index)
+        for row, group in enumerate(groups)
+        for e in group.episodes
+        if e.stop_reason == "paused"
     }
     verdicts: dict[tuple[int, int], Future[Episode]] = {}
 
     def submit(row: int, episode: Episode) -> None:
         verdict = player.reward.submit(problems[row], attempt_of(episode))
-        verdicts[row, episode.sample_index] = then(verdict, lambda score: finish(row, episode, score))
+        verdicts[row, episode.sample_index] = then(
+            verdict, lambda score: finish(row, episode, score)
+        )
 
     def finish(row: int, episode: Episode, score: Score) -> Episode:
         ended = scored(episode, score, shaping, params.max_new_tokens)
@@ -83,17 +111,23 @@ def play(
 
     with clock("rollout_s"):
         attempts = run_episodes(
-            groups, engine=player.engine, renderer=player.renderer, world=player.world, params=params,
-            ended=None if player.grade else submit, budget=budget,
-        )  # fmt: skip
+            groups,
+            engine=player.engine,
+            renderer=player.renderer,
+            world=player.world,
+            params=params,
+            ended=None if player.grade else submit,
+            budget=budget,
+        )
     new = [
         tuple(e for e in group if (row, e.sample_index) in open_ and e.stop_reason != "paused")
         for row, group in enumerate(attempts)
     ]
     _refuse_if_all_failed(
-        [e.env_error for group in attempts for e in group], "failed in its environment",
+        [e.env_error for group in attempts for e in group],
+        "failed in its environment",
         where=f"env.name = {player.world.limits.name}",
-    )  # fmt: skip
+    )
     with clock("reward_s"):
         if player.grade:
             for row, episodes in enumerate(player.grade(problems, new)):
@@ -106,7 +140,9 @@ def play(
         for row, group in enumerate(groups)
     ]
     _refuse_if_all_failed(
-        [e.reward_error for group in played for e in group.episodes], "could not be scored", where="reward.function"
+        [e.reward_error for group in played for e in group.episodes],
+        "could not be scored",
+        where="reward.function",
     )
     return played
 
@@ -114,7 +150,10 @@ def play(
 def _recalled(group: Group, parts: Parts | None) -> Group:
     ended = {} if parts is None else parts.ended
     return replace(
-        group, episodes=tuple(ended.get(e.key, e) if e.stop_reason == "paused" else e for e in group.episodes)
+        group,
+        episodes=tuple(
+            ended.get(e.key, e) if e.stop_reason == "paused" else e for e in group.episodes
+        ),
     )
 
 
@@ -135,8 +174,13 @@ def then(score: Future[Score], make: Callable[[Score], Episode]) -> Future[Episo
 def _refuse_if_all_failed(errors: Sequence[str], what: str, where: str) -> None:
     """One failure costs an episode; where nothing works, going on would cost the run."""
     if len(errors) > 1 and all(errors):
-        raise UserError(f"every episode {what}", where=where, found=errors[0], expected="some that work",
-                        next="mend it (`tandem try` runs it alone); the same command resumes")  # fmt: skip
+        raise UserError(
+            f"every episode {what}",
+            where=where,
+            found=errors[0],
+            expected="some that work",
+            next="mend it (`tandem try` runs it alone); the same command resumes",
+        )
 
 
 def attempt_of(episode: Episode) -> Attempt:
@@ -151,13 +195,16 @@ def attempt_of(episode: Episode) -> Attempt:
 
 
 def scored(episode: Episode, verdict: Score, shaping: Reward, max_tokens: int) -> Episode:
-    """The episode with its reward; one that failed in its environment has reward 0, whatever its text is worth."""
+    """The episode with its reward; one that failed in its environment has reward 0, whatever its
+    text is worth."""
     if episode.env_error:
         return replace(episode, reward=0.0)
     value, parts = verdict.reward, dict(verdict.parts)
     cut = episode.stop_reason == "length"
     length = max_tokens if cut else _last_turn(episode)
-    if cost := shaping.overlong_penalty * (cut or overlong_penalty(length, max_tokens, shaping.overlong_buffer)):
+    if cost := shaping.overlong_penalty * (
+        cut or overlong_penalty(length, max_tokens, shaping.overlong_buffer)
+    ):
         value, parts["overlong"] = value - cost, -cost
     return replace(episode, reward=value, reward_parts=parts, reward_error=verdict.error)
 

@@ -1,4 +1,5 @@
-"""Saves checkpoints beside training: what is saved is the moment of `save`, whatever training does meanwhile.
+"""Saves checkpoints beside training: what is saved is the moment of `save`, whatever training does
+meanwhile.
 
     trainer                                thread "saver", one for each save
     -------                                ---------------------------------
@@ -12,10 +13,11 @@
       wait()   <-------------------------- ends, durable or with an error, which wait() raises here, once
       snapshot ...
 
-The trainer waits only for the save before, the saver only for before_write; neither waits for the other while it holds
-anything. A snapshot costs the memory of what is saved until it is written. The thread is a daemon: a program that ends
-without close() is not held up, and leaves a `.tmp-` folder, as a kill does. It gives a sign of life to the watchdog after
-each file. It does not know what is saved or when.
+The trainer waits only for the save before, the saver only for before_write; neither waits for the
+other while it holds anything. A snapshot costs the memory of what is saved until it is written. The
+thread is a daemon: a program that ends without close() is not held up, and leaves a `.tmp-` folder,
+as a kill does. It gives a sign of life to the watchdog after each file. It does not know what is
+saved or when.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,8 @@ from tandem.runtime.watchdog import waits
 
 
 class Saver:
-    """At most one save is under way. A context manager: leaving it finishes what was begun, whatever was raised inside.
+    """At most one save is under way. A context manager: leaving it finishes what was begun,
+    whatever was raised inside.
 
     with Saver() as saver:
         saver.save(folder, 12, {"policy": weights}, {"step": 12}, keep=2, config=to_toml(config))
@@ -42,25 +45,42 @@ class Saver:
         self._begun: _Save | None = None
 
     def save(
-        self, folder: Path, step: int, tensors: Tensors, state: dict[str, Any], keep: int, *, config: str,
+        self,
+        folder: Path,
+        step: int,
+        tensors: Tensors,
+        state: dict[str, Any],
+        keep: int,
+        *,
+        config: str,
         before_write: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """save_checkpoint of a snapshot taken now; waits for the save before, and raises its error if it failed.
+    ) -> None:
+        """save_checkpoint of a snapshot taken now; waits for the save before, and raises its error
+        if it failed.
 
-        before_write runs in the saver's thread, after the tensors are written and before anyone can see the checkpoint.
+        before_write runs in the saver's thread, after the tensors are written and before anyone can
+        see the checkpoint.
         """
         self.wait()
         self._begun = _Save(
             step,
             partial(
-                save_checkpoint, folder, step, _snapshot(tensors), plain_state(state), keep, config=config,
-                before_write=before_write, disk=self._disk,
+                save_checkpoint,
+                folder,
+                step,
+                _snapshot(tensors),
+                plain_state(state),
+                keep,
+                config=config,
+                before_write=before_write,
+                disk=self._disk,
             ),
-        )  # fmt: skip
+        )
         self._begun.start()
 
     def wait(self) -> None:
-        """Until what was begun is durable. Raises its UserError (disk full ...) once: the checkpoint before is intact."""
+        """Until what was begun is durable. Raises its UserError (disk full ...) once: the
+        checkpoint before is intact."""
         if self._begun is None:
             return
         with waits(of="saver", what=f"the checkpoint of step {self._begun.step}"):
@@ -74,7 +94,9 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         try:
             self.close()
         except Exception as unsaved:

@@ -1,12 +1,14 @@
-"""Checkpoints: safetensors and JSON in `checkpoints/step_000012/`, proved whole by a manifest that is written last.
+"""Checkpoints: safetensors and JSON in `checkpoints/step_000012/`, proved whole by a manifest that
+is written last.
 
     .tmp-step_000012/                policy.safetensors  optimizer.safetensors  state.json   each fsynced
                                      manifest.json (step, versions, SHA-256 of the config, size and SHA-256 of each
                                      file), fsynced
     .tmp-step_000012 -> step_000012  one atomic rename, then fsync of the parent, then older ones are pruned
 
-A kill leaves a `.tmp-` folder, which nobody reads, or a whole checkpoint. SHA-256, so that `sha256sum` checks one too.
-async_save.py does this beside training. It does not know what the tensors and the state mean. No pickle is read or written.
+A kill leaves a `.tmp-` folder, which nobody reads, or a whole checkpoint. SHA-256, so that
+`sha256sum` checks one too. async_save.py does this beside training. It does not know what the
+tensors and the state mean. No pickle is read or written.
 """
 
 import hashlib
@@ -25,7 +27,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tandem import __version__
-from tandem.runtime.disk import DISK, Disk, disk_errors, file_hash, human_bytes, make_folder, os_error, read_plain
+from tandem.runtime.disk import (
+    DISK,
+    Disk,
+    disk_errors,
+    file_hash,
+    human_bytes,
+    make_folder,
+    os_error,
+    read_plain,
+)
 from tandem.runtime.errors import UserError
 from tandem.runtime.watchdog import beat
 
@@ -39,15 +50,24 @@ _HEADROOM = 1 << 20  # bytes beyond the tensors: headers, manifest, file system 
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: Tensors, state: dict[str, Any], keep: int, *, config: str,
-    before_write: Callable[[], None] = lambda: None, disk: Disk = DISK,
-) -> Path:  # fmt: skip
-    """Write `folder/step_N`, durable on return, and keep the newest `keep`. Only one process may save into a folder.
+    folder: Path,
+    step: int,
+    tensors: Tensors,
+    state: dict[str, Any],
+    keep: int,
+    *,
+    config: str,
+    before_write: Callable[[], None] = lambda: None,
+    disk: Disk = DISK,
+) -> Path:
+    """Write `folder/step_N`, durable on return, and keep the newest `keep`. Only one process may
+    save into a folder.
 
-    tensors, e.g. {"policy": {"embed.weight": ...}, "optimizer": {"embed.weight.exp_avg": ...}}, hold no tensor twice;
-    state is JSON; config is the text of the run's config.toml, whose hash goes into the manifest. before_write is called
-    when all but the manifest is written: the checkpoint cannot be seen before it returns. Raises UserError when the disk
-    is full or read-only, and whatever before_write raises; checkpoints already there stay intact.
+    tensors, e.g. {"policy": {"embed.weight": ...}, "optimizer": {"embed.weight.exp_avg": ...}},
+    hold no tensor twice; state is JSON; config is the text of the run's config.toml, whose hash
+    goes into the manifest. before_write is called when all but the manifest is written: the
+    checkpoint cannot be seen before it returns. Raises UserError when the disk is full or
+    read-only, and whatever before_write raises; checkpoints already there stay intact.
     """
     state_text = json.dumps(plain_state(state), sort_keys=True).encode()
     target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
@@ -69,10 +89,11 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """The newest whole and verified checkpoint, or None where there is none at all; reads, never writes.
+    """The newest whole and verified checkpoint, or None where there is none at all; reads, never
+    writes.
 
-    A damaged one is told to report and the one before it is tried. Raises UserError when there are some and none
-    verifies: to train from scratch must be asked for.
+    A damaged one is told to report and the one before it is tried. Raises UserError when there are
+    some and none verifies: to train from scratch must be asked for.
     """
     damaged = []
     for path in _newest_first(folder):
@@ -93,18 +114,25 @@ def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | Non
 
 
 def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[str, Any]]:
-    """(tensors, state), as saved. verify=False only for a path just returned by latest_checkpoint, which verified it.
+    """(tensors, state), as saved. verify=False only for a path just returned by latest_checkpoint,
+    which verified it.
 
-    The tensors are private maps of the files: read when touched, and a write does not reach the file.
+    The tensors are private maps of the files: read when touched, and a write does not reach the
+    file.
     """
     damage = find_damage(path) if verify else []
     if damage:
         raise UserError(
-            "the checkpoint is damaged", where=str(path), found="; ".join(damage), next="take another step_N"
+            "the checkpoint is damaged",
+            where=str(path),
+            found="; ".join(damage),
+            next="take another step_N",
         )
     _, files = _read_manifest(path)  # whatever else lies in the folder has no hash
     try:
-        tensors = {Path(name).stem: load_file(path / name) for name in sorted(files) if name != STATE}
+        tensors = {
+            Path(name).stem: load_file(path / name) for name in sorted(files) if name != STATE
+        }
         return tensors, dict(json.loads(read_plain(path / STATE)))
     except _UNREADABLE as error:  # its hashes are right, so it was not Tandem that wrote it
         raise UserError(
@@ -117,9 +145,12 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[s
 
 
 def find_damage(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line a file with what was expected and found; empty when it is whole."""
+    """What is wrong with a checkpoint, one line a file with what was expected and found; empty when
+    it is whole."""
     damage, files = _read_manifest(path)
-    return damage or [line for name, entry in files.items() for line in _file_damage(path / name, entry)]
+    return damage or [
+        line for name, entry in files.items() for line in _file_damage(path / name, entry)
+    ]
 
 
 def checkpoint_step(path: Path) -> int:
@@ -133,11 +164,13 @@ def step_name(step: int) -> str:
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A deep copy, as it will be read back. Raises TypeError or ValueError for what JSON would change in silence (tuples,
-    integer keys, NaN): a resumed run must read what was saved."""
+    """A deep copy, as it will be read back. Raises TypeError or ValueError for what JSON would
+    change in silence (tuples, integer keys, NaN): a resumed run must read what was saved."""
     copy: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
     if copy != state:
-        raise TypeError("the state of a checkpoint does not survive JSON: use lists, string keys and plain numbers")
+        raise TypeError(
+            "the state of a checkpoint does not survive JSON: use lists, string keys and plain numbers"
+        )
     return copy
 
 
@@ -170,8 +203,11 @@ def _write_files(temporary: Path, tensors: Tensors, state_text: bytes, disk: Dis
 
 
 def _write_manifest(temporary: Path, step: int, config: str, disk: Disk) -> None:
-    """The hashes are of the files as they can be read back, and the manifest says so only once they are durable."""
-    disk.write(temporary / MANIFEST, _bytes_writer(_manifest(step, config, sorted(temporary.iterdir()))))
+    """The hashes are of the files as they can be read back, and the manifest says so only once they
+    are durable."""
+    disk.write(
+        temporary / MANIFEST, _bytes_writer(_manifest(step, config, sorted(temporary.iterdir())))
+    )
     disk.fsync(temporary / MANIFEST)
     disk.fsync(temporary)
 
@@ -185,7 +221,8 @@ def _tensor_writer(named: dict[str, torch.Tensor]) -> Callable[[Path], None]:
             if (cause := os_error(error, path)) is None:
                 raise
             raise cause from error
-        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+        # safetensors makes files that only their owner can read
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
     return save
 
@@ -198,7 +235,8 @@ def _bytes_writer(data: bytes) -> Callable[[Path], None]:
 
 
 def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
-    """Rename; a target that is there already (a resumed run saves a step again) steps aside, and counts until then."""
+    """Rename; a target that is there already (a resumed run saves a step again) steps aside, and
+    counts until then."""
     aside = target.with_name(f".aside-{target.name}")
     if target.exists():
         disk.rename(target, aside)
@@ -209,9 +247,11 @@ def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
 
 
 def _prune(folder: Path, step: int, keep: int, disk: Disk) -> None:
-    """Keep the newest whole ones up to this step. Sizes are checked, not hashes: that would read gigabytes each save.
+    """Keep the newest whole ones up to this step. Sizes are checked, not hashes: that would read
+    gigabytes each save.
 
-    Steps after this one are left: a resume that reached back behind a damaged checkpoint comes to it again.
+    Steps after this one are left: a resume that reached back behind a damaged checkpoint comes to
+    it again.
     """
     older = [path for path in _newest_first(folder) if checkpoint_step(path) <= step]
     intact = [path for path in older if not _size_damage(path)]
@@ -221,14 +261,16 @@ def _prune(folder: Path, step: int, keep: int, disk: Disk) -> None:
 
 
 def _discard(path: Path, disk: Disk) -> None:
-    """Out of sight first, so that a kill in the middle does not leave what looks like a damaged checkpoint."""
+    """Out of sight first, so that a kill in the middle does not leave what looks like a damaged
+    checkpoint."""
     gone = path.with_name(f".tmp-gone-{path.name}")
     disk.rename(path, gone)
     disk.remove(gone)
 
 
 def _sweep(folder: Path, disk: Disk) -> None:
-    """What a killed save left: unfinished folders go, a checkpoint that stepped aside for nothing comes back."""
+    """What a killed save left: unfinished folders go, a checkpoint that stepped aside for nothing
+    comes back."""
     for path in folder.glob(".tmp-*"):
         disk.remove(path)
     for aside in folder.glob(".aside-step_*"):
@@ -252,8 +294,11 @@ def _manifest(step: int, config: str, files: list[Path]) -> bytes:
     body = {
         "step": step,
         "versions": {"tandem": __version__, "python": platform.python_version(), **libraries},
-        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),  # as `sha256sum config.toml` prints it
-        "files": {file.name: {"size": file.stat().st_size, "sha256": _file_hash(file)} for file in files},
+        # as `sha256sum config.toml` prints it
+        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
+        "files": {
+            file.name: {"size": file.stat().st_size, "sha256": _file_hash(file)} for file in files
+        },
     }
     return _sealed(body)
 
@@ -261,7 +306,9 @@ def _manifest(step: int, config: str, files: list[Path]) -> bytes:
 def _sealed(body: dict[str, Any]) -> bytes:
     """The manifest's only spelling, with its own hash: one changed byte anywhere in it is found."""
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**body, "sha256_of_the_rest": seal}, sort_keys=True, indent=1).encode() + b"\n"
+    return (
+        json.dumps({**body, "sha256_of_the_rest": seal}, sort_keys=True, indent=1).encode() + b"\n"
+    )
 
 
 def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -275,7 +322,8 @@ def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
         return [f"{MANIFEST}: found none, expected one"], {}
     except OSError as error:
         return [f"{MANIFEST}: found {error.strerror}, expected a readable file"], {}
-    except (ValueError, TypeError, KeyError, RecursionError):  # not JSON, not UTF-8, or another shape
+    # not JSON, not UTF-8, or another shape
+    except (ValueError, TypeError, KeyError, RecursionError):
         whole = False
     if not whole:
         return [f"{MANIFEST}: found other bytes, expected those its own hash was made of"], {}
@@ -289,7 +337,9 @@ def _is_manifest(body: dict[str, Any]) -> bool:
     match body:
         case {"step": int(), "files": dict(files)} if STATE in files:
             return all(
-                Path(name).name == name and isinstance(entry, dict) and entry.keys() == {"size", "sha256"}
+                Path(name).name == name
+                and isinstance(entry, dict)
+                and entry.keys() == {"size", "sha256"}
                 for name, entry in files.items()
             )
     return False
@@ -301,21 +351,32 @@ def _file_damage(file: Path, entry: dict[str, Any]) -> list[str]:
         return wrong_size
     try:
         digest = _file_hash(file)
-    except OSError as error:  # a bad sector: the checkpoint before this one is the way out, so it counts as damage
+    # a bad sector: the checkpoint before this one is the way out, so it counts as damage
+    except OSError as error:
         return [f"{file.name}: found {error.strerror}, expected sha256 {entry['sha256']}"]
-    return [] if digest == entry["sha256"] else [f"{file.name}: found sha256 {digest}, expected {entry['sha256']}"]
+    return (
+        []
+        if digest == entry["sha256"]
+        else [f"{file.name}: found sha256 {digest}, expected {entry['sha256']}"]
+    )
 
 
 def _size_damage(path: Path) -> list[str]:
     damage, files = _read_manifest(path)
-    return damage or [line for name, entry in files.items() for line in _file_size_damage(path / name, entry)]
+    return damage or [
+        line for name, entry in files.items() for line in _file_size_damage(path / name, entry)
+    ]
 
 
 def _file_size_damage(file: Path, entry: dict[str, Any]) -> list[str]:
     if not file.is_file():
         return [f"{file.name}: found none, expected {entry['size']} bytes"]
     size = os.path.getsize(file)
-    return [] if size == entry["size"] else [f"{file.name}: found {size} bytes, expected {entry['size']}"]
+    return (
+        []
+        if size == entry["size"]
+        else [f"{file.name}: found {size} bytes, expected {entry['size']}"]
+    )
 
 
 def _file_hash(file: Path) -> str:

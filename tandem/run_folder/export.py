@@ -1,5 +1,6 @@
-"""A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config, tokenizer, card,
-and their SHA-256 (`sha256sum -c SHA256SUMS`), which `load_model` holds the weights against.
+"""A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config,
+tokenizer, card, and their SHA-256 (`sha256sum -c SHA256SUMS`), which `load_model` holds the weights
+against.
 
 An adapter is merged into it, or exported by itself in PEFT's format.
 """
@@ -35,7 +36,8 @@ def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
 
 
 def keep_model(model: ExactModel, source: str, folder: Path) -> None:
-    """Write config and tokenizer of a run's model into folder, so that checkpoints are of use without the model at `source`."""
+    """Write config and tokenizer of a run's model into folder, so that checkpoints are of use
+    without the model at `source`."""
 
     def write(folder: Path) -> None:
         model.module.config.save_pretrained(folder)
@@ -44,19 +46,31 @@ def keep_model(model: ExactModel, source: str, folder: Path) -> None:
         load_tokenizer(source).save_pretrained(folder)
 
     if not folder.exists():
-        _appear(folder, write, f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n")
+        _appear(
+            folder,
+            write,
+            f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n",
+        )
 
 
 def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:
-    """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)` reads it; whole or not at all.
+    """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)`
+    reads it; whole or not at all.
 
     Of a value model the score goes with it. Raises UserError for a model without an adapter.
     """
     lora = model.lora
     if lora is None:
-        raise UserError("the model has no adapter to export", where=str(folder), found="a model that was loaded without LoRA",
-                        expected="one with an adapter", next="export the whole model")  # fmt: skip
-    weights = {f"base_model.model.{name}": weight for name, weight in model.adapter_weights().items()}
+        raise UserError(
+            "the model has no adapter to export",
+            where=str(folder),
+            found="a model that was loaded without LoRA",
+            expected="one with an adapter",
+            next="export the whole model",
+        )
+    weights = {
+        f"base_model.model.{name}": weight for name, weight in model.adapter_weights().items()
+    }
     scored = "score.weight" in model.trainable()
     if scored:
         weights["base_model.model.score.weight"] = model.head.weight.detach()
@@ -69,7 +83,8 @@ def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> P
 
 
 def _appear(folder: Path, write: Callable[[Path], None], card: str) -> Path:
-    """Let write fill a directory, add the card, and put it at folder; what was there is replaced."""
+    """Let write fill a directory, add the card, and put it at folder; what was there is
+    replaced."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     with disk_errors(folder):
         try:
@@ -97,10 +112,16 @@ def _fill(folder: Path, write: Callable[[Path], None], card: str) -> None:
         file.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
-def model_card(model: ExactModel, *, base: str, command: str, step: int, metrics: dict[str, object]) -> str:
+def model_card(
+    model: ExactModel, *, base: str, command: str, step: int, metrics: dict[str, object]
+) -> str:
     """The README.md of an exported model: where it comes from and what was measured."""
-    task, method = ("text-classification", "reward-model") if command == "rm" else ("text-generation", command)
-    numbers = json.dumps({k: v for k, v in metrics.items() if k.startswith("eval/") or k == "step"}, indent=2)
+    task, method = (
+        ("text-classification", "reward-model") if command == "rm" else ("text-generation", command)
+    )
+    numbers = json.dumps(
+        {k: v for k, v in metrics.items() if k.startswith("eval/") or k == "step"}, indent=2
+    )
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n---\n"
         f"# {Path(base).name}, after `tandem {command}`\n\n"

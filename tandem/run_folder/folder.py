@@ -1,10 +1,12 @@
-"""The run folder: opened by one process at a time, for one config and one command, and never overwritten in silence.
+"""The run folder: opened by one process at a time, for one config and one command, and never
+overwritten in silence.
 
     runs/demo/  lock (pid of the process that has it)   config.toml (resolved, written last)
                 run.json (command, and the directory that relative paths of the config begin in)
                 log.txt   machine.json (processor)   and what others write: metrics.jsonl, episodes/, checkpoints/ ...
 
-run.threads = 0 is resolved when a run begins, and kept: a resume with other cores at hand computes as the run began.
+run.threads = 0 is resolved when a run begins, and kept: a resume with other cores at hand computes
+as the run began.
 
 It does not know what a step is, nor what the folder's other files hold.
 """
@@ -26,20 +28,39 @@ from typing import Any
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.runtime import numerics
-from tandem.runtime.disk import append_line, disk_errors, existing_parent, open_plain, read_plain, write_atomic
+from tandem.runtime.disk import (
+    append_line,
+    disk_errors,
+    existing_parent,
+    open_plain,
+    read_plain,
+    write_atomic,
+)
 from tandem.runtime.errors import UserError
 
 _MACHINE = "machine.json"
-# What a kill during the first start can leave; config.toml, which comes last, marks the folder as a run.
+# What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
+# run.
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
-    "eval.every", "run.folder", "run.keep_checkpoints", "run.save_every", "run.show_samples", "run.stall_s", "reward.workers",
-    "rollout.workers", "rollout.restarts", "rl.max_truncated", "rl.max_flat_steps", "train.activation_checkpointing",
-}  # fmt: skip
+    "eval.every",
+    "run.folder",
+    "run.keep_checkpoints",
+    "run.save_every",
+    "run.show_samples",
+    "run.stall_s",
+    "reward.workers",
+    "rollout.workers",
+    "rollout.restarts",
+    "rl.max_truncated",
+    "rl.max_flat_steps",
+    "train.activation_checkpointing",
+}
 _THREADS = "run.threads"  # free where the exactness probe has found that it changes no bit
-_BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}  # what stopped a run, and may grow from that value on
+# what stopped a run, and may grow from that value on
+_BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +87,15 @@ class RunFolder:
         append_line(self.log_descriptor, f"{_now()} {text}\n".encode(), self.path / "log.txt")
 
     def note_directory(self) -> None:
-        """Write down where relative paths of the config begin now, if that has changed; once they have been read."""
+        """Write down where relative paths of the config begin now, if that has changed; once they
+        have been read."""
         about = _about(self.path)
         if about.get("directory") != os.getcwd():
             _write_about(self.path, about)
 
     def note_machine(self, processor: str, any_threads: bool) -> str:
-        """Write machine.json: the processor, the thread count, and whether any count gives the same bits (any_threads). Returns
-        a warning if the run was on another processor before.
+        """Write machine.json: the processor, the thread count, and whether any count gives the same
+        bits (any_threads). Returns a warning if the run was on another processor before.
 
         Raises UserError if the count matters here and has changed.
         """
@@ -98,15 +120,20 @@ class RunFolder:
 def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iterator[RunFolder]:
     """Create the folder, or take up the run in it; command is "train" or "sft".
 
-    fresh moves what is there to `<folder>.old-1` (-2, ...) first. Raises UserError when another process has the folder,
-    when it belongs to another command or config, when it is not a run, and when the disk does not take it.
+    fresh moves what is there to `<folder>.old-1` (-2, ...) first. Raises UserError when another
+    process has the folder, when it belongs to another command or config, when it is not a run, and
+    when the disk does not take it.
     """
     _refuse_foreign(folder)
     with _locked(folder) as lock_news:
         if fresh and _is_run(folder):
-            # The lock moves with the old folder, so the new one is locked before this one is let go.
+            # The lock moves with the old folder, so the new one is locked before this one is let
+            # go.
             old = _move_aside(folder)
-            with _locked(folder) as none_before, _opened(folder, config, command, none_before) as run:
+            with (
+                _locked(folder) as none_before,
+                _opened(folder, config, command, none_before) as run,
+            ):
                 run.log(f"started fresh; the run before is in {old}")
                 yield run
         else:
@@ -123,7 +150,14 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
         log = open_plain(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         news = tuple(filter(None, [lock_news, *changes]))
-        run = RunFolder(path=folder, config=config, command=command, resumed=resumed, log_descriptor=log, news=news)
+        run = RunFolder(
+            path=folder,
+            config=config,
+            command=command,
+            resumed=resumed,
+            log_descriptor=log,
+            news=news,
+        )
         run.log(f"{'resumed' if resumed else 'started'} by pid {os.getpid()}: tandem {command}")
         for line in news:
             run.log(line)
@@ -133,13 +167,19 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
 
 
 def read_machine(folder: Path) -> dict[str, Any] | None:
-    """Read machine.json of a run folder: processor, threads, any_threads; None where there is none."""
+    """Read machine.json of a run folder: processor, threads, any_threads; None where there is
+    none."""
     path, names = folder / _MACHINE, ("processor", "threads", "any_threads")
-    return _read(path, lambda text: {name: json.loads(text)[name] for name in names}) if path.exists() else None
+    return (
+        _read(path, lambda text: {name: json.loads(text)[name] for name in names})
+        if path.exists()
+        else None
+    )
 
 
 def identity(config: Config, inputs: dict[str, str]) -> str:
-    """SHA-256 of all that the episodes of a run are a function of; inputs: hashes of its files by key."""
+    """SHA-256 of all that the episodes of a run are a function of; inputs: hashes of its files by
+    key."""
     leaves = {
         key: value
         for key, value in _leaves(to_toml(config)).items()
@@ -159,29 +199,38 @@ def _refuse_foreign(folder: Path) -> None:
         raise UserError(
             "the run folder holds something else",
             where=str(folder),
-            found=", ".join(sorted(names)[:4]) + (" ..." if len(names) > 4 else "") + ", and no config.toml",
+            found=", ".join(sorted(names)[:4])
+            + (" ..." if len(names) > 4 else "")
+            + ", and no config.toml",
             expected="a folder of an earlier run, an empty one, or none",
             next="choose another with run.folder=PATH",
         )
 
 
-# The lock ------------------------------------------------------------------------------------------------------------
+# The lock
+# ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[str]:
-    """Hold an exclusive flock on `lock`, which the system drops with the process; yields news of a killed holder."""
+    """Hold an exclusive flock on `lock`, which the system drops with the process; yields news of a
+    killed holder."""
     descriptor = _acquire(folder)
     _close_in_forks(descriptor)
     try:
         held_before = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
         with disk_errors(folder / "lock"):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode(), 0)
+            os.pwrite(
+                descriptor,
+                f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode(),
+                0,
+            )
         yield f"took over the lock of a run that was killed: {held_before}" if held_before else ""
     finally:
         with suppress(OSError):
-            os.ftruncate(descriptor, 0)  # an empty lock tells the next start that this one was not killed
+            # an empty lock tells the next start that this one was not killed
+            os.ftruncate(descriptor, 0)
         _open_locks.discard(descriptor)
         os.close(descriptor)
 
@@ -222,7 +271,8 @@ _fork_hook: list[bool] = []
 
 
 def _close_in_forks(descriptor: int) -> None:
-    """A forked worker shares the lock and would keep it after the run is killed, so the child closes its copy."""
+    """A forked worker shares the lock and would keep it after the run is killed, so the child
+    closes its copy."""
     _open_locks.add(descriptor)
     if not _fork_hook:
         os.register_at_fork(after_in_child=_close_locks)
@@ -234,7 +284,8 @@ def _close_locks() -> None:
         os.close(_open_locks.pop())
 
 
-# Start, start over, start again --------------------------------------------------------------------------------------
+# Start, start over, start again
+# --------------------------------------------------------------------------------------
 
 
 def _begin(folder: Path, config: Config, command: str) -> list[str]:
@@ -249,7 +300,8 @@ def _write_about(folder: Path, about: dict[str, Any]) -> None:
 
 
 def _with_threads(config: Config, folder: Path, resumed: bool) -> Config:
-    """Resolve run.threads = 0: to the count of the run in the folder, or of torch where it has not begun."""
+    """Resolve run.threads = 0: to the count of the run in the folder, or of torch where it has not
+    begun."""
     if config.run.threads:
         return config
     begun = resumed and (folder / "metrics.jsonl").exists()
@@ -268,8 +320,8 @@ def _move_aside(folder: Path) -> Path:
 
 
 def check_run(folder: Path, config: Config, command: str) -> bool:
-    """Check that open_run would take the folder, and change nothing; returns whether there is a run to go on with. Raises
-    UserError as open_run."""
+    """Check that open_run would take the folder, and change nothing; returns whether there is a run
+    to go on with. Raises UserError as open_run."""
     _refuse_foreign(folder)
     _check_writable(folder)
     if (folder / "lock").is_file():
@@ -298,7 +350,8 @@ def _check_writable(folder: Path) -> None:
 def _take_up(folder: Path, config: Config, command: str) -> list[str]:
     """Check that the run in the folder is the same; returns what changed and may, for the log.
 
-    A start that a mistake ended before the first metrics row leaves nothing to protect: the corrected config replaces it.
+    A start that a mistake ended before the first metrics row leaves nothing to protect: the
+    corrected config replaces it.
     """
     if not (folder / "metrics.jsonl").exists():
         return _begin(folder, config, command)
@@ -309,12 +362,15 @@ def _take_up(folder: Path, config: Config, command: str) -> list[str]:
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    return _read(folder / "run.json", lambda text: {"command": json.loads(text)["command"], **json.loads(text)})  # type: ignore[no-any-return]
+    return _read(
+        folder / "run.json",
+        lambda text: {"command": json.loads(text)["command"], **json.loads(text)},
+    )  # type: ignore[no-any-return]
 
 
 def _changed(folder: Path, config: Config, command: str) -> list[str]:
-    """What of the config has changed since the run in the folder began, and may. Raises UserError for what may not, and for
-    a run of another command."""
+    """What of the config has changed since the run in the folder began, and may. Raises UserError
+    for what may not, and for a run of another command."""
     about = _about(folder)
     if about["command"] != command:
         raise UserError(
@@ -328,7 +384,9 @@ def _changed(folder: Path, config: Config, command: str) -> list[str]:
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     refused = [key for key in changed if key not in _FREE and not _extends(key, old, new)]
     machine = read_machine(folder)
-    if _THREADS in refused and (old[_THREADS] == 0 or (machine is not None and machine["any_threads"])):
+    if _THREADS in refused and (
+        old[_THREADS] == 0 or (machine is not None and machine["any_threads"])
+    ):
         refused.remove(_THREADS)
     if refused:
         raise UserError(
@@ -343,13 +401,17 @@ def _changed(folder: Path, config: Config, command: str) -> list[str]:
 
 
 def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """More steps are the same run made longer, unless the learning rate of past steps was bent by their number, or rollouts
-    that would have been ahead of the last step were not made.
+    """More steps are the same run made longer, unless the learning rate of past steps was bent by
+    their number, or rollouts that would have been ahead of the last step were not made.
 
     And a larger bound on what stopped the run changes no step that was made under the smaller one.
     """
     if key == "run.steps":
-        return new[key] > old.get(key, 0) and new["train.schedule"] == "constant" and not new["rollout.staleness"]
+        return (
+            new[key] > old.get(key, 0)
+            and new["train.schedule"] == "constant"
+            and not new["rollout.staleness"]
+        )
     return key in _BOUNDS and new[key] > old.get(key, 0) >= _BOUNDS[key]
 
 
@@ -360,7 +422,11 @@ def _change(key: str, old: dict[str, Any], new: dict[str, Any]) -> str:
 def _leaves(toml: str) -> dict[str, Any]:
     """ "[run]\\nseed = 1" -> {"run.seed": 1}."""
     tree = tomllib.loads(toml)
-    return {f"{section}.{name}": value for section, fields in tree.items() for name, value in fields.items()}
+    return {
+        f"{section}.{name}": value
+        for section, fields in tree.items()
+        for name, value in fields.items()
+    }
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:

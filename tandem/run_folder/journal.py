@@ -1,4 +1,5 @@
-"""A run's own journal read back: what was rolled out, scored or evaluated before a kill is not paid for again.
+"""A run's own journal read back: what was rolled out, scored or evaluated before a kill is not paid
+for again.
 
     scoring threads                        the journal's thread                   files in episodes/
     ---------------                        --------------------                   ------------------
@@ -6,8 +7,9 @@
                                            close: the rest, unless Journal.write follows at once
     Journal.write (the step is complete)                                          train_step_000012.parquet, parts removed
 
-A file counts only if it was written by the same run: its note has the hash of the config and of the inputs. So what cannot
-be repeated (a tool, a judge) stays what it was. It does not know what a step or its state mean.
+A file counts only if it was written by the same run: its note has the hash of the config and of the
+inputs. So what cannot be repeated (a tool, a judge) stays what it was. It does not know what a step
+or its state mean.
 """
 
 import re
@@ -17,7 +19,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tandem.run_folder.episode_files import episode_file, read_groups, read_note, read_numbered, write_episodes
+from tandem.run_folder.episode_files import (
+    episode_file,
+    read_groups,
+    read_note,
+    read_numbered,
+    write_episodes,
+)
 from tandem.runtime import watchdog
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
@@ -29,13 +37,16 @@ Ended = dict[int, Episode]  # by the key of its draws
 
 
 class Journal:
-    """The episodes of one run. run: the hash of everything it is a function of; problems: those it may speak of."""
+    """The episodes of one run. run: the hash of everything it is a function of; problems: those it
+    may speak of."""
 
     def __init__(self, folder: Path, run: str, problems: Sequence[Problem]):
         self.folder, self.run = folder, run
         self.problems: Mapping[str, Problem] = {problem.uid: problem for problem in problems}
 
-    def write(self, step: int, groups: Sequence[Group], kind: str = "train", state: Any = None) -> None:
+    def write(
+        self, step: int, groups: Sequence[Group], kind: str = "train", state: Any = None
+    ) -> None:
         """Durable on return; state is what the step leaves to the next, as JSON."""
         write_episodes(self.folder, step, groups, kind, note={"run": self.run, "state": state})
         if kind == "train":
@@ -50,9 +61,11 @@ class Journal:
         return read_groups(path, self.problems), note["state"]
 
     @contextmanager
-    def parts(self, step: int, tick: int, problems: Sequence[Problem], last: bool) -> Iterator["Parts"]:
-        """For the episodes of a step under way; `ended` has those that an earlier start of the run saw end. last: the step's
-        own file follows at once."""
+    def parts(
+        self, step: int, tick: int, problems: Sequence[Problem], last: bool
+    ) -> Iterator["Parts"]:
+        """For the episodes of a step under way; `ended` has those that an earlier start of the run
+        saw end. last: the step's own file follows at once."""
         parts = Parts(self, step, tick, problems)
         whole = False
         try:
@@ -81,7 +94,8 @@ class Journal:
 
 
 class Parts:
-    """Collects episodes from any thread and makes them durable. An error of the disk is raised by `close`."""
+    """Collects episodes from any thread and makes them durable. An error of the disk is raised by
+    `close`."""
 
     def __init__(self, journal: Journal, step: int, tick: int, problems: Sequence[Problem]):
         self._journal, self._step, self._tick, self._problems = journal, step, tick, problems
@@ -123,14 +137,23 @@ class Parts:
             for row, problem in enumerate(self._problems)
         ]
         part = f"_{self._tick}_{self._count}"
-        write_episodes(self._journal.folder, self._step, groups, "part", note={"run": self._journal.run}, part=part)
+        write_episodes(
+            self._journal.folder,
+            self._step,
+            groups,
+            "part",
+            note={"run": self._journal.run},
+            part=part,
+        )
         self._count += 1
 
     def _read(self) -> tuple[Ended, int]:
         """(what earlier starts saw end in this tick, the number of the next part)."""
         ended: Ended = {}
         pattern = f"part_step_{self._step:06d}_{self._tick}_*.parquet"
-        paths = sorted(self._journal.folder.glob(pattern), key=lambda path: int(re.split("_", path.stem)[-1]))
+        paths = sorted(
+            self._journal.folder.glob(pattern), key=lambda path: int(re.split("_", path.stem)[-1])
+        )
         for path in paths:
             with suppress(UserError):  # a damaged one: its episodes are played again
                 if (read_note(path) or {}).get("run") == self._journal.run:

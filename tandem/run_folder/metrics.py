@@ -1,8 +1,9 @@
-"""The numbers of a run: one row a step in metrics.jsonl, times and memory in timings.jsonl, both in TensorBoard; and hashes
-of what the step left in ledger.jsonl.
+"""The numbers of a run: one row a step in metrics.jsonl, times and memory in timings.jsonl, both in
+TensorBoard; and hashes of what the step left in ledger.jsonl.
 
-metrics.jsonl holds nothing that differs between two runs of one config, so a resumed run leaves the same bytes as one
-that was never stopped; what does differ (seconds, memory) stands beside it. It does not know what a metric means.
+metrics.jsonl holds nothing that differs between two runs of one config, so a resumed run leaves the
+same bytes as one that was never stopped; what does differ (seconds, memory) stands beside it. It
+does not know what a metric means.
 """
 
 import hashlib
@@ -24,36 +25,53 @@ Metrics = dict[str, Any]  # name -> float | int | None | Metrics
 
 
 class MetricsWriter:
-    """Appends rows, each durable before write returns. The order at a step: write its row, then save its checkpoint.
+    """Appends rows, each durable before write returns. The order at a step: write its row, then
+    save its checkpoint.
 
-    Opening it at resume_step cuts the later rows off, as those steps are going to be run again. Raises UserError when
-    the row of resume_step is not there, and when the disk is full.
+    Opening it at resume_step cuts the later rows off, as those steps are going to be run again.
+    Raises UserError when the row of resume_step is not there, and when the disk is full.
     """
 
     def __init__(self, run_folder: Path, resume_step: int):
-        metrics, timings, ledger = (run_folder / f"{name}.jsonl" for name in ("metrics", "timings", "ledger"))
+        metrics, timings, ledger = (
+            run_folder / f"{name}.jsonl" for name in ("metrics", "timings", "ledger")
+        )
         last = _cut(metrics, resume_step)
         if resume_step > 0 and last != resume_step:
             raise _missing(metrics, last, resume_step)
         _cut(timings, resume_step)
         _cut(ledger, resume_step)
         self._last_step: int | None = last
-        self._metrics, self._timings, self._ledger = _Lines(metrics), _Lines(timings), _Lines(ledger)
+        self._metrics, self._timings, self._ledger = (
+            _Lines(metrics),
+            _Lines(timings),
+            _Lines(ledger),
+        )
         self._events = _EventFile(run_folder / "tensorboard", resume_step + 1)
 
     def write(
-        self, step: int, metrics: Metrics, timings: dict[str, float], ledger: dict[str, str] | None = None
+        self,
+        step: int,
+        metrics: Metrics,
+        timings: dict[str, float],
+        ledger: dict[str, str] | None = None,
     ) -> None:
-        """Steps must rise. NaN and infinities are written as null and named under "non_finite". ledger: hashes by name."""
+        """Steps must rise. NaN and infinities are written as null and named under "non_finite".
+        ledger: hashes by name."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
         row = metrics_row(step, metrics)
         timing_row = metrics_row(step, timings)
         self._timings.append(timing_row)
         if ledger is not None:
-            self._ledger.append({"step": step, **ledger, "metrics": hashlib.sha256(_line(row)).hexdigest()})
-        self._metrics.append(row)  # last: a kill before it leaves others that the next start cuts off
-        self._events.append(step, {**_flat(metrics), **{f"timings/{k}": v for k, v in _flat(timings).items()}})
+            self._ledger.append(
+                {"step": step, **ledger, "metrics": hashlib.sha256(_line(row)).hexdigest()}
+            )
+        # last: a kill before it leaves others that the next start cuts off
+        self._metrics.append(row)
+        self._events.append(
+            step, {**_flat(metrics), **{f"timings/{k}": v for k, v in _flat(timings).items()}}
+        )
         self._last_step = step
 
     def write_text(self, step: int, tag: str, text: str) -> None:
@@ -74,7 +92,8 @@ class MetricsWriter:
 
 
 def read_metrics(run_folder: Path, name: str = "metrics.jsonl") -> list[Metrics]:
-    """The rows by step; name="timings.jsonl" for the times. Reads the file of a run in progress as well."""
+    """The rows by step; name="timings.jsonl" for the times. Reads the file of a run in progress as
+    well."""
     return [row for _, row in _read_rows(run_folder / name)]
 
 
@@ -132,7 +151,9 @@ def _value(value: Any, name: str, non_finite: dict[str, str]) -> Any:
                 return float(value)
             non_finite[name] = str(float(value))
             return None
-    raise TypeError(f"metric {name} is a {type(value).__name__}; expected a number, None or a dict of them")
+    raise TypeError(
+        f"metric {name} is a {type(value).__name__}; expected a number, None or a dict of them"
+    )
 
 
 def _flat(metrics: Metrics, prefix: str = "") -> dict[str, float]:
@@ -156,7 +177,8 @@ def _cut(path: Path, last_step: int) -> int | None:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[bytes, Metrics]]:
-    """(line, row); a torn last line, which a kill leaves, is dropped, and a broken one elsewhere is an error."""
+    """(line, row); a torn last line, which a kill leaves, is dropped, and a broken one elsewhere is
+    an error."""
     with disk_errors(path):
         lines = read_plain(path).splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
@@ -192,29 +214,41 @@ def _missing(path: Path, last: int | None, resume_step: int) -> UserError:
 
 
 class _EventFile:
-    """One TensorBoard file for each start, written at once: no thread whose errors come late, and no torch.
+    """One TensorBoard file for each start, written at once: no thread whose errors come late, and
+    no torch.
 
     purge_step tells TensorBoard to forget what earlier files say from that step on.
     """
 
     def __init__(self, folder: Path, purge_step: int):
-        # Imported here because it takes as long as the rest of this module's imports several times over.
+        # Imported here because it takes as long as the rest of this module's imports several times
+        # over.
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
+        self._event, self._summary, self._tensor, self._types = (
+            event_pb2,
+            summary_pb2,
+            tensor_pb2,
+            types_pb2,
+        )
         self._folder = folder
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
             # TensorBoard reads the files by name: numbered, as a clock can step back.
-            self._file: IO[bytes] = (folder / f"events.out.tfevents.{len(list(folder.iterdir())):010d}").open("xb")
+            self._file: IO[bytes] = (
+                folder / f"events.out.tfevents.{len(list(folder.iterdir())):010d}"
+            ).open("xb")
         self._records = RecordWriter(self._file)
         self._put(event_pb2.Event(file_version="brain.Event:2"))
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._put(event_pb2.Event(step=purge_step, session_log=start))
 
     def append(self, step: int, scalars: dict[str, float]) -> None:
-        values = [self._summary.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        values = [
+            self._summary.Summary.Value(tag=tag, simple_value=value)
+            for tag, value in scalars.items()
+        ]
         self._put(self._event.Event(step=step, summary=self._summary.Summary(value=values)))
 
     def append_text(self, step: int, tag: str, text: str) -> None:

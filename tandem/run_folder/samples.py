@@ -1,9 +1,10 @@
-"""Episodes as a person reads them, from the journal's files: a few lines while a run goes on, a page afterwards.
+"""Episodes as a person reads them, from the journal's files: a few lines while a run goes on, a
+page afterwards.
 
     tandem show runs/demo/train --step 12 --worst
 
-What a model wrote is text of a stranger: whatever a terminal could obey is written as an escape. It does not know why an
-episode became what it is: that is audit/why.py.
+What a model wrote is text of a stranger: whatever a terminal could obey is written as an escape. It
+does not know why an episode became what it is: that is audit/why.py.
 """
 
 import json
@@ -16,8 +17,23 @@ from tandem.run_folder.episode_files import episode_file
 from tandem.run_folder.past_run import read_columns
 from tandem.types import Message
 
-_COLUMNS = ["step", "group", "uid", "sample_index", "answer", "messages", "opening", "transcript", "loss_mask", "reward",
-            "reward_parts", "given", "stop_reason", "reward_error", "env_error"]  # fmt: skip
+_COLUMNS = [
+    "step",
+    "group",
+    "uid",
+    "sample_index",
+    "answer",
+    "messages",
+    "opening",
+    "transcript",
+    "loss_mask",
+    "reward",
+    "reward_parts",
+    "given",
+    "stop_reason",
+    "reward_error",
+    "env_error",
+]
 WIDTH = 66  # characters of a text on one line of `brief`
 
 
@@ -39,17 +55,23 @@ class Shown:
     @property
     def completion(self) -> str:
         """The last text of the model."""
-        return next((m["content"] for m in reversed(self.transcript) if m["role"] == "assistant"), "")
+        return next(
+            (m["content"] for m in reversed(self.transcript) if m["role"] == "assistant"), ""
+        )
 
 
 def sample_file(episodes: Path, step: int, *, held_out: bool) -> Path | None:
-    """The file of the step's episodes, those of its evaluation first if held_out; None where it has none of both."""
+    """The file of the step's episodes, those of its evaluation first if held_out; None where it has
+    none of both."""
     kinds = ("eval_sampled", "train") if held_out else ("train", "eval_sampled")
-    return next((path for kind in kinds if (path := episode_file(episodes, step, kind)).is_file()), None)
+    return next(
+        (path for kind in kinds if (path := episode_file(episodes, step, kind)).is_file()), None
+    )
 
 
 def read_samples(path: Path) -> list[Shown]:
-    """Read the episodes of a file, one of each problem first, then the next of each. Raises UserError."""
+    """Read the episodes of a file, one of each problem first, then the next of each. Raises
+    UserError."""
     held_out = path.name.startswith("eval_")
     samples = [_shown(row, held_out) for row in read_columns(path, _COLUMNS)]
     return sorted(samples, key=lambda shown: (shown.sample_index, shown.group))
@@ -91,7 +113,10 @@ def brief(shown: Shown) -> str:
 
 def page(shown: Shown) -> str:
     """The whole conversation."""
-    chat = [f"{message['role']}: {printable(message['content'])}" for message in (*shown.prompt, *shown.transcript)]
+    chat = [
+        f"{message['role']}: {printable(message['content'])}"
+        for message in (*shown.prompt, *shown.transcript)
+    ]
     expected = [f"expected answer: {printable(shown.answer)}"] if shown.answer else []
     errors = [f"error: {printable(error)}" for error in shown.errors]
     return "\n".join([f"{printable(shown.name)}: {shown.verdict}", *chat, *expected, *errors])
@@ -99,7 +124,9 @@ def page(shown: Shown) -> str:
 
 def printable(text: str) -> str:
     """The text with its lines, and every other character that is not printed as an escape."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def as_markdown(pages: Sequence[str]) -> str:

@@ -1,7 +1,8 @@
-"""Durable writing: a kill leaves the old file or the new one under a real name, never a half; a full disk is told.
+"""Durable writing: a kill leaves the old file or the new one under a real name, never a half; a
+full disk is told.
 
-Checkpoints, journal, metrics and the run folder write through these few operations. It does not know what it writes.
-Tests hand in a Disk that dies at its n-th operation.
+Checkpoints, journal, metrics and the run folder write through these few operations. It does not
+know what it writes. Tests hand in a Disk that dies at its n-th operation.
 """
 
 import errno
@@ -17,9 +18,15 @@ from pathlib import Path
 from tandem.runtime.errors import UserError
 
 _AGAIN = "the same command again goes on from the last checkpoint"
-# error numbers, what, expected, next. EFBIG is a file size limit (ulimit -f) or a small file system.
+# error numbers, what, expected, next. EFBIG is a file size limit (ulimit -f) or a small file
+# system.
 _CAUSES = (
-    ((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "the disk is full", "space for this file", f"free space; {_AGAIN}"),
+    (
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        "the disk is full",
+        "space for this file",
+        f"free space; {_AGAIN}",
+    ),
     (
         (errno.EROFS, errno.EACCES, errno.EPERM),
         "the disk refuses to be written",
@@ -46,7 +53,8 @@ _CAUSES = (
 
 
 class Disk:
-    """The operations between which a kill can fall. Paths are created whole and made durable one by one."""
+    """The operations between which a kill can fall. Paths are created whole and made durable one by
+    one."""
 
     def write(self, path: Path, save: Callable[[Path], None]) -> None:
         """Let save make the file."""
@@ -86,8 +94,9 @@ def file_hash(path: Path) -> str:
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """Open a file of a run folder to write in it. A link is not followed, as its target may be anybody's; a pipe is not waited
-    for. Raises OSError for those and for whatever else is not a plain file."""
+    """Open a file of a run folder to write in it. A link is not followed, as its target may be
+    anybody's; a pipe is not waited for. Raises OSError for those and for whatever else is not a
+    plain file."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -96,14 +105,16 @@ def open_plain(path: Path, flags: int) -> int:
 
 
 def read_plain(path: Path) -> bytes:
-    """The content of a plain file, or of one that a link names. Raises OSError for anything else."""
+    """The content of a plain file, or of one that a link names. Raises OSError for anything
+    else."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "Not a plain file", str(path))
     return path.read_bytes()
 
 
 def make_folder(folder: Path, disk: Disk = DISK) -> None:
-    """With the parents it lacks, each durable in its own parent: what is durable in a folder needs the folder."""
+    """With the parents it lacks, each durable in its own parent: what is durable in a folder needs
+    the folder."""
     if not folder.is_dir():
         make_folder(folder.parent, disk)
         folder.mkdir(exist_ok=True)
@@ -111,7 +122,8 @@ def make_folder(folder: Path, disk: Disk = DISK) -> None:
 
 
 def write_atomic(path: Path, data: bytes, disk: Disk = DISK) -> None:
-    """Put data at path, durable on return; until the rename the old content stays. Raises UserError on a full disk."""
+    """Put data at path, durable on return; until the rename the old content stays. Raises UserError
+    on a full disk."""
     temporary = path.with_name(f".tmp-{path.name}")
     with disk_errors(path):
         disk.write(temporary, lambda target: _write_bytes(target, data))
@@ -126,7 +138,8 @@ def _write_bytes(path: Path, data: bytes) -> None:
 
 
 def append_line(descriptor: int, line: bytes, path: Path) -> None:
-    """One line at the end of an open file, durable on return; os.write so that nothing waits in a buffer."""
+    """One line at the end of an open file, durable on return; os.write so that nothing waits in a
+    buffer."""
     with disk_errors(path):
         rest = memoryview(line)
         while rest:
@@ -156,7 +169,8 @@ def _told(error: OSError, path: Path) -> UserError | None:
 
 
 def os_error(error: Exception, path: Path) -> OSError | None:
-    """The system's error inside one of a Rust library, which tells it only as text: "... (os error 28)"."""
+    """The system's error inside one of a Rust library, which tells it only as text: "... (os error
+    28)"."""
     match = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(match[1]), os.strerror(int(match[1])), str(path)) if match else None
 
@@ -168,7 +182,8 @@ def _free_bytes_near(path: Path) -> int:
 def existing_parent(path: Path) -> Path:
     """The nearest folder that exists: the path itself, or one that it would lie in."""
     path = path.absolute()
-    while not os.path.isdir(path) and path != path.parent:  # Path.is_dir raises for a name that is too long
+    # Path.is_dir raises for a name that is too long
+    while not os.path.isdir(path) and path != path.parent:
         path = path.parent
     return path
 

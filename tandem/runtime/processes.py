@@ -1,7 +1,9 @@
-"""What is known of this machine's processes from outside: descendants, what they do, and how they are ended.
+"""What is known of this machine's processes from outside: descendants, what they do, and how they
+are ended.
 
-The watchdog, its guard and the second Ctrl-C need it. It does not know what any process is for, and imports little, as
-the guard starts with every run. Without /proc (macOS) it asks `ps`, and knows less.
+The watchdog, its guard and the second Ctrl-C need it. It does not know what any process is for, and
+imports little, as the guard starts with every run. Without /proc (macOS) it asks `ps`, and knows
+less.
 """
 
 import os
@@ -17,17 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WRITE_S = 1.0  # for a report to a terminal, a pipe or a disk that may be what hangs
-NEXT = "next: the same command resumes from the last checkpoint; run.stall_s is the deadline\n"  # of each report
+# of each report
+NEXT = "next: the same command resumes from the last checkpoint; run.stall_s is the deadline\n"
 STOPPED, ENDED = "Tt", "Z"
 STATES = {
-    "R": "running", "S": "sleeping", "D": "waiting for a device", "T": "stopped by a signal", "t": "stopped by a debugger",
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a device",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
     "Z": "ended, and nobody has asked for its exit status",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """Example: Process(pid=4711, parent=4700, state="T", command="python -m tandem.rewards.pool.fork_server answer")"""
+    """Example: Process(pid=4711, parent=4700, state="T", command="python -m
+    tandem.rewards.pool.fork_server answer")"""
 
     pid: int
     parent: int
@@ -38,7 +46,9 @@ class Process:
     def position(self) -> str:
         """What it does, as far as one can tell from outside."""
         where = _read(f"/proc/{self.pid}/wchan")
-        return STATES.get(self.state, self.state) + (f", in {where}" if where not in ("", "0") else "")
+        return STATES.get(self.state, self.state) + (
+            f", in {where}" if where not in ("", "0") else ""
+        )
 
     def describe(self) -> str:
         return f"  {self.pid} {self.command[:120]}: {self.position}"
@@ -48,7 +58,9 @@ def descendants(of: int, besides: Collection[int] = ()) -> list[Process]:
     """Children first, then theirs; those that have ended and were not collected are among them."""
     everyone, found = _everyone(), [of]
     for pid in found:
-        found += [p.pid for p in everyone.values() if p.parent == pid and p.pid not in (*besides, *found)]
+        found += [
+            p.pid for p in everyone.values() if p.parent == pid and p.pid not in (*besides, *found)
+        ]
     return [everyone[pid] for pid in found[1:]]
 
 
@@ -77,7 +89,8 @@ def catches(pid: int, number: int) -> bool:
 
 
 def is_ours(file: str) -> bool:
-    """Whether a line of Python is of the program or a package, not of the standard library: there is the cause."""
+    """Whether a line of Python is of the program or a package, not of the standard library: there
+    is the cause."""
     packages = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return not file.startswith("<frozen") and (
         file.startswith(packages) or not file.startswith(sysconfig.get_path("stdlib"))
@@ -85,7 +98,8 @@ def is_ours(file: str) -> bool:
 
 
 def tell(text: str, log: Path | None) -> None:
-    """Write to stderr and to the end of the log; whichever hangs is left behind, and what fails is passed over."""
+    """Write to stderr and to the end of the log; whichever hangs is left behind, and what fails is
+    passed over."""
     within(WRITE_S, lambda: os.write(2, text.encode(errors="replace")))
     if log is not None:
         within(WRITE_S, lambda: _append(log, text))
@@ -121,10 +135,14 @@ def _everyone() -> dict[int, Process]:
 
 
 def _by_ps() -> dict[int, Process]:
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True, timeout=5)
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True, timeout=5
+    )
     rows = [line.split(None, 3) for line in listed.stdout.splitlines()]
     return {
-        int(pid): Process(pid=int(pid), parent=int(parent), state=state[0], command=" ".join(command))
+        int(pid): Process(
+            pid=int(pid), parent=int(parent), state=state[0], command=" ".join(command)
+        )
         for pid, parent, state, *command in rows
     }
 

@@ -1,4 +1,5 @@
-"""Addressed randomness (contract D1): every draw is a hash of where it is used, never the next of a stream.
+"""Addressed randomness (contract D1): every draw is a hash of where it is used, never the next of a
+stream.
 
 No generator has state, so no draw depends on what else ran, in which order, or on a restart.
 """
@@ -12,14 +13,19 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def address(*parts: int | str) -> int:
     """A 64-bit key for a place, e.g. address(seed, "sample", problem.uid, sample_index, turn)."""
-    # the separator is doubled inside a part and followed by a letter between parts, so no two places share a text
-    words = [f"str:{p}".replace("\x1f", "\x1f\x1f") if isinstance(p, str) else f"int:{int(p)}" for p in parts]
+    # the separator is doubled inside a part and followed by a letter between parts, so no two
+    # places share a text
+    words = [
+        f"str:{p}".replace("\x1f", "\x1f\x1f") if isinstance(p, str) else f"int:{int(p)}"
+        for p in parts
+    ]
     text = "\x1f".join(words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float32 [B] in [0, 1) with 24 bits, one for each (key uint64 [B], position int64 [B]); splitmix64."""
+    """float32 [B] in [0, 1) with 24 bits, one for each (key uint64 [B], position int64 [B]);
+    splitmix64."""
     with np.errstate(over="ignore"):
         z = keys.astype(np.uint64) + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1))
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

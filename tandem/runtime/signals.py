@@ -1,4 +1,5 @@
-"""Ctrl-C and a polite kill (SIGTERM): the first ends a run in good order within EXIT_S, a second one at once.
+"""Ctrl-C and a polite kill (SIGTERM): the first ends a run in good order within EXIT_S, a second
+one at once.
 
     the system            main thread, between two lines of Python          the thread "signals"
     ----------            ----------------------------------------          --------------------
@@ -7,9 +8,10 @@
                           limit_s later, whichever comes first              a second one, or EXIT_S: all processes
                                                                             that were started are killed, exit 130
 
-A handler of Python runs in the main thread only, when that is between two lines: a call in C that takes a minute delays the
-KeyboardInterrupt by a minute, and nothing can raise it sooner. That is what the thread is for. It does not know what a run
-saves; nothing that a kill can harm is left to it (see runtime/disk.py).
+A handler of Python runs in the main thread only, when that is between two lines: a call in C that
+takes a minute delays the KeyboardInterrupt by a minute, and nothing can raise it sooner. That is
+what the thread is for. It does not know what a run saves; nothing that a kill can harm is left to
+it (see runtime/disk.py).
 """
 
 import os
@@ -25,25 +27,31 @@ from tandem.runtime.processes import end_descendants, tell
 
 EXIT_CODE = 130
 EXIT_S = 10.0  # from the first signal to the end of the process
-AGAIN_S = 0.2  # a shell or a launcher that passes on what the terminal has sent already is no second signal
+# a shell or a launcher that passes on what the terminal has sent already is no second signal
+AGAIN_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def on_signals() -> Iterator[None]:
-    """Around a run, in the main thread; elsewhere no signal arrives and nothing is done. Uses SIGALRM and its timer.
+    """Around a run, in the main thread; elsewhere no signal arrives and nothing is done. Uses
+    SIGALRM and its timer.
 
-    After a signal all stays as it is when the context ends: EXIT_S and the second signal are about the whole process, the
-    interpreter's own end included, which waits for threads.
+    After a signal all stays as it is when the context ends: EXIT_S and the second signal are about
+    the whole process, the interpreter's own end included, which waits for threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    thread = threading.Thread(target=_end_at_the_second, args=(reading,), name="signals", daemon=True)
+    thread = threading.Thread(
+        target=_end_at_the_second, args=(reading,), name="signals", daemon=True
+    )
     thread.start()
-    handlers = {number: signal.signal(number, _section.handle) for number in (*SIGNALS, signal.SIGALRM)}
+    handlers = {
+        number: signal.signal(number, _section.handle) for number in (*SIGNALS, signal.SIGALRM)
+    }
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         yield
@@ -59,7 +67,8 @@ def on_signals() -> Iterator[None]:
 
 @contextmanager
 def held(limit_s: float = 5.0) -> Iterator[None]:
-    """A section that a first signal does not cut in two: KeyboardInterrupt comes at its end, or limit_s after the signal.
+    """A section that a first signal does not cut in two: KeyboardInterrupt comes at its end, or
+    limit_s after the signal.
 
     Example: with held(): optimizer.update(); progress.steps += 1
     """
@@ -72,7 +81,8 @@ def held(limit_s: float = 5.0) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A part of a held section that a signal does cut, at once: nothing there is half done, however long it takes."""
+    """A part of a held section that a signal does cut, at once: nothing there is half done, however
+    long it takes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -82,7 +92,8 @@ def interruptible() -> Iterator[None]:
 
 
 class _Section:
-    """What the main thread is in. limits: of the held sections, the innermost last; signalled: the first one has come."""
+    """What the main thread is in. limits: of the held sections, the innermost last; signalled: the
+    first one has come."""
 
     def __init__(self) -> None:
         self.limits: tuple[float, ...] = ()

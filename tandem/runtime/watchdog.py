@@ -1,4 +1,5 @@
-"""Who waits for whom, process-wide as logging is: a run that gets nothing done says who is to blame, and stops.
+"""Who waits for whom, process-wide as logging is: a run that gets nothing done says who is to
+blame, and stops.
 
     any thread                        the thread "watchdog"                     runtime/watchdog_process.py, a process
     ----------                        ---------------------                     -------------------
@@ -7,16 +8,18 @@
                                       to the culprit; _report, kill what        it could not look for deadline_s:
                                       was started, exit 3                       one call in C keeps the interpreter
 
-An *actor* is a thread that has beaten or waited; the main thread is called "trainer", others by their thread's name. It is
-stalled when neither a beat nor the beginning or end of a wait of its own is younger than deadline_s. From it the chain of
-waits leads to the culprit: an actor that waits for nobody, a thread that has ended, something outside this process, or,
-in a circle, a deadlock. If it leads to an actor that is not stalled, nobody is to blame yet. An actor that goes on and on
-without ever giving what others wait for is not found.
+An *actor* is a thread that has beaten or waited; the main thread is called "trainer", others by
+their thread's name. It is stalled when neither a beat nor the beginning or end of a wait of its own
+is younger than deadline_s. From it the chain of waits leads to the culprit: an actor that waits for
+nobody, a thread that has ended, something outside this process, or, in a circle, a deadlock. If it
+leads to an actor that is not stalled, nobody is to blame yet. An actor that goes on and on without
+ever giving what others wait for is not found.
 
-Time in which the watchdog could not look (the process was stopped, the lid was closed) counts for nobody.
+Time in which the watchdog could not look (the process was stopped, the lid was closed) counts for
+nobody.
 
-It knows neither what the waits are for nor whether a lock is behind one; it believes what it is told. Waits of coroutines
-are not its business: their thread is the actor.
+It knows neither what the waits are for nor whether a lock is behind one; it believes what it is
+told. Waits of coroutines are not its business: their thread is the actor.
 """
 
 import ctypes
@@ -36,7 +39,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from tandem.runtime.processes import ENDED, NEXT, STOPPED, catches, descendants, end_descendants, is_ours, tell
+from tandem.runtime.processes import (
+    ENDED,
+    NEXT,
+    STOPPED,
+    catches,
+    descendants,
+    end_descendants,
+    is_ours,
+    tell,
+)
 
 EXIT_CODE = 3
 LOOK_S = 1.0  # at most, between two looks
@@ -56,14 +68,18 @@ def beat() -> None:
 
 @contextmanager
 def waits(*, of: str, what: str) -> Iterator[None]:
-    """This thread waits for the actor `of`, or for something outside of that name: "reward workers", "disk".
+    """This thread waits for the actor `of`, or for something outside of that name: "reward
+    workers", "disk".
 
     Example: with waits(of="rollouts", what="the episodes of step 7"): episodes = future.result()
     """
     if _watchdog is None:
         yield
         return
-    actor, wait = _watchdog.actor(), _Wait(of=of, what=what, thread=_thread_named(of), since=time.monotonic())
+    actor, wait = (
+        _watchdog.actor(),
+        _Wait(of=of, what=what, thread=_thread_named(of), since=time.monotonic()),
+    )
     actor.alive = wait.since
     actor.waits.append(wait)
     try:
@@ -74,16 +90,19 @@ def waits(*, of: str, what: str) -> Iterator[None]:
 
 
 def dumps_stacks(file: TextIO | int = 2) -> None:
-    """Called by a process that a run starts: SIGUSR1 has it write the stacks of its threads, wherever they hang."""
+    """Called by a process that a run starts: SIGUSR1 has it write the stacks of its threads,
+    wherever they hang."""
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
 @contextmanager
-def watching(deadline_s: float, *, log: Path | None = None, stop: Stop | None = None) -> Iterator[None]:
+def watching(
+    deadline_s: float, *, log: Path | None = None, stop: Stop | None = None
+) -> Iterator[None]:
     """Watch this process while the context lasts; the calling thread is the first actor.
 
-    On a stall the report goes to stderr and to the end of log, and the process ends with EXIT_CODE, what it started first.
-    stop: what to do instead of ending.
+    On a stall the report goes to stderr and to the end of log, and the process ends with EXIT_CODE,
+    what it started first. stop: what to do instead of ending.
     """
     global _watchdog
     watchdog = _Watchdog(deadline_s, log, stop or _end_process)
@@ -129,7 +148,8 @@ class _Watchdog:
         self.guard: _Guard | None = None
         self._deadline_s, self._log, self._stop = deadline_s, log, stop
         self._look_s = min(LOOK_S, deadline_s / 4)
-        self._actors: dict[threading.Thread, _Actor] = {}  # list(values()) is one operation, so there is no lock
+        # list(values()) is one operation, so there is no lock
+        self._actors: dict[threading.Thread, _Actor] = {}
 
     def actor(self) -> _Actor:
         """The calling thread's."""
@@ -162,7 +182,9 @@ class _Watchdog:
     def _accuse(self, accusation: str) -> None:
         """Report and stop, even if reporting hangs; the guard hears from us meanwhile."""
         told: list[str] = []
-        thread = threading.Thread(target=lambda: told.append(self._report(accusation)), name=NAME, daemon=True)
+        thread = threading.Thread(
+            target=lambda: told.append(self._report(accusation)), name=NAME, daemon=True
+        )
         thread.start()
         until = time.monotonic() + REPORT_S
         while thread.is_alive() and time.monotonic() < until:
@@ -177,13 +199,18 @@ class _Watchdog:
                 actor.alive = min(now, actor.alive + missed)
 
     def _look(self, now: float) -> str:
-        """The accusation, or nothing. Threads that have ended are forgotten where nobody waits for them."""
+        """The accusation, or nothing. Threads that have ended are forgotten where nobody waits for
+        them."""
         actors = list(self._actors.values())
         wanted = {wait.of for actor in actors for wait in actor.waits}
         for actor in actors:
             if not actor.thread.is_alive() and actor.name not in wanted:
                 self._actors.pop(actor.thread, None)
-            elif actor.thread.is_alive() and self._stalled(actor, now) and (chain := self._chain(actor, now)):
+            elif (
+                actor.thread.is_alive()
+                and self._stalled(actor, now)
+                and (chain := self._chain(actor, now))
+            ):
                 return f"stalled for {now - actor.alive:.0f} s: {chain}"
         return ""
 
@@ -211,7 +238,9 @@ class _Watchdog:
                 return ""
             if follower in chain:
                 circle = chain[chain.index(follower) :]
-                return f"{text}: a deadlock of {' and '.join(f'`{actor.name}`' for actor in circle)}"
+                return (
+                    f"{text}: a deadlock of {' and '.join(f'`{actor.name}`' for actor in circle)}"
+                )
             chain.append(follower)
 
     def _named(self, name: str, now: float) -> _Actor | None:
@@ -227,7 +256,11 @@ class _Watchdog:
         tell(head, self._log)
         details = self._details()
         tell(details, self._log)
-        giving = [process.pid for process in descendants(os.getpid()) if catches(process.pid, signal.SIGUSR1)]
+        giving = [
+            process.pid
+            for process in descendants(os.getpid())
+            if catches(process.pid, signal.SIGUSR1)
+        ]
         for pid in giving:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
@@ -239,14 +272,24 @@ class _Watchdog:
         now, guard = time.monotonic(), [] if self.guard is None else [self.guard.process.pid]
         rows = ["who waits for whom:"]
         for actor in list(self._actors.values()):
-            rows += [f"  `{actor.name}`: last sign of life {now - actor.alive:.1f} s ago, at {_place(actor.thread)}"]
-            rows += [f"    waits for `{w.of}` ({w.what}) since {now - w.since:.1f} s" for w in actor.waits[:]]
+            rows += [
+                f"  `{actor.name}`: last sign of life {now - actor.alive:.1f} s ago, at {_place(actor.thread)}"
+            ]
+            rows += [
+                f"    waits for `{w.of}` ({w.what}) since {now - w.since:.1f} s"
+                for w in actor.waits[:]
+            ]
         rows += ["threads of this process:"]
         frames = sys._current_frames()
         for thread in threading.enumerate():
             if thread.ident in frames and thread.name != NAME:
-                rows += [f"  {thread.name}:", "".join(traceback.format_stack(frames[thread.ident])).rstrip()]
-        rows += ["processes that it started (stacks of those that give them are in their own stderr or log):"]
+                rows += [
+                    f"  {thread.name}:",
+                    "".join(traceback.format_stack(frames[thread.ident])).rstrip(),
+                ]
+        rows += [
+            "processes that it started (stacks of those that give them are in their own stderr or log):"
+        ]
         rows += [p.describe() for p in descendants(os.getpid(), guard)] or ["  none"]
         return "\n".join(rows) + "\n"
 
@@ -255,9 +298,15 @@ def _outside(wait: _Wait, guard: int | None) -> str:
     """How the accusation of one that is no actor ends."""
     thread = wait.thread or _thread_named(wait.of)
     if thread is not None:
-        return f", which is at {_place(thread)}" if thread.is_alive() else ", whose thread has ended"
-    idle = [p for p in descendants(os.getpid(), [guard] if guard else []) if p.state in STOPPED + ENDED]
-    what = [f"; process {p.pid} ({p.command[:60] or 'no command'}) is {p.position}" for p in idle[:3]]
+        return (
+            f", which is at {_place(thread)}" if thread.is_alive() else ", whose thread has ended"
+        )
+    idle = [
+        p for p in descendants(os.getpid(), [guard] if guard else []) if p.state in STOPPED + ENDED
+    ]
+    what = [
+        f"; process {p.pid} ({p.command[:60] or 'no command'}) is {p.position}" for p in idle[:3]
+    ]
     return ", outside of the threads here" + "".join(what)
 
 
@@ -291,20 +340,25 @@ class _Guard:
 
     def say_that_all_is_well(self, actors: dict[threading.Thread, _Actor]) -> None:
         """With the actors by their thread's number, as faulthandler writes it."""
-        names = {f"0x{a.thread.ident:016x}": [a.name, a.thread.native_id] for a in list(actors.values())}
+        names = {
+            f"0x{a.thread.ident:016x}": [a.name, a.thread.native_id] for a in list(actors.values())
+        }
         with suppress(OSError):  # it has been killed; then we watch alone
             os.write(self.pipe, json.dumps(names).encode() + b"\n")
 
 
 @contextmanager
 def _guarded(deadline_s: float, log: Path | None) -> Iterator[_Guard]:
-    """SIGUSR1 has this process write its stacks to the guard, even while no Python can run, and SIGQUIT ends it."""
+    """SIGUSR1 has this process write its stacks to the guard, even while no Python can run, and
+    SIGQUIT ends it."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     place = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.append({place!r}); from tandem.runtime.watchdog_process import main; main()"
     start = [sys.executable, "-S", "-P", "-c", code, str(deadline_s), str(log or "")]
-    process = subprocess.Popen(start, stdin=reading, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        start, stdin=reading, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     os.close(reading)
     faulthandler.register(signal.SIGUSR1, file=writing, all_threads=True)
     with _exit_code_of_sigquit():
@@ -319,7 +373,8 @@ def _guarded(deadline_s: float, log: Path | None) -> Iterator[_Guard]:
 
 @contextmanager
 def _exit_code_of_sigquit() -> Iterator[None]:
-    """SIGQUIT has the number 3, so the C library's `_exit` as its handler gives EXIT_CODE without the interpreter."""
+    """SIGQUIT has the number 3, so the C library's `_exit` as its handler gives EXIT_CODE without
+    the interpreter."""
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
     before = libc.signal(signal.SIGQUIT, ctypes.cast(libc._exit, ctypes.c_void_p))

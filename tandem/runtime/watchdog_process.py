@@ -1,14 +1,15 @@
 """The watchdog's watchdog: a process that ends a run in which no Python can run any more.
 
-A call in C that keeps the interpreter to itself (a regular expression that backtracks for ever, a driver that hangs) stops
-the watchdog's thread as well. So that thread says about once a second that all is well, and this process, which
-watchdog.watching starts, does its work when it does not:
+A call in C that keeps the interpreter to itself (a regular expression that backtracks for ever, a
+driver that hangs) stops the watchdog's thread as well. So that thread says about once a second that
+all is well, and this process, which watchdog.watching starts, does its work when it does not:
 
     watchdog's thread  -- {"0x00007f..": ["trainer", 4711]} -->  silent = 0
     faulthandler       -- the stacks, after SIGUSR1 --------->  to stderr, or into the report
                        <-- SIGUSR1, SIGQUIT, SIGKILL --------   silent for deadline_s
 
-It ends with the run, whose end of the pipe closes. A run that was stopped (SIGSTOP, a debugger) is forgiven.
+It ends with the run, whose end of the pipe closes. A run that was stopped (SIGSTOP, a debugger) is
+forgiven.
 """
 
 import json
@@ -21,7 +22,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tandem.runtime.processes import NEXT, STOPPED, descendants, end_descendants, is_ours, state_of, tell
+from tandem.runtime.processes import (
+    NEXT,
+    STOPPED,
+    descendants,
+    end_descendants,
+    is_ours,
+    state_of,
+    tell,
+)
 
 POLL_S = 0.5
 SLACK_S = 3.0  # beyond the deadline, which the watchdog's thread keeps itself where it can
@@ -56,7 +65,8 @@ def watch(deadline_s: float, log: Path | None) -> None:
 
 
 def accuse(run: int, pipe: "_Pipe", names: Names, silent: float, log: Path | None) -> float:
-    """Tell who keeps the interpreter, and end the run with what it started. It is silent no more if it speaks after all."""
+    """Tell who keeps the interpreter, and end the run with what it started. It is silent no more if
+    it speaks after all."""
     running = [number for number, (_, thread) in names.items() if state_of(run, thread) == "R"]
     os.kill(run, signal.SIGUSR1)
     stacks, until = "", time.monotonic() + STACKS_S
@@ -71,7 +81,8 @@ def accuse(run: int, pipe: "_Pipe", names: Names, silent: float, log: Path | Non
     tell(
         f"stalled for {silent:.0f} s: `{name}` is in a call that lets no other thread run, at {_place(stacks, number)}\n{NEXT}"
         f"threads of the process:\n{stacks}"
-        "processes that it started:\n" + ("".join(f"{process.describe()}\n" for process in started) or "  none\n"),
+        "processes that it started:\n"
+        + ("".join(f"{process.describe()}\n" for process in started) or "  none\n"),
         log,
     )
     end_descendants(run, [os.getpid()])
@@ -85,7 +96,9 @@ def accuse(run: int, pipe: "_Pipe", names: Names, silent: float, log: Path | Non
 def _place(stacks: str, number: str) -> str:
     """The innermost line that is not the standard library's, of the thread of that number."""
     _, _, stack = stacks.partition(number) if number else ("", "", stacks)
-    for file, line, function in re.findall(r'File "(.+)", line (\d+) in (.+)', stack.partition("\n\n")[0]):
+    for file, line, function in re.findall(
+        r'File "(.+)", line (\d+) in (.+)', stack.partition("\n\n")[0]
+    ):
         if is_ours(file):
             return f"{file}:{line}, {function}"
     return "a line that is not known"
@@ -107,5 +120,7 @@ class _Pipe:
 
     def wait_for_end(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while time.monotonic() < until and self.read(max(0.0, until - time.monotonic())) is not None:
+        while (
+            time.monotonic() < until and self.read(max(0.0, until - time.monotonic())) is not None
+        ):
             pass

@@ -1,8 +1,10 @@
-"""Who may talk to the server: a key, or without one only this machine and no web page. Knows no HTTP server.
+"""Who may talk to the server: a key, or without one only this machine and no web page. Knows no
+HTTP server.
 
-A server without a key is still within reach of every page that a browser on this machine shows. So a POST must be JSON
-(which a page cannot send to another site without asking first, and nothing here answers such a question), a Host that is
-not this machine's is refused (a page whose own name was pointed here), and so is what a browser marks as cross-site.
+A server without a key is still within reach of every page that a browser on this machine shows. So
+a POST must be JSON (which a page cannot send to another site without asking first, and nothing here
+answers such a question), a Host that is not this machine's is refused (a page whose own name was
+pointed here), and so is what a browser marks as cross-site.
 """
 
 import hmac
@@ -28,12 +30,19 @@ def is_loopback(host: str) -> bool:
 
 def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
     """Raises ApiError 431."""
-    if len(headers) > MOST_HEADERS or sum(len(name) + len(value) for name, value in headers) > LONGEST_HEADERS:
-        raise ApiError(431, f"a request has at most {MOST_HEADERS} headers, and {LONGEST_HEADERS:,} bytes of them")
+    if (
+        len(headers) > MOST_HEADERS
+        or sum(len(name) + len(value) for name, value in headers) > LONGEST_HEADERS
+    ):
+        raise ApiError(
+            431,
+            f"a request has at most {MOST_HEADERS} headers, and {LONGEST_HEADERS:,} bytes of them",
+        )
 
 
 def check_access(method: str, path: str, headers: Mapping[str, str], api_key: str) -> None:
-    """Raises ApiError 401, 403 or 415. headers have lower-case names; api_key is empty where none is needed."""
+    """Raises ApiError 401, 403 or 415. headers have lower-case names; api_key is empty where none
+    is needed."""
     if api_key:
         if path not in OPEN_PATHS:
             _check_key(headers, api_key)
@@ -55,7 +64,8 @@ def _check_local(headers: Mapping[str, str]) -> None:
     host = headers.get("host", "")
     if not is_loopback(_name(host)):
         raise ApiError(
-            403, f"the Host header {host!r} is not this machine's; a server without an API key is for it alone"
+            403,
+            f"the Host header {host!r} is not this machine's; a server without an API key is for it alone",
         )
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise ApiError(403, "a web page of another site may not use a server without an API key")

@@ -1,7 +1,7 @@
 """The text of a completion while it grows: what may be sent of it now.
 
-Never half a character, and never a beginning of a stop string: all that is sent stands at the start of the final text.
-Decodes a window of tokens, not the whole. Does not know requests.
+Never half a character, and never a beginning of a stop string: all that is sent stands at the start
+of the final text. Decodes a window of tokens, not the whole. Does not know requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,20 @@ REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character 
 
 
 class Detokenizer:
-    """decode turns token ids int64 [T] into text; byte_tokens are those that stand for one byte of a character.
+    """decode turns token ids int64 [T] into text; byte_tokens are those that stand for one byte of
+    a character.
 
-    A decoder with byte tokens looks at a whole run of them at once, so their text is kept until the run ends.
+    A decoder with byte tokens looks at a whole run of them at once, so their text is kept until the
+    run ends.
     """
 
-    def __init__(self, decode: Callable[[Array], str], stop: Sequence[str], byte_tokens: frozenset[int]):
+    def __init__(
+        self, decode: Callable[[Array], str], stop: Sequence[str], byte_tokens: frozenset[int]
+    ):
         self._decode, self._stop, self._byte_tokens = decode, stop, byte_tokens
         self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens[start:read] are sent, and show how the next ones join on
+        # tokens[start:read] are sent, and show how the next ones join on
+        self._start = self._read = 0
         self._held = ""  # complete text that could be the beginning of a stop string
         self._sent = 0  # characters
 
@@ -51,11 +56,19 @@ class Detokenizer:
         return text[len(before) :]
 
     def _in_byte_run(self) -> bool:
-        """A token without text, such as a special one, is left out before the decoder sees the run, so it ends none."""
+        """A token without text, such as a special one, is left out before the decoder sees the run,
+        so it ends none."""
         last = self._tokens[-1]
         return last in self._byte_tokens or not self._decode(np.array([last], np.int64))
 
 
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of text that is a beginning of stop, and not all of it."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (
+            size
+            for size in range(min(len(text), len(stop) - 1), 0, -1)
+            if text.endswith(stop[:size])
+        ),
+        0,
+    )

@@ -1,12 +1,14 @@
-"""What the server answers: OpenAI's completions and chat completions over an EngineService, on starlette.
+"""What the server answers: OpenAI's completions and chat completions over an EngineService, on
+starlette.
 
 request --> _Gate: headers, key or loopback, JSON --> body --> lane: parse, render, tokenize, a slice at a time
         --> service.submit --> updates --> slices of JSON, or server-sent events
                                   ^
             a client that leaves cancels its preparation and its generation, here and nowhere else
 
-A lane is a thread, in which requests take turns. Small bodies have a lane of their own, so they wait for no large one.
-No piece of work, on the event loop or with the interpreter to itself, takes much longer than 0.1 s. Knows no sockets.
+A lane is a thread, in which requests take turns. Small bodies have a lane of their own, so they
+wait for no large one. No piece of work, on the event loop or with the interpreter to itself, takes
+much longer than 0.1 s. Knows no sockets.
 """
 
 import asyncio
@@ -33,7 +35,15 @@ from tandem.engine.scheduler import QueueFull
 from tandem.runtime.errors import UserError
 from tandem.serve.auth import check_access, check_headers
 from tandem.serve.openai_prompts import SLICE, DrawKeys, to_requests
-from tandem.serve.openai_requests import ApiError, Body, ChatBody, CompletionBody, Served, Texts, parse
+from tandem.serve.openai_requests import (
+    ApiError,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Served,
+    Texts,
+    parse,
+)
 from tandem.serve.openai_responses import Answer, new_answer
 from tandem.serve.prometheus import ServerMetrics
 from tandem.serve.service import EngineService, EngineStopped, Generation, Update
@@ -58,9 +68,14 @@ def make_app(api: "Endpoints", api_key: str) -> Starlette:
     ]
     errors = (ApiError, ClientDisconnect, EngineStopped, HTTPException, Exception)
     return Starlette(
-        routes=routes, exception_handlers=dict.fromkeys(errors, _error_response),
-        middleware=[Middleware(_Gate, api_key=api_key, counts=api.counts, paths={route.path for route in routes})],
-    )  # fmt: skip
+        routes=routes,
+        exception_handlers=dict.fromkeys(errors, _error_response),
+        middleware=[
+            Middleware(
+                _Gate, api_key=api_key, counts=api.counts, paths={route.path for route in routes}
+            )
+        ],
+    )
 
 
 class _Gate:
@@ -95,9 +110,13 @@ def _error_response(request: HttpRequest, error: Exception) -> Response:
         case EngineStopped():
             return _error_answer(ApiError(503, str(error)))
         case HTTPException():
-            return _error_answer(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+            return _error_answer(
+                ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+            )
         case _:
-            return _error_answer(ApiError(500, "the server failed on this request; its log says how"))
+            return _error_answer(
+                ApiError(500, "the server failed on this request; its log says how")
+            )
 
 
 def _error_answer(error: ApiError) -> Response:
@@ -106,7 +125,8 @@ def _error_answer(error: ApiError) -> Response:
 
 
 def _json(content: object) -> bytes:
-    return json.dumps(content).encode()  # in ASCII, so half a surrogate pair that a client sent can be quoted
+    # in ASCII, so half a surrogate pair that a client sent can be quoted
+    return json.dumps(content).encode()
 
 
 class _JsonResponse(Response):
@@ -134,22 +154,36 @@ class Endpoints:
         return await self._generate(request, ChatBody)
 
     async def models(self, request: HttpRequest) -> Response:
-        model = {"id": self._served.name, "object": "model", "created": self._created, "owned_by": "tandem"}
-        return _JsonResponse({"object": "list", "data": [model | {"max_model_len": self._served.context}]})
+        model = {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tandem",
+        }
+        return _JsonResponse(
+            {"object": "list", "data": [model | {"max_model_len": self._served.context}]}
+        )
 
     async def health(self, request: HttpRequest) -> Response:
         stopped = bool(self._service.stopped)
         return _JsonResponse({"status": "stopped" if stopped else "ok"}, 503 if stopped else 200)
 
     async def metrics(self, request: HttpRequest) -> Response:
-        stats = {} if self._service.stopped else await self._service.ask(lambda engine: engine.stats())
-        return PlainTextResponse(self.counts.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
+        stats = (
+            {} if self._service.stopped else await self._service.ask(lambda engine: engine.stats())
+        )
+        return PlainTextResponse(
+            self.counts.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def weights(self, request: HttpRequest) -> Response:
-        """Hash beside the engine, which goes on; weights that changed meanwhile are hashed again."""
+        """Hash beside the engine, which goes on; weights that changed meanwhile are hashed
+        again."""
         version, sha256, loop = -1, "", asyncio.get_running_loop()
         while True:
-            now, weight_hash = await self._service.ask(lambda engine: (engine.weight_version, engine.weight_hash))
+            now, weight_hash = await self._service.ask(
+                lambda engine: (engine.weight_version, engine.weight_hash)
+            )
             if now == version:
                 return _JsonResponse({"weight_version": version, "sha256": sha256})
             version, sha256 = now, await loop.run_in_executor(self._hashing, weight_hash)
@@ -164,7 +198,9 @@ class Endpoints:
         answer = new_answer(body, generation.requests, self._texts, self._served)
         updates = self._timed(generation, arrival)
         if body.stream:
-            return _Stream(generation, _events(answer, updates), "text/event-stream; charset=utf-8", self._left)
+            return _Stream(
+                generation, _events(answer, updates), "text/event-stream; charset=utf-8", self._left
+            )
         try:
             if await _unless_gone(request.receive, _ended(answer, updates)) is None:
                 return self._left()
@@ -189,7 +225,9 @@ class Endpoints:
         body, requests = prepared
         return body, await self._submit(requests)
 
-    def _prepare(self, kind: type[Body], raw: bytes) -> Generator[None, None, tuple[Body, list[Request]]]:
+    def _prepare(
+        self, kind: type[Body], raw: bytes
+    ) -> Generator[None, None, tuple[Body, list[Request]]]:
         body = parse(kind, raw, self._served)
         del raw
         yield
@@ -202,7 +240,9 @@ class Endpoints:
         try:
             return await self._service.submit(requests)
         except QueueFull as error:
-            raise ApiError(429, f"the server is busy: {error}", code="queue_full", retry_s=1) from None
+            raise ApiError(
+                429, f"the server is busy: {error}", code="queue_full", retry_s=1
+            ) from None
         except UserError as error:
             raise _users_mistake(error, "max_tokens") from None
 
@@ -218,7 +258,11 @@ class Endpoints:
 
 def _users_mistake(error: UserError, param: str) -> ApiError:
     """Without the error's place and advice, which are for whoever started the server."""
-    parts = [error.what, error.found and f"found {error.found}", error.expected and f"expected {error.expected}"]
+    parts = [
+        error.what,
+        error.found and f"found {error.found}",
+        error.expected and f"expected {error.expected}",
+    ]
     return ApiError(400, "; ".join(part for part in parts if part), param=param)
 
 
@@ -235,8 +279,8 @@ async def _read_body(request: HttpRequest, longest: int) -> bytes:
 
 
 def _trim_memory() -> None:
-    """Give freed memory back to the system: glibc's malloc keeps it, as it is told to for the sake of tensors, and errors
-    keep the bodies that they are about until their cycles are collected."""
+    """Give freed memory back to the system: glibc's malloc keeps it, as it is told to for the sake
+    of tensors, and errors keep the bodies that they are about until their cycles are collected."""
     gc.collect()
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
@@ -271,7 +315,8 @@ async def _slices(answer: Answer) -> AsyncIterator[str]:
 
 
 async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> AsyncIterator[str]:
-    """Server-sent events, those of a pass together; an engine that stops is told in the last one."""
+    """Server-sent events, those of a pass together; an engine that stops is told in the last
+    one."""
     try:
         async for several in updates:
             if text := "".join(map(_event, answer.pieces(several))):
@@ -291,7 +336,11 @@ class _Stream(Response):
     """Sends the parts of an answer, and cancels its generation in the end, however that comes."""
 
     def __init__(
-        self, generation: Generation, parts: AsyncIterator[str], content_type: str, left: Callable[[], object]
+        self,
+        generation: Generation,
+        parts: AsyncIterator[str],
+        content_type: str,
+        left: Callable[[], object],
     ):
         self._generation, self._parts, self._left = generation, parts, left
         self.status_code, self.background = 200, None

@@ -2,9 +2,10 @@
 
     work = to_requests(body, ...)      a generator: each next() is one slice, at most one prompt or SLICE characters
 
-Everything that can be refused without the tokenizer is refused before the first token is made: the number of sequences,
-texts that cannot fit the context however they are tokenized, token ids. Of a long text the tokens are counted first, and it
-is given up as soon as they are too many. Knows no threads and no HTTP.
+Everything that can be refused without the tokenizer is refused before the first token is made: the
+number of sequences, texts that cannot fit the context however they are tokenized, token ids. Of a
+long text the tokens are counted first, and it is given up as soon as they are too many. Knows no
+threads and no HTTP.
 """
 
 import itertools
@@ -33,8 +34,11 @@ class DrawKeys:
         return [address(seed, "serve", choice) for choice in range(choices)]
 
 
-def to_requests(body: Body, texts: Texts, served: Served, keys: DrawKeys) -> Generator[None, None, list[Request]]:
-    """Make n requests for each prompt, side by side. Raises ApiError and UserError for what cannot run."""
+def to_requests(
+    body: Body, texts: Texts, served: Served, keys: DrawKeys
+) -> Generator[None, None, list[Request]]:
+    """Make n requests for each prompt, side by side. Raises ApiError and UserError for what cannot
+    run."""
     field, count = body.source()
     if count * body.n > served.max_choices:
         message = f"{count} prompts with n = {body.n} are more than {served.max_choices} sequences in one request"
@@ -52,13 +56,18 @@ def to_requests(body: Body, texts: Texts, served: Served, keys: DrawKeys) -> Gen
             prompt = yield from _tokenize(prompt, partial(body.encode, texts=texts), field, served)
             _require_tokens(prompt, field, served)
         params = _params(body, prompt, texts, served)
-        requests += [Request(key=key, prompt=prompt, params=params) for key in keys.take(body.seed, body.n)]
+        requests += [
+            Request(key=key, prompt=prompt, params=params) for key in keys.take(body.seed, body.n)
+        ]
     return requests
 
 
-def _tokenize(text: str, encode: Callable[[str], Array], field: str, served: Served) -> Generator[None, None, Array]:
-    """The tokens of a text, which may not be made piece by piece. Their number may: cuts add a few tokens and no more,
-    so what has twice as many as the context in pieces is too long as a whole."""
+def _tokenize(
+    text: str, encode: Callable[[str], Array], field: str, served: Served
+) -> Generator[None, None, Array]:
+    """The tokens of a text, which may not be made piece by piece. Their number may: cuts add a few
+    tokens and no more, so what has twice as many as the context in pieces is too long as a
+    whole."""
     count = 0
     for at in range(0, len(text), SLICE) if len(text) > SLICE else ():
         yield
@@ -93,7 +102,9 @@ def _require_tokens(prompt: Array, field: str, served: Served) -> None:
 
 def _require_known(tokens: Sequence[int] | Array, field: str, served: Served) -> None:
     if len(tokens) and np.max(tokens) >= served.vocabulary:
-        raise ApiError(400, f"{field}: token ids are from 0 to {served.vocabulary - 1}", param=field)
+        raise ApiError(
+            400, f"{field}: token ids are from 0 to {served.vocabulary - 1}", param=field
+        )
 
 
 def _params(body: Body, prompt: Array, texts: Texts, served: Served) -> SamplingParams:
@@ -103,8 +114,12 @@ def _params(body: Body, prompt: Array, texts: Texts, served: Served) -> Sampling
         raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
     return SamplingParams(
         max_new_tokens=body.max_tokens or min(served.default_max_tokens, room),
-        temperature=body.temperature, top_k=min(body.top_k, served.vocabulary), top_p=body.top_p, min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty, stop=tuple(body.stop),
+        temperature=body.temperature,
+        top_k=min(body.top_k, served.vocabulary),
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        stop=tuple(body.stop),
         stop_token_ids=tuple(sorted({*texts.stop_token_ids, *body.stop_token_ids})),
         top_logprobs=body.top_logprobs_wanted() or 0,
-    )  # fmt: skip
+    )

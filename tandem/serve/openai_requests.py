@@ -1,7 +1,8 @@
 """Requests in OpenAI's shape, with the extensions of docs/serving.md.
 
-What would change the output and is not done here is refused by name; what would not is accepted and ignored. The engine's
-requests are made of them by openai_prompts, answers are written by openai_answers. Knows no HTTP server and no engine.
+What would change the output and is not done here is refused by name; what would not is accepted and
+ignored. The engine's requests are made of them by openai_prompts, answers are written by
+openai_answers. Knows no HTTP server and no engine.
 """
 
 import json
@@ -19,25 +20,37 @@ from pydantic import (
     Field,
     ValidationError,
     model_validator,
-)  # fmt: skip
+)
 
 from tandem.types import Array, Message, Tool
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Fields that this server does not do, and the values with which they ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "best_of": (1,), "echo": (False,),
-    "suffix": ("",), "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "chat_template": (), "chat_template_kwargs": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
     "parallel_tool_calls": (True,),
-}  # fmt: skip
+}
 WANTED = {
     "prompt": "text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text that is not empty, or a list of at most 16 of them",
     "tool_choice": "none or auto: the server cannot make a model call a tool",
 }
 
-# A body is parsed in one piece that nothing can interrupt, and what it holds of these costs time: 0.1 s at most.
+# A body is parsed in one piece that nothing can interrupt, and what it holds of these costs time:
+# 0.1 s at most.
 MOST_COMMAS, MOST_OPENINGS = 1 << 18, 1 << 16  # openings: colons, and opening brackets and braces
 MOST_MESSAGES, MOST_TOOLS = 2048, 128  # as OpenAI has them
 LONGEST_WORDS = 1000  # characters of an error's message
@@ -45,19 +58,35 @@ _COUNTED = 1 << 20  # bytes, in one piece
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+    """An answer that is an error, in OpenAI's shape: {"error": {"message", "type", "param",
+    "code"}}."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_s: int = 0
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_s: int = 0,
     ):
         super().__init__(message)
-        self.status, self.message, self.code, self.retry_s = status, _shortened(message), code, retry_s
+        self.status, self.message, self.code, self.retry_s = (
+            status,
+            _shortened(message),
+            code,
+            retry_s,
+        )
         self.param = param and _shortened(param)
 
     def body(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = kinds.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 def _shortened(text: str) -> str:
@@ -84,11 +113,13 @@ class Texts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What is served, and its limits. Example: Served(name="demo", context=4096, vocabulary=151936, ...)"""
+    """What is served, and its limits. Example: Served(name="demo", context=4096, vocabulary=151936,
+    ...)"""
 
     name: str
     context: int  # tokens, prompt and completion
-    longest_text: int  # characters of a prompt: those of as many of the longest tokens as the context has
+    # characters of a prompt: those of as many of the longest tokens as the context has
+    longest_text: int
     vocabulary: int  # token ids are below it
     default_max_tokens: int
     max_choices: int  # of one request, over all its prompts
@@ -108,7 +139,8 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, fields: object) -> object:
-        """Leave out nulls: clients send back what they got. Of unknown fields one is left, for the refusal to name."""
+        """Leave out nulls: clients send back what they got. Of unknown fields one is left, for the
+        refusal to name."""
         if not isinstance(fields, dict):
             return fields
         given = {name: value for name, value in fields.items() if value is not None}
@@ -125,7 +157,8 @@ class _StreamOptions(_Strict):
 
 
 def _text_of_parts(content: object) -> object:
-    """Parts such as {"type": "text", "text": "Hi"}, joined; anything else is the field's own business."""
+    """Parts such as {"type": "text", "text": "Hi"}, joined; anything else is the field's own
+    business."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -154,11 +187,18 @@ class _ToolCall(_Strict):
 
 
 class _ChatMessage(_Strict):
-    role: Annotated[str, Field(max_length=64), AfterValidator(lambda role: "system" if role == "developer" else role)]
+    role: Annotated[
+        str,
+        Field(max_length=64),
+        AfterValidator(lambda role: "system" if role == "developer" else role),
+    ]
     content: Annotated[str, BeforeValidator(_text_of_parts)] = ""
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS)] | None = None
+    tool_calls: (
+        Annotated[list[_ToolCall], Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS)]
+        | None
+    ) = None
     tool_call_id: str | None = None
 
 
@@ -168,7 +208,9 @@ def _function_tool(tool: Tool) -> Tool:
         case {"type": "function", "function": {"name": str(name), **rest}} if name:
             if isinstance(rest.get("parameters") or {}, dict):
                 return tool
-    raise ValueError('expected {"type": "function", "function": {"name": ..., "parameters": {...}}}')
+    raise ValueError(
+        'expected {"type": "function", "function": {"name": ..., "parameters": {...}}}'
+    )
 
 
 def _list_of_one(stop: object) -> object:
@@ -188,8 +230,11 @@ class Body(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]],
-                    Field(fail_fast=True, max_length=16), BeforeValidator(_list_of_one)] = []  # fmt: skip
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1024)]],
+        Field(fail_fast=True, max_length=16),
+        BeforeValidator(_list_of_one),
+    ] = []
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     top_k: Annotated[int, BeforeValidator(_off), Field(ge=0)] = 0
@@ -201,12 +246,15 @@ class Body(_Strict):
     @model_validator(mode="after")
     def _no_tiny_temperature(self) -> Self:
         if 0 < self.temperature < 0.01:
-            raise ValueError("temperature is 0 (greedy) or at least 0.01: logits divided by less overflow")
+            raise ValueError(
+                "temperature is 0 (greedy) or at least 0.01: logits divided by less overflow"
+            )
         return self
 
     @abstractmethod
     def top_logprobs_wanted(self) -> int | None:
-        """How many of the likeliest tokens to report beside each token's log-prob; None: no log-probs at all."""
+        """How many of the likeliest tokens to report beside each token's log-prob; None: no
+        log-probs at all."""
 
     @abstractmethod
     def source(self) -> tuple[str, int]:
@@ -214,8 +262,8 @@ class Body(_Strict):
 
     @abstractmethod
     def prompts(self, texts: Texts) -> Sequence[str | Array]:
-        """The prompts, each a text for `encode` or token ids, int64 [T]. Raises UserError when the chat template refuses
-        the messages."""
+        """The prompts, each a text for `encode` or token ids, int64 [T]. Raises UserError when the
+        chat template refuses the messages."""
 
     @abstractmethod
     def encode(self, text: str, texts: Texts) -> Array:
@@ -240,7 +288,10 @@ class CompletionBody(Body):
         return "prompt", len(self._several())
 
     def prompts(self, texts: Texts) -> Sequence[str | Array]:
-        return [prompt if isinstance(prompt, str) else np.array(prompt, np.int64) for prompt in self._several()]
+        return [
+            prompt if isinstance(prompt, str) else np.array(prompt, np.int64)
+            for prompt in self._several()
+        ]
 
     def encode(self, text: str, texts: Texts) -> Array:
         return texts.encode(text)
@@ -259,7 +310,8 @@ class ChatBody(Body):
     messages: Annotated[list[_ChatMessage], Field(fail_fast=True, max_length=MOST_MESSAGES)] = []
     prompt_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     tools: Annotated[
-        list[Annotated[Tool, AfterValidator(_function_tool)]], Field(fail_fast=True, max_length=MOST_TOOLS)
+        list[Annotated[Tool, AfterValidator(_function_tool)]],
+        Field(fail_fast=True, max_length=MOST_TOOLS),
     ] = []
     tool_choice: Literal["none", "auto"] = "auto"
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -290,7 +342,12 @@ class ChatBody(Body):
     def prompts(self, texts: Texts) -> Sequence[str | Array]:
         if self.prompt_token_ids is not None:
             return [np.array(self.prompt_token_ids, np.int64)]
-        return [texts.render([message.model_dump(exclude_none=True) for message in self.messages], self.callable_tools)]
+        return [
+            texts.render(
+                [message.model_dump(exclude_none=True) for message in self.messages],
+                self.callable_tools,
+            )
+        ]
 
     def encode(self, text: str, texts: Texts) -> Array:
         return texts.encode_chat(text)
@@ -304,10 +361,17 @@ def parse(kind: type[B], raw: bytes, served: Served) -> B:
     fields = _read_json(raw)
     if not isinstance(fields, dict):
         raise ApiError(400, "the body is not a JSON object")
-    fields = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
+    fields = {
+        name: value for name, value in fields.items() if value is not None and name not in IGNORED
+    }
     for name in sorted(fields.keys() & NEUTRAL.keys() - kind.model_fields.keys()):
         if fields.pop(name) not in NEUTRAL[name]:
-            raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+            raise ApiError(
+                400,
+                f"{name} is not supported by this server",
+                param=name,
+                code="unsupported_parameter",
+            )
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
@@ -320,11 +384,11 @@ def parse(kind: type[B], raw: bytes, served: Served) -> B:
 
 def _read_json(raw: bytes) -> object:
     pieces = [raw[at : at + _COUNTED] for at in range(0, len(raw), _COUNTED)]
-    commas, openings = (sum(piece.count(mark) for piece in pieces for mark in marks) for marks in (b",", b":[{"))
+    commas, openings = (
+        sum(piece.count(mark) for piece in pieces for mark in marks) for marks in (b",", b":[{")
+    )
     if commas > MOST_COMMAS or openings > MOST_OPENINGS:
-        message = (
-            f"the body has more than {MOST_COMMAS:,} commas, or more than {MOST_OPENINGS:,} colons and opening brackets"
-        )
+        message = f"the body has more than {MOST_COMMAS:,} commas, or more than {MOST_OPENINGS:,} colons and opening brackets"
         raise ApiError(413, f"{message}; send fewer prompts in one request")
     try:
         return json.loads(raw)
@@ -333,7 +397,8 @@ def _read_json(raw: bytes) -> object:
 
 
 def _explained(error: ValidationError) -> ApiError:
-    """The first mistake. Of a place such as ("messages", 0, "content", "str") the tags of a union are left out."""
+    """The first mistake. Of a place such as ("messages", 0, "content", "str") the tags of a union
+    are left out."""
     first = error.errors(include_url=False, include_input=False)[0]
     if not first["loc"]:  # a check over several fields; its text begins with the field's name
         message = str(first["msg"]).removeprefix("Value error, ")
@@ -343,5 +408,10 @@ def _explained(error: ValidationError) -> ApiError:
         return ApiError(400, f"{field}: expected {WANTED[str(field)]}", param=str(field))
     param = f"{field}" + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in inner)
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not a field that this server knows", param=param, code="unknown_parameter")
+        return ApiError(
+            400,
+            f"{param} is not a field that this server knows",
+            param=param,
+            code="unknown_parameter",
+        )
     return ApiError(400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param)

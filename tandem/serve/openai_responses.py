@@ -1,7 +1,9 @@
-"""Answers in OpenAI's shape: whole, or in pieces as the tokens come. Knows no HTTP server and no engine.
+"""Answers in OpenAI's shape: whole, or in pieces as the tokens come. Knows no HTTP server and no
+engine.
 
-Both are made of the same updates: the pieces' texts, token ids and log-probs joined are those of the whole. A piece is of
-one choice, as OpenAI's are. A whole answer is written in slices, so that a large one holds up nobody.
+Both are made of the same updates: the pieces' texts, token ids and log-probs joined are those of
+the whole. A piece is of one choice, as OpenAI's are. A whole answer is written in slices, so that a
+large one holds up nobody.
 """
 
 import json
@@ -19,7 +21,8 @@ from tandem.serve.service import Update
 from tandem.types import Request
 
 Json = dict[str, Any]
-Sampled = tuple[int, float, dict[int, float]]  # a token, its log-prob, and the likeliest ones with theirs, nats
+# a token, its log-prob, and the likeliest ones with theirs, nats
+Sampled = tuple[int, float, dict[int, float]]
 
 LEAST_LOGPROB = -9999.0  # of filtered tokens: JSON has no infinity, and OpenAI writes this
 ROWS = 64  # of log-probs, written in one piece
@@ -35,7 +38,8 @@ def new_answer(body: Body, requests: Sequence[Request], texts: Texts, served: Se
 
 
 def write_json(value: object) -> Iterator[str]:
-    """Write JSON in small slices. An iterator becomes a list, and its items are made as they are written."""
+    """Write JSON in small slices. An iterator becomes a list, and its items are made as they are
+    written."""
     match value:
         case dict():
             for place, (name, inner) in enumerate(value.items()):
@@ -112,7 +116,10 @@ class Answer(ABC):
         choice.weight_versions += update.weight_versions
         self._version = max([self._version, *update.weight_versions])
         if self._body.top_logprobs_wanted() is not None:
-            tops = (dict(zip(*top, strict=True)) for top in update.top or [([], [])] * len(update.tokens))
+            tops = (
+                dict(zip(*top, strict=True))
+                for top in update.top or [([], [])] * len(update.tokens)
+            )
             choice.sampled += zip(update.tokens, update.logprobs, tops, strict=True)
         if update.completion is not None:
             self._end(choice, update.completion.text, update.completion.stop_reason)
@@ -122,7 +129,10 @@ class Answer(ABC):
         yield json.dumps(self._head(self.whole_object))[:-1] + ', "choices": ['
         for index, choice in enumerate(self._choices):
             yield "," if index else ""
-            fields = self._whole_choice(choice) | {"index": index, "finish_reason": choice.finish_reason}
+            fields = self._whole_choice(choice) | {
+                "index": index,
+                "finish_reason": choice.finish_reason,
+            }
             yield from write_json(fields | self._token_ids(choice.tokens, choice.weight_versions))
         yield f'], "usage": {json.dumps(self._usage())}}}'
 
@@ -132,7 +142,10 @@ class Answer(ABC):
         for update in updates:
             if (fields := self._piece_of(update)) is not None:
                 choice = "".join(write_json(fields))
-                yield json.dumps(self._head(self.piece_object) | usage)[:-1] + f', "choices": [{choice}]}}'
+                yield (
+                    json.dumps(self._head(self.piece_object) | usage)[:-1]
+                    + f', "choices": [{choice}]}}'
+                )
 
     def last_piece(self) -> str | None:
         """The usage, when it was asked for."""
@@ -147,7 +160,10 @@ class Answer(ABC):
         extras = self._token_ids(update.tokens, update.weight_versions)
         if choice.begun and not (text or update.completion or extras or choice.sampled):
             return None
-        fields = self._piece_choice(choice, text) | {"index": update.choice, "finish_reason": choice.finish_reason}
+        fields = self._piece_choice(choice, text) | {
+            "index": update.choice,
+            "finish_reason": choice.finish_reason,
+        }
         choice.begun = True
         return fields | extras
 
@@ -161,12 +177,20 @@ class Answer(ABC):
         return head
 
     def _token_ids(self, tokens: list[int], weight_versions: list[int]) -> Json:
-        return {"token_ids": tokens, "weight_versions": weight_versions} if self._body.return_token_ids else {}
+        return (
+            {"token_ids": tokens, "weight_versions": weight_versions}
+            if self._body.return_token_ids
+            else {}
+        )
 
     def _usage(self) -> Json:
         prompt = sum(len(prompt) for prompt in self._prompts)
         completion = sum(len(choice.tokens) for choice in self._choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
     def _logprobs_field(self, choice: _Choice) -> Json | None:
         """The log-probs that were not written yet."""
@@ -197,7 +221,8 @@ class _CompletionAnswer(Answer):
         }
 
     def _likeliest(self, token: int, logprob: float, top: dict[int, float]) -> dict[str, float]:
-        """The sampled token is among the likeliest ones even where it is not one of them, as OpenAI has it."""
+        """The sampled token is among the likeliest ones even where it is not one of them, as OpenAI
+        has it."""
         likeliest: dict[str, float] = {}
         for t, value in [*top.items(), (token, logprob)]:
             # tokens of half a character look alike: keep the likelier
@@ -218,14 +243,17 @@ class _ChatAnswer(Answer):
         content, calls = split_calls(text, self._tools) if reason == "stop" else (text, [])
         if calls:
             choice.text, choice.finish_reason = content, "tool_calls"
-            functions = ({"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls)
+            functions = (
+                {"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls
+            )
             choice.calls = [
                 {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
                 for function in functions
             ]
 
     def _next_text(self, choice: _Choice, update: Update) -> str:
-        """With tools all of it at the end: a text that may become a call cannot be sent as content."""
+        """With tools all of it at the end: a text that may become a call cannot be sent as
+        content."""
         return choice.text if self._tools else super()._next_text(choice, update)
 
     def _whole_choice(self, choice: _Choice) -> Json:
@@ -237,7 +265,9 @@ class _ChatAnswer(Answer):
     def _piece_choice(self, choice: _Choice, text: str) -> Json:
         delta: Json = ({} if choice.begun else {"role": "assistant"}) | {"content": text}
         if choice.calls:
-            delta |= {"tool_calls": [{"index": index} | call for index, call in enumerate(choice.calls)]}
+            delta |= {
+                "tool_calls": [{"index": index} | call for index, call in enumerate(choice.calls)]
+            }
         return {"delta": delta, "logprobs": self._logprobs_field(choice)}
 
     def _logprobs(self, sampled: Sequence[Sampled], offsets: Sequence[int]) -> Json:
@@ -251,4 +281,8 @@ class _ChatAnswer(Answer):
 
     def _entry(self, token: int, logprob: float) -> Json:
         text, logprob = self._texts.token_text(token), max(logprob, LEAST_LOGPROB)
-        return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if REPLACEMENT in text else list(text.encode()),
+        }

@@ -4,8 +4,10 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 
-BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
-COUNTERS = ("generated_tokens", "prompt_tokens", "prompt_tokens_cached", "preemptions")  # of Engine.stats
+# seconds
+BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+# of Engine.stats
+COUNTERS = ("generated_tokens", "prompt_tokens", "prompt_tokens_cached", "preemptions")
 
 
 class Histogram:
@@ -36,14 +38,20 @@ class ServerMetrics:
         self.first_token = Histogram(
             "tandem_time_to_first_token_seconds", "From a request's arrival to its first token."
         )
-        self.whole = Histogram("tandem_request_seconds", "From a request's arrival to its last token.")
+        self.whole = Histogram(
+            "tandem_request_seconds", "From a request's arrival to its last token."
+        )
 
     def text(self, stats: Mapping[str, float]) -> str:
         """stats: of the engine; empty when it has stopped."""
         name = "tandem_engine_up"
         lines = [*_header(name, "gauge", "Whether the engine runs."), f"{name} {int(bool(stats))}"]
         for name, value in stats.items():
-            kind, full = ("counter", f"tandem_{name}_total") if name in COUNTERS else ("gauge", f"tandem_{name}")
+            kind, full = (
+                ("counter", f"tandem_{name}_total")
+                if name in COUNTERS
+                else ("gauge", f"tandem_{name}")
+            )
             lines += [
                 *_header(full, kind, f"{name.replace('_', ' ').capitalize()} of the engine."),
                 f"{full} {value!r}",
@@ -52,7 +60,10 @@ class ServerMetrics:
         for (path, status), count in sorted(self.requests.items()):
             lines.append(f'tandem_requests_total{{path="{path}",status="{status}"}} {count}')
         name = "tandem_disconnects_total"
-        lines += [*_header(name, "counter", "Clients that left before their answer."), f"{name} {self.disconnects}"]
+        lines += [
+            *_header(name, "counter", "Clients that left before their answer."),
+            f"{name} {self.disconnects}",
+        ]
         return "\n".join([*lines, *self.first_token.lines(), *self.whole.lines()]) + "\n"
 
 

@@ -1,4 +1,5 @@
-"""The HTTP server: sockets, deadlines and the engine's life, on uvicorn; endpoints.py has what is served.
+"""The HTTP server: sockets, deadlines and the engine's life, on uvicorn; endpoints.py has what is
+served.
 
     bytes --> _Connection: READ_BYTES at a time, a request within request_s --> the application of endpoints.py
 
@@ -27,10 +28,17 @@ READ_BYTES = 1 << 14  # of a connection, before others have their turn
 
 
 class Server:
-    """Serves one engine on one socket. request_s: in which a client must have sent a request, head and body."""
+    """Serves one engine on one socket. request_s: in which a client must have sent a request, head
+    and body."""
 
     def __init__(
-        self, engine: ServedEngine, texts: Texts, served: Served, *, api_key: str = "", request_s: float = REQUEST_S
+        self,
+        engine: ServedEngine,
+        texts: Texts,
+        served: Served,
+        *,
+        api_key: str = "",
+        request_s: float = REQUEST_S,
     ):
         self._request_s = request_s
         self._service = EngineService(engine)
@@ -38,13 +46,22 @@ class Server:
         self._uvicorn: _Uvicorn | None = None
 
     def run(self, sock: socket.socket, ready: Callable[[], None]) -> None:
-        """Until `stop`, SIGINT or SIGTERM; sock is bound, and ready is called when it is listened to."""
+        """Until `stop`, SIGINT or SIGTERM; sock is bound, and ready is called when it is listened
+        to."""
         connection: Any = partial(_Connection, request_s=self._request_s)
         config = uvicorn.Config(
-            self._app, loop="asyncio", http=connection, ws="none", lifespan="off", log_config=None, access_log=False,
-            proxy_headers=False, server_header=False, timeout_graceful_shutdown=GRACE_S,
+            self._app,
+            loop="asyncio",
+            http=connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
             h11_max_incomplete_event_size=LONGEST_HEADERS,
-        )  # fmt: skip
+        )
         self._uvicorn = _Uvicorn(config, self._service, ready)
         self._uvicorn.run(sockets=[sock])
 
@@ -55,7 +72,8 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Starts the engine before the first request and ends it before waiting for the last answers."""
+    """Starts the engine before the first request and ends it before waiting for the last
+    answers."""
 
     def __init__(self, config: uvicorn.Config, service: EngineService, ready: Callable[[], None]):
         super().__init__(config)
@@ -74,7 +92,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(H11Protocol, asyncio.BufferedProtocol):
-    """Reads a little at a time, drops a client that takes too long to send a request, and answers in JSON."""
+    """Reads a little at a time, drops a client that takes too long to send a request, and answers
+    in JSON."""
 
     def __init__(self, *, request_s: float, **uvicorns: Any):
         super().__init__(**uvicorns)
@@ -99,7 +118,8 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Keep a deadline while a request is being sent; between two of them uvicorn has one of its own."""
+        """Keep a deadline while a request is being sent; between two of them uvicorn has one of its
+        own."""
         sending = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if sending and self._deadline is None:
             self._deadline = self.loop.call_later(self._request_s, self._drop)
@@ -113,7 +133,9 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
     def send_400_response(self, msg: str) -> None:
         long = len(self.conn.trailing_data[0]) > LONGEST_HEADERS
         self._refuse(
-            ApiError(431, f"the headers are longer than {LONGEST_HEADERS:,} bytes") if long else ApiError(400, msg)
+            ApiError(431, f"the headers are longer than {LONGEST_HEADERS:,} bytes")
+            if long
+            else ApiError(400, msg)
         )
 
     def _refuse(self, error: ApiError) -> None:
@@ -125,6 +147,10 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
                 ("content-length", f"{len(body)}"),
                 ("connection", "close"),
             ]
-            events = h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage()
+            events = (
+                h11.Response(status_code=error.status, headers=headers),
+                h11.Data(body),
+                h11.EndOfMessage(),
+            )
             self.transport.writelines([self.conn.send(event) or b"" for event in events])
         self.transport.close()

@@ -16,8 +16,9 @@
     engine thread  commands, then one step    the inbox, when idle   any command; None ends it
     stop           -                          the thread, JOIN_S     the end of the pass that runs
 
-Everything but the inbox belongs to one side: the engine and `_live` to the thread, the rest to the loop. What crosses is
-copied. When the engine raises, everyone who waits gets EngineStopped and everyone after them too. It knows no HTTP.
+Everything but the inbox belongs to one side: the engine and `_live` to the thread, the rest to the
+loop. What crosses is copied. When the engine raises, everyone who waits gets EngineStopped and
+everyone after them too. It knows no HTTP.
 """
 
 import asyncio
@@ -42,7 +43,8 @@ T = TypeVar("T")
 
 
 class ServedEngine(Protocol):
-    """What a service needs of an engine; all of it but weight_hash is called from the engine thread."""
+    """What a service needs of an engine; all of it but weight_hash is called from the engine
+    thread."""
 
     weight_version: int
 
@@ -57,7 +59,9 @@ class ServedEngine(Protocol):
 
     def stats(self) -> dict[str, float]: ...
 
-    def apply(self, version: int, load: Callable[[], None], running: Literal["finish", "continue"]) -> None: ...
+    def apply(
+        self, version: int, load: Callable[[], None], running: Literal["finish", "continue"]
+    ) -> None: ...
 
     def weight_hash(self) -> str: ...
 
@@ -90,19 +94,25 @@ class _Live:
         new = slice(self.sent, len(running.tokens))
         self.sent = len(running.tokens)
         return Update(
-            choice=self.choice, tokens=running.tokens[new], logprobs=running.logprobs[new],
-            weight_versions=running.weight_versions[new], top=running.top[new], completion=running.completion,
-        )  # fmt: skip
+            choice=self.choice,
+            tokens=running.tokens[new],
+            logprobs=running.logprobs[new],
+            weight_versions=running.weight_versions[new],
+            top=running.top[new],
+            completion=running.completion,
+        )
 
 
 class Generation:
-    """Requests that run together for one client; iterate over the updates, and cancel in the end, always."""
+    """Requests that run together for one client; iterate over the updates, and cancel in the end,
+    always."""
 
     def __init__(self, service: "EngineService", requests: Sequence[Request]):
         self.requests = requests
         self._service = service
         self._unfinished = len(requests)
-        self._updates: asyncio.Queue[list[Update] | str] = asyncio.Queue()  # text: why there are no more
+        # text: why there are no more
+        self._updates: asyncio.Queue[list[Update] | str] = asyncio.Queue()
 
     def __aiter__(self) -> "Generation":
         return self
@@ -126,7 +136,8 @@ class Generation:
 
 
 class EngineService:
-    """Runs an engine in a thread of its own; every method is called on the event loop that started it."""
+    """Runs an engine in a thread of its own; every method is called on the event loop that started
+    it."""
 
     def __init__(self, engine: ServedEngine):
         self.stopped = ""  # why, when it has
@@ -149,7 +160,9 @@ class EngineService:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, JOIN_S)
         if self._thread.is_alive():
-            logger.warning("the engine is still in a pass after %g seconds and is left behind", JOIN_S)
+            logger.warning(
+                "the engine is still in a pass after %g seconds and is left behind", JOIN_S
+            )
 
     async def submit(self, requests: Sequence[Request]) -> Generation:
         """Take all of the requests or none. Raises what engine.submit raises, and EngineStopped."""
@@ -181,8 +194,11 @@ class EngineService:
         finally:
             self._questions.discard(future)
 
-    async def apply(self, version: int, load: Callable[[], None], running: Literal["finish", "continue"]) -> None:
-        """Engine.apply between two passes; "restart" would take back what clients have already got."""
+    async def apply(
+        self, version: int, load: Callable[[], None], running: Literal["finish", "continue"]
+    ) -> None:
+        """Engine.apply between two passes; "restart" would take back what clients have already
+        got."""
         await self.ask(lambda engine: engine.apply(version, load, running))
 
     def _end(self, reason: str) -> None:
@@ -209,13 +225,18 @@ class EngineService:
                 self._deliver(self._engine.step())
             for running in self._live:
                 self._engine.cancel(running)
-        except Exception as error:  # whatever the engine trips over, its clients must not wait for ever
+        # whatever the engine trips over, its clients must not wait for ever
+        except Exception as error:
             logger.exception("the engine failed")
-            self._loop.call_soon_threadsafe(self._end, f"the engine failed: {type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(
+                self._end, f"the engine failed: {type(error).__name__}: {error}"
+            )
 
     def _take(self) -> bool:
-        """Run the commands that wait, and wait for one while there is nothing else to do; False when told to stop."""
-        waiting = self._inbox.qsize()  # who comes meanwhile waits for a pass, so that questions cannot stop generation
+        """Run the commands that wait, and wait for one while there is nothing else to do; False
+        when told to stop."""
+        # who comes meanwhile waits for a pass, so that questions cannot stop generation
+        waiting = self._inbox.qsize()
         while waiting or not self._engine.has_work:
             waiting = max(waiting - 1, 0)
             command = self._inbox.get()
@@ -238,10 +259,14 @@ class EngineService:
                 runnings.append(engine.submit(request))
                 undo.callback(engine.cancel, runnings[-1])
             undo.pop_all()
-        self._live |= {running: _Live(generation, choice) for choice, running in enumerate(runnings)}
+        self._live |= {
+            running: _Live(generation, choice) for choice, running in enumerate(runnings)
+        }
 
     def _drop(self, generation: Generation) -> None:
-        for running in [running for running, live in self._live.items() if live.generation is generation]:
+        for running in [
+            running for running, live in self._live.items() if live.generation is generation
+        ]:
             del self._live[running]
             self._engine.cancel(running)
 

@@ -1,8 +1,8 @@
 """The algebra data set: eight templates, two levels, a train and a test side that can never meet.
 
-Gives rows in verl's schema and chats for a supervised warm start, and writes both as JSONL. Every problem is addressed
-by (seed, level, split, template, number), so a longer data set begins with the shorter one. Knows nothing of models,
-tokens or rewards; the mathematics is in algebra_templates.py.
+Gives rows in verl's schema and chats for a supervised warm start, and writes both as JSONL. Every
+problem is addressed by (seed, level, split, template, number), so a longer data set begins with the
+shorter one. Knows nothing of models, tokens or rewards; the mathematics is in algebra_templates.py.
 
     python -c "from tandem.tasks.algebra import write_dataset; \\
         write_dataset('data/algebra', level='school', num_train=192, num_test=64, num_warm=0, seed=0, careless=0.0)"
@@ -28,18 +28,23 @@ _ATTEMPTS = 2000  # a template whose 2,000th draw is not new has, for practical 
 def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
     """generate with the level as a number, as the other tasks have it: 1 is easy, 2 is school."""
     if not 1 <= difficulty <= len(LEVELS):
-        expected = " or ".join(f"{number} ({level})" for number, level in enumerate(LEVELS, start=1))
-        raise UserError("there is no such difficulty of algebra", found=str(difficulty), expected=expected)
+        expected = " or ".join(
+            f"{number} ({level})" for number, level in enumerate(LEVELS, start=1)
+        )
+        raise UserError(
+            "there is no such difficulty of algebra", found=str(difficulty), expected=expected
+        )
     return generate(split, count, seed, list(LEVELS)[difficulty - 1])
 
 
 def generate(split: str, count: int, seed: int, level: str) -> list[Row]:
-    """count different problems of a split, the templates in turn; fewer where all templates have run out.
+    """count different problems of a split, the templates in turn; fewer where all templates have
+    run out.
 
-    Example row: {"data_source": "fraction_linear", "prompt": [{"role": "user", "content": "(x+3)/4=2, x?"}],
-    "ability": "math", "reward_model": {"style": "rule", "ground_truth": "5"}, "extra_info": {"uid":
-    "algebra/easy/train/3", "split": "train", "level": "easy", "template": "fraction_linear",
-    "solution": "x+3=8\\nAnswer: 5"}}
+    Example row: {"data_source": "fraction_linear", "prompt": [{"role": "user", "content":
+    "(x+3)/4=2, x?"}], "ability": "math", "reward_model": {"style": "rule", "ground_truth": "5"},
+    "extra_info": {"uid": "algebra/easy/train/3", "split": "train", "level": "easy", "template":
+    "fraction_linear", "solution": "x+3=8\\nAnswer: 5"}}
     """
     seen: set[str] = set()
     rows: list[Row] = []
@@ -47,7 +52,9 @@ def generate(split: str, count: int, seed: int, level: str) -> list[Row]:
     while left and len(rows) < count:
         template = _template(level, n)
         if template in left:
-            draft = _draw(template, (seed, "algebra", level, split, template, n), level, split, seen)
+            draft = _draw(
+                template, (seed, "algebra", level, split, template, n), level, split, seen
+            )
             if draft is None:
                 left.remove(template)
             else:
@@ -60,11 +67,11 @@ def generate(split: str, count: int, seed: int, level: str) -> list[Row]:
 def warm_start(count: int, seed: int, level: str, careless: float) -> list[Row]:
     """Chats for supervised training, problems of the train side, which may repeat.
 
-    A share `careless` of them answers at once, with another problem's answer: plausible, and mostly wrong. A model
-    trained on them has two habits, and reinforcement learning a better one to find.
+    A share `careless` of them answers at once, with another problem's answer: plausible, and mostly
+    wrong. A model trained on them has two habits, and reinforcement learning a better one to find.
 
-    Example row: {"messages": [{"role": "user", "content": "(x+3)/4=2, x?"}, {"role": "assistant", "content":
-    "x+3=8\\nAnswer: 5"}]}
+    Example row: {"messages": [{"role": "user", "content": "(x+3)/4=2, x?"}, {"role": "assistant",
+    "content": "x+3=8\\nAnswer: 5"}]}
     """
     rows = []
     for n in range(count):
@@ -85,14 +92,22 @@ def solution(draft: Draft) -> str:
 
 
 def is_test(core: str) -> bool:
-    """Which side a problem is on; a fifth are test problems, whatever the seed, the wording and the size."""
+    """Which side a problem is on; a fifth are test problems, whatever the seed, the wording and the
+    size."""
     return rng.address("algebra test side", core) % 5 == 0
 
 
 def write_dataset(
-    folder: str | Path, level: str, num_train: int, num_test: int, num_warm: int, seed: int, careless: float
+    folder: str | Path,
+    level: str,
+    num_train: int,
+    num_test: int,
+    num_warm: int,
+    seed: int,
+    careless: float,
 ) -> None:
-    """Write train.jsonl, test.jsonl and warm.jsonl, each whole or not at all; a file of no rows is not written."""
+    """Write train.jsonl, test.jsonl and warm.jsonl, each whole or not at all; a file of no rows is
+    not written."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = {
@@ -116,8 +131,11 @@ def _templates(level: str) -> dict[str, Callable[[np.random.Generator], Draft]]:
     return LEVELS[level]
 
 
-def _draw(template: str, place: tuple[int | str, ...], level: str, split: str, seen: set[str]) -> Draft | None:
-    """The first draft at this place that is on the split's side and new; None where the template has run out."""
+def _draw(
+    template: str, place: tuple[int | str, ...], level: str, split: str, seen: set[str]
+) -> Draft | None:
+    """The first draft at this place that is on the split's side and new; None where the template
+    has run out."""
     if split not in ("train", "test"):
         raise UserError("there is no such algebra split", found=split, expected="train or test")
     make = _templates(level)[template]

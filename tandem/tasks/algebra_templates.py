@@ -1,8 +1,10 @@
-"""Eight school-algebra templates at two levels: question, worked solution and answer of one problem.
+"""Eight school-algebra templates at two levels: question, worked solution and answer of one
+problem.
 
-Every function draws its numbers from the generator it is handed and returns a Draft whose answer is unique and well
-defined by the question alone. "easy" is terse, for a character-level model of under a million parameters that learns
-it in seconds; "school" is for real language models. Knows nothing of splits, seeds, files or rows.
+Every function draws its numbers from the generator it is handed and returns a Draft whose answer is
+unique and well defined by the question alone. "easy" is terse, for a character-level model of under
+a million parameters that learns it in seconds; "school" is for real language models. Knows nothing
+of splits, seeds, files or rows.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,8 @@ class Draft:
     """
 
     question: str
-    core: str  # the mathematics without its wording; two questions are the same problem when it is equal
+    # the mathematics without its wording; two questions are the same problem when it is equal
+    core: str
     steps: tuple[str, ...]  # the working, every line a true statement
     answer: str  # an integer or a reduced fraction
 
@@ -45,7 +48,8 @@ def _pick(draw: Draw, choices: tuple[T, ...]) -> T:
     return choices[_int(draw, 0, len(choices) - 1)]
 
 
-# --- writing mathematics ------------------------------------------------------------------------------------------
+# --- writing mathematics
+# ------------------------------------------------------------------------------------------
 
 
 def _plus(value: int, unit: str = "") -> str:
@@ -78,13 +82,19 @@ def _tight(text: str) -> str:
 
 
 def _linear_steps(k: int, shift: int, right: Fraction) -> tuple[str, ...]:
-    """How kx + shift = right is solved, the equation itself first; steps that change nothing are left out."""
+    """How kx + shift = right is solved, the equation itself first; steps that change nothing are
+    left out."""
     rest = right - shift
-    steps = [f"{_times(k, 'x')}{_plus(shift)} = {right}", f"{_times(k, 'x')} = {rest}", f"x = {rest / k}"]
+    steps = [
+        f"{_times(k, 'x')}{_plus(shift)} = {right}",
+        f"{_times(k, 'x')} = {rest}",
+        f"x = {rest / k}",
+    ]
     return tuple(dict.fromkeys(steps))
 
 
-# --- easy: one small table look-up a line, no spaces, because every character is a token -----------------------------
+# --- easy: one small table look-up a line, no spaces, because every character is a token
+# -----------------------------
 
 
 def _easy(given: str, ask: str, steps: list[str], answer: int) -> Draft:
@@ -93,7 +103,8 @@ def _easy(given: str, ask: str, steps: list[str], answer: int) -> Draft:
 
 
 def _easy_shift(draw: Draw) -> tuple[int, str]:
-    """The term that five templates end in, so that they learn one small table of differences together."""
+    """The term that five templates end in, so that they learn one small table of differences
+    together."""
     shift = _nonzero(draw, 5)
     return shift, _tight(f"x{_plus(shift)}")
 
@@ -114,7 +125,9 @@ def easy_arith_sequence(draw: Draw) -> Draft:
 def easy_exponent_linear(draw: Draw) -> Draft:
     shift, inner = _easy_shift(draw)
     base, exponent = _pick(draw, _EASY_POWERS)
-    return _easy(f"{base}^({inner})={base**exponent}", "x", [f"{inner}={exponent}"], exponent - shift)
+    return _easy(
+        f"{base}^({inner})={base**exponent}", "x", [f"{inner}={exponent}"], exponent - shift
+    )
 
 
 _EASY_POWERS = ((2, 2), (2, 3), (2, 4), (2, 5), (3, 2), (3, 3), (4, 2), (5, 2), (6, 2), (7, 2))
@@ -123,7 +136,9 @@ _EASY_POWERS = ((2, 2), (2, 3), (2, 4), (2, 5), (3, 2), (3, 3), (4, 2), (5, 2), 
 def easy_fraction_linear(draw: Draw) -> Draft:
     shift, inner = _easy_shift(draw)
     under, right = _int(draw, 2, 4), _int(draw, 1, 3)
-    return _easy(f"({inner})/{under}={right}", "x", [f"{inner}={under * right}"], under * right - shift)
+    return _easy(
+        f"({inner})/{under}={right}", "x", [f"{inner}={under * right}"], under * right - shift
+    )
 
 
 def easy_linear_nested(draw: Draw) -> Draft:
@@ -151,17 +166,25 @@ def easy_system_combo(draw: Draw) -> Draft:
     return _easy(f"x+{shift}={x + shift},y={y}", "x+y", [f"x={x}", f"{x}+{y}"], x + y)
 
 
-# --- school: larger numbers, words, fractions ----------------------------------------------------------------------
+# --- school: larger numbers, words, fractions
+# ----------------------------------------------------------------------
 
 
-def _school(draw: Draw, wordings: tuple[str, ...], core: str, steps: tuple[str, ...], answer: Fraction | int) -> Draft:
+def _school(
+    draw: Draw, wordings: tuple[str, ...], core: str, steps: tuple[str, ...], answer: Fraction | int
+) -> Draft:
     question = f"{_pick(draw, wordings).format(core)}\n{SCHOOL_FORMAT}"
     return Draft(question=question, core=core, steps=steps, answer=str(answer))
 
 
-SCHOOL_FORMAT = "End with a line 'Answer: <value>', where the value is an integer or a reduced fraction."
+SCHOOL_FORMAT = (
+    "End with a line 'Answer: <value>', where the value is an integer or a reduced fraction."
+)
 _SOLVE = ("Solve {} for x.", "Find the number x for which {}.", "What value of x satisfies {}?")
-_LARGER = ("What is the larger solution of {}?", "The equation {} has two solutions. Find the larger one.")
+_LARGER = (
+    "What is the larger solution of {}?",
+    "The equation {} has two solutions. Find the larger one.",
+)
 
 
 def _whole(draw: Draw) -> bool:
@@ -173,20 +196,32 @@ def school_absolute_shift(draw: Draw) -> Draft:
     k, shift, x = _int(draw, 1, 5), _nonzero(draw, 30), _int(draw, -20, 40)
     distance = abs(k * x + shift) or k if _whole(draw) else _int(draw, 2, 90)
     core = f"|{_times(k, 'x')}{_plus(shift)}| = {distance}"
-    return _school(draw, _LARGER, core, _linear_steps(k, shift, Fraction(distance)), Fraction(distance - shift, k))
+    return _school(
+        draw,
+        _LARGER,
+        core,
+        _linear_steps(k, shift, Fraction(distance)),
+        Fraction(distance - shift, k),
+    )
 
 
 def school_arith_sequence(draw: Draw) -> Draft:
     first, step, n = _int(draw, -40, 60), _nonzero(draw, 25), _int(draw, 12, 60)
     second, rise = first + step, (n - 1) * step
     last = first + rise
-    steps = (f"{_sum([second, -first])} = {step}", f"{n - 1} * {step} = {rise}", f"{_sum([first, rise])} = {last}")
+    steps = (
+        f"{_sum([second, -first])} = {step}",
+        f"{n - 1} * {step} = {rise}",
+        f"{_sum([first, rise])} = {last}",
+    )
     wordings = (
         "An arithmetic sequence begins {}. What is term number " + f"{n}?",
         "The first terms of an arithmetic sequence are {}. Find term number " + f"{n}.",
     )
     draft = _school(draw, wordings, f"{first}, {second}, {second + step}", steps, first + rise)
-    return Draft(question=draft.question, core=f"{draft.core}; {n}", steps=steps, answer=draft.answer)
+    return Draft(
+        question=draft.question, core=f"{draft.core}; {n}", steps=steps, answer=draft.answer
+    )
 
 
 def school_exponent_linear(draw: Draw) -> Draft:
@@ -199,7 +234,12 @@ def school_exponent_linear(draw: Draw) -> Draft:
 
 
 def school_fraction_linear(draw: Draw) -> Draft:
-    k, under, right, x = _int(draw, 1, 7), _int(draw, 2, 12), _nonzero(draw, 15), _int(draw, -15, 20)
+    k, under, right, x = (
+        _int(draw, 1, 7),
+        _int(draw, 2, 12),
+        _nonzero(draw, 15),
+        _int(draw, -15, 20),
+    )
     shift = under * right - k * x if _whole(draw) else _nonzero(draw, 40)
     core = f"({_times(k, 'x')}{_plus(shift)})/{under} = {right}"
     product = Fraction(under * right)
@@ -207,11 +247,19 @@ def school_fraction_linear(draw: Draw) -> Draft:
 
 
 def school_linear_nested(draw: Draw) -> Draft:
-    factor, shift, rest, x = _int(draw, 2, 12), _nonzero(draw, 20), _nonzero(draw, 40), _int(draw, -15, 25)
+    factor, shift, rest, x = (
+        _int(draw, 2, 12),
+        _nonzero(draw, 20),
+        _nonzero(draw, 40),
+        _int(draw, -15, 25),
+    )
     total = factor * (x + shift) + rest if _whole(draw) else _int(draw, -60, 120)
     product = total - rest
     core = f"{factor}(x{_plus(shift)}){_plus(rest)} = {total}"
-    steps = (f"{factor}(x{_plus(shift)}) = {product}", *_linear_steps(1, shift, Fraction(product, factor)))
+    steps = (
+        f"{factor}(x{_plus(shift)}) = {product}",
+        *_linear_steps(1, shift, Fraction(product, factor)),
+    )
     return _school(draw, _SOLVE, core, steps, Fraction(product, factor) - shift)
 
 
@@ -221,7 +269,11 @@ def school_poly_remainder(draw: Draw) -> Draft:
     values = [c * at ** (3 - i) for i, c in enumerate(coefficients)]
     wordings = ("What is the remainder when {}?", "Find the remainder when {}.")
     core = f"{_polynomial(coefficients)} is divided by x{_plus(-at)}"
-    steps = (f"x = {at}", f"{_polynomial(coefficients)} = {_sum(values)}", f"{_sum(values)} = {sum(values)}")
+    steps = (
+        f"x = {at}",
+        f"{_polynomial(coefficients)} = {_sum(values)}",
+        f"{_sum(values)} = {sum(values)}",
+    )
     return _school(draw, wordings, core, steps, sum(values))
 
 
@@ -232,7 +284,10 @@ def school_quadratic_root(draw: Draw) -> Draft:
         other = -other  # two different roots, so that "larger" means something
     core = f"{_polynomial((lead, -lead * other - top, top * other))} = 0"
     roots = (Fraction(top, lead), Fraction(other))
-    steps = (f"({_times(lead, 'x')}{_plus(-top)})(x{_plus(-other)}) = 0", f"x = {roots[0]} or x = {roots[1]}")
+    steps = (
+        f"({_times(lead, 'x')}{_plus(-top)})(x{_plus(-other)}) = 0",
+        f"x = {roots[0]} or x = {roots[1]}",
+    )
     return _school(draw, _LARGER, core, steps, max(roots))
 
 
@@ -249,14 +304,17 @@ def school_system_combo(draw: Draw) -> Draft:
         *dict.fromkeys((f"{_times(determinant, 'x')} = {determinant * x}", f"x = {x}")),
         f"y = {y}",
     )
-    return _school(draw, ("If {}, what is x + y?", "Find x + y, given that {}."), core, steps, x + y)
+    return _school(
+        draw, ("If {}, what is x + y?", "Find x + y, given that {}."), core, steps, x + y
+    )
 
 
 def _equation(a: int, b: int, right: int) -> str:
     return f"{_times(a, 'x')}{_plus(b, 'y')} = {right}"
 
 
-# --- the table -----------------------------------------------------------------------------------------------------
+# --- the table
+# -----------------------------------------------------------------------------------------------------
 
 NAMES = (
     "absolute_shift",

@@ -1,9 +1,10 @@
-"""Questions that need a calculator: "387*542=?". The difficulty is how many numbers of how many digits.
+"""Questions that need a calculator: "387*542=?". The difficulty is how many numbers of how many
+digits.
 
     tandem generate calculator --difficulty 1 --count 400 --out train.jsonl
 
-Too hard for a model of a million parameters by itself, and easy with a tool that works out what it is given. Knows
-arithmetic. Does not know tools, files, models or rewards (`answer` fits).
+Too hard for a model of a million parameters by itself, and easy with a tool that works out what it
+is given. Knows arithmetic. Does not know tools, files, models or rewards (`answer` fits).
 """
 
 from collections.abc import Callable
@@ -21,7 +22,13 @@ FORMS: dict[int, tuple[int, dict[str, Callable[..., int]]]] = {
             "{}+{}+{}": lambda a, b, c: a + b + c,
         },
     ),
-    3: (4, {"({}+{})*{}": lambda a, b, c: (a + b) * c, "{}*{}+{}*{}": lambda a, b, c, d: a * b + c * d}),
+    3: (
+        4,
+        {
+            "({}+{})*{}": lambda a, b, c: (a + b) * c,
+            "{}*{}+{}*{}": lambda a, b, c, d: a * b + c * d,
+        },
+    ),
 }
 
 

@@ -1,9 +1,10 @@
-"""Countdown: reach a target from given numbers, each used once, with + - * /. The difficulty is how many numbers.
+"""Countdown: reach a target from given numbers, each used once, with + - * /. The difficulty is how
+many numbers.
 
     tandem generate countdown --difficulty 3 --count 400 --out train.jsonl
 
-Every problem has a solution, which the row holds, and mostly more: a reward must work out what was written. Knows
-arithmetic. Does not know files, models or rewards.
+Every problem has a solution, which the row holds, and mostly more: a reward must work out what was
+written. Knows arithmetic. Does not know files, models or rewards.
 """
 
 from tandem.tasks.generate import Draft, Draw, Row, draw_rows, whole
@@ -15,10 +16,12 @@ Term = tuple[int, str]  # (value, how it is written)
 
 
 def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """count different problems, or all that there are: difficulty 2 has about 470 for training and 115 for testing.
+    """count different problems, or all that there are: difficulty 2 has about 470 for training and
+    115 for testing.
 
-    Example row: {"uid": "countdown/3/train/0", "prompt": "Make 23 from 11,15,3, each once, with + - * /.", "answer": "23",
-    "data_source": "countdown_3", "difficulty": 3, "numbers": [11, 15, 3], "solution": "(15-3)+11"}
+    Example row: {"uid": "countdown/3/train/0", "prompt": "Make 23 from 11,15,3, each once, with + -
+    * /.", "answer": "23", "data_source": "countdown_3", "difficulty": 3, "numbers": [11, 15, 3],
+    "solution": "(15-3)+11"}
     """
     return draw_rows("countdown", _draft, split, count, seed, difficulty, LEVELS)
 

@@ -1,7 +1,9 @@
-"""What the generated tasks share: addressed draws, a train and a test side that never meet, no problem twice.
+"""What the generated tasks share: addressed draws, a train and a test side that never meet, no
+problem twice.
 
-Every problem is addressed by (seed, task, difficulty, split, number), so a longer data set begins with the shorter one.
-Knows rows and sides. Does not know what the tasks are: each is a module beside this one.
+Every problem is addressed by (seed, task, difficulty, split, number), so a longer data set begins
+with the shorter one. Knows rows and sides. Does not know what the tasks are: each is a module
+beside this one.
 """
 
 from collections.abc import Callable
@@ -24,14 +26,17 @@ SPLITS = ("train", "test")
 class Draft:
     """One problem.
 
-    Example: Draft(prompt="12+34=?", answer="46", side="12+34", core="12+34", columns={"terms": [12, 34]})
+    Example: Draft(prompt="12+34=?", answer="46", side="12+34", core="12+34", columns={"terms": [12,
+    34]})
     """
 
     prompt: str
     answer: str
-    side: str  # decides between train and test: what makes the problem the same, however it is written
+    # decides between train and test: what makes the problem the same, however it is written
+    side: str
     core: str  # two drafts are one problem when it is equal
-    columns: dict[str, Any] = field(default_factory=dict)  # more columns of the row, for environments and rewards
+    # more columns of the row, for environments and rewards
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 Make = Callable[[Draw, int], Draft]
@@ -40,15 +45,17 @@ Make = Callable[[Draw, int], Draft]
 def draw_rows(
     task: str, make: Make, split: str, count: int, seed: int, difficulty: int, levels: list[int]
 ) -> list[Row]:
-    """Draw count different problems of a split; fewer where the task has no more. make(draw, difficulty) draws one; levels:
-    the difficulties there are.
+    """Draw count different problems of a split; fewer where the task has no more. make(draw,
+    difficulty) draws one; levels: the difficulties there are.
 
     Raises UserError for another split or level.
     """
     check_split(task, split)
     if difficulty not in levels:
         expected = f"{levels[0]} to {levels[-1]}"
-        raise UserError(f"there is no such difficulty of {task}", found=str(difficulty), expected=expected)
+        raise UserError(
+            f"there is no such difficulty of {task}", found=str(difficulty), expected=expected
+        )
     seen: set[str] = set()
     rows = []
     for number in range(count):
@@ -62,7 +69,9 @@ def draw_rows(
 
 def check_split(task: str, split: str) -> None:
     if split not in SPLITS:
-        raise UserError(f"there is no such split of {task}", found=split, expected=" or ".join(SPLITS))
+        raise UserError(
+            f"there is no such split of {task}", found=split, expected=" or ".join(SPLITS)
+        )
 
 
 def is_test(side: str) -> bool:
@@ -73,7 +82,8 @@ def is_test(side: str) -> bool:
 def _first_new(
     make: Make, task: str, split: str, difficulty: int, place: tuple[int, int], seen: set[str]
 ) -> Draft | None:
-    """The first draft at this place (seed, number) that is on the split's side and new; None where the task has run out."""
+    """The first draft at this place (seed, number) that is on the split's side and new; None where
+    the task has run out."""
     seed, number = place
     for attempt in range(ATTEMPTS):
         key = rng.address(seed, task, difficulty, split, number, attempt)

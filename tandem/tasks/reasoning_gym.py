@@ -1,6 +1,8 @@
-"""reasoning-gym's generators and scorers, by name. The only file that imports `reasoning_gym` (the extra of that name).
+"""reasoning-gym's generators and scorers, by name. The only file that imports `reasoning_gym` (the
+extra of that name).
 
-A row carries what its scorer needs, so that the scorer needs nothing else. Knows its entries; does not know models.
+A row carries what its scorer needs, so that the scorer needs nothing else. Knows its entries; does
+not know models.
 
     tandem generate reasoning_gym:chain_sum,leg_counting --weights 2,1 --count 400 --out train.jsonl
     tandem train my.toml data.train=train.jsonl reward=reasoning_gym
@@ -24,33 +26,50 @@ try:
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 except ModuleNotFoundError as missing:
     raise UserError(
-        "the package reasoning-gym is not installed", found=f"no {missing.name}", expected="reasoning-gym",
+        "the package reasoning-gym is not installed",
+        found=f"no {missing.name}",
+        expected="reasoning-gym",
         next="pip install 'tandem-rl[reasoning-gym]'",
-    ) from None  # fmt: skip
+    ) from None
 
-CHUNK = 500  # entries made under one seed; fixed, because the entries of some generators depend on how many there are
-BARREN = 4 * CHUNK  # entries in a row without a new question: the generator has, for practical purposes, run out
+# entries made under one seed; fixed, because the entries of some generators depend on how many
+# there are
+CHUNK = 500
+# entries in a row without a new question: the generator has, for practical purposes, run out
+BARREN = 4 * CHUNK
 
 # Scorers that hand the model's text to eval, as a literal or as an expression of sympy.
 EVAL_LITERAL = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 EVAL_EXPRESSION = (
-    "countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration",
-)  # fmt: skip
+    "countdown",
+    "intermediate_integration",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+)
 
 
 def names() -> list[str]:
-    """What can be generated: every registered data set but `composite`, for which there are weights."""
+    """What can be generated: every registered data set but `composite`, for which there are
+    weights."""
     return sorted(set(DATASETS) - {"composite"})
 
 
 def rows(
-    datasets: Sequence[str], weights: Sequence[float], split: str, count: int, seed: int, difficulty: int | None
+    datasets: Sequence[str],
+    weights: Sequence[float],
+    split: str,
+    count: int,
+    seed: int,
+    difficulty: int | None,
 ) -> list[Row]:
-    """Make count different questions of a split, of each data set its share; fewer where a data set has no more for its
-    share. difficulty: 1 for the lowest level of its curriculum; None for its own default. Raises UserError.
+    """Make count different questions of a split, of each data set its share; fewer where a data set
+    has no more for its share. difficulty: 1 for the lowest level of its curriculum; None for its
+    own default. Raises UserError.
 
-    Example row: {"uid": "leg_counting/train/0", "prompt": "Your task is to count how many legs ...", "answer": "26",
-    "data_source": "leg_counting", "reasoning_gym": {"dataset": "leg_counting", "difficulty": None, "entry": {...}}}
+    Example row: {"uid": "leg_counting/train/0", "prompt": "Your task is to count how many legs
+    ...", "answer": "26", "data_source": "leg_counting", "reasoning_gym": {"dataset":
+    "leg_counting", "difficulty": None, "entry": {...}}}
     """
     check_split("reasoning_gym", split)
     _check_names(datasets, weights)
@@ -69,11 +88,18 @@ def _check_names(datasets: Sequence[str], weights: Sequence[float]) -> None:
     unknown = [name for name in datasets if name not in names()]
     if unknown or len(set(datasets)) < len(datasets) or not datasets:
         found = unknown[0] if unknown else ",".join(datasets) or "no name"
-        raise UserError("there is no such data set in reasoning-gym", found=found,
-                        expected=f"different names out of {', '.join(names())}")  # fmt: skip
+        raise UserError(
+            "there is no such data set in reasoning-gym",
+            found=found,
+            expected=f"different names out of {', '.join(names())}",
+        )
     if weights and (len(weights) != len(datasets) or min(weights) <= 0):
-        raise UserError("the weights do not fit the data sets", where="--weights", found=str(list(weights)),
-                        expected=f"{len(datasets)} numbers above 0")  # fmt: skip
+        raise UserError(
+            "the weights do not fit the data sets",
+            where="--weights",
+            found=str(list(weights)),
+            expected=f"{len(datasets)} numbers above 0",
+        )
 
 
 def _rows_of(name: str, split: str, seed: int, difficulty: int | None) -> Iterator[Row]:
@@ -91,11 +117,15 @@ def _rows_of(name: str, split: str, seed: int, difficulty: int | None) -> Iterat
         }
 
 
-def _new_entries(name: str, split: str, seed: int, difficulty: int | None, seen: set[str]) -> Iterator[dict[str, Any]]:
+def _new_entries(
+    name: str, split: str, seed: int, difficulty: int | None, seen: set[str]
+) -> Iterator[dict[str, Any]]:
     """Entries on the split's side whose question is not in seen, to which it is added."""
     chunk = barren = 0
     while barren < BARREN:
-        made = _dataset(name, difficulty, rng.address(seed, "reasoning_gym", name, chunk) % 2**31, CHUNK)
+        made = _dataset(
+            name, difficulty, rng.address(seed, "reasoning_gym", name, chunk) % 2**31, CHUNK
+        )
         for i in range(CHUNK):
             entry = made[i]
             question = entry["question"]
@@ -111,23 +141,33 @@ def _dataset(name: str, difficulty: int | None, seed: int, size: int) -> Any:
     if difficulty is None:
         return reasoning_gym.create_dataset(name, seed=seed, size=size)
     if name not in CURRICULA or difficulty < 1:
-        raise UserError("there is no such difficulty", where=name, found=str(difficulty), next="leave --difficulty out",
-                        expected="1 or more" if name in CURRICULA else "none: it has no curriculum")  # fmt: skip
+        raise UserError(
+            "there is no such difficulty",
+            where=name,
+            found=str(difficulty),
+            next="leave --difficulty out",
+            expected="1 or more" if name in CURRICULA else "none: it has no curriculum",
+        )
     curriculum = create_curriculum(name)
     curriculum.set_global_level(difficulty - 1)
     try:
         return DATASETS[name][0](curriculum.generate_configuration({"seed": seed, "size": size}))
     except AssertionError as error:  # its own check of what its own curriculum says
-        raise UserError("reasoning-gym itself refuses this difficulty", where=name, found=f"{difficulty}: {error}",
-                        expected="another difficulty, or none") from None  # fmt: skip
+        raise UserError(
+            "reasoning-gym itself refuses this difficulty",
+            where=name,
+            found=f"{difficulty}: {error}",
+            expected="another difficulty, or none",
+        ) from None
 
 
 # ---- the scorer
 
 
 def score(problem: Problem, completion: str) -> float:
-    """The data set's own verdict on the completion's answer, 0 to 1: what is between the last <answer> and </answer>,
-    else what follows the last `Answer:`. Text that the data set would evaluate must be a literal, or arithmetic."""
+    """The data set's own verdict on the completion's answer, 0 to 1: what is between the last
+    <answer> and </answer>, else what follows the last `Answer:`. Text that the data set would
+    evaluate must be a literal, or arithmetic."""
     if "reasoning_gym" not in problem.metadata:
         raise ValueError("the problem is not of reasoning-gym: its row has no column reasoning_gym")
     told = problem.metadata["reasoning_gym"]
@@ -176,12 +216,38 @@ def _is_literal(text: str) -> bool:
     return True
 
 
-_FUNCTIONS = {"sqrt", "exp", "log", "ln", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "Abs"}
-_NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name, ast.Call, ast.Load)
+_FUNCTIONS = {
+    "sqrt",
+    "exp",
+    "log",
+    "ln",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "Abs",
+}
+_NODES = (
+    ast.Expression,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.operator,
+    ast.unaryop,
+    ast.Constant,
+    ast.Name,
+    ast.Call,
+    ast.Load,
+)
 
 
 def _is_arithmetic(text: str) -> bool:
-    """Numbers, one-letter names, operators and the functions above; nothing that could name, call or build more."""
+    """Numbers, one-letter names, operators and the functions above; nothing that could name, call
+    or build more."""
     try:
         nodes = list(ast.walk(ast.parse(text.strip(), mode="eval")))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -201,7 +267,8 @@ def _is_known(node: ast.AST) -> bool:
             return True
 
 
-# ---- entries as JSON: their tuples, sets and keys come back as they were, because scorers compare them
+# ---- entries as JSON: their tuples, sets and keys come back as they were, because scorers compare
+# them
 
 
 def _to_json(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The built-in generated tasks by name, and the files they are written to.
 
-Knows which tasks there are. Does not know what is in them: algebra.py, arithmetic.py, calculator.py, countdown.py, guess.py.
+Knows which tasks there are. Does not know what is in them: algebra.py, arithmetic.py,
+calculator.py, countdown.py, guess.py.
 """
 
 import json
@@ -21,9 +22,11 @@ TASKS = {  # name -> (its rows, its lowest difficulty)
 
 
 def task_rows(task: str, split: str, count: int, seed: int, difficulty: int | None) -> list[Row]:
-    """Make count different problems of one of TASKS, or all that it has; difficulty None is its lowest. Raises UserError.
+    """Make count different problems of one of TASKS, or all that it has; difficulty None is its
+    lowest. Raises UserError.
 
-    The rows of (task, split, seed, difficulty) begin with those of a smaller count, and no problem is on both sides.
+    The rows of (task, split, seed, difficulty) begin with those of a smaller count, and no problem
+    is on both sides.
     """
     rows, lowest = TASKS[task]
     return rows(split, count, seed, lowest if difficulty is None else difficulty)

@@ -1,4 +1,5 @@
-"""Checks of an update before it moves a weight: what is trained, and that it is pulled as the algorithm says."""
+"""Checks of an update before it moves a weight: what is trained, and that it is pulled as the
+algorithm says."""
 
 import torch
 from torch import Tensor
@@ -9,9 +10,17 @@ from tandem.train.learner import Learner
 
 
 def require_frozen(reference: ExactModel, policy: Learner) -> None:
-    """Raises UserError where the reference has a tensor that the policy's optimizer writes: its KL would stay 0 for ever."""
-    adapter, written = reference.adapter_weights(), {p.data_ptr() for p in policy.model.trainable().values()}
-    shared = [n for n, w in reference.named_weights().items() if n not in adapter and w.data_ptr() in written]
+    """Raises UserError where the reference has a tensor that the policy's optimizer writes: its KL
+    would stay 0 for ever."""
+    adapter, written = (
+        reference.adapter_weights(),
+        {p.data_ptr() for p in policy.model.trainable().values()},
+    )
+    shared = [
+        n
+        for n, w in reference.named_weights().items()
+        if n not in adapter and w.data_ptr() in written
+    ]
     if shared:
         raise InternalError(
             "the reference would be trained with the policy",
@@ -23,8 +32,11 @@ def require_frozen(reference: ExactModel, policy: Learner) -> None:
 
 
 def require_gradient(expected: Tensor, on_policy: Tensor, found: Tensor) -> None:
-    """Raises UserError where an on-policy token's log-prob is not pulled by its advantage times its weight in the update."""
-    if found.isfinite().all() and not torch.allclose(found[on_policy], expected[on_policy], rtol=1e-4, atol=0.0):
+    """Raises UserError where an on-policy token's log-prob is not pulled by its advantage times its
+    weight in the update."""
+    if found.isfinite().all() and not torch.allclose(
+        found[on_policy], expected[on_policy], rtol=1e-4, atol=0.0
+    ):
         worst = int((found - expected).abs().mul(on_policy).argmax())
         raise InternalError(
             "the gradient of the loss is not that of the algorithm",

@@ -1,4 +1,5 @@
-"""On-policy distillation: the student's own episodes, graded token by token by a teacher; no reward is needed."""
+"""On-policy distillation: the student's own episodes, graded token by token by a teacher; no reward
+is needed."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +14,17 @@ from tandem.model.load import ExactModel
 from tandem.model.logprobs import Filter
 from tandem.rl.distillation import divergence, sampled_advantages
 from tandem.rl.losses import Metrics, total
-from tandem.train.learn import Models, Observe, Step, annotate, correct, merge, start, token_weights, update_policy
+from tandem.train.learn import (
+    Models,
+    Observe,
+    Step,
+    annotate,
+    correct,
+    merge,
+    start,
+    token_weights,
+    update_policy,
+)
 from tandem.train.learner import Learner
 from tandem.train.pack import join
 from tandem.types import Group, Microbatch, Row
@@ -30,32 +41,50 @@ def distill(
     exact: bool,
     observe: Observe | None = None,
 ) -> Row:
-    """The step's updates towards the teacher; "teacher_kl" is the mean divergence from it, nats a token.
+    """The step's updates towards the teacher; "teacher_kl" is the mean divergence from it, nats a
+    token.
 
-    The exact estimator is that of the tempered distributions, whatever top-k, top-p or min-p left out when sampling.
+    The exact estimator is that of the tempered distributions, whatever top-k, top-p or min-p left
+    out when sampling.
     """
     step = start(groups, config)
     if not step.places:
         return {"num_loss_tokens": 0.0, "skipped_updates": 1.0}
     updates = list(enumerate(step.updates * config.rl.epochs))
     if config.distill.estimator == "exact":
-        return merge([_fit_exact(student, teacher, batches, step, config, how) for _, batches in updates])
+        return merge(
+            [_fit_exact(student, teacher, batches, step, config, how) for _, batches in updates]
+        )
     annotate(step, Models(policy=student), config.rl, how)
     graded = step.ask(lambda batch: reference_logprobs(teacher, batch, how))
-    step.advantages = [sampled_advantages(own, held) for own, held in zip(step.proximal, graded, strict=True)]
+    step.advantages = [
+        sampled_advantages(own, held) for own, held in zip(step.proximal, graded, strict=True)
+    ]
     metrics = correct(step, config.rl)
     rows = [
-        update_policy(student, b, step, config, how, version, exact and number == 0, observe) for number, b in updates
+        update_policy(student, b, step, config, how, version, exact and number == 0, observe)
+        for number, b in updates
     ]
-    return {**metrics, **merge(rows), "teacher_kl": -float(np.mean(np.concatenate(step.advantages)))}
+    return {
+        **metrics,
+        **merge(rows),
+        "teacher_kl": -float(np.mean(np.concatenate(step.advantages))),
+    }
 
 
 def _fit_exact(
-    student: Learner, teacher: ExactModel, batches: Sequence[Microbatch], step: Step, config: Config, how: Filter
+    student: Learner,
+    teacher: ExactModel,
+    batches: Sequence[Microbatch],
+    step: Step,
+    config: Config,
+    how: Filter,
 ) -> Metrics:
     weights = join(batches, token_weights(step, batches, config))
     settings = config.distill
-    distance = partial(divergence, settings.divergence, beta=settings.jsd_beta, top_k=settings.top_k)
+    distance = partial(
+        divergence, settings.divergence, beta=settings.jsd_beta, top_k=settings.top_k
+    )
 
     def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
         terms = teacher_divergences(student.model, teacher, batch, how.temperature, distance)

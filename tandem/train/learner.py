@@ -1,4 +1,5 @@
-"""A model that is trained: gradients accumulate over microbatches, one optimizer step follows, and NaN never reaches it."""
+"""A model that is trained: gradients accumulate over microbatches, one optimizer step follows, and
+NaN never reaches it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +12,8 @@ from tandem.runtime import watchdog
 from tandem.train.optimizer import Optimizer
 from tandem.types import Microbatch
 
-Loss = Callable[[int, Microbatch], tuple[Tensor, Metrics]]  # of the microbatch with that number: scalar, sums
+# of the microbatch with that number: scalar, sums
+Loss = Callable[[int, Microbatch], tuple[Tensor, Metrics]]
 
 
 class Learner:
@@ -21,9 +23,11 @@ class Learner:
         self.model, self.optimizer = model, optimizer
 
     def update(self, batches: Sequence[Microbatch], loss: Loss, *, count: int = 0) -> Metrics:
-        """One optimizer step over all batches; metrics are means over `count` things, by default the loss tokens.
+        """One optimizer step over all batches; metrics are means over `count` things, by default
+        the loss tokens.
 
-        A loss or a gradient that is not finite changes no weight; "bad/loss" or "bad/gradient" says so.
+        A loss or a gradient that is not finite changes no weight; "bad/loss" or "bad/gradient" says
+        so.
         """
         sums: Metrics = {}
         finite = True

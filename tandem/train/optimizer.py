@@ -15,22 +15,38 @@ class Optimizer:
     """AdamW over named parameters. `update` clips, steps and clears the gradients."""
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], *, learning_rate: float, schedule: Schedule,
-        warmup_steps: int, total_steps: int, weight_decay: float, betas: tuple[float, float], max_grad_norm: float,
-    ):  # fmt: skip
+        self,
+        parameters: dict[str, nn.Parameter],
+        *,
+        learning_rate: float,
+        schedule: Schedule,
+        warmup_steps: int,
+        total_steps: int,
+        weight_decay: float,
+        betas: tuple[float, float],
+        max_grad_norm: float,
+    ):
         self.parameters, self.max_grad_norm = parameters, max_grad_norm
         self.learning_rate, self.schedule = learning_rate, schedule
         self.warmup_steps, self.total_steps, self.step = warmup_steps, total_steps, 0
         decayed = [p for p in parameters.values() if p.dim() > 1]
         plain = [p for p in parameters.values() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True)
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True
+        )
 
     def update(self, *, skip: bool = False) -> dict[str, float]:
-        """One step; returns grad_norm (before clipping) and learning_rate. A norm that is not finite changes nothing."""
+        """One step; returns grad_norm (before clipping) and learning_rate. A norm that is not
+        finite changes nothing."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = global_norm(grads)
-        rate = self.learning_rate * factor(self.schedule, self.step, self.warmup_steps, self.total_steps)
+        rate = self.learning_rate * factor(
+            self.schedule, self.step, self.warmup_steps, self.total_steps
+        )
         skip = skip or not math.isfinite(norm)
         if not skip:
             if norm > self.max_grad_norm:
@@ -38,7 +54,8 @@ class Optimizer:
             for group in self.adam.param_groups:
                 group["lr"] = rate
             self.adam.step()
-            # the fused kernel does not count its writes, and the linear packs are renewed by that count
+            # the fused kernel does not count its writes, and the linear packs are renewed by that
+            # count
             torch.autograd.graph.increment_version(list(self.parameters.values()))
             self.step += 1
         self.adam.zero_grad(set_to_none=True)
@@ -61,7 +78,8 @@ class Optimizer:
 
 
 def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
-    """Share of the peak learning rate at a step counted from 0; it ends at 0 for linear and cosine."""
+    """Share of the peak learning rate at a step counted from 0; it ends at 0 for linear and
+    cosine."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -75,7 +93,8 @@ def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
-    """L2 norm over all tensors, summed in a fixed order: rows by torch, rows' sums by numpy (one thread)."""
+    """L2 norm over all tensors, summed in a fixed order: rows by torch, rows' sums by numpy (one
+    thread)."""
     squares = 0.0
     for tensor in tensors:
         rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[:, None]

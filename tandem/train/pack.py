@@ -1,9 +1,11 @@
-"""Samples -> microbatches without padding, evenly filled. Samples of a group share one copy of their prompt's rows.
+"""Samples -> microbatches without padding, evenly filled. Samples of a group share one copy of
+their prompt's rows.
 
-A prompt is trained once for its group and not once for each sample: exact, because a response attends to the same
-keys at the same positions. Whatever else belongs to a loss token (log-probs, advantages, weights) is a *column*: one
-array for each sample in the order of its loss tokens, or one for each microbatch in the order of its targets; `join`
-and `split` turn one into the other. Knows no model and no loss.
+A prompt is trained once for its group and not once for each sample: exact, because a response
+attends to the same keys at the same positions. Whatever else belongs to a loss token (log-probs,
+advantages, weights) is a *column*: one array for each sample in the order of its loss tokens, or
+one for each microbatch in the order of its targets; `join` and `split` turn one into the other.
+Knows no model and no loss.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +18,16 @@ from tandem.types import Array, Microbatch, Sample
 Cluster = list[int]  # samples that share a prefix, by number
 
 
-def pack(samples: Sequence[Sample], tokens_per_microbatch: int, *, keep_groups: bool = False) -> list[Microbatch]:
-    """As few microbatches as the token budget allows, of nearly equal size, each in the order of its samples.
+def pack(
+    samples: Sequence[Sample], tokens_per_microbatch: int, *, keep_groups: bool = False
+) -> list[Microbatch]:
+    """As few microbatches as the token budget allows, of nearly equal size, each in the order of
+    its samples.
 
-    keep_groups: the samples of a group stay in one microbatch; otherwise a group larger than the budget is split. What
-    cannot be split and is larger than the budget gets a microbatch of its own. Raises ValueError for a sample without a
-    token after its prefix, or with loss where nothing predicts it.
+    keep_groups: the samples of a group stay in one microbatch; otherwise a group larger than the
+    budget is split. What cannot be split and is larger than the budget gets a microbatch of its
+    own. Raises ValueError for a sample without a token after its prefix, or with loss where nothing
+    predicts it.
     """
     for sample in samples:
         start = max(sample.prefix, 1)
@@ -37,7 +43,9 @@ def pack(samples: Sequence[Sample], tokens_per_microbatch: int, *, keep_groups: 
     ]
 
 
-def join(batches: Sequence[Microbatch], columns: Sequence[Array] | Mapping[int, Array]) -> list[Array]:
+def join(
+    batches: Sequence[Microbatch], columns: Sequence[Array] | Mapping[int, Array]
+) -> list[Array]:
     """Columns by sample -> by microbatch."""
     return [np.concatenate([columns[i] for i in batch.samples]) for batch in batches]
 
@@ -52,8 +60,11 @@ def split(batches: Sequence[Microbatch], columns: Sequence[Array]) -> dict[int, 
 
 
 def _clusters(samples: Sequence[Sample], budget: int, keep_groups: bool) -> Iterator[Cluster]:
-    """Neighbours of one group that share a prefix and fit the budget together, or must stay together."""
-    for _, members in groupby(range(len(samples)), key=lambda i: (samples[i].group, samples[i].prefix)):
+    """Neighbours of one group that share a prefix and fit the budget together, or must stay
+    together."""
+    for _, members in groupby(
+        range(len(samples)), key=lambda i: (samples[i].group, samples[i].prefix)
+    ):
         cluster: Cluster = []
         rows = 0
         for i in members:
@@ -67,13 +78,15 @@ def _clusters(samples: Sequence[Sample], budget: int, keep_groups: bool) -> Iter
 
 
 def _rows(cluster: Sequence[Sample]) -> int:
-    """Input rows: the prefix once, then each sample's own tokens but the last, which nothing follows."""
+    """Input rows: the prefix once, then each sample's own tokens but the last, which nothing
+    follows."""
     prefix = cluster[0].prefix
     return prefix + sum(len(s.tokens) - 1 - prefix for s in cluster)
 
 
 def _balance(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Places of the sizes in bins of at most the budget: the largest first, each into the emptiest bin."""
+    """Places of the sizes in bins of at most the budget: the largest first, each into the emptiest
+    bin."""
     if not sizes:
         return []
     fitting = [size for size in sizes if size <= budget]
@@ -86,7 +99,9 @@ def _balance(sizes: Sequence[int], budget: int) -> list[list[int]]:
             emptiest = filled.index(min(filled))
             bins[emptiest].append(i)
             filled[emptiest] += sizes[i]
-        if all(rows <= budget or len(members) == 1 for rows, members in zip(filled, bins, strict=True)):
+        if all(
+            rows <= budget or len(members) == 1 for rows, members in zip(filled, bins, strict=True)
+        ):
             return sorted(sorted(members) for members in bins if members)
         count += 1
 
@@ -113,7 +128,11 @@ def _microbatch(samples: Sequence[Sample], clusters: Sequence[Cluster]) -> Micro
             targets.append(sample.tokens[places])
             first += own
     return Microbatch(
-        tokens=np.concatenate(tokens), positions=np.concatenate(positions), segments=np.array(segments, np.int64),
-        rows=np.concatenate(rows), targets=np.concatenate(targets), samples=np.concatenate(clusters),
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        segments=np.array(segments, np.int64),
+        rows=np.concatenate(rows),
+        targets=np.concatenate(targets),
+        samples=np.concatenate(clusters),
         sequences=np.repeat(np.arange(len(targets)), [len(t) for t in targets]),
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""Hashes of weights: equal exactly when every bit is. Engine, trainer and checkpoints compare by them."""
+"""Hashes of weights: equal exactly when every bit is. Engine, trainer and checkpoints compare by
+them."""
 
 import hashlib
 
@@ -7,7 +8,8 @@ from torch import Tensor
 
 
 def weight_hash(tensors: dict[str, Tensor]) -> str:
-    """Hex digest of names, dtypes, shapes and bytes, in name order: equal exactly when every bit of the weights is."""
+    """Hex digest of names, dtypes, shapes and bytes, in name order: equal exactly when every bit of
+    the weights is."""
     lines = [f"{name} {tensor_hash(tensors[name])}\n" for name in sorted(tensors)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

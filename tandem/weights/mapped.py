@@ -1,7 +1,9 @@
-"""Tensors in memory that processes share: a file without a name, laid out the same way by whoever knows the layout.
+"""Tensors in memory that processes share: a file without a name, laid out the same way by whoever
+knows the layout.
 
-The file is a memfd on Linux and an unlinked temporary file elsewhere. It goes to another process as a descriptor over a
-socket, and is gone with the last process that holds it, however that one ended. Knows no versions (weights/shared.py does).
+The file is a memfd on Linux and an unlinked temporary file elsewhere. It goes to another process as
+a descriptor over a socket, and is gone with the last process that holds it, however that one ended.
+Knows no versions (weights/shared.py does).
 """
 
 import mmap
@@ -22,13 +24,18 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bf
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which tensors lie one behind the other. Example: Layout((("lm_head.weight", "torch.float32", (97, 96)),))"""
+    """Which tensors lie one behind the other. Example: Layout((("lm_head.weight", "torch.float32",
+    (97, 96)),))"""
 
     parts: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, dtype, shape
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor]) -> "Layout":
-        return cls(tuple((name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()))
+        return cls(
+            tuple(
+                (name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()
+            )
+        )
 
     @classmethod
     def from_json(cls, parts: list[Any]) -> "Layout":

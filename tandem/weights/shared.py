@@ -1,13 +1,15 @@
-"""Weight publication to other processes of this machine: a buffer of shared memory for each version that is still needed.
+"""Weight publication to other processes of this machine: a buffer of shared memory for each version
+that is still needed.
 
     trainer's thread                          rollouts' thread (engine/worker_pool/pool.py)          rollout worker
     ----------------                          ------------------------------------          --------------
     publish(v, tensors): copy and hash  --->  apply(v): descriptor(v), over a socket  --->  read_tensors, load, hash
     release(below=v): forget            <---  compares that hash with hash_of(v)      <---  its hash
 
-publish(v) happens before apply(v): the caller sees to that. A buffer is written once and never used again for another
-version, so a worker that is still reading an old one, which it keeps alive itself, cannot see half of a new one.
-Nothing has a name in a file system, so nothing is left behind. Does not know who computes the weights, or who runs them.
+publish(v) happens before apply(v): the caller sees to that. A buffer is written once and never used
+again for another version, so a worker that is still reading an old one, which it keeps alive
+itself, cannot see half of a new one. Nothing has a name in a file system, so nothing is left
+behind. Does not know who computes the weights, or who runs them.
 """
 
 import os
@@ -20,7 +22,8 @@ from tandem.weights.mapped import Layout, write_tensors
 
 
 class SharedWeights:
-    """Any thread may call any method. tensors: names, types and shapes of all versions, e.g. `model.merged_weights()`."""
+    """Any thread may call any method. tensors: names, types and shapes of all versions, e.g.
+    `model.merged_weights()`."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.layout = Layout.of(tensors)
@@ -45,12 +48,14 @@ class SharedWeights:
         return digest
 
     def hash_of(self, version: int) -> str:
-        """weight_hash of what was published. Raises LookupError where that is not there, or no more."""
+        """weight_hash of what was published. Raises LookupError where that is not there, or no
+        more."""
         with self._lock:
             return self._entry(version)[1]
 
     def descriptor(self, version: int) -> int:
-        """A descriptor for model.mapped.read_tensors, the caller's own to close. Raises LookupError as hash_of."""
+        """A descriptor for model.mapped.read_tensors, the caller's own to close. Raises LookupError
+        as hash_of."""
         with self._lock:
             return os.dup(self._entry(version)[0])
 
@@ -71,5 +76,7 @@ class SharedWeights:
 
     def _entry(self, version: int) -> tuple[int, str]:
         if version not in self._published:
-            raise LookupError(f"weights of version {version} are not published; there are {sorted(self._published)}")
+            raise LookupError(
+                f"weights of version {version} are not published; there are {sorted(self._published)}"
+            )
         return self._published[version]

@@ -1,4 +1,5 @@
-"""Where two runs part: the first step, and in it the first episode and token, or the first number of learning."""
+"""Where two runs part: the first step, and in it the first episode and token, or the first number
+of learning."""
 
 from dataclasses import replace
 
@@ -26,7 +27,13 @@ def test_a_run_and_its_copy_are_equal_to_the_last_bit(tmp_path, capsys):
     run = past_run("ema")
     copy = copy_of(run, tmp_path)
     found = compare(open_past(run), open_past(copy))
-    assert (found.parted, found.steps, found.config, found.inputs, found.other_bytes) == (None, 4, [], [], [])
+    assert (found.parted, found.steps, found.config, found.inputs, found.other_bytes) == (
+        None,
+        4,
+        [],
+        [],
+        [],
+    )
     assert diff(run, copy) == 0
     assert capsys.readouterr().out.endswith("equal to the last bit over 4 steps\n")
 
@@ -45,7 +52,9 @@ def test_equal_episodes_in_other_bytes_are_equal(tmp_path):
     run = past_run("ema")
     other = copy_of(run, tmp_path)
     path = episode_file(other / "episodes", 2)
-    write_episodes(other / "episodes", 2, read_step(path), note={**read_note(path), "run": "another"})
+    write_episodes(
+        other / "episodes", 2, read_step(path), note={**read_note(path), "run": "another"}
+    )
     edit(other / "ledger.jsonl", read_metrics(run, "ledger.jsonl")[2]["episodes"], file_hash(path))
     found = compare(open_past(run), open_past(other))
     assert (found.parted, found.other_bytes) == (None, [2])
@@ -55,9 +64,15 @@ def test_another_group_size_parts_the_first_group():
     a, b = past_run("ema"), past_run("train")
     uid = read_step(episode_file(a / "episodes", 1))[0].problem.uid
     found = compare(open_past(a), open_past(b))
-    assert (found.step, found.parted.what, found.parted.a, found.parted.b) == (1, f"episodes of {uid}", "2", "4")
+    assert (found.step, found.parted.what, found.parted.a, found.parted.b) == (
+        1,
+        f"episodes of {uid}",
+        "2",
+        "4",
+    )
     assert ("rl.group_size", "2", "4") in [(p.what, p.a, p.b) for p in found.config]
-    assert [p.what for p in found.inputs if p.a != "none" and p.b != "none"] == []  # the same data, other folders
+    # the same data, other folders
+    assert [p.what for p in found.inputs if p.a != "none" and p.b != "none"] == []
 
 
 def test_the_first_token_that_differs_is_named_with_both(tmp_path):
@@ -139,7 +154,11 @@ def test_an_evaluation_that_differs_is_told_after_everything_else(tmp_path):
     row = read_metrics(run)[0]
     edit(other / "metrics.jsonl", f'"eval/sampled": {row["eval/sampled"]}', '"eval/sampled": 0.125')
     assert parting(run, other) == (0, "eval/sampled", repr(row["eval/sampled"]), "0.125")
-    edit(other / "metrics.jsonl", f'"grad_norm": {read_metrics(run)[3]["grad_norm"]}', '"grad_norm": 0.125')
+    edit(
+        other / "metrics.jsonl",
+        f'"grad_norm": {read_metrics(run)[3]["grad_norm"]}',
+        '"grad_norm": 0.125',
+    )
     assert parting(run, other)[:2] == (3, "grad_norm")
 
 
@@ -156,10 +175,23 @@ def test_runs_without_a_common_step_are_refused(tmp_path):
     [
         ({"tokens": np.array([5, 9, 2, 7, 3])}, "position 4: token", "1", "3"),
         ({"tokens": np.array([5, 9, 2, 7])}, "position 4: token", "1", "its end"),
-        ({"weight_versions": np.array([-1, -1, -1, 3, 4], np.int32)}, "position 3: weight version", "4", "3"),
-        ({"penalties": np.array([0, 0, 0, 0, -0.0], np.float32)}, "position 4: penalty", "0.0", "-0.0"),
         (
-            {"tokens": np.array([5, 9, 2, 7, 3]), "weight_versions": np.array([-1, -1, -1, 3, 4], np.int32)},
+            {"weight_versions": np.array([-1, -1, -1, 3, 4], np.int32)},
+            "position 3: weight version",
+            "4",
+            "3",
+        ),
+        (
+            {"penalties": np.array([0, 0, 0, 0, -0.0], np.float32)},
+            "position 4: penalty",
+            "0.0",
+            "-0.0",
+        ),
+        (
+            {
+                "tokens": np.array([5, 9, 2, 7, 3]),
+                "weight_versions": np.array([-1, -1, -1, 3, 4], np.int32),
+            },
             "position 3: weight version",
             "4",
             "3",
@@ -170,10 +202,17 @@ def test_runs_without_a_common_step_are_refused(tmp_path):
 )
 def test_what_parts_two_episodes_first_is_named(change, what, a, b):
     one = Episode(
-        uid="a", sample_index=0, tokens=np.array([5, 9, 2, 7, 1]), loss_mask=np.array([0, 0, 0, 1, 1], bool),
-        engine_logprobs=np.array([0, 0, 0, -0.5, -0.25], np.float32), weight_versions=np.array([-1, -1, -1, 4, 4], np.int32),
-        penalties=np.zeros(5, np.float32), num_prompt_tokens=3, messages=(), stop_reason="length",
-    )  # fmt: skip
+        uid="a",
+        sample_index=0,
+        tokens=np.array([5, 9, 2, 7, 1]),
+        loss_mask=np.array([0, 0, 0, 1, 1], bool),
+        engine_logprobs=np.array([0, 0, 0, -0.5, -0.25], np.float32),
+        weight_versions=np.array([-1, -1, -1, 4, 4], np.int32),
+        penalties=np.zeros(5, np.float32),
+        num_prompt_tokens=3,
+        messages=(),
+        stop_reason="length",
+    )
     found = episode_part(one, replace(one, **change))
     assert found.what.endswith(what) and (found.a, found.b) == (a, b)
     assert episode_part(one, replace(one)) is None
@@ -182,11 +221,19 @@ def test_what_parts_two_episodes_first_is_named(change, what, a, b):
 def test_a_run_whose_files_were_changed_is_never_equal(tmp_path, capsys):
     """Also where the ledger says what it said before."""
     run = past_run("ema")
-    for name, place in (("episodes", tmp_path / "a"), ("metrics", tmp_path / "b"), ("evaluation", tmp_path / "c")):
+    for name, place in (
+        ("episodes", tmp_path / "a"),
+        ("metrics", tmp_path / "b"),
+        ("evaluation", tmp_path / "c"),
+    ):
         place.mkdir()
         copy = copy_of(run, place)
         if name == "episodes":
-            rewrite(copy, 2, lambda row, at, e: replace(e, reward=e.reward + 1) if (row, at) == (0, 0) else e)
+            rewrite(
+                copy,
+                2,
+                lambda row, at, e: replace(e, reward=e.reward + 1) if (row, at) == (0, 0) else e,
+            )
         elif name == "metrics":
             edit(copy / "metrics.jsonl", '"step": 3', '"step": 3, "else": 1')
         else:

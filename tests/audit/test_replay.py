@@ -1,4 +1,5 @@
-"""A step learned again from the run folder: equal to the last bit, or the first thing that is not, by name."""
+"""A step learned again from the run folder: equal to the last bit, or the first thing that is not,
+by name."""
 
 import json
 import re
@@ -42,7 +43,9 @@ def test_every_number_of_a_step_comes_out_as_it_was(kind):
         verdict = again(run, step)
         assert verdict.difference is None
         assert verdict.weights == ledger[step]["weights"]
-        assert verdict.metrics == {k: v for k, v in rows[step].items() if k != "step" and not k.startswith("eval/")}
+        assert verdict.metrics == {
+            k: v for k, v in rows[step].items() if k != "step" and not k.startswith("eval/")
+        }
         if kind in WITH_EPISODES:
             groups = read_step(run / "episodes" / f"train_step_{step:06d}.parquet")
             sampled = [e for g in groups for e in g.episodes]
@@ -71,7 +74,9 @@ def test_a_run_without_checkpoints_is_replayed_from_its_starting_weights(tmp_pat
         (run / "checkpoints" / name).rename(tmp_path / name)
     verdict = again(run, 4)
     assert verdict.begun == "the starting weights" and verdict.difference is None
-    assert verdict.notes == ["no checkpoint: whether data and starting weights are the run's is not checked"]
+    assert verdict.notes == [
+        "no checkpoint: whether data and starting weights are the run's is not checked"
+    ]
 
 
 def test_replaying_writes_nothing(tmp_path):
@@ -88,11 +93,16 @@ def test_another_reward_function_is_told_with_the_first_episode_that_it_pays_oth
     edit(run / "config.toml", f"{past_run('ema').parent}/reward.py", str(other))
     verdict = again(run, 4)
     assert any(f"reward.function/{other}" in note for note in verdict.notes)
-    episodes = [e for g in read_step(run / "episodes" / "train_step_000004.parquet") for e in g.episodes]
+    episodes = [
+        e for g in read_step(run / "episodes" / "train_step_000004.parquet") for e in g.episodes
+    ]
     scores = [(e, float(sum(map(ord, e.text)) % 3)) for e in episodes]
     episode, score = next((e, score) for e, score in scores if score != e.reward)
     assert verdict.difference.what == f"reward of episode 4:{episode.uid}:{episode.sample_index}"
-    assert (verdict.difference.recorded, verdict.difference.found) == (repr(episode.reward), repr(score))
+    assert (verdict.difference.recorded, verdict.difference.found) == (
+        repr(episode.reward),
+        repr(score),
+    )
 
 
 @pytest.mark.parametrize("step", [3, 4])
@@ -113,7 +123,10 @@ def test_another_token_in_the_journal_is_found_by_what_the_weights_say_of_it(ste
 
     rewrite(run, step, change)
     found = first_difference(run, 4)
-    assert found.what.startswith(f"log-prob of token {places['at']} ") and f"of episode {places['name']} " in found.what
+    assert (
+        found.what.startswith(f"log-prob of token {places['at']} ")
+        and f"of episode {places['name']} " in found.what
+    )
 
 
 def test_another_reward_in_the_journal_is_found_by_scoring_it_again(tmp_path):
@@ -134,7 +147,11 @@ def test_another_learning_rate_is_named(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     edit(run / "config.toml", "learning_rate = 0.001", "learning_rate = 0.002")
     found = first_difference(run, 4)
-    assert (found.what, found.recorded, found.found) == ("learning_rate of step 4", "0.001", "0.002")
+    assert (found.what, found.recorded, found.found) == (
+        "learning_rate of step 4",
+        "0.001",
+        "0.002",
+    )
 
 
 def test_another_baseline_shows_in_the_journal_s_note_if_nowhere_else(tmp_path):
@@ -150,7 +167,11 @@ def test_the_first_metric_that_differs_is_named_with_both_values_and_the_others_
     edit(run / "metrics.jsonl", f'"grad_norm": {row["grad_norm"]}', '"grad_norm": 0.125')
     edit(run / "metrics.jsonl", f'"ratio": {row["ratio"]}, "sk', '"ratio": 1.5, "sk')
     found = first_difference(run, 2)
-    assert (found.what, found.recorded, found.found) == ("grad_norm of step 2", "0.125", repr(row["grad_norm"]))
+    assert (found.what, found.recorded, found.found) == (
+        "grad_norm of step 2",
+        "0.125",
+        repr(row["grad_norm"]),
+    )
     assert found.also == "also ratio"
 
 
@@ -159,7 +180,11 @@ def test_other_weights_in_the_ledger_are_told(tmp_path):
     hashes = [row["weights"] for row in read_metrics(run, "ledger.jsonl")]
     edit(run / "ledger.jsonl", hashes[4], hashes[2])
     found = first_difference(run, 4)
-    assert (found.what, found.recorded, found.found) == ("weights after step 4", hashes[2], hashes[4])
+    assert (found.what, found.recorded, found.found) == (
+        "weights after step 4",
+        hashes[2],
+        hashes[4],
+    )
 
 
 def test_other_starting_weights_are_told_before_anything_is_learned(tmp_path):
@@ -172,7 +197,9 @@ def test_other_starting_weights_are_told_before_anything_is_learned(tmp_path):
 @pytest.mark.parametrize(("part", "what"), [(0.0, None), (1.0, "reward part answer of episode 4:")])
 def test_the_word_of_a_judge_is_read_back_and_the_other_functions_score_again(part, what):
     past = open_past(past_run("ema"))
-    how = past.config.reward.model_copy(update={"function": ["answer", "judge"], "weights": [1.0, 0.5]})
+    how = past.config.reward.model_copy(
+        update={"function": ["answer", "judge"], "weights": [1.0, 0.5]}
+    )
     parts = {"answer": part, "judge": 0.75}
     groups = [
         replace(g, episodes=tuple(replace(e, reward=9.0, reward_parts=parts) for e in g.episodes))
@@ -188,7 +215,11 @@ def test_the_word_of_a_judge_is_read_back_and_the_other_functions_score_again(pa
 def test_an_episode_whose_scoring_failed_is_read_back_and_one_that_fails_now_is_told(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     rewrite(
-        run, 4, lambda row, place, e: replace(e, reward_error="timeout", reward=7.0) if (row, place) == (0, 0) else e
+        run,
+        4,
+        lambda row, place, e: (
+            replace(e, reward_error="timeout", reward=7.0) if (row, place) == (0, 0) else e
+        ),
     )
     groups = read_step(open_past(run).journal(4))
     config = open_past(run).config
@@ -196,7 +227,9 @@ def test_an_episode_whose_scoring_failed_is_read_back_and_one_that_fails_now_is_
     everyone = sum(len(g.episodes) for g in groups)
     assert (scoring.episodes, scoring.difference) == (everyone - 1, None)
     assert scoring.notes == ["episodes whose scoring failed are read back: 1"]
-    (tmp_path / "reward.py").write_text("def score(problem, completion):\n    raise ValueError('broken')\n")
+    (tmp_path / "reward.py").write_text(
+        "def score(problem, completion):\n    raise ValueError('broken')\n"
+    )
     how = config.reward.model_copy(update={"function": f"{tmp_path}/reward.py:score"})
     found = rescored(config.model_copy(update={"reward": how}), groups, 4).difference
     assert found.what == f"score of episode 4:{groups[0].problem.uid}:1" and "broken" in found.found
@@ -204,8 +237,14 @@ def test_an_episode_whose_scoring_failed_is_read_back_and_one_that_fails_now_is_
 
 def test_other_data_is_refused(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
-    (tmp_path / "train.jsonl").write_bytes((past_run("ema").parent / "data" / "train.jsonl").read_bytes() + b"\n")
-    edit(run / "config.toml", f"{past_run('ema').parent}/data/train.jsonl", str(tmp_path / "train.jsonl"))
+    (tmp_path / "train.jsonl").write_bytes(
+        (past_run("ema").parent / "data" / "train.jsonl").read_bytes() + b"\n"
+    )
+    edit(
+        run / "config.toml",
+        f"{past_run('ema').parent}/data/train.jsonl",
+        str(tmp_path / "train.jsonl"),
+    )
     with pytest.raises(UserError, match=r"data\.train \(changed\)"):
         again(run, 4)
 
@@ -269,10 +308,14 @@ def test_a_changed_number_of_an_evaluation_is_told_though_no_replay_makes_it_aga
 
 def test_what_is_not_as_it_was_written_is_told_by_its_hash_whatever_else_differs(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
-    rewrite(run, 3, lambda row, at, e: replace(e, reward=e.reward + 1) if (row, at) == (0, 0) else e)
+    rewrite(
+        run, 3, lambda row, at, e: replace(e, reward=e.reward + 1) if (row, at) == (0, 0) else e
+    )
     verdict = again(run, 4)
     assert [
-        note for note in verdict.notes if note.startswith("not as it was written: episodes/train_step_000003.parquet")
+        note
+        for note in verdict.notes
+        if note.startswith("not as it was written: episodes/train_step_000003.parquet")
     ]
     path = run / "episodes" / "eval_sampled_step_000004.parquet"
     path.write_bytes(path.read_bytes() + b" ")
@@ -283,19 +326,31 @@ def test_what_is_not_as_it_was_written_is_told_by_its_hash_whatever_else_differs
 
 def test_a_run_of_another_processor_is_told_by_its_name(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
-    edit(run / "machine.json", json.loads((run / "machine.json").read_text())["processor"], "an abacus")
+    edit(
+        run / "machine.json",
+        json.loads((run / "machine.json").read_text())["processor"],
+        "an abacus",
+    )
     verdict = again(run, 2)
     assert verdict.difference is None
     assert [note for note in verdict.notes if "has computed on an abacus, this is " in note]
 
 
-def test_where_another_processor_gives_other_bits_the_first_is_told_and_no_step_stops_at_it(tmp_path):
+def test_where_another_processor_gives_other_bits_the_first_is_told_and_no_step_stops_at_it(
+    tmp_path,
+):
     run = copy_of(past_run("ema"), tmp_path)
-    edit(run / "machine.json", json.loads((run / "machine.json").read_text())["processor"], "an abacus")
+    edit(
+        run / "machine.json",
+        json.loads((run / "machine.json").read_text())["processor"],
+        "an abacus",
+    )
     written = file_hash(run / "episodes" / "train_step_000001.parquet")
     off = np.float32(1 + 1e-6)
     rewrite(run, 1, lambda row, place, e: replace(e, engine_logprobs=e.engine_logprobs * off))
     edit(run / "ledger.jsonl", written, file_hash(run / "episodes" / "train_step_000001.parquet"))
     verdict = again(run, 2)
-    assert verdict.difference is not None and verdict.difference.what.startswith("log-prob of token ")
+    assert verdict.difference is not None and verdict.difference.what.startswith(
+        "log-prob of token "
+    )
     assert [note for note in verdict.notes if "has computed on an abacus, this is " in note]

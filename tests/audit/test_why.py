@@ -1,4 +1,5 @@
-"""What happened to an episode and to each of its tokens: from the journal, and from the step that trained it, replayed."""
+"""What happened to an episode and to each of its tokens: from the journal, and from the step that
+trained it, replayed."""
 
 import json
 import math
@@ -38,30 +39,47 @@ def test_tokens_have_the_journal_s_numbers_and_their_text():
     rows, episode = tokens(past, found, None), found.episode
     assert [row.token for row in rows] == episode.tokens.tolist()
     assert [row.sampled for row in rows] == episode.loss_mask.tolist()
-    assert [row.version for row in rows if row.sampled] == episode.weight_versions[episode.loss_mask].tolist()
-    assert [row.engine_logprob for row in rows if row.sampled] == episode.engine_logprobs[episode.loss_mask].tolist()
-    assert "".join(row.text for row in rows).startswith(f"<|user|>{found.group.problem.messages[-1]['content']}")
-    assert {(row.advantage, row.ratio, row.weight, row.masked) for row in rows} == {(None, None, None, "")}
+    assert [row.version for row in rows if row.sampled] == episode.weight_versions[
+        episode.loss_mask
+    ].tolist()
+    assert [row.engine_logprob for row in rows if row.sampled] == episode.engine_logprobs[
+        episode.loss_mask
+    ].tolist()
+    assert "".join(row.text for row in rows).startswith(
+        f"<|user|>{found.group.problem.messages[-1]['content']}"
+    )
+    assert {(row.advantage, row.ratio, row.weight, row.masked) for row in rows} == {
+        (None, None, None, "")
+    }
 
 
 def test_learning_s_numbers_are_those_of_the_step():
-    """GRPO without the spread: the advantage is reward - mean, a token weighs 1 / (episodes x tokens of its own)."""
+    """GRPO without the spread: the advantage is reward - mean, a token weighs 1 / (episodes x
+    tokens of its own)."""
     past, found = of("train", "train", 2)
     groups = read_step(past.journal(2))
     half = len(groups) // 2  # rl.minibatches = 2
     episodes = [e for group in groups[:half] for e in group.episodes]
     rows = learned_rows(past, found)
-    assert {row.advantage for row in rows} == {np.float32(found.episode.reward - found.group.rewards.mean())}
-    assert [row.weight for row in rows] == pytest.approx([1 / len(rows) / len(episodes)] * len(rows))
+    assert {row.advantage for row in rows} == {
+        np.float32(found.episode.reward - found.group.rewards.mean())
+    }
+    assert [row.weight for row in rows] == pytest.approx(
+        [1 / len(rows) / len(episodes)] * len(rows)
+    )
     assert {(row.ratio, row.clipped, row.masked) for row in rows} == {
         (1.0, False, "")
     }  # of the first update, on fresh tokens
 
 
 def test_ratios_and_clipping_are_those_of_the_last_update():
-    """What a step carried on is trained by newer weights; its log-probs then are the next version's, which is in a checkpoint."""
+    """What a step carried on is trained by newer weights; its log-probs then are the next
+    version's, which is in a checkpoint."""
     past, found = of("dapo, narrow", "carry")
-    assert [outcome for _, outcome in found.fate] == ["carry", "train"] and found.trained_in == found.step + 1
+    assert [outcome for _, outcome in found.fate] == [
+        "carry",
+        "train",
+    ] and found.trained_in == found.step + 1
     rows = learned_rows(past, found)
     assert all(row.ratio != 1 for row in rows)
     advantage = rows[0].advantage
@@ -88,7 +106,13 @@ def test_a_paused_episode_is_followed_from_step_to_step():
     assert len(found.fate) > 1
     assert [step for step, _ in found.fate] == list(range(found.step, found.step + len(found.fate)))
     files = [read_step(past.journal(step)) for step, _ in found.fate]
-    lengths = [len(e.tokens) for g in files for group in g for e in group.episodes if e.key == found.episode.key]
+    lengths = [
+        len(e.tokens)
+        for g in files
+        for group in g
+        for e in group.episodes
+        if e.key == found.episode.key
+    ]
     assert len(lengths) == len(files) and lengths == sorted(lengths)
     last = find(past, str(found.episode.key))[0]
     assert follow(past, last).fate == found.fate
@@ -97,7 +121,11 @@ def test_a_paused_episode_is_followed_from_step_to_step():
 def test_what_masks_an_episode_is_named(tmp_path):
     run = copy_of(past_run("train"), tmp_path)
     rewrite(
-        run, 2, lambda row, place, e: replace(e, masked=True, env_error="it broke") if (row, place) == (0, 0) else e
+        run,
+        2,
+        lambda row, place, e: (
+            replace(e, masked=True, env_error="it broke") if (row, place) == (0, 0) else e
+        ),
     )
     past, found = of("train", "train", 2)
     past = open_past(run)
@@ -125,7 +153,9 @@ def test_an_episode_that_is_rolled_out_ahead_of_the_training_says_so(tmp_path):
     (run / "metrics.jsonl").write_text("".join(lines[:4]))  # to step 3
     past = open_past(run)
     found = follow(past, Found(step=4, row=0, place=0, group=read_step(past.journal(4))[0]))
-    assert {row.masked for row in learned_rows(past, found)} == {"the step that trains it is not made yet"}
+    assert {row.masked for row in learned_rows(past, found)} == {
+        "the step that trains it is not made yet"
+    }
 
 
 def test_an_episode_is_found_by_step_uid_and_sample_by_less_or_by_its_key():
@@ -160,14 +190,20 @@ def test_the_table_has_a_line_a_sampled_token_and_one_for_what_was_read():
     rows = tokens(past, found, None)
     lines = table(rows)
     assert len(lines) == 2 + sum(row.sampled for row in rows)
-    assert lines[1].strip().startswith(f"0 ... {found.episode.num_prompt_tokens - 1}, read: '<|user|>")
+    assert (
+        lines[1].strip().startswith(f"0 ... {found.episode.num_prompt_tokens - 1}, read: '<|user|>")
+    )
 
 
 def test_json_has_all_of_it(tmp_path, capsys):
     past, found = of("train", "train", 2)
     why(past.folder, found.name, learning=True, out=tmp_path / "why.json")
     told = json.loads((tmp_path / "why.json").read_text())
-    assert told["episode"] == found.name and told["fate"] == [[2, "train"]] and told["replay_is_equal"] is True
+    assert (
+        told["episode"] == found.name
+        and told["fate"] == [[2, "train"]]
+        and told["replay_is_equal"] is True
+    )
     assert [row["token"] for row in told["tokens"]] == found.episode.tokens.tolist()
     assert all(math.isfinite(row["weight"]) for row in told["tokens"] if row["sampled"])
     assert f"episode {found.name} of" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Files that mean harm, or are broken: each ends in one error for its user, soon, and in little memory."""
+"""Files that mean harm, or are broken: each ends in one error for its user, soon, and in little
+memory."""
 
 import os
 import resource
@@ -61,7 +62,10 @@ def test_a_hostile_model_directory_is_one_error(name, model, tmp_path):
 def past_run(tmp_path_factory):
     """A folder of a run that has made two steps and was stopped."""
     folder = tmp_path_factory.mktemp("good") / "run"
-    with open_run(folder, Config(), fresh=False, command="train") as run, MetricsWriter(folder, 0) as metrics:
+    with (
+        open_run(folder, Config(), fresh=False, command="train") as run,
+        MetricsWriter(folder, 0) as metrics,
+    ):
         run.note_machine("a processor", any_threads=True)
         for step in (1, 2):
             metrics.write(step, {"loss": 0.5}, {"seconds": 1.0}, {"weights": "x"})
@@ -75,7 +79,8 @@ def save(run, step):
 
 
 def resume(folder, told):
-    """Take up the run as `tandem train` does, and make a step; returns the step of the checkpoint that it goes on from."""
+    """Take up the run as `tandem train` does, and make a step; returns the step of the checkpoint
+    that it goes on from."""
     with open_run(folder, Config(), fresh=False, command="train") as run:
         run.note_machine("a processor", any_threads=True)
         path = latest_checkpoint(run.checkpoints, told.append)
@@ -108,11 +113,15 @@ def test_a_hostile_run_folder_is_one_error_and_nothing_is_lost(name, past_run, t
     assert str(folder) in str(error.value), "it does not say where"
     check_untouched(tmp_path)
     if (folder / "checkpoints").is_dir():
-        assert {"step_000001", "step_000002"} <= {path.name for path in (folder / "checkpoints").iterdir()}
+        assert {"step_000001", "step_000002"} <= {
+            path.name for path in (folder / "checkpoints").iterdir()
+        }
 
 
 @pytest.mark.parametrize("name", files.GOES_ON)
-def test_a_run_goes_on_from_the_newest_whole_checkpoint_whatever_lies_beside_it(name, past_run, tmp_path):
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_whatever_lies_beside_it(
+    name, past_run, tmp_path
+):
     beside(tmp_path)
     change, step = files.GOES_ON[name]
     told = []
@@ -131,7 +140,9 @@ def test_a_hostile_recipe_is_one_error(name, tmp_path):
             pass
 
 
-@pytest.mark.parametrize("make", [files.folder_as("r.toml"), files.fifo_as("r.toml"), files.linked("r.toml", "r.toml")])
+@pytest.mark.parametrize(
+    "make", [files.folder_as("r.toml"), files.fifo_as("r.toml"), files.linked("r.toml", "r.toml")]
+)
 def test_a_recipe_that_is_no_file_is_one_error(make, tmp_path):
     make(tmp_path)
     with pytest.raises(UserError, match="recipe") as error:
@@ -191,7 +202,10 @@ def tandem(*arguments, cwd, typed=""):
         capture_output=True,
         text=True,
         timeout=WAIT_S,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
     )
     return result.returncode, result.stderr
 
@@ -205,13 +219,17 @@ def test_yes_on_standard_input_does_not_let_the_code_of_a_model_directory_run(mo
     folder = files.copied(model, tmp_path / "model", files.remote_code)
     (tmp_path / "data.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     (tmp_path / "recipe.toml").write_text('reward = "answer"\n[data]\ntrain = "data.jsonl"\n')
-    check_one_error(*tandem("train", "recipe.toml", f"model.path={folder}", cwd=tmp_path, typed="y\n" * 20))
+    check_one_error(
+        *tandem("train", "recipe.toml", f"model.path={folder}", cwd=tmp_path, typed="y\n" * 20)
+    )
     check_one_error(*tandem("serve", str(folder), cwd=tmp_path, typed="y\n" * 20))
     assert not (tmp_path / "ran").exists()
 
 
 def test_hostile_files_end_the_command_with_one_error_and_exit_code_2(model, tmp_path):
-    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{i} + 1 =", "answer": "{i + 1}"}}\n' for i in range(8)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(f'{{"prompt": "{i} + 1 =", "answer": "{i + 1}"}}\n' for i in range(8))
+    )
     (tmp_path / "recipe.toml").write_text(
         f'reward = "answer"\n[model]\npath = "{model}"\n[data]\ntrain = "data.jsonl"\n[run]\nsteps = 1\n'
         "[rl]\nprompts_per_step = 2\ngroup_size = 2\n[rollout]\nmax_new_tokens = 4\n"

@@ -1,4 +1,5 @@
-"""The chaos harness itself: a section that hangs, fails or leaves something behind misses its bar, and nothing lives on."""
+"""The chaos harness itself: a section that hangs, fails or leaves something behind misses its bar,
+and nothing lives on."""
 
 import os
 import signal
@@ -20,7 +21,8 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
 def outcome_of(run, deadline_s, check, grace_s=60):
-    """In a fork, which the harness may take as its own: the outcome must pass the check, and no process be left."""
+    """In a fork, which the harness may take as its own: the outcome must pass the check, and no
+    process be left."""
 
     def alone():
         check(run_section(Section(name="section", run=run, deadline_s=deadline_s), grace_s))
@@ -53,7 +55,9 @@ def test_a_section_that_raises_misses_its_bar():
     outcome_of(lambda: [GOOD][1], 60, check)
 
 
-@pytest.mark.parametrize("leave", [lambda: subprocess.Popen(SLEEP, start_new_session=True), tempfile.mkdtemp])
+@pytest.mark.parametrize(
+    "leave", [lambda: subprocess.Popen(SLEEP, start_new_session=True), tempfile.mkdtemp]
+)
 def test_what_a_section_leaves_behind_is_named_and_removed(leave):
     def check(outcome):
         assert outcome.rows == [GOOD] and len(outcome.left) == 1 and not outcome.met

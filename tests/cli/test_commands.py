@@ -1,4 +1,5 @@
-"""The commands that train, on a tiny model: each ends, leaves what stock transformers loads, and tells a mistake in words."""
+"""The commands that train, on a tiny model: each ends, leaves what stock transformers loads, and
+tells a mistake in words."""
 
 import json
 import shutil
@@ -30,12 +31,14 @@ TOKENS = torch.arange(10, 40)[None]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Data, models and a recipe for every command, without the overrides that make it one of them."""
+    """Data, models and a recipe for every command, without the overrides that make it one of
+    them."""
     return make_home(tmp_path_factory.mktemp("home"), STEPS)
 
 
 def done(command, home, folder, *overrides):
-    """The rows of metrics.jsonl of a command that ended well, and the directory that it exported."""
+    """The rows of metrics.jsonl of a command that ended well, and the directory that it
+    exported."""
     result = invoke(command, home / "recipe.toml", f"run.folder={folder}", *overrides)
     assert result.exit_code == 0, result.exception or result.output
     rows = read_metrics(folder)
@@ -68,14 +71,28 @@ def stock_logits(folder, kind=AutoModelForCausalLM):
 
 def test_dpo_starts_at_even_odds_learns_its_pairs_and_exports_a_language_model(home, tmp_path):
     pairs = f"preference.train={home}/pairs.jsonl"
-    rows, target = done("dpo", home, tmp_path, pairs, f"preference.test={home}/pairs.jsonl", "preference.batch_size=24")
-    assert rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4) and rows[1]["loss"] == rows[0]["eval/loss"]
+    rows, target = done(
+        "dpo",
+        home,
+        tmp_path,
+        pairs,
+        f"preference.test={home}/pairs.jsonl",
+        "preference.batch_size=24",
+    )
+    assert (
+        rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4)
+        and rows[1]["loss"] == rows[0]["eval/loss"]
+    )
     assert rows[2]["eval/loss"] < rows[2]["loss"] < rows[1]["loss"]
-    assert stock_logits(target).isfinite().all() and not same(weights(target), weights(home / "model"))
+    assert stock_logits(target).isfinite().all() and not same(
+        weights(target), weights(home / "model")
+    )
     assert "eval/greedy" in rows[-1]  # the problems of eval.data too
 
 
-@pytest.mark.parametrize(("losses", "told"), [([0.6931] * 12, 1), ([0.6931] * 8 + [0.68] * 4, 0), ([0.6931] * 9, 0)])
+@pytest.mark.parametrize(
+    ("losses", "told"), [([0.6931] * 12, 1), ([0.6931] * 8 + [0.68] * 4, 0), ([0.6931] * 9, 0)]
+)
 def test_a_loss_of_pairs_that_does_not_move_is_told_once_with_the_learning_rate(losses, told):
     said = []
     watch = LossWatch(1e-6, 0, said.append)
@@ -84,7 +101,9 @@ def test_a_loss_of_pairs_that_does_not_move_is_told_once_with_the_learning_rate(
     assert len(said) == told and all("preference.learning_rate = 1e-06" in text for text in said)
 
 
-def test_a_reward_model_learns_its_pairs_and_is_a_sequence_classifier_with_one_label(home, tmp_path):
+def test_a_reward_model_learns_its_pairs_and_is_a_sequence_classifier_with_one_label(
+    home, tmp_path
+):
     pairs = f"preference.train={home}/pairs.jsonl"
     rows, target = done("rm", home, tmp_path / "run", pairs, f"preference.test={home}/pairs.jsonl")
     assert rows[-1]["eval/loss"] < rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4)
@@ -96,8 +115,19 @@ def test_a_reward_model_learns_its_pairs_and_is_a_sequence_classifier_with_one_l
 def test_a_reward_model_scores_whole_conversations_as_stock_transformers_does(home, tmp_path):
     pairs = [f"preference.train={home}/pairs.jsonl", "preference.learning_rate=1e-2"]
     _, scorer = done("rm", home, tmp_path / "rm", *pairs)
-    how = [f"env.name={home}/env.py:Chat", "reward.weights=[1.0, 0.5]", 'reward.function=["reward_model", "env"]']
-    done("train", home, tmp_path / "run", *how, f"reward.model={scorer}", 'rollout.stop=["a", "e", "1", "x", "Z"]')
+    how = [
+        f"env.name={home}/env.py:Chat",
+        "reward.weights=[1.0, 0.5]",
+        'reward.function=["reward_model", "env"]',
+    ]
+    done(
+        "train",
+        home,
+        tmp_path / "run",
+        *how,
+        f"reward.model={scorer}",
+        'rollout.stop=["a", "e", "1", "x", "Z"]',
+    )
     stock = AutoModelForSequenceClassification.from_pretrained(scorer).eval()
     tokenizer, found = AutoTokenizer.from_pretrained(scorer), []
     for row in pq.read_table(tmp_path / "run/episodes/train_step_000001.parquet").to_pylist():
@@ -119,7 +149,11 @@ def test_a_reward_model_scores_whole_conversations_as_stock_transformers_does(ho
 
 @pytest.mark.parametrize("estimator", ["exact", "sampled"])
 def test_distillation_brings_the_student_nearer_to_its_teacher(estimator, home, tmp_path):
-    how = [f"distill.teacher={home}/teacher", f"distill.estimator={estimator}", "train.learning_rate=1e-2"]
+    how = [
+        f"distill.teacher={home}/teacher",
+        f"distill.estimator={estimator}",
+        "train.learning_rate=1e-2",
+    ]
     rows, target = done("distill", home, tmp_path, *how)
     assert rows[1]["teacher_kl"] > rows[2]["teacher_kl"] > 0
     assert stock_logits(target).isfinite().all()
@@ -128,25 +162,39 @@ def test_distillation_brings_the_student_nearer_to_its_teacher(estimator, home, 
 def test_supervised_training_on_all_tokens_also_learns_what_the_user_says(home, tmp_path):
     chats, counts = f"sft.train={home}/data/warm.jsonl", {}
     for loss_on in ("assistant", "all"):
-        rows, target = done("sft", home, tmp_path / loss_on, chats, f"sft.loss_on={loss_on}", "sft.batch_size=64")
+        rows, target = done(
+            "sft", home, tmp_path / loss_on, chats, f"sft.loss_on={loss_on}", "sft.batch_size=64"
+        )
         counts[loss_on] = rows[1]["num_loss_tokens"]
         assert stock_logits(target).isfinite().all()
-    chats = [json.loads(line)["messages"] for line in (home / "data/warm.jsonl").read_text().splitlines()]
+    chats = [
+        json.loads(line)["messages"] for line in (home / "data/warm.jsonl").read_text().splitlines()
+    ]
     tokenizer = AutoTokenizer.from_pretrained(home / "model")
-    lengths = [len(tokenizer(tokenizer.apply_chat_template(chat, tokenize=False))["input_ids"]) for chat in chats]
-    assert counts["all"] == sum(lengths) - len(lengths) > counts["assistant"]  # nothing predicts the first token
+    lengths = [
+        len(tokenizer(tokenizer.apply_chat_template(chat, tokenize=False))["input_ids"])
+        for chat in chats
+    ]
+    # nothing predicts the first token
+    assert counts["all"] == sum(lengths) - len(lengths) > counts["assistant"]
 
 
 @pytest.fixture(scope="module")
 def adapted(home, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapted") / "run"
-    return folder, *done("train", home, folder, "lora.rank=4", "rl.kl_coef=0.1", "train.learning_rate=1e-2")
+    return folder, *done(
+        "train", home, folder, "lora.rank=4", "rl.kl_coef=0.1", "train.learning_rate=1e-2"
+    )
 
 
 def test_the_log_of_a_run_has_a_line_a_step_and_its_evaluations(adapted):
     folder, rows, _ = adapted
     log = (folder / "log.txt").read_text()
-    assert f" step 1/2  reward {rows[1]['reward']:.3f}  " in log and "s/step" in log and " left " in log
+    assert (
+        f" step 1/2  reward {rows[1]['reward']:.3f}  " in log
+        and "s/step" in log
+        and " left " in log
+    )
     assert log.count(" step 2/2  reward ") == log.count(" step 2/2  held-out reward: sampled ") == 1
 
 
@@ -155,8 +203,12 @@ def test_with_an_adapter_the_reference_is_the_same_model_without_it(adapted, hom
     assert rows[1]["reference_kl"] == 0.0 < rows[2]["reference_kl"]
     saved = load_file(folder / "checkpoints" / step_name(STEPS) / "policy.safetensors")
     assert saved and all(".lora_" in name for name in saved)
-    frozen = {name for name, w in weights(target).items() if torch.equal(w, weights(home / "model")[name])}
-    assert "model.embed_tokens.weight" in frozen and "model.layers.0.mlp.up_proj.weight" not in frozen
+    frozen = {
+        name for name, w in weights(target).items() if torch.equal(w, weights(home / "model")[name])
+    }
+    assert (
+        "model.embed_tokens.weight" in frozen and "model.layers.0.mlp.up_proj.weight" not in frozen
+    )
 
 
 def test_a_run_is_exported_replayed_and_explained_from_another_directory(home, tmp_path):
@@ -167,36 +219,53 @@ def test_a_run_is_exported_replayed_and_explained_from_another_directory(home, t
         _, target = done("train", Path(), Path("runs/mine"))
     (tmp_path / "other").mkdir()
     with chdir(tmp_path / "other"):
-        wrong = invoke("train", "../project/recipe.toml", f"run.folder={tmp_path}/project/runs/mine")
+        wrong = invoke(
+            "train", "../project/recipe.toml", f"run.folder={tmp_path}/project/runs/mine"
+        )
         assert isinstance(
             wrong.exception, UserError
         )  # its data and its model are not here, which changes nothing there
         assert "equal" in invoke("replay", "../project/runs/mine", "--step", 1).output
-        row = pq.read_table("../project/runs/mine/episodes/train_step_000001.parquet").to_pylist()[0]
+        row = pq.read_table("../project/runs/mine/episodes/train_step_000001.parquet").to_pylist()[
+            0
+        ]
         name = f"1:{row['uid']}:{row['sample_index']}"
-        assert row["text"][:5] in invoke("why", "../project/runs/mine", "--episode", name, "--no-learning").output
+        assert (
+            row["text"][:5]
+            in invoke("why", "../project/runs/mine", "--episode", name, "--no-learning").output
+        )
         shutil.rmtree(tmp_path / "project/model")
         assert invoke("export", "../project/runs/mine", "--out", "again").exit_code == 0
     assert same(weights(tmp_path / "other/again"), weights(tmp_path / "project" / target))
-    assert torch.equal(stock_logits(tmp_path / "other/again"), stock_logits(tmp_path / "project" / target))
+    assert torch.equal(
+        stock_logits(tmp_path / "other/again"), stock_logits(tmp_path / "project" / target)
+    )
     names = {file.name for file in (tmp_path / "other/again").iterdir()}
     assert names == {file.name for file in (tmp_path / "project" / target).iterdir()}
 
 
-def test_an_adapter_is_exported_alone_and_peft_makes_the_merged_model_of_it(adapted, home, tmp_path):
+def test_an_adapter_is_exported_alone_and_peft_makes_the_merged_model_of_it(
+    adapted, home, tmp_path
+):
     folder, _, target = adapted
     assert invoke("export", folder, "--adapter", "--out", tmp_path / "adapter").exit_code == 0
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "model"), tmp_path / "adapter")
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(home / "model"), tmp_path / "adapter"
+    )
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS).logits, stock_logits(target), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(stock_logits(home / "model"), stock_logits(target), atol=1e-3)
 
 
-def test_exported_weights_have_hashes_and_a_flipped_byte_is_found_when_they_are_loaded(adapted, tmp_path):
+def test_exported_weights_have_hashes_and_a_flipped_byte_is_found_when_they_are_loaded(
+    adapted, tmp_path
+):
     _, _, target = adapted
     copy = tmp_path / "copy"
     shutil.copytree(target, copy)
-    sums = dict(reversed(line.split("  ")) for line in (copy / "SHA256SUMS").read_text().splitlines())
+    sums = dict(
+        reversed(line.split("  ")) for line in (copy / "SHA256SUMS").read_text().splitlines()
+    )
     assert sums.keys() == {path.name for path in copy.iterdir()} - {"SHA256SUMS"}
     assert sums == {name: file_hash(copy / name) for name in sums}
     (copy / "README.md").write_text("my own words")
@@ -210,7 +279,9 @@ def test_exported_weights_have_hashes_and_a_flipped_byte_is_found_when_they_are_
     load_model(str(copy))
 
 
-def test_an_adapter_is_exported_to_a_place_of_its_own_and_only_from_a_run_that_has_one(adapted, home, tmp_path):
+def test_an_adapter_is_exported_to_a_place_of_its_own_and_only_from_a_run_that_has_one(
+    adapted, home, tmp_path
+):
     folder, _, target = adapted
     before = weights(target)
     assert invoke("export", folder, "--adapter").exit_code == 0 and same(weights(target), before)
@@ -226,13 +297,18 @@ def test_several_reward_functions_are_weighed_and_told_apart(home, tmp_path):
     assert rows[1]["reward"] == pytest.approx(2.0 * parts[0] + 0.5 * parts[1]) and min(parts) > 0
 
 
-# Mistakes -------------------------------------------------------------------------------------------------------------
+# Mistakes
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["dpo", "rm"])
 def test_pairs_that_are_not_named_are_a_users_error(command, home, tmp_path):
     text = mistake(command, home / "recipe.toml", f"run.folder={tmp_path}")
-    assert "no pairs are named" in text and "preference.train" in text and "add preference.train=" in text
+    assert (
+        "no pairs are named" in text
+        and "preference.train" in text
+        and "add preference.train=" in text
+    )
 
 
 def test_the_command_tells_a_mistake_once_without_a_traceback_and_with_exit_code_2(home, tmp_path):
@@ -249,18 +325,31 @@ def test_a_teacher_that_is_not_named_or_has_another_vocabulary_is_a_users_error(
     tensors = weights(tmp_path / "other")
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-3].clone()
     save_file(tensors, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "other/config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 3}))
+    (tmp_path / "other/config.json").write_text(
+        json.dumps(config | {"vocab_size": config["vocab_size"] - 3})
+    )
     text = mistake(*command, f"distill.teacher={tmp_path}/other")
     assert "do not share a vocabulary" in text and str(config["vocab_size"] - 3) in text
 
 
 def test_lora_targets_that_the_model_lacks_are_named_with_those_it_has(home, tmp_path):
-    text = mistake("train", home / "recipe.toml", f"run.folder={tmp_path}", "lora.rank=4", 'lora.targets=["q_prj"]')
+    text = mistake(
+        "train",
+        home / "recipe.toml",
+        f"run.folder={tmp_path}",
+        "lora.rank=4",
+        'lora.targets=["q_prj"]',
+    )
     assert "lora.targets" in text and "q_prj" in text and "q_proj" in text
 
 
 def test_a_reference_that_no_kl_would_use_is_a_users_error(home, tmp_path):
-    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}", f"model.reference={home}/teacher"]
+    command = [
+        "train",
+        home / "recipe.toml",
+        f"run.folder={tmp_path}",
+        f"model.reference={home}/teacher",
+    ]
     text = mistake(*command)
     assert "model.reference" in text and "rl.kl_coef = 0" in text
     rows, _ = done("train", home, tmp_path, f"model.reference={home}/teacher", "rl.kl_coef=0.1")
@@ -268,10 +357,15 @@ def test_a_reference_that_no_kl_would_use_is_a_users_error(home, tmp_path):
 
 
 @pytest.mark.parametrize(("command", "key"), [("dpo", "train"), ("rm", "train"), ("dpo", "test")])
-def test_a_pair_is_accepted_up_to_the_last_place_of_the_model_and_named_one_token_beyond(command, key, home, tmp_path):
+def test_a_pair_is_accepted_up_to_the_last_place_of_the_model_and_named_one_token_beyond(
+    command, key, home, tmp_path
+):
     rows = (home / "pairs.jsonl").read_text().splitlines()
     tokenizer, places = AutoTokenizer.from_pretrained(home / "model"), 256
-    prompt = [{"role": "user", "content": json.loads(rows[6])["prompt"]}, {"role": "assistant", "content": ""}]
+    prompt = [
+        {"role": "user", "content": json.loads(rows[6])["prompt"]},
+        {"role": "assistant", "content": ""},
+    ]
     around = len(tokenizer(tokenizer.apply_chat_template(prompt, tokenize=False))["input_ids"])
     files = {"train": home / "pairs.jsonl"} | {key: tmp_path / "long.jsonl"}
     overrides = [f"preference.{name}={file}" for name, file in files.items()]
@@ -280,21 +374,35 @@ def test_a_pair_is_accepted_up_to_the_last_place_of_the_model_and_named_one_toke
         rows[6] = json.dumps(json.loads(rows[6]) | {"rejected": "x" * (size - around)})
         (tmp_path / "long.jsonl").write_text("\n".join(rows))
 
-    last = places + (command == "dpo")  # the last token of an answer has a place only where a score is read at it
+    # the last token of an answer has a place only where a score is read at it
+    last = places + (command == "dpo")
     write(last + 1)
     text = mistake(command, home / "recipe.toml", f"run.folder={tmp_path}/run", *overrides)
-    assert f"preference.{key}, pair 7" in text and "an answer is longer than the model can place" in text
+    assert (
+        f"preference.{key}, pair 7" in text
+        and "an answer is longer than the model can place" in text
+    )
     write(last)
     done(command, home, tmp_path / "run", *overrides)
 
 
 def test_a_curriculum_over_too_few_problems_is_told_before_a_model_is_loaded(home, tmp_path):
     shutil.copytree(home / "model", tmp_path / "model")
-    save_file({"x": torch.zeros(1)}, tmp_path / "model/model.safetensors")  # nobody reads more than its header
-    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run", f"model.path={tmp_path}/model"]
+    # nobody reads more than its header
+    save_file({"x": torch.zeros(1)}, tmp_path / "model/model.safetensors")
+    command = [
+        "train",
+        home / "recipe.toml",
+        f"run.folder={tmp_path}/run",
+        f"model.path={tmp_path}/model",
+    ]
     assert "cannot be loaded" in mistake(*command)
     text = mistake(*command, "rl.curriculum=true", "rl.prompts_per_step=49")
-    assert "rl.prompts_per_step" in text and "49, of 48 problems" in text and "next:     rl.prompts_per_step=48" in text
+    assert (
+        "rl.prompts_per_step" in text
+        and "49, of 48 problems" in text
+        and "next:     rl.prompts_per_step=48" in text
+    )
 
 
 def test_a_teacher_with_another_tokenizer_of_the_same_size_is_a_users_error(home, tmp_path):
@@ -304,7 +412,12 @@ def test_a_teacher_with_another_tokenizer_of_the_same_size_is_a_users_error(home
         if "x" in item and "y" in item:
             item["x"], item["y"] = item["y"], item["x"]
     (tmp_path / "teacher/tokenizer.json").write_text(json.dumps(tree))
-    text = mistake("distill", home / "recipe.toml", f"run.folder={tmp_path}/run", f"distill.teacher={tmp_path}/teacher")
+    text = mistake(
+        "distill",
+        home / "recipe.toml",
+        f"run.folder={tmp_path}/run",
+        f"distill.teacher={tmp_path}/teacher",
+    )
     assert "do not read the same tokens" in text
 
 
@@ -313,14 +426,21 @@ def test_a_reward_model_is_no_policy(home, tmp_path):
     config = json.loads((tmp_path / "scorer/config.json").read_text())
     config["architectures"] = ["Qwen3ForSequenceClassification"]
     (tmp_path / "scorer/config.json").write_text(json.dumps(config))
-    text = mistake("train", home / "recipe.toml", f"run.folder={tmp_path}/run", f"model.path={tmp_path}/scorer")
+    text = mistake(
+        "train", home / "recipe.toml", f"run.folder={tmp_path}/run", f"model.path={tmp_path}/scorer"
+    )
     assert "reward model" in text and "critic.path" in text
 
 
 def test_a_run_whose_reward_function_has_changed_is_not_gone_on_with(home, tmp_path):
     reward = tmp_path / "mine.py"
     reward.write_text("def score(problem, completion):\n    return float(len(completion) % 2)\n")
-    command = ["train", home / "recipe.toml", f"run.folder={tmp_path}/run", f"reward.function={reward}:score"]
+    command = [
+        "train",
+        home / "recipe.toml",
+        f"run.folder={tmp_path}/run",
+        f"reward.function={reward}:score",
+    ]
     assert invoke(*command).exit_code == 0
     reward.write_text("def score(problem, completion):\n    return -3.0\n")
     assert f"reward.function/{reward}" in mistake(*command, f"run.steps={STEPS + 1}")

@@ -1,4 +1,5 @@
-"""The command as a user runs it: in a process of its own, judged by exit code, output and what it imported."""
+"""The command as a user runs it: in a process of its own, judged by exit code, output and what it
+imported."""
 
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from tandem import __version__
 from tandem.config.recipe import describe
 
 ROOT = Path(__file__).parents[2]
-# The console script's entry point; a last line on stderr says whether torch was imported on the way.
+# The console script's entry point; a last line on stderr says whether torch was imported on the
+# way.
 ENTRY = """
 import sys
 from tandem.cli.main import run
@@ -24,9 +26,18 @@ finally:
 def tandem(*arguments, cwd):
     """(exit code, stdout, stderr, whether torch was imported)"""
     result = subprocess.run(
-        [sys.executable, "-c", ENTRY, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120,
-        env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
-    )  # fmt: skip
+        [sys.executable, "-c", ENTRY, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+            "PATH": "/usr/bin:/bin",
+            "COLUMNS": "200",
+        },
+    )
     *stderr, torch = result.stderr.splitlines()
     return result.returncode, result.stdout, "\n".join(stderr), torch == "True"
 
@@ -45,7 +56,9 @@ def assert_is_a_users_error(result, *words, torch):
     assert imported == torch
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["version"], ["--version"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["version"], ["--version"]], ids=" ".join
+)
 def test_help_and_version_come_before_torch(arguments, tmp_path):
     code, stdout, _, torch = tandem(*arguments, cwd=tmp_path)
     assert code == 0 and not torch
@@ -69,7 +82,9 @@ def test_a_missing_recipe_is_told_before_torch_is_imported(command, tmp_path):
 def test_every_mistake_of_a_config_is_told_before_torch_is_imported(command, tmp_path):
     write(tmp_path / "r.toml", "[rl]\ngrop_size = 4\n")
     result = tandem(command, "r.toml", "run.seed=x", cwd=tmp_path)
-    assert_is_a_users_error(result, "2 mistakes", "rl.group_size", "r.toml", "run.seed (command line)", torch=False)
+    assert_is_a_users_error(
+        result, "2 mistakes", "rl.group_size", "r.toml", "run.seed (command line)", torch=False
+    )
 
 
 def test_a_broken_invariant_is_told_as_a_bug_with_its_traceback(tmp_path):
@@ -78,7 +93,9 @@ def test_a_broken_invariant_is_told_as_a_bug_with_its_traceback(tmp_path):
         "def app():\n    raise InternalError('a token has changed', next='report this')\n"
         "main.app = app\nmain.run()"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
+    )
     assert result.returncode == 1 and "bug: a token has changed" in result.stderr
     assert "Traceback" in result.stderr and "in app" in result.stderr
 
@@ -91,22 +108,32 @@ def problems(tmp_path_factory):
 
 def test_missing_data_is_a_users_error_that_names_the_key_and_the_file(tmp_path):
     write(tmp_path / "r.toml", "[data]\ntrain = 'none.jsonl'\n")
-    assert_is_a_users_error(tandem("train", "r.toml", cwd=tmp_path), "data.train", "none.jsonl", torch=True)
+    assert_is_a_users_error(
+        tandem("train", "r.toml", cwd=tmp_path), "data.train", "none.jsonl", torch=True
+    )
 
 
 def test_a_missing_model_is_a_users_error_that_names_the_key_and_the_directory(problems, tmp_path):
     write(tmp_path / "r.toml", f"[data]\ntrain = '{problems}'\n")
     result = tandem("train", "r.toml", "model.path=./none", cwd=tmp_path)
-    assert_is_a_users_error(result, "the model directory does not exist", "model.path", "./none", torch=True)
+    assert_is_a_users_error(
+        result, "the model directory does not exist", "model.path", "./none", torch=True
+    )
 
 
 def test_a_folder_that_is_no_run_cannot_be_exported(tmp_path):
-    assert_is_a_users_error(tandem("export", tmp_path, cwd=tmp_path), "not a run folder", str(tmp_path), torch=True)
+    assert_is_a_users_error(
+        tandem("export", tmp_path, cwd=tmp_path), "not a run folder", str(tmp_path), torch=True
+    )
 
 
 def test_plan_lists_every_key_with_its_default(tmp_path):
     code, stdout, _, _ = tandem("plan", "--keys", cwd=tmp_path)
     assert code == 0
-    rows = {cells[1].strip(): cells[2].strip() for line in stdout.splitlines() if len(cells := line.split("│")) > 3}
+    rows = {
+        cells[1].strip(): cells[2].strip()
+        for line in stdout.splitlines()
+        if len(cells := line.split("│")) > 3
+    }
     leaves = {key: default for key, default, _ in describe()}
     assert {key: default for key, default in rows.items() if key} == leaves

@@ -92,7 +92,9 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("command", "argument"), CASES)
 def test_a_mistake_is_told_as_it_was_read_and_found_good(folder, command, argument):
-    known = {text.partition("\n")[0]: text for text in SNAPSHOT.read_text().rstrip("\n").split("\n\n")}
+    known = {
+        text.partition("\n")[0]: text for text in SNAPSHOT.read_text().rstrip("\n").split("\n\n")
+    }
     assert message(folder, command, argument) == known[f"$ tandem {command} {argument}"]
 
 

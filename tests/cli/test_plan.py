@@ -1,4 +1,5 @@
-"""`tandem plan`: ready, with exit code 0, exactly where a run could start; it names what is missing and loads no weights."""
+"""`tandem plan`: ready, with exit code 0, exactly where a run could start; it names what is missing
+and loads no weights."""
 
 import fcntl
 import shutil
@@ -21,7 +22,9 @@ def home(tmp_path_factory):
 
 def planned(home, folder, *overrides, command="train"):
     """(exit code, the last line, everything)"""
-    result = invoke("plan", home / "recipe.toml", "--for", command, f"run.folder={folder}", *overrides)
+    result = invoke(
+        "plan", home / "recipe.toml", "--for", command, f"run.folder={folder}", *overrides
+    )
     assert result.exit_code in (0, 2), result.exception or result.output
     return result.exit_code, result.output.splitlines()[-1], result.output
 
@@ -57,7 +60,10 @@ def test_a_run_that_could_start_is_ready_and_its_plan_says_what_it_is(home, tmp_
         ("env.name=none.py:World", "none.py"),
         ("model.path=./none", "the model directory does not exist"),
         ("model.reference=./none rl.kl_coef=0.1", "the model directory does not exist"),
-        ("rl.curriculum=true rl.prompts_per_step=49", "a curriculum picks every problem at most once a step"),
+        (
+            "rl.curriculum=true rl.prompts_per_step=49",
+            "a curriculum picks every problem at most once a step",
+        ),
         ("data.max_prompt_tokens=5", "longer than data.max_prompt_tokens"),
         ('lora.rank=4 lora.targets=["q_prj"]', "LoRA targets are not in this model"),
     ],
@@ -72,11 +78,23 @@ def test_what_would_stop_a_run_makes_it_not_ready(override, said, home, tmp_path
 
 @pytest.mark.parametrize(
     ("command", "override"),
-    [("sft", "sft.train"), ("dpo", "preference.train"), ("rm", "preference.train"), ("distill", "distill.teacher")],
+    [
+        ("sft", "sft.train"),
+        ("dpo", "preference.train"),
+        ("rm", "preference.train"),
+        ("distill", "distill.teacher"),
+    ],
 )
 def test_every_command_that_trains_has_a_plan(command, override, home, tmp_path):
-    files = {"sft": "data/warm.jsonl", "dpo": "pairs.jsonl", "rm": "pairs.jsonl", "distill": "teacher"}
-    code, last, text = planned(home, tmp_path / "run", f"{override}={home}/{files[command]}", command=command)
+    files = {
+        "sft": "data/warm.jsonl",
+        "dpo": "pairs.jsonl",
+        "rm": "pairs.jsonl",
+        "distill": "teacher",
+    }
+    code, last, text = planned(
+        home, tmp_path / "run", f"{override}={home}/{files[command]}", command=command
+    )
     assert code == 0 and last.startswith("ready: 2 steps of "), text
     code, last, _ = planned(home, tmp_path / "run", f"{override}=none.jsonl", command=command)
     assert code == 2 and last.startswith("not ready: ")
@@ -84,7 +102,8 @@ def test_every_command_that_trains_has_a_plan(command, override, home, tmp_path)
 
 def test_a_model_without_weights_is_found_without_loading_any(home, tmp_path):
     shutil.copytree(home / "model", tmp_path / "model")
-    save_file({"x": torch.zeros(1)}, tmp_path / "model/model.safetensors")  # nobody reads more than its header
+    # nobody reads more than its header
+    save_file({"x": torch.zeros(1)}, tmp_path / "model/model.safetensors")
     assert planned(home, tmp_path / "run", f"model.path={tmp_path}/model")[0] == 0
     (tmp_path / "model/model.safetensors").unlink()
     code, last, _ = planned(home, tmp_path / "run", f"model.path={tmp_path}/model")
@@ -93,7 +112,11 @@ def test_a_model_without_weights_is_found_without_loading_any(home, tmp_path):
 
 def test_more_memory_than_the_machine_has_is_not_ready_workers_included(home, tmp_path):
     code, last, _ = planned(home, tmp_path / "run", "rollout.workers=50000")
-    assert code == 2 and last.startswith("not ready: memory: 48.8 TiB needed") and "in this machine" in last
+    assert (
+        code == 2
+        and last.startswith("not ready: memory: 48.8 TiB needed")
+        and "in this machine" in last
+    )
     code, last, _ = planned(home, tmp_path / "run", "rollout.cache_mb=99999999")
     assert code == 2 and "memory: " in last
 
@@ -120,7 +143,10 @@ def test_a_run_that_is_there_is_held_against_the_plan(home, tmp_path):
     code, last, text = planned(home, folder, *same, "run.steps=4")
     assert code == 0 and "resumed from step_000003" in last, text
     assert "the config differs" in planned(home, folder, *same, "rl.group_size=8")[1]
-    assert "another command" in planned(home, folder, *same, f"distill.teacher={home}/teacher", command="distill")[1]
+    assert (
+        "another command"
+        in planned(home, folder, *same, f"distill.teacher={home}/teacher", command="distill")[1]
+    )
     data.write_text("\n".join(reversed(data.read_text().splitlines())))
     assert "has changed since the run began" in planned(home, folder, *same)[1]
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
@@ -140,7 +166,9 @@ def test_a_folder_in_use_or_in_the_way_is_not_ready(home, tmp_path):
 
 
 def test_several_reasons_are_told_together_and_the_same_one_once(home, tmp_path):
-    code, last, text = planned(home, tmp_path / "run", "model.path=./none", "reward.function=none.py:score")
+    code, last, text = planned(
+        home, tmp_path / "run", "model.path=./none", "reward.function=none.py:score"
+    )
     assert (
         code == 2 and last.count(";") == 1 and text.count("the model directory does not exist") == 2
     )  # and the verdict

@@ -28,15 +28,22 @@ class Clock:
 
 
 def shown(steps, *, of=100, terminal=False, eval_every=0, resumed=0, row=ROW):
-    """(what the console got, the lines of log.txt, the last live line) of a run whose step n took steps[n] seconds."""
+    """(what the console got, the lines of log.txt, the last live line) of a run whose step n took
+    steps[n] seconds."""
     clock, log = Clock(), []
-    output = Console(file=io.StringIO(), width=80, force_terminal=terminal, soft_wrap=True, highlight=False)
+    output = Console(
+        file=io.StringIO(), width=80, force_terminal=terminal, soft_wrap=True, highlight=False
+    )
     live = Console(file=io.StringIO(), width=80)
-    with StepProgress("distill", of, eval_every=eval_every, log=log.append, output=output, clock=clock) as progress:
+    with StepProgress(
+        "distill", of, eval_every=eval_every, log=log.append, output=output, clock=clock
+    ) as progress:
         for done, seconds in enumerate(steps, start=resumed + 1):
             clock.now += seconds
             held_out = eval_every and done % eval_every == 0
-            timings = {"step_s": seconds, "generated_tokens_per_s": 412.0} | ({"eval_s": 7.0} if held_out else {})
+            timings = {"step_s": seconds, "generated_tokens_per_s": 412.0} | (
+                {"eval_s": 7.0} if held_out else {}
+            )
             progress(done, {**row, **(HELD_OUT if held_out else {})}, timings)
         live.print(progress.bar.get_renderable())
     return output.file.getvalue(), log, live.file.getvalue()
@@ -45,7 +52,10 @@ def shown(steps, *, of=100, terminal=False, eval_every=0, resumed=0, row=ROW):
 def test_a_line_in_a_file_has_the_step_the_reward_the_speed_and_the_time_left():
     text, log, _ = shown([3.1] * 12)
     assert text.splitlines() == log
-    assert log[-1] == "step  10/100  reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 4 min 39 s"
+    assert (
+        log[-1]
+        == "step  10/100  reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 4 min 39 s"
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.5, 31.0, 95.0, 4000.0])
@@ -56,8 +66,11 @@ def test_on_80_columns_the_time_left_is_on_the_live_line_whatever_a_step_takes(s
 
 
 def test_the_time_left_is_the_median_of_recent_steps_and_the_evaluations_to_come():
-    _, log, _ = shown([500.0] * 5 + [2.0, 2.0, 90.0, 2.0, 2.0, 2.0, 1.0, 3.0, 2.0, 2.0], eval_every=10, of=20)
-    assert log[-1].endswith("2.00 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 17 s")  # 5 x 2 and one of 7
+    _, log, _ = shown(
+        [500.0] * 5 + [2.0, 2.0, 90.0, 2.0, 2.0, 2.0, 1.0, 3.0, 2.0, 2.0], eval_every=10, of=20
+    )
+    # 5 x 2 and one of 7
+    assert log[-1].endswith("2.00 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 17 s")
 
 
 def test_slow_steps_get_a_line_each_and_fast_ones_twenty_of_a_run():
@@ -78,7 +91,9 @@ def test_at_an_evaluation_the_training_reward_is_told_as_well(terminal):
 
 
 def test_nothing_is_told_of_step_0_without_held_out_problems():
-    progress = StepProgress("train", 10, output=Console(file=io.StringIO()), log=lambda line: pytest.fail(line))
+    progress = StepProgress(
+        "train", 10, output=Console(file=io.StringIO()), log=lambda line: pytest.fail(line)
+    )
     progress(0, {}, {"ledger_s": 0.1})
     assert progress.output.file.getvalue() == ""
 
@@ -93,7 +108,13 @@ def test_a_warning_is_told_once_and_is_in_the_log():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (59.6, "1 min 0 s"), (271.4, "4 min 31 s"), (11_520, "3 h 12 min"), (200_000, "2 d 7 h")],
+    [
+        (0.4, "0 s"),
+        (59.6, "1 min 0 s"),
+        (271.4, "4 min 31 s"),
+        (11_520, "3 h 12 min"),
+        (200_000, "2 d 7 h"),
+    ],
 )
 def test_a_time_has_its_two_largest_units(seconds, text):
     assert duration(seconds) == text

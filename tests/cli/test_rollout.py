@@ -1,4 +1,5 @@
-"""`tandem rollout`: interrupted = undisturbed byte for byte, one writer, one config, one set of inputs."""
+"""`tandem rollout`: interrupted = undisturbed byte for byte, one writer, one config, one set of
+inputs."""
 
 import json
 import os
@@ -31,18 +32,26 @@ BATCHES = 4
 OUTPUTS = pytest.mark.parametrize("name", ["episodes.jsonl", "episodes"])
 
 
-# Without a model: what a batch is made of is a function of its number -------------------------------------------------
+# Without a model: what a batch is made of is a function of its number
+# -------------------------------------------------
 
 
 def episode(rng, uid, sample, length):
     return Episode(
-        uid=uid, sample_index=sample, tokens=rng.integers(0, 90, length), loss_mask=np.arange(length) >= 2,
-        engine_logprobs=-rng.random(length).astype(np.float32), weight_versions=np.zeros(length, np.int32),
-        num_prompt_tokens=2, penalties=np.zeros(length, np.float32),
-        messages=({"role": "assistant", "content": f'x = {sample}\n\u2028é "数"'},), stop_reason="length" if sample else "stop",
-        reward=float(rng.random()), reward_parts={"answer": 1.0, "overlong": -0.5} if sample else {},
+        uid=uid,
+        sample_index=sample,
+        tokens=rng.integers(0, 90, length),
+        loss_mask=np.arange(length) >= 2,
+        engine_logprobs=-rng.random(length).astype(np.float32),
+        weight_versions=np.zeros(length, np.int32),
+        num_prompt_tokens=2,
+        penalties=np.zeros(length, np.float32),
+        messages=({"role": "assistant", "content": f'x = {sample}\n\u2028é "数"'},),
+        stop_reason="length" if sample else "stop",
+        reward=float(rng.random()),
+        reward_parts={"answer": 1.0, "overlong": -0.5} if sample else {},
         reward_error="" if sample else "timeout",
-    )  # fmt: skip
+    )
 
 
 def batch(number, clock):
@@ -57,7 +66,9 @@ def batch(number, clock):
                     category="linear",
                     metadata={"level": row},
                 ),
-                episodes=tuple(episode(rng, f"p{number}/{row}", n, 3 + n + number) for n in range(2)),
+                episodes=tuple(
+                    episode(rng, f"p{number}/{row}", n, 3 + n + number) for n in range(2)
+                ),
             )
             for row in range(2)
         ]
@@ -85,7 +96,11 @@ def never(number, clock):
 
 def contents(out):
     """The bytes of the output: of the JSONL file, or by name of the Parquet files."""
-    return out.read_bytes() if out.is_file() else {file.name: file.read_bytes() for file in out.glob("*.parquet")}
+    return (
+        out.read_bytes()
+        if out.is_file()
+        else {file.name: file.read_bytes() for file in out.glob("*.parquet")}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +111,14 @@ def undisturbed(tmp_path_factory):
 
 @OUTPUTS
 @pytest.mark.parametrize("last", range(BATCHES))
-def test_a_rollout_killed_before_a_batch_goes_on_there_and_leaves_the_same_bytes(name, last, undisturbed, tmp_path):
+def test_a_rollout_killed_before_a_batch_goes_on_there_and_leaves_the_same_bytes(
+    name, last, undisturbed, tmp_path
+):
     assert in_a_fork(partial(write, tmp_path / name, make=partial(until, last))) == -signal.SIGKILL
     made = []
-    output = write(tmp_path / name, make=lambda number, clock: made.append(number) or batch(number, clock))
+    output = write(
+        tmp_path / name, make=lambda number, clock: made.append(number) or batch(number, clock)
+    )
     assert made == list(range(last, BATCHES))
     assert contents(output.path) == contents(undisturbed[name].path)
     assert (output.run_folder / "metrics.jsonl").read_bytes() == (
@@ -126,7 +145,8 @@ def test_a_jsonl_cut_at_any_byte_is_made_whole(offset, rows_kept, undisturbed, t
     whole = sum(end <= size for end in ends)
     if rows_kept != "all rows":
         metrics.write_bytes(
-            b"".join(lines[:whole]) + (lines[whole : whole + 1] or [b""])[0][:9] * ("torn" in rows_kept)
+            b"".join(lines[:whole])
+            + (lines[whole : whole + 1] or [b""])[0][:9] * ("torn" in rows_kept)
         )
     made = []
     write(output.path, make=lambda number, clock: made.append(number) or batch(number, clock))
@@ -136,7 +156,9 @@ def test_a_jsonl_cut_at_any_byte_is_made_whole(offset, rows_kept, undisturbed, t
 
 
 @pytest.mark.parametrize("lost", range(BATCHES))
-def test_a_parquet_folder_with_a_missing_file_and_a_temporary_one_is_made_whole(lost, undisturbed, tmp_path):
+def test_a_parquet_folder_with_a_missing_file_and_a_temporary_one_is_made_whole(
+    lost, undisturbed, tmp_path
+):
     output = copied(undisturbed["episodes"], tmp_path)
     torn = output.path / f"rollout_step_{lost:06d}.parquet"
     torn.rename(temporary := output.path / f".tmp-{torn.name}")
@@ -144,11 +166,14 @@ def test_a_parquet_folder_with_a_missing_file_and_a_temporary_one_is_made_whole(
 
     def make(number, clock):
         names = [file.name for file in sorted(output.path.glob("*.parquet"))]
-        assert names == [f"rollout_step_{n:06d}.parquet" for n in range(number)]  # what is not trusted is gone
+        # what is not trusted is gone
+        assert names == [f"rollout_step_{n:06d}.parquet" for n in range(number)]
         return batch(number, clock)
 
     write(output.path, make=make)
-    assert not temporary.exists() and contents(output.path) == contents(undisturbed["episodes"].path)
+    assert not temporary.exists() and contents(output.path) == contents(
+        undisturbed["episodes"].path
+    )
 
 
 def test_a_batch_without_its_row_is_made_again(undisturbed, tmp_path):
@@ -157,7 +182,10 @@ def test_a_batch_without_its_row_is_made_again(undisturbed, tmp_path):
         metrics = output.run_folder / "metrics.jsonl"
         metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
         made = []
-        write(output.path, make=lambda number, clock, made=made: made.append(number) or batch(number, clock))
+        write(
+            output.path,
+            make=lambda number, clock, made=made: made.append(number) or batch(number, clock),
+        )
         assert made == [BATCHES - 1] and contents(output.path) == contents(undisturbed[name].path)
 
 
@@ -169,14 +197,19 @@ def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
     wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert len(rows) == len(wanted) == 4 * BATCHES
     for row, other in zip(rows, wanted, strict=True):
-        texts = {name: json.loads(other[name]) for name in ("messages", "metadata", "opening", "tools", "transcript")}
-        assert row == {**other, **texts, **{name: dict(other[name]) for name in ("reward_parts", "given")}}
+        texts = {
+            name: json.loads(other[name])
+            for name in ("messages", "metadata", "opening", "tools", "transcript")
+        }
+        assert row == {
+            **other,
+            **texts,
+            **{name: dict(other[name]) for name in ("reward_parts", "given")},
+        }
         assert list(row) == SCHEMA.names
-    assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5} and rows[1]["loss_mask"][:3] == [
-        False,
-        False,
-        True,
-    ]
+    assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5} and rows[1]["loss_mask"][
+        :3
+    ] == [False, False, True]
 
 
 def test_what_json_has_no_number_for_is_null(tmp_path):
@@ -190,7 +223,9 @@ def test_what_json_has_no_number_for_is_null(tmp_path):
 
 
 @OUTPUTS
-def test_another_config_is_refused_and_fresh_keeps_the_old_output_beside_the_new(name, undisturbed, tmp_path):
+def test_another_config_is_refused_and_fresh_keeps_the_old_output_beside_the_new(
+    name, undisturbed, tmp_path
+):
     output = copied(undisturbed[name], tmp_path)
     with pytest.raises(UserError, match="config differs") as caught:
         write(output.path, seed=1, make=never)
@@ -205,7 +240,9 @@ def test_fresh_killed_between_its_two_renames_still_keeps_the_old_file(undisturb
     output = copied(undisturbed["episodes.jsonl"], tmp_path)
     output.run_folder.rename(tmp_path / f"{output.run_folder.name}.old-1")
     write(output.path, seed=1, make=lambda number, clock: batch(number + 7, clock))
-    assert contents(tmp_path / "episodes.jsonl.old-1") == contents(undisturbed["episodes.jsonl"].path)
+    assert contents(tmp_path / "episodes.jsonl.old-1") == contents(
+        undisturbed["episodes.jsonl"].path
+    )
 
 
 @OUTPUTS
@@ -220,16 +257,21 @@ def test_two_at_once_are_refused(name, tmp_path):
     write(tmp_path / name, make=meanwhile)
 
 
-# With a model ---------------------------------------------------------------------------------------------------------
+# With a model
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with data, a tiny model and a recipe: 7 problems, 2 in a batch."""
     folder = tmp_path_factory.mktemp("home")
-    write_dataset(folder / "data", "easy", num_train=7, num_test=2, num_warm=2, seed=0, careless=0.0)
+    write_dataset(
+        folder / "data", "easy", num_train=7, num_test=2, num_warm=2, seed=0, careless=0.0
+    )
     make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
-    (folder / "recipe.toml").write_text("[data]\ntrain = 'data/train.jsonl'\n[model]\npath = 'model'\n")
+    (folder / "recipe.toml").write_text(
+        "[data]\ntrain = 'data/train.jsonl'\n[model]\npath = 'model'\n"
+    )
     return folder
 
 
@@ -237,7 +279,10 @@ def config(home, **changes):
     """config(home, rl__group_size=3)"""
     tree = Config().model_dump()
     tree["run"]["threads"] = 1
-    tree["data"]["train"], tree["model"]["path"] = str(home / "data/train.jsonl"), str(home / "model")
+    tree["data"]["train"], tree["model"]["path"] = (
+        str(home / "data/train.jsonl"),
+        str(home / "model"),
+    )
     tree["rollout"]["max_new_tokens"] = 6
     tree["rl"] |= {"prompts_per_step": 2, "group_size": 2}
     for key, value in changes.items():
@@ -260,13 +305,26 @@ def outputs(home, tmp_path_factory):
 
 
 def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
-    uids = [problem.uid for problem in read_problems(str(home / "data/train.jsonl"), Data(), key="data.train")]
+    uids = [
+        problem.uid
+        for problem in read_problems(str(home / "data/train.jsonl"), Data(), key="data.train")
+    ]
     rows = [json.loads(line) for line in outputs["episodes.jsonl"].path.read_bytes().splitlines()]
-    assert [(row["uid"], row["sample_index"]) for row in rows] == [(uid, n) for uid in uids for n in range(2)]
+    assert [(row["uid"], row["sample_index"]) for row in rows] == [
+        (uid, n) for uid in uids for n in range(2)
+    ]
     files = sorted(outputs["episodes"].path.glob("*.parquet"))
     assert [file.name for file in files] == [f"rollout_step_{n:06d}.parquet" for n in range(4)]
     wanted = [row for file in files for row in pq.read_table(file).to_pylist()]
-    for name in set(SCHEMA.names) - {"messages", "metadata", "opening", "tools", "transcript", "reward_parts", "given"}:
+    for name in set(SCHEMA.names) - {
+        "messages",
+        "metadata",
+        "opening",
+        "tools",
+        "transcript",
+        "reward_parts",
+        "given",
+    }:
         assert [row[name] for row in rows] == [row[name] for row in wanted]
 
 
@@ -280,7 +338,9 @@ def test_the_jsonl_of_a_model_cut_at_any_byte_is_made_whole(seed, home, outputs,
 
 def test_the_parquet_files_of_a_model_are_made_again_from_where_they_end(home, outputs, tmp_path):
     output = copied(outputs["episodes"], tmp_path)
-    (output.path / "rollout_step_000003.parquet").rename(output.path / ".tmp-rollout_step_000003.parquet")
+    (output.path / "rollout_step_000003.parquet").rename(
+        output.path / ".tmp-rollout_step_000003.parquet"
+    )
     rollout(config(home), output.path)
     assert contents(output.path) == contents(outputs["episodes"].path)
     assert not list(output.path.glob(".tmp-*"))
@@ -297,9 +357,13 @@ def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, cap
     capsys.readouterr()
     rollout(config(home), output.path)
     printed = capsys.readouterr().out
-    assert printed.startswith("complete, nothing to do: 14 episodes, mean reward ") and printed.count("\n") == 1
+    assert (
+        printed.startswith("complete, nothing to do: 14 episodes, mean reward ")
+        and printed.count("\n") == 1
+    )
     assert contents(output.path) == before
-    with pytest.raises(UserError, match="model cannot be loaded"):  # the witness: a rollout that is not complete does
+    # the witness: a rollout that is not complete does
+    with pytest.raises(UserError, match="model cannot be loaded"):
         rollout(config(home), tmp_path / "other")
 
 
@@ -327,8 +391,11 @@ def damage_tokenizer(home):
         file.write("\n")
 
 
-CHANGES = {"data.train": damage_data, "model.path/model.safetensors": damage_weights,
-           "model.path/tokenizer.json": damage_tokenizer}  # fmt: skip
+CHANGES = {
+    "data.train": damage_data,
+    "model.path/model.safetensors": damage_weights,
+    "model.path/tokenizer.json": damage_tokenizer,
+}
 
 
 def test_other_inputs_are_refused_by_name_and_taken_with_fresh(home, tmp_path):
@@ -347,10 +414,14 @@ def test_other_inputs_are_refused_by_name_and_taken_with_fresh(home, tmp_path):
     assert out.read_bytes() == before
     damage_weights(home)
     rollout(config(home), out, fresh=True)
-    assert (tmp_path / "e.jsonl.old-1").read_bytes() == before and len(out.read_bytes().splitlines()) == 14
+    assert (tmp_path / "e.jsonl.old-1").read_bytes() == before and len(
+        out.read_bytes().splitlines()
+    ) == 14
 
 
-def test_every_batch_has_its_line_and_the_summary_counts_all_starts(home, outputs, tmp_path, capsys):
+def test_every_batch_has_its_line_and_the_summary_counts_all_starts(
+    home, outputs, tmp_path, capsys
+):
     output = copied(outputs["episodes.jsonl"], tmp_path)
     os.truncate(output.path, output.path.stat().st_size - 1)
     rollout(config(home), output.path)
@@ -373,10 +444,16 @@ def score(problem, completion):
 
 
 def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
-    """The command in a process group of its own, killed once its first batch is there, before the last one is scored."""
+    """The command in a process group of its own, killed once its first batch is there, before the
+    last one is scored."""
     (tmp_path / "held.py").write_text(HELD)
     values = ["rollout.max_new_tokens=6", "rl.prompts_per_step=2", "rl.group_size=2"]
-    values += [f"reward.function={tmp_path}/held.py:score", "reward.timeout_s=600", "--out", str(tmp_path / "e.jsonl")]
+    values += [
+        f"reward.function={tmp_path}/held.py:score",
+        "reward.timeout_s=600",
+        "--out",
+        str(tmp_path / "e.jsonl"),
+    ]
     command = [sys.executable, "-m", "tandem", "rollout", "recipe.toml", *values]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=home, env=env, start_new_session=True)
@@ -390,31 +467,41 @@ def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
     assert (tmp_path / "e.jsonl").read_bytes() == contents(outputs["episodes.jsonl"].path)
 
 
-# Read again, as docs/data.md says -------------------------------------------------------------------------------------
+# Read again, as docs/data.md says
+# -------------------------------------------------------------------------------------
 
 
-def test_the_first_sample_of_each_problem_is_a_data_file_and_the_whole_is_refused_for_its_uids(home, outputs, tmp_path):
+def test_the_first_sample_of_each_problem_is_a_data_file_and_the_whole_is_refused_for_its_uids(
+    home, outputs, tmp_path
+):
     path = outputs["episodes.jsonl"].path
     how = Data(prompt_column="messages", category_column="category")
     with pytest.raises(UserError, match="cannot be used") as caught:
         read_problems(str(path), how, key="data.train")
     assert "a uid that no other row has" in str(caught.value)
-    firsts = [line for line in path.read_bytes().splitlines() if json.loads(line)["sample_index"] == 0]
+    firsts = [
+        line for line in path.read_bytes().splitlines() if json.loads(line)["sample_index"] == 0
+    ]
     (tmp_path / "problems.jsonl").write_bytes(b"\n".join(firsts))
     problems = read_problems(str(tmp_path / "problems.jsonl"), how, key="data.train")
     wanted = read_problems(str(home / "data/train.jsonl"), Data(), key="data.train")
     fields = ("uid", "messages", "answer", "category")
-    assert [[getattr(p, f) for f in fields] for p in problems] == [[getattr(p, f) for f in fields] for p in wanted]
+    assert [[getattr(p, f) for f in fields] for p in problems] == [
+        [getattr(p, f) for f in fields] for p in wanted
+    ]
 
 
 def test_episodes_become_chats_by_putting_the_transcript_behind_the_messages(outputs, tmp_path):
     rows = [json.loads(line) for line in outputs["episodes.jsonl"].path.read_bytes().splitlines()]
-    chats = [{"messages": [*(row["opening"] or row["messages"]), *row["transcript"]]} for row in rows]
+    chats = [
+        {"messages": [*(row["opening"] or row["messages"]), *row["transcript"]]} for row in rows
+    ]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     assert len(read_chats(str(tmp_path / "chats.jsonl"), key="sft.train")) == 14
 
 
-# Mistakes, before any work --------------------------------------------------------------------------------------------
+# Mistakes, before any work
+# --------------------------------------------------------------------------------------------
 
 
 def test_an_output_that_cannot_be_is_told_before_anything_is_made(home, tmp_path):
@@ -424,20 +511,28 @@ def test_an_output_that_cannot_be_is_told_before_anything_is_made(home, tmp_path
     (tmp_path / "other/notes.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     for name, word in {
-        "none/e.jsonl": "does not exist", "none/e": "does not exist", "mine.jsonl": "something else",
-        "folder.jsonl": "a folder", "other/notes.txt": "a file", "other": "holds something else",
+        "none/e.jsonl": "does not exist",
+        "none/e": "does not exist",
+        "mine.jsonl": "something else",
+        "folder.jsonl": "a folder",
+        "other/notes.txt": "a file",
+        "other": "holds something else",
         "x.jsonl.rollout": "beside a JSONL file",
-    }.items():  # fmt: skip
+    }.items():
         for fresh in (False, True):
             with pytest.raises(UserError, match=r".") as caught:
                 rollout(config(home), tmp_path / name, fresh=fresh)
-            assert word in str(caught.value) and "--out" in caught.value.next + "--out" * ("none" in name)
+            assert word in str(caught.value) and "--out" in caught.value.next + "--out" * (
+                "none" in name
+            )
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine.jsonl").read_text() == "{}\n"
 
 
 def test_the_command_tells_a_missing_parent_and_unreadable_data_with_exit_code_2(home, tmp_path):
     result = tandem("rollout", home / "recipe.toml", "--out", tmp_path / "none/e.jsonl", cwd=home)
-    assert_is_a_users_error(result, "the folder of the output does not exist", f"mkdir -p {tmp_path}/none", torch=True)
+    assert_is_a_users_error(
+        result, "the folder of the output does not exist", f"mkdir -p {tmp_path}/none", torch=True
+    )
     broken = Path(tmp_path / "broken.jsonl")
     broken.write_text("{\n")
     out = tmp_path / "e.jsonl"

@@ -1,4 +1,5 @@
-"""`tandem serve` as a user runs it: what it refuses before it loads anything, and how it starts and ends."""
+"""`tandem serve` as a user runs it: what it refuses before it loads anything, and how it starts and
+ends."""
 
 import os
 import re
@@ -33,13 +34,27 @@ def test_other_machines_need_a_key_and_that_is_told_before_anything_is_loaded(ho
 
 
 def options(**changes):
-    values = {"model": "no/model", "host": "127.0.0.1", "port": 0, "api_key": "", "served_name": "", "cache_mb": 8,
-              "max_batch": 4, "max_queue": 4, "max_new_tokens": 8}  # fmt: skip
+    values = {
+        "model": "no/model",
+        "host": "127.0.0.1",
+        "port": 0,
+        "api_key": "",
+        "served_name": "",
+        "cache_mb": 8,
+        "max_batch": 4,
+        "max_queue": 4,
+        "max_new_tokens": 8,
+    }
     return serve.Options(**{**values, **changes})
 
 
 def test_a_key_or_a_loopback_host_is_enough():
-    for changes in ({"host": "0.0.0.0", "api_key": "k"}, {"host": "localhost"}, {"host": "::1"}, {"host": "127.0.0.9"}):
+    for changes in (
+        {"host": "0.0.0.0", "api_key": "k"},
+        {"host": "localhost"},
+        {"host": "::1"},
+        {"host": "127.0.0.9"},
+    ):
         serve.check_key(options(**changes))
 
 
@@ -57,23 +72,51 @@ def test_a_taken_port_and_a_missing_model_are_users_errors():
 
 def test_missing_packages_are_told_with_the_command_that_installs_them(tmp_path):
     code = f"import sys\nsys.modules['uvicorn'] = None\nsys.argv = ['tandem', 'serve', 'no/model']\n{ENTRY}"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
+    )
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "no uvicorn" in result.stderr and "pip install 'tandem-rl[serve]'" in result.stderr
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_it_says_where_it_serves_and_ends_soon_after_a_signal(model, ending):
-    command = [sys.executable, "-c", ENTRY, "serve", str(model), "--port", "0", "--served-name", "m", "--cache-mb", "8"]
+    command = [
+        sys.executable,
+        "-c",
+        ENTRY,
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--served-name",
+        "m",
+        "--cache-mb",
+        "8",
+    ]
     environment = {**os.environ, "TANDEM_API_KEY": "k", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as it:
         try:
             url = re.search(r"http://127\.0\.0\.1:\d+", it.stdout.readline()).group()
-            body = {"model": "m", "prompt": "x", "max_tokens": 255, "n": 64, "stream": True, "temperature": 0.01}
+            body = {
+                "model": "m",
+                "prompt": "x",
+                "max_tokens": 255,
+                "n": 64,
+                "stream": True,
+                "temperature": 0.01,
+            }
             headers = {"Authorization": "Bearer k"}
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=WAIT_S) as answer:
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=WAIT_S
+            ) as answer:
                 assert answer.status_code == 200
                 it.send_signal(ending)
                 assert "the server is stopping" in list(answer.iter_lines())[-2]

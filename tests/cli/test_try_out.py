@@ -1,4 +1,5 @@
-"""`tandem try` and `tandem rollout --keep`: what a user does with a reward, an environment and a data set before training."""
+"""`tandem try` and `tandem rollout --keep`: what a user does with a reward, an environment and a
+data set before training."""
 
 import json
 
@@ -53,14 +54,26 @@ def tried(*arguments):
 
 def test_a_reward_function_is_tried_on_typed_answers(data, tmp_path):
     output = tried(
-        f"{tmp_path}/my_reward.py:score", "--data", data, "--rows", 2, "--answer", "it is 1", "--answer", "7"
+        f"{tmp_path}/my_reward.py:score",
+        "--data",
+        data,
+        "--rows",
+        2,
+        "--answer",
+        "it is 1",
+        "--answer",
+        "7",
     )
-    assert "reward 1.5 (right 1, short 0.5)" in output and "reward 0.5 (right 0, short 0.5)" in output
+    assert (
+        "reward 1.5 (right 1, short 0.5)" in output and "reward 0.5 (right 0, short 0.5)" in output
+    )
     assert output.count("1 turn(s), ended by stop") == 2 and "user: 1 + 1?" in output
 
 
 def test_a_built_in_reward_is_tried_by_its_name(data):
-    assert "reward 1 (answer 1)" in tried("answer", "--data", data, "--rows", 1, "--answer", "Answer: 1")
+    assert "reward 1 (answer 1)" in tried(
+        "answer", "--data", data, "--rows", 1, "--answer", "Answer: 1"
+    )
 
 
 def test_an_environment_is_played_by_hand_turn_by_turn(data, tmp_path):
@@ -68,7 +81,16 @@ def test_an_environment_is_played_by_hand_turn_by_turn(data, tmp_path):
     output = tried(f"{tmp_path}/my_env.py:Echo", "--data", data, "--rows", 1, *answers)
     assert "reward 4 (env 4, letters 8)" in output and "user: you said bad" in output
     assert "penalty: 0.5 on 4 tokens" in output and "3 turn(s), ended by stop" in output
-    short = tried(f"{tmp_path}/my_env.py:Echo", "env.options.turns=1", "--data", data, "--rows", 1, "--answer", "a")
+    short = tried(
+        f"{tmp_path}/my_env.py:Echo",
+        "env.options.turns=1",
+        "--data",
+        data,
+        "--rows",
+        1,
+        "--answer",
+        "a",
+    )
     assert "1 turn(s)" in short
 
 
@@ -90,19 +112,27 @@ def test_a_model_plays_an_environment(home, data, tmp_path):  # noqa: F811
 
 def test_mistakes_are_told_before_anything_is_played(data, tmp_path):
     env, reward = f"{tmp_path}/my_env.py", f"{tmp_path}/my_reward.py"
-    assert "there are no more answers" in mistake("try", f"{env}:Echo", "--data", data, "--answer", "a")
+    assert "there are no more answers" in mistake(
+        "try", f"{env}:Echo", "--data", data, "--answer", "a"
+    )
     assert "no training problems are named" in mistake("try", f"{reward}:score", "--answer", "a")
     assert "no_such" in mistake("try", f"{reward}:no_such", "--data", data, "--answer", "a")
-    assert "no option 'steps'" in mistake("try", f"{env}:Echo", "env.options.steps=1", "--data", data, "--answer", "a")
+    assert "no option 'steps'" in mistake(
+        "try", f"{env}:Echo", "env.options.steps=1", "--data", data, "--answer", "a"
+    )
 
 
 def test_an_environment_with_a_random_opening_is_refused_as_in_training(data, tmp_path):
     env = f"{tmp_path}/my_env.py:Random"
-    assert "the episodes of a problem begin differently" in mistake("try", env, "--data", data, "--answer", "a")
+    assert "the episodes of a problem begin differently" in mistake(
+        "try", env, "--data", data, "--answer", "a"
+    )
 
 
 def test_an_environment_that_fails_is_told_row_by_row(data, tmp_path):
-    result = invoke("try", f"{tmp_path}/my_env.py:Broken", "--data", data, "--rows", 2, "--answer", "a")
+    result = invoke(
+        "try", f"{tmp_path}/my_env.py:Broken", "--data", data, "--rows", 2, "--answer", "a"
+    )
     assert result.exit_code == 1
     assert result.output.count("the environment failed: ValueError: no such luck") == 2
 
@@ -112,7 +142,8 @@ def test_rollout_keeps_the_problems_of_a_range_as_a_data_file_that_reads_back(ho
     reward.write_text("def score(problem, completion):\n    return int(problem.answer) % 3 / 2\n")
     command = ["rollout", home / "recipe.toml", f"reward.function={reward}:score", "--out", out]
     assert "no problem has a mean reward" in mistake(*command, "--keep", "0.6:0.9")
-    result = invoke(*command, "--keep", "0.5:0.5")  # the episodes are there: nothing is generated again
+    # the episodes are there: nothing is generated again
+    result = invoke(*command, "--keep", "0.5:0.5")
     assert result.exit_code == 0 and "complete, nothing to do" in result.output, result.output
     problems = read_problems(str(home / "data/train.jsonl"), Data(), key="data.train")
     kept = read_problems(str(tmp_path / "episodes.kept.jsonl"), Data(), key="data.train")
@@ -126,10 +157,14 @@ def test_rollout_keeps_the_problems_of_a_range_as_a_data_file_that_reads_back(ho
 
 @pytest.mark.parametrize("text", ["0.2", "a:b", "0.8:0.2", ":", "nan:1"])
 def test_a_range_that_is_none_is_refused(text, home):  # noqa: F811
-    assert "range of mean rewards cannot be read" in mistake("rollout", home / "recipe.toml", "--keep", text)
+    assert "range of mean rewards cannot be read" in mistake(
+        "rollout", home / "recipe.toml", "--keep", text
+    )
 
 
-def test_code_is_not_scored_without_a_sandbox_unless_the_danger_is_named(monkeypatch, data, tmp_path):
+def test_code_is_not_scored_without_a_sandbox_unless_the_danger_is_named(
+    monkeypatch, data, tmp_path
+):
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no bubblewrap on it
     text = mistake("try", "code", "--data", data, "--answer", "print(1)")
     assert "bubblewrap" in text and "sandbox.run_untrusted_code_without_isolation" in text

@@ -1,4 +1,5 @@
-"""The config tree: every mistake is named with its key, place and remedy; what is written reads back equal."""
+"""The config tree: every mistake is named with its key, place and remedy; what is written reads
+back equal."""
 
 import tomllib
 from collections import Counter
@@ -43,9 +44,15 @@ def test_a_recipe_sets_what_it_names_and_leaves_the_rest(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[rl]\ngrop_size = 4\n", "rl.grop_size (RECIPE): unknown key; did you mean rl.group_size?"),
+        (
+            "[rl]\ngrop_size = 4\n",
+            "rl.grop_size (RECIPE): unknown key; did you mean rl.group_size?",
+        ),
         ("[train]\nlr = 0.1\n", "train.lr (RECIPE): unknown key; did you mean train."),
-        ("[train]\ngroup_size = 4\n", "train.group_size (RECIPE): unknown key; did you mean rl.group_size?"),
+        (
+            "[train]\ngroup_size = 4\n",
+            "train.group_size (RECIPE): unknown key; did you mean rl.group_size?",
+        ),
         ("[rollot]\ntop_p = 0.5\n", "rollot (RECIPE): unknown key; did you mean rollout?"),
         ("group_size = 4\n", "group_size (RECIPE): unknown key; did you mean rl.group_size?"),
         ("zzzz = 4\n", "zzzz (RECIPE): unknown key; sections are run, model, data,"),
@@ -73,19 +80,26 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest_real_one(text, messag
         ("rl = 3\n", "rl", "3"),
     ],
 )
-def test_a_value_of_the_wrong_type_or_range_is_named_with_what_was_found(text, key, found, tmp_path):
+def test_a_value_of_the_wrong_type_or_range_is_named_with_what_was_found(
+    text, key, found, tmp_path
+):
     [line] = mistakes(tmp_path, text)
     assert line.startswith(f"{key} ({tmp_path / 'recipe.toml'}): found {found}, ")
 
 
 def test_all_mistakes_are_reported_together_each_with_its_place(tmp_path):
-    lines = mistakes(tmp_path, "[rl]\ngrop_size = 4\nclip_low = 2.0\n", "run.seed=-1", "train.schedule=cubic")
+    lines = mistakes(
+        tmp_path, "[rl]\ngrop_size = 4\nclip_low = 2.0\n", "run.seed=-1", "train.schedule=cubic"
+    )
     recipe = str(tmp_path / "recipe.toml")
     assert len(lines) == 4
     places = {line.split(" ", 1)[0]: line[line.index("(") + 1 : line.index(")")] for line in lines}
     assert places == {
-        "rl.grop_size": recipe, "rl.clip_low": recipe, "run.seed": "command line", "train.schedule": "command line",
-    }  # fmt: skip
+        "rl.grop_size": recipe,
+        "rl.clip_low": recipe,
+        "run.seed": "command line",
+        "train.schedule": "command line",
+    }
 
 
 @pytest.mark.parametrize(
@@ -112,7 +126,9 @@ def test_the_last_of_two_overrides_of_a_key_wins(tmp_path):
     assert load(tmp_path, "", "run.seed=1", "run.seed=2").run.seed == 2
 
 
-@pytest.mark.parametrize("override", ["group_size=8", "rl.group_size", "=8", "rl.=8", ".group_size=8", ""])
+@pytest.mark.parametrize(
+    "override", ["group_size=8", "rl.group_size", "=8", "rl.=8", ".group_size=8", ""]
+)
 def test_an_override_that_cannot_be_read_is_refused_with_an_example(override, tmp_path):
     with pytest.raises(UserError, match="an override cannot be read") as error:
         load(tmp_path, "", override)
@@ -122,9 +138,19 @@ def test_an_override_that_cannot_be_read_is_refused_with_an_example(override, tm
 @pytest.mark.parametrize("text", ["env = 'guess'\nreward = 'my.py:score'\n", ""])
 def test_a_section_s_name_alone_stands_for_its_main_key(text, tmp_path):
     overrides = [] if text else ["env=guess", "reward=my.py:score"]
-    config = load(tmp_path, text, *overrides, "env.max_turns=3", "env.options.limit=4", "reward.options.score.by=[0.5]")
+    config = load(
+        tmp_path,
+        text,
+        *overrides,
+        "env.max_turns=3",
+        "env.options.limit=4",
+        "reward.options.score.by=[0.5]",
+    )
     assert (config.env.name, config.env.max_turns, config.env.options) == ("guess", 3, {"limit": 4})
-    assert (config.reward.functions, config.reward.options) == (["my.py:score"], {"score": {"by": [0.5]}})
+    assert (config.reward.functions, config.reward.options) == (
+        ["my.py:score"],
+        {"score": {"by": [0.5]}},
+    )
     assert load(tmp_path, to_toml(config)) == config
 
 
@@ -146,7 +172,10 @@ def test_a_group_needs_two_episodes_to_be_compared(kind, tmp_path):
 
 
 def test_gdpo_needs_two_episodes_and_keeps_groups_whose_rewards_only_sum_up_to_the_same(tmp_path):
-    for wrong, key in (("rl.group_size=1", "rl.group_size"), ("rl.max_gen_batches=2", "rl.max_gen_batches")):
+    for wrong, key in (
+        ("rl.group_size=1", "rl.group_size"),
+        ("rl.max_gen_batches=2", "rl.max_gen_batches"),
+    ):
         [line] = mistakes(tmp_path, "", "rl.advantage=gdpo", *TWO_REWARDS, wrong)
         assert line.startswith(f"{key}: ")
 
@@ -157,8 +186,14 @@ def test_one_episode_is_enough_where_nothing_is_compared(kind, tmp_path):
 
 
 def test_keys_that_contradict_each_other_are_all_named(tmp_path):
-    lines = mistakes(tmp_path, "[rl]\ngroup_size = 1\nprompts_per_step = 10\nminibatches = 4\ndual_clip = 0.5\n")
-    assert [line.split(":")[0] for line in lines] == ["rl.group_size", "rl.minibatches", "rl.dual_clip"]
+    lines = mistakes(
+        tmp_path, "[rl]\ngroup_size = 1\nprompts_per_step = 10\nminibatches = 4\ndual_clip = 0.5\n"
+    )
+    assert [line.split(":")[0] for line in lines] == [
+        "rl.group_size",
+        "rl.minibatches",
+        "rl.dual_clip",
+    ]
 
 
 TWO_REWARDS = ['reward.function=["answer", "mine.py:score"]']
@@ -166,11 +201,7 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("rollout.stop", ['rollout.stop=["a", ""]'], ['rollout.stop=["a"]']),
     ("rl.group_size", ["rl.group_size=1"], ["rl.group_size=2"]),
     ("rl.max_gen_batches", ["rl.advantage=ema", "rl.max_gen_batches=2"], ["rl.advantage=rloo"]),
-    (
-        "rl.max_gen_batches",
-        ["rl.loss=reinforce", "rl.max_gen_batches=2"],
-        ["rl.correction=tis"],
-    ),
+    ("rl.max_gen_batches", ["rl.loss=reinforce", "rl.max_gen_batches=2"], ["rl.correction=tis"]),
     ("rl.k", ["rl.advantage=max_at_k", "rl.k=9"], ["rl.k=8"]),
     ("rl.k", ["rl.advantage=max_at_k", "rl.k=1"], ["rl.k=2"]),
     ("rl.minibatches", ["rl.prompts_per_step=10", "rl.minibatches=4"], ["rl.minibatches=5"]),
@@ -180,20 +211,46 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("rl.dual_clip", ["rl.dual_clip=3.0", "rl.loss=cispo"], ["rl.dual_clip=0"]),
     ("rl.kl_estimator", ["rl.kl_coef=0.1", "rl.kl_estimator=k1"], ["rl.kl_in=reward"]),
     ("rl.kl_estimator", ["rl.kl_coef=0.1", "rl.kl_estimator=k1"], ["rl.kl_estimator=k2"]),
-    ("rl.correction_floor", ["rl.correction=icepop", "rl.correction_cap=0.5"], ["rl.correction_cap=0.6"]),
+    (
+        "rl.correction_floor",
+        ["rl.correction=icepop", "rl.correction_cap=0.5"],
+        ["rl.correction_cap=0.6"],
+    ),
     ("rl.advantage", ["rl.advantage=gdpo"], ['reward.function=["answer", "mine.py:score"]']),
     (
         "rl.kl_in",
-        ["rl.advantage=gdpo", *TWO_REWARDS, "rl.kl_coef=0.1", "rl.kl_in=reward", "rl.kl_estimator=k1"],
+        [
+            "rl.advantage=gdpo",
+            *TWO_REWARDS,
+            "rl.kl_coef=0.1",
+            "rl.kl_in=reward",
+            "rl.kl_estimator=k1",
+        ],
         ["rl.kl_in=loss", "rl.kl_estimator=k3"],
     ),
-    ("distill.estimator", ["distill.estimator=sampled", "distill.top_k=9"], ["distill.estimator=exact"]),
+    (
+        "distill.estimator",
+        ["distill.estimator=sampled", "distill.top_k=9"],
+        ["distill.estimator=exact"],
+    ),
     ("rl.max_logprob_error", ["rl.max_logprob_error=0.5"], ["rl.max_logprob_error=1.5"]),
     ("rl.curriculum", ["rl.curriculum=true", "data.shuffle=false"], ["data.shuffle=true"]),
-    ("reward.function", ['reward.function=["answer", "answer"]'], ['reward.function=["answer", "mine.py:score"]']),
-    ("critic.warmup_steps", ["rl.algorithm=ppo", "run.steps=4", "critic.warmup_steps=4"], ["critic.warmup_steps=3"]),
+    (
+        "reward.function",
+        ['reward.function=["answer", "answer"]'],
+        ['reward.function=["answer", "mine.py:score"]'],
+    ),
+    (
+        "critic.warmup_steps",
+        ["rl.algorithm=ppo", "run.steps=4", "critic.warmup_steps=4"],
+        ["critic.warmup_steps=3"],
+    ),
     ("reward.function", ["reward.function=[]"], ["reward.function=answer"]),
-    ("reward.weights", ["reward.weights=[1.0, 2.0]"], ['reward.function=["answer", "mine.py:score"]']),
+    (
+        "reward.weights",
+        ["reward.weights=[1.0, 2.0]"],
+        ['reward.function=["answer", "mine.py:score"]'],
+    ),
     ("reward.overlong_buffer", ["reward.overlong_buffer=8"], ["reward.overlong_penalty=0.5"]),
     (
         "reward.overlong_buffer",
@@ -212,7 +269,11 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("rl.loss", ["rl.loss=reinforce", "rollout.staleness=1"], ["rl.correction=tis"]),
     ("rollout.staleness", ["rollout.staleness=100"], ["rollout.staleness=99"]),
     ("rollout.token_budget", ["rollout.token_budget=64"], ["rollout.token_budget=63"]),
-    ("rollout.token_budget", ["rollout.token_budget=9", "env.name=agent"], ["rollout.token_budget=0"]),
+    (
+        "rollout.token_budget",
+        ["rollout.token_budget=9", "env.name=agent"],
+        ["rollout.token_budget=0"],
+    ),
     (
         "preference.label_smoothing",
         ["preference.loss=ipo", "preference.label_smoothing=0.1"],
@@ -221,13 +282,25 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
 ]
 
 
-@pytest.mark.parametrize(("key", "wrong", "mended"), CONTRADICTIONS, ids=[f"{k} {w[0]}" for k, w, _ in CONTRADICTIONS])
-def test_a_contradiction_is_named_by_its_key_and_gone_when_it_is_mended(key, wrong, mended, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "wrong", "mended"), CONTRADICTIONS, ids=[f"{k} {w[0]}" for k, w, _ in CONTRADICTIONS]
+)
+def test_a_contradiction_is_named_by_its_key_and_gone_when_it_is_mended(
+    key, wrong, mended, tmp_path
+):
     [line] = mistakes(tmp_path, "", *wrong)
     reasons = {reason for _, reason in contradictions(Config()) if reason.startswith(f"{key}:")}
     assert line.startswith(f"{key}: ") and line.endswith(f" ({tmp_path / 'recipe.toml'})")
     assert (
-        key in ("rl.group_size", "rl.k", "rl.max_gen_batches", "reward.weights", "reward.options", "data.weights")
+        key
+        in (
+            "rl.group_size",
+            "rl.k",
+            "rl.max_gen_batches",
+            "reward.weights",
+            "reward.options",
+            "data.weights",
+        )
         or line.rsplit(" (", 1)[0] in reasons
     )
     load(tmp_path, "", *wrong, *mended)
@@ -248,10 +321,16 @@ def test_the_defaults_of_rl_are_the_algorithm_they_name():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_algorithm_fills_in_its_values_wherever_it_is_named_and_survives_the_round_trip(name, tmp_path):
+def test_an_algorithm_fills_in_its_values_wherever_it_is_named_and_survives_the_round_trip(
+    name, tmp_path
+):
     in_file = load(tmp_path, f"[rl]\nalgorithm = '{name}'\n")
     assert in_file == load(tmp_path, "", f"rl.algorithm={name}")
-    assert {**Config().rl.model_dump(), "algorithm": name, **ALGORITHMS[name]} == in_file.rl.model_dump()
+    assert {
+        **Config().rl.model_dump(),
+        "algorithm": name,
+        **ALGORITHMS[name],
+    } == in_file.rl.model_dump()
     assert load(tmp_path, to_toml(in_file)) == in_file
 
 
@@ -268,13 +347,24 @@ def test_a_value_that_is_given_wins_over_the_algorithms(tmp_path):
     assert (rl.clip_high, rl.max_gen_batches, rl.aggregation) == (0.5, 3, "token_mean")
 
 
-def test_an_algorithm_on_the_command_line_spares_what_is_no_algorithms_or_stands_beside_it(tmp_path):
+def test_an_algorithm_on_the_command_line_spares_what_is_no_algorithms_or_stands_beside_it(
+    tmp_path,
+):
     text = "[rl]\nalgorithm = 'gspo'\nclip_low = 0.1\nclip_high = 0.1\nprompts_per_step = 6\nkl_coef = 0.2\n"
-    for overrides in (["rl.algorithm=dapo", "rl.clip_high=0.4"], ["rl.clip_high=0.4", "rl.algorithm=dapo"]):
+    for overrides in (
+        ["rl.algorithm=dapo", "rl.clip_high=0.4"],
+        ["rl.clip_high=0.4", "rl.algorithm=dapo"],
+    ):
         rl = load(tmp_path, text, *overrides).rl
-        assert (rl.algorithm, rl.clip_low, rl.clip_high, rl.max_gen_batches) == ("dapo", 0.2, 0.4, 8)
+        assert (rl.algorithm, rl.clip_low, rl.clip_high, rl.max_gen_batches) == (
+            "dapo",
+            0.2,
+            0.4,
+            8,
+        )
         assert (rl.prompts_per_step, rl.kl_coef) == (6, 0.2)
-    assert load(tmp_path, text, "rl.prompts_per_step=4").rl.clip_low == 0.1  # no algorithm named: the recipe's stays
+    # no algorithm named: the recipe's stays
+    assert load(tmp_path, text, "rl.prompts_per_step=4").rl.clip_low == 0.1
 
 
 @pytest.mark.parametrize("found", ["'drgrpo'", "3", "['grpo']"])
@@ -292,7 +382,9 @@ def test_a_missing_recipe_is_a_users_error_that_names_it(tmp_path):
         assert error.value.where == str(path)
 
 
-@pytest.mark.parametrize("content", [b"[rl\n", b"[rl]\ngroup_size = \n", b"[rl]\n[rl]\n", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b"[rl\n", b"[rl]\ngroup_size = \n", b"[rl]\n[rl]\n", b"\xff\xfe"]
+)
 def test_a_recipe_that_is_not_toml_is_a_users_error_that_names_it(content, tmp_path):
     (tmp_path / "broken.toml").write_bytes(content)
     with pytest.raises(UserError, match="not valid TOML") as error:
@@ -316,11 +408,18 @@ def test_the_next_command_of_an_error_exists(tmp_path):
 def test_every_default_survives_the_round_trip_through_toml(tmp_path):
     text = to_toml(Config())
     assert load(tmp_path, text) == Config()
-    written = {f"{section}.{name}" for section, fields in tomllib.loads(text).items() for name in fields}
+    written = {
+        f"{section}.{name}" for section, fields in tomllib.loads(text).items() for name in fields
+    }
     assert written == {key for key, _, _ in describe()}
 
 
-@given(folder=TEXT, seed=st.integers(0, 2**62), stop=st.lists(TEXT.filter(bool)), temperature=st.floats(1e-300, 1e300))
+@given(
+    folder=TEXT,
+    seed=st.integers(0, 2**62),
+    stop=st.lists(TEXT.filter(bool)),
+    temperature=st.floats(1e-300, 1e300),
+)
 def test_any_value_survives_the_round_trip_through_toml(folder, seed, stop, temperature):
     tree = Config().model_dump()
     tree["run"] |= {"folder": folder, "seed": seed}
@@ -333,7 +432,8 @@ def test_every_leaf_has_a_help_and_defaults_that_are_valid_by_themselves():
     leaves = describe()
     assert len({key for key, _, _ in leaves}) == len(leaves) <= 150
     assert all(help_text for _, _, help_text in leaves)
-    Config.model_validate(Config().model_dump())  # a default that breaks its own bounds would be found here
+    # a default that breaks its own bounds would be found here
+    Config.model_validate(Config().model_dump())
 
 
 def test_a_config_is_frozen():

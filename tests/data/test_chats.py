@@ -10,12 +10,18 @@ from tandem.data.chats import read_chats
 from tandem.runtime.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}
-PARTS = [{"type": "text", "text": "1 + 1 "}, {"type": "text", "text": "="}, {"type": "text", "text": "2"}]
+PARTS = [
+    {"type": "text", "text": "1 + 1 "},
+    {"type": "text", "text": "="},
+    {"type": "text", "text": "2"},
+]
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def jsonl(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -23,17 +29,34 @@ def jsonl(path, *rows):
     ("row", "chat"),
     [
         ({"messages": [USER, ASSISTANT]}, (USER, ASSISTANT)),
-        ({"messages": [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]}, (SYSTEM, USER, ASSISTANT, USER, ASSISTANT)),
+        (
+            {"messages": [SYSTEM, USER, ASSISTANT, USER, ASSISTANT]},
+            (SYSTEM, USER, ASSISTANT, USER, ASSISTANT),
+        ),
         ({"prompt": "1 + 1 =", "response": "2"}, (USER, ASSISTANT)),
         ({"prompt": [SYSTEM, USER], "response": "2", "level": 3}, (SYSTEM, USER, ASSISTANT)),
         ({"prompt": "the whole chat wins", "messages": [USER, ASSISTANT]}, (USER, ASSISTANT)),
         ({"prompt": "1 + 1 =", "response": "2", "messages": None}, (USER, ASSISTANT)),
         ({"prompt": "1 + 1 =", "completion": "2"}, (USER, ASSISTANT)),
         ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, (SYSTEM, USER, ASSISTANT)),
-        ({"conversations": [{"from": "human", "value": "1 + 1 ="}, {"from": "gpt", "value": "2"}]}, (USER, ASSISTANT)),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "1 + 1 ="},
+                    {"from": "gpt", "value": "2"},
+                ]
+            },
+            (USER, ASSISTANT),
+        ),
         ({"instruction": "1 + 1 =", "input": "", "output": "2"}, (USER, ASSISTANT)),
-        ({"instruction": "1", "input": "+ 1 =", "output": "2"}, ({**USER, "content": "1\n\n+ 1 ="}, ASSISTANT)),
-        ({"messages": [{**USER, "content": PARTS[:2]}, {**ASSISTANT, "content": PARTS[2:]}]}, (USER, ASSISTANT)),
+        (
+            {"instruction": "1", "input": "+ 1 =", "output": "2"},
+            ({**USER, "content": "1\n\n+ 1 ="}, ASSISTANT),
+        ),
+        (
+            {"messages": [{**USER, "content": PARTS[:2]}, {**ASSISTANT, "content": PARTS[2:]}]},
+            (USER, ASSISTANT),
+        ),
     ],
 )
 def test_a_chat_is_read_in_the_forms_that_data_sets_have(tmp_path, row, chat):
@@ -55,7 +78,11 @@ def test_a_chat_is_read_in_the_forms_that_data_sets_have(tmp_path, row, chat):
             ":2, messages[0].content[0]",
             "a part {",
         ),
-        ({"instruction": "?", "input": 3, "output": "2"}, ":2, instruction and input", "expected: text"),
+        (
+            {"instruction": "?", "input": 3, "output": "2"},
+            ":2, instruction and input",
+            "expected: text",
+        ),
         ({"prompt": "?", "response": ""}, ":2, response", "empty text"),
         ({"prompt": "?", "response": 2}, ":2, response", "found:    2"),
         ({"prompt": [], "response": "2"}, ":2, prompt", "an empty list"),
@@ -64,9 +91,21 @@ def test_a_chat_is_read_in_the_forms_that_data_sets_have(tmp_path, row, chat):
         ({"messages": []}, ":2, messages", "an empty list"),
         ({"messages": [USER]}, ":2, messages", "ends with the assistant's message"),
         ({"messages": [SYSTEM, ASSISTANT]}, ":2, messages", "a user's message first"),
-        ({"messages": [USER, ASSISTANT | {"role": "gpt"}]}, ":2, messages[1].role", 'found:    "gpt"'),
-        ({"messages": [USER, ASSISTANT | {"content": None}]}, ":2, messages[1]", "a message with a 'content'"),
-        ({"messages": [USER, ASSISTANT | {"tool_calls": [1]}]}, ":2, messages[1].tool_calls", "found:    a list of 1"),
+        (
+            {"messages": [USER, ASSISTANT | {"role": "gpt"}]},
+            ":2, messages[1].role",
+            'found:    "gpt"',
+        ),
+        (
+            {"messages": [USER, ASSISTANT | {"content": None}]},
+            ":2, messages[1]",
+            "a message with a 'content'",
+        ),
+        (
+            {"messages": [USER, ASSISTANT | {"tool_calls": [1]}]},
+            ":2, messages[1].tool_calls",
+            "found:    a list of 1",
+        ),
     ],
 )
 def test_a_bad_chat_is_told_with_line_field_and_reason(tmp_path, row, where, said):

@@ -17,7 +17,9 @@ PAIR = {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"}
 
 
 def jsonl(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -28,7 +30,10 @@ def preference(prompt, chosen, rejected):
 SIMPLE = preference([USER], [GOOD], [BAD])
 FORMS = {
     "text": (PAIR, SIMPLE),
-    "messages and text": (PAIR | {"prompt": [SYSTEM, USER]}, preference([SYSTEM, USER], [GOOD], [BAD])),
+    "messages and text": (
+        PAIR | {"prompt": [SYSTEM, USER]},
+        preference([SYSTEM, USER], [GOOD], [BAD]),
+    ),
     "continuations": ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, SIMPLE),
     "text and continuations": (PAIR | {"chosen": [GOOD], "rejected": [BAD]}, SIMPLE),
     "whole chats": ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, SIMPLE),
@@ -47,7 +52,10 @@ FORMS = {
         preference([USER, BAD, TOOL], [GOOD], [BAD]),
     ),
     "implicit": ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, SIMPLE),
-    "implicit, prompt null": ({"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD]}, SIMPLE),
+    "implicit, prompt null": (
+        {"prompt": None, "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        SIMPLE,
+    ),
     "implicit, the longest common start": (
         {"chosen": [SYSTEM, USER, GOOD, MORE, GOOD], "rejected": [SYSTEM, USER, GOOD, MORE, BAD]},
         preference([SYSTEM, USER, GOOD, MORE], [GOOD], [BAD]),
@@ -76,7 +84,9 @@ def test_a_preference_is_read_from_every_form_of_a_row(tmp_path, row, expected):
 
 def test_preferences_come_in_the_order_of_the_file_whatever_their_forms(tmp_path):
     path = jsonl(tmp_path / "p.jsonl", *(row for row, _ in FORMS.values()))
-    assert read_preferences(path, key="preference.train") == [expected for _, expected in FORMS.values()]
+    assert read_preferences(path, key="preference.train") == [
+        expected for _, expected in FORMS.values()
+    ]
 
 
 MISTAKES = [
@@ -86,7 +96,11 @@ MISTAKES = [
     ({"prompt": "?", "chosen": "3", "reject": "2"}, ", rejected", "rename reject to rejected"),
     ({"question": "?", "chosen": "2", "rejected": "3"}, ", prompt", "rename question to prompt"),
     (PAIR | {"rejected": "2"}, ", rejected", "found:    the same as chosen"),
-    ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, ", rejected", "found:    the same as chosen"),
+    (
+        {"chosen": [USER, GOOD], "rejected": [USER, GOOD]},
+        ", rejected",
+        "found:    the same as chosen",
+    ),
     (PAIR | {"rejected": [USER, GOOD]}, ", rejected", "found:    the same as chosen"),
     (PAIR | {"prompt": " "}, ", prompt", "an empty message"),
     (PAIR | {"prompt": []}, ", prompt", "an empty list"),
@@ -94,7 +108,11 @@ MISTAKES = [
     (PAIR | {"prompt": [USER, GOOD]}, ", prompt", "found:    a last message from 'assistant'"),
     (PAIR | {"prompt": [SYSTEM]}, ", prompt", "expected: a user's message first"),
     (PAIR | {"prompt": [GOOD, USER]}, ", prompt", "expected: a user's message first"),
-    (PAIR | {"prompt": [{"role": "human", "content": "?"}]}, ", prompt[0].role", 'found:    "human"'),
+    (
+        PAIR | {"prompt": [{"role": "human", "content": "?"}]},
+        ", prompt[0].role",
+        'found:    "human"',
+    ),
     (PAIR | {"chosen": ""}, ", chosen", "an empty last message"),
     (PAIR | {"rejected": "\n"}, ", rejected", "an empty last message"),
     (PAIR | {"rejected": []}, ", rejected", "an empty list"),
@@ -102,14 +120,34 @@ MISTAKES = [
     (PAIR | {"chosen": 2}, ", chosen", "expected: the assistant's text, or a list of messages"),
     (PAIR | {"chosen": None}, ", chosen", "found:    null"),
     (PAIR | {"rejected": [USER]}, ", rejected", "found:    a last message from 'user'"),
-    (PAIR | {"rejected": [MORE, BAD]}, ", rejected", "found:    a first message from 'user' that is not the prompt's"),
+    (
+        PAIR | {"rejected": [MORE, BAD]},
+        ", rejected",
+        "found:    a first message from 'user' that is not the prompt's",
+    ),
     (PAIR | {"rejected": ["3"]}, ", rejected[0]", "expected: a message {role, content}"),
     ({"chosen": [USER, GOOD], "rejected": "3"}, ", rejected", "expected: a list of messages"),
     ({"chosen": None, "rejected": "3"}, ", chosen", "found:    null"),
-    ({"chosen": [USER, GOOD], "rejected": [MORE, BAD]}, ", rejected", "no common prompt: message 1 is"),
-    ({"chosen": [GOOD], "rejected": [BAD]}, ", rejected", "no common prompt: message 1 is \"2\" from 'assistant'"),
-    ({"chosen": [USER, GOOD], "rejected": [USER, MORE, BAD]}, ", rejected", "no common prompt: message 2 is"),
-    ({"chosen": [SYSTEM, GOOD], "rejected": [SYSTEM, BAD]}, ", chosen", "expected: a user's message first"),
+    (
+        {"chosen": [USER, GOOD], "rejected": [MORE, BAD]},
+        ", rejected",
+        "no common prompt: message 1 is",
+    ),
+    (
+        {"chosen": [GOOD], "rejected": [BAD]},
+        ", rejected",
+        "no common prompt: message 1 is \"2\" from 'assistant'",
+    ),
+    (
+        {"chosen": [USER, GOOD], "rejected": [USER, MORE, BAD]},
+        ", rejected",
+        "no common prompt: message 2 is",
+    ),
+    (
+        {"chosen": [SYSTEM, GOOD], "rejected": [SYSTEM, BAD]},
+        ", chosen",
+        "expected: a user's message first",
+    ),
 ]
 
 

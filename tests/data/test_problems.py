@@ -1,4 +1,5 @@
-"""Reading problems and choosing those of a step. The mistakes of a file are tables: content, then what must be said."""
+"""Reading problems and choosing those of a step. The mistakes of a file are tables: content, then
+what must be said."""
 
 import json
 import subprocess
@@ -75,14 +76,21 @@ def test_a_row_of_verl_is_read_as_it_is(tmp_path):
         messages=({"role": "user", "content": "Solve 2x = 6."},),
         answer="3",
         category="algebra",
-        metadata={"ability": "math", "reward_model": {"style": "rule"}, "extra_info": VERL["extra_info"]},
+        metadata={
+            "ability": "math",
+            "reward_model": {"style": "rule"},
+            "extra_info": VERL["extra_info"],
+        },
     )
     assert read(jsonl(tmp_path / "a.jsonl", VERL)) == [expected]
     assert read(parquet(tmp_path / "a.parquet", VERL)) == [expected]
 
 
 def test_jsonl_and_parquet_give_the_same_problems(tmp_path):
-    rows = [GOOD | {"answer": str(i), "data_source": "sums", "extra_info": {"level": i}} for i in range(3000)]
+    rows = [
+        GOOD | {"answer": str(i), "data_source": "sums", "extra_info": {"level": i}}
+        for i in range(3000)
+    ]
     assert read(jsonl(tmp_path / "s.jsonl", *rows)) == read(parquet(tmp_path / "s.parquet", *rows))
 
 
@@ -97,29 +105,57 @@ def test_a_named_answer_column_is_never_replaced_by_verls_place(tmp_path):
 
 
 def test_columns_are_named_by_the_config(tmp_path):
-    path = jsonl(tmp_path / "q.jsonl", {"question": "1 + 1 =", "label": "2", "kind": "sums", "prompt": "unused"})
+    path = jsonl(
+        tmp_path / "q.jsonl",
+        {"question": "1 + 1 =", "label": "2", "kind": "sums", "prompt": "unused"},
+    )
     [problem] = read(path, prompt_column="question", answer_column="label", category_column="kind")
-    assert (problem.messages[0]["content"], problem.answer, problem.category) == ("1 + 1 =", "2", "sums")
+    assert (problem.messages[0]["content"], problem.answer, problem.category) == (
+        "1 + 1 =",
+        "2",
+        "sums",
+    )
     assert problem.metadata == {"prompt": "unused", "label": "2", "kind": "sums"}
 
 
 def test_a_column_that_the_config_passes_over_stays_in_the_metadata(tmp_path):
-    row = {"prompt": "?", "answer": "2", "data_source": "sums", "label": 3, "kind": "easy", "uid": "a"}
-    [problem] = read(jsonl(tmp_path / "q.jsonl", row), answer_column="label", category_column="kind")
+    row = {
+        "prompt": "?",
+        "answer": "2",
+        "data_source": "sums",
+        "label": 3,
+        "kind": "easy",
+        "uid": "a",
+    }
+    [problem] = read(
+        jsonl(tmp_path / "q.jsonl", row), answer_column="label", category_column="kind"
+    )
     assert (problem.answer, problem.category) == ("3", "easy")
-    assert problem.metadata == {"answer": "2", "data_source": "sums", "label": 3, "kind": "easy", "raw_answer": 3}
+    assert problem.metadata == {
+        "answer": "2",
+        "data_source": "sums",
+        "label": 3,
+        "kind": "easy",
+        "raw_answer": 3,
+    }
 
 
-@pytest.mark.parametrize("number", ["3", "-0", "0.10", "3.0", "1e2", "123456789012345678901.5", "1" * 400])
+@pytest.mark.parametrize(
+    "number", ["3", "-0", "0.10", "3.0", "1e2", "123456789012345678901.5", "1" * 400]
+)
 def test_a_number_as_answer_keeps_its_exact_text(tmp_path, number):
     path = jsonl(tmp_path / "n.jsonl", f'{{"prompt": "?", "answer": {number}}}')
     [problem] = read(path)
     assert problem.answer == number
-    path = jsonl(tmp_path / "v.jsonl", f'{{"prompt": "?", "reward_model": {{"ground_truth": {number}}}}}')
+    path = jsonl(
+        tmp_path / "v.jsonl", f'{{"prompt": "?", "reward_model": {{"ground_truth": {number}}}}}'
+    )
     assert read(path)[0].answer == number
 
 
-@pytest.mark.parametrize(("number", "text"), [(3, "3"), (3.5, "3.5"), (0.1, "0.1"), (Decimal("0.10"), "0.10")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(3, "3"), (3.5, "3.5"), (0.1, "0.1"), (Decimal("0.10"), "0.10")]
+)
 def test_a_number_of_a_parquet_column_keeps_its_digits(tmp_path, number, text):
     assert read(parquet(tmp_path / "n.parquet", GOOD | {"answer": number}))[0].answer == text
 
@@ -133,21 +169,36 @@ def test_an_object_or_a_list_as_answer_is_its_json_and_stays_as_it_is_beside_it(
 
 
 def test_an_answer_that_is_no_text_keeps_its_value_in_the_metadata(tmp_path):
-    rows = [GOOD | {"answer": 2}, GOOD | {"answer": 0.5}, GOOD, GOOD | {"answer": 2, "raw_answer": None}]
-    raw = [{"raw_answer": 2}, {"raw_answer": 0.5}, {}, {"raw_answer": None}]  # the last row has one of its own
+    rows = [
+        GOOD | {"answer": 2},
+        GOOD | {"answer": 0.5},
+        GOOD,
+        GOOD | {"answer": 2, "raw_answer": None},
+    ]
+    # the last row has one of its own
+    raw = [{"raw_answer": 2}, {"raw_answer": 0.5}, {}, {"raw_answer": None}]
     assert [p.metadata for p in read(jsonl(tmp_path / "r.jsonl", *rows))] == raw
-    [problem] = read(parquet(tmp_path / "r.parquet", {"prompt": "?", "reward_model": {"ground_truth": [1, 2]}}))
+    [problem] = read(
+        parquet(tmp_path / "r.parquet", {"prompt": "?", "reward_model": {"ground_truth": [1, 2]}})
+    )
     assert (problem.answer, problem.metadata) == ("[1, 2]", {"raw_answer": [1, 2]})
 
 
 def test_uids_come_from_the_column_then_from_extra_info_then_from_the_row(tmp_path):
-    rows = [GOOD | {"uid": "a", "extra_info": {"uid": "b"}}, GOOD | {"uid": None, "extra_info": {"uid": 7}}, "", GOOD]
+    rows = [
+        GOOD | {"uid": "a", "extra_info": {"uid": "b"}},
+        GOOD | {"uid": None, "extra_info": {"uid": 7}},
+        "",
+        GOOD,
+    ]
     assert [p.uid for p in read(jsonl(tmp_path / "f.jsonl", *rows))] == ["a", "7", "f/3"]
 
 
 def test_the_system_message_is_put_in_front_only_where_there_is_none(tmp_path):
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "?"}]
-    first, second = read(jsonl(tmp_path / "s.jsonl", GOOD, GOOD | {"prompt": own}), system="Be brief.")
+    first, second = read(
+        jsonl(tmp_path / "s.jsonl", GOOD, GOOD | {"prompt": own}), system="Be brief."
+    )
     assert first.messages[0] == {"role": "system", "content": "Be brief."}
     assert list(second.messages) == own
 
@@ -210,7 +261,8 @@ def test_an_empty_parquet_table_is_refused(tmp_path):
     assert "no rows" in error_of(tmp_path / "e.parquet")
 
 
-# ---- what is refused: a row. (line, what the error must say); the line stands as line 2 of the file
+# ---- what is refused: a row. (line, what the error must say); the line stands as line 2 of the
+# file
 
 BAD_LINES = [
     (b'{"prompt": "?", "answer": }', ":2", "broken JSON at column 27"),
@@ -235,10 +287,26 @@ BAD_LINES = [
     (b'{"prompt": [], "answer": "2"}', ":2, prompt", "an empty list"),
     (b'{"prompt": ["?"], "answer": "2"}', ":2, prompt[0]", 'found:    "?"'),
     (b'{"prompt": [{"content": "?"}], "answer": "2"}', ":2, prompt[0]", "a message with a 'role'"),
-    (b'{"prompt": [{"role": "user"}], "answer": "2"}', ":2, prompt[0]", "a message with a 'content'"),
-    (b'{"prompt": [{"role": "user", "content": ["?"]}], "answer": "2"}', ":2, prompt[0].content", 'a part {"type"'),
-    (b'{"prompt": [{"role": "human", "content": "?"}], "answer": "2"}', ":2, prompt[0].role", "one of system, user"),
-    (b'{"prompt": [{"role": "assistant", "content": "?"}], "answer": "2"}', ":2, prompt", "ends with the user's"),
+    (
+        b'{"prompt": [{"role": "user"}], "answer": "2"}',
+        ":2, prompt[0]",
+        "a message with a 'content'",
+    ),
+    (
+        b'{"prompt": [{"role": "user", "content": ["?"]}], "answer": "2"}',
+        ":2, prompt[0].content",
+        'a part {"type"',
+    ),
+    (
+        b'{"prompt": [{"role": "human", "content": "?"}], "answer": "2"}',
+        ":2, prompt[0].role",
+        "one of system, user",
+    ),
+    (
+        b'{"prompt": [{"role": "assistant", "content": "?"}], "answer": "2"}',
+        ":2, prompt",
+        "ends with the user's",
+    ),
     (b'{"prompt": "?", "answer": true}', ":2, answer", "found:    true"),
     (b'{"prompt": "?", "answer": null}', ":2, answer", "found:    null"),
     (
@@ -246,11 +314,19 @@ BAD_LINES = [
         ":2, reward_model.ground_truth",
         "a list or an object",
     ),
-    (b'{"prompt": "?", "answer": "2", "data_source": 1.5}', ":2, data_source", "text or a whole number"),
+    (
+        b'{"prompt": "?", "answer": "2", "data_source": 1.5}',
+        ":2, data_source",
+        "text or a whole number",
+    ),
     (b'{"prompt": "?", "answer": "2", "uid": ""}', ":2, uid", "empty text"),
     (b'{"prompt": "?", "answer": "2", "uid": true}', ":2, uid", "found:    true"),
     (b'{"prompt": "?", "answer": "2", "uid": "b/1"}', ":2, uid", "as in row 1"),
-    (b'{"prompt": "?", "answer": "2", "a": ' + b"[" * 150 + b"]" * 150 + b"}", ":2, a[0]", "100 levels"),
+    (
+        b'{"prompt": "?", "answer": "2", "a": ' + b"[" * 150 + b"]" * 150 + b"}",
+        ":2, a[0]",
+        "100 levels",
+    ),
     (b"[" * 100_000, ":2", "100 levels"),
 ]
 
@@ -299,7 +375,14 @@ def test_a_parquet_file_damaged_in_the_middle_is_refused(tmp_path):
 
 
 def test_different_mistakes_come_together_and_equal_ones_are_counted(tmp_path):
-    rows = ["{", GOOD | {"answer": None}, GOOD, GOOD | {"answer": None}, GOOD | {"answer": None}, GOOD | {"prompt": []}]
+    rows = [
+        "{",
+        GOOD | {"answer": None},
+        GOOD,
+        GOOD | {"answer": None},
+        GOOD | {"answer": None},
+        GOOD | {"prompt": []},
+    ]
     message = error_of(jsonl(tmp_path / "m.jsonl", *rows))
     assert message.splitlines()[0] == "data.train has 5 rows that cannot be used"
     assert (
@@ -320,15 +403,24 @@ def test_reading_stops_after_ten_different_mistakes(tmp_path):
 
 
 def test_several_sources_are_read_in_turn_and_rows_without_a_uid_keep_apart(tmp_path):
-    paths = [tmp_path / name for name in ("a/train.jsonl", "b/train.jsonl", "b/train.json", "c.jsonl")]
+    paths = [
+        tmp_path / name for name in ("a/train.jsonl", "b/train.jsonl", "b/train.json", "c.jsonl")
+    ]
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         jsonl(path, GOOD)
     problems = read_problems([str(path) for path in paths], Data(), key="data.train")
-    assert [problem.uid for problem in problems] == ["a/train.jsonl/1", "b/train.jsonl/1", "train.json/1", "c/1"]
+    assert [problem.uid for problem in problems] == [
+        "a/train.jsonl/1",
+        "b/train.jsonl/1",
+        "train.json/1",
+        "c/1",
+    ]
 
 
-def test_one_file_beside_another_of_the_same_name_in_a_folder_below_keeps_its_uids_apart(tmp_path, monkeypatch):
+def test_one_file_beside_another_of_the_same_name_in_a_folder_below_keeps_its_uids_apart(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").mkdir()
     paths = [jsonl(tmp_path / "a.jsonl", GOOD), jsonl(tmp_path / "x/a.jsonl", GOOD)]
@@ -374,4 +466,9 @@ def test_with_weights_the_problems_are_a_mixture_of_their_sources(tmp_path):
 
 def test_reading_data_imports_neither_torch_nor_transformers():
     code = "import sys, tandem.data.problems, tandem.data.chats; print({'torch', 'transformers'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "set()\n"
+    )

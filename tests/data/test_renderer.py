@@ -1,4 +1,5 @@
-"""Rendering with a byte-level tokenizer made here: 256 bytes, one merge, four special tokens, no network."""
+"""Rendering with a byte-level tokenizer made here: 256 bytes, one merge, four special tokens, no
+network."""
 
 import json
 
@@ -34,7 +35,8 @@ def assistant(text):
 
 
 def make_model(folder, template=CHATML, eos="<|im_end|>", generation=None):
-    """A directory with a tokenizer in which every byte is a token, and two line ends in a row are one.
+    """A directory with a tokenizer in which every byte is a token, and two line ends in a row are
+    one.
 
     It puts <|bos|> before a text unless told not to, as Llama's does.
     """
@@ -47,7 +49,9 @@ def make_model(folder, template=CHATML, eos="<|im_end|>", generation=None):
     bos = ("<|bos|>", core.token_to_id("<|bos|>"))
     core.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[bos])
     special = {"extra_special_tokens": ["<|im_start|>", "<|im_end|>", "<|bos|>"], "eos_token": eos}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **{k: v for k, v in special.items() if v})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, **{k: v for k, v in special.items() if v}
+    )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     if generation is not None:
@@ -92,14 +96,18 @@ def test_prompts_together_equal_prompts_one_by_one(tmp_path):
 
 def test_decode_leaves_special_tokens_out_and_text_as_it_is(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
-    tokens = renderer.tokenizer("<|im_start|>it 's é , done .<|im_end|>", add_special_tokens=False)["input_ids"]
+    tokens = renderer.tokenizer("<|im_start|>it 's é , done .<|im_end|>", add_special_tokens=False)[
+        "input_ids"
+    ]
     assert renderer.decode(np.array(tokens)) == "it 's é , done ."
 
 
 def test_a_template_that_prints_the_date_prints_the_same_every_day(tmp_path):
     template = "\n{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d %H:%M') }}" + CHATML
     renderer = load_renderer(make_model(tmp_path, template))
-    assert text_of(renderer, renderer.prompt([user("?")])).startswith("\n26 Jul 2024|2024-07-26 00:00<|im_start|>")
+    assert text_of(renderer, renderer.prompt([user("?")])).startswith(
+        "\n26 Jul 2024|2024-07-26 00:00<|im_start|>"
+    )
     assert renderer.tokenizer.chat_template == template, "an exported model keeps its own template"
 
 
@@ -127,7 +135,10 @@ def test_the_tokens_without_loss_before_a_turn_are_the_engines_prompt(tmp_path):
 
 def test_trainings_together_equal_trainings_one_by_one(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
-    chats = [[user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))] for n in range(1, 30)]
+    chats = [
+        [user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))]
+        for n in range(1, 30)
+    ]
     for (tokens, loss_mask), chat in zip(renderer.trainings(chats), chats, strict=True):
         alone, alone_mask = renderer.training(chat)
         assert np.array_equal(tokens, alone)
@@ -138,7 +149,9 @@ def test_a_template_that_forgets_thoughts_serves_one_turn_and_is_refused_for_two
     renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
     tokens, loss_mask = renderer.training([user("hi"), assistant("yo")])
     assert text_of(renderer, tokens[loss_mask]) == "<think></think>yo<|im_end|>"
-    message = error_of(renderer.training, [user("hi"), assistant("yo"), user("and?"), assistant("bye")])
+    message = error_of(
+        renderer.training, [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
+    )
     assert message.startswith("the chat template rewrites an earlier turn when a later one follows")
     header = len(renderer.prompt([user("hi")]))
     assert f"message 3, token {header}\n" in message
@@ -168,14 +181,19 @@ def test_the_loss_of_all_is_on_every_token_but_the_first(tmp_path):
 @pytest.mark.parametrize("loss", ["assistant", "last", "all"])
 def test_the_loss_of_a_chat_does_not_depend_on_the_chats_beside_it(tmp_path, loss):
     renderer = load_renderer(make_model(tmp_path))
-    chats = [[user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))] for n in range(1, 9)]
+    chats = [
+        [user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))]
+        for n in range(1, 9)
+    ]
     for (tokens, loss_mask), chat in zip(renderer.trainings(chats, loss), chats, strict=True):
         alone, alone_mask = renderer.training(chat, loss)
         assert np.array_equal(tokens, alone)
         assert np.array_equal(loss_mask, alone_mask)
 
 
-def test_the_last_turn_can_be_trained_where_the_template_rewrites_earlier_ones_but_not_all(tmp_path):
+def test_the_last_turn_can_be_trained_where_the_template_rewrites_earlier_ones_but_not_all(
+    tmp_path,
+):
     renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
     messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
     tokens, loss_mask = renderer.training(messages, "last")
@@ -190,20 +208,26 @@ def test_the_last_turn_can_be_trained_where_the_template_rewrites_earlier_ones_b
 
 
 def test_a_template_whose_prompt_is_no_start_of_the_whole_chat_is_refused(tmp_path):
-    message = error_of(load_renderer(make_model(tmp_path, OPENS_THOUGHT)).training, [user("hi"), assistant("yo")])
+    message = error_of(
+        load_renderer(make_model(tmp_path, OPENS_THOUGHT)).training, [user("hi"), assistant("yo")]
+    )
     assert message.startswith("the chat template writes the assistant's header differently")
     assert "message 2, token" in message
 
 
 def test_a_message_that_merges_with_the_header_is_refused(tmp_path):
-    message = error_of(load_renderer(make_model(tmp_path)).training, [user("hi"), assistant("\nyo")])
+    message = error_of(
+        load_renderer(make_model(tmp_path)).training, [user("hi"), assistant("\nyo")]
+    )
     assert message.startswith("a message merges with the chat template's text before it")
     assert "strip the spaces" in message
 
 
 def test_a_template_that_never_ends_the_turn_is_refused(tmp_path):
     renderer = load_renderer(make_model(tmp_path, CHATML.replace("<|im_end|>", "")))
-    assert "does not end the assistant's turn" in error_of(renderer.training, [user("hi"), assistant("yo")])
+    assert "does not end the assistant's turn" in error_of(
+        renderer.training, [user("hi"), assistant("yo")]
+    )
 
 
 # ---- stop tokens
@@ -214,7 +238,8 @@ def test_stop_tokens_come_from_tokenizer_generation_config_and_template(tmp_path
     assert one.stop_token_ids == ids(one, "<|im_end|>")
     two = load_renderer(make_model(tmp_path / "two", generation={"eos_token_id": [7, 9]}))
     assert two.stop_token_ids == tuple(sorted((7, 9, *ids(two, "<|im_end|>"))))
-    base = load_renderer(make_model(tmp_path / "base", eos="<|end|>"))  # Qwen2.5's base models are like this
+    # Qwen2.5's base models are like this
+    base = load_renderer(make_model(tmp_path / "base", eos="<|end|>"))
     assert base.stop_token_ids == ids(base, "<|im_end|>", "<|end|>")
     tokens, loss_mask = base.training([user("hi"), assistant("yo")])
     assert text_of(base, tokens[loss_mask]) == "yo<|im_end|>"
@@ -254,19 +279,24 @@ def test_longer_prompts_are_dropped_and_reported(tmp_path, caplog):
     config = Data(max_prompt_tokens=len(renderer.prompt([user("xx")])), long_prompts="drop")
     assert [p.uid for p in renderer.check_lengths(problems(1, 3, 9, 2), config)] == ["p/1", "p/2"]
     assert "2 of 4 prompts" in caplog.text
-    assert "long_prompts" not in error_of(renderer.check_lengths, problems(8, 9), config), "dropping all is no way out"
+    assert "long_prompts" not in error_of(renderer.check_lengths, problems(8, 9), config), (
+        "dropping all is no way out"
+    )
 
 
 # ---- models and templates that cannot be used
 
 
-@pytest.mark.parametrize("path", ["", "/nowhere/model", "./nowhere", "../nowhere", "runs/warm/hf", "tests/nowhere"])
+@pytest.mark.parametrize(
+    "path", ["", "/nowhere/model", "./nowhere", "../nowhere", "runs/warm/hf", "tests/nowhere"]
+)
 def test_a_missing_model_directory_is_told_without_asking_the_hub(path):
     assert "the model directory does not exist" in error_of(load_renderer, path), "it asked the hub"
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # enough for AutoTokenizer to make up an empty one
+    # enough for AutoTokenizer to make up an empty one
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert "the model directory has no tokenizer" in error_of(load_renderer, str(tmp_path))
 
 
@@ -366,11 +396,22 @@ def test_a_capped_rendering_is_what_transformers_renders(tmp_path, template, ope
     renderer = load_renderer(make_model(tmp_path, template))
     chats = [
         [user("1 < 2 & é\n")],
-        [user("a"), {**assistant(" b "), "thinking": "hm"}, user("c"), {**assistant("d"), "reasoning": "so"}],
-        [{"role": "system", "content": "{{ 7 * 7 }}", "name": None}, user("{% raw %}"), *[user("x")] * 60],
+        [
+            user("a"),
+            {**assistant(" b "), "thinking": "hm"},
+            user("c"),
+            {**assistant("d"), "reasoning": "so"},
+        ],
+        [
+            {"role": "system", "content": "{{ 7 * 7 }}", "name": None},
+            user("{% raw %}"),
+            *[user("x")] * 60,
+        ],
     ]
     for chat in chats:
-        expected = renderer.tokenizer.apply_chat_template(chat, add_generation_prompt=open_turn, tokenize=False)
+        expected = renderer.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=open_turn, tokenize=False
+        )
         assert renderer._text(chat, open_turn=open_turn) == expected
 
 
@@ -416,12 +457,14 @@ LLAMA = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}<|bos|>\n\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant<|bos|>\n\n{% endif %}"
 )
-# The user's turn in brackets, the assistant's ended by eos after a space, nothing written as its header.
+# The user's turn in brackets, the assistant's ended by eos after a space, nothing written as its
+# header.
 BRACKETS = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }} <|im_end|>{% else %}[{{ m['content'] }}]"
     "{% endif %}{% endfor %}"
 )
-# As Qwen's: tool answers next to each other share one user's turn, and the tools stand in the system message.
+# As Qwen's: tool answers next to each other share one user's turn, and the tools stand in the
+# system message.
 GROUPED_TOOLS = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
     "{% if m['role'] == 'tool' %}{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user\n{% endif %}"
@@ -430,7 +473,10 @@ GROUPED_TOOLS = (
     "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def tool(text):
@@ -449,7 +495,8 @@ CONVERSATION = [
 
 
 def grown(renderer, messages, tools=()):
-    """The tokens of a chat as an episode has them: each of the assistant's texts encoded alone, and turns appended."""
+    """The tokens of a chat as an episode has them: each of the assistant's texts encoded alone, and
+    turns appended."""
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     tokens = list(renderer.prompts([messages[: turns[0]]], tools)[0])
     for n, i in enumerate(turns):
@@ -459,10 +506,16 @@ def grown(renderer, messages, tools=()):
     return np.array([*tokens, renderer.tokenizer.eos_token_id])
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA, GROUPED_TOOLS], ids=["chatml", "llama", "grouped"])
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA, GROUPED_TOOLS], ids=["chatml", "llama", "grouped"]
+)
 def test_turns_that_are_appended_are_the_chat_as_the_template_writes_it(tmp_path, template):
     renderer = load_renderer(make_model(tmp_path, template))
-    messages = CONVERSATION if template is not LLAMA else [{**m, "content": m["content"].strip()} for m in CONVERSATION]
+    messages = (
+        CONVERSATION
+        if template is not LLAMA
+        else [{**m, "content": m["content"].strip()} for m in CONVERSATION]
+    )
     for end in (2, 5, 7):
         chat = messages[:end]
         assert renderer.difference(chat, grown(renderer, chat)) == ""
@@ -472,13 +525,21 @@ def test_turns_that_are_appended_are_the_chat_as_the_template_writes_it(tmp_path
 
 def test_the_tools_stand_where_the_template_has_them_and_else_in_a_system_message(tmp_path):
     renderer = load_renderer(make_model(tmp_path / "a", GROUPED_TOOLS))
-    assert text_of(renderer, renderer.prompts([[user("q")]], [TOOL])[0]).startswith('<|im_start|>system\n[{"type"')
+    assert text_of(renderer, renderer.prompts([[user("q")]], [TOOL])[0]).startswith(
+        '<|im_start|>system\n[{"type"'
+    )
     assert renderer.difference(CONVERSATION, grown(renderer, CONVERSATION, [TOOL]), [TOOL]) == ""
     plain = load_renderer(make_model(tmp_path / "b"))
     for chat in ([user("q")], [{"role": "system", "content": "Be kind."}, user("q")]):
         text = text_of(plain, plain.prompts([chat], [TOOL])[0])
-        assert text.count("<|im_start|>system\n") == 1 and json.dumps(TOOL) in text and "<tool_call>" in text
-        assert text.startswith("<|im_start|>system\n" + "Be kind.\n\n" * (len(chat) - 1) + "# Tools")
+        assert (
+            text.count("<|im_start|>system\n") == 1
+            and json.dumps(TOOL) in text
+            and "<tool_call>" in text
+        )
+        assert text.startswith(
+            "<|im_start|>system\n" + "Be kind.\n\n" * (len(chat) - 1) + "# Tools"
+        )
     assert plain.difference(CONVERSATION, grown(plain, CONVERSATION, [TOOL]), [TOOL]) == ""
 
 
@@ -491,7 +552,9 @@ def test_the_tools_stand_where_the_template_has_them_and_else_in_a_system_messag
     ],
     ids=["forgets", "opens", "brackets"],
 )
-def test_where_a_template_writes_a_chat_differently_the_first_difference_is_named(tmp_path, template, chat):
+def test_where_a_template_writes_a_chat_differently_the_first_difference_is_named(
+    tmp_path, template, chat
+):
     renderer = load_renderer(make_model(tmp_path, template))
     tokens = grown(renderer, chat)
     [whole] = renderer._encode([renderer._text(chat, open_turn=False)])
@@ -500,5 +563,7 @@ def test_where_a_template_writes_a_chat_differently_the_first_difference_is_name
 
 
 def test_a_turn_of_a_template_that_never_ends_one_is_refused(tmp_path):
-    renderer = load_renderer(make_model(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}"))
+    renderer = load_renderer(
+        make_model(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    )
     assert "does not end the assistant's turn" in error_of(renderer.turn, [user("b")])

@@ -1,4 +1,5 @@
-"""CSV, Parquet, Hugging Face folders and the hub: the same rows, and every kind of mistake told for each format."""
+"""CSV, Parquet, Hugging Face folders and the hub: the same rows, and every kind of mistake told for
+each format."""
 
 import json
 import os
@@ -26,7 +27,8 @@ FORMATS = ("jsonl", "csv", "parquet", "arrow")
 
 
 def write(folder, form, table, rows_a_file=1000):
-    """A table in a format; the name that data.train would have. "arrow" is what datasets' save_to_disk writes."""
+    """A table in a format; the name that data.train would have. "arrow" is what datasets'
+    save_to_disk writes."""
     path = folder / (f"rows.{form}" if form != "arrow" else "rows")
     match form:
         case "jsonl":
@@ -43,14 +45,20 @@ def write(folder, form, table, rows_a_file=1000):
 
 
 def save(folder, table, rows_a_file=1000):
-    """The layout of save_to_disk, written by hand: `datasets` cannot hold some of what is refused here."""
+    """The layout of save_to_disk, written by hand: `datasets` cannot hold some of what is refused
+    here."""
     folder.mkdir(parents=True)
     parts = [table.slice(i, rows_a_file) for i in range(0, max(1, table.num_rows), rows_a_file)]
     names = [f"data-{i:05d}-of-{len(parts):05d}.arrow" for i in range(len(parts))]
     for name, part in zip(names, parts, strict=True):
-        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, part.schema) as stream:
+        with (
+            pa.OSFile(str(folder / name), "wb") as file,
+            pa.ipc.new_stream(file, part.schema) as stream,
+        ):
             stream.write_table(part)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names]})
+    )
 
 
 def read(path, **columns):
@@ -65,13 +73,23 @@ def error_of(path, **columns):
 
 def place(form, row):
     """Where a mistake in a row is told: CSV has a header above its rows."""
-    places = {"jsonl": f"rows.jsonl:{row}", "csv": f"rows.csv:{row + 1}", "parquet": f"rows.parquet:row {row}"}
+    places = {
+        "jsonl": f"rows.jsonl:{row}",
+        "csv": f"rows.csv:{row + 1}",
+        "parquet": f"rows.parquet:row {row}",
+    }
     return places.get(form, f"rows:row {row}")
 
 
 def python(code, folder, arguments=(), **environment):
     env = {**os.environ, "HF_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
 
 
 # ---- the same rows
@@ -79,18 +97,27 @@ def python(code, folder, arguments=(), **environment):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_gives_the_same_problems(tmp_path, form):
-    rows = [{"prompt": f"{i} + é,\n =", "answer": str(i), "data_source": "sums", "note": 'a "b"'} for i in range(2500)]
+    rows = [
+        {"prompt": f"{i} + é,\n =", "answer": str(i), "data_source": "sums", "note": 'a "b"'}
+        for i in range(2500)
+    ]
     problems = read(write(tmp_path, form, pa.Table.from_pylist(rows)))
-    assert [(p.uid, p.messages[0]["content"], p.answer, p.category, p.metadata) for p in problems] == [
+    assert [
+        (p.uid, p.messages[0]["content"], p.answer, p.category, p.metadata) for p in problems
+    ] == [
         (f"rows/{i + 1}", f"{i} + é,\n =", str(i), "sums", {"note": 'a "b"'}) for i in range(2500)
     ]
 
 
 def test_a_folder_of_datasets_is_read_as_datasets_wrote_it(tmp_path):
     rows = [
-        {"prompt": [{"role": "user", "content": f"{i}?"}], "reward_model": {"ground_truth": str(i)}, "extra_info": {"i": i}}
+        {
+            "prompt": [{"role": "user", "content": f"{i}?"}],
+            "reward_model": {"ground_truth": str(i)},
+            "extra_info": {"i": i},
+        }
         for i in range(300)
-    ]  # fmt: skip
+    ]
     saved = datasets.Dataset.from_list(rows)
     datasets.disable_progress_bars()
     saved.save_to_disk(tmp_path / "one", num_shards=3)
@@ -121,8 +148,15 @@ def test_a_file_whose_name_has_the_mark_of_a_split_is_that_file(tmp_path):
 
 def test_decimals_times_and_maps_of_arrow_become_what_json_can_write(tmp_path):
     kind = pa.map_(pa.string(), pa.int64())
-    table = pa.table({"prompt": ["?"], "answer": [Decimal("0.10")], "day": [date(2026, 1, 2)], "score": [0.5],
-                      "counts": pa.array([[("a", 1)]], kind)})  # fmt: skip
+    table = pa.table(
+        {
+            "prompt": ["?"],
+            "answer": [Decimal("0.10")],
+            "day": [date(2026, 1, 2)],
+            "score": [0.5],
+            "counts": pa.array([[("a", 1)]], kind),
+        }
+    )
     for form in ("parquet", "arrow"):
         [problem] = read(write(tmp_path, form, table))
         assert problem.answer == "0.10"
@@ -131,16 +165,26 @@ def test_decimals_times_and_maps_of_arrow_become_what_json_can_write(tmp_path):
 
 def test_chats_and_preferences_are_read_from_csv_too(tmp_path):
     (tmp_path / "c.csv").write_text('prompt,response\n"1 + 1 =",2\n')
-    assert read_chats(str(tmp_path / "c.csv"), key="sft.train")[0][1] == {"role": "assistant", "content": "2"}
+    assert read_chats(str(tmp_path / "c.csv"), key="sft.train")[0][1] == {
+        "role": "assistant",
+        "content": "2",
+    }
     (tmp_path / "p.csv").write_text('prompt,chosen,rejected\n"1 + 1 =",2,3\n')
     [pair] = read_preferences(str(tmp_path / "p.csv"), key="preference.train")
     assert (pair.chosen[0]["content"], pair.rejected[0]["content"]) == ("2", "3")
 
 
 def test_an_empty_cell_is_null_and_blank_lines_and_a_byte_order_mark_are_accepted(tmp_path):
-    (tmp_path / "c.csv").write_bytes(b"\xef\xbb\xbfprompt,answer,uid,level\r\n\r\n?,2,,1\r\n\r\n?,3,x,\r\n")
+    (tmp_path / "c.csv").write_bytes(
+        b"\xef\xbb\xbfprompt,answer,uid,level\r\n\r\n?,2,,1\r\n\r\n?,3,x,\r\n"
+    )
     first, second = read(tmp_path / "c.csv")
-    assert (first.uid, first.metadata, second.uid, second.metadata) == ("c/1", {"level": "1"}, "x", {"level": None})
+    assert (first.uid, first.metadata, second.uid, second.metadata) == (
+        "c/1",
+        {"level": "1"},
+        "x",
+        {"level": None},
+    )
 
 
 # ---- mistakes in rows, by format
@@ -160,7 +204,9 @@ def test_a_missing_column_is_told_with_the_likeliest_one(tmp_path, form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_null_or_another_type_is_told_with_its_field(tmp_path, form):
-    assert f"{place(form, 2)}, answer" in (message := error_of(write(tmp_path, form, columns(answer=None))))
+    assert f"{place(form, 2)}, answer" in (
+        message := error_of(write(tmp_path, form, columns(answer=None)))
+    )
     assert "found:    null" in message
 
 
@@ -242,11 +288,14 @@ def nested(levels):
 
 
 def test_a_deeply_nested_row_is_refused(tmp_path):
-    """Arrow has limits of its own, below ours: Parquet 49 lists in each other, a stream 64 levels."""
+    """Arrow has limits of its own, below ours: Parquet 49 lists in each other, a stream 64
+    levels."""
     assert len(read(write(tmp_path, "parquet", nested(40)))) == 3
     assert "too deeply nested" in error_of(write(tmp_path, "parquet", nested(60)))
     assert len(read(write(tmp_path, "arrow", nested(60)))) == 3
-    assert "rows.jsonl:1, deep[0][0]" in (message := error_of(write(tmp_path, "jsonl", nested(120))))
+    assert "rows.jsonl:1, deep[0][0]" in (
+        message := error_of(write(tmp_path, "jsonl", nested(120)))
+    )
     assert "more than 100 levels of nesting" in message
 
 
@@ -269,7 +318,11 @@ def test_a_deeply_nested_row_is_refused(tmp_path):
         (b"\xff\xfep\x00", "", "iconv -f UTF-16 -t UTF-8"),
         (b"", "", "no rows"),
         (b"prompt,answer\n\n", "", "no rows"),
-        (b'prompt,answer\n"' + (b"a" * 99 + b"\n") * 180_000 + b'",2\n', ":2", "field larger than field limit"),
+        (
+            b'prompt,answer\n"' + (b"a" * 99 + b"\n") * 180_000 + b'",2\n',
+            ":2",
+            "field larger than field limit",
+        ),
     ],
 )
 def test_a_broken_csv_file_is_told_with_its_line(tmp_path, content, where, said):
@@ -291,7 +344,11 @@ def test_a_broken_csv_file_is_told_with_its_line(tmp_path, content, where, said)
         ("state.json", None, "a folder without state.json"),
         ("data-00000-of-00001.arrow", None, "Failed to open local file"),
         ("data-00000-of-00001.arrow", b"", "cannot be read as a Hugging Face dataset"),
-        ("data-00000-of-00001.arrow", b"not Arrow at all", "cannot be read as a Hugging Face dataset"),
+        (
+            "data-00000-of-00001.arrow",
+            b"not Arrow at all",
+            "cannot be read as a Hugging Face dataset",
+        ),
         ("dataset_dict.json", b"{}", "JSON with 'splits'"),
     ],
 )
@@ -325,9 +382,13 @@ file.write_bytes(content)
 
 @pytest.mark.parametrize("extra", [{}, {"score": 0.5}])
 def test_a_folder_damaged_in_the_middle_is_refused_and_never_a_crash(tmp_path, extra):
-    """Arrow maps the file and believes its offsets: they are checked before a row is made. Half of a file of numbers
-    cannot be told from other numbers, so what is damaged there is read."""
-    save(tmp_path / "d", pa.Table.from_pylist([GOOD | extra | {"uid": f"row {i}"} for i in range(2000)]), 2000)
+    """Arrow maps the file and believes its offsets: they are checked before a row is made. Half of
+    a file of numbers cannot be told from other numbers, so what is damaged there is read."""
+    save(
+        tmp_path / "d",
+        pa.Table.from_pylist([GOOD | extra | {"uid": f"row {i}"} for i in range(2000)]),
+        2000,
+    )
     result = python(DAMAGE, tmp_path, arguments=[str(tmp_path / "d")])
     assert result.returncode == 0, result.stderr
     said = result.stdout.split()
@@ -365,7 +426,9 @@ def test_a_hub_name_that_is_not_in_the_cache_ends_in_one_error_where_the_hub_is_
 
 def test_a_hub_that_does_not_answer_is_told_at_once_and_not_after_half_a_minute_of_trying(tmp_path):
     """Nothing listens at port 9 of this machine, so the connection is refused."""
-    said = python(READ, tmp_path, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9", no_proxy="*").stdout
+    said = python(
+        READ, tmp_path, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9", no_proxy="*"
+    ).stdout
     assert "Connection refused, at http://127.0.0.1:9" in said
 
 
@@ -374,7 +437,8 @@ def test_what_load_dataset_finds_is_read_by_split(tmp_path):
     (tmp_path / "some/sums").mkdir(parents=True)
     for split, answers in (("train", "234"), ("test", "5")):
         rows = [
-            json.dumps(GOOD | {"answer": answer, "prompt": [{"role": "user", "content": "?"}]}) for answer in answers
+            json.dumps(GOOD | {"answer": answer, "prompt": [{"role": "user", "content": "?"}]})
+            for answer in answers
         ]
         (tmp_path / f"some/sums/{split}.jsonl").write_text("\n".join(rows))
     code = """

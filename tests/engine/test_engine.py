@@ -1,4 +1,5 @@
-"""The engine: how sequences end, what is shared, what is refused, and that a request's result is its own."""
+"""The engine: how sequences end, what is shared, what is refused, and that a request's result is
+its own."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -19,10 +20,16 @@ MODEL = exact_model("qwen3")
 
 
 class CountingModel:
-    """Passes everything on to a model and counts the tokens that run through it, one entry a pass."""
+    """Passes everything on to a model and counts the tokens that run through it, one entry a
+    pass."""
 
     def __init__(self, model):
-        self.model, self.config, self.heads, self.head = model, model.config, model.heads, model.head
+        self.model, self.config, self.heads, self.head = (
+            model,
+            model.config,
+            model.heads,
+            model.head,
+        )
         self.changes, self.paged_plan, self.device = model.changes, model.paged_plan, model.device
         self.passes = []
 
@@ -33,7 +40,9 @@ class CountingModel:
 
 def decode(tokens):
     """Token 3 is "d", token 29 is "D", and so on: one character each."""
-    return "".join("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"[t % 62] for t in tokens)
+    return "".join(
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"[t % 62] for t in tokens
+    )
 
 
 def engine_of(model=MODEL, *, cache_bytes=1 << 26, max_batch=64):
@@ -42,8 +51,10 @@ def engine_of(model=MODEL, *, cache_bytes=1 << 26, max_batch=64):
 
 def request(number=0, prompt=(5, 9, 2), **params):
     return Request(
-        key=address("test", number), prompt=np.array(prompt, np.int64), params=SamplingParams(**{"max_new_tokens": 8, **params})
-    )  # fmt: skip
+        key=address("test", number),
+        prompt=np.array(prompt, np.int64),
+        params=SamplingParams(**{"max_new_tokens": 8, **params}),
+    )
 
 
 def mixed_requests(count=14):
@@ -63,16 +74,22 @@ def mixed_requests(count=14):
 
 def facts(completion):
     return (
-        completion.tokens.tobytes(), completion.logprobs.tobytes(), completion.weight_versions.tobytes(),
-        completion.text, completion.stop_reason,
-    )  # fmt: skip
+        completion.tokens.tobytes(),
+        completion.logprobs.tobytes(),
+        completion.weight_versions.tobytes(),
+        completion.text,
+        completion.stop_reason,
+    )
 
 
 def test_a_completion_ends_at_its_length_and_has_the_shapes_it_promises():
     [completion] = engine_of().generate([request(max_new_tokens=6)])
     assert len(completion.tokens) == 6 and completion.stop_reason == "length"
     assert completion.tokens.dtype == np.int64 and completion.logprobs.dtype == np.float32
-    assert completion.weight_versions.tolist() == [0] * 6 and completion.weight_versions.dtype == np.int32
+    assert (
+        completion.weight_versions.tolist() == [0] * 6
+        and completion.weight_versions.dtype == np.int32
+    )
     assert (completion.logprobs < 0).all() and completion.text == decode(completion.tokens)
 
 
@@ -88,7 +105,9 @@ def test_a_stop_token_ends_the_completion_and_is_in_the_tokens_but_not_in_the_te
 def test_a_stop_token_on_the_last_allowed_token_is_a_stop_and_not_a_cut():
     [free] = engine_of().generate([request(max_new_tokens=20)])
     place = next(n for n in range(2, 20) if free.tokens[n] not in free.tokens[:n])
-    [completion] = engine_of().generate([request(max_new_tokens=place + 1, stop_token_ids=(int(free.tokens[place]),))])
+    [completion] = engine_of().generate(
+        [request(max_new_tokens=place + 1, stop_token_ids=(int(free.tokens[place]),))]
+    )
     assert len(completion.tokens) == place + 1 and completion.stop_reason == "stop"
 
 
@@ -97,7 +116,8 @@ def test_a_stop_string_that_spans_tokens_ends_the_completion_and_the_text_is_cut
     stop = decode(free.tokens[7:10])
     first = free.text.index(stop)
     [completion] = engine_of().generate([request(max_new_tokens=20, stop=("never there", stop))])
-    assert completion.tokens.tolist() == free.tokens[: first + 3].tolist()  # the tokens that were sampled all stay
+    # the tokens that were sampled all stay
+    assert completion.tokens.tolist() == free.tokens[: first + 3].tolist()
     assert completion.text == free.text[:first] and completion.stop_reason == "stop"
 
 
@@ -117,7 +137,8 @@ def test_the_logprobs_are_those_of_the_tempered_and_filtered_distribution():
         [logits] = exact_logits(MODEL, [sequence])
     table = log_distribution(logits[2:-1], Filter(temperature=0.6, top_k=20, top_p=0.9))
     assert np.array_equal(
-        completion.logprobs, table.gather(1, torch.from_numpy(completion.tokens)[:, None])[:, 0].numpy()
+        completion.logprobs,
+        table.gather(1, torch.from_numpy(completion.tokens)[:, None])[:, 0].numpy(),
     )
 
 
@@ -125,10 +146,15 @@ def test_the_logprobs_are_those_of_the_tempered_and_filtered_distribution():
 def test_greedy_decoding_gives_the_tokens_of_stock_transformers(kind):
     exact, stock = twins(kind)
     prompt = random_tokens(np.random.default_rng(3), 12)
-    [completion] = engine_of(exact).generate([request(prompt=prompt, max_new_tokens=24, temperature=0.0)])
+    [completion] = engine_of(exact).generate(
+        [request(prompt=prompt, max_new_tokens=24, temperature=0.0)]
+    )
     expected = stock.generate(
-        torch.from_numpy(prompt)[None], attention_mask=torch.ones(1, 12, dtype=torch.int64), max_new_tokens=24, do_sample=False
-    )[0, 12:]  # fmt: skip
+        torch.from_numpy(prompt)[None],
+        attention_mask=torch.ones(1, 12, dtype=torch.int64),
+        max_new_tokens=24,
+        do_sample=False,
+    )[0, 12:]
     assert completion.tokens.tolist() == expected.tolist()
     assert len(set(completion.tokens.tolist())) > 3
 
@@ -141,7 +167,9 @@ def test_a_request_gives_the_same_bits_in_any_batch_order_and_cache_budget(kind)
     order = np.random.default_rng(1).permutation(len(requests)).tolist()
     assert [facts(c) for c in engine_of(model).generate(requests)] == alone
     for engine in (engine_of(model, max_batch=5), engine_of(model, cache_bytes=three_pages)):
-        assert [facts(c) for c in engine.generate([requests[n] for n in order])] == [alone[n] for n in order]
+        assert [facts(c) for c in engine.generate([requests[n] for n in order])] == [
+            alone[n] for n in order
+        ]
 
 
 def test_what_ran_before_leaves_no_trace():
@@ -157,13 +185,15 @@ def test_requests_join_as_others_leave():
     completions = engine_of(model, max_batch=3).generate(requests)
     assert [len(c.tokens) for c in completions] == [2, 5, 8, 11, 14, 17]
     assert max(model.passes) <= 3
-    # a step decodes all live sequences together: far fewer passes than tokens, and no slot waits for the slowest
+    # a step decodes all live sequences together: far fewer passes than tokens, and no slot waits
+    # for the slowest
     assert len(model.passes) < 57 and sum(model.passes) == 57
 
 
 def test_a_shared_prompt_is_prefilled_once_and_a_distinct_one_for_itself():
     model, prompts = CountingModel(MODEL), [[5, 9, 2, 7, 1, 3, 3, 8, 6, 4], [8, 9, 2]]
-    requests = [request(n, prompts[n % 2], max_new_tokens=5) for n in range(8)]  # the two prompts alternate
+    # the two prompts alternate
+    requests = [request(n, prompts[n % 2], max_new_tokens=5) for n in range(8)]
     engine_of(model).generate(requests)
     # the others follow with the last token of the prompt, whose logits they need, one pass behind
     assert model.passes == [10 + 3] + [8] * 4 + [6]
@@ -202,7 +232,9 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_it_needs():
     assert len(engine_of(cache_bytes=page).generate([request(), request(1)])) == 2
     with pytest.raises(UserError, match="cannot hold one page") as error:
         engine_of(cache_bytes=page - 1)
-    assert error.value.where == "rollout.cache_mb" and "1 MiB for 128 tokens" in error.value.expected
+    assert (
+        error.value.where == "rollout.cache_mb" and "1 MiB for 128 tokens" in error.value.expected
+    )
     with pytest.raises(UserError, match="cannot hold one sequence") as error:
         engine_of(cache_bytes=2 * page - 1).generate([request(max_new_tokens=126)])
     assert "for 129 tokens" in error.value.expected
@@ -227,7 +259,9 @@ def test_a_new_optimizer_step_is_what_the_engine_runs_next():
 
 
 def test_many_sequences_that_end_at_once_all_leave():
-    completions = engine_of().generate([request(n, [n], max_new_tokens=1 + n % 2) for n in range(20)])
+    completions = engine_of().generate(
+        [request(n, [n], max_new_tokens=1 + n % 2) for n in range(20)]
+    )
     assert [len(c.tokens) for c in completions] == [1, 2] * 10
     assert all(0 <= t < VOCAB for c in completions for t in c.tokens)
     assert any(facts(a) != facts(b) for a, b in pairwise(completions))

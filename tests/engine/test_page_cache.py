@@ -1,4 +1,5 @@
-"""The page cache: what is found again, what is shared, copied, evicted, and that nothing is lost count of."""
+"""The page cache: what is found again, what is shared, copied, evicted, and that nothing is lost
+count of."""
 
 import numpy as np
 import pytest
@@ -21,14 +22,17 @@ def tokens(count, seed=0):
 
 
 def write(cache, sequence, shared=()):
-    """Take pages for a sequence behind the shared ones and fill them, as if it had run; returns all its pages."""
+    """Take pages for a sequence behind the shared ones and fill them, as if it had run; returns all
+    its pages."""
     pages = list(shared)
     while (start := len(pages) * PAGE) < len(sequence):
         pages.append(cache.take(cache.past_of_next(pages[-1]) if pages else BEGINNING))
         cache.plan(pages, sequence[: start + PAGE], start)
     at = np.arange(len(shared) * PAGE, len(sequence))
     cache.fill(np.array(pages)[at // PAGE], at % PAGE, sequence[at])
-    for page, offset, token in zip(np.array(pages)[at // PAGE], at % PAGE, sequence[at], strict=True):
+    for page, offset, token in zip(
+        np.array(pages)[at // PAGE], at % PAGE, sequence[at], strict=True
+    ):
         cache.keys[0][page, :, offset] = float(token)
         cache.values[0][page, :, offset] = -float(token)
     return pages
@@ -46,10 +50,17 @@ def test_a_sequence_is_found_again_but_for_its_last_token():
     cache, sequence = cache_of(4), tokens(300)
     pages = write(cache, sequence)
     match = cache.match(sequence)
-    assert (match.pages, match.tail, match.tail_length, match.length) == (pages[:2], pages[2], 43, 299)
+    assert (match.pages, match.tail, match.tail_length, match.length) == (
+        pages[:2],
+        pages[2],
+        43,
+        299,
+    )
     longer = cache.match(np.concatenate([sequence, tokens(200, 1)]))
     assert longer.length == 300
-    assert cache.match(sequence[:129]).pages == pages[:1] and cache.match(sequence[:128]).length == 127
+    assert (
+        cache.match(sequence[:129]).pages == pages[:1] and cache.match(sequence[:128]).length == 127
+    )
     assert cache.match(sequence[:1]).length == 0
 
 
@@ -85,7 +96,8 @@ def test_released_pages_stay_cached_until_room_is_short_and_the_oldest_leaf_goes
     cache.release(second)
     assert (cache.available, cache.cached) == (4, 4)
     cache.take(BEGINNING)
-    assert cache.match(old).length == 128 and cache.match(new).length == 199  # the leaf of the older one went
+    # the leaf of the older one went
+    assert cache.match(old).length == 128 and cache.match(new).length == 199
     cache.take(BEGINNING)
     assert cache.match(old).length == 0 and cache.match(new).length == 199
     assert (cache.available, cache.cached) == (2, 2)

@@ -1,4 +1,5 @@
-"""Sampling by inverse CDF from addressed uniforms: the right frequencies, and nothing outside the set."""
+"""Sampling by inverse CDF from addressed uniforms: the right frequencies, and nothing outside the
+set."""
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ FILTERED = (Filter(top_p=0.7), Filter(top_k=3), Filter(top_k=5, top_p=0.5, tempe
 
 
 def draws(how, logits=LOGITS, count=DRAWS):
-    uniform = torch.from_numpy(uniforms(np.arange(count).astype(np.uint64), np.zeros(count, np.int64)))
+    uniform = torch.from_numpy(
+        uniforms(np.arange(count).astype(np.uint64), np.zeros(count, np.int64))
+    )
     return sample(logits.expand(count, -1), how, uniform)
 
 
@@ -29,7 +32,8 @@ def test_sampling_frequencies_follow_the_distribution(how):
     counts = np.bincount(tokens, minlength=len(LOGITS))
     inside = expected > 0
     assert not counts[~inside].any()
-    # chi-square with at most 7 degrees of freedom is above 24.3 once in 1,000; the keys are fixed, so this cannot flake
+    # chi-square with at most 7 degrees of freedom is above 24.3 once in 1,000; the keys are fixed,
+    # so this cannot flake
     assert (((counts - expected) ** 2)[inside] / expected[inside]).sum() < 24.3
 
 
@@ -48,7 +52,8 @@ def test_a_uniform_finds_the_token_whose_slice_of_the_cdf_it_falls_in():
 def test_the_extreme_uniforms_never_draw_a_token_of_probability_zero():
     logits = torch.tensor([-torch.inf, -torch.inf, 1.0, 0.3, -torch.inf, -torch.inf]).expand(2, -1)
     assert sample(logits, Filter(), torch.tensor([0.0, 1 - 2.0**-24])).tokens.tolist() == [2, 3]
-    large = torch.zeros(2, 100_000)  # where a float32 sum of probabilities is off by more than the last uniform's gap
+    # where a float32 sum of probabilities is off by more than the last uniform's gap
+    large = torch.zeros(2, 100_000)
     large[:, 90_000:] = -torch.inf
     drawn = sample(large, Filter(), torch.tensor([0.0, 1 - 2.0**-24]))
     assert drawn.tokens[0] == 0 and drawn.tokens[1] < 90_000 and drawn.logprobs.isfinite().all()

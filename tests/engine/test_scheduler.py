@@ -1,4 +1,5 @@
-"""The engine step by step: chunks, preemption, cancellation, the queue, weight updates and growing conversations."""
+"""The engine step by step: chunks, preemption, cancellation, the queue, weight updates and growing
+conversations."""
 
 import numpy as np
 import pytest
@@ -60,7 +61,9 @@ def test_when_pages_run_out_the_youngest_gives_way_and_everyone_has_the_result_i
         assert engine.stats()["pages_in_use"] <= 5
     assert engine.stats()["preemptions"] > 0
     assert ends[0] == 0  # the oldest was never held up
-    assert [facts(r.completion) for r in running] == [facts(engine_of().generate([r])[0]) for r in asked]
+    assert [facts(r.completion) for r in running] == [
+        facts(engine_of().generate([r])[0]) for r in asked
+    ]
 
 
 def test_nobody_starves_behind_a_stream_of_short_requests():
@@ -110,7 +113,9 @@ def test_cancelling_one_who_waits_and_the_leader_of_a_shared_prompt_stops_nobody
     engine.cancel(group[0])  # in the middle of the prompt that the others wait for
     engine.cancel(group[4])
     results = finish(engine, group[1:4])
-    assert results == [facts(engine_of().generate([request(n, shared, max_new_tokens=4)])[0]) for n in (1, 2, 3)]
+    assert results == [
+        facts(engine_of().generate([request(n, shared, max_new_tokens=4)])[0]) for n in (1, 2, 3)
+    ]
     assert len(group[4].completion.tokens) == 0 and engine.stats()["pages_in_use"] == 0
 
 
@@ -120,7 +125,8 @@ def test_a_conversation_that_grows_computes_only_what_is_new():
     for turn in range(4):
         [completion] = engine.generate([request(turn, history, max_new_tokens=10)])
         if turn:
-            # the observation of 20 tokens, and the last sampled one, whose keys nobody had needed yet
+            # the observation of 20 tokens, and the last sampled one, whose keys nobody had needed
+            # yet
             assert model.passes[0] == 21
         model.passes.clear()
         history = np.concatenate([history, completion.tokens, prompt(20, turn)])
@@ -148,7 +154,10 @@ def test_a_new_version_never_meets_old_keys(two_weights):
     engine.generate([request(0, shared)])
     engine.apply(1, lambda: model.load_weights(new))
     [completion] = engine.generate([request(0, shared)])
-    assert facts(completion)[:2] == facts(engine_of(exact_model("qwen3", seed=1)).generate([request(0, shared)])[0])[:2]
+    assert (
+        facts(completion)[:2]
+        == facts(engine_of(exact_model("qwen3", seed=1)).generate([request(0, shared)])[0])[:2]
+    )
     assert completion.weight_versions.tolist() == [1] * 8
 
 
@@ -167,8 +176,12 @@ def test_requests_that_have_begun_are_finished_restarted_or_continued(two_weight
     versions = {"finish": [0] * 12, "restart": [1] * 12, "continue": [0] * 5 + [1] * 7}
     assert begun.completion.weight_versions.tolist() == versions[running]
     assert later.completion.weight_versions.tolist() == [1] * 8
-    alone = [engine_of(exact_model("qwen3", seed=n)).generate([request(0, prompt(140), max_new_tokens=12)])[0].tokens.tolist()
-             for n in (0, 1)]  # fmt: skip
+    alone = [
+        engine_of(exact_model("qwen3", seed=n))
+        .generate([request(0, prompt(140), max_new_tokens=12)])[0]
+        .tokens.tolist()
+        for n in (0, 1)
+    ]
     tokens = begun.completion.tokens.tolist()
     assert tokens == {"finish": alone[0], "restart": alone[1]}.get(running, tokens)
     assert running != "continue" or (tokens[:5] == alone[0][:5] and tokens != alone[0])
@@ -197,8 +210,16 @@ def test_the_weight_hash_is_that_of_the_weights(two_weights):
 def test_many_requests_through_a_small_cache_leave_no_page_in_use():
     engine, rng = engine_of(pages=6, max_batch=5), np.random.default_rng(0)
     for _ in range(10):
-        engine.generate([request(int(rng.integers(9)), prompt(int(rng.integers(1, 300)), int(rng.integers(3))),
-                                 max_new_tokens=int(rng.integers(1, 6))) for _ in range(12)])  # fmt: skip
+        engine.generate(
+            [
+                request(
+                    int(rng.integers(9)),
+                    prompt(int(rng.integers(1, 300)), int(rng.integers(3))),
+                    max_new_tokens=int(rng.integers(1, 6)),
+                )
+                for _ in range(12)
+            ]
+        )
         stats = engine.stats()
         assert stats["pages_in_use"] == stats["cache_bytes_in_use"] == 0
         assert engine.cache.cached + len(engine.cache._free) == 6

@@ -1,4 +1,5 @@
-"""Rollout workers: the same bits as the inline engine, whoever is killed, stopped, crashed, or wrong.
+"""Rollout workers: the same bits as the inline engine, whoever is killed, stopped, crashed, or
+wrong.
 
 Most tests run workers that have no model (odd_worker.py); the real ones are started once.
 """
@@ -37,7 +38,16 @@ from tandem.runtime.errors import UserError
 from tandem.types import Completion, Request, SamplingParams
 from tandem.weights.shared import SharedWeights
 from tests.support.odd_worker import POISON, LightEngine
-from tests.support.working import DEADLINE_S, all_idle, bits, groups, odd_workers, request, run, until
+from tests.support.working import (
+    DEADLINE_S,
+    all_idle,
+    bits,
+    groups,
+    odd_workers,
+    request,
+    run,
+    until,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 # ---- the wire
@@ -45,20 +55,40 @@ ROOT = Path(__file__).parent.parent.parent
 
 def everything(**changes):
     begun = Completion(
-        tokens=np.array([7, 2], np.int64), logprobs=np.array([0xFFC12345, 0x80000000], np.uint32).view(np.float32),
-        weight_versions=np.array([3, 4], np.int32), text="3\udc80\n", stop_reason="paused",
-        top_tokens=np.array([[7, 1, 5], [2, 3, 4]]), top_logprobs=np.array([[-0.0, np.nan, -np.inf]] * 2, np.float32),
-    )  # fmt: skip
-    params = SamplingParams(max_new_tokens=9, temperature=0.1, top_k=3, top_p=0.7, min_p=0.01, repetition_penalty=1.3,
-                            stop=("a\nb", "é"), stop_token_ids=(4, 5), top_logprobs=3)  # fmt: skip
-    whole = Request(key=2**64 - 3, prompt=np.array([2**40, 1], np.int64), params=params, drawn=11, begun=begun,
-                    pause_after=6)  # fmt: skip
+        tokens=np.array([7, 2], np.int64),
+        logprobs=np.array([0xFFC12345, 0x80000000], np.uint32).view(np.float32),
+        weight_versions=np.array([3, 4], np.int32),
+        text="3\udc80\n",
+        stop_reason="paused",
+        top_tokens=np.array([[7, 1, 5], [2, 3, 4]]),
+        top_logprobs=np.array([[-0.0, np.nan, -np.inf]] * 2, np.float32),
+    )
+    params = SamplingParams(
+        max_new_tokens=9,
+        temperature=0.1,
+        top_k=3,
+        top_p=0.7,
+        min_p=0.01,
+        repetition_penalty=1.3,
+        stop=("a\nb", "é"),
+        stop_token_ids=(4, 5),
+        top_logprobs=3,
+    )
+    whole = Request(
+        key=2**64 - 3,
+        prompt=np.array([2**40, 1], np.int64),
+        params=params,
+        drawn=11,
+        begun=begun,
+        pause_after=6,
+    )
     return replace(whole, **changes)
 
 
 def test_every_field_of_a_request_and_of_a_completion_arrives_with_its_bits():
     sent = everything()
-    for value in (sent, sent.begun, sent.params):  # a new field must be given a value here, and then arrive
+    # a new field must be given a value here, and then arrive
+    for value in (sent, sent.begun, sent.params):
         unset = [f.name for f in fields(value) if getattr(value, f.name) is f.default]
         assert unset == []
     got = read_request(decode(encode(request_message(7, sent))))
@@ -72,16 +102,25 @@ def test_every_field_of_a_request_and_of_a_completion_arrives_with_its_bits():
 def test_a_completion_without_tokens_and_one_without_likeliest_tokens_keep_their_shapes():
     for count, rows in ((0, 0), (3, 0), (3, 3)):
         sent = Completion(
-            tokens=np.zeros(count, np.int64), logprobs=np.zeros(count, np.float32), text="", stop_reason="cancelled",
-            weight_versions=np.zeros(count, np.int32), top_tokens=np.zeros((rows, 0), np.int64),
+            tokens=np.zeros(count, np.int64),
+            logprobs=np.zeros(count, np.float32),
+            text="",
+            stop_reason="cancelled",
+            weight_versions=np.zeros(count, np.int32),
+            top_tokens=np.zeros((rows, 0), np.int64),
             top_logprobs=np.zeros((rows, 0), np.float32),
-        )  # fmt: skip
+        )
         assert bits(read_completion(decode(encode(completion_message(1, "", sent))))) == bits(sent)
 
 
 def test_the_identity_tells_prompt_key_turn_and_what_had_begun():
     whole = everything()
-    others = [everything(prompt=whole.prompt[::-1]), everything(key=1), everything(drawn=12), everything(begun=None)]
+    others = [
+        everything(prompt=whole.prompt[::-1]),
+        everything(key=1),
+        everything(drawn=12),
+        everything(begun=None),
+    ]
     assert len({identity_of(request) for request in (whole, *others)}) == 5
 
 
@@ -93,7 +132,11 @@ def test_what_is_no_message_is_garbage(line):
 
 def test_a_completion_with_columns_of_different_lengths_is_garbage():
     message = completion_message(7, "", everything().begun)
-    for broken in ({**message, "tokens": message["weight_versions"][:8]}, {**message, "logprobs": "?"}, {"text": ""}):
+    for broken in (
+        {**message, "tokens": message["weight_versions"][:8]},
+        {**message, "logprobs": "?"},
+        {"text": ""},
+    ):
         with pytest.raises(Garbage):
             read_completion(broken)
 
@@ -114,7 +157,9 @@ def expected(workers, requests):
 
 
 def require_same_bits(workers, requests, between=lambda: None):
-    assert [bits(completion) for completion in run(workers, requests, between)] == expected(workers, requests)
+    assert [bits(completion) for completion in run(workers, requests, between)] == expected(
+        workers, requests
+    )
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -123,7 +168,9 @@ def test_any_number_of_workers_gives_the_same_bits_before_and_after_new_weights(
         require_same_bits(workers, groups(6))
         workers.apply(1)
         require_same_bits(workers, groups(6))
-        assert expected(workers, groups(6)) != [bits(c) for c in run(workers, groups(6, max_new_tokens=19))]
+        assert expected(workers, groups(6)) != [
+            bits(c) for c in run(workers, groups(6, max_new_tokens=19))
+        ]
         assert workers.restarted == 0 and workers.weight_version == 1
 
 
@@ -135,7 +182,8 @@ def test_work_is_spread_evenly_and_samples_of_a_prompt_and_turns_of_an_episode_s
         assert sorted(made_by.count(who) for who in set(made_by)) == [8, 8]
         later = [replace(r, prompt=np.arange(n + 9), drawn=20) for n, r in enumerate(groups(4))]
         assert [completion.text for completion in run(workers, later)] == made_by
-        one_prompt = [request(100 + n, (7, 7)) for n in range(8)]  # but nobody is idle for the sake of it
+        # but nobody is idle for the sake of it
+        one_prompt = [request(100 + n, (7, 7)) for n in range(8)]
         alone = [completion.text for completion in run(workers, one_prompt)]
         assert sorted(alone.count(who) for who in set(alone)) == [4, 4]
 
@@ -144,7 +192,9 @@ def test_a_worker_has_no_more_requests_than_it_runs_at_once():
     with odd_workers(max_batch=3) as workers:
         until(workers, lambda: all_idle(workers))
         seen = []
-        require_same_bits(workers, groups(5), lambda: seen.append(max(w.requests for w in workers.status())))
+        require_same_bits(
+            workers, groups(5), lambda: seen.append(max(w.requests for w in workers.status()))
+        )
         assert max(seen) == 3
 
 
@@ -163,9 +213,13 @@ def test_a_cancelled_request_ends_with_nothing_and_the_others_as_they_would():
         workers.step()
         for ticket in tickets[:6]:  # four of them are with a worker
             workers.cancel(ticket)
-        assert {(t.completion.stop_reason, len(t.completion.tokens)) for t in tickets[:6]} == {("cancelled", 0)}
+        assert {(t.completion.stop_reason, len(t.completion.tokens)) for t in tickets[:6]} == {
+            ("cancelled", 0)
+        }
         until(workers, lambda: all(ticket.completion for ticket in tickets))
-        assert [bits(ticket.completion) for ticket in tickets[6:]] == expected(workers, requests)[6:]
+        assert [bits(ticket.completion) for ticket in tickets[6:]] == expected(workers, requests)[
+            6:
+        ]
         until(workers, lambda: all_idle(workers))  # every cancelled one was answered for
         workers.apply(1)
         require_same_bits(workers, requests)
@@ -184,7 +238,8 @@ def test_new_weights_under_a_running_request_are_a_bug():
 
 @contextmanager
 def struck(workers, state, how):
-    """While this context lasts, the first worker seen in that state gets a signal; the list has its number and pid."""
+    """While this context lasts, the first worker seen in that state gets a signal; the list has its
+    number and pid."""
     hit, over = [], threading.Event()
 
     def look():
@@ -225,7 +280,10 @@ def test_a_worker_that_is_killed_or_stopped_in_any_state_changes_no_bit(how):
                 require_same_bits(workers, groups(12, max_new_tokens=40))
             require_replaced(workers, hit)
             assert workers.restarted > lost
-            assert any(f"worker {hit[0].number} (process {hit[0].pid}) was lost" in told for told in workers.reports)
+            assert any(
+                f"worker {hit[0].number} (process {hit[0].pid}) was lost" in told
+                for told in workers.reports
+            )
         assert workers.handed_over > 0 and workers.weight_version == 1
 
 
@@ -272,20 +330,31 @@ def test_a_request_that_kills_every_worker_ends_the_run_with_what_the_last_one_s
         with pytest.raises(UserError, match="again and again") as caught:
             run(workers, [*groups(1), request(99, (POISON,))])
         assert workers.restarted == 3
-        assert "RuntimeError: it was poison" in caught.value.found and "exit code 1" in caught.value.where
+        assert (
+            "RuntimeError: it was poison" in caught.value.found
+            and "exit code 1" in caught.value.where
+        )
 
 
 def test_a_worker_with_other_weights_is_found_before_it_is_given_a_request():
     with odd_workers(fault="other weights", count=1) as workers:
         workers.submit(request(0))
-        with pytest.raises(UserError, match="the engine's weights differ from the trainer's") as caught:
+        with pytest.raises(
+            UserError, match="the engine's weights differ from the trainer's"
+        ) as caught:
             until(workers, lambda: workers.status()[0].requests)
-    assert "weight version 0" in caught.value.where and len(caught.value.found) == len(caught.value.expected) == 64
+    assert (
+        "weight version 0" in caught.value.where
+        and len(caught.value.found) == len(caught.value.expected) == 64
+    )
     assert workers.published.hash_of(0) == caught.value.expected
 
 
 def test_a_completion_of_another_request_is_found():
-    with odd_workers(fault="swap", count=1) as workers, pytest.raises(UserError, match="made for another request"):
+    with (
+        odd_workers(fault="swap", count=1) as workers,
+        pytest.raises(UserError, match="made for another request"),
+    ):
         run(workers, [request(0), request(1)])  # of one prompt
 
 
@@ -315,11 +384,17 @@ with odd_workers(fault="spin", count=2) as workers:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker ends with its socket, after its pass")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere a worker ends with its socket, after its pass"
+)
 def test_no_worker_outlives_a_driver_that_is_killed_not_even_one_in_an_endless_loop():
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     pids = [int(pid) for pid in driver.stdout.readline().split()]
-    assert driver.stdout.readline() == "serving\n" and all(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert driver.stdout.readline() == "serving\n" and all(
+        Path(f"/proc/{pid}").exists() for pid in pids
+    )
     driver.kill()
     driver.wait()
     driver.stdout.close()
@@ -381,13 +456,22 @@ def real(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("model"))
     make_tiny(path, hidden=64, layers=2, intermediate=128)
     model, tokenizer = load_model(path), load_tokenizer(path)
-    engine = Engine(model, lambda tokens: decode_text(tokenizer, tokens), cache_bytes=4 << 20, max_batch=8)
+    engine = Engine(
+        model, lambda tokens: decode_text(tokenizer, tokens), cache_bytes=4 << 20, max_batch=8
+    )
     shared = Crossing(model.merged_weights())
     shared.publish(0, model.merged_weights())
     with Workers(
-        model_path=path, cache_mb=4, max_batch=8, longest=engine.longest, count=2, heartbeat_s=60.0, restarts=2,
-        weights=shared, report=lambda text: None,
-    ) as workers:  # fmt: skip
+        model_path=path,
+        cache_mb=4,
+        max_batch=8,
+        longest=engine.longest,
+        count=2,
+        heartbeat_s=60.0,
+        restarts=2,
+        weights=shared,
+        report=lambda text: None,
+    ) as workers:
         workers.apply(0)
         engine.apply(0)
         yield workers, engine, shared
@@ -415,26 +499,38 @@ def test_a_worker_that_is_lost_while_it_checks_has_nothing_to_say():
 
 
 def every_kind():
-    """Groups under every sampling setting, a turn that goes on, and prompts that share a beginning."""
+    """Groups under every sampling setting, a turn that goes on, and prompts that share a
+    beginning."""
     kinds = [
-        {}, {"temperature": 0.7, "top_p": 0.8, "stop_token_ids": (30, 31, 32, 33)}, {"temperature": 0.0},
-        {"top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2, "top_logprobs": 2}, {"stop": ("a", "Bc"), "temperature": 1.4},
-    ]  # fmt: skip
+        {},
+        {"temperature": 0.7, "top_p": 0.8, "stop_token_ids": (30, 31, 32, 33)},
+        {"temperature": 0.0},
+        {"top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2, "top_logprobs": 2},
+        {"stop": ("a", "Bc"), "temperature": 1.4},
+    ]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(9, 100, length) for length in (3, 40, 17, 130, 64)]
-    return [request(n, prompts[n // 3 % 5], max_new_tokens=24, **kinds[n // 3 % 5]) for n in range(30)]
+    return [
+        request(n, prompts[n // 3 % 5], max_new_tokens=24, **kinds[n // 3 % 5]) for n in range(30)
+    ]
 
 
 def change(model):
     with torch.no_grad():
         for weight in model.trainable().values():
-            weight.add_(0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+            weight.add_(
+                0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+            )
 
 
-def test_workers_give_the_bits_of_the_inline_engine_also_with_new_weights_and_when_one_is_killed(real):
+def test_workers_give_the_bits_of_the_inline_engine_also_with_new_weights_and_when_one_is_killed(
+    real,
+):
     workers, engine, shared = real
     before = engine.generate(every_kind())
-    assert [bits(c, text=True) for c in run(workers, every_kind())] == [bits(c, text=True) for c in before]
+    assert [bits(c, text=True) for c in run(workers, every_kind())] == [
+        bits(c, text=True) for c in before
+    ]
     until(workers, lambda: all_idle(workers))
 
     change(engine.model)
@@ -447,12 +543,19 @@ def test_workers_give_the_bits_of_the_inline_engine_also_with_new_weights_and_wh
         assert [bits(c, text=True) for c in run(workers, every_kind())] == inline
     require_replaced(workers, hit)
     assert workers.restarted == 1 and workers.handed_over > 0
-    until(workers, lambda: all_idle(workers))  # the new one was told the weights of version 1, not those on disk
+    # the new one was told the weights of version 1, not those on disk
+    until(workers, lambda: all_idle(workers))
     assert [bits(c, text=True) for c in run(workers, every_kind())] == inline
 
     paused = engine.generate([replace(r, pause_after=5) for r in every_kind()])
-    going_on = [replace(r, begun=c) for r, c in zip(every_kind(), paused, strict=True) if c.stop_reason == "paused"]
-    again = [bits(c, text=True) for c in run(workers, [replace(r, pause_after=5) for r in every_kind()])]
+    going_on = [
+        replace(r, begun=c)
+        for r, c in zip(every_kind(), paused, strict=True)
+        if c.stop_reason == "paused"
+    ]
+    again = [
+        bits(c, text=True) for c in run(workers, [replace(r, pause_after=5) for r in every_kind()])
+    ]
     assert going_on and again == [bits(c, text=True) for c in paused]
     assert [bits(c, text=True) for c in run(workers, going_on)] == [
         bits(c, text=True) for c in engine.generate(going_on)

@@ -1,4 +1,5 @@
-"""Agents that speak the OpenAI API as environments: what they are told, what is tokenized, what ends them."""
+"""Agents that speak the OpenAI API as environments: what they are told, what is tokenized, what
+ends them."""
 
 import asyncio
 import json
@@ -14,7 +15,16 @@ import pytest
 from tandem.config.schema import Config
 from tandem.config.schema import Env as EnvConfig
 from tandem.engine.engine import Engine
-from tandem.envs.agent.chat import Asked, ConversationBroken, Refused, Reply, Said, continuation, read_request, verdict
+from tandem.envs.agent.chat import (
+    Asked,
+    ConversationBroken,
+    Refused,
+    Reply,
+    Said,
+    continuation,
+    read_request,
+    verdict,
+)
 from tandem.envs.agent.env import AgentEnv, Played
 from tandem.envs.agent.run import AgentFailed
 from tandem.envs.agent.server import the_server
@@ -40,7 +50,10 @@ ADD = {
     "type": "function",
     "function": {
         "name": "add",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
     },
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 4, "a": 3}}\n</tool_call>'
@@ -55,11 +68,17 @@ def client(base_url, api_key="x"):
 
 
 def ask(base_url, messages, **more):
-    return client(base_url).chat.completions.create(model="policy", messages=messages, **more).choices[0].message
+    return (
+        client(base_url)
+        .chat.completions.create(model="policy", messages=messages, **more)
+        .choices[0]
+        .message
+    )
 
 
 def play(run, *texts, problem=PROBLEM):
-    """What reset, and a step for each text that the model says, return; the environment is closed."""
+    """What reset, and a step for each text that the model says, return; the environment is
+    closed."""
 
     async def driver():
         env = Played(run)
@@ -91,8 +110,12 @@ def test_an_agent_with_the_real_client_plays_two_turns_and_its_return_value_is_t
         chat = [*problem.messages]
         with openai.OpenAI(base_url=base_url, api_key=api_key) as api:
             for answer in ("wrong", "still wrong"):
-                reply = api.chat.completions.create(model="any", messages=chat, temperature=0.3, max_tokens=9)
-                heard.append((reply.choices[0].message.content, reply.choices[0].finish_reason, reply.model))
+                reply = api.chat.completions.create(
+                    model="any", messages=chat, temperature=0.3, max_tokens=9
+                )
+                heard.append(
+                    (reply.choices[0].message.content, reply.choices[0].finish_reason, reply.model)
+                )
                 chat += [reply.choices[0].message, user(answer)]  # as the client's own object
         return 0.25
 
@@ -122,7 +145,9 @@ def test_a_posted_reward_counts_where_the_agent_returns_none(returned, reward):
     def run(problem, base_url, api_key):
         ask(base_url, list(problem.messages))
         for value in (0.1, 0.5):  # the last one
-            httpx.post(f"{base_url}/reward", json={"reward": value, "parts": {"a": 2}}).raise_for_status()
+            httpx.post(
+                f"{base_url}/reward", json={"reward": value, "parts": {"a": 2}}
+            ).raise_for_status()
         return returned
 
     (_, last), _ = play(run, "7")
@@ -131,7 +156,9 @@ def test_a_posted_reward_counts_where_the_agent_returns_none(returned, reward):
 
 
 def test_an_agent_that_gives_no_reward_leaves_it_to_the_reward_function():
-    (_, last), _ = play(lambda problem, base_url, api_key: ask(base_url, list(problem.messages)) and None, "7")
+    (_, last), _ = play(
+        lambda problem, base_url, api_key: ask(base_url, list(problem.messages)) and None, "7"
+    )
     assert (last.done, last.reward, last.parts) == (True, 0.0, {})
 
 
@@ -142,7 +169,9 @@ def test_a_streamed_answer_is_the_whole_answer(text, tools):
 
     def run(problem, base_url, api_key):
         more = {"tools": list(tools)} if tools else {}
-        with client(base_url).chat.completions.stream(model="m", messages=list(problem.messages), **more) as stream:
+        with client(base_url).chat.completions.stream(
+            model="m", messages=list(problem.messages), **more
+        ) as stream:
             answers.append(stream.get_final_completion().choices[0])
 
     play(run, text)
@@ -166,7 +195,10 @@ def test_tool_calls_are_structured_and_recognized_when_they_come_back(back):
         if back == "as text":
             dumped = {"role": "assistant", "content": f"Hm.\n{CALL}"}
         if back == "written anew":
-            dumped["tool_calls"][0] |= {"id": "mine", "function": {"name": "add", "arguments": '{"a":3,"b":4}'}}
+            dumped["tool_calls"][0] |= {
+                "id": "mine",
+                "function": {"name": "add", "arguments": '{"a":3,"b":4}'},
+            }
         result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
         assert ask(base_url, [*problem.messages, dumped, result], tools=[ADD]).tool_calls is None
         return 1.0
@@ -181,7 +213,8 @@ def test_arguments_that_were_written_as_text_get_the_types_of_the_schema():
     arguments = "<parameter=a>\n3\n</parameter>\n<parameter=b>\nx\n</parameter>"
     text = f"<tool_call>\n<function=add>\n{arguments}\n</function>\n</tool_call>"
     [call] = Reply.to(Asked(messages=(), tools=(ADD,)), text, 1).calls
-    assert json.loads(call.arguments) == {"a": 3, "b": "x"}  # what is no integer stays what was said
+    # what is no integer stays what was said
+    assert json.loads(call.arguments) == {"a": 3, "b": "x"}
 
 
 def test_a_call_that_cannot_be_read_stays_text():
@@ -206,11 +239,20 @@ def test_a_conversation_goes_on_with_what_is_new():
 @pytest.mark.parametrize(
     ("now", "complaint"),
     [
-        (Asked(messages=(Said(role="system", content="S"), CHAT[1], SPOKE, MORE)), "message 1 of a later request"),
+        (
+            Asked(messages=(Said(role="system", content="S"), CHAT[1], SPOKE, MORE)),
+            "message 1 of a later request",
+        ),
         (Asked(messages=CHAT), "2 messages, and 2 were said before"),
-        (Asked(messages=(MORE,)), "message 1 of a later request is user's 'v', and was system's 's'"),
+        (
+            Asked(messages=(MORE,)),
+            "message 1 of a later request is user's 'v', and was system's 's'",
+        ),
         (Asked(messages=(*CHAT, MORE)), "message 3 .* and the model had said 'a'"),
-        (Asked(messages=(*CHAT, Said(role="assistant", content="b"), MORE)), "message 3 .* had said 'a'"),
+        (
+            Asked(messages=(*CHAT, Said(role="assistant", content="b"), MORE)),
+            "message 3 .* had said 'a'",
+        ),
         (Asked(messages=(*CHAT, SPOKE)), "is nothing"),
         (Asked(messages=(*CHAT, SPOKE, MORE, SPOKE, MORE)), "is user, assistant, user"),
         (Asked(messages=(*CHAT, SPOKE, MORE), tools=(ADD,)), "other tools"),
@@ -240,7 +282,9 @@ def test_an_agent_that_starts_a_second_conversation_costs_its_episode_and_is_tol
 
 def test_tools_may_be_left_out_later():
     asked = Asked(messages=(*CHAT, SPOKE, MORE))
-    assert continuation(Asked(messages=CHAT, tools=(ADD,)), Reply(text="a", content="a"), asked) == [user("v")]
+    assert continuation(
+        Asked(messages=CHAT, tools=(ADD,)), Reply(text="a", content="a"), asked
+    ) == [user("v")]
 
 
 def test_tools_left_out_once_are_still_those_of_the_conversation():
@@ -266,7 +310,9 @@ def test_a_request_that_a_client_repeats_is_answered_again():
         body = {"messages": list(problem.messages)}
         for count in ("0", "1"):
             headers = {"x-stainless-retry-count": count}
-            answer = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=WAIT_S)
+            answer = httpx.post(
+                f"{base_url}/chat/completions", json=body, headers=headers, timeout=WAIT_S
+            )
             answers.append(answer.json()["choices"])
 
     play(run, "7")
@@ -290,7 +336,10 @@ def test_the_same_question_asked_twice_is_a_second_conversation():
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, r"messages\.0\.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "parts of type text",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools"),
     ],
 )
@@ -301,8 +350,16 @@ def test_a_request_that_would_need_another_answer_is_refused(body, complaint):
 
 def test_what_only_changes_the_sampling_is_the_trainers_business():
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    body = {"messages": [{"role": "developer", "content": parts}], "temperature": 0, "stop": ["x"], "seed": 1, "n": 1}
-    assert read_request(json.dumps(body).encode()) == Asked(messages=(Said(role="system", content="Hi"),))
+    body = {
+        "messages": [{"role": "developer", "content": parts}],
+        "temperature": 0,
+        "stop": ["x"],
+        "seed": 1,
+        "n": 1,
+    }
+    assert read_request(json.dumps(body).encode()) == Asked(
+        messages=(Said(role="system", content="Hi"),)
+    )
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
@@ -329,12 +386,9 @@ def test_what_is_no_finite_reward_is_refused(value):
 
 
 def test_numbers_of_all_kinds_are_rewards():
-    assert [verdict(value).reward for value in (True, 1, np.float32(0.5), {"reward": np.int64(2)})] == [
-        1.0,
-        1.0,
-        0.5,
-        2.0,
-    ]
+    assert [
+        verdict(value).reward for value in (True, 1, np.float32(0.5), {"reward": np.int64(2)})
+    ] == [1.0, 1.0, 0.5, 2.0]
 
 
 def test_the_server_knows_its_endpoints_and_its_episodes():
@@ -345,7 +399,9 @@ def test_the_server_knows_its_endpoints_and_its_episodes():
         with httpx.Client() as http:
             codes["models"] = http.get(f"{base_url}/models").json()["data"][0]["id"]
             codes["completions"] = http.post(f"{base_url}/completions", json={}).status_code
-            codes["no such episode"] = http.post(f"{root}x/v1/chat/completions", json={}).status_code
+            codes["no such episode"] = http.post(
+                f"{root}x/v1/chat/completions", json={}
+            ).status_code
             codes["outside"] = http.get(httpx.URL(base_url).copy_with(path="/")).status_code
             codes["bad reward"] = http.post(f"{base_url}/reward", json={"reward": "x"}).status_code
         with suppress(openai.BadRequestError):
@@ -354,8 +410,12 @@ def test_the_server_knows_its_endpoints_and_its_episodes():
 
     play(run, "7")
     assert codes == {
-        "models": "policy", "completions": 404, "no such episode": 404, "outside": 404, "bad reward": 400,
-    }  # fmt: skip
+        "models": "policy",
+        "completions": 404,
+        "no such episode": 404,
+        "outside": 404,
+        "bad reward": 400,
+    }
 
 
 # ---- how an episode ends
@@ -373,7 +433,9 @@ async def exits_async(problem, base_url, api_key):
 def test_an_agent_that_fails_costs_its_own_episode(run):
     with raising(AgentFailed, match="SystemExit: enough"):
         play(run)
-    (_, last), _ = play(lambda problem, url, key: len(ask(url, list(problem.messages)).content), "7")
+    (_, last), _ = play(
+        lambda problem, url, key: len(ask(url, list(problem.messages)).content), "7"
+    )
     assert last.reward == 1.0  # and nobody else's
 
 
@@ -413,13 +475,18 @@ def test_an_episode_that_runs_out_of_time_tells_its_agent_and_leaves_nothing_beh
         try:
             ask(base_url, list(problem.messages))
         except openai.APIStatusError as error:
-            told.append((error.status_code, error.response.headers["x-should-retry"], error.message))
+            told.append(
+                (error.status_code, error.response.headers["x-should-retry"], error.message)
+            )
             raise
 
     asyncio.run(driver())
     play(blocked)  # closed while it waits for the model
     assert eventually(lambda: told)
-    assert told == [(503, "false", "Error code: 503 - " + told[0][2].partition(" - ")[2])] and "is over" in told[0][2]
+    assert (
+        told == [(503, "false", "Error code: 503 - " + told[0][2].partition(" - ")[2])]
+        and "is over" in told[0][2]
+    )
     assert the_server().sessions == before
     assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "agent"])
 
@@ -443,7 +510,9 @@ def test_an_agent_of_a_rollout_that_died_is_let_go():
 
 
 def test_a_run_that_names_no_function_is_a_users_error_before_anything_starts(tmp_path):
-    (tmp_path / "mine.py").write_text("run = 3\n\ndef ran(problem, base_url, api_key):\n    return 1.0\n")
+    (tmp_path / "mine.py").write_text(
+        "run = 3\n\ndef ran(problem, base_url, api_key):\n    return 1.0\n"
+    )
     for spec, words in (
         (f"{tmp_path}/mine.py:runs", "no 'runs'"),
         (f"{tmp_path}/mine.py:run", "no function"),
@@ -458,7 +527,11 @@ def test_the_example_answers_checks_itself_and_is_scored():
     async def driver():
         env = AgentEnv(run=str(ROOT / "examples" / "environments" / "agent.py") + ":run")
         async with asyncio.timeout(WAIT_S):
-            seen = [await env.reset(PROBLEM), await env.step("It is 8."), await env.step("It is 7.")]
+            seen = [
+                await env.reset(PROBLEM),
+                await env.step("It is 8."),
+                await env.step("It is 7."),
+            ]
         await env.close()
         return seen
 
@@ -475,12 +548,20 @@ PARAMS = SamplingParams(max_new_tokens=40, temperature=0.9, stop_token_ids=(91, 
 
 
 async def chatty(problem, base_url, api_key):
-    """Three turns; what it says depends on what the model said; the reward is the length of that."""
+    """Three turns; what it says depends on what the model said; the reward is the length of
+    that."""
     chat, said = list(problem.messages), 0
-    http = openai.DefaultAsyncHttpxClient(verify=False)  # to read certificates is most of an episode's time
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=WAIT_S, http_client=http) as api:
+    # to read certificates is most of an episode's time
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    async with openai.AsyncOpenAI(
+        base_url=base_url, api_key=api_key, timeout=WAIT_S, http_client=http
+    ) as api:
         for _ in range(3):
-            reply = (await api.chat.completions.create(model="policy", messages=chat)).choices[0].message
+            reply = (
+                (await api.chat.completions.create(model="policy", messages=chat))
+                .choices[0]
+                .message
+            )
             said += len(reply.content)
             chat += [{"role": "assistant", "content": reply.content}, user(str(len(reply.content)))]
     return {"reward": said / 10, "parts": {"said": said}}
@@ -497,31 +578,48 @@ class Given(ScriptedReward):
         return Score(reward=attempt.given.get("env", 0.0), parts={})
 
 
-def test_a_training_step_with_an_agent_is_token_in_token_out_and_on_policy_to_the_last_bit(tmp_path):
+def test_a_training_step_with_an_agent_is_token_in_token_out_and_on_policy_to_the_last_bit(
+    tmp_path,
+):
     tree = Config().model_dump()
     tree["rl"] |= {"prompts_per_step": 2, "group_size": 3}
     tree["env"] |= {"name": "agent", "timeout_s": WAIT_S}
     config, model = Config.model_validate(tree), exact_model("qwen3")
     engine = real_engine(model)
     optimizer = Optimizer(
-        model.trainable(), learning_rate=1e-3, schedule="constant", warmup_steps=0, total_steps=10, weight_decay=0.0,
-        betas=(0.9, 0.95), max_grad_norm=1.0,
-    )  # fmt: skip
+        model.trainable(),
+        learning_rate=1e-3,
+        schedule="constant",
+        warmup_steps=0,
+        total_steps=10,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        max_grad_norm=1.0,
+    )
     world = World(make=lambda: Played(chatty), limits=config.env)
     stages = Stages(
-        config=config, problems=PROBLEMS,
+        config=config,
+        problems=PROBLEMS,
         player=Player(engine=engine, renderer=DigitRenderer(), world=world, reward=Given()),
-        models=Models(policy=Learner(model, optimizer)), sync=InlineSync(engine), params=PARAMS,
-        journal=Journal(tmp_path, "run", PROBLEMS), exact=True,
-    )  # fmt: skip
+        models=Models(policy=Learner(model, optimizer)),
+        sync=InlineSync(engine),
+        params=PARAMS,
+        journal=Journal(tmp_path, "run", PROBLEMS),
+        exact=True,
+    )
     metrics, _, _ = train_step(stages, 0, update)
     assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0
     episodes = read_episodes(next(tmp_path.glob("*.parquet")))
     assert len(episodes) == 6 and max(e.num_turns for e in episodes) == 3
     for episode in episodes:
         said = [m["content"] for m in episode.messages if m["role"] == "assistant"]
-        sampled = np.split(episode.tokens, np.flatnonzero(np.diff(episode.loss_mask.astype(int))) + 1)[1::2]
-        assert said == [str(turn[: len(json.loads(text))].tolist()) for turn, text in zip(sampled, said, strict=True)]
+        sampled = np.split(
+            episode.tokens, np.flatnonzero(np.diff(episode.loss_mask.astype(int))) + 1
+        )[1::2]
+        assert said == [
+            str(turn[: len(json.loads(text))].tolist())
+            for turn, text in zip(sampled, said, strict=True)
+        ]
         heard = [m["content"] for m in episode.messages[1::2]]
         assert heard == [str(len(text)) for text in said[: len(heard)]]
         if episode.stop_reason == "stop":
@@ -536,9 +634,12 @@ def test_dozens_of_agents_play_at_once_and_their_order_changes_nothing():
         limits = EnvConfig(concurrency=concurrency, timeout_s=WAIT_S)
         world = World(make=lambda: Played(chatty), limits=limits)
         return run_episodes(
-            seat(PROBLEMS, 8, ("test",)), engine=real_engine(model), renderer=DigitRenderer(), world=world,
+            seat(PROBLEMS, 8, ("test",)),
+            engine=real_engine(model),
+            renderer=DigitRenderer(),
+            world=world,
             params=PARAMS,
-        )  # fmt: skip
+        )
 
     before = the_server().sessions
     assert repr(played(32)) == repr(played(5))

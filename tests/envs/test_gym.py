@@ -14,8 +14,16 @@ from tandem.runtime.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
 from tests.support.scripted import DigitRenderer, ScriptedEngine
 
-PROBLEM = Problem(uid="p", messages=({"role": "system", "content": "s"}, {"role": "user", "content": "Go."}), answer="")
-LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": ["Left", "down", "right", "up"]}
+PROBLEM = Problem(
+    uid="p",
+    messages=({"role": "system", "content": "s"}, {"role": "user", "content": "Go."}),
+    answer="",
+)
+LAKE = {
+    "id": "FrozenLake-v1",
+    "kwargs": {"is_slippery": False},
+    "actions": ["Left", "down", "right", "up"],
+}
 
 
 def seeded(seed):
@@ -23,7 +31,8 @@ def seeded(seed):
 
 
 class Echo(gymnasium.Env):
-    """Asks for its seed's digit; a right answer is worth 1 and a wrong one -0.5; three answers in all."""
+    """Asks for its seed's digit; a right answer is worth 1 and a wrong one -0.5; three answers in
+    all."""
 
     observation_space = gymnasium.spaces.Text(100)
     action_space = gymnasium.spaces.Text(5, charset="0123456789")
@@ -57,15 +66,20 @@ def test_a_text_environment_reads_and_hears_text_and_rewards_add_up():
     env = GymEnv(id="TandemEcho-v0")
     chat = env.reset(seeded(5))
     wanted = str(np.random.Generator(np.random.PCG64(np.random.SeedSequence(5))).integers(10))
-    assert chat == ({"role": "system", "content": "s"}, {"role": "user", "content": f"Go.\n\n{wanted}"})
+    assert chat == (
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": f"Go.\n\n{wanted}"},
+    )
     answers = [env.step(text) for text in (f" {wanted}\n", "hello!", "x", wanted * 2, wanted)]
-    assert [a.reward for a in answers] == [1.0, 0.0, 0.0, -0.5, 1.0] and [a.done for a in answers] == [False] * 4 + [
-        True
-    ]
+    assert [a.reward for a in answers] == [1.0, 0.0, 0.0, -0.5, 1.0] and [
+        a.done for a in answers
+    ] == [False] * 4 + [True]
     assert [m["content"] for a in answers for m in a.messages] == [
-        "1", "That is no action. An action is Text(1, 5, charset=0123456789).",
-        "That is no action. An action is Text(1, 5, charset=0123456789).", "2",
-    ]  # fmt: skip
+        "1",
+        "That is no action. An action is Text(1, 5, charset=0123456789).",
+        "That is no action. An action is Text(1, 5, charset=0123456789).",
+        "2",
+    ]
     assert answers[-1].parts == {"turns": 5.0, "bad_actions": 2.0}
 
 
@@ -81,7 +95,10 @@ def test_episodes_of_a_problem_begin_alike_and_those_of_others_do_not():
 def test_frozen_lake_is_a_picture_and_its_moves_have_names():
     env = GymEnv(**LAKE)
     assert env.reset(PROBLEM)[-1]["content"] == "Go.\n\n[red S]FFF\nFHFH\nFFFH\nHFFG"
-    assert env.step("I go left or Right").messages[0]["content"] == "  (Right)\nS[red F]FF\nFHFH\nFFFH\nHFFG"
+    assert (
+        env.step("I go left or Right").messages[0]["content"]
+        == "  (Right)\nS[red F]FF\nFHFH\nFFFH\nHFFG"
+    )
     lost = env.step("DOWN!")
     assert (lost.done, lost.reward, lost.messages) == (True, 0.0, ())
 
@@ -102,13 +119,23 @@ def test_without_a_picture_or_a_wish_for_it_the_observation_is_shown():
 
 @pytest.mark.parametrize(
     ("text", "action"),
-    [("1", 1), ("0, no: 1.", 1), ("-1", None), ("1.5", None), ("2", None), ("10", None), ("x1", None)],
+    [
+        ("1", 1),
+        ("0, no: 1.", 1),
+        ("-1", None),
+        ("1.5", None),
+        ("2", None),
+        ("10", None),
+        ("x1", None),
+    ],
 )
 def test_a_choice_is_the_last_number_that_is_one(text, action):
     env = GymEnv(id="Blackjack-v1", invalid_action_penalty=0.3)
     env.reset(seeded(1))
     answer = env.step(text)
-    assert answer.penalty == (0.3 if action is None else 0.0) and answer.parts["bad_actions"] == float(action is None)
+    assert answer.penalty == (0.3 if action is None else 0.0) and answer.parts[
+        "bad_actions"
+    ] == float(action is None)
     if action is None:
         assert answer.messages[0]["content"] == "That is no action. An action is one of 0, 1."
 
@@ -116,11 +143,19 @@ def test_a_choice_is_the_last_number_that_is_one(text, action):
 def test_a_name_within_another_is_not_taken_for_it():
     env = GymEnv(id="Blackjack-v1", actions=["hit", "hit me"])
     env.reset(PROBLEM)
-    assert [env._action(text) for text in ("hit", "Hit me", "white", "hit me, hit")] == [0, 1, None, 0]
+    assert [env._action(text) for text in ("hit", "Hit me", "white", "hit me, hit")] == [
+        0,
+        1,
+        None,
+        0,
+    ]
 
 
 def test_colours_are_named():
-    assert plain("\n\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m\x1b[4mu\x1b[0m\x1b[1m!\n") == "[blue R]|[yellow  ]u!"
+    assert (
+        plain("\n\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m\x1b[4mu\x1b[0m\x1b[1m!\n")
+        == "[blue R]|[yellow  ]u!"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,17 +181,23 @@ class Guesser(ScriptedEngine):
     def generate(self, requests):
         return [
             Completion(
-                tokens=np.array([7, 91]), logprobs=np.zeros(2, np.float32), weight_versions=np.zeros(2, np.int32),
-                text=str(r.prompt[-1]), stop_reason="stop",
+                tokens=np.array([7, 91]),
+                logprobs=np.zeros(2, np.float32),
+                weight_versions=np.zeros(2, np.int32),
+                text=str(r.prompt[-1]),
+                stop_reason="stop",
             )
             for r in requests
-        ]  # fmt: skip
+        ]
 
 
 class Digits(DigitRenderer):
     def prompts(self, chats, tools=()):
         return super().prompts(
-            [[{"content": "".join(c for c in m["content"] if c.isdigit())} for m in chat] for chat in chats]
+            [
+                [{"content": "".join(c for c in m["content"] if c.isdigit())} for m in chat]
+                for chat in chats
+            ]
         )
 
 
@@ -165,9 +206,12 @@ def test_a_rollout_plays_it_and_closes_every_world():
     world = World(make=lambda: GymEnv(id="TandemEcho-v0"), limits=EnvConfig())
     problems = [seeded(seed) for seed in (1, 2)]
     groups = run_episodes(
-        seat(problems, 4, ("test",)), engine=Guesser(), renderer=Digits(), world=world,
+        seat(problems, 4, ("test",)),
+        engine=Guesser(),
+        renderer=Digits(),
+        world=world,
         params=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
-    )  # fmt: skip
+    )
     assert len(Echo.begun) == 8 and set(Echo.begun) <= set(Echo.closed)
     for problem, group in zip(problems, groups, strict=True):
         wanted = GymEnv(id="TandemEcho-v0").reset(problem)[-1]["content"][-1]
@@ -177,4 +221,6 @@ def test_a_rollout_plays_it_and_closes_every_world():
 
 
 def test_methods_are_plain_so_that_a_world_may_block():
-    assert not any(asyncio.iscoroutinefunction(method) for method in (GymEnv.reset, GymEnv.step, GymEnv.close))
+    assert not any(
+        asyncio.iscoroutinefunction(method) for method in (GymEnv.reset, GymEnv.step, GymEnv.close)
+    )

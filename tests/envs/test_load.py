@@ -1,4 +1,5 @@
-"""An environment is found by its name and made with its options, and what is wrong is said before a model is loaded."""
+"""An environment is found by its name and made with its options, and what is wrong is said before a
+model is loaded."""
 
 import subprocess
 import sys
@@ -96,7 +97,12 @@ def test_the_sandbox_section_goes_to_a_class_that_asks_for_it(own):
         ("single_turn", {"limit": 3}, "env.options", ["no option 'limit'", "Env()"]),
         ("tools", {}, "env.options.tools", ["no tools", "calculator"]),
         ("tools", {"tools": ["calculator"], "format": "xml"}, "env.options.format", ["hermes"]),
-        ("own_envs.py:Mine", {}, "env.options", ["needs the option 'names'", "Mine(names: list[str], size: int = 3)"]),
+        (
+            "own_envs.py:Mine",
+            {},
+            "env.options",
+            ["needs the option 'names'", "Mine(names: list[str], size: int = 3)"],
+        ),
         ("own_envs.py:Mine", {"names": "a"}, "env.options.names", ["list[str]", "'a'"]),
         (
             "own_envs.py:Mine",
@@ -104,7 +110,12 @@ def test_the_sandbox_section_goes_to_a_class_that_asks_for_it(own):
             "own_envs.py:Mine",
             ["RuntimeError: too large", "own_envs.py:7"],
         ),
-        ("own_envs.py:Mina", {}, "env.name", ["no 'Mina' in own_envs.py", "Mine, Careful, Plain, Other, function"]),
+        (
+            "own_envs.py:Mina",
+            {},
+            "env.name",
+            ["no 'Mina' in own_envs.py", "Mine, Careful, Plain, Other, function"],
+        ),
         (
             "own_envs.py:Other",
             {},
@@ -114,7 +125,12 @@ def test_the_sandbox_section_goes_to_a_class_that_asks_for_it(own):
         ("own_envs.py:function", {}, "env.name", ["not an environment", "function"]),
         ("missing.py:Mine", {}, "env.name", ["no file missing.py", "working directory"]),
         ("broken.py:Mine", {}, "broken.py:2", ["ZeroDivisionError", "python broken.py"]),
-        ("no_such_module:Mine", {}, "env.name", ["ModuleNotFoundError", 'python -c "import no_such_module"']),
+        (
+            "no_such_module:Mine",
+            {},
+            "env.name",
+            ["ModuleNotFoundError", 'python -c "import no_such_module"'],
+        ),
         (":Mine", {}, "env.name", ["file.py:NAME or module:NAME"]),
     ],
 )
@@ -130,7 +146,9 @@ def test_a_run_depends_on_the_files_of_ones_own(own):
 
     assert files("guess") == []
     assert files("own_envs.py:Mine") == [Path("own_envs.py")]
-    assert files("tandem.envs.guess:GuessTheNumber") == [Path(sys.modules["tandem.envs.guess"].__file__)]
+    assert files("tandem.envs.guess:GuessTheNumber") == [
+        Path(sys.modules["tandem.envs.guess"].__file__)
+    ]
     assert files("no_such_module:Mine") == []
     assert files("tools", tools=["calculator", "my.py:add"]) == [Path("my.py")]
     assert files("tools", tools="my.py:add") == [Path("my.py")]
@@ -146,5 +164,7 @@ try:
 except Exception as error:
     print(type(error).__name__, sorted({"torch", "transformers"} & set(sys.modules)))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout == "UserError []\n"

@@ -50,9 +50,12 @@ def say(value: object) -> object:
 
 
 def fail(kind: str) -> None:
-    raise {"value": ValueError("no such thing"), "empty": ValueError(), "key": KeyError("k"), "exit": SystemExit(3)}[
-        kind
-    ]
+    raise {
+        "value": ValueError("no such thing"),
+        "empty": ValueError(),
+        "key": KeyError("k"),
+        "exit": SystemExit(3),
+    }[kind]
 
 
 def play(env, *texts):
@@ -81,15 +84,26 @@ def test_calls_are_answered_in_their_order_and_a_turn_without_one_is_the_end():
         {"role": "tool", "name": "later", "content": "1.5"},
         {"role": "tool", "name": "add", "content": "3"},
     ]
-    assert (first.done, first.parts, first.penalty) == (False, {"tool_calls": 2.0, "bad_calls": 0.0}, 0.0)
-    assert (last.done, last.messages, last.parts) == (True, [], {"tool_calls": 2.0, "bad_calls": 0.0})
+    assert (first.done, first.parts, first.penalty) == (
+        False,
+        {"tool_calls": 2.0, "bad_calls": 0.0},
+        0.0,
+    )
+    assert (last.done, last.messages, last.parts) == (
+        True,
+        [],
+        {"tool_calls": 2.0, "bad_calls": 0.0},
+    )
 
 
 def test_the_schema_is_the_one_that_transformers_makes_and_can_be_kept_from_the_model():
     [schema] = ToolEnv(add).tools
     assert schema["function"]["name"] == "add"
     assert schema["function"]["parameters"]["required"] == ["a"]
-    assert schema["function"]["parameters"]["properties"]["b"] == {"type": "integer", "description": "The other."}
+    assert schema["function"]["parameters"]["properties"]["b"] == {
+        "type": "integer",
+        "description": "The other.",
+    }
     assert ToolEnv(add, show_tools=False).tools == ()
 
 
@@ -128,7 +142,9 @@ def test_a_tool_that_is_unavailable_fails_the_episode_and_not_the_model():
 def test_arguments_arrive_in_the_types_of_the_hints():
     seen = []
 
-    def take(a: float, b: tuple[int, str], c: Literal["x", "y"], d: Color, e: int | None = None) -> None:
+    def take(
+        a: float, b: tuple[int, str], c: Literal["x", "y"], d: Color, e: int | None = None
+    ) -> None:
         seen.append((a, b, c, d, e))
 
     env = ToolEnv(take, show_tools=False)
@@ -147,7 +163,8 @@ def test_texts_of_qwen3_coder_become_what_the_hints_say():
 
     env = ToolEnv(take, show_tools=False, format="qwen3_coder")
     written = write_calls(
-        [Call(name="take", arguments={"text": "12", "number": 3, "numbers": [1], "yes": True})], "qwen3_coder"
+        [Call(name="take", arguments={"text": "12", "number": 3, "numbers": [1], "yes": True})],
+        "qwen3_coder",
     )
     play(env, written)
     assert seen == [("12", 3, [1], True)]
@@ -157,7 +174,9 @@ def test_texts_of_qwen3_coder_become_what_the_hints_say():
 
 
 def test_results_are_text_or_json_and_are_cut():
-    assert told(ToolEnv(say, show_tools=False), call("say", value={"ä": [1, None]})) == ['{"ä": [1, null]}']
+    assert told(ToolEnv(say, show_tools=False), call("say", value={"ä": [1, None]})) == [
+        '{"ä": [1, null]}'
+    ]
     assert told(ToolEnv(say, show_tools=False), call("say", value="ä\n")) == ["ä\n"]
     cut = told(ToolEnv(say, show_tools=False, max_result_chars=3), call("say", value="123456"))
     assert cut == ["123... (3 more characters)"]
@@ -166,14 +185,20 @@ def test_results_are_text_or_json_and_are_cut():
         return {"half": "\ud800", "fraction": Fraction(1, 3)}[kind]
 
     env = ToolEnv(strange, show_tools=False)
-    assert told(env, call("strange", kind="half") + call("strange", kind="fraction")) == ["?", '"1/3"']
+    assert told(env, call("strange", kind="half") + call("strange", kind="fraction")) == [
+        "?",
+        '"1/3"',
+    ]
 
 
 def test_a_turn_makes_only_so_many_calls():
     env = ToolEnv(add, show_tools=False)
     [observation] = play(env, call("add", a=1) * (MAX_CALLS + 2))
     assert len(observation.messages) == MAX_CALLS + 1
-    assert observation.messages[-1]["content"] == f"error: at most {MAX_CALLS} calls a turn, 2 were not run"
+    assert (
+        observation.messages[-1]["content"]
+        == f"error: at most {MAX_CALLS} calls a turn, 2 were not run"
+    )
 
 
 def test_blocking_tools_of_many_episodes_run_at_the_same_time():
@@ -184,7 +209,9 @@ def test_blocking_tools_of_many_episodes_run_at_the_same_time():
         return "met"
 
     async def all_of_them():
-        return await asyncio.gather(*(ToolEnv(meet, show_tools=False).step(call("meet")) for _ in range(24)))
+        return await asyncio.gather(
+            *(ToolEnv(meet, show_tools=False).step(call("meet")) for _ in range(24))
+        )
 
     assert {o.messages[0]["content"] for o in asyncio.run(all_of_them())} == {"met"}
 
@@ -207,7 +234,9 @@ def test_a_subclass_has_its_methods_as_tools():
     two.prices["tea"] = 4
     assert [tool["function"]["name"] for tool in one.tools] == ["price", "add"]
     assert [told(env, call("price", item="tea")) for env in (one, two)] == [["3"], ["4"]]
-    assert told(one, call("price", itm="tea")) == ["error: no argument 'itm'; it is price(item: str)"]
+    assert told(one, call("price", itm="tea")) == [
+        "error: no argument 'itm'; it is price(item: str)"
+    ]
 
 
 def no_docstring(a: int) -> int:
@@ -311,7 +340,10 @@ class BusySandbox:
 
 
 def test_programs_of_many_episodes_run_on_as_many_cores_as_there_are():
-    busy, envs = BusySandbox(), [PythonEnv(sandbox=Sandbox(url="http://unused")) for _ in range(4 * os.cpu_count())]
+    busy, envs = (
+        BusySandbox(),
+        [PythonEnv(sandbox=Sandbox(url="http://unused")) for _ in range(4 * os.cpu_count())],
+    )
     for env in envs:
         env._sandbox = busy
 
@@ -332,10 +364,30 @@ def test_code_that_is_only_thought_of_is_not_run():
 # ---------------------------------------------------------------- the calculator
 
 EXACT = {
-    "1+2*3": "7", "2**3**2": "512", "2^3": "8", "-2**2": "-4", "2**-1": "1/2", "0.1+0.2": "0.3", "1/3": "1/3", "0.5*2": "1",
-    "1.0/3": "1/3", "-0.05": "-0.05", "7//2": "3", "-7//2": "-4", "10%3": "1", "(1+2)*(3-5)": "-6", "--3": "3", "3-2-1": "0",
-    "0**0": "1", "0**3": "0", "(-1)**99999": "-1", "1**99999": "1", "12 × 3 ÷ 4": "9", ".5": "0.5", "5.": "5",
-}  # fmt: skip
+    "1+2*3": "7",
+    "2**3**2": "512",
+    "2^3": "8",
+    "-2**2": "-4",
+    "2**-1": "1/2",
+    "0.1+0.2": "0.3",
+    "1/3": "1/3",
+    "0.5*2": "1",
+    "1.0/3": "1/3",
+    "-0.05": "-0.05",
+    "7//2": "3",
+    "-7//2": "-4",
+    "10%3": "1",
+    "(1+2)*(3-5)": "-6",
+    "--3": "3",
+    "3-2-1": "0",
+    "0**0": "1",
+    "0**3": "0",
+    "(-1)**99999": "-1",
+    "1**99999": "1",
+    "12 × 3 ÷ 4": "9",
+    ".5": "0.5",
+    "5.": "5",
+}
 
 
 def test_arithmetic_is_exact():
@@ -343,12 +395,23 @@ def test_arithmetic_is_exact():
 
 
 REFUSED = {
-    "": "a number is missing", "1+": "a number is missing", "(1": "a parenthesis is not closed", "1)": "unexpected ')'",
-    "2(3)": "unexpected '('", "1e5": "unexpected 'e'", "__import__('os')": "unexpected '_'", "1/0": "division by zero",
-    "0**-1": "division by zero", "1%0": "division by zero", "2**0.5": "a power needs a whole exponent",
-    "9**9**9**9": "the number is too large", "9" * 201: "longer than 200 characters", "*3": "unexpected '*'",
-    "(" * 50 + "1" + ")" * 50: "more than 20 parentheses or signs", "-" * 50 + "1": "more than 20 parentheses or signs",
-}  # fmt: skip
+    "": "a number is missing",
+    "1+": "a number is missing",
+    "(1": "a parenthesis is not closed",
+    "1)": "unexpected ')'",
+    "2(3)": "unexpected '('",
+    "1e5": "unexpected 'e'",
+    "__import__('os')": "unexpected '_'",
+    "1/0": "division by zero",
+    "0**-1": "division by zero",
+    "1%0": "division by zero",
+    "2**0.5": "a power needs a whole exponent",
+    "9**9**9**9": "the number is too large",
+    "9" * 201: "longer than 200 characters",
+    "*3": "unexpected '*'",
+    "(" * 50 + "1" + ")" * 50: "more than 20 parentheses or signs",
+    "-" * 50 + "1": "more than 20 parentheses or signs",
+}
 
 
 def test_what_the_calculator_refuses_it_says():
@@ -378,4 +441,6 @@ def test_the_calculator_is_a_tool():
     env = ToolEnv("calculator")
     assert env.tools[0]["function"]["parameters"]["required"] == ["expression"]
     assert told(env, call("calculator", expression="37*48")) == ["1776"]
-    assert told(env, call("calculator", expression="9**9**9**9")) == ["error: the number is too large"]
+    assert told(env, call("calculator", expression="9**9**9**9")) == [
+        "error: the number is too large"
+    ]

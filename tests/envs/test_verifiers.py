@@ -1,4 +1,5 @@
-"""Environments written for verifiers since 0.3, unchanged: packages as its hub has them. Skipped where it is absent."""
+"""Environments written for verifiers since 0.3, unchanged: packages as its hub has them. Skipped
+where it is absent."""
 
 import asyncio
 import json
@@ -20,7 +21,8 @@ from tandem.types import Completion, Problem, SamplingParams
 from tests.support.scripted import DigitRenderer, ScriptedEngine
 from tests.support.waiting import WAIT_S, eventually
 
-# As `vf-init` lays a package out; the first is a plain taskset, the second brings tools, the third an Env of its own.
+# As `vf-init` lays a package out; the first is a plain taskset, the second brings tools, the third
+# an Env of its own.
 SUMS = """
 import verifiers.v1 as vf
 
@@ -133,7 +135,8 @@ __all__ = ["TalkTaskset", "TalkEnv", "TalkHarness"]
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory):
-    """The packages, where Python finds them; the tools' server, a process of its own, finds them too."""
+    """The packages, where Python finds them; the tools' server, a process of its own, finds them
+    too."""
     pytest.importorskip("verifiers")
     from tandem.envs.verifiers.api import CLASSIC
 
@@ -141,9 +144,11 @@ def installed(tmp_path_factory):
         pytest.skip("an older generation: see test_verifiers_classic.py")
     folder = tmp_path_factory.mktemp("site")
     for name, files in {
-        "tandem_sums": {"__init__": SUMS}, "tandem_talk": {"__init__": TALK},
-        "tandem_chat": {"__init__": TALK.replace(', "TalkHarness"]', "]")}, "tandem_tools": {"__init__": TOOLS, "tool": TOOL},
-    }.items():  # fmt: skip
+        "tandem_sums": {"__init__": SUMS},
+        "tandem_talk": {"__init__": TALK},
+        "tandem_chat": {"__init__": TALK.replace(', "TalkHarness"]', "]")},
+        "tandem_tools": {"__init__": TOOLS, "tool": TOOL},
+    }.items():
         (folder / name).mkdir()
         for module, text in files.items():
             (folder / name / f"{module}.py").write_text(text)
@@ -156,9 +161,14 @@ def installed(tmp_path_factory):
 
 def problems(id, **how):
     return [
-        Problem(uid=r["uid"], messages=tuple(r["prompt"]), answer=r["answer"], metadata={k: r[k] for k in ("task", "task_hash")})
+        Problem(
+            uid=r["uid"],
+            messages=tuple(r["prompt"]),
+            answer=r["answer"],
+            metadata={k: r[k] for k in ("task", "task_hash")},
+        )
         for r in rows(id, **how)
-    ]  # fmt: skip
+    ]
 
 
 def play(env, problem, *texts):
@@ -175,13 +185,18 @@ def play(env, problem, *texts):
 def test_the_tasks_of_an_environment_are_rows():
     assert list(rows("tandem-sums", limit=2)) == [
         {
-            "uid": f"tandem-sums/{n}", "answer": f"{n + 1}", "task": n, "task_hash": problem.metadata["task_hash"],
+            "uid": f"tandem-sums/{n}",
+            "answer": f"{n + 1}",
+            "task": n,
+            "task_hash": problem.metadata["task_hash"],
             "prompt": [{"role": "system", "content": "8"}, {"role": "user", "content": f"{n}"}],
         }
         for n, problem in enumerate(problems("tandem-sums")[:2])
-    ]  # fmt: skip
+    ]
     assert len(problems("tandem-sums", args={"num_tasks": 5})) == 5
-    assert [row["prompt"][0]["content"] for row in rows("tandem-talk", limit=1)] == ["(task 0 of tandem-talk)"]
+    assert [row["prompt"][0]["content"] for row in rows("tandem-talk", limit=1)] == [
+        "(task 0 of tandem-talk)"
+    ]
     with pytest.raises(UserError, match="never end"):
         list(rows("tandem-talk"))
 
@@ -190,7 +205,11 @@ def test_the_tasks_of_an_environment_are_rows():
 def test_a_plain_taskset_is_asked_and_scored_by_itself(said, right):
     chat, last = play(VerifiersEnv("tandem-sums"), problems("tandem-sums")[1], said)
     assert chat == [{"role": "system", "content": "8"}, {"role": "user", "content": "1"}]
-    assert (last.done, last.reward, last.parts) == (True, 2 * right, {"right": 2 * right, "length": float(len(said))})
+    assert (last.done, last.reward, last.parts) == (
+        True,
+        2 * right,
+        {"right": 2 * right, "length": float(len(said))},
+    )
 
 
 def test_tools_of_an_environment_are_called_in_its_own_server():
@@ -219,22 +238,34 @@ class Successor(ScriptedEngine):
     def generate(self, requests):
         return [
             Completion(
-                tokens=np.array([int(r.prompt[-1]) + 1, 91]), logprobs=np.zeros(2, np.float32),
-                weight_versions=np.zeros(2, np.int32), text=str(int(r.prompt[-1]) + 1 if r.prompt[-1] else 5), stop_reason="stop",
+                tokens=np.array([int(r.prompt[-1]) + 1, 91]),
+                logprobs=np.zeros(2, np.float32),
+                weight_versions=np.zeros(2, np.int32),
+                text=str(int(r.prompt[-1]) + 1 if r.prompt[-1] else 5),
+                stop_reason="stop",
             )
             for r in requests
-        ]  # fmt: skip
+        ]
 
 
 def test_a_rollout_plays_tasks_at_once_and_ends_what_they_share():
     world = World(make=lambda: VerifiersEnv("tandem-sums"), limits=EnvConfig(timeout_s=WAIT_S))
     for _ in range(2):  # what is shared starts again
         groups = run_episodes(
-            seat(problems("tandem-sums"), 4, ("test",)), engine=Successor(), renderer=DigitRenderer(), world=world,
+            seat(problems("tandem-sums"), 4, ("test",)),
+            engine=Successor(),
+            renderer=DigitRenderer(),
+            world=world,
             params=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
-        )  # fmt: skip
-        assert [[e.given["env"] for e in group] for group in groups] == [[0.0] * 4, [2.0] * 4, [2.0] * 4]
-        assert {e.tokens.tolist()[:4] == [90, 8, 90, int(e.uid[-1])] for group in groups for e in group} == {True}
+        )
+        assert [[e.given["env"] for e in group] for group in groups] == [
+            [0.0] * 4,
+            [2.0] * 4,
+            [2.0] * 4,
+        ]
+        assert {
+            e.tokens.tolist()[:4] == [90, 8, 90, int(e.uid[-1])] for group in groups for e in group
+        } == {True}
     assert the_server().sessions == 0
     assert eventually(lambda: all(task.done() for task in asyncio.all_tasks(agents_loop())))
 

@@ -1,4 +1,5 @@
-"""Environments written for verifiers up to 0.2, unchanged: modules with `load_environment`. Skipped where it is absent."""
+"""Environments written for verifiers up to 0.2, unchanged: modules with `load_environment`. Skipped
+where it is absent."""
 
 import asyncio
 
@@ -57,9 +58,14 @@ def installed(tmp_path_factory):
 
 def problems(id, **how):
     return [
-        Problem(uid=r["uid"], messages=tuple(r["prompt"]), answer=r["answer"], metadata={k: r[k] for k in ("task", "task_hash")})
+        Problem(
+            uid=r["uid"],
+            messages=tuple(r["prompt"]),
+            answer=r["answer"],
+            metadata={k: r[k] for k in ("task", "task_hash")},
+        )
         for r in rows(id, **how)
-    ]  # fmt: skip
+    ]
 
 
 def play(env, problem, *texts):
@@ -85,7 +91,9 @@ def test_the_rows_of_an_environment_are_those_of_its_dataset():
 @pytest.mark.parametrize(("said", "right"), [("2", 1.0), ("17", 0.0)])
 def test_a_single_turn_is_scored_by_its_own_rubric(said, right):
     chat, last = play(
-        VerifiersEnv("tandem-single", args={"weight": 3.0}), problems("tandem-single", args={"weight": 3.0})[1], said
+        VerifiersEnv("tandem-single", args={"weight": 3.0}),
+        problems("tandem-single", args={"weight": 3.0})[1],
+        said,
     )
     assert chat == [{"role": "system", "content": "8"}, {"role": "user", "content": "1"}]
     assert (last.done, last.reward) == (True, 3 * right)
@@ -99,7 +107,10 @@ def test_tools_of_an_environment_are_shown_and_called():
     chat, heard, last = play(env, problem, call, "7")
     assert chat == [{"role": "user", "content": "3 and 4"}]
     assert [tool["function"]["name"] for tool in env.tools] == ["add"]
-    assert heard.messages == [{"role": "tool", "content": "7"}] and (last.done, last.reward) == (True, 1.0)
+    assert heard.messages == [{"role": "tool", "content": "7"}] and (last.done, last.reward) == (
+        True,
+        1.0,
+    )
 
 
 def test_an_episode_that_is_cut_short_ends_its_environment():
@@ -121,8 +132,15 @@ def test_a_task_that_has_changed_is_not_played_and_mistakes_are_the_users():
         ({"task": 9, "task_hash": "x"}, "has 3 tasks"),
     ):
         with pytest.raises(AgentFailed, match=words):
-            play(VerifiersEnv("tandem-single"), Problem(uid="p", messages=first.messages, answer="", metadata=metadata))
-    for options in ({"id": "no-such-package"}, {"id": "json"}, {"id": "tandem-single", "args": {"nothing": 1}}):
+            play(
+                VerifiersEnv("tandem-single"),
+                Problem(uid="p", messages=first.messages, answer="", metadata=metadata),
+            )
+    for options in (
+        {"id": "no-such-package"},
+        {"id": "json"},
+        {"id": "tandem-single", "args": {"nothing": 1}},
+    ):
         with pytest.raises(UserError, match="cannot load"):
             VerifiersEnv(**options)
     with pytest.raises(UserError, match="only args"):

@@ -1,4 +1,5 @@
-"""P1 on the GPU's kernels: engine and policy over Triton; in the interpreter where there is no GPU."""
+"""P1 on the GPU's kernels: engine and policy over Triton; in the interpreter where there is no
+GPU."""
 
 import numpy as np
 import pytest
@@ -41,7 +42,10 @@ def asked():
     filtered = SamplingParams(max_new_tokens=3, temperature=0.8, top_p=0.9, repetition_penalty=1.2)
     params = SamplingParams(max_new_tokens=4), filtered
     prompts = [shared, shared, long, shared[:9]]
-    return [Request(key=address("gpu", n), prompt=prompt, params=params[n % 2]) for n, prompt in enumerate(prompts)]
+    return [
+        Request(key=address("gpu", n), prompt=prompt, params=params[n % 2])
+        for n, prompt in enumerate(prompts)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -54,14 +58,19 @@ def test_engine_and_policy_agree_to_the_bit_over_triton(kind, dtype):
     for params in {r.params for r in requests}:
         mine = [(r, c) for r, c in zip(requests, completions, strict=True) if r.params == params]
         batches = pack([sample_of(r, c, group) for group, (r, c) in enumerate(mine)], 400)
-        for batch, engine in zip(batches, join(batches, [c.logprobs for _, c in mine]), strict=True):
+        for batch, engine in zip(
+            batches, join(batches, [c.logprobs for _, c in mine]), strict=True
+        ):
             logprobs, _ = batch_logprobs(model, batch, Filter.of(params))
             assert np.abs(logprobs.cpu().numpy() - engine).max() == 0.0
 
 
 def test_the_kernels_agree_closely_with_those_of_the_cpu():
     model = model_of("qwen3", torch.float32)
-    tokens, segments = torch.from_numpy(random_tokens(np.random.default_rng(1), 40)), np.array([[0, 40, 0, 0]])
+    tokens, segments = (
+        torch.from_numpy(random_tokens(np.random.default_rng(1), 40)),
+        np.array([[0, 40, 0, 0]]),
+    )
     ours = model.hidden(tokens, torch.arange(40), model.packed_plan(segments))
     stock = stock_model(tiny_config("qwen3", **SHAPE))
     theirs = stock.model(input_ids=tokens[None]).last_hidden_state[0]

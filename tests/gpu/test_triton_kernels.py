@@ -1,7 +1,8 @@
-"""The GPU kernels against float64, and their promise: a row's bits do not depend on what is computed beside it.
+"""The GPU kernels against float64, and their promise: a row's bits do not depend on what is
+computed beside it.
 
-Runs unchanged on a GPU. Without one Triton's interpreter executes the same programs in NumPy: that proves indices,
-masks and the order of sums, not what a compiler makes of them.
+Runs unchanged on a GPU. Without one Triton's interpreter executes the same programs in NumPy: that
+proves indices, masks and the order of sums, not what a compiler makes of them.
 """
 
 from functools import cache
@@ -17,7 +18,10 @@ from tandem.model.triton.kernels import PagedRows, attention, matmul, segment_at
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU and isinstance(tl.cdiv, JITFunction):
-    pytest.skip("triton was imported before TRITON_INTERPRET was set; next: pytest tests/gpu", allow_module_level=True)
+    pytest.skip(
+        "triton was imported before TRITON_INTERPRET was set; next: pytest tests/gpu",
+        allow_module_level=True,
+    )
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 PAGE = 128
@@ -31,7 +35,9 @@ def random(seed, *shape, dtype=FP32):
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(BITS[a.dtype]), b.contiguous().view(BITS[b.dtype]))
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(BITS[a.dtype]), b.contiguous().view(BITS[b.dtype])
+    )
 
 
 def assert_near(found, expected, dtype):
@@ -44,7 +50,8 @@ def int32(*rows):
 
 
 def in_float64(q, k, v, scale, window):
-    """The last len(q) tokens of a sequence, q [n, H, E] over k and v [start + n, K, E] -> float64 [n, H, E]."""
+    """The last len(q) tokens of a sequence, q [n, H, E] over k and v [start + n, K, E] -> float64
+    [n, H, E]."""
     q, k, v = (t.double() for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     key = torch.arange(len(k), device=DEVICE)
@@ -55,9 +62,12 @@ def in_float64(q, k, v, scale, window):
 
 
 def pages_of(sequences, tables, pages, page=PAGE):
-    """The cache that holds each sequence's (k, v) [n, K, E] in its pages; NaN wherever nothing was written."""
+    """The cache that holds each sequence's (k, v) [n, K, E] in its pages; NaN wherever nothing was
+    written."""
     _, kv_heads, width = sequences[0][0].shape
-    both = torch.full((2, pages, kv_heads, page, width), float("nan"), dtype=sequences[0][0].dtype, device=DEVICE)
+    both = torch.full(
+        (2, pages, kv_heads, page, width), float("nan"), dtype=sequences[0][0].dtype, device=DEVICE
+    )
     for rows, table in zip(sequences, tables, strict=True):
         for side, t in zip(both, rows, strict=True):
             for number, part in zip(table, t.split(page), strict=False):
@@ -68,27 +78,39 @@ def pages_of(sequences, tables, pages, page=PAGE):
 # A sequence that crosses the boundary between two splits (512), seen from the tokens around it.
 LENGTH, FROM, HEADS, KV_HEADS, WIDTH, SCALE = 520, 506, 3, 1, 64, 0.125
 TABLE = (3, 0, 4, 1, 6)
-WINDOWS = pytest.mark.parametrize("window", [None, 4])  # 4: a row of a tile sees nothing in the tile's first block
+# 4: a row of a tile sees nothing in the tile's first block
+WINDOWS = pytest.mark.parametrize("window", [None, 4])
 
 
 @cache
 def sequence(dtype=BF16):
-    return tuple(random(s, LENGTH, h, WIDTH, dtype=dtype) for s, h in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS)))
+    return tuple(
+        random(s, LENGTH, h, WIDTH, dtype=dtype)
+        for s, h in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS))
+    )
 
 
 @cache
 def packed_pass(window, dtype):
-    """What a trainer computes: the whole sequence in one pass, one program walking all splits of a tile."""
+    """What a trainer computes: the whole sequence in one pass, one program walking all splits of a
+    tile."""
     q, k, v = sequence(dtype)
     segments = int32((0, LENGTH, 0, 0))
     return segment_attention(q, k, v, segments, SCALE, window, scratch_bytes=0)
 
 
-def new_tokens(start, stop, *, table=TABLE, max_length=1024, window=None, pages=None, dtype=BF16, **options):
-    """The sequence's tokens start .. stop computed over its pages, as a chunk of prefill or, if one, in decode."""
+def new_tokens(
+    start, stop, *, table=TABLE, max_length=1024, window=None, pages=None, dtype=BF16, **options
+):
+    """The sequence's tokens start .. stop computed over its pages, as a chunk of prefill or, if
+    one, in decode."""
     q, k, v = sequence(dtype)
     rows = PagedRows(
-        tables=int32(table), first=int32(0), count=int32(stop - start), start=int32(start), max_length=max_length
+        tables=int32(table),
+        first=int32(0),
+        count=int32(stop - start),
+        start=int32(start),
+        max_length=max_length,
     )
     keys, values = pages or pages_of([(k[:stop], v[:stop])], [table], 7)
     return attention(q[start:stop], keys, values, rows, SCALE, window, **options)
@@ -105,7 +127,11 @@ def test_matmul_is_near_float64_for_sizes_that_fill_no_tile(dtype, bias):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_a_row_of_matmul_has_the_same_bits_alone_and_in_any_batch(dtype):
-    x, weight, bias = random(1, 150, 330, dtype=dtype), random(2, 70, 330, dtype=dtype), random(3, 70, dtype=dtype)
+    x, weight, bias = (
+        random(1, 150, 330, dtype=dtype),
+        random(2, 70, 330, dtype=dtype),
+        random(3, 70, dtype=dtype),
+    )
     whole = matmul(x, weight, bias)
     for size, first in ((1, 0), (1, 77), (1, 149), (5, 61), (37, 100), (16, 3), (65, 85)):
         assert same_bits(matmul(x[first : first + size], weight, bias), whole[first : first + size])
@@ -113,7 +139,10 @@ def test_a_row_of_matmul_has_the_same_bits_alone_and_in_any_batch(dtype):
 
 def test_matmul_reads_rows_and_weights_that_are_slices_of_wider_ones():
     x, weight = random(1, 6, 300), random(2, 70, 300)
-    assert same_bits(matmul(x[:, 100:200], weight[:, :100]), matmul(x[:, 100:200].clone(), weight[:, :100].clone()))
+    assert same_bits(
+        matmul(x[:, 100:200], weight[:, :100]),
+        matmul(x[:, 100:200].clone(), weight[:, :100].clone()),
+    )
 
 
 @pytest.mark.parametrize("splits", ["apart", "in turn"])
@@ -133,12 +162,18 @@ def test_attention_over_pages_is_near_float64(group, kv_heads, width, window, dt
     tables = [(1, 0, 0, 0, 0), (7, 2, 0, 0, 0), (0, 0, 0, 0, 0), (4, 0, 0, 0, 0), (3, 9, 5, 6, 8)]
     lengths, counts = [past + new for past, new in spans], [new for _, new in spans]
     q = random(1, sum(counts), group * kv_heads, width, dtype=dtype)
-    kv = [tuple(random(9 * s + i, n, kv_heads, width, dtype=dtype) for i in (2, 3)) for s, n in enumerate(lengths)]
+    kv = [
+        tuple(random(9 * s + i, n, kv_heads, width, dtype=dtype) for i in (2, 3))
+        for s, n in enumerate(lengths)
+    ]
     first = torch.tensor([0, *counts]).cumsum(0)[:-1].tolist()
     rows = PagedRows(
-        tables=int32(*tables), first=int32(*first), count=int32(*counts), start=int32(*(past for past, _ in spans)),
+        tables=int32(*tables),
+        first=int32(*first),
+        count=int32(*counts),
+        start=int32(*(past for past, _ in spans)),
         max_length=max(lengths),
-    )  # fmt: skip
+    )
     scratch = {} if splits == "apart" else {"scratch_bytes": 0}
     found = attention(q, *pages_of(kv, tables, 10), rows, width**-0.5, window, **scratch)
     for at, count, (k, v) in zip(first, counts, kv, strict=True):
@@ -150,7 +185,9 @@ def test_rows_of_no_sequence_come_back_as_zeros():
     q, k, v = sequence()
     keys, values = pages_of([(k[:40], v[:40])], [TABLE], 7)
     for options in ({}, {"scratch_bytes": 0}):
-        rows = PagedRows(tables=int32(TABLE), first=int32(2), count=int32(3), start=int32(37), max_length=1024)
+        rows = PagedRows(
+            tables=int32(TABLE), first=int32(2), count=int32(3), start=int32(37), max_length=1024
+        )
         found = attention(q[35:42], keys, values, rows, SCALE, **options)
         assert same_bits(found[2:5], new_tokens(37, 40)) and not found[[0, 1, 5, 6]].any()
 
@@ -158,7 +195,10 @@ def test_rows_of_no_sequence_come_back_as_zeros():
 @pytest.mark.parametrize(("dtype", "window"), [(FP32, None), (BF16, None), (BF16, 4)])
 def test_decoding_one_token_after_another_has_the_bits_of_the_packed_pass(dtype, window):
     for at in (0, 63, 64, 130, 511, 512, 519):
-        assert same_bits(new_tokens(at, at + 1, window=window, dtype=dtype), packed_pass(window, dtype)[at : at + 1])
+        assert same_bits(
+            new_tokens(at, at + 1, window=window, dtype=dtype),
+            packed_pass(window, dtype)[at : at + 1],
+        )
 
 
 @WINDOWS
@@ -177,26 +217,34 @@ def test_splits_side_by_side_or_in_turn_and_more_of_them_than_needed_change_no_b
     expected = packed_pass(window, BF16)[FROM:]
     for max_length in (LENGTH, 1025, 4096):
         assert same_bits(new_tokens(FROM, LENGTH, max_length=max_length, window=window), expected)
-    assert same_bits(new_tokens(FROM, LENGTH, max_length=4096, window=window, scratch_bytes=0), expected)
+    assert same_bits(
+        new_tokens(FROM, LENGTH, max_length=4096, window=window, scratch_bytes=0), expected
+    )
 
 
 def test_three_splits_join_in_one_order_whoever_joins_them():
     q, k, v = (random(s, 1100, h, WIDTH) for s, h in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS)))
     in_turn = segment_attention(q, k, v, int32((1097, 3, 0, 1097)), SCALE, scratch_bytes=0)[1097:]
     table = tuple(range(9))
-    rows = PagedRows(tables=int32(table), first=int32(0), count=int32(1), start=int32(1099), max_length=1536)
+    rows = PagedRows(
+        tables=int32(table), first=int32(0), count=int32(1), start=int32(1099), max_length=1536
+    )
     assert same_bits(attention(q[1099:], *pages_of([(k, v)], [table], 9), rows, SCALE), in_turn[2:])
     assert_near(in_turn, in_float64(q[1097:], k, v, SCALE, None), FP32)
 
 
 def test_sequences_are_found_among_hundreds_of_unused_places():
     q, k, v = (t[:4] for t in sequence())
-    first, start, table = (torch.full((300,), 10**6, dtype=torch.int32, device=DEVICE) for _ in range(3))
+    first, start, table = (
+        torch.full((300,), 10**6, dtype=torch.int32, device=DEVICE) for _ in range(3)
+    )
     count = torch.zeros_like(first)
     for row, place in enumerate((0, 255, 256, 299)):
         first[place], count[place], start[place], table[place] = row, 1, row, 0
     rows = PagedRows(tables=table[:, None], first=first, count=count, start=start, max_length=128)
-    assert same_bits(attention(q, *pages_of([(k, v)], [(0,)], 1), rows, SCALE), packed_pass(None, BF16)[:4])
+    assert same_bits(
+        attention(q, *pages_of([(k, v)], [(0,)], 1), rows, SCALE), packed_pass(None, BF16)[:4]
+    )
 
 
 def test_numbers_and_size_of_pages_change_no_bit():
@@ -205,29 +253,42 @@ def test_numbers_and_size_of_pages_change_no_bit():
     for table in ((0, 1, 2, 3, 4), (6, 5, 4, 3, 2)):
         assert same_bits(new_tokens(FROM, LENGTH, table=table), expected)
     small = tuple(reversed(range(9)))
-    assert same_bits(new_tokens(FROM, LENGTH, table=small, pages=pages_of([(k, v)], [small], 9, page=64)), expected)
+    assert same_bits(
+        new_tokens(FROM, LENGTH, table=small, pages=pages_of([(k, v)], [small], 9, page=64)),
+        expected,
+    )
 
 
 def test_a_sequence_has_the_same_bits_beside_others_that_share_its_prefix():
     """A batch of a long prefill, a decode and a chunk; the first two pages belong to all three."""
     q, k, v = sequence()
     prefix = 2 * PAGE
-    other_q, *other = (random(s, 150, h, WIDTH, dtype=BF16) for s, h in ((7, HEADS), (8, KV_HEADS), (9, KV_HEADS)))
+    other_q, *other = (
+        random(s, 150, h, WIDTH, dtype=BF16) for s, h in ((7, HEADS), (8, KV_HEADS), (9, KV_HEADS))
+    )
     other_k, other_v = torch.cat((k[:prefix], other[0])), torch.cat((v[:prefix], other[1]))
     tables = [TABLE, (3, 0, 5, 2, 0), (3, 0, 5, 2, 0)]
     pages = pages_of([(k, v), (other_k, other_v)], tables[:2], 7)
     rows = PagedRows(
-        tables=int32(*tables), first=int32(51, 0, 50), count=int32(LENGTH - FROM, 50, 1), start=int32(FROM, 256, 400),
+        tables=int32(*tables),
+        first=int32(51, 0, 50),
+        count=int32(LENGTH - FROM, 50, 1),
+        start=int32(FROM, 256, 400),
         max_length=LENGTH,
-    )  # fmt: skip
+    )
     found = attention(torch.cat((other_q[:50], other_q[144:145], q[FROM:])), *pages, rows, SCALE)
     assert same_bits(found[51:], packed_pass(None, BF16)[FROM:])
-    alone = PagedRows(tables=int32(tables[1]), first=int32(0), count=int32(1), start=int32(400), max_length=2048)
+    alone = PagedRows(
+        tables=int32(tables[1]), first=int32(0), count=int32(1), start=int32(400), max_length=2048
+    )
     assert same_bits(found[50:51], attention(other_q[144:145], *pages, alone, SCALE))
     together = segment_attention(
-        torch.cat((q[:prefix], other_q[:50])), torch.cat((k[:prefix], other[0][:50])),
-        torch.cat((v[:prefix], other[1][:50])), int32((prefix, 50, 0, prefix)), SCALE,
-    )  # fmt: skip
+        torch.cat((q[:prefix], other_q[:50])),
+        torch.cat((k[:prefix], other[0][:50])),
+        torch.cat((v[:prefix], other[1][:50])),
+        int32((prefix, 50, 0, prefix)),
+        SCALE,
+    )
     assert same_bits(found[:50], together[prefix:])
 
 
@@ -236,7 +297,9 @@ def test_heads_and_strides_of_a_fused_projection_change_no_bit():
     q, k, v = (t[:70] for t in sequence())
     fused = torch.cat((q, k, v), 1)
     parts = fused.split((HEADS, KV_HEADS, KV_HEADS), 1)
-    assert same_bits(segment_attention(*parts, int32((0, 70, 0, 0)), SCALE), packed_pass(None, BF16)[:70])
+    assert same_bits(
+        segment_attention(*parts, int32((0, 70, 0, 0)), SCALE), packed_pass(None, BF16)[:70]
+    )
 
 
 def test_segments_of_a_pack_have_the_bits_they_have_over_pages():
@@ -246,9 +309,18 @@ def test_segments_of_a_pack_have_the_bits_they_have_over_pages():
     found = segment_attention(q, k, v, torch.tensor(segments), SCALE)
     for first, count, prefix_first, prefix in segments:
         index = [*range(prefix_first, prefix_first + prefix), *range(first, first + count)]
-        rows = PagedRows(tables=int32([1]), first=int32(0), count=int32(count), start=int32(prefix), max_length=128)
+        rows = PagedRows(
+            tables=int32([1]),
+            first=int32(0),
+            count=int32(count),
+            start=int32(prefix),
+            max_length=128,
+        )
         mine = slice(first, first + count)
-        assert same_bits(found[mine], attention(q[mine], *pages_of([(k[index], v[index])], [[1]], 2), rows, SCALE))
+        assert same_bits(
+            found[mine],
+            attention(q[mine], *pages_of([(k[index], v[index])], [[1]], 2), rows, SCALE),
+        )
         assert_near(found[mine], in_float64(q[mine], k[index], v[index], SCALE, None), FP32)
     assert not found[70:75].any() and not found[105:].any()
 

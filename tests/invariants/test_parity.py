@@ -9,7 +9,14 @@ from tandem.model.logprobs import Filter
 from tandem.rl.kl import kl_estimate
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
-from tests.support.parity import CONFIGS, engine_for, largest_gap, random_model, random_requests, sample_of
+from tests.support.parity import (
+    CONFIGS,
+    engine_for,
+    largest_gap,
+    random_model,
+    random_requests,
+    sample_of,
+)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -41,9 +48,15 @@ def test_engine_and_policy_agree_at_two_thousand_tokens(name):
 def test_engine_and_policy_agree_after_optimizer_steps(name):
     model = random_model(name)
     optimizer = Optimizer(
-        dict(model.module.named_parameters()), learning_rate=1e-2, schedule="constant", warmup_steps=0, total_steps=9,
-        weight_decay=0.0, betas=(0.9, 0.95), max_grad_norm=1.0,
-    )  # fmt: skip
+        dict(model.module.named_parameters()),
+        learning_rate=1e-2,
+        schedule="constant",
+        warmup_steps=0,
+        total_steps=9,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        max_grad_norm=1.0,
+    )
     engine = engine_for(model)
     seen = []
     for step in range(3):
@@ -53,7 +66,9 @@ def test_engine_and_policy_agree_after_optimizer_steps(name):
         assert largest_gap(model, requests, completions, 300, gradients=True) == 0.0
         optimizer.update()
     # the weights did reach the engine: the same requests score differently now
-    again = engine.generate(random_requests(np.random.default_rng(0), prompts=4, longest=60, group=2)[:1])[0].logprobs
+    again = engine.generate(
+        random_requests(np.random.default_rng(0), prompts=4, longest=60, group=2)[:1]
+    )[0].logprobs
     assert not np.array_equal(again, seen[0])
 
 
@@ -63,7 +78,8 @@ def test_a_wrong_rule_is_seen(gap_of_a_trainer_at_another_temperature):
 
 @pytest.fixture
 def gap_of_a_trainer_at_another_temperature():
-    """The gap when the trainer scores at another temperature than the engine sampled at: the check can fail."""
+    """The gap when the trainer scores at another temperature than the engine sampled at: the check
+    can fail."""
     model = random_model("qwen3")
     requests = random_requests(np.random.default_rng(1), prompts=7, longest=50, group=2)
     completions = engine_for(model).generate(requests)
@@ -75,7 +91,9 @@ def test_reference_kl_of_identical_weights_is_exactly_zero():
     policy, reference = random_model("qwen3"), random_model("qwen3")
     requests = random_requests(np.random.default_rng(3), prompts=5, longest=50, group=2)
     completions = engine_for(policy).generate(requests)
-    samples = [sample_of(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+    samples = [
+        sample_of(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))
+    ]
     for batch in pack(samples, 500):
         ours, _ = batch_logprobs(policy, batch, Filter())  # in gradient mode
         theirs = reference_logprobs(reference, batch, Filter())
@@ -86,10 +104,14 @@ def test_reference_kl_of_identical_weights_is_exactly_zero():
 def test_a_request_gives_the_same_tokens_in_every_schedule():
     model = random_model("llama")
     requests = random_requests(np.random.default_rng(4), prompts=6, longest=80, group=3)
-    expected = {r.key: c for r, c in zip(requests, engine_for(model).generate(requests), strict=True)}
+    expected = {
+        r.key: c for r, c in zip(requests, engine_for(model).generate(requests), strict=True)
+    }
     for batch in (1, 3, 7):
         order = np.random.default_rng(batch).permutation(len(requests))
         shuffled = [requests[i] for i in order]
-        for request, completion in zip(shuffled, engine_for(model, max_batch=batch).generate(shuffled), strict=True):
+        for request, completion in zip(
+            shuffled, engine_for(model, max_batch=batch).generate(shuffled), strict=True
+        ):
             assert np.array_equal(completion.tokens, expected[request.key].tokens)
             assert np.array_equal(completion.logprobs, expected[request.key].logprobs)

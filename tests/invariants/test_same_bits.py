@@ -1,4 +1,5 @@
-"""P2: a killed run, started again by the same command, ends with the same bytes as one that was never stopped."""
+"""P2: a killed run, started again by the same command, ends with the same bytes as one that was
+never stopped."""
 
 import os
 import shutil
@@ -50,11 +51,15 @@ def test_another_seed_gives_other_bytes(forks, undisturbed, tmp_path):
     assert not [name for name in (*weights, "metrics.jsonl") if other[name] == expected[name]]
 
 
-def test_a_killed_run_goes_on_with_other_cores_and_workers_to_the_same_bytes_and_replays(undisturbed, tmp_path):
-    """On one core where there is `taskset`. With as many threads as there are cores, as a user has it: nothing here pins them."""
+def test_a_killed_run_goes_on_with_other_cores_and_workers_to_the_same_bytes_and_replays(
+    undisturbed, tmp_path
+):
+    """On one core where there is `taskset`. With as many threads as there are cores, as a user has
+    it: nothing here pins them."""
     command, expected, seconds = undisturbed
     moment = np.random.default_rng(0).uniform(0.4, 0.95) * seconds
-    for part in (1.0, 0.5, 0.25):  # a machine that was slower a moment ago has ended before the kill
+    # a machine that was slower a moment ago has ended before the kill
+    for part in (1.0, 0.5, 0.25):
         killed = tmp_path / f"killed at {part}"
         code, _ = run([*command, "rollout.workers=1"], killed, part * moment)
         run(command, killed, place=ONE_CORE)
@@ -64,12 +69,16 @@ def test_a_killed_run_goes_on_with_other_cores_and_workers_to_the_same_bytes_and
         raise AssertionError("no kill hit a live run")
     assert fingerprint(killed) == expected
     replay = [*ONE_CORE, *command[:3], "replay", str(killed), "--step", "9"]
-    told = subprocess.run(replay, capture_output=True, text=True, env={**unpinned(), "HF_HUB_OFFLINE": "1"})
+    told = subprocess.run(
+        replay, capture_output=True, text=True, env={**unpinned(), "HF_HUB_OFFLINE": "1"}
+    )
     assert told.returncode == 0 and f"equal: step 9 of {killed}" in told.stdout.replace("\n", "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_after_a_checkpoint_leaves_no_trace_whatever_a_step_leaves_to_the_next(kind, forks, tmp_path):
+def test_a_kill_after_a_checkpoint_leaves_no_trace_whatever_a_step_leaves_to_the_next(
+    kind, forks, tmp_path
+):
     command = prepare(tmp_path, steps=STEPS, command=kind)
     assert forks.run(command, tmp_path / "whole") == 0
     assert forks.run(command, tmp_path / "killed", kill_at_row=STEPS) != 0
@@ -82,7 +91,8 @@ def test_a_kill_after_a_checkpoint_leaves_no_trace_whatever_a_step_leaves_to_the
 
 @pytest.mark.parametrize("kind", ["partial", "multi-turn, two steps off"])
 def test_a_kill_while_rollouts_are_ahead_leaves_no_trace_whoever_rolls_out(kind, forks, tmp_path):
-    """What is killed has a rollout worker; what is never stopped has none. The journal may then hold more than a checkpoint."""
+    """What is killed has a rollout worker; what is never stopped has none. The journal may then
+    hold more than a checkpoint."""
     command = [*prepare(tmp_path, steps=STEPS, command=kind), "run.save_every=2", "eval.every=0"]
     assert forks.run([*command, "rollout.workers=0"], tmp_path / "whole") == 0
     killed = [*command, f"rollout.workers={int(kind == 'partial')}"]

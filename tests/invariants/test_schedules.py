@@ -13,7 +13,8 @@ def test_every_token_has_the_policys_logprob_in_every_schedule(schedule):
 
 
 def test_a_schedule_can_do_what_it_is_for():
-    """Witness: preemption, shared beginnings and updates under running requests happen, and are survived."""
+    """Witness: preemption, shared beginnings and updates under running requests happen, and are
+    survived."""
     acts = [
         Ask(7, 0, 4, 2),
         Step(3),
@@ -26,5 +27,11 @@ def test_a_schedule_can_do_what_it_is_for():
     ]
     gap, tokens, seen = run(Schedule("qwen3", 5, 8, 64, acts))
     assert gap == 0.0 and tokens > 100
-    assert seen["preemptions, those for new weights included"] and seen["prompt tokens found in the cache"]
-    assert seen["updates with continue under running requests"] and seen["updates with restart under running requests"]
+    assert (
+        seen["preemptions, those for new weights included"]
+        and seen["prompt tokens found in the cache"]
+    )
+    assert (
+        seen["updates with continue under running requests"]
+        and seen["updates with restart under running requests"]
+    )

@@ -1,4 +1,5 @@
-"""Divergences over the vocabulary against their definitions in float64: value, gradient, chunks, and exact zeros."""
+"""Divergences over the vocabulary against their definitions in float64: value, gradient, chunks,
+and exact zeros."""
 
 import math
 from functools import partial
@@ -35,7 +36,9 @@ BETA = 0.3
 
 
 def distance(student, teacher, temperature, kind="reverse_kl", top_k=0):
-    return divergences(student, teacher, temperature, partial(divergence, kind, beta=BETA, top_k=top_k))
+    return divergences(
+        student, teacher, temperature, partial(divergence, kind, beta=BETA, top_k=top_k)
+    )
 
 
 def kl(p, q):
@@ -44,11 +47,14 @@ def kl(p, q):
 
 def by_definition(student, teacher, temperature, kind="reverse_kl", top_k=0):
     """Whole tables in float64; with top_k the others' probability is added up to one more token."""
-    own, held = ((hidden @ weight.t() / temperature).softmax(-1) for hidden, weight in (student, teacher))
+    own, held = (
+        (hidden @ weight.t() / temperature).softmax(-1) for hidden, weight in (student, teacher)
+    )
     if top_k:
         first = torch.zeros_like(held).scatter(1, held.topk(top_k, -1).indices, 1.0)
         own, held = (
-            torch.cat([p[first == 1].view(-1, top_k), (p * (1 - first)).sum(-1, True)], 1) for p in (own, held)
+            torch.cat([p[first == 1].view(-1, top_k), (p * (1 - first)).sum(-1, True)], 1)
+            for p in (own, held)
         )
     mixture = BETA * held + (1 - BETA) * own
     return {
@@ -65,7 +71,9 @@ def doubled(tensors):
 @pytest.mark.parametrize(("kind", "top_k"), KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 40), (12, 40), (CHUNK + 1, MANY)])
-def test_value_and_gradient_are_those_of_autograd_on_whole_tables(rows, vocabulary, temperature, kind, top_k):
+def test_value_and_gradient_are_those_of_autograd_on_whole_tables(
+    rows, vocabulary, temperature, kind, top_k
+):
     student, teacher = model(rows, vocabulary), model(rows, vocabulary, seed=7)
     above = noise(rows, seed=3)
     ours = tuple(tensor.clone().requires_grad_() for tensor in student)
@@ -74,11 +82,15 @@ def test_value_and_gradient_are_those_of_autograd_on_whole_tables(rows, vocabula
     theirs = doubled(student)
     expected = by_definition(theirs, tuple(t.double() for t in teacher), temperature, kind, top_k)
     (expected * above).sum().backward()
-    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)  # a float32 sum over the vocabulary
+    # a float32 sum over the vocabulary
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
     for one, other in zip(ours, theirs, strict=True):
         scale = float(other.grad.abs().max())
-        # gaps of up to 30 nats, each times a probability that is off by 2e-6, cancel; measured: under 1.1e-5
-        torch.testing.assert_close(one.grad, other.grad.float(), rtol=0, atol=max(1e-4 * scale, 2e-5))
+        # gaps of up to 30 nats, each times a probability that is off by 2e-6, cancel; measured:
+        # under 1.1e-5
+        torch.testing.assert_close(
+            one.grad, other.grad.float(), rtol=0, atol=max(1e-4 * scale, 2e-5)
+        )
 
 
 @pytest.fixture(params=[1, 2])
@@ -97,7 +109,9 @@ def test_chunks_give_the_bits_of_one_row_at_a_time(threads):
     whole = distance((hidden, weight, packed), (teacher, held, held_packed), 0.7)
     for at in (0, CHUNK - 1, CHUNK, 2 * CHUNK, rows - 1):
         own, other = hidden[at : at + 1].contiguous(), teacher[at : at + 1].contiguous()
-        assert torch.equal(distance((own, weight, packed), (other, held, held_packed), 0.7), whole[at : at + 1])
+        assert torch.equal(
+            distance((own, weight, packed), (other, held, held_packed), 0.7), whole[at : at + 1]
+        )
 
 
 @pytest.mark.parametrize(("kind", "top_k"), KINDS)
@@ -105,7 +119,9 @@ def test_chunks_give_the_bits_of_one_row_at_a_time(threads):
 def test_between_equal_models_it_is_exactly_zero_and_so_is_its_gradient(temperature, kind, top_k):
     for rows, vocabulary in ((12, 40), (CHUNK + 1, MANY)):
         hidden, weight = (tensor.requires_grad_() for tensor in model(rows, vocabulary))
-        found = distance(head(hidden, weight), head(hidden.detach(), weight.detach()), temperature, kind, top_k)
+        found = distance(
+            head(hidden, weight), head(hidden.detach(), weight.detach()), temperature, kind, top_k
+        )
         found.sum().backward()
         assert not found.any() and not hidden.grad.any() and not weight.grad.any()
 
@@ -127,7 +143,9 @@ def test_fewer_tokens_tell_less_and_all_of_them_everything(kind):
     for fewer, more in pairwise(found[:4]):
         assert (fewer < more + 1e-6).all() and (fewer < more - 1e-3).any()
     for every in found[3:]:
-        torch.testing.assert_close(every, distance(student, teacher, 1.0, kind), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            every, distance(student, teacher, 1.0, kind), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_the_divergence_of_jensen_and_shannon_is_bounded_and_finite_where_the_two_exclude_each_other():
@@ -135,7 +153,9 @@ def test_the_divergence_of_jensen_and_shannon_is_bounded_and_finite_where_the_tw
     hidden = (1000.0 * torch.eye(WIDTH)[:1]).requires_grad_()
     found = distance(head(hidden, weight), head(1000.0 * torch.eye(WIDTH)[1:2], weight), 1.0, "jsd")
     found.sum().backward()
-    assert found.item() == pytest.approx(-BETA * math.log(BETA) - (1 - BETA) * math.log(1 - BETA), rel=1e-6)
+    assert found.item() == pytest.approx(
+        -BETA * math.log(BETA) - (1 - BETA) * math.log(1 - BETA), rel=1e-6
+    )
     assert hidden.grad.isfinite().all()
 
 
@@ -152,7 +172,9 @@ def test_the_teacher_gets_no_gradient_and_no_positions_give_none():
     distance(head(*tensors[:2]), head(*tensors[2:]), 1.0).sum().backward()
     assert [tensor.grad is not None for tensor in tensors] == [True, True, False, False]
     weight = student[1].detach().requires_grad_()
-    none = distance(head(noise(0, WIDTH, seed=0), weight), head(noise(0, WIDTH, seed=0), weight.detach()), 1.0)
+    none = distance(
+        head(noise(0, WIDTH, seed=0), weight), head(noise(0, WIDTH, seed=0), weight.detach()), 1.0
+    )
     none.sum().backward()
     assert len(none) == 0 and not weight.grad.any()
 

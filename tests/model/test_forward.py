@@ -1,16 +1,29 @@
-"""What the models say of packed microbatches against stock transformers run sample by sample: values and gradients."""
+"""What the models say of packed microbatches against stock transformers run sample by sample:
+values and gradients."""
 
 import numpy as np
 import pytest
 import torch
 
-from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs, teacher_divergences
+from tandem.model.forward import (
+    batch_logprobs,
+    batch_values,
+    reference_logprobs,
+    teacher_divergences,
+)
 from tandem.model.logprobs import Filter
 from tandem.rl.distillation import reverse_kl
 from tandem.train.pack import join, pack, split
 from tests.support import dense
 from tests.support.episodes import adapted_model
-from tests.support.tiny import CONFIGS, exact_model, random_samples, stock_logits, twins, value_twins
+from tests.support.tiny import (
+    CONFIGS,
+    exact_model,
+    random_samples,
+    stock_logits,
+    twins,
+    value_twins,
+)
 
 # Two implementations of a float32 model; measured: under 1e-5.
 FORWARD = 2e-5
@@ -34,14 +47,18 @@ def add_gradients(batches, column, say):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_the_gradient_of_a_packed_prefix_shared_batch_is_that_of_stock_transformers_sample_by_sample(kind):
+def test_the_gradient_of_a_packed_prefix_shared_batch_is_that_of_stock_transformers_sample_by_sample(
+    kind,
+):
     exact, stock = twins(kind)
     samples = random_samples(np.random.default_rng(0), 4)
     column, batches = random_column(samples), pack(samples, 40)
     assert len(batches) > 2
     add_gradients(batches, column, lambda batch: batch_logprobs(exact, batch, Filter())[0])
     for sample, part in zip(samples, column, strict=True):
-        (dense.logprobs(stock, sample.tokens, sample.loss_mask) * torch.from_numpy(part)).sum().backward()
+        (
+            dense.logprobs(stock, sample.tokens, sample.loss_mask) * torch.from_numpy(part)
+        ).sum().backward()
     dense.assert_gradients(gradients(exact), stock)
 
 
@@ -119,7 +136,12 @@ def test_one_microbatch_and_many_give_the_same_bits_of_logprobs():
     for budget in (1, 64, 10_000):
         batches = pack(samples, budget)
         with torch.no_grad():
-            columns.append(split(batches, [batch_logprobs(model, batch, Filter())[0].numpy() for batch in batches]))
+            columns.append(
+                split(
+                    batches,
+                    [batch_logprobs(model, batch, Filter())[0].numpy() for batch in batches],
+                )
+            )
     for number in range(len(samples)):
         assert len({column[number].tobytes() for column in columns}) == 1
 
@@ -130,12 +152,17 @@ def test_logprobs_have_the_same_bits_with_and_without_gradients():
     with_gradients = batch_logprobs(model, batch, Filter())
     with torch.no_grad():
         lean = batch_logprobs(model, batch, Filter())
-    assert all(one.requires_grad and torch.equal(one, other) for one, other in zip(with_gradients, lean, strict=True))
+    assert all(
+        one.requires_grad and torch.equal(one, other)
+        for one, other in zip(with_gradients, lean, strict=True)
+    )
 
 
 def test_the_reference_of_a_policy_with_adapters_is_the_model_without_them_to_the_bit():
     adapted, plain = adapted_model(), exact_model("qwen3")
-    adapted.load_weights({name: torch.full_like(w, 0.05) for name, w in adapted.adapter_weights().items()})
+    adapted.load_weights(
+        {name: torch.full_like(w, 0.05) for name, w in adapted.adapter_weights().items()}
+    )
     [batch] = pack(random_samples(np.random.default_rng(5), 3), 10_000)
     reference = reference_logprobs(adapted, batch, Filter())
     with torch.no_grad():

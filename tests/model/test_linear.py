@@ -1,4 +1,5 @@
-"""The exact linear and SiLU: a row's bits do not depend on its neighbours, and a pack is never stale."""
+"""The exact linear and SiLU: a row's bits do not depend on its neighbours, and a pack is never
+stale."""
 
 import pytest
 import torch
@@ -6,7 +7,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tandem.model.linear import ExactLinear, FusedLinear, PackedWeight, linear, multiply, pack, padded_rows, swiglu
+from tandem.model.linear import (
+    ExactLinear,
+    FusedLinear,
+    PackedWeight,
+    linear,
+    multiply,
+    pack,
+    padded_rows,
+    swiglu,
+)
 
 
 def noise(*shape, seed=0):
@@ -21,7 +31,9 @@ def test_a_row_has_the_same_bits_beside_any_number_of_other_rows(inner, bias):
     whole = multiply(x, packed, added)
     for rows in range(1, 71):
         assert torch.equal(multiply(x[:rows], packed, added), whole[:rows]), f"first {rows} rows"
-        assert torch.equal(multiply(x[70 - rows :], packed, added), whole[70 - rows :]), f"last {rows} rows"
+        assert torch.equal(multiply(x[70 - rows :], packed, added), whole[70 - rows :]), (
+            f"last {rows} rows"
+        )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -53,7 +65,19 @@ def test_with_and_without_gradients_the_bits_are_the_same():
 
 
 def test_the_ladder_of_row_counts_holds_every_count_with_few_steps_and_little_waste():
-    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 63, 64, 65, 70)] == [4, 4, 4, 4, 8, 8, 12, 64, 64, 68, 72]
+    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 63, 64, 65, 70)] == [
+        4,
+        4,
+        4,
+        4,
+        8,
+        8,
+        12,
+        64,
+        64,
+        68,
+        72,
+    ]
     for rows in range(1, 5000):
         padded = padded_rows(rows)
         assert padded >= rows and padded_rows(padded) == padded >= 4
@@ -77,7 +101,10 @@ def test_the_pack_is_kept_while_the_weight_is_and_renewed_when_it_changes_in_pla
 def test_the_module_takes_over_the_parameters_and_keeps_the_leading_dimensions():
     plain = nn.Linear(96, 24)
     exact = ExactLinear(plain.weight, plain.bias)
-    assert exact.weight is plain.weight and dict(exact.named_parameters()).keys() == {"weight", "bias"}
+    assert exact.weight is plain.weight and dict(exact.named_parameters()).keys() == {
+        "weight",
+        "bias",
+    }
     x = noise(2, 3, 96)
     assert exact(x).shape == (2, 3, 24)
     assert torch.equal(exact(x).view(6, 24), exact(x.view(6, 96)))
@@ -97,7 +124,9 @@ def test_swiglu_is_silu_of_the_gate_times_up(scale):
 
 def test_swiglu_has_its_limits_at_the_ends_of_the_numbers():
     ends = torch.tensor([0.0, -200.0, 200.0, -3e38, 3e38])
-    assert torch.equal(swiglu(torch.cat([ends, torch.ones(5)])), torch.tensor([0.0, 0.0, 200.0, 0.0, 3e38]))
+    assert torch.equal(
+        swiglu(torch.cat([ends, torch.ones(5)])), torch.tensor([0.0, 0.0, 200.0, 0.0, 3e38])
+    )
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -107,7 +136,9 @@ def test_a_row_of_swiglu_does_not_depend_on_rows_width_or_threads(gradients):
         whole = swiglu(x)
         for rows in (*range(1, 40), 327, 999):
             for start in (0, 3, 501):
-                assert torch.equal(swiglu(x[start : start + rows].clone()), whole[start : start + rows])
+                assert torch.equal(
+                    swiglu(x[start : start + rows].clone()), whole[start : start + rows]
+                )
         narrow = torch.cat([x[:, 3:40], x[:, 103:140]], 1)
         assert torch.equal(swiglu(narrow), whole[:, 3:40])
         torch.set_num_threads(2)
@@ -119,7 +150,9 @@ def test_a_row_of_swiglu_does_not_depend_on_rows_width_or_threads(gradients):
 @pytest.mark.parametrize("bias", [False, True])
 def test_fused_linears_are_their_parts_side_by_side_with_the_gradients_of_each(bias):
     parts = [
-        ExactLinear(nn.Parameter(noise(o, 96, seed=o)), nn.Parameter(noise(o, seed=o)) if bias else None)
+        ExactLinear(
+            nn.Parameter(noise(o, 96, seed=o)), nn.Parameter(noise(o, seed=o)) if bias else None
+        )
         for o in (24, 8, 8)
     ]
     fused, x = FusedLinear(*parts), noise(7, 96)
@@ -135,7 +168,9 @@ def test_fused_linears_are_their_parts_side_by_side_with_the_gradients_of_each(b
         part.zero_grad()
     (expected * above).sum().backward()
     for one, other in zip(
-        [ours.grad, *grads], [theirs.grad, *(p.grad for part in parts for p in part.parameters())], strict=True
+        [ours.grad, *grads],
+        [theirs.grad, *(p.grad for part in parts for p in part.parameters())],
+        strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -151,9 +186,17 @@ def test_the_pack_of_fused_linears_follows_each_of_their_weights():
 
 def adapted(outputs, inputs=96, *, rank=0, bias=False, frozen=True, seed=0):
     """An ExactLinear of random numbers; rank 0 is one without an adapter."""
-    factors = (nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)) if rank else (None, None)
-    weight, added = (nn.Parameter(noise(*shape, seed=seed + 1)) for shape in ((outputs, inputs), (outputs,)))
-    exact = ExactLinear(weight.requires_grad_(not frozen), added if bias else None, *factors, scaling=0.5)
+    factors = (
+        (nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False))
+        if rank
+        else (None, None)
+    )
+    weight, added = (
+        nn.Parameter(noise(*shape, seed=seed + 1)) for shape in ((outputs, inputs), (outputs,))
+    )
+    exact = ExactLinear(
+        weight.requires_grad_(not frozen), added if bias else None, *factors, scaling=0.5
+    )
     for number, factor in enumerate(factors):
         if factor is not None:
             factor.weight = nn.Parameter(noise(*factor.weight.shape, seed=seed + 2 + number))
@@ -173,7 +216,10 @@ def by_formula(x, part):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("ranks", [(0, 0, 0), (3, 0, 0), (0, 3, 2), (1, 5, 3)])
 def test_adapters_on_none_some_or_all_parts_run_and_learn_by_the_formula(ranks, bias, frozen):
-    parts = [adapted(o, rank=r, bias=bias, frozen=frozen, seed=9 * o) for o, r in zip((24, 8, 16), ranks, strict=True)]
+    parts = [
+        adapted(o, rank=r, bias=bias, frozen=frozen, seed=9 * o)
+        for o, r in zip((24, 8, 16), ranks, strict=True)
+    ]
     x, above = noise(7, 96), noise(7, 48, seed=5)
     for run, members in ((FusedLinear(*parts), parts), (parts[0], parts[:1])):
         ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
@@ -188,7 +234,9 @@ def test_adapters_on_none_some_or_all_parts_run_and_learn_by_the_formula(ranks, 
         for part, (_, leaves) in zip(members, outputs, strict=True):
             for name, parameter in part.named_parameters():
                 if parameter.requires_grad:
-                    torch.testing.assert_close(parameter.grad, leaves[name].grad.float(), rtol=1e-5, atol=1e-4)
+                    torch.testing.assert_close(
+                        parameter.grad, leaves[name].grad.float(), rtol=1e-5, atol=1e-4
+                    )
                 else:
                     assert parameter.grad is None
             part.zero_grad()
@@ -196,8 +244,11 @@ def test_adapters_on_none_some_or_all_parts_run_and_learn_by_the_formula(ranks, 
 
 def test_the_names_of_an_adapters_factors_come_behind_the_weights():
     assert [name for name, _ in adapted(8, rank=2, bias=True).named_parameters()] == [
-        "weight", "bias", "lora_A.weight", "lora_B.weight",
-    ]  # fmt: skip
+        "weight",
+        "bias",
+        "lora_A.weight",
+        "lora_B.weight",
+    ]
 
 
 @pytest.mark.parametrize("name", ["weight", "lora_A.weight", "lora_B.weight"])
@@ -208,7 +259,9 @@ def test_the_packs_of_an_adapted_linear_follow_each_of_its_tensors(name):
         with torch.no_grad():
             before = run(x)
             dict(parts[0].named_parameters())[name].mul_(1.5)
-            torch.testing.assert_close(run(x)[:, :8], by_formula(x.double(), parts[0])[0].float(), rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(
+                run(x)[:, :8], by_formula(x.double(), parts[0])[0].float(), rtol=1e-5, atol=1e-4
+            )
             assert not torch.equal(run(x), before)
 
 
@@ -227,7 +280,9 @@ def test_base_only_runs_the_base_weights_and_no_adapter_learns_from_it():
 
 def test_a_frozen_linear_holds_no_activations_and_spends_nothing_on_its_weight():
     x, held = noise(64, 96).requires_grad_(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: held.append(t.data_ptr()) or t, lambda t: t
+    ):
         frozen, learning = (adapted(32, frozen=f)(x).sum() for f in (True, False))
     assert held.count(x.data_ptr()) == 1  # the learning one's
     costs = []

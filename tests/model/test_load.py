@@ -1,4 +1,5 @@
-"""What loads, what is refused by name before any weight is read, and logits against stock transformers."""
+"""What loads, what is refused by name before any weight is read, and logits against stock
+transformers."""
 
 import json
 from contextlib import nullcontext
@@ -45,7 +46,12 @@ def test_the_logits_of_a_packed_pass_are_those_of_stock_transformers_document_by
 
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
 def test_static_rotary_embeddings_give_stock_logits_too(rope):
-    parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    parameters = {
+        "rope_type": rope,
+        "factor": 4.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 32,
+    }
     if rope == "llama3":
         parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     exact, stock = twins("llama", rope_parameters=parameters)
@@ -68,9 +74,13 @@ def test_a_saved_directory_loads_with_the_same_bits_in_float32(tmp_path):
     model = exact_model("qwen3")
     model.module.save_pretrained(tmp_path)
     again = load_model(str(tmp_path))
-    assert all(torch.equal(w, model.named_weights()[name]) for name, w in again.named_weights().items())
+    assert all(
+        torch.equal(w, model.named_weights()[name]) for name, w in again.named_weights().items()
+    )
     stock_model(tiny_config("qwen3")).bfloat16().save_pretrained(tmp_path / "half")
-    assert {w.dtype for w in load_model(str(tmp_path / "half")).named_weights().values()} == {torch.float32}
+    assert {w.dtype for w in load_model(str(tmp_path / "half")).named_weights().values()} == {
+        torch.float32
+    }
 
 
 def test_loading_weights_keeps_the_tensors_and_their_ties():
@@ -79,7 +89,9 @@ def test_loading_weights_keeps_the_tensors_and_their_ties():
     model.load_weights(other.named_weights())
     assert {name: w.data_ptr() for name, w in model.named_weights().items()} == places
     assert model.head.weight is model.module.get_input_embeddings().weight
-    assert all(torch.equal(w, other.named_weights()[name]) for name, w in model.named_weights().items())
+    assert all(
+        torch.equal(w, other.named_weights()[name]) for name, w in model.named_weights().items()
+    )
 
 
 def test_weights_that_are_not_named_stay_and_names_that_are_not_there_are_refused_before_anything_is_written():
@@ -87,7 +99,10 @@ def test_weights_that_are_not_named_stay_and_names_that_are_not_there_are_refuse
     before = {name: w.clone() for name, w in model.named_weights().items()}
     name = "model.layers.1.mlp.up_proj.weight"
     new = other.named_weights()[name]
-    for wrong in ({name: new, "model.norm.bias": torch.ones(96)}, {name: new, "model.norm.weight": torch.ones(1)}):
+    for wrong in (
+        {name: new, "model.norm.bias": torch.ones(96)},
+        {name: new, "model.norm.weight": torch.ones(1)},
+    ):
         with pytest.raises(UserError, match="not this model's") as error:
             model.load_weights(wrong)
         assert error.value.where == list(wrong)[1] and error.value.found.startswith("1 of 2 names")
@@ -99,10 +114,13 @@ def test_weights_that_are_not_named_stay_and_names_that_are_not_there_are_refuse
 
 def test_every_parameter_of_a_plain_model_is_trainable_and_merged_is_what_it_is():
     model = exact_model("qwen3")
-    assert model.trainable() == dict(model.module.named_parameters()) and model.adapter_weights() == {}
+    assert (
+        model.trainable() == dict(model.module.named_parameters()) and model.adapter_weights() == {}
+    )
     merged = model.merged_weights()
     assert list(merged) == list(model.named_weights())
-    assert all(w.data_ptr() == merged[name].data_ptr() for name, w in model.named_weights().items())  # no copy is made
+    # no copy is made
+    assert all(w.data_ptr() == merged[name].data_ptr() for name, w in model.named_weights().items())
 
 
 class CountingPlan:
@@ -117,19 +135,28 @@ class CountingPlan:
 
 
 def gradients_of(model, *, checkpointing, off=nullcontext):
-    """(gradients by name, the layers that were run, in order) of a packed pass of 30 tokens; backward outside of off."""
+    """(gradients by name, the layers that were run, in order) of a packed pass of 30 tokens;
+    backward outside of off."""
     model.checkpointing, plan = checkpointing, CountingPlan(30)
     model.zero_grad()
     with off():
         out = model.head(
-            model.hidden(torch.from_numpy(random_tokens(np.random.default_rng(0), 30)), torch.arange(30), plan)
+            model.hidden(
+                torch.from_numpy(random_tokens(np.random.default_rng(0), 30)),
+                torch.arange(30),
+                plan,
+            )
         )
     out.log_softmax(-1)[:, 3].sum().backward()
-    grads = {name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None}
+    grads = {
+        name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None
+    }
     return grads, plan.layers
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=0)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora", [None, Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=0)], ids=["full", "lora"]
+)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_with_checkpointing_each_layer_runs_twice_and_no_bit_of_a_gradient_changes(kind, lora):
     model = make_exact(stock_model(tiny_config(kind)), lora)
@@ -142,7 +169,9 @@ def test_with_checkpointing_each_layer_runs_twice_and_no_bit_of_a_gradient_chang
 
 
 def test_checkpointing_runs_a_layer_again_as_it_ran_first_though_the_adapter_was_off_then():
-    model = make_exact(stock_model(tiny_config()), Lora(rank=4, alpha=8.0, targets=("q_proj",), seed=0))
+    model = make_exact(
+        stock_model(tiny_config()), Lora(rank=4, alpha=8.0, targets=("q_proj",), seed=0)
+    )
     model.load_weights({name: w + 0.1 for name, w in model.adapter_weights().items()})
     for parameter in model.parameters():
         parameter.requires_grad_(True)
@@ -150,7 +179,9 @@ def test_checkpointing_runs_a_layer_again_as_it_ran_first_though_the_adapter_was
     checkpointed, _ = gradients_of(model, checkpointing=True, off=model.adapter_off)
     assert plain.keys() == checkpointed.keys() and not any("lora" in name for name in plain)
     assert all(torch.equal(grad, checkpointed[name]) for name, grad in plain.items())
-    assert not torch.equal(plain["model.norm.weight"], gradients_of(model, checkpointing=True)[0]["model.norm.weight"])
+    assert not torch.equal(
+        plain["model.norm.weight"], gradients_of(model, checkpointing=True)[0]["model.norm.weight"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +197,8 @@ def test_checkpointing_runs_a_layer_again_as_it_ran_first_though_the_adapter_was
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_exact_is_refused_by_name_without_any_weights(config, reason, tmp_path):
-    config.save_pretrained(tmp_path)  # no weights: had they been looked for, the error would be another
+    # no weights: had they been looked for, the error would be another
+    config.save_pretrained(tmp_path)
     for load in (check_model, load_model):
         with pytest.raises(UserError, match="cannot run exactly") as error:
             load(str(tmp_path))
@@ -195,7 +227,9 @@ def test_no_name_a_missing_directory_and_a_directory_without_a_config_are_told_a
     assert error.value.found == "a directory without config.json: notes.txt"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"hidden_size": 96}), json.dumps({"model_type": "nonsense"})])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", json.dumps({"hidden_size": 96}), json.dumps({"model_type": "nonsense"})]
+)
 def test_a_broken_config_is_a_users_error(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError):
@@ -229,12 +263,12 @@ def test_the_head_sizes_are_read_from_the_config():
 
 def test_the_config_is_the_one_that_transformers_reads(tmp_path):
     for kind in CONFIGS:
-        tiny_config(kind, rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}).save_pretrained(
+        tiny_config(
+            kind, rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+        ).save_pretrained(tmp_path)
+        assert check_model(str(tmp_path)).to_dict() == AutoConfig.from_pretrained(
             tmp_path
-        )
-        assert check_model(str(tmp_path)).to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict() | {
-            "_name_or_path": ""
-        }
+        ).to_dict() | {"_name_or_path": ""}
 
 
 def test_a_config_of_an_older_transformers_is_read_as_transformers_reads_it(tmp_path):
@@ -254,9 +288,9 @@ def test_a_config_of_an_older_transformers_is_read_as_transformers_reads_it(tmp_
         "pretraining_tp": 1,
     }
     (tmp_path / "config.json").write_text(json.dumps(old))
-    assert check_model(str(tmp_path)).to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict() | {
-        "_name_or_path": ""
-    }
+    assert check_model(str(tmp_path)).to_dict() == AutoConfig.from_pretrained(
+        tmp_path
+    ).to_dict() | {"_name_or_path": ""}
 
 
 def test_what_a_config_says_of_kernels_and_code_is_dropped(tmp_path):
@@ -276,9 +310,13 @@ def test_what_a_config_says_of_kernels_and_code_is_dropped(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | code))
     loaded = load_model(str(tmp_path))
     assert (
-        "elsewhere" not in str(vars(loaded.config)) and loaded.config.to_dict().keys() <= model.config.to_dict().keys()
+        "elsewhere" not in str(vars(loaded.config))
+        and loaded.config.to_dict().keys() <= model.config.to_dict().keys()
     )
-    assert all(torch.equal(weight, model.named_weights()[name]) for name, weight in loaded.named_weights().items())
+    assert all(
+        torch.equal(weight, model.named_weights()[name])
+        for name, weight in loaded.named_weights().items()
+    )
 
 
 def test_weights_that_are_a_pickle_are_named_and_how_to_convert_them(tmp_path):
@@ -288,4 +326,7 @@ def test_weights_that_are_a_pickle_are_named_and_how_to_convert_them(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="cannot be loaded") as error:
         load_model(str(tmp_path))
-    assert error.value.where == str(tmp_path / "pytorch_model.bin") and "save_pretrained" in error.value.next
+    assert (
+        error.value.where == str(tmp_path / "pytorch_model.bin")
+        and "save_pretrained" in error.value.next
+    )

@@ -1,4 +1,5 @@
-"""Log-probs of the distribution sampled from: chunked = whole, filters = their definition, gradients = autograd's."""
+"""Log-probs of the distribution sampled from: chunked = whole, filters = their definition,
+gradients = autograd's."""
 
 import math
 from collections import Counter
@@ -9,13 +10,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.model.linear import multiply, pack
-from tandem.model.logprobs import CHUNK_BYTES, Filter, Seen, log_distribution, penalize, token_logprobs
+from tandem.model.logprobs import (
+    CHUNK_BYTES,
+    Filter,
+    Seen,
+    log_distribution,
+    penalize,
+    token_logprobs,
+)
 
 FILTERS = [
     Filter(),
     Filter(temperature=0.7),
     Filter(temperature=1.6),
-    Filter(temperature=0.0, top_k=3, top_p=0.2),  # greedy: the distribution at temperature 1, without filters
+    # greedy: the distribution at temperature 1, without filters
+    Filter(temperature=0.0, top_k=3, top_p=0.2),
     Filter(top_k=5),
     Filter(top_p=0.6),
     Filter(temperature=1.3, top_k=12, top_p=0.8),
@@ -108,7 +117,10 @@ def test_a_row_does_not_see_the_other_rows(how):
     whole = log_distribution(table, how)
     for rows in (1, 2, 3, 7):
         for start in (0, 5):
-            assert torch.equal(log_distribution(table[start : start + rows].clone(), how), whole[start : start + rows])
+            assert torch.equal(
+                log_distribution(table[start : start + rows].clone(), how),
+                whole[start : start + rows],
+            )
 
 
 def case(rows, vocabulary, seed=0):
@@ -140,7 +152,8 @@ def test_the_gradient_of_several_chunks_is_the_gradient_of_autograd():
     table = ((theirs[0] @ theirs[1].t()) / 0.8).log_softmax(-1)
     (table.gather(1, targets[:, None])[:, 0] * above).sum().backward()
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)  # float32 on both sides
+        # float32 on both sides
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", FILTERS, ids=str)
@@ -156,7 +169,11 @@ def test_the_gradient_is_that_of_log_softmax_over_the_kept_set(how):
         [i not in kept_by_definition(row, how) | {int(t)} for i in range(40)]
         for row, t in zip((hidden @ weight.t()).tolist(), targets, strict=True)
     ]
-    expected = scaled.masked_fill(torch.tensor(outside), -math.inf).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    expected = (
+        scaled.masked_fill(torch.tensor(outside), -math.inf)
+        .log_softmax(-1)
+        .gather(1, targets[:, None])[:, 0]
+    )
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
     (expected * above).sum().backward()
     for one, other in zip(ours, theirs, strict=True):
@@ -175,7 +192,8 @@ def test_the_entropy_is_that_of_the_distribution_sampled_from(how):
 
 
 def tables_in_float64(hidden, weight, targets, how):
-    """(leaves, log-probs [N, V]) after temperature and filters, for autograd; -inf outside the kept sets."""
+    """(leaves, log-probs [N, V]) after temperature and filters, for autograd; -inf outside the kept
+    sets."""
     leaves = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     scaled = leaves[0] @ leaves[1].t() / (how.temperature or 1.0)
     if how.temperature == 0.0:
@@ -184,7 +202,9 @@ def tables_in_float64(hidden, weight, targets, how):
     place = torch.arange(scaled.shape[1])
     probs = ranked.masked_fill(place >= (how.top_k or len(place)), -math.inf).softmax(-1)
     kept = (
-        (probs > 0) & (probs.cumsum(-1) - probs < how.top_p) & (ranked >= ranked[:, :1] + math.log(how.min_p or 1e-300))
+        (probs > 0)
+        & (probs.cumsum(-1) - probs < how.top_p)
+        & (ranked >= ranked[:, :1] + math.log(how.min_p or 1e-300))
     )
     outside = torch.empty_like(kept).scatter_(1, order, ~kept).scatter_(1, targets[:, None], False)
     return leaves, scaled.masked_fill(outside, -math.inf).log_softmax(-1)
@@ -214,10 +234,14 @@ def test_the_gradient_of_the_entropy_is_autograds(how, of_logprobs):
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-@pytest.mark.parametrize("how", [Filter(temperature=0.7), Filter(temperature=0.7, top_k=50, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "how", [Filter(temperature=0.7), Filter(temperature=0.7, top_k=50, top_p=0.9)], ids=str
+)
 def test_the_gradient_of_the_entropy_is_autograds_at_the_edge_of_a_chunk(how, beyond):
     vocabulary = 40_000
-    assert_gradients_with_entropy(*case(CHUNK_BYTES // (4 * vocabulary) + beyond, vocabulary), how, of_logprobs=1.0)
+    assert_gradients_with_entropy(
+        *case(CHUNK_BYTES // (4 * vocabulary) + beyond, vocabulary), how, of_logprobs=1.0
+    )
 
 
 def test_an_entropy_that_is_not_used_changes_the_gradient_of_the_logprobs_by_rounding_only():
@@ -225,23 +249,30 @@ def test_an_entropy_that_is_not_used_changes_the_gradient_of_the_logprobs_by_rou
     for share in (None, 0.0):
         hidden, weight, targets = case(12, 40)
         hidden.requires_grad_(), weight.requires_grad_()
-        found, entropy = token_logprobs(hidden, weight, pack(weight.detach()), targets, Filter(temperature=0.7))
+        found, entropy = token_logprobs(
+            hidden, weight, pack(weight.detach()), targets, Filter(temperature=0.7)
+        )
         (found.sum() if share is None else found.sum() + share * entropy.sum()).backward()
         gradients.append((hidden.grad, weight.grad))
     for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # p (0 - g) + g and g - p g are rounded apart
+        # p (0 - g) + g and g - p g are rounded apart
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
     hidden, weight, _ = case(0, 40)
     weight.requires_grad_()
-    found, _ = token_logprobs(hidden, weight, pack(weight), torch.zeros(0, dtype=torch.int64), Filter())
+    found, _ = token_logprobs(
+        hidden, weight, pack(weight), torch.zeros(0, dtype=torch.int64), Filter()
+    )
     found.sum().backward()
     assert len(found) == 0 and not weight.grad.any()
 
 
 def penalized_by_definition(row, penalty, seen):
-    return [x if i not in seen else x / penalty if x > 0 else x * penalty for i, x in enumerate(row)]
+    return [
+        x if i not in seen else x / penalty if x > 0 else x * penalty for i, x in enumerate(row)
+    ]
 
 
 def seen_by(rows):
@@ -253,20 +284,25 @@ def seen_by(rows):
 def test_the_repetition_penalty_weakens_what_was_seen_before_and_nothing_else(penalty):
     table, rows = logits(3), [[0, 5, 39, 5], [], [7]]
     expected = [
-        penalized_by_definition(row, penalty, set(seen)) for row, seen in zip(table.tolist(), rows, strict=True)
+        penalized_by_definition(row, penalty, set(seen))
+        for row, seen in zip(table.tolist(), rows, strict=True)
     ]
     penalize(table, penalty, seen_by(rows))
     torch.testing.assert_close(table, torch.tensor(expected))
 
 
 @pytest.mark.parametrize(
-    "how", [Filter(repetition_penalty=1.4), Filter(repetition_penalty=1.4, temperature=0.7, top_k=15)], ids=str
+    "how",
+    [Filter(repetition_penalty=1.4), Filter(repetition_penalty=1.4, temperature=0.7, top_k=15)],
+    ids=str,
 )
 def test_the_gradient_goes_through_the_repetition_penalty(how):
     hidden, weight, targets = case(12, 40)
     above, rows = noise(12, seed=3), [list(range(n, 40, n + 2)) for n in range(12)]
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, _ = token_logprobs(*ours, pack(weight), targets, how, lambda start, stop: seen_by(rows[start:stop]))
+    found, _ = token_logprobs(
+        *ours, pack(weight), targets, how, lambda start, stop: seen_by(rows[start:stop])
+    )
     (found * above).sum().backward()
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     raw, mask = theirs[0] @ theirs[1].t(), torch.zeros(12, 40, dtype=torch.bool)
@@ -274,9 +310,13 @@ def test_the_gradient_goes_through_the_repetition_penalty(how):
         mask[row, tokens] = True
     weakened = torch.where(raw > 0, raw / how.repetition_penalty, raw * how.repetition_penalty)
     scaled = torch.where(mask, weakened, raw)
-    outside = [[i not in kept_by_definition(row, how) | {int(t)} for i in range(40)]
-               for row, t in zip(scaled.tolist(), targets, strict=True)]  # fmt: skip
-    expected = (scaled / how.temperature).masked_fill(torch.tensor(outside), -math.inf).log_softmax(-1)
+    outside = [
+        [i not in kept_by_definition(row, how) | {int(t)} for i in range(40)]
+        for row, t in zip(scaled.tolist(), targets, strict=True)
+    ]
+    expected = (
+        (scaled / how.temperature).masked_fill(torch.tensor(outside), -math.inf).log_softmax(-1)
+    )
     expected = expected.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
     (expected * above).sum().backward()
@@ -298,7 +338,10 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_nothing_is_spent_on_the_gradient_of_a_frozen_output_projection(frozen):
-    hidden, weight = noise(8, WIDTH).requires_grad_(), noise(40, WIDTH, seed=1).requires_grad_(not frozen)
+    hidden, weight = (
+        noise(8, WIDTH).requires_grad_(),
+        noise(40, WIDTH, seed=1).requires_grad_(not frozen),
+    )
     logprobs, _ = token_logprobs(hidden, weight, pack(weight), torch.arange(8), Filter())
     with Operators() as run:
         logprobs.sum().backward()
@@ -306,31 +349,48 @@ def test_nothing_is_spent_on_the_gradient_of_a_frozen_output_projection(frozen):
     assert run.counts["aten.addmm_.default"] == (0 if frozen else 1)
 
 
-@pytest.mark.parametrize("how", [Filter(), Filter(temperature=0.7, top_k=9)], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "how", [Filter(), Filter(temperature=0.7, top_k=9)], ids=["plain", "filtered"]
+)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
 def test_a_gradient_that_was_expected_gives_the_same_bits_and_another_one_its_own(how, frozen):
     rng = torch.Generator().manual_seed(0)
     rows, vocabulary, width = 40, 300_000, 8  # several chunks
     weight = torch.randn(vocabulary, width, generator=rng).requires_grad_(not frozen)
-    targets, above = torch.randint(vocabulary, (rows,), generator=rng), torch.randn(rows, generator=rng)
+    targets, above = (
+        torch.randint(vocabulary, (rows,), generator=rng),
+        torch.randn(rows, generator=rng),
+    )
     start = torch.randn(rows, width, generator=rng)
 
     def gradients(expected, arriving):
         hidden = start.clone().requires_grad_()
-        logprobs, entropy = token_logprobs(hidden, weight, pack(weight), targets, how, None, expected)
+        logprobs, entropy = token_logprobs(
+            hidden, weight, pack(weight), targets, how, None, expected
+        )
         logprobs.backward(arriving)
         head, weight.grad = weight.grad, None
         return logprobs.detach(), entropy.detach(), hidden.grad, head
 
     for expected, arriving in ((above, above), (above + 1, above), (torch.zeros(rows), above)):
-        for found, truth in zip(gradients(expected, arriving), gradients(None, arriving), strict=True):
+        for found, truth in zip(
+            gradients(expected, arriving), gradients(None, arriving), strict=True
+        ):
             assert (found is None and truth is None and frozen) or torch.equal(found, truth)
 
 
 @pytest.mark.parametrize(("shift", "products"), [(0.0, 0), (1.0, 1)])
-def test_the_backward_pass_computes_no_logits_again_where_the_gradient_was_expected(shift, products):
-    hidden, weight, above = torch.randn(6, 8).requires_grad_(), torch.randn(50, 8).requires_grad_(), torch.randn(6)
-    logprobs, _ = token_logprobs(hidden, weight, pack(weight), torch.arange(6), Filter(), None, above + shift)
+def test_the_backward_pass_computes_no_logits_again_where_the_gradient_was_expected(
+    shift, products
+):
+    hidden, weight, above = (
+        torch.randn(6, 8).requires_grad_(),
+        torch.randn(50, 8).requires_grad_(),
+        torch.randn(6),
+    )
+    logprobs, _ = token_logprobs(
+        hidden, weight, pack(weight), torch.arange(6), Filter(), None, above + shift
+    )
     with Operators() as ran:
         logprobs.backward(above)
     assert sum(count for name, count in ran.counts.items() if "linear" in name) == products

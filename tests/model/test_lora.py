@@ -1,4 +1,5 @@
-"""LoRA: engine and trainer share bits, gradients are PEFT's, no pack is stale, and both exports are read by others."""
+"""LoRA: engine and trainer share bits, gradients are PEFT's, no pack is stale, and both exports are
+read by others."""
 
 import json
 import subprocess
@@ -18,7 +19,14 @@ from tandem.run_folder.export import export, export_adapter, model_card
 from tandem.runtime.errors import UserError
 from tandem.train.optimizer import Optimizer
 from tests.support.parity import engine_for, largest_gap, random_requests
-from tests.support.tiny import exact_logits, exact_model, random_tokens, stock_logits, stock_model, tiny_config
+from tests.support.tiny import (
+    exact_logits,
+    exact_model,
+    random_tokens,
+    stock_logits,
+    stock_model,
+    tiny_config,
+)
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
@@ -39,18 +47,27 @@ def adapted(kind="llama", lora=LORA, *, moved=True, **changes):
     model = make_exact(stock(kind, **changes), lora)
     if moved:
         noise = torch.Generator().manual_seed(1)
-        model.load_weights({
-            name: 0.1 * torch.randn(w.shape, generator=noise)
-            for name, w in model.adapter_weights().items() if "lora_B" in name
-        })  # fmt: skip
+        model.load_weights(
+            {
+                name: 0.1 * torch.randn(w.shape, generator=noise)
+                for name, w in model.adapter_weights().items()
+                if "lora_B" in name
+            }
+        )
     return model
 
 
 def adam(model):
     return Optimizer(
-        model.trainable(), learning_rate=1e-2, schedule="constant", warmup_steps=0, total_steps=9, weight_decay=0.0,
-        betas=(0.9, 0.95), max_grad_norm=1.0,
-    )  # fmt: skip
+        model.trainable(),
+        learning_rate=1e-2,
+        schedule="constant",
+        warmup_steps=0,
+        total_steps=9,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        max_grad_norm=1.0,
+    )
 
 
 def documents():
@@ -65,7 +82,9 @@ def logits(model):
 def loss_of(model):
     """A loss in which every logit counts, each differently."""
     out = torch.cat(exact_logits(model, documents()))
-    return (out.log_softmax(-1) * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum()
+    return (
+        out.log_softmax(-1) * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    ).sum()
 
 
 # ---- P1
@@ -85,8 +104,11 @@ def test_engine_and_trainer_agree_to_the_last_bit_while_the_adapter_is_trained(k
         seen.append(logits(model))
         optimizer.update()
     assert all(w.any() for name, w in model.named_weights().items() if "lora_B" in name)
-    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])  # the updates did reach the packs
-    assert all(torch.equal(w, base[name]) for name, w in model.named_weights().items() if name in base)
+    # the updates did reach the packs
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    assert all(
+        torch.equal(w, base[name]) for name, w in model.named_weights().items() if name in base
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +123,8 @@ def test_with_the_adapter_off_the_bits_are_those_of_the_model_without_one(kind):
     for _ in range(2):
         with model.adapter_off():
             assert torch.equal(logits(model), base)
-            assert torch.equal(torch.cat(exact_logits(model, documents())).detach(), base)  # with gradients on
+            # with gradients on
+            assert torch.equal(torch.cat(exact_logits(model, documents())).detach(), base)
         assert torch.equal(logits(model), whole) and not torch.equal(whole, base)
     with pytest.raises(ZeroDivisionError), model.adapter_off():
         _ = 1 / 0
@@ -114,7 +137,8 @@ def test_the_base_has_a_pack_of_its_own_that_is_kept_and_the_other_linears_have_
     both = [layer.qkv, layer.self_attn.o_proj]
     logits(model)
     merged = [part.pack._packed for part in both]
-    assert [part.base_pack._packed for part in both] == [None, None]  # who never asks for the base does not pay for it
+    # who never asks for the base does not pay for it
+    assert [part.base_pack._packed for part in both] == [None, None]
     with model.adapter_off():
         logits(model)
     base = [part.base_pack._packed for part in both]
@@ -140,7 +164,9 @@ def test_an_engine_does_not_mix_the_keys_of_model_and_base():
     [request] = random_requests(np.random.default_rng(0), prompts=1, longest=60, group=1)
     before = engine.generate([request])[0].logprobs
     with model.adapter_off():
-        assert np.array_equal(engine.generate([request])[0].logprobs, fresh.generate([request])[0].logprobs)
+        assert np.array_equal(
+            engine.generate([request])[0].logprobs, fresh.generate([request])[0].logprobs
+        )
     assert np.array_equal(engine.generate([request])[0].logprobs, before)
 
 
@@ -151,30 +177,44 @@ def test_an_engine_does_not_mix_the_keys_of_model_and_base():
 def test_names_are_hugging_faces_and_pefts_and_only_the_adapter_is_trained(kind):
     model = adapted(kind, moved=False)
     plain = [name for name, _ in stock(kind).named_parameters()]
-    assert [name for name in model.named_weights() if "lora" not in name] == plain == list(model.merged_weights())
-    assert {f"base_model.model.{name}".replace(".weight", ".default.weight") for name in model.trainable()} == {
-        name for name in PeftModel(stock(kind), peft_config(kind)).state_dict() if "lora" in name
-    }
+    assert (
+        [name for name in model.named_weights() if "lora" not in name]
+        == plain
+        == list(model.merged_weights())
+    )
+    assert {
+        f"base_model.model.{name}".replace(".weight", ".default.weight")
+        for name in model.trainable()
+    } == {name for name in PeftModel(stock(kind), peft_config(kind)).state_dict() if "lora" in name}
     assert model.adapter_weights().keys() == model.trainable().keys()
     assert len(model.adapted) == 2 * (4 if kind == "qwen3_moe" else 7)
     assert not any(name.startswith("lm_head.lora") for name in model.trainable())
 
 
 def peft_config(kind):
-    targets = ATTENTION if kind == "qwen3_moe" else [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
-    return LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    targets = (
+        ATTENTION if kind == "qwen3_moe" else [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+    )
+    return LoraConfig(
+        r=LORA.rank, lora_alpha=LORA.alpha, target_modules=targets, task_type="CAUSAL_LM"
+    )
 
 
 def test_the_same_seed_gives_the_same_bits_and_touches_no_other_random_number():
     before = torch.get_rng_state()
     one, same, other = (
-        adapted(lora=Lora(rank=4, alpha=8.0, targets=("v_proj",), seed=s), moved=False) for s in (3, 3, 4)
+        adapted(lora=Lora(rank=4, alpha=8.0, targets=("v_proj",), seed=s), moved=False)
+        for s in (3, 3, 4)
     )
     name = "model.layers.1.self_attn.v_proj.lora_A.weight"
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(w, same.named_weights()[name]) for name, w in one.named_weights().items())
+    assert all(
+        torch.equal(w, same.named_weights()[name]) for name, w in one.named_weights().items()
+    )
     assert not torch.equal(one.named_weights()[name], other.named_weights()[name])
-    assert one.named_weights()[name].any() and not one.named_weights()[name.replace("_A", "_B")].any()
+    assert (
+        one.named_weights()[name].any() and not one.named_weights()[name.replace("_A", "_B")].any()
+    )
 
 
 @pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
@@ -205,7 +245,10 @@ def test_merged_weights_are_those_that_are_packed(kind):
     plain.load_weights(model.merged_weights())
     assert torch.equal(logits(plain), logits(model))
     with model.adapter_off():  # merged is merged
-        assert all(torch.equal(w, plain.named_weights()[name]) for name, w in model.merged_weights().items())
+        assert all(
+            torch.equal(w, plain.named_weights()[name])
+            for name, w in model.merged_weights().items()
+        )
 
 
 def test_a_checkpoint_of_an_adapter_holds_the_adapter_only():
@@ -218,10 +261,15 @@ def test_a_checkpoint_of_an_adapter_holds_the_adapter_only():
 
 
 def test_targets_can_be_some_linears_by_the_end_of_their_names():
-    model = adapted(lora=Lora(rank=2, alpha=8.0, targets=("v_proj", "layers.1.mlp.up_proj"), seed=0), moved=False)
+    model = adapted(
+        lora=Lora(rank=2, alpha=8.0, targets=("v_proj", "layers.1.mlp.up_proj"), seed=0),
+        moved=False,
+    )
     assert list(model.adapted) == [
-        "model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj", "model.layers.1.mlp.up_proj",
-    ]  # fmt: skip
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.1.self_attn.v_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
     assert {part.scaling for part in model.adapted.values()} == {4.0}
 
 
@@ -229,14 +277,18 @@ def test_targets_can_be_some_linears_by_the_end_of_their_names():
 def test_a_target_that_is_not_there_is_a_users_error_that_names_those_that_are(targets):
     with pytest.raises(UserError, match="targets are not in this model") as error:
         adapted(lora=Lora(rank=4, alpha=8.0, targets=targets, seed=0))
-    assert error.value.expected.endswith("down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
+    assert error.value.expected.endswith(
+        "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
     assert error.value.found == (targets[-1] if targets else "none")
 
 
 def test_in_a_mixture_of_experts_the_names_of_the_mlp_are_not_linears_even_in_a_dense_layer():
     """PEFT would take them for the experts, whose linears are exact only as they are."""
     with pytest.raises(UserError) as error:
-        adapted("qwen3_moe", Lora(rank=4, alpha=8.0, targets=("up_proj",), seed=0), mlp_only_layers=[1])
+        adapted(
+            "qwen3_moe", Lora(rank=4, alpha=8.0, targets=("up_proj",), seed=0), mlp_only_layers=[1]
+        )
     assert error.value.expected.endswith("k_proj, o_proj, q_proj, v_proj")
     assert len(adapted("qwen3_moe", mlp_only_layers=[1]).adapted) == 8
 
@@ -254,7 +306,9 @@ try:
 except UserError as error:
     print(error.next)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "pip install 'tandem-rl[lora]'"
 
 
@@ -264,7 +318,9 @@ except UserError as error:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_pefts_own_unmerged_module(kind):
     model, theirs = adapted(kind), inject_adapter_in_model(peft_config(kind), stock(kind))
-    parameters = {name.replace(".default", ""): p for name, p in theirs.named_parameters() if p.requires_grad}
+    parameters = {
+        name.replace(".default", ""): p for name, p in theirs.named_parameters() if p.requires_grad
+    }
     assert parameters.keys() == model.trainable().keys()
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -272,11 +328,15 @@ def test_gradients_are_those_of_pefts_own_unmerged_module(kind):
     loss_of(model).backward()
     out = torch.cat([stock_logits(theirs, document) for document in documents()])
     torch.testing.assert_close(logits(model), out.detach(), rtol=1e-5, atol=5e-5)
-    (out.log_softmax(-1) * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
+    (
+        out.log_softmax(-1) * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    ).sum().backward()
     for name, parameter in parameters.items():
         scale = parameter.grad.abs().max()
         # float32 sums in another order, through two layers
-        torch.testing.assert_close(model.trainable()[name].grad, parameter.grad, rtol=0, atol=1e-4 * scale, msg=name)
+        torch.testing.assert_close(
+            model.trainable()[name].grad, parameter.grad, rtol=0, atol=1e-4 * scale, msg=name
+        )
     assert all(p.grad is None for p in model.module.parameters() if not p.requires_grad)
 
 
@@ -312,7 +372,9 @@ def test_an_export_is_a_plain_directory_of_the_merged_model(kind, tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
     assert not any("adapter" in name for name in files)
     assert not any("lora" in name for name in load_file(folder / "model.safetensors"))
-    check_same_logits(model, AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"))
+    check_same_logits(
+        model, AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    )
     assert torch.equal(logits(load_model(str(folder))), logits(model))
     assert not torch.equal(logits(load_model(source)), logits(model))
     again = model_card(load_model(str(folder)), base=source, command="train", step=3, metrics={})
@@ -330,7 +392,10 @@ def test_an_exported_adapter_is_read_by_peft(kind, tmp_path):
         "README.md",
         "SHA256SUMS",
     }
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == source
+    assert (
+        json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == source
+    )
     base = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     check_same_logits(model, PeftModel.from_pretrained(base, folder))
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
@@ -341,9 +406,15 @@ def test_the_files_of_an_exported_adapter_are_those_that_peft_writes(tmp_path):
     folder = export_adapter(trained("llama", source), source, tmp_path / "ours", "card")
     base = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     PeftModel.from_pretrained(base, folder).save_pretrained(tmp_path / "theirs")
-    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    ours, theirs = (json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("ours", "theirs"))
+    ours, theirs = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")
+    )
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
+    ours, theirs = (
+        json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("ours", "theirs")
+    )
     assert ours | {"target_modules": 0} == theirs | {"target_modules": 0}
     assert ours["target_modules"] == sorted(theirs["target_modules"])
 
@@ -353,7 +424,12 @@ def test_a_failed_export_leaves_what_was_there(tmp_path):
     model = trained("llama", source)
     export_adapter(model, source, tmp_path / "out", "first")
     with pytest.raises(UserError):
-        export_adapter(model, source, tmp_path / "source" / "config.json" / "out", "no directory can be made there")
+        export_adapter(
+            model,
+            source,
+            tmp_path / "source" / "config.json" / "out",
+            "no directory can be made there",
+        )
     export_adapter(model, source, tmp_path / "out", "second")
     assert (tmp_path / "out" / "README.md").read_text() == "second"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]

@@ -49,12 +49,17 @@ def test_the_random_model_has_the_shapes_of_the_model_and_every_kind_of_its_laye
     config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
     model = make_exact(AutoModelForCausalLM.from_config(config))
     small = random_model(model, seed=3)
-    assert small.heads == model.heads and [layer.window for layer in small.module.model.layers] == [None, 40]
+    assert small.heads == model.heads and [layer.window for layer in small.module.model.layers] == [
+        None,
+        40,
+    ]
     assert (
         small.module.model.layers[0].mlp.down_proj.weight.shape
         == model.module.model.layers[0].mlp.down_proj.weight.shape
     )
-    assert all(parameter.std() > 0.005 for parameter in small.module.parameters() if parameter.numel() > 1)
+    assert all(
+        parameter.std() > 0.005 for parameter in small.module.parameters() if parameter.numel() > 1
+    )
 
 
 def test_the_random_model_of_a_mixture_has_a_dense_layer_and_one_of_experts_where_the_model_has():
@@ -63,7 +68,10 @@ def test_the_random_model_of_a_mixture_has_a_dense_layer_and_one_of_experts_wher
     model = make_exact(AutoModelForCausalLM.from_config(config))
     assert [layer.sparse for layer in model.module.model.layers] == [False, False, True]
     small = random_model(model, seed=0)
-    assert [layer.sparse for layer in small.module.model.layers] == [False, True] and small.config.num_experts == 8
+    assert [layer.sparse for layer in small.module.model.layers] == [
+        False,
+        True,
+    ] and small.config.num_experts == 8
     found = probe(model)
     assert (found.parity, found.thread_dependent) == ([], [])
 
@@ -74,7 +82,9 @@ def test_a_schedule_is_another_one_for_another_seed_and_its_passes_agree():
     assert (one.prefix, one.own) != (other.prefix, other.own)
     logprobs, gradients = one.packed()
     assert torch.equal(one.paged((1, 2)), logprobs) and torch.equal(one.paged((1,)), logprobs)
-    assert len(gradients) == len(list(model.module.parameters())) and all(g.abs().sum() > 0 for g in gradients.values())
+    assert len(gradients) == len(list(model.module.parameters())) and all(
+        g.abs().sum() > 0 for g in gradients.values()
+    )
 
 
 def test_a_schedule_shows_an_attention_that_depends_on_the_chunks():
@@ -86,7 +96,9 @@ def test_a_schedule_shows_an_attention_that_depends_on_the_chunks():
         made = plan(keys, values, runs)
         attend = made.attend
         made.attend = lambda *how: (
-            torch.nextafter(out := attend(*how), out + 1) if (runs.counts == 1).any() else attend(*how)
+            torch.nextafter(out := attend(*how), out + 1)
+            if (runs.counts == 1).any()
+            else attend(*how)
         )
         return made
 
@@ -112,7 +124,11 @@ SMALL = {  # name of the switches: shapes, by parts of their names
 @pytest.mark.parametrize("switches", SMALL, ids=str)
 def test_it_never_says_yes_where_a_bit_differs(switches):
     """A part of `make invariants`: other processors, as far as this one can be another."""
-    number = next(n for n, one in enumerate(cells.switches()) if (one.name, one.strict, one.threads) == (*switches, 2))
+    number = next(
+        n
+        for n, one in enumerate(cells.switches())
+        if (one.name, one.strict, one.threads) == (*switches, 2)
+    )
     chosen = [n for n, shape in enumerate(cells.shapes()) if shape.name in SMALL[switches]]
     found = cells.run(number, chosen)
     assert len(found) == len(SMALL[switches])

@@ -101,7 +101,9 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_other_weights(folde
     make_tiny(tmp_path / "other", seed=1)
     for file in folder.iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
-    assert (tmp_path / "other" / "model.safetensors").read_bytes() != (folder / "model.safetensors").read_bytes()
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() != (
+        folder / "model.safetensors"
+    ).read_bytes()
 
 
 def test_the_shape_can_be_chosen(tmp_path):
@@ -126,11 +128,15 @@ def test_the_command_makes_the_demos_model_where_nothing_is_said(folder, tmp_pat
 
 
 def test_the_characters_are_those_of_the_data_and_of_vocab(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "é+1=?", "answer": 20}\n{"prompt": "x", "answer": null}\n')
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "é+1=?", "answer": 20}\n{"prompt": "x", "answer": null}\n'
+    )
     chat = '{"messages": [{"role": "user", "content": "雪"}, {"role": "assistant", "content": "\\t"}]}\n'
     (tmp_path / "b.jsonl").write_text(chat)
     sources = [f"--from={tmp_path}/{name}.jsonl" for name in "ab"]
-    result = invoke("tiny", tmp_path / "model", *sources, "--vocab", "z", "--hidden", "32", "--layers", "1")
+    result = invoke(
+        "tiny", tmp_path / "model", *sources, "--vocab", "z", "--hidden", "32", "--layers", "1"
+    )
     assert result.exit_code == 0, result.exception
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     characters = [name for name in tokenizer.get_vocab() if len(name) == 1]
@@ -176,15 +182,23 @@ def test_smollm2_can_be_had_without_a_training_run(tmp_path):
     (tmp_path / "runs/smollm2/model/tokenizer.json").write_text("{}")
     script = Path(__file__).parents[2] / "examples/smollm2.py"
     result = subprocess.run(
-        [sys.executable, script, "--only-model"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, script, "--only-model"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    assert result.returncode == 0 and result.stdout == "model in runs/smollm2/model\n", result.stderr
+    assert result.returncode == 0 and result.stdout == "model in runs/smollm2/model\n", (
+        result.stderr
+    )
     assert [path.name for path in (tmp_path / "runs/smollm2").iterdir()] == ["model"]
 
 
 def test_the_walk_through_of_the_docs_is_ready_to_run(tmp_path):
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, root / "examples/sorting/data.py"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, root / "examples/sorting/data.py"], cwd=tmp_path, check=True, timeout=60
+    )
     data = tmp_path / "runs/sorting"
     assert invoke("tiny", data / "model", "--from", data / "chats.jsonl").exit_code == 0
     files = {
@@ -194,7 +208,10 @@ def test_the_walk_through_of_the_docs_is_ready_to_run(tmp_path):
         "model.path": "model",
     }
     overrides = [f"{key}={data / name}" for key, name in files.items()]
-    overrides += [f"reward.function={root}/examples/sorting/reward.py:score", f"run.folder={tmp_path}/run"]
+    overrides += [
+        f"reward.function={root}/examples/sorting/reward.py:score",
+        f"run.folder={tmp_path}/run",
+    ]
     for command in ("sft", "train"):
         result = invoke("plan", root / "recipes/sorting.toml", *overrides, "--for", command)
         assert result.exit_code == 0, result.output

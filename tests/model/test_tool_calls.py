@@ -1,4 +1,5 @@
-"""Every format is read back as it was written, and what cannot be read is a reason and never an exception."""
+"""Every format is read back as it was written, and what cannot be read is a reason and never an
+exception."""
 
 import keyword
 
@@ -12,21 +13,33 @@ STYLES = ("hermes", "qwen3_coder", "llama3", "pythonic", "mistral")
 ADD = Call(name="add", arguments={"a": 1, "b": [2.5, None, True, {"c": "d"}]})
 NOW = Call(name="now", arguments={})
 
-names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(
+    lambda name: not keyword.iskeyword(name)
+)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-calls = st.builds(lambda name, arguments: Call(name=name, arguments=arguments), names,
-                  st.dictionaries(names, values, max_size=3))  # fmt: skip
+calls = st.builds(
+    lambda name, arguments: Call(name=name, arguments=arguments),
+    names,
+    st.dictionaries(names, values, max_size=3),
+)
 
 
 def xml_sees(call):
     """A call as qwen3_coder can tell it: texts, which its tags must not be part of."""
     import json
 
-    texts = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in call.arguments.items()}
+    texts = {
+        k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
+        for k, v in call.arguments.items()
+    }
     return Call(name=call.name, arguments=texts, typed=False)
 
 
@@ -34,9 +47,15 @@ def xml_sees(call):
 @given(st.lists(calls, min_size=1, max_size=3), st.sampled_from(STYLES), st.booleans())
 def test_what_is_written_is_read_back(written, style, by_its_name):
     expected = tuple(map(xml_sees, written)) if style == "qwen3_coder" else tuple(written)
-    if style == "qwen3_coder" and any("</" in text for call in expected for text in call.arguments.values()):
+    if style == "qwen3_coder" and any(
+        "</" in text for call in expected for text in call.arguments.values()
+    ):
         return  # a format without an escape
-    reading = read_calls(write_calls(written, style), style if by_its_name else "auto", {call.name for call in written})
+    reading = read_calls(
+        write_calls(written, style),
+        style if by_its_name else "auto",
+        {call.name for call in written},
+    )
     assert reading.calls == expected
     assert (reading.before, reading.after.strip()) == ("", "")
 
@@ -76,7 +95,10 @@ PIECES = (
 )
 def test_any_text_is_read(text, format):
     reading = read_calls(text, format, {"add"})
-    assert all((isinstance(call, BadCall) and call.reason) or isinstance(call, Call) for call in reading.calls)
+    assert all(
+        (isinstance(call, BadCall) and call.reason) or isinstance(call, Call)
+        for call in reading.calls
+    )
     assert reading.calls or reading.before == text
 
 
@@ -176,23 +198,39 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
         ('<tool_call>{"name": "add"}', "the call is not closed by </tool_call>"),
         ("<tool_call>", "the call is not closed by </tool_call>"),
         ('{"name": "add"}</tool_call>', "</tool_call> without <tool_call> before it"),
-        ('<tool_call>{"name": "add", "arguments": {a: 1}}</tool_call>',
-         "broken JSON: Expecting property name enclosed in double quotes at character 31"),
+        (
+            '<tool_call>{"name": "add", "arguments": {a: 1}}</tool_call>',
+            "broken JSON: Expecting property name enclosed in double quotes at character 31",
+        ),
         ("<tool_call></tool_call>", "broken JSON: Expecting value at character 1"),
         ('<tool_call>{"name": "add"} or so</tool_call>', "there is text behind the JSON object"),
         ("<tool_call>[]</tool_call>", "the call is not a JSON object"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name"'),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "the arguments are not a JSON object"),
-        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>',
-         "the arguments are broken JSON: Expecting property name enclosed in double quotes at character 2"),
-        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "broken JSON: NaN is not JSON"),
+        (
+            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+            "the arguments are not a JSON object",
+        ),
+        (
+            '<tool_call>{"name": "add", "arguments": "{"}</tool_call>',
+            "the arguments are broken JSON: Expecting property name enclosed in double quotes at character 2",
+        ),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+            "broken JSON: NaN is not JSON",
+        ),
         ("<tool_call><function=add></tool_call>", "not <function=NAME>...</function>"),
-        ("<tool_call><function=add>3</function></tool_call>", "not one <parameter=NAME>...</parameter> for each argument"),
-        ('{"name": "add", "parameters": {', "broken JSON: Expecting property name enclosed in double quotes at character 32"),
+        (
+            "<tool_call><function=add>3</function></tool_call>",
+            "not one <parameter=NAME>...</parameter> for each argument",
+        ),
+        (
+            '{"name": "add", "parameters": {',
+            "broken JSON: Expecting property name enclosed in double quotes at character 32",
+        ),
         ('[TOOL_CALLS]{"name": "add"}', "not a JSON list of calls"),
         ("[add(a=1]", "not a Python list of calls"),
     ],
-)  # fmt: skip
+)
 def test_a_malformed_call_says_what_is_wrong_with_it(text, reason):
     assert read_calls(text, "auto", {"add"}).calls == (BadCall(reason=reason),)
 
@@ -200,7 +238,10 @@ def test_a_malformed_call_says_what_is_wrong_with_it(text, reason):
 def test_one_bad_call_does_not_hide_the_good_ones_beside_it():
     good = '<tool_call>{"name": "now"}</tool_call>'
     unclosed = "<tool_call>{"
-    kinds = [type(call) for call in read_calls(good + unclosed + good + "<tool_call>x</tool_call>" + good).calls]
+    kinds = [
+        type(call)
+        for call in read_calls(good + unclosed + good + "<tool_call>x</tool_call>" + good).calls
+    ]
     assert kinds == [Call, BadCall, Call, BadCall, Call]
 
 

@@ -1,4 +1,5 @@
-"""Value models: a head of one number a token, exactly zero at the start, and a directory that stock transformers loads."""
+"""Value models: a head of one number a token, exactly zero at the start, and a directory that stock
+transformers loads."""
 
 import json
 
@@ -47,7 +48,9 @@ def set_score(model):
 
 def stock_values(folder):
     """The value after each prefix: a classifier reads the last token only."""
-    stock = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+    stock = AutoModelForSequenceClassification.from_pretrained(
+        folder, attn_implementation="eager"
+    ).eval()
     return last_values(stock)
 
 
@@ -66,10 +69,16 @@ def test_a_value_model_of_a_language_model_starts_at_exactly_zero(kind, tmp_path
     assert out.shape == (58, 1) and not out.any()
     named = tokens.named_weights()
     assert model.named_weights().keys() == named.keys() - {"lm_head.weight"} | {"score.weight"}
-    assert all(torch.equal(w, named[name]) for name, w in model.named_weights().items() if name != "score.weight")
+    assert all(
+        torch.equal(w, named[name])
+        for name, w in model.named_weights().items()
+        if name != "score.weight"
+    )
 
 
-def test_the_gradient_reaches_the_score_at_once_and_the_backbone_when_the_score_is_not_zero(language_model):
+def test_the_gradient_reaches_the_score_at_once_and_the_backbone_when_the_score_is_not_zero(
+    language_model,
+):
     model = load_model(language_model, head="value")
     values(model).sum().backward()
     assert model.head.weight.grad.any()
@@ -113,13 +122,17 @@ def test_any_other_missing_weight_is_still_an_error(language_model, tmp_path):
     assert error.value.found == "no weights for 1 parameters: model.norm.weight"
 
 
-def test_a_language_model_lacks_no_score_and_a_classifier_of_many_labels_is_no_value_model(language_model, tmp_path):
+def test_a_language_model_lacks_no_score_and_a_classifier_of_many_labels_is_no_value_model(
+    language_model, tmp_path
+):
     model = load_model(language_model, head="value")
     folder = export(model, language_model, tmp_path / "value", "card")
     with pytest.raises(UserError, match="a reward model") as error:
         load_model(str(folder))
     assert "ForSequenceClassification" in error.value.found
-    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=3)).save_pretrained(tmp_path / "many")
+    AutoModelForSequenceClassification.from_config(tiny_config(num_labels=3)).save_pretrained(
+        tmp_path / "many"
+    )
     with pytest.raises(UserError, match="cannot be loaded"):
         load_model(str(tmp_path / "many"), head="value")
 
@@ -128,9 +141,13 @@ def test_with_an_adapter_the_score_is_trained_too_and_goes_with_it(language_mode
     model = load_model(language_model, LORA, head="value")
     assert model.trainable().keys() == model.adapter_weights().keys() | {"score.weight"}
     set_score(model)
-    model.load_weights({name: torch.full_like(w, 0.01) for name, w in model.adapter_weights().items()})
+    model.load_weights(
+        {name: torch.full_like(w, 0.01) for name, w in model.adapter_weights().items()}
+    )
     folder = export_adapter(model, language_model, tmp_path / "adapter", "card")
-    base = AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1, attn_implementation="eager")
+    base = AutoModelForSequenceClassification.from_pretrained(
+        language_model, num_labels=1, attn_implementation="eager"
+    )
     with torch.no_grad():
         found = last_values(PeftModel.from_pretrained(base, folder).eval())
         torch.testing.assert_close(values(model), found, rtol=1e-5, atol=5e-5)

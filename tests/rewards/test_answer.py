@@ -1,4 +1,5 @@
-r"""The `answer` verifier: which answer is taken from a completion, and which answers are the same."""
+r"""The `answer` verifier: which answer is taken from a completion, and which answers are the
+same."""
 
 import subprocess
 import sys
@@ -44,7 +45,17 @@ def test_the_final_answer_is_taken(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["7", "the result is 7.", "3 + 4 = 7", "Answer 7", "", "Answer:", "boxed{7}", "\\boxed{7", "reanswer: 7"],
+    [
+        "7",
+        "the result is 7.",
+        "3 + 4 = 7",
+        "Answer 7",
+        "",
+        "Answer:",
+        "boxed{7}",
+        "\\boxed{7",
+        "reanswer: 7",
+    ],
 )
 def test_a_number_in_the_prose_is_never_an_answer(text):
     assert extract(text) is None
@@ -128,7 +139,20 @@ def test_different_answers_and_what_is_no_answer_are_not_equal_either_way_round(
 
 
 @pytest.mark.parametrize(
-    "guess", ["2+3", "10/2+0", "5 or 6", "5, 6", "5 and 6", "{5,6}", "6=5", "5=5", "5$ $6", "5 because 2+3", "sqrt(25)"]
+    "guess",
+    [
+        "2+3",
+        "10/2+0",
+        "5 or 6",
+        "5, 6",
+        "5 and 6",
+        "{5,6}",
+        "6=5",
+        "5=5",
+        "5$ $6",
+        "5 because 2+3",
+        "sqrt(25)",
+    ],
 )
 def test_an_unevaluated_expression_or_several_guesses_do_not_earn_the_reward_of_a_number(guess):
     assert score(f"Answer: {guess}", "5") == 0.0
@@ -172,7 +196,9 @@ def test_words_and_unevaluated_numbers_never_reach_math_verify_which_multiplies_
         "print(equal('seat', 'east'), equal('the number 5', r'\\sqrt{25}'), equal('2+3', '5'), equal('x^2', 'x^2'))\n"
         "print('math_verify' in sys.modules, equal('1+x', 'x+1'), 'math_verify' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "False", "False", "True", "False", "True", "True"]
 
 
@@ -299,7 +325,9 @@ COMPLETIONS = [
 
 
 @pytest.mark.parametrize(("text", "truth", "right"), COMPLETIONS)
-def test_boxes_that_belong_together_are_one_answer_and_one_that_is_taken_back_is_none(text, truth, right):
+def test_boxes_that_belong_together_are_one_answer_and_one_that_is_taken_back_is_none(
+    text, truth, right
+):
     assert score(text, truth) == right
 
 
@@ -312,12 +340,31 @@ NOT_READ = {
 
 
 def test_of_300_graded_pairs_no_wrong_answer_is_paid_and_four_right_ones_are_refused():
-    assert [pair for pair in GRADED if score(pair["completion"], pair["truth"]) and not pair["right"]] == []
-    refused = [pair["truth"] for pair in GRADED if pair["right"] and not score(pair["completion"], pair["truth"])]
-    assert len(GRADED) == 300 and len(refused) == 4 and len([truth for truth in refused if truth in NOT_READ]) == 3
+    assert [
+        pair for pair in GRADED if score(pair["completion"], pair["truth"]) and not pair["right"]
+    ] == []
+    refused = [
+        pair["truth"]
+        for pair in GRADED
+        if pair["right"] and not score(pair["completion"], pair["truth"])
+    ]
+    assert (
+        len(GRADED) == 300
+        and len(refused) == 4
+        and len([truth for truth in refused if truth in NOT_READ]) == 3
+    )
 
 
-HUGE = ["9**9**9", "9^9^9^9", "1" * 250, "1e" + "9" * 200, "1e999999999", "9" * 10**7, "\\frac{1}{" * 60, "1," * 120]
+HUGE = [
+    "9**9**9",
+    "9^9^9^9",
+    "1" * 250,
+    "1e" + "9" * 200,
+    "1e999999999",
+    "9" * 10**7,
+    "\\frac{1}{" * 60,
+    "1," * 120,
+]
 
 
 @pytest.mark.parametrize("guess", HUGE, ids=lambda guess: guess[:12])
@@ -326,7 +373,8 @@ def test_a_hostile_number_is_wrong_at_once(guess):
     assert score(f"Answer: {guess}", "5") == 0.0
     assert score(f"\\boxed{{{guess}}}", "5") == 0.0
     assert score(f"Answer: 5 {guess}", "-1/2") == 0.0
-    assert time.thread_time() - start < 5.0  # processor seconds; evaluating any of them takes minutes or all memory
+    # processor seconds; evaluating any of them takes minutes or all memory
+    assert time.thread_time() - start < 5.0
 
 
 PIECES = ["\\boxed{", "Answer:", "answer" + " " * 50, "\\boxed", "{", "1,", "\\frac", " ", "5 "]
@@ -361,7 +409,10 @@ def numbers(draw):
                 (f"{sign}\\frac{{{top}}}{{{below}}}", Fraction(signed * top, below)),
                 (f"\\dfrac{{{top}}}{{{sign}{below}}}", Fraction(signed * top, below)),
                 (f"{sign}{below} {top}/{below}", signed * (below + Fraction(top, below))),
-                (f"{sign}{below}\\frac{{{top}}}{{{below}}}", signed * (below + Fraction(top, below))),
+                (
+                    f"{sign}{below}\\frac{{{top}}}{{{below}}}",
+                    signed * (below + Fraction(top, below)),
+                ),
                 (f"{sign}{below}.{top:0{places}d}", signed * Fraction(f"{below}.{top:0{places}d}")),
                 (f"{sign}{top}e-{places}", signed * Fraction(top, 10**places)),
                 (f"x = {whole}", Fraction(whole)),

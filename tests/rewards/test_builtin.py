@@ -1,4 +1,5 @@
-r"""The built-in reward functions, each by itself; `answer` has a file of its own, `judge` needs a server."""
+r"""The built-in reward functions, each by itself; `answer` has a file of its own, `judge` needs a
+server."""
 
 import json
 import sys
@@ -21,7 +22,9 @@ from tests.support.waiting import WAIT_S
 
 
 def problem(answer="", **metadata):
-    return Problem(uid="p", messages=({"role": "user", "content": "What?"},), answer=answer, metadata=metadata)
+    return Problem(
+        uid="p", messages=({"role": "user", "content": "What?"},), answer=answer, metadata=metadata
+    )
 
 
 def test_exact_compares_the_whole_completion():
@@ -35,7 +38,8 @@ def test_exact_compares_the_whole_completion():
 NUMERIC = [
     ("3.14", "Answer: 3.141", {"tolerance": 0.01}, 1.0),
     ("3.14", "Answer: 3.151", {"tolerance": 0.01}, 0.0),
-    ("0.3", "Answer: 0.6", {"tolerance": 0.3}, 1.0),  # the tolerance is 0.3, not the float just below it
+    # the tolerance is 0.3, not the float just below it
+    ("0.3", "Answer: 0.6", {"tolerance": 0.3}, 1.0),
     ("200", "it is 202", {"relative": 0.01}, 1.0),
     ("-200", "it is -202.1", {"relative": 0.01}, 0.0),
     ("0.5", "50%", {}, 1.0),
@@ -62,7 +66,11 @@ def test_numeric_needs_a_number_as_answer():
 
 
 def test_numbers_of_prose_are_whole():
-    found = {"2 cats and -3.5 dogs.": ["2", "-3.5"], "7-4": ["7", "4"], "1,234 and −5 or 3/4": ["1,234", "-5", "3/4"]}
+    found = {
+        "2 cats and -3.5 dogs.": ["2", "-3.5"],
+        "7-4": ["7", "4"],
+        "1,234 and −5 or 3/4": ["1,234", "-5", "3/4"],
+    }
     found |= {"v1.2.3": [], "x5": [], "none": []}
     assert {text: written_numbers(text) for text in found} == found
 
@@ -100,7 +108,10 @@ def test_a_catastrophic_pattern_costs_its_own_attempt(monkeypatch):
         futures = submit_all(pool, problem(), texts := ("a" * 50 + "b", "aaa"))
         strike(pool, clock, texts[:1], seconds=31.0)
         scores = [future.result(WAIT_S) for future in futures]
-    assert [(score.reward, score.error) for score in scores] == [(0.0, "timeout after 30.0 s"), (1.0, "")]
+    assert [(score.reward, score.error) for score in scores] == [
+        (0.0, "timeout after 30.0 s"),
+        (1.0, ""),
+    ]
 
 
 FORMAT = [
@@ -130,7 +141,9 @@ def test_format_wants_each_tag_once_and_in_order(text, options, reward):
 
 def test_length_falls_evenly_from_target_to_limit():
     sizes = {5: 1.0, 10: 1.0, 12: 0.8, 15: 0.5, 20: 0.0, 99: 0.0}
-    assert {size: builtin.length(problem(), "x" * size, target=10, limit=20) for size in sizes} == sizes
+    assert {
+        size: builtin.length(problem(), "x" * size, target=10, limit=20) for size in sizes
+    } == sizes
     assert builtin.length(problem(), "x " * 15, target=10, limit=20, unit="words") == 0.5
 
 
@@ -146,7 +159,10 @@ def test_env_and_reward_model_are_what_is_known_already():
     attempt = Attempt(text="x", given={"env": 0.5, "turns": 3.0, "reward_model": -2.0})
     with RewardPool(["env", "reward_model"], timeout_s=30.0, weights=[1.0, 0.1]) as pool:
         score, bare = (pool.submit(problem(), a).result() for a in (attempt, Attempt(text="x")))
-    assert (score.reward, score.parts) == (0.5 + 0.1 * -2.0, {"env": 0.5, "reward_model": -2.0, "turns": 3.0})
+    assert (score.reward, score.parts) == (
+        0.5 + 0.1 * -2.0,
+        {"env": 0.5, "reward_model": -2.0, "turns": 3.0},
+    )
     assert bare.error == "env: this environment gives no reward: set env.name"
 
 
@@ -178,7 +194,10 @@ def test_countdown_wants_the_target_from_each_number_once(text, reward):
 
 def test_countdown_may_leave_numbers_out_where_that_is_allowed():
     task = problem("24", numbers=[6, 4, 9])
-    assert (countdown(task, "Answer: 6*4"), countdown(task, "Answer: 6*4", use_all=False)) == (0.0, 1.0)
+    assert (countdown(task, "Answer: 6*4"), countdown(task, "Answer: 6*4", use_all=False)) == (
+        0.0,
+        1.0,
+    )
     assert countdown(problem("24", numbers=[6, 4]), "Answer: 4*(3+3)", use_all=False) == 0.0
 
 
@@ -219,7 +238,9 @@ def test_code_is_scored_in_a_worker_like_the_others():
     }
     with RewardPool("code", timeout_s=3 * WAIT_S, options=options) as pool:
         texts = ("```python\nprint(2 * int(input()))\n```", "print(4)", "no program")
-        scores = [future.result() for future in [pool.submit(task, Attempt(text=text)) for text in texts]]
+        scores = [
+            future.result() for future in [pool.submit(task, Attempt(text=text)) for text in texts]
+        ]
     assert [(score.reward, score.error) for score in scores] == [(1.0, ""), (0.5, ""), (0.0, "")]
 
 
@@ -251,7 +272,11 @@ def test_the_last_json_value_of_a_text_is_found(text, value):
     assert last_json(text) == value
 
 
-SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 0}},
+    "required": ["age"],
+}
 
 
 def test_json_schema_validates_the_last_value_against_the_rows_schema_or_the_option():
@@ -294,11 +319,17 @@ class Judge(ThreadingHTTPServer):
 
 class Judging(BaseHTTPRequestHandler):
     def do_POST(self):
-        self.server.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.requests.append(
+            json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        )
         self.server.keys.append((self.path, self.headers["Authorization"]))
-        reply = self.server.replies.pop(0) if len(self.server.replies) > 1 else self.server.replies[0]
+        reply = (
+            self.server.replies.pop(0) if len(self.server.replies) > 1 else self.server.replies[0]
+        )
         status, body = (reply, "busy") if isinstance(reply, int) else (200, reply)
-        data = json.dumps({"choices": [{"message": {"role": "assistant", "content": body}}]}).encode()
+        data = json.dumps(
+            {"choices": [{"message": {"role": "assistant", "content": body}}]}
+        ).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -341,7 +372,9 @@ def test_the_last_score_of_the_judge_is_the_reward(server, reply, options, score
     assert ask(server(reply), **options) == score
 
 
-def test_the_judge_is_asked_with_question_reference_and_answer_and_the_key_of_the_environment(server, monkeypatch):
+def test_the_judge_is_asked_with_question_reference_and_answer_and_the_key_of_the_environment(
+    server, monkeypatch
+):
     monkeypatch.setenv("MY_KEY", "secret")
     one = server("Score: 1")
     ask(
@@ -352,7 +385,9 @@ def test_the_judge_is_asked_with_question_reference_and_answer_and_the_key_of_th
         scale=10.0,
     )
     ask(one, api_key_env="NOT_SET")
-    assert one.requests[0]["messages"] == [{"role": "user", "content": "What?|3|{answer} {scale}|10"}]
+    assert one.requests[0]["messages"] == [
+        {"role": "user", "content": "What?|3|{answer} {scale}|10"}
+    ]
     assert (one.requests[0]["model"], one.requests[0]["temperature"]) == ("m", 0.0)
     assert one.keys == [("/v1/chat/completions", "Bearer secret"), ("/v1/chat/completions", None)]
 
@@ -380,7 +415,8 @@ def test_a_judge_that_refuses_is_not_asked_again(server):
 
 
 def test_judges_are_asked_side_by_side_by_as_many_workers(server):
-    together = threading.Barrier(3, timeout=WAIT_S)  # passes only when three requests are there at once
+    # passes only when three requests are there at once
+    together = threading.Barrier(3, timeout=WAIT_S)
 
     class Together(Judging):
         def do_POST(self):
@@ -397,6 +433,7 @@ def test_judges_are_asked_side_by_side_by_as_many_workers(server):
 
 def test_a_name_that_is_no_built_in_is_told_with_those_that_are():
     with pytest.raises(
-        BadFunction, match=r"no built-in 'anser'; did you mean 'answer'\?.* answer, choice, code, countdown"
+        BadFunction,
+        match=r"no built-in 'anser'; did you mean 'answer'\?.* answer, choice, code, countdown",
     ):
         builtin.find("anser")

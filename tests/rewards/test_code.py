@@ -1,4 +1,5 @@
-"""The reward `code`: every form of tests, and every cheat of chaos/hostile/cheats.py against every form."""
+"""The reward `code`: every form of tests, and every cheat of chaos/hostile/cheats.py against every
+form."""
 
 import json
 import shutil
@@ -20,7 +21,9 @@ from tandem.types import Problem
 from tests.support.sandbox_fusion import FusionServer
 from tests.support.waiting import WAIT_S, given_time
 
-needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
+needs_bubblewrap = pytest.mark.skipif(
+    not shutil.which("bwrap"), reason="bubblewrap is not installed"
+)
 ADD = "```python\ndef add(a, b):\n    print('noise')\n    return a + b\n```"
 LOOP = "METADATA = {}\n\ndef check(candidate):\n    for i in range(9):\n        assert candidate(i, 2) == i + 2"
 PROGRAM = "```\nimport sys\na, b = map(int, input().split())\nprint(a + b)\nexit()\n```"
@@ -33,11 +36,14 @@ def problem(tests, **metadata):
 def reward(tests, completion, sandbox=None, options=None, **metadata):
     """A program that ends by itself has the time to, on the busiest machine."""
     given = {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S, **(options or {})}
-    return code_reward(problem(tests, **metadata), completion, sandbox=sandbox or Bubblewrap(), **given)
+    return code_reward(
+        problem(tests, **metadata), completion, sandbox=sandbox or Bubblewrap(), **given
+    )
 
 
 def best_in_time(share, tests, completion, **options):
-    """The best reward there is, where the option that is 0 has ever longer seconds until the reward is `share`."""
+    """The best reward there is, where the option that is 0 has ever longer seconds until the reward
+    is `share`."""
     [limit] = [name for name, seconds in options.items() if not seconds]
 
     def run(seconds):
@@ -85,7 +91,11 @@ def test_a_right_solution_passes_every_form(form):
 def test_the_reward_is_the_share_of_tests_passed_or_all_or_nothing():
     tests = ["assert add(1, 2) == 3", "assert add(1, -2) == -1", "assert add(1, 1) == 3"]
     assert reward(tests, ADD) == {"reward": 2 / 3, "passed": 2 / 3, "tests": 3.0}
-    assert reward(tests, ADD, options={"all_or_nothing": True}) == {"reward": 0.0, "passed": 2 / 3, "tests": 3.0}
+    assert reward(tests, ADD, options={"all_or_nothing": True}) == {
+        "reward": 0.0,
+        "passed": 2 / 3,
+        "tests": 3.0,
+    }
     programs = [{"input": "1 2\n", "output": "3"}, {"input": "2 2\n", "output": "5"}]
     assert reward(programs, PROGRAM)["reward"] == 0.5
 
@@ -97,13 +107,19 @@ def test_the_reward_is_the_share_of_tests_passed_or_all_or_nothing():
         ({"inputs": [[1, 2], [3, 4]], "outputs": [[3], 7], "fn_name": "add"}, {}),
         (json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}), {}),
         ([json.dumps({"function": "add", "kwargs": {"a": [1], "b": [2]}, "expected": [1, 2]})], {}),
-        ("def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)", {"entry_point": "add"}),
+        (
+            "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)",
+            {"entry_point": "add"},
+        ),
         (LOOP, {"entry_point": "add"}),
         ("def test_add():\n    assert abs(add(0.1, 0.2) - 0.3) < 1e-9", {}),
-        ("assert add((1,), (2,)) == (1, 2)\nassert set(add([1], [2])) == set([2, 1])\nassert add(0, 0) is not None", {}),
+        (
+            "assert add((1,), (2,)) == (1, 2)\nassert set(add([1], [2])) == set([2, 1])\nassert add(0, 0) is not None",
+            {},
+        ),
         ("try:\n    add(1, 'x')\n    assert False, 'no error'\nexcept TypeError:\n    pass", {}),
     ],
-)  # fmt: skip
+)
 def test_rows_of_other_projects_are_read_as_they_are(tests, metadata):
     assert reward(tests, ADD, **metadata)["reward"] == 1.0
 
@@ -160,9 +176,12 @@ def test_a_function_may_be_a_method_of_solution():
     assert reward(tests, methods + "\n", entry_point="add")["reward"] == 1.0
     assert reward("assert abs(add(0.1, 0.2) - 0.3) < 1e-9", methods)["reward"] == 1.0
     assert (
-        reward(tests, methods.replace("class", "def add(a, b): return a + b\nclass").replace("a + b\n```", "0\n```"))[
-            "reward"
-        ]
+        reward(
+            tests,
+            methods.replace("class", "def add(a, b): return a + b\nclass").replace(
+                "a + b\n```", "0\n```"
+            ),
+        )["reward"]
         == 1.0
     )
     assert reward({**tests, "fn_name": "plus"}, methods)["reward"] == 0.0
@@ -203,10 +222,14 @@ def test_a_cheat_gets_nothing(cheat):
         assert {found for found, _ in results} == {0.0} and results[-1][1], form
 
 
-@pytest.mark.parametrize("cheat", [cheat for cheat in CHEATS if cheat.naive], ids=lambda cheat: cheat.name)
+@pytest.mark.parametrize(
+    "cheat", [cheat for cheat in CHEATS if cheat.naive], ids=lambda cheat: cheat.name
+)
 def test_the_same_cheat_fools_asserts_in_the_same_process(cheat):
     text = f"{WITNESS}{cheat.code}\n{ASSERTS}\n"
-    result = Unisolated().run(["python", "main.py"], files={"main.py": text}, limits=Limits(wall_s=WAIT_S))
+    result = Unisolated().run(
+        ["python", "main.py"], files={"main.py": text}, limits=Limits(wall_s=WAIT_S)
+    )
     assert ("WITNESS" in result.stderr, result.exit_code) == (True, 0)
 
 
@@ -218,7 +241,8 @@ def test_no_expected_value_enters_the_solutions_sandbox(form):
     assert sandbox.spy.given and not [text for text in sandbox.spy.given if "199998" in text]
 
 
-REFUSED = {"kodcode/a list's child"}  # what is a list arrives as one, without methods of its own; at most 2 honest ones
+# what is a list arrives as one, without methods of its own; at most 2 honest ones
+REFUSED = {"kodcode/a list's child"}
 
 
 def test_the_corpus_of_five_data_sets_is_large():
@@ -226,10 +250,14 @@ def test_the_corpus_of_five_data_sets_is_large():
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("row", GRADED, ids=lambda row: f"{'honest' if row.honest else 'cheat'} {row.name}")
+@pytest.mark.parametrize(
+    "row", GRADED, ids=lambda row: f"{'honest' if row.honest else 'cheat'} {row.name}"
+)
 def test_an_honest_program_earns_the_reward_and_a_cheat_does_not(row):
     options = {"timeout_s": WAIT_S, "test_timeout_s": WAIT_S}
-    found = code_reward(row.problem, f"```python\n{row.program}\n```", sandbox=Bubblewrap(), **options)["reward"]
+    found = code_reward(
+        row.problem, f"```python\n{row.program}\n```", sandbox=Bubblewrap(), **options
+    )["reward"]
     assert (found == 1.0) is (row.honest and row.name not in REFUSED)
 
 
@@ -252,7 +280,11 @@ def test_a_script_that_no_solution_can_pass_is_the_rows_mistake(script, found):
 @needs_bubblewrap
 def test_an_error_of_the_solution_is_not_the_rows_mistake():
     script = "def test_add():\n    assert add(1, 2) == 3"
-    for code in ("import nowhere\ndef add(a, b): return 3", "def add(a, b): return undefined", "def other(): pass"):
+    for code in (
+        "import nowhere\ndef add(a, b): return 3",
+        "def add(a, b): return undefined",
+        "def other(): pass",
+    ):
         assert reward(script, f"```python\n{code}\n```")["reward"] == 0.0
     empty = "```python\ndef add(a, b): return []\n```"
     for script in (
@@ -274,14 +306,19 @@ def test_a_class_may_be_named_in_capitals_and_a_branch_that_only_a_wrong_program
     lru = "```python\nclass LRU:\n    def __init__(self, cap): self.cap = cap\n```"
     assert reward("assert LRU(2).cap == 2", lru)["reward"] == 1.0
     script = "r = add(1, 1)\nif r != 2: complain(r)\nassert near(r, 2), explain(r)"
-    assert [name for name in ("complain", "near", "explain") if code_asserts.is_missing(script, name)] == ["near"]
+    assert [
+        name for name in ("complain", "near", "explain") if code_asserts.is_missing(script, name)
+    ] == ["near"]
 
 
 @needs_bubblewrap
 def test_a_problems_text_may_import_what_the_sandbox_does_not_have():
     text = "import numpy as np\nfrom math import floor\n\ndef twice(x):\n    return 2 * x\n\n\ndef f(x):\n    pass\n"
     chat = ({"role": "user", "content": text},)
-    columns = {"entry_point": "f", "test": "def check(candidate):\n    assert twice(candidate(floor(4.5))) == 4"}
+    columns = {
+        "entry_point": "f",
+        "test": "def check(candidate):\n    assert twice(candidate(floor(4.5))) == 4",
+    }
     row = Problem(uid="p/1", messages=chat, answer="", metadata=columns)
     program = "```python\ndef f(x): return twice(x) / 4\n```"
     assert code_reward(row, program, sandbox=Bubblewrap(), timeout_s=WAIT_S)["reward"] == 1.0
@@ -292,8 +329,13 @@ def test_a_problems_text_may_import_what_the_sandbox_does_not_have():
 
 def test_the_program_is_the_last_block_of_python_or_one_without_a_label_or_the_whole_text():
     assert extract_code("print(1)") == "print(1)"
-    assert extract_code("a\n```python\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```") == "x = 1\n"
-    assert extract_code("a\n```\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```") == "x = 2\n"
+    assert (
+        extract_code("a\n```python\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```")
+        == "x = 1\n"
+    )
+    assert (
+        extract_code("a\n```\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```") == "x = 2\n"
+    )
     assert extract_code("<think>\n```python\nx = 1\n```\n</think>\n```\nx = 2\n```") == "x = 2\n"
     assert extract_code("```py\nx = 1\n```\n```python\nx = 3") == "x = 3\n"
 
@@ -303,15 +345,20 @@ def test_an_assert_of_a_call_and_a_constant_is_taken_apart():
         CallTest(expression="f([1, -2])", expected=((3, {"a": None}),))
     ]
     assert calls("assert 3 == f(x=1)") == [CallTest(expression="f(x=1)", expected=(3,))]
-    assert calls("assert sorted(f(1)) == [1]") == [CallTest(expression="list(f(1))", expected=([1],), wrapper="sorted")]
+    assert calls("assert sorted(f(1)) == [1]") == [
+        CallTest(expression="list(f(1))", expected=([1],), wrapper="sorted")
+    ]
     assert calls("assert f(1) is None") == [CallTest(expression="f(1)", expected=(None,), how="is")]
-    assert calls("assert not S().f(1)") == [CallTest(expression="bool(S().f(1))", expected=(False,), how="truth")]  # fmt: skip
+    assert calls("assert not S().f(1)") == [
+        CallTest(expression="bool(S().f(1))", expected=(False,), how="truth")
+    ]
 
 
 @pytest.mark.parametrize(
     "script",
     [
-        "assert isclose(f(1), 5) == True\nfrom math import isclose",  # the call would hold the answer
+        # the call would hold the answer
+        "assert isclose(f(1), 5) == True\nfrom math import isclose",
         "assert (f(1) == 5) == True",
         "assert f(lambda: 5) == 5",
         "assert f(x) == 5\nx = 5",
@@ -328,12 +375,27 @@ def test_any_other_script_is_left_whole(script):
 
 
 def test_names_that_a_script_needs_are_the_solutions_and_never_pythons():
-    assert needed("import math\ny = f(1)\nassert all(y == g(i) for i in range(3)) and math.pi") == {"f", "g"}
+    assert needed("import math\ny = f(1)\nassert all(y == g(i) for i in range(3)) and math.pi") == {
+        "f",
+        "g",
+    }
 
 
 @pytest.mark.parametrize(
-    "value", [None, True, -5, 2**200, 1.5, "a\n\"'é\ud800", b"\0\xff", [1, (2, {3})], {"a": {(1, 2): frozenset("x")}}, 1 + 2j]
-)  # fmt: skip
+    "value",
+    [
+        None,
+        True,
+        -5,
+        2**200,
+        1.5,
+        "a\n\"'é\ud800",
+        b"\0\xff",
+        [1, (2, {3})],
+        {"a": {(1, 2): frozenset("x")}},
+        1 + 2j,
+    ],
+)
 def test_values_survive_the_way_out(value):
     found = decode(json.loads(encode(value, [])), None)
     assert (found, type(found)) == (value, type(value))
@@ -342,9 +404,18 @@ def test_values_survive_the_way_out(value):
 def test_replies_that_are_no_values_hold_nothing():
     test = CallTest(expression="f()", expected=(3,))
     assert holds(test, '{"value": 3}')
-    hostile = ["", "3", "null", "[]", "[" * 10**5, '{"error": ["E", "3"]}', '{"value": {"object": 0}}']
+    hostile = [
+        "",
+        "3",
+        "null",
+        "[]",
+        "[" * 10**5,
+        '{"error": ["E", "3"]}',
+        '{"value": {"object": 0}}',
+    ]
     hostile += [
-        f'{{"value": {text}}}' for text in ('{"dict": 3}', '{"int": null}', '{"set": [[]]}', '{"a": 1, "b": 2}')
+        f'{{"value": {text}}}'
+        for text in ('{"dict": 3}', '{"int": null}', '{"set": [[]]}', '{"a": 1, "b": 2}')
     ]
     assert not [reply for reply in hostile if holds(test, reply)]
 
@@ -366,7 +437,16 @@ def test_output_is_compared_by_lines_and_with_a_tolerance_by_words():
 
 
 @pytest.mark.parametrize(
-    "tests", [[], "", 3, [{"input": "1"}], {"inputs": [1], "outputs": []}, "assert (", [{"args": [], "expected": 1}]]
+    "tests",
+    [
+        [],
+        "",
+        3,
+        [{"input": "1"}],
+        {"inputs": [1], "outputs": []},
+        "assert (",
+        [{"args": [], "expected": 1}],
+    ],
 )
 def test_a_problem_without_tests_names_the_forms_there_are(tests):
     with pytest.raises(UserError, match="no tests that can be read") as caught:

@@ -1,4 +1,5 @@
-"""docs/rewards.md does what it says: its functions run, its settings load, its table of examples is so."""
+"""docs/rewards.md does what it says: its functions run, its settings load, its table of examples is
+so."""
 
 import ast
 import re
@@ -15,10 +16,15 @@ from tandem.rewards.parts import check_functions
 from tandem.types import Attempt, Problem
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-FILES = {block.split()[1]: block for block in re.findall(r"```python\n(# \w+\.py\n.*?)```", TEXT, re.DOTALL)}
+FILES = {
+    block.split()[1]: block
+    for block in re.findall(r"```python\n(# \w+\.py\n.*?)```", TEXT, re.DOTALL)
+}
 EXAMPLES = [
     re.findall(r"`([^`]*)`", line)
-    for line in TEXT.partition("<!-- examples: tested -->")[2].partition("<!-- /examples -->")[0].splitlines()[3:]
+    for line in TEXT.partition("<!-- examples: tested -->")[2]
+    .partition("<!-- /examples -->")[0]
+    .splitlines()[3:]
 ]
 
 
@@ -30,7 +36,9 @@ def files(tmp_path, monkeypatch):
 
 
 def ask(function, text, answer="", options=None, **metadata):
-    problem = Problem(uid="p", messages=({"role": "user", "content": "?"},), answer=answer, metadata=metadata)
+    problem = Problem(
+        uid="p", messages=({"role": "user", "content": "?"},), answer=answer, metadata=metadata
+    )
     talk = ({"role": "assistant", "content": text},)
     return load(function, options or {})(problem, Attempt(text=text, messages=talk), ignore_loading)
 

@@ -1,4 +1,5 @@
-"""Real worker processes against hostile reward functions: each costs its own sample and nothing else."""
+"""Real worker processes against hostile reward functions: each costs its own sample and nothing
+else."""
 
 import json
 import math
@@ -27,13 +28,24 @@ from tandem.rewards.pool.scheduler import Crew
 from tandem.rewards.pool.stragglers import SPARES, Patience
 from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
-from tests.support.scoring import Clock, score_all, scores_of, scores_of_some_that_hang, strike, submit_all
+from tests.support.scoring import (
+    Clock,
+    score_all,
+    scores_of,
+    scores_of_some_that_hang,
+    strike,
+    submit_all,
+)
 from tests.support.waiting import WAIT_S, eventually
 
 FILE = Path(__file__).parents[1].joinpath("support", "hostile_rewards.py")
 HOSTILE = f"{FILE}:score"
-PROBLEM = Problem(uid="p/1", messages=({"role": "user", "content": "?"},), answer="", metadata={"level": 3})
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="address space limits and prctl are Linux's")
+PROBLEM = Problem(
+    uid="p/1", messages=({"role": "user", "content": "?"},), answer="", metadata={"level": 3}
+)
+LINUX = pytest.mark.skipif(
+    sys.platform != "linux", reason="address space limits and prctl are Linux's"
+)
 
 # what the completion does -> (reward, start of the error, kind of failure)
 HARMLESS = {"fine": 0.25, "true": 1.0, "float32": 0.5, "parts": 1.5, "total": 2.0, "echo": 4.0}
@@ -62,7 +74,8 @@ HARMS = {
 }
 
 
-LIMIT_S = 30.0  # no harmless text takes so long on the busiest machine; for the others the clock is set forward
+# no harmless text takes so long on the busiest machine; for the others the clock is set forward
+LIMIT_S = 30.0
 
 
 def hostile_pool(workers=1, timeout_s=LIMIT_S):
@@ -71,7 +84,8 @@ def hostile_pool(workers=1, timeout_s=LIMIT_S):
 
 @pytest.fixture(scope="module", autouse=True)
 def clock():
-    """Of every pool here. And the news of how a worker ended may come late, where the machine is busy."""
+    """Of every pool here. And the news of how a worker ended may come late, where the machine is
+    busy."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(scheduler, "time", clock)
@@ -97,7 +111,11 @@ def parent(pid):
 
 
 def children(pid):
-    return [int(stat.name) for stat in Path("/proc").glob("[0-9]*") if alive(stat.name) and parent(stat.name) == pid]
+    return [
+        int(stat.name)
+        for stat in Path("/proc").glob("[0-9]*")
+        if alive(stat.name) and parent(stat.name) == pid
+    ]
 
 
 def processor_ticks(pid):
@@ -106,9 +124,14 @@ def processor_ticks(pid):
 
 
 def naps(place):
-    """How often it has begun to sleep or was made to wait: a process, or one thread of one (as "PID/task/ID")."""
+    """How often it has begun to sleep or was made to wait: a process, or one thread of one (as
+    "PID/task/ID")."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        return [line for line in Path(f"/proc/{place}/status").read_text().splitlines() if "ctxt_switches" in line]
+        return [
+            line
+            for line in Path(f"/proc/{place}/status").read_text().splitlines()
+            if "ctxt_switches" in line
+        ]
 
 
 def gone(pid, *, within_s=WAIT_S):
@@ -122,7 +145,11 @@ def storm(clock):
     with hostile_pool(workers=2) as pool:
         scores_of(pool, PROBLEM, ["fine"] * 20)  # what is usual
         hung = [harm for harm, (_, kind) in HARMS.items() if kind == "timeout"]
-        return acts, scores_of_some_that_hang(pool, clock, PROBLEM, acts, hung, timeout_s=LIMIT_S), pool.failures
+        return (
+            acts,
+            scores_of_some_that_hang(pool, clock, PROBLEM, acts, hung, timeout_s=LIMIT_S),
+            pool.failures,
+        )
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -136,19 +163,26 @@ def test_a_harmful_text_scores_zero_and_says_why(storm, harm):
 
 def test_the_texts_around_a_harmful_one_keep_their_rewards(storm):
     acts, scores, _ = storm
-    harmless = [(act, score.reward, score.error) for act, score in zip(acts, scores, strict=True) if act in HARMLESS]
+    harmless = [
+        (act, score.reward, score.error)
+        for act, score in zip(acts, scores, strict=True)
+        if act in HARMLESS
+    ]
     assert harmless == [(act, HARMLESS[act], "") for act in acts if act in HARMLESS]
 
 
 def test_failures_are_counted_by_kind(storm):
     kinds = [kind for _, kind in HARMS.values()]
-    assert storm[2] == {kind: kinds.count(kind) for kind in ("timeout", "died", "exception", "bad_value")}
+    assert storm[2] == {
+        kind: kinds.count(kind) for kind in ("timeout", "died", "exception", "bad_value")
+    }
 
 
 @LINUX
 def test_memory_is_limited_and_memory_held_by_one_text_is_not_missed_by_the_next():
     with hostile_pool() as pool:
-        assert scores_of(pool, PROBLEM, ["allocate"])[0].error.startswith("MemoryError")  # 3 GiB of the default 2
+        # 3 GiB of the default 2
+        assert scores_of(pool, PROBLEM, ["allocate"])[0].error.startswith("MemoryError")
     with RewardPool(HOSTILE, timeout_s=60.0, memory_mb=640) as pool:
         scores = scores_of(pool, PROBLEM, ["hold memory", "keep 200 MB", "fine", "keep 200 MB"])
     assert [score.error[:11] for score in scores] == ["MemoryError", "", "", ""]
@@ -164,7 +198,9 @@ def test_parts_are_named_and_the_reward_is_its_own_value_or_their_sum():
 
 
 def test_three_workers_give_the_scores_of_one():
-    acts = [act for act, (_, kind) in HARMS.items() if kind != "timeout" and act != "forge"] + list(HARMLESS)
+    acts = [act for act, (_, kind) in HARMS.items() if kind != "timeout" and act != "forge"] + list(
+        HARMLESS
+    )
     runs = []
     for workers in (1, 3):
         with hostile_pool(workers) as pool:
@@ -307,7 +343,9 @@ def begun(server):
     return connection, int(connection.recv(100))
 
 
-@pytest.mark.parametrize("functions", [HOSTILE, [HOSTILE], (HOSTILE,)], ids=["text", "list", "tuple"])
+@pytest.mark.parametrize(
+    "functions", [HOSTILE, [HOSTILE], (HOSTILE,)], ids=["text", "list", "tuple"]
+)
 def test_one_function_without_weights_keeps_its_reward_parts_and_errors_as_they_are(functions):
     with RewardPool(functions, timeout_s=30.0) as pool:
         fine, parts, nan = scores_of(pool, PROBLEM, ["fine", "parts", "nan"])
@@ -319,9 +357,13 @@ def test_one_function_without_weights_keeps_its_reward_parts_and_errors_as_they_
 def test_the_reward_of_several_functions_is_their_weighted_sum_and_their_parts_are_told_apart(mine):
     functions = ["answer", *mine("length", "format", "style")]
     problem = Problem(uid="p", messages=(), answer="7")
-    parts = {"answer": 1.0, "length": 9.0, "format": 1.5, "style": 3.0}  # each function's own reward
+    # each function's own reward
+    parts = {"answer": 1.0, "length": 9.0, "format": 1.5, "style": 3.0}
     parts |= {"format.answer": 0.5, "brief": 1.0, "style.style": 0.25, "style.length": 7.0}
-    for weights, reward in [((), 1.0 + 9.0 + 1.5 + 3.0), ((2.0, -0.5, 0.0, 1.0), 2.0 - 4.5 + 0.0 + 3.0)]:
+    for weights, reward in [
+        ((), 1.0 + 9.0 + 1.5 + 3.0),
+        ((2.0, -0.5, 0.0, 1.0), 2.0 - 4.5 + 0.0 + 3.0),
+    ]:
         with RewardPool(functions, timeout_s=30.0, weights=weights) as pool:
             [score] = scores_of(pool, problem, ["Answer: 7"])
         assert (score.reward, score.parts, score.error) == (reward, parts, "")
@@ -350,7 +392,9 @@ def test_functions_of_one_file_share_its_module_and_no_problem(mine):
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
-@pytest.mark.parametrize("harm", ["loop", "exit", "forge", "raise", "raise long", "nan", "inf part", "string"])
+@pytest.mark.parametrize(
+    "harm", ["loop", "exit", "forge", "raise", "raise long", "nan", "inf part", "string"]
+)
 def test_one_failing_function_fails_the_text_and_is_named(mine, clock, harm, first):
     functions = [HOSTILE, *mine("length")] if first else [*mine("length"), HOSTILE]
     said, kind = HARMS[harm]
@@ -369,7 +413,10 @@ def test_one_failing_function_fails_the_text_and_is_named(mine, clock, harm, fir
 
 def test_a_forged_place_behind_the_last_function_does_not_get_through(mine):
     with RewardPool(mine("forge"), timeout_s=30.0) as pool:
-        assert scores_of(pool, PROBLEM, ["x"])[0].error == "worker died: it wrote what is not an answer"
+        assert (
+            scores_of(pool, PROBLEM, ["x"])[0].error
+            == "worker died: it wrote what is not an answer"
+        )
 
 
 def test_the_name_of_a_failure_is_that_of_its_own_text(mine):
@@ -380,7 +427,8 @@ def test_the_name_of_a_failure_is_that_of_its_own_text(mine):
 
 
 @pytest.mark.parametrize(
-    ("weights", "found"), [((10.0, 1.0), "is inf"), ((10.0, -10.0), "is nan"), ((1.0, 1.0), "is inf")]
+    ("weights", "found"),
+    [((10.0, 1.0), "is inf"), ((10.0, -10.0), "is nan"), ((1.0, 1.0), "is inf")],
 )
 def test_a_weighted_sum_that_is_not_finite_is_a_failure(mine, weights, found):
     with RewardPool(mine("large", "huge"), timeout_s=30.0, weights=weights) as pool:
@@ -397,10 +445,14 @@ def test_parts_that_cannot_be_told_apart_are_a_failure(mine):
 
 
 def test_three_workers_give_the_scores_of_one_with_several_functions(mine):
-    acts = [act for act, (_, kind) in HARMS.items() if kind != "timeout" and act != "forge"] + list(HARMLESS)
+    acts = [act for act, (_, kind) in HARMS.items() if kind != "timeout" and act != "forge"] + list(
+        HARMLESS
+    )
     runs = []
     for workers in (1, 3):
-        with RewardPool([HOSTILE, *mine("length", "style")], 30.0, workers, weights=[1.0, 0.1, 0.3]) as pool:
+        with RewardPool(
+            [HOSTILE, *mine("length", "style")], 30.0, workers, weights=[1.0, 0.1, 0.3]
+        ) as pool:
             runs.append((scores_of(pool, PROBLEM, acts * 3), pool.failures))
     assert runs[0] == runs[1]
 
@@ -416,7 +468,9 @@ def test_three_workers_give_the_scores_of_one_with_several_functions(mine):
         (["answer", HOSTILE], (1.0, float("nan")), "reward.weights"),
     ],
 )
-def test_functions_of_one_name_and_weights_that_do_not_fit_are_user_errors(functions, weights, where):
+def test_functions_of_one_name_and_weights_that_do_not_fit_are_user_errors(
+    functions, weights, where
+):
     with pytest.raises(UserError) as error:
         RewardPool(functions, weights=weights)
     assert error.value.where == where
@@ -437,19 +491,30 @@ def test_of_several_functions_the_one_that_cannot_be_loaded_is_named(tmp_path, m
 
 
 def test_a_math_verifier_that_hangs_costs_its_own_sample_only(clock, monkeypatch):
-    monkeypatch.setattr(scheduler, "LOADING_S", 3600.0)  # for importing Math-Verify; it ends with the import
+    # for importing Math-Verify; it ends with the import
+    monkeypatch.setattr(scheduler, "LOADING_S", 3600.0)
     hang = Problem(uid="hang", messages=(), answer="x+1")
-    texts = [r"\boxed{\frac{3000000!}{2999999!}}", r"\boxed{1+x}", "Answer: 9**9**9**9", r"\boxed{x + 1}"]
+    texts = [
+        r"\boxed{\frac{3000000!}{2999999!}}",
+        r"\boxed{1+x}",
+        "Answer: 9**9**9**9",
+        r"\boxed{x + 1}",
+    ]
     with RewardPool("answer", timeout_s=LIMIT_S) as pool:
         futures = submit_all(pool, hang, texts)
-        assert eventually(lambda: any(w.loading_notes == 0 for w in list(pool._crew._workers.values())))
+        assert eventually(
+            lambda: any(w.loading_notes == 0 for w in list(pool._crew._workers.values()))
+        )
         strike(pool, clock, texts[:1], seconds=LIMIT_S + 1)
         scores = [future.result(WAIT_S) for future in futures]
-        number = scores_of(pool, Problem(uid="number", messages=(), answer="3000000"), [texts[0], texts[2]])
+        number = scores_of(
+            pool, Problem(uid="number", messages=(), answer="3000000"), [texts[0], texts[2]]
+        )
     assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 1.0]
     assert scores[0].error == "timeout after 30.0 s"
     assert pool.failures == {"timeout": 1, "died": 0, "exception": 0, "bad_value": 0}
-    assert [(score.reward, score.error) for score in number] == [(0.0, "")] * 2  # not evaluated, so nothing can hang
+    # not evaluated, so nothing can hang
+    assert [(score.reward, score.error) for score in number] == [(0.0, "")] * 2
 
 
 def test_the_first_formula_scores_as_the_second_where_the_verifier_is_one_of_three(mine):
@@ -462,12 +527,14 @@ def test_the_first_formula_scores_as_the_second_where_the_verifier_is_one_of_thr
 
 # ---------------------------------------------------------------- storms
 
-STORM_S = 5.0  # real seconds, since a storm is known by its clock; a harmless text takes a thousandth
+# real seconds, since a storm is known by its clock; a harmless text takes a thousandth
+STORM_S = 5.0
 STORM = ("loop", "long c call", "allocate", "nan", "string", "raise", "exit", "slow")
 
 
 def test_nobody_waits_behind_attempts_that_hang():
-    """One worker, four endless loops first: the others are all scored while those still have their time."""
+    """One worker, four endless loops first: the others are all scored while those still have their
+    time."""
     with hostile_pool(timeout_s=600.0) as pool:
         scores_of(pool, PROBLEM, ["fine"] * 20)  # what is usual
         hung = [pool.submit(PROBLEM, Attempt(text="loop")) for _ in range(4)]
@@ -481,7 +548,8 @@ def test_a_storm_takes_no_other_score_leaves_no_process_and_every_hostile_attemp
     with hostile_pool(workers=2, timeout_s=STORM_S) as pool:
         scores = scores_of(pool, PROBLEM, acts)
         pid = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
-        assert eventually(lambda: len(children(parent(pid))) <= 2)  # what was killed may still be dying
+        # what was killed may still be dying
+        assert eventually(lambda: len(children(parent(pid))) <= 2)
     harmless = [score for score, act in zip(scores, acts, strict=True) if act in ("fine", "slow")]
     assert {(score.reward, score.error) for score in harmless} == {(0.25, "")}
     assert pool.failures == {"timeout": 20, "died": 10, "exception": 20, "bad_value": 20}
@@ -494,7 +562,9 @@ def test_a_function_that_is_slow_for_every_attempt_gets_no_spare_workers(mine):
 
 
 @LINUX
-def test_a_function_that_waits_gets_no_spare_worker_and_holds_up_nobody_behind_it(mine, server, monkeypatch):
+def test_a_function_that_waits_gets_no_spare_worker_and_holds_up_nobody_behind_it(
+    mine, server, monkeypatch
+):
     with RewardPool(mine("wait"), timeout_s=600.0, workers=2) as pool:
         workers = pool._crew._workers
         scores_of(pool, PROBLEM, [""] * 200)  # what is usual
@@ -529,7 +599,8 @@ def test_late_is_ten_times_the_usual_and_in_a_storm_less():
     assert patience.late_after(worker_at()) == math.inf  # nothing is known
     patience.answered(worker_at(10.0), 10.25)
     assert patience.late_after(worker_at()) == 2.5
-    assert patience.late_after(worker_at(answered=0)) == math.inf  # a first item may load much: that is another usual
+    # a first item may load much: that is another usual
+    assert patience.late_after(worker_at(answered=0)) == math.inf
     storm = [worker_at(10.0, late=True) for _ in range(4)]
     patience.look(storm, now=11.0)
     assert (patience.late, patience.storm) == (4, False)  # they may be merely slow
@@ -574,7 +645,9 @@ def test_a_worker_that_is_put_last_runs_when_nobody_else_wants_to_and_grows_litt
         worker.pid = process.pid
         worker.put_last()
         assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
-        size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        size = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_AS)
         assert soft == hard
         assert 0 < hard - GROWTH_BYTES <= size
@@ -605,12 +678,17 @@ def test_a_huge_text_costs_no_memory_and_its_end_is_scored():
 
 def test_texts_that_utf8_cannot_write_and_numpy_metadata_arrive():
     metadata = {"level": np.int64(2), "array": np.arange(3)}
-    problem = Problem(uid="p", messages=({"role": "user", "content": "\ud800 ∑"},), answer="", metadata=metadata)
+    problem = Problem(
+        uid="p", messages=({"role": "user", "content": "\ud800 ∑"},), answer="", metadata=metadata
+    )
     with hostile_pool() as pool:
         assert scores_of(pool, problem, ["echo"])[0].parts == {"level": 2.0, "messages": 1.0}
     with RewardPool("answer", timeout_s=30.0) as pool:
         assert (
-            scores_of(pool, Problem(uid="p", messages=(), answer="3"), ["\ud800\x00\u2028 Answer: 3"])[0].reward == 1.0
+            scores_of(
+                pool, Problem(uid="p", messages=(), answer="3"), ["\ud800\x00\u2028 Answer: 3"]
+            )[0].reward
+            == 1.0
         )
 
 
@@ -629,15 +707,25 @@ def test_a_problem_that_is_not_json_or_is_huge_costs_its_own_samples(metadata):
 @pytest.mark.parametrize(
     ("source", "function", "found"),
     [
-        ("import no_such_module\n", "score", "ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "import no_such_module\n",
+            "score",
+            "ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         ("def score(problem, completion)\n", "score", "SyntaxError: expected ':'"),
         ("def score(problem, completion): ...\n", "scor", "no function 'scor' in"),
-        ("def score(completion): ...\n", "score", "takes (completion), expected (problem, completion)"),
+        (
+            "def score(completion): ...\n",
+            "score",
+            "takes (completion), expected (problem, completion)",
+        ),
         ("raise SystemExit(0)\n", "score", "SystemExit: 0"),
         ("import os\nos._exit(3)\n", "score", "worker died: exit 3"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_a_user_error_at_once(tmp_path, source, function, found):
+def test_a_function_that_cannot_be_loaded_is_a_user_error_at_once(
+    tmp_path, source, function, found
+):
     file = tmp_path / "mine.py"
     file.write_text(source)
     with pytest.raises(UserError) as error:
@@ -647,7 +735,9 @@ def test_a_function_that_cannot_be_loaded_is_a_user_error_at_once(tmp_path, sour
     assert error.value.expected and error.value.next
 
 
-@pytest.mark.parametrize("function", ["anser", "no/such/file.py:score", "no_such_module:score", "json:nothing", ""])
+@pytest.mark.parametrize(
+    "function", ["anser", "no/such/file.py:score", "no_such_module:score", "json:nothing", ""]
+)
 def test_a_function_that_does_not_exist_is_a_user_error(function):
     with pytest.raises(UserError, match="cannot be loaded"):
         RewardPool(function)
@@ -663,7 +753,11 @@ def test_a_file_that_changes_while_it_is_in_use_is_not_read_again(tmp_path):
     file.write_text(FILE.read_text())
     with RewardPool(f"{file}:score", timeout_s=30.0) as pool:
         file.write_text("import no_such_module\n")
-        assert [score.reward for score in scores_of(pool, PROBLEM, ["fine", "exit", "fine"])] == [0.25, 0.0, 0.25]
+        assert [score.reward for score in scores_of(pool, PROBLEM, ["fine", "exit", "fine"])] == [
+            0.25,
+            0.0,
+            0.25,
+        ]
 
 
 THREADED = """
@@ -678,18 +772,26 @@ PAIR = socket.socketpair()
 
 @LINUX
 @pytest.mark.parametrize("unforkable", [THREADED, CONNECTED])
-def test_a_module_that_holds_threads_or_connections_is_loaded_by_every_worker_for_itself(tmp_path, unforkable):
+def test_a_module_that_holds_threads_or_connections_is_loaded_by_every_worker_for_itself(
+    tmp_path, unforkable
+):
     file = tmp_path / "mine.py"
     loads = tmp_path / "loads"
     file.write_text(f"{unforkable}\nopen({str(loads)!r}, 'a').write('.')\n{FILE.read_text()}")
     with RewardPool(f"{file}:score", timeout_s=30.0) as pool:
         before = len(loads.read_text())
-        assert [score.reward for score in scores_of(pool, PROBLEM, ["fine", "exit", "fine"])] == [0.25, 0.0, 0.25]
+        assert [score.reward for score in scores_of(pool, PROBLEM, ["fine", "exit", "fine"])] == [
+            0.25,
+            0.0,
+            0.25,
+        ]
         assert len(loads.read_text()) == before + 1
 
 
 @LINUX
-def test_a_function_that_cannot_be_loaded_again_is_a_user_error_of_the_futures_and_the_pool_tries_again(tmp_path):
+def test_a_function_that_cannot_be_loaded_again_is_a_user_error_of_the_futures_and_the_pool_tries_again(
+    tmp_path,
+):
     file = tmp_path / "mine.py"
     source = THREADED + FILE.read_text()  # so that every worker loads it
     file.write_text(source)
@@ -716,7 +818,9 @@ class Telling:
 
 def test_a_worker_that_was_dropped_before_its_process_was_known_is_killed():
     crew = Crew(["answer"], True, (), 5.0, 1)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True
+    ) as process:
         crew._hear_template(Telling({"forked": 7, "pid": process.pid}))
         assert process.wait(WAIT_S) == -signal.SIGKILL
     crew.stop()
@@ -767,7 +871,10 @@ def test_a_worker_that_closes_its_descriptors_costs_no_time(clock):
 def test_a_child_in_a_session_of_its_own_does_not_outlive_the_pool(tmp_path):
     problem = Problem(uid="p", messages=(), answer="", metadata={"child": str(tmp_path / "child")})
     with hostile_pool() as pool:
-        assert [score.reward for score in scores_of(pool, problem, ["daemon", "fine"])] == [0.5, 0.25]
+        assert [score.reward for score in scores_of(pool, problem, ["daemon", "fine"])] == [
+            0.5,
+            0.25,
+        ]
         child = int((tmp_path / "child").read_text())
         assert alive(child)
     assert gone(child)
@@ -819,8 +926,13 @@ def test_an_interrupt_while_waiting_leaves_the_pool_usable_and_closing_it_kills_
 
 def test_items_of_many_threads_get_their_own_scores():
     def ask(start):
-        problems = [Problem(uid=str(i), messages=(), answer=str(i)) for i in range(start, start + 100)]
-        return [score.reward for score in score_all(pool, [(p, f"Answer: {int(p.uid) % 150}") for p in problems])]
+        problems = [
+            Problem(uid=str(i), messages=(), answer=str(i)) for i in range(start, start + 100)
+        ]
+        return [
+            score.reward
+            for score in score_all(pool, [(p, f"Answer: {int(p.uid) % 150}") for p in problems])
+        ]
 
     with RewardPool("answer", timeout_s=30.0, workers=2) as pool, ThreadPoolExecutor(4) as threads:
         rewards = [reward for part in threads.map(ask, (0, 100, 200, 300)) for reward in part]
@@ -828,7 +940,8 @@ def test_items_of_many_threads_get_their_own_scores():
 
 
 def test_an_idle_pool_uses_no_processor():
-    """Once it has come to rest, nothing of it wakes in half a second: of this process the pool's thread is looked at only."""
+    """Once it has come to rest, nothing of it wakes in half a second: of this process the pool's
+    thread is looked at only."""
     with hostile_pool(2) as pool:
         scores_of(pool, PROBLEM, ["pid"] * 1000)
         template = parent(int(scores_of(pool, PROBLEM, ["pid"])[0].reward))
@@ -894,7 +1007,9 @@ def test_a_killed_parent_leaves_no_worker(act):
         "pool.submit(problem, Attempt(text=sys.argv[2])).result(); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", program, HOSTILE, act]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         worker = int(parent.stdout.readline())
         assert eventually(lambda: act == "fine" or processor_ticks(worker) > 20)  # it is at it
         assert alive(worker)
@@ -907,5 +1022,7 @@ def test_importing_pool_and_worker_loads_nothing_heavy():
         "import sys, tandem.rewards.pool.pool, tandem.rewards.pool.fork_server\n"
         "print(*{'torch', 'sympy', 'math_verify', 'transformers', 'pydantic', 'asyncio'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == ""

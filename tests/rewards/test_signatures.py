@@ -20,7 +20,9 @@ CHAT = Problem(
     category="openai/gsm8k",
     metadata={"solution": r"\frac{1}{3}", "level": 2, "extra_info": {"index": 7}},
 )
-TEXT = Problem(uid="p/2", messages=CHAT.messages, answer="1/3", metadata=CHAT.metadata, conversational=False)
+TEXT = Problem(
+    uid="p/2", messages=CHAT.messages, answer="1/3", metadata=CHAT.metadata, conversational=False
+)
 
 MINE = """
 import asyncio
@@ -148,7 +150,9 @@ def test_tandems_own_signature_takes_the_attempt_where_it_is_asked_for(score):
 def test_options_are_keyword_arguments_and_a_wrong_name_is_told(score):
     assert score("scaled", "abc", offset=1, factor=0.5) == (2.5, {"scaled": 2.5})
     for options in ({"offset": 1, "facto": 2}, {}):
-        with pytest.raises(BadFunction, match=r"scaled takes \(problem, completion, factor, offset\), expected"):
+        with pytest.raises(
+            BadFunction, match=r"scaled takes \(problem, completion, factor, offset\), expected"
+        ):
             score("scaled", "abc", **options)
     with pytest.raises(BadFunction, match=r"trl_columns takes \(completions, level\)"):
         score("trl_columns", "abc", tolerance=1)
@@ -187,7 +191,11 @@ def test_trl_functions_get_messages_where_the_prompt_was_messages_and_text_where
     assert score("trl", "so 1/3") == (0.5, {"trl": 0.5})
     assert seen()["completions"] == [[{"role": "assistant", "content": "so 1/3"}]]
     assert seen()["prompts"] == [[{"role": "user", "content": "1/3?"}]]
-    assert (seen()["answer"], seen()["level"], seen()["solution"]) == (["1/3"], [2], [r"\frac{1}{3}"])
+    assert (seen()["answer"], seen()["level"], seen()["solution"]) == (
+        ["1/3"],
+        [2],
+        [r"\frac{1}{3}"],
+    )
     score("trl", "so 1/3", problem=TEXT)
     assert (seen()["completions"], seen()["prompts"]) == (["so 1/3"], ["1/3?"])
 
@@ -208,8 +216,18 @@ def test_the_answer_is_also_called_solution_as_trl_does_unless_the_row_says_othe
 
 
 def test_trl_functions_get_the_answer_as_the_row_has_it_and_not_a_second_time(score):
-    score("trl", "x", problem=Problem(uid="p", messages=CHAT.messages, answer="3", metadata={"raw_answer": 3, "a": 1}))
-    assert {key: seen()[key] for key in ("answer", "solution", "a")} == {"answer": [3], "solution": [3], "a": [1]}
+    score(
+        "trl",
+        "x",
+        problem=Problem(
+            uid="p", messages=CHAT.messages, answer="3", metadata={"raw_answer": 3, "a": 1}
+        ),
+    )
+    assert {key: seen()[key] for key in ("answer", "solution", "a")} == {
+        "answer": [3],
+        "solution": [3],
+        "a": [1],
+    }
     assert "raw_answer" not in seen()
 
 
@@ -239,7 +257,10 @@ def test_a_trl_function_that_returns_another_number_of_rewards_is_a_failure(scor
 
 
 def test_a_trl_function_gets_the_token_ids_of_the_completion(score, mine):
-    assert score("trl_ids", "x", attempt=Attempt(text="x", tokens=(5, 9, 2))) == (16.0, {"trl_ids": 16.0})
+    assert score("trl_ids", "x", attempt=Attempt(text="x", tokens=(5, 9, 2))) == (
+        16.0,
+        {"trl_ids": 16.0},
+    )
     with RewardPool(f"{mine}:trl_ids", timeout_s=30.0) as pool:
         assert pool.submit(CHAT, Attempt(text="x", tokens=(5, 9, 2))).result().reward == 16.0
 
@@ -264,9 +285,16 @@ def test_trls_own_reward_functions_give_what_they_give_in_trl():
 
 
 def test_a_file_that_is_named_like_a_package_does_not_hide_the_package(tmp_path):
-    (tmp_path / "math_verify.py").write_text("def compute_score(solution_str, ground_truth):\n    return 0.5\n")
-    with chdir(tmp_path), RewardPool(["math_verify.py:compute_score", "answer"], timeout_s=60.0) as pool:
-        found = pool.submit(replace(CHAT, answer=r"\sqrt{12}"), Attempt(text=r"\boxed{2\sqrt{3}}")).result()
+    (tmp_path / "math_verify.py").write_text(
+        "def compute_score(solution_str, ground_truth):\n    return 0.5\n"
+    )
+    with (
+        chdir(tmp_path),
+        RewardPool(["math_verify.py:compute_score", "answer"], timeout_s=60.0) as pool,
+    ):
+        found = pool.submit(
+            replace(CHAT, answer=r"\sqrt{12}"), Attempt(text=r"\boxed{2\sqrt{3}}")
+        ).result()
     assert (found.parts, found.error) == ({"compute_score": 0.5, "answer": 1.0}, "")
 
 
@@ -279,13 +307,19 @@ def test_verls_other_names_for_the_completion_are_known(score, name):
 
 
 def test_a_parameter_that_verl_does_not_give_is_refused_at_the_start(score):
-    with pytest.raises(BadFunction, match=r"one_more takes \(solution_str, ground_truth, extra\), expected"):
+    with pytest.raises(
+        BadFunction, match=r"one_more takes \(solution_str, ground_truth, extra\), expected"
+    ):
         score("one_more", "1/3")
 
 
 @pytest.mark.parametrize("name", ["swapped", "openrlhf"])
-def test_a_function_whose_parameters_have_unknown_names_is_refused_and_not_called_by_position(score, name):
-    with pytest.raises(BadFunction, match=rf"{name} takes \(.*\), expected \(problem, completion\), or TRL"):
+def test_a_function_whose_parameters_have_unknown_names_is_refused_and_not_called_by_position(
+    score, name
+):
+    with pytest.raises(
+        BadFunction, match=rf"{name} takes \(.*\), expected \(problem, completion\), or TRL"
+    ):
         score(name, "1/3")
 
 
@@ -301,7 +335,8 @@ def test_verls_signature_gets_data_source_solution_ground_truth_and_extra_info(s
     assert (seen()["data_source"], seen()["extra_info"]) == ("openai/gsm8k", {"index": 7})
     plain = Problem(uid="p", messages=CHAT.messages, answer="1/3", metadata={"level": 2})
     score("compute_score", "so 1/3", problem=plain)
-    assert seen()["extra_info"] == {"level": 2}  # rows that are not verl's have no column of that name
+    # rows that are not verl's have no column of that name
+    assert seen()["extra_info"] == {"level": 2}
 
 
 def test_verls_functions_get_the_answer_as_the_row_has_it_and_not_a_second_time(score):

@@ -1,4 +1,5 @@
-"""The pool under the watchdog: slow scores are no stall, an idle pool is none, and its workers say where they hang."""
+"""The pool under the watchdog: slow scores are no stall, an idle pool is none, and its workers say
+where they hang."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""Advantages of episodes against loops written from the papers' formulas, and against the gradients they estimate."""
+"""Advantages of episodes against loops written from the papers' formulas, and against the gradients
+they estimate."""
 
 import itertools
 import math
@@ -27,8 +28,11 @@ KINDS = get_args(GroupAdvantage)
 BASELINE_FROM_GROUP = [kind for kind in KINDS if kind != "ema"]
 EPSILON = 1e-6
 K, BASELINE = 3, 0.25
-# two problems with equal rewards, solved and failed, between those of mixed ones; the last row has ties
-REWARDS = np.array([*np.random.default_rng(0).normal(size=(5, 5)), [1.0] * 5, [0.0] * 5, [1.0, 0.0, 1.0, 1.0, 0.0]])
+# two problems with equal rewards, solved and failed, between those of mixed ones; the last row has
+# ties
+REWARDS = np.array(
+    [*np.random.default_rng(0).normal(size=(5, 5)), [1.0] * 5, [0.0] * 5, [1.0, 0.0, 1.0, 1.0, 0.0]]
+)
 
 
 def advantages(kind, rewards, k=K):
@@ -74,7 +78,8 @@ def by_formula(kind, table, k=K):
 
 
 def expected_gradient(advantage, probs, rewards, size):
-    """[M]: the exact expectation of mean_i A_i d log p(x_i) / d logits over all groups of that size, by enumeration."""
+    """[M]: the exact expectation of mean_i A_i d log p(x_i) / d logits over all groups of that
+    size, by enumeration."""
     total = np.zeros(len(probs))
     for outcome in itertools.product(range(len(probs)), repeat=size):
         values = advantage(np.array([[rewards[o] for o in outcome]]))[0]
@@ -96,11 +101,16 @@ def gradient_of_the_expected_max(probs, rewards, k):
 def test_advantages_equal_the_formula_for_every_group(kind):
     table = advantages(kind, REWARDS)
     assert table.dtype == np.float64 and table.shape == REWARDS.shape
-    # the order of a sum differs; next to the equal rewards the difference is that of 0 and 1e-16 / epsilon
+    # the order of a sum differs; next to the equal rewards the difference is that of 0 and 1e-16 /
+    # epsilon
     np.testing.assert_allclose(table, by_formula(kind, REWARDS), rtol=1e-12, atol=1e-14)
 
 
-@given(rewards=arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 6)), elements=st.floats(-100, 100)))
+@given(
+    rewards=arrays(
+        np.float64, st.tuples(st.integers(1, 4), st.integers(2, 6)), elements=st.floats(-100, 100)
+    )
+)
 def test_advantages_equal_the_formula_for_any_rewards(rewards):
     for kind in KINDS:
         expected = by_formula(kind, rewards, k=2)
@@ -114,20 +124,28 @@ def test_advantages_of_a_plain_case_are_the_numbers_of_a_hand_calculation():
     assert centred(rewards).tolist() == [[0.5, -0.5, -0.5, 0.5], [0.75, -0.25, -0.25, -0.25]]
     assert rloo(rewards)[1].tolist() == [1.0, -1 / 3, -1 / 3, -1 / 3]
     # std of [1, 0, 0, 1] is 1/2 and that of [1, 0, 0, 0] sqrt(3) / 4, with G in the denominator
-    np.testing.assert_allclose(grpo(rewards)[:, 0], [0.5 / (0.5 + EPSILON), 0.75 / (math.sqrt(3) / 4 + EPSILON)])
+    np.testing.assert_allclose(
+        grpo(rewards)[:, 0], [0.5 / (0.5 + EPSILON), 0.75 / (math.sqrt(3) / 4 + EPSILON)]
+    )
     np.testing.assert_allclose(rloo_std(rewards)[0, 0], (2 / 3) / (0.5 + EPSILON))
-    # one success in four: alone it lifts the max of every pair by 1, so k = 2 gives 2; failures lift nothing
+    # one success in four: alone it lifts the max of every pair by 1, so k = 2 gives 2; failures
+    # lift nothing
     assert max_at_k(rewards, 2)[1].tolist() == [2.0, 0.0, 0.0, 0.0]
     # two successes: one is redundant where the other is drawn, which is in 1 of 3 pairs
     np.testing.assert_allclose(max_at_k(rewards, 2)[0], [4 / 3, 0, 0, 4 / 3])
-    assert against(rewards, 0.25).tolist() == [[0.75, -0.25, -0.25, 0.75], [0.75, -0.25, -0.25, -0.25]]
+    assert against(rewards, 0.25).tolist() == [
+        [0.75, -0.25, -0.25, 0.75],
+        [0.75, -0.25, -0.25, -0.25],
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_integer_and_float32_rewards_are_computed_in_float64(kind):
     exact = REWARDS.round(1)
     assert advantages(kind, exact.astype(np.float32)).dtype == np.float64
-    np.testing.assert_array_equal(advantages(kind, REWARDS[5:].astype(np.int64)), advantages(kind, REWARDS[5:]))
+    np.testing.assert_array_equal(
+        advantages(kind, REWARDS[5:].astype(np.int64)), advantages(kind, REWARDS[5:])
+    )
 
 
 @pytest.mark.parametrize("kind", BASELINE_FROM_GROUP)
@@ -137,12 +155,13 @@ def test_a_group_of_equal_rewards_in_float32_has_exactly_zero_advantages(kind, r
 
 
 def test_a_group_of_equal_rewards_in_float64_has_exactly_zero_advantages():
-    """Exactly: where no group has signal, an optimizer that divides by the gradient's size makes a full step of 1e-11."""
+    """Exactly: where no group has signal, an optimizer that divides by the gradient's size makes a
+    full step of 1e-11."""
     for reward, size in ((0.1, 3), (0.9, 3), (0.9, 7), (1000.1, 7)):
         rewards = np.full((2, size), reward)
-        assert {kind: advantages(kind, rewards).any() for kind in BASELINE_FROM_GROUP} == dict.fromkeys(
-            BASELINE_FROM_GROUP, False
-        )
+        assert {
+            kind: advantages(kind, rewards).any() for kind in BASELINE_FROM_GROUP
+        } == dict.fromkeys(BASELINE_FROM_GROUP, False)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "reinforce_pp_baseline"])
@@ -153,14 +172,19 @@ def test_a_group_of_one_episode_has_advantage_zero(kind):
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_rloo_is_the_centred_reward_times_g_over_g_minus_1(size):
     rewards = REWARDS.reshape(-1)[: size * 4].reshape(4, size)
-    np.testing.assert_allclose(rloo(rewards), centred(rewards) * size / (size - 1), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(
+        rloo(rewards), centred(rewards) * size / (size - 1), rtol=1e-12, atol=1e-15
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_episodes_does_not_matter(kind):
     order = np.random.default_rng(1).permutation(REWARDS.shape[1])
     np.testing.assert_allclose(
-        advantages(kind, REWARDS[:, order]), advantages(kind, REWARDS)[:, order], rtol=1e-12, atol=1e-14
+        advantages(kind, REWARDS[:, order]),
+        advantages(kind, REWARDS)[:, order],
+        rtol=1e-12,
+        atol=1e-14,
     )
 
 
@@ -178,7 +202,8 @@ def test_gdpo_equals_the_formula():
     sums = [
         [
             math.fsum(
-                w * (p[i][j] - mean(p[i])) / (std(p[i]) + EPSILON) for w, p in zip(weights, parts.tolist(), strict=True)
+                w * (p[i][j] - mean(p[i])) / (std(p[i]) + EPSILON)
+                for w, p in zip(weights, parts.tolist(), strict=True)
             )
             for j in range(5)
         ]
@@ -190,7 +215,8 @@ def test_gdpo_equals_the_formula():
 
 
 def test_gdpo_tells_episodes_apart_whose_rewards_have_one_sum():
-    """The paper's example: right and badly formed against wrong and well formed, where the first is rare."""
+    """The paper's example: right and badly formed against wrong and well formed, where the first is
+    rare."""
     right, formed = np.array([[1.0, 0.0, 0.0, 0.0]]), np.array([[0.0, 1.0, 1.0, 0.0]])
     together, apart = grpo(right + formed)[0], gdpo(np.stack([right, formed]), np.ones(2))[0]
     assert together[0] == together[1] and apart[0] > apart[1] == apart[2] > apart[3]
@@ -201,7 +227,9 @@ def test_gdpo_tells_episodes_apart_whose_rewards_have_one_sum():
 
 def test_only_what_divides_by_a_spread_forgets_the_scale_of_the_rewards():
     for kind in ("grpo", "rloo_std"):
-        np.testing.assert_allclose(advantages(kind, REWARDS * 1024), advantages(kind, REWARDS), rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(
+            advantages(kind, REWARDS * 1024), advantages(kind, REWARDS), rtol=1e-5, atol=1e-9
+        )
     for kind in ("grpo_no_std", "rloo", "max_at_k"):
         assert np.array_equal(advantages(kind, REWARDS * 1024), advantages(kind, REWARDS) * 1024)
 
@@ -216,7 +244,9 @@ def test_the_rewards_are_left_as_they_were(kind):
 @pytest.mark.parametrize(("size", "k"), [(g, k) for g in range(2, 8) for k in range(2, g + 1)])
 def test_max_at_k_equals_the_enumeration_of_all_sets_for_every_k_up_to_the_group(size, k):
     rewards = np.random.default_rng(size).integers(0, 4, (3, size)).astype(float)  # with ties
-    np.testing.assert_allclose(max_at_k(rewards, k), by_formula("max_at_k", rewards, k), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(
+        max_at_k(rewards, k), by_formula("max_at_k", rewards, k), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_max_at_k_of_a_large_group_stays_finite_where_the_binomials_do_not():
@@ -234,7 +264,9 @@ PROBS, OUTCOMES = np.array([0.5, 0.3, 0.2]), np.array([0.0, 0.6, 1.0])
 def test_rloo_is_an_unbiased_gradient_of_the_expected_reward_and_grpo_no_std_is_short_by_one_part_in_g():
     exact = gradient_of_the_expected_max(PROBS, OUTCOMES, 1)
     np.testing.assert_allclose(expected_gradient(rloo, PROBS, OUTCOMES, 3), exact, rtol=1e-12)
-    np.testing.assert_allclose(expected_gradient(centred, PROBS, OUTCOMES, 3), exact * 2 / 3, rtol=1e-12)
+    np.testing.assert_allclose(
+        expected_gradient(centred, PROBS, OUTCOMES, 3), exact * 2 / 3, rtol=1e-12
+    )
     fixed = expected_gradient(lambda rewards: against(rewards, 0.3), PROBS, OUTCOMES, 2)
     np.testing.assert_allclose(fixed, exact, rtol=1e-12)
 
@@ -242,7 +274,9 @@ def test_rloo_is_an_unbiased_gradient_of_the_expected_reward_and_grpo_no_std_is_
 @pytest.mark.parametrize(("size", "k"), [(2, 2), (3, 2), (4, 2), (4, 3), (4, 4)])
 def test_max_at_k_is_an_unbiased_gradient_of_the_expected_maximum(size, k):
     found = expected_gradient(lambda rewards: max_at_k(rewards, k), PROBS, OUTCOMES, size)
-    np.testing.assert_allclose(found, gradient_of_the_expected_max(PROBS, OUTCOMES, k), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(
+        found, gradient_of_the_expected_max(PROBS, OUTCOMES, k), rtol=1e-12, atol=1e-15
+    )
 
 
 def test_the_running_mean_starts_at_the_first_mean_and_forgets_by_the_decay():
@@ -251,5 +285,8 @@ def test_the_running_mean_starts_at_the_first_mean_and_forgets_by_the_decay():
     for step in steps:
         found = running_mean(found, step, decay)
     means = [mean(step.reshape(-1).tolist()) for step in steps]
-    assert found == pytest.approx(decay**2 * means[0] + decay * (1 - decay) * means[1] + (1 - decay) * means[2])
-    assert running_mean(0.0, REWARDS, decay) == pytest.approx(0.1 * REWARDS.mean())  # 0 is a value, not an absence
+    assert found == pytest.approx(
+        decay**2 * means[0] + decay * (1 - decay) * means[1] + (1 - decay) * means[2]
+    )
+    # 0 is a value, not an absence
+    assert running_mean(0.0, REWARDS, decay) == pytest.approx(0.1 * REWARDS.mean())

@@ -1,4 +1,5 @@
-"""The weights of tokens against the papers' means, written as loops; and their independence of how a batch is split."""
+"""The weights of tokens against the papers' means, written as loops; and their independence of how
+a batch is split."""
 
 import math
 from typing import get_args
@@ -22,7 +23,8 @@ def by_formula(kind, sequences, max_tokens):
     return {
         "token_mean": lambda: math.fsum(sums) / sum(len(s) for s in sequences),
         "sequence_mean": lambda: (
-            math.fsum(x / len(s) for x, s in zip(sums, sequences, strict=True) if len(s)) / len(sums)
+            math.fsum(x / len(s) for x, s in zip(sums, sequences, strict=True) if len(s))
+            / len(sums)
         ),
         "fixed_length": lambda: math.fsum(x / max_tokens for x in sums) / len(sums),
     }[kind]()
@@ -36,7 +38,9 @@ def weighted_sum(weights, sequences):
 def test_the_weighted_sum_is_the_papers_mean(kind):
     weights = sequence_weights(kind, LENGTHS, MAX_TOKENS)
     assert weights.shape == LENGTHS.shape and weights.dtype == np.float64
-    assert weighted_sum(weights, TERMS) == pytest.approx(by_formula(kind, TERMS, MAX_TOKENS), rel=1e-12)
+    assert weighted_sum(weights, TERMS) == pytest.approx(
+        by_formula(kind, TERMS, MAX_TOKENS), rel=1e-12
+    )
 
 
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=6))
@@ -67,7 +71,9 @@ def test_an_update_whose_sequences_are_all_masked_has_finite_weights(kind):
 def test_tokens_weigh_one_together_in_the_two_means():
     lengths = LENGTHS[LENGTHS > 0]
     for kind in ("token_mean", "sequence_mean"):
-        assert (sequence_weights(kind, lengths, MAX_TOKENS) * lengths).sum() == pytest.approx(1.0, rel=1e-14)
+        assert (sequence_weights(kind, lengths, MAX_TOKENS) * lengths).sum() == pytest.approx(
+            1.0, rel=1e-14
+        )
 
 
 def test_sequences_of_one_length_weigh_alike_in_every_mean():

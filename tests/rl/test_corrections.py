@@ -1,4 +1,5 @@
-"""The off-policy corrections against loops over tokens and sequences, and against the bias they are to remove."""
+"""The off-policy corrections against loops over tokens and sequences, and against the bias they are
+to remove."""
 
 import math
 from typing import get_args
@@ -20,7 +21,9 @@ ENGINE = torch.from_numpy(RNG.uniform(-4, 0, sum(LENGTHS)))
 PROXIMAL = ENGINE + torch.from_numpy(RNG.normal(0, 0.7, sum(LENGTHS)))
 
 logprobs = st.floats(-6, 0)
-sequences_of_pairs = st.lists(st.lists(st.tuples(logprobs, logprobs), min_size=1, max_size=5), min_size=1, max_size=4)
+sequences_of_pairs = st.lists(
+    st.lists(st.tuples(logprobs, logprobs), min_size=1, max_size=5), min_size=1, max_size=4
+)
 
 
 def by_formula(kind, rows, low, cap):
@@ -50,14 +53,22 @@ def rows_of(proximal, engine, lengths):
 
 
 def flat(rows):
-    proximal, engine = torch.tensor([pair for row in rows for pair in row], dtype=torch.float64).unbind(1)
-    return proximal, engine, torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row) for row in rows]))
+    proximal, engine = torch.tensor(
+        [pair for row in rows for pair in row], dtype=torch.float64
+    ).unbind(1)
+    return (
+        proximal,
+        engine,
+        torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row) for row in rows])),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_correction_equals_its_formula(kind):
     found = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **BOUNDS)
-    np.testing.assert_allclose(found, by_formula(kind, rows_of(PROXIMAL, ENGINE, LENGTHS), 0.5, 2.0), rtol=1e-12)
+    np.testing.assert_allclose(
+        found, by_formula(kind, rows_of(PROXIMAL, ENGINE, LENGTHS), 0.5, 2.0), rtol=1e-12
+    )
     assert found.shape == PROXIMAL.shape
 
 
@@ -67,7 +78,10 @@ def test_the_examples_fall_on_both_sides_of_every_bound():
     for kind, bounds in (("mis", BOUNDS), ("mis_geometric", {"low": 0.9, "cap": 1.3})):
         masked = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **bounds) == 0
         assert masked.any() and not masked.all()
-    means = [math.exp(sum(p - e for p, e in row) / len(row)) for row in rows_of(PROXIMAL, ENGINE, LENGTHS)]
+    means = [
+        math.exp(sum(p - e for p, e in row) / len(row))
+        for row in rows_of(PROXIMAL, ENGINE, LENGTHS)
+    ]
     assert min(means) < 0.9 and max(means) > 1.3
 
 
@@ -77,7 +91,8 @@ def test_a_correction_equals_its_formula_for_any_sequences(rows, low, cap):
         expected = by_formula(kind, rows, low, cap)
         found = correction(kind, *flat(rows), low=low, cap=cap).tolist()
         for x, y in zip(found, expected, strict=True):
-            # at a bound the rounding of exp decides, and both sides are right: the ratio itself or 0
+            # at a bound the rounding of exp decides, and both sides are right: the ratio itself or
+            # 0
             means = [math.exp(sum(p - e for p, e in row) / len(row)) for row in rows]
             near = min(abs(edge - bound) for edge in (x, y, *means) for bound in (low, cap))
             assert x == pytest.approx(y, rel=1e-9) or near < 1e-9
@@ -87,14 +102,21 @@ def test_a_correction_equals_its_formula_for_any_sequences(rows, low, cap):
 def test_an_exact_engine_makes_every_weight_exactly_one(kind):
     engine = ENGINE.float()
     assert torch.equal(
-        correction(kind, engine, engine.clone(), SEQUENCES, low=1.0, cap=1.0), torch.ones(len(engine))
+        correction(kind, engine, engine.clone(), SEQUENCES, low=1.0, cap=1.0),
+        torch.ones(len(engine)),
     )  # even with no room at all between the bounds
     assert torch.equal(sequence_errors(engine, engine.clone(), SEQUENCES), torch.ones(len(LENGTHS)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gradient_passes_through_a_correction(kind):
-    found = correction(kind, PROXIMAL.clone().requires_grad_(), ENGINE.clone().requires_grad_(), SEQUENCES, **BOUNDS)
+    found = correction(
+        kind,
+        PROXIMAL.clone().requires_grad_(),
+        ENGINE.clone().requires_grad_(),
+        SEQUENCES,
+        **BOUNDS,
+    )
     assert not found.requires_grad
 
 
@@ -103,7 +125,9 @@ def test_corrections_of_microbatches_are_those_of_the_whole(kind):
     whole = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **BOUNDS)
     cut = sum(LENGTHS[:3])
     parts = [
-        correction(kind, PROXIMAL[part], ENGINE[part], SEQUENCES[part] - SEQUENCES[part][0], **BOUNDS)
+        correction(
+            kind, PROXIMAL[part], ENGINE[part], SEQUENCES[part] - SEQUENCES[part][0], **BOUNDS
+        )
         for part in (slice(0, cut), slice(cut, None))
     ]
     assert torch.equal(torch.cat(parts), whole)
@@ -111,7 +135,11 @@ def test_corrections_of_microbatches_are_those_of_the_whole(kind):
 
 def test_a_ratio_exactly_at_a_bound_is_kept():
     """exp(0) = 1 is the one ratio that is exact whatever the library's rounding."""
-    one = (torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), torch.tensor([0, 0, 1]))
+    one = (
+        torch.zeros(3, dtype=torch.float64),
+        torch.zeros(3, dtype=torch.float64),
+        torch.tensor([0, 0, 1]),
+    )
     for low, cap in ((1.0, 2.0), (0.5, 1.0)):
         assert correction("icepop", *one, low=low, cap=cap).tolist() == [1.0] * 3
     assert correction("mis", *one, low=0.0, cap=1.0).tolist() == [1.0] * 3
@@ -129,10 +157,12 @@ def test_a_product_beyond_every_float_is_capped_or_masked_and_not_a_nan():
 
 def test_the_error_of_a_sequence_is_the_mean_distance_of_its_probabilities():
     expected = [
-        math.fsum(math.exp(abs(p - e)) for p, e in row) / len(row) for row in rows_of(PROXIMAL, ENGINE, LENGTHS)
+        math.fsum(math.exp(abs(p - e)) for p, e in row) / len(row)
+        for row in rows_of(PROXIMAL, ENGINE, LENGTHS)
     ]
     np.testing.assert_allclose(sequence_errors(PROXIMAL, ENGINE, SEQUENCES), expected, rtol=1e-12)
-    np.testing.assert_allclose(sequence_errors(ENGINE, PROXIMAL, SEQUENCES), expected, rtol=1e-12)  # of both signs
+    # of both signs
+    np.testing.assert_allclose(sequence_errors(ENGINE, PROXIMAL, SEQUENCES), expected, rtol=1e-12)
 
 
 def test_the_full_ratio_is_unbiased_and_truncation_is_biased_by_what_it_cuts():
@@ -149,5 +179,7 @@ def test_the_full_ratio_is_unbiased_and_truncation_is_biased_by_what_it_cuts():
     assert expectation("decoupled", 0.0) == pytest.approx(exact, rel=1e-12)
     assert expectation("tis", 1e9) == pytest.approx(exact, rel=1e-12)
     excess = (policy.exp() - 1.2 * engine.exp()).clamp_min(0)
-    assert expectation("tis", 1.2) == pytest.approx(exact - (excess * values).sum().item(), rel=1e-12)
+    assert expectation("tis", 1.2) == pytest.approx(
+        exact - (excess * values).sum().item(), rel=1e-12
+    )
     assert expectation("none", 0.0) != pytest.approx(exact, rel=0.01)

@@ -1,7 +1,8 @@
-"""What each estimator is an estimator of: its mean over *every* group of episodes against the enumerated gradient.
+"""What each estimator is an estimator of: its mean over *every* group of episodes against the
+enumerated gradient.
 
-Nothing is sampled, so an unbiased estimator equals its gradient to rounding, and a bias is a number. The last tests
-sample, where a group is too large to enumerate.
+Nothing is sampled, so an unbiased estimator equals its gradient to rounding, and a bias is a
+number. The last tests sample, where a group is too large to enumerate.
 """
 
 import math
@@ -24,11 +25,16 @@ from tests.support import toy
 WORLDS = {
     "table, real rewards": toy.world(toy.process(3, 3), toy.table_policy, binary=False, seed=0),
     "table, 0/1 rewards": toy.world(toy.process(4, 2), toy.table_policy, binary=True, seed=1),
-    "two layers, real rewards": toy.world(toy.process(3, 3), toy.two_layer_policy, binary=False, seed=2),
-    "two layers, 0/1 rewards": toy.world(toy.process(3, 4), toy.two_layer_policy, binary=True, seed=3),
+    "two layers, real rewards": toy.world(
+        toy.process(3, 3), toy.two_layer_policy, binary=False, seed=2
+    ),
+    "two layers, 0/1 rewards": toy.world(
+        toy.process(3, 4), toy.two_layer_policy, binary=True, seed=3
+    ),
 }
 SMALL = toy.world(toy.process(3, 2), toy.table_policy, binary=False, seed=4)  # 7 sequences
-TINY = toy.world(toy.process(2, 3), toy.table_policy, binary=False, seed=5)  # 4 sequences: steps of several groups
+# 4 sequences: steps of several groups
+TINY = toy.world(toy.process(2, 3), toy.table_policy, binary=False, seed=5)
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 NO_CLIP = {"clip_low": 1.0, "clip_high": 1e9}
 HUGE = 1e9
@@ -37,7 +43,8 @@ every_world = pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
 
 
 def group_cases(kept):
-    """Every group of 2, and of 3 where there are at most 15 sequences, of the worlds whose name passes."""
+    """Every group of 2, and of 3 where there are at most 15 sequences, of the worlds whose name
+    passes."""
     return pytest.mark.parametrize(
         ("world", "size"),
         [
@@ -64,13 +71,20 @@ def rewards_of(world, batch):
 
 def weights_of(batch, aggregation="fixed_length"):
     """[N]; max_tokens 1, so that fixed_length is the mean over episodes of the sum over tokens."""
-    return batch.per_token(np.stack([sequence_weights(aggregation, lengths, 1) for lengths in batch.lengths]))
+    return batch.per_token(
+        np.stack([sequence_weights(aggregation, lengths, 1) for lengths in batch.lengths])
+    )
 
 
-def policy_gradient(world, batch, advantages, *, aggregation="fixed_length", behaviour=None, corrections=1.0):
+def policy_gradient(
+    world, batch, advantages, *, aggregation="fixed_length", behaviour=None, corrections=1.0
+):
     """The mean estimate of `reinforce` with advantages [N]."""
     values = toy.estimates(
-        world, batch, lambda p: reinforce(p, advantages)[0], weights_of(batch, aggregation) * corrections
+        world,
+        batch,
+        lambda p: reinforce(p, advantages)[0],
+        weights_of(batch, aggregation) * corrections,
     )
     return toy.expectation(world, batch, values, behaviour)
 
@@ -78,28 +92,38 @@ def policy_gradient(world, batch, advantages, *, aggregation="fixed_length", beh
 def group_gradient(world, size, advantages, **how):
     """The mean estimate of `reinforce` with a group's advantages, a function [M, G] -> [M, G]."""
     batch = groups_of(world, size)
-    return policy_gradient(world, batch, batch.per_token(advantages(rewards_of(world, batch))), **how)
+    return policy_gradient(
+        world, batch, batch.per_token(advantages(rewards_of(world, batch))), **how
+    )
 
 
 def token_gradient(world, advantages):
-    """The mean estimate of `reinforce` from single episodes with an advantage for every step, [T]."""
+    """The mean estimate of `reinforce` from single episodes with an advantage for every step,
+    [T]."""
     batch = groups_of(world, 1)
     return policy_gradient(world, batch, torch.as_tensor(advantages)[batch.rows])
 
 
 def loss_gradient(world, losses):
-    """The mean gradient of a loss of single episodes' tokens; losses: log-probs [N], rows [N] -> [N]."""
+    """The mean gradient of a loss of single episodes' tokens; losses: log-probs [N], rows [N] ->
+    [N]."""
     batch = groups_of(world, 1)
     return -toy.expectation(
-        world, batch, toy.estimates(world, batch, lambda p: losses(p, batch.rows), weights_of(batch))
+        world,
+        batch,
+        toy.estimates(world, batch, lambda p: losses(p, batch.rows), weights_of(batch)),
     )
 
 
 def each_sequence(world, function, *tables):
     """[T]: function(reward, *tables' entries of the sequence's steps), sequence by sequence."""
     sizes = world.process.lengths.tolist()
-    parts = zip(*(np.split(np.asarray(table), np.cumsum(sizes)[:-1]) for table in tables), strict=True)
-    return np.concatenate([function(r, *part) for r, part in zip(world.rewards.tolist(), parts, strict=True)])
+    parts = zip(
+        *(np.split(np.asarray(table), np.cumsum(sizes)[:-1]) for table in tables), strict=True
+    )
+    return np.concatenate(
+        [function(r, *part) for r, part in zip(world.rewards.tolist(), parts, strict=True)]
+    )
 
 
 def another(world, seed=7):
@@ -131,7 +155,9 @@ def cosine(a, b):
 @every_world
 def test_the_chances_of_all_sequences_and_of_all_groups_add_up_to_one(world):
     assert world.chances().sum().item() == pytest.approx(1, abs=1e-14)
-    assert world.chances()[groups_of(world, 2).picks].prod(1).sum().item() == pytest.approx(1, abs=1e-14)
+    assert world.chances()[groups_of(world, 2).picks].prod(1).sum().item() == pytest.approx(
+        1, abs=1e-14
+    )
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -139,7 +165,9 @@ def test_the_closed_form_of_the_best_of_k_is_the_mean_over_all_groups(k):
     for world in (SMALL, WORLDS["table, 0/1 rewards"]):
         picks = groups_of(world, k).picks
         by_groups = world.chances()[picks].prod(1) @ world.rewards[picks].amax(1)
-        assert toy.best_of(world, k)(world.parameters).item() == pytest.approx(by_groups.item(), rel=1e-12)
+        assert toy.best_of(world, k)(world.parameters).item() == pytest.approx(
+            by_groups.item(), rel=1e-12
+        )
 
 
 # Advantages of whole episodes.
@@ -179,7 +207,8 @@ def test_max_at_k_of_four_episodes_is_unbiased_for_the_best_of_k_and_not_for_ano
 
 @group_cases("0/1 rewards")
 def test_grpo_of_0_1_rewards_goes_along_the_gradient_scaled_by_the_mean_std_of_a_group(world, size):
-    """E[std of the group] / (p (1 - p)) times the gradient of p, which is 1 / std in the limit of large groups."""
+    """E[std of the group] / (p (1 - p)) times the gradient of p, which is 1 / std in the limit of
+    large groups."""
     p = float(world.chances() @ world.rewards)
     batch = groups_of(world, size)
     std = torch.from_numpy(rewards_of(world, batch).std(1))
@@ -190,25 +219,39 @@ def test_grpo_of_0_1_rewards_goes_along_the_gradient_scaled_by_the_mean_std_of_a
 
 @group_cases("real rewards")
 def test_grpo_of_real_rewards_is_biased_in_direction_and_still_climbs(world, size):
-    assert 0.5 < cosine(group_gradient(world, size, adv.grpo), world.gradient(toy.expected_reward(world))) < 0.999
+    assert (
+        0.5
+        < cosine(group_gradient(world, size, adv.grpo), world.gradient(toy.expected_reward(world)))
+        < 0.999
+    )
 
 
 def step_gradient(world, groups_a_step, size, advantages):
-    """The mean estimate of steps of several groups, whose advantages are a function [P, G] -> [P, G] of a whole step."""
+    """The mean estimate of steps of several groups, whose advantages are a function [P, G] -> [P,
+    G] of a whole step."""
     batch = groups_of(world, groups_a_step * size)
     steps = rewards_of(world, batch).reshape(-1, groups_a_step, size)
-    return policy_gradient(world, batch, batch.per_token(np.stack([advantages(step) for step in steps])))
+    return policy_gradient(
+        world, batch, batch.per_token(np.stack([advantages(step) for step in steps]))
+    )
 
 
 def test_reinforce_pp_baseline_turns_to_the_gradient_as_the_step_grows():
-    """Mean and std are of the tokens of the step that they shift and scale: a bias that only a large step makes small."""
+    """Mean and std are of the tokens of the step that they shift and scale: a bias that only a
+    large step makes small."""
     gradient, angles = TINY.gradient(toy.expected_reward(TINY)), []
     for groups in (1, 2, 3):
         batch = groups_of(TINY, 2 * groups)
         steps = rewards_of(TINY, batch).reshape(-1, groups, 2)
         tokens = [
-            np.concatenate(whiten([np.full(TINY.process.lengths[i], a) for i, a in zip(picks, row, strict=True)]))
-            for picks, row in zip(batch.picks.tolist(), map(np.ravel, map(adv.centred, steps)), strict=True)
+            np.concatenate(
+                whiten(
+                    [np.full(TINY.process.lengths[i], a) for i, a in zip(picks, row, strict=True)]
+                )
+            )
+            for picks, row in zip(
+                batch.picks.tolist(), map(np.ravel, map(adv.centred, steps)), strict=True
+            )
         ]
         advantages = torch.from_numpy(np.concatenate(tokens))
         angles.append(1 - cosine(policy_gradient(TINY, batch, advantages), gradient))
@@ -222,15 +265,21 @@ def test_rloo_of_a_step_of_several_groups_is_as_unbiased_as_of_one():
 def test_whitening_the_returns_biases_a_small_step_and_less_a_larger_one():
     """The mean and the std of a step hold the episode itself."""
     gradient = TINY.gradient(toy.expected_reward(TINY))
-    returns = np.split(each_sequence(TINY, undiscounted, TINY.logprobs()), np.cumsum(TINY.process.lengths)[:-1])
+    returns = np.split(
+        each_sequence(TINY, undiscounted, TINY.logprobs()), np.cumsum(TINY.process.lengths)[:-1]
+    )
 
     def whitened(batch):
-        return np.concatenate([np.concatenate(whiten([returns[i] for i in step])) for step in batch.picks.tolist()])
+        return np.concatenate(
+            [np.concatenate(whiten([returns[i] for i in step])) for step in batch.picks.tolist()]
+        )
 
     angles = []
     for episodes in (2, 4, 6):
         batch = groups_of(TINY, episodes)
-        angles.append(1 - cosine(policy_gradient(TINY, batch, torch.from_numpy(whitened(batch))), gradient))
+        angles.append(
+            1 - cosine(policy_gradient(TINY, batch, torch.from_numpy(whitened(batch))), gradient)
+        )
     assert angles[0] > angles[1] > angles[2] > 0
 
 
@@ -260,26 +309,34 @@ def exact_values(world):
 
 @every_world
 def test_gae_with_lambda_1_is_unbiased_whatever_the_values(world):
-    assert_equal(gae_gradient(world, wrong_values(world), 1.0), world.gradient(toy.expected_reward(world)))
+    assert_equal(
+        gae_gradient(world, wrong_values(world), 1.0), world.gradient(toy.expected_reward(world))
+    )
 
 
 @every_world
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
 def test_gae_with_the_exact_value_function_is_unbiased_for_any_lambda(world, lam):
-    assert_equal(gae_gradient(world, exact_values(world), lam), world.gradient(toy.expected_reward(world)))
+    assert_equal(
+        gae_gradient(world, exact_values(world), lam), world.gradient(toy.expected_reward(world))
+    )
 
 
 @every_world
 def test_gae_with_wrong_values_is_the_more_biased_the_smaller_lambda(world):
     gradient = world.gradient(toy.expected_reward(world))
-    biases = [relative_bias(gae_gradient(world, wrong_values(world), lam), gradient) for lam in (0.0, 0.5, 0.9, 1.0)]
+    biases = [
+        relative_bias(gae_gradient(world, wrong_values(world), lam), gradient)
+        for lam in (0.0, 0.5, 0.9, 1.0)
+    ]
     assert biases[0] > biases[1] > biases[2] > 0.01 and biases[3] < 1e-9
 
 
 @every_world
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 def test_the_exact_value_function_is_where_the_critic_comes_to_rest(world, lam):
-    """The mean of GAE's returns at every prefix is its value, so the mean gradient of the value loss there is 0."""
+    """The mean of GAE's returns at every prefix is its value, so the mean gradient of the value
+    loss there is 0."""
     exact = exact_values(world)[world.process.place]
 
     def returns(reward, values):
@@ -288,8 +345,13 @@ def test_the_exact_value_function_is_where_the_critic_comes_to_rest(world, lam):
     targets = torch.from_numpy(each_sequence(world, returns, exact))
     assert_equal(toy.state_values(world, targets), exact_values(world))
     values = exact.clone().requires_grad_()
-    [slope] = torch.autograd.grad(value_clip(values, values.detach(), targets, 0.0)[0].sum(), values)
-    assert_equal(toy.state_values(world, slope), torch.zeros(len(world.process.prefixes), dtype=torch.float64))
+    [slope] = torch.autograd.grad(
+        value_clip(values, values.detach(), targets, 0.0)[0].sum(), values
+    )
+    assert_equal(
+        toy.state_values(world, slope),
+        torch.zeros(len(world.process.prefixes), dtype=torch.float64),
+    )
 
 
 def kl_in_reward(world, reference, kind, beta):
@@ -303,7 +365,9 @@ def kl_in_reward(world, reference, kind, beta):
 @every_world
 def test_returns_with_k1_as_a_token_reward_give_the_gradient_of_the_reward_minus_beta_kl(world):
     reference, beta = another(world), 0.3
-    expected = world.gradient(lambda p: toy.expected_reward(world)(p) - beta * toy.reverse_kl(world, reference)(p))
+    expected = world.gradient(
+        lambda p: toy.expected_reward(world)(p) - beta * toy.reverse_kl(world, reference)(p)
+    )
     assert_equal(kl_in_reward(world, reference, "k1", beta), expected)
 
 
@@ -330,7 +394,9 @@ def test_on_policy_the_clipped_losses_move_each_update_exactly_as_reinforce_does
         return toy.estimates(world, batch, losses, weights_of(batch))
 
     expected = moves(lambda p: reinforce(p, advantages)[0])
-    assert_equal(moves(lambda p: ppo_clip(p, proximal, advantages, **CLIP, dual_clip=3.0)[0]), expected)
+    assert_equal(
+        moves(lambda p: ppo_clip(p, proximal, advantages, **CLIP, dual_clip=3.0)[0]), expected
+    )
     assert_equal(moves(lambda p: cispo(p, proximal, advantages, **CLIP)[0]), expected)
 
 
@@ -341,7 +407,9 @@ def test_on_policy_gspo_is_reinforce_with_sequence_means(world, size):
     advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
     proximal, weights = world.logprobs()[batch.rows], weights_of(batch, "sequence_mean")
     expected = toy.estimates(world, batch, lambda p: reinforce(p, advantages)[0], weights)
-    found = toy.estimates(world, batch, lambda p: gspo(p, proximal, advantages, batch.episodes, **CLIP)[0], weights)
+    found = toy.estimates(
+        world, batch, lambda p: gspo(p, proximal, advantages, batch.episodes, **CLIP)[0], weights
+    )
     assert_equal(found, expected)
 
 
@@ -354,7 +422,10 @@ def test_off_policy_ppo_and_cispo_without_a_bound_are_reinforce_with_the_token_r
     expected = policy_gradient(world, batch, advantages, behaviour=behaviour, corrections=ratio)
     for loss in (ppo_clip, cispo):
         moves = toy.estimates(
-            world, batch, lambda p, loss=loss: loss(p, engine, advantages, **NO_CLIP)[0], weights_of(batch)
+            world,
+            batch,
+            lambda p, loss=loss: loss(p, engine, advantages, **NO_CLIP)[0],
+            weights_of(batch),
         )
         assert_equal(toy.expectation(world, batch, moves, behaviour), expected)
 
@@ -366,15 +437,25 @@ def test_off_policy_ppo_and_cispo_without_a_bound_are_reinforce_with_the_token_r
 def test_fixed_length_is_unbiased_up_to_its_constant(world, size):
     batch, horizon = groups_of(world, size), world.process.horizon
     advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
-    weights = np.stack([sequence_weights("fixed_length", lengths, horizon) for lengths in batch.lengths])
-    moves = toy.estimates(world, batch, lambda p: reinforce(p, advantages)[0], batch.per_token(weights))
-    assert_equal(horizon * toy.expectation(world, batch, moves), world.gradient(toy.expected_reward(world)))
+    weights = np.stack(
+        [sequence_weights("fixed_length", lengths, horizon) for lengths in batch.lengths]
+    )
+    moves = toy.estimates(
+        world, batch, lambda p: reinforce(p, advantages)[0], batch.per_token(weights)
+    )
+    assert_equal(
+        horizon * toy.expectation(world, batch, moves), world.gradient(toy.expected_reward(world))
+    )
 
 
 @every_world
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
-def test_sequence_mean_climbs_the_advantage_a_token_so_that_a_baseline_pulls_at_lengths(world, baseline):
-    found = group_gradient(world, 1, partial(adv.against, baseline=baseline), aggregation="sequence_mean")
+def test_sequence_mean_climbs_the_advantage_a_token_so_that_a_baseline_pulls_at_lengths(
+    world, baseline
+):
+    found = group_gradient(
+        world, 1, partial(adv.against, baseline=baseline), aggregation="sequence_mean"
+    )
     a_token = (world.rewards - baseline) / torch.from_numpy(world.process.lengths)
     assert_equal(found, world.gradient(toy.mean_of(world, a_token)))
 
@@ -383,7 +464,8 @@ def test_sequence_mean_climbs_the_advantage_a_token_so_that_a_baseline_pulls_at_
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_weighing_by_length_biases_the_direction(world, size, aggregation):
     found = group_gradient(world, size, adv.rloo, aggregation=aggregation)
-    assert 0.5 < cosine(found, world.gradient(toy.expected_reward(world))) < 0.9999  # a part in 10,000 is one degree
+    # a part in 10,000 is one degree
+    assert 0.5 < cosine(found, world.gradient(toy.expected_reward(world))) < 0.9999
 
 
 def test_the_bias_of_token_mean_vanishes_as_the_update_grows_and_that_of_sequence_mean_stays():
@@ -393,8 +475,11 @@ def test_the_bias_of_token_mean_vanishes_as_the_update_grows_and_that_of_sequenc
             group_gradient(TINY, size, partial(adv.against, baseline=0.5), aggregation=aggregation)
             for size in (1, 3, 6)
         ]
-        angles[aggregation] = [1 - cosine(f, TINY.gradient(toy.expected_reward(TINY))) for f in found]
-    assert angles["token_mean"][0] == pytest.approx(angles["sequence_mean"][0], rel=1e-9)  # one sequence: the same
+        angles[aggregation] = [
+            1 - cosine(f, TINY.gradient(toy.expected_reward(TINY))) for f in found
+        ]
+    # one sequence: the same
+    assert angles["token_mean"][0] == pytest.approx(angles["sequence_mean"][0], rel=1e-9)
     assert angles["token_mean"][0] > 4 * angles["token_mean"][1] > 8 * angles["token_mean"][2] > 0
     np.testing.assert_allclose(angles["sequence_mean"], angles["sequence_mean"][0], rtol=1e-9)
 
@@ -407,7 +492,8 @@ def test_k1_and_k3_are_unbiased_for_the_kl_and_k2_is_not(world):
     reference = another(world)
     kl = toy.reverse_kl(world, reference)(world.parameters)
     found = {
-        kind: world.chances() @ world.process.spread(kl_estimate(kind, world.logprobs(), world.steps(reference)))
+        kind: world.chances()
+        @ world.process.spread(kl_estimate(kind, world.logprobs(), world.steps(reference)))
         for kind in ("k1", "k2", "k3")
     }
     assert_equal(found["k1"], kl)
@@ -440,11 +526,16 @@ def test_k2_of_whole_sequences_has_the_gradient_of_their_kl(world):
 
     def losses(logprobs):
         theirs = world.steps(reference)[batch.rows]
-        sums = [logprobs.new_zeros(len(batch.picks)).index_add(0, batch.episodes, x) for x in (logprobs, theirs)]
+        sums = [
+            logprobs.new_zeros(len(batch.picks)).index_add(0, batch.episodes, x)
+            for x in (logprobs, theirs)
+        ]
         return kl_estimate("k2", *sums)[batch.episodes] / batch.per_token(batch.lengths)
 
     moves = toy.estimates(world, batch, losses, weights_of(batch))
-    assert_equal(-toy.expectation(world, batch, moves), world.gradient(toy.reverse_kl(world, reference)))
+    assert_equal(
+        -toy.expectation(world, batch, moves), world.gradient(toy.reverse_kl(world, reference))
+    )
 
 
 @every_world
@@ -466,7 +557,9 @@ def test_k2_to_the_uniform_distribution_has_minus_the_gradient_of_every_tokens_e
 def test_sampled_distillation_descends_every_tokens_own_kl_to_the_teacher(world):
     teacher = another(world)
     advantages = sampled_advantages(world.logprobs(), world.steps(teacher))
-    assert_equal(token_gradient(world, advantages), -world.gradient(toy.own_reverse_kl(world, teacher)))
+    assert_equal(
+        token_gradient(world, advantages), -world.gradient(toy.own_reverse_kl(world, teacher))
+    )
 
 
 @every_world
@@ -483,14 +576,20 @@ def test_sampled_distillation_with_returns_to_go_descends_the_kl_of_whole_sequen
 def corrected_gradient(world, size, advantages, kind, *, cap=HUGE, low=0.0):
     batch, behaviour = groups_of(world, size), stale(world)
     engine = world.logprobs(behaviour)[batch.rows]
-    weights = correction(kind, world.logprobs()[batch.rows], engine, batch.episodes, low=low, cap=cap)
+    weights = correction(
+        kind, world.logprobs()[batch.rows], engine, batch.episodes, low=low, cap=cap
+    )
     return group_gradient(world, size, advantages, behaviour=behaviour, corrections=weights)
 
 
 @every_group
 @pytest.mark.parametrize("kind", ["tis_sequence", "mis"])
-def test_a_sequence_ratio_without_a_cap_is_unbiased_for_episodes_of_any_other_policy(world, size, kind):
-    assert_equal(corrected_gradient(world, size, adv.rloo, kind), world.gradient(toy.expected_reward(world)))
+def test_a_sequence_ratio_without_a_cap_is_unbiased_for_episodes_of_any_other_policy(
+    world, size, kind
+):
+    assert_equal(
+        corrected_gradient(world, size, adv.rloo, kind), world.gradient(toy.expected_reward(world))
+    )
 
 
 @every_group
@@ -510,17 +609,23 @@ def test_no_token_ratio_is_unbiased_for_episodes_of_another_policy_even_without_
 @pytest.mark.parametrize("kind", ["tis_sequence", "mis"])
 def test_the_cap_of_a_sequence_ratio_is_paid_for_with_a_bias(world, kind):
     gradient = world.gradient(toy.expected_reward(world))
-    biases = [relative_bias(corrected_gradient(world, 2, adv.rloo, kind, cap=cap), gradient) for cap in (1.0, HUGE)]
+    biases = [
+        relative_bias(corrected_gradient(world, 2, adv.rloo, kind, cap=cap), gradient)
+        for cap in (1.0, HUGE)
+    ]
     assert biases[0] > 0.02 and biases[1] < 1e-9
 
 
 @every_world
 def test_the_token_ratio_climbs_the_surrogate_with_the_behaviours_prefixes_and_values(world):
-    """sum over prefixes of the behaviour's visits x E_policy[the behaviour's action value] (Kakade, Langford 2002)."""
+    """sum over prefixes of the behaviour's visits x E_policy[the behaviour's action value] (Kakade,
+    Langford 2002)."""
     behaviour = stale(world)
     visits, values = toy.visits(world, behaviour), toy.action_values(world, behaviour)
     expected = world.gradient(lambda p: (visits[:, None] * world.table(p).exp() * values).sum())
-    assert_equal(corrected_gradient(world, 1, partial(adv.against, baseline=0.4), "decoupled"), expected)
+    assert_equal(
+        corrected_gradient(world, 1, partial(adv.against, baseline=0.4), "decoupled"), expected
+    )
 
 
 def test_for_sequences_of_one_token_the_token_ratio_is_unbiased():
@@ -556,7 +661,12 @@ def test_every_correction_is_unbiased_for_fresh_episodes_and_the_full_sequence_r
 
 
 def test_without_the_sequence_ratio_one_stale_step_is_a_bias_in_every_world():
-    for name in (bias.NOTHING, *TOKEN_ROWS, "none, `ppo_clip` around the engine's", "`max_logprob_error`, `reinforce`"):
+    for name in (
+        bias.NOTHING,
+        *TOKEN_ROWS,
+        "none, `ppo_clip` around the engine's",
+        "`max_logprob_error`, `reinforce`",
+    ):
         assert stale_biases(name)[:, 1].min() > 1e-3, name
 
 
@@ -565,7 +675,10 @@ def test_the_bias_of_stale_episodes_is_ordered_as_the_table_says():
     clipped = last["none, `ppo_clip` around the engine's"]
     assert last["`decoupled`"] < last["`tis`"] < last["`icepop`"] < clipped
     assert last["`tis`"] < last[bias.NOTHING] < last["`max_logprob_error`, `reinforce`"] < clipped
-    assert 0.1 < last["`tis_sequence`"] < last["`decoupled`"] and last["`tis_sequence`"] < last["`mis`"] < clipped
+    assert (
+        0.1 < last["`tis_sequence`"] < last["`decoupled`"]
+        and last["`tis_sequence`"] < last["`mis`"] < clipped
+    )
 
 
 def test_the_clip_around_the_engine_is_the_largest_bias_once_it_binds():
@@ -581,12 +694,16 @@ def test_the_token_ratio_is_less_biased_than_none_in_most_worlds_and_not_in_all(
 def test_the_full_sequence_ratio_pays_for_its_unbiasedness_with_noise():
     noise = [entry.noise for entry in bias.medians(stale_worlds(), UNCAPPED)]
     assert noise[-1] > noise[-2] > noise[1]
-    assert noise[-1] > max(bias.medians(stale_worlds(), name)[-1].noise for name in bias.ROWS if name != UNCAPPED)
+    assert noise[-1] > max(
+        bias.medians(stale_worlds(), name)[-1].noise for name in bias.ROWS if name != UNCAPPED
+    )
 
 
-# Sampled, where a group is too large to enumerate: every coordinate of the mean within BOUND standard errors.
+# Sampled, where a group is too large to enumerate: every coordinate of the mean within BOUND
+# standard errors.
 
-DRAWS, SIZE, BOUND = 40_000, 8, 6.0  # 4 tests of at most 40 coordinates, P(|z| > 6) is 2e-9: 3e-7 in all
+# 4 tests of at most 40 coordinates, P(|z| > 6) is 2e-9: 3e-7 in all
+DRAWS, SIZE, BOUND = 40_000, 8, 6.0
 REAL, BINARY = WORLDS["table, real rewards"], WORLDS["two layers, 0/1 rewards"]
 
 
@@ -600,7 +717,9 @@ def assert_sampled_mean_is(world, advantages, expected):
 
 
 def z_scores(moves, expected):
-    return float(((moves.mean(0) - expected).abs() / (moves.std(0) / len(moves) ** 0.5 + 1e-12)).max())
+    return float(
+        ((moves.mean(0) - expected).abs() / (moves.std(0) / len(moves) ** 0.5 + 1e-12)).max()
+    )
 
 
 def test_rloo_of_eight_episodes_is_unbiased():

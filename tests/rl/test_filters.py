@@ -20,7 +20,9 @@ def penalty_by_formula(length, max_tokens, buffer):
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 0.1, -2.5]), min_size=1, max_size=6))
 def test_a_group_has_signal_when_two_rewards_differ(rewards):
-    assert has_signal(np.array(rewards)) == any(a != b for a, b in itertools.combinations(rewards, 2))
+    assert has_signal(np.array(rewards)) == any(
+        a != b for a, b in itertools.combinations(rewards, 2)
+    )
 
 
 def test_the_place_of_the_odd_one_does_not_matter_nor_how_small_its_oddity():
@@ -42,10 +44,19 @@ def test_the_overlong_penalty_equals_the_formula(length, max_tokens, data):
 @pytest.mark.parametrize(
     ("length", "buffer", "penalty"),
     [
-        (80, 20, 0.0), (81, 20, 0.05), (90, 20, 0.5), (100, 20, 1.0), (130, 20, 1.0), (0, 100, 0.0), (1, 100, 0.01),
-        (99, 1, 0.0), (100, 1, 1.0), (99, 0, 0.0), (100, 0, 0.0),
+        (80, 20, 0.0),
+        (81, 20, 0.05),
+        (90, 20, 0.5),
+        (100, 20, 1.0),
+        (130, 20, 1.0),
+        (0, 100, 0.0),
+        (1, 100, 0.01),
+        (99, 1, 0.0),
+        (100, 1, 1.0),
+        (99, 0, 0.0),
+        (100, 0, 0.0),
     ],
-)  # fmt: skip
+)
 def test_the_penalty_of_a_completion_of_at_most_100_tokens(length, buffer, penalty):
     assert overlong_penalty(length, 100, buffer) == penalty
 
@@ -60,7 +71,10 @@ def test_a_problem_is_learnable_by_the_variance_of_its_outcomes_above_a_floor():
     assert (learnability(rates) > 0).all() and learnability(rates).argmax() == 2
 
 
-@given(st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.001, 0.999)), min_size=1, max_size=12), st.data())
+@given(
+    st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.001, 0.999)), min_size=1, max_size=12),
+    st.data(),
+)
 def test_picks_are_the_largest_of_uniform_to_the_power_of_one_over_weight(rows, data):
     count = data.draw(st.integers(0, len(rows)))
     weights, uniforms = np.array(rows).T

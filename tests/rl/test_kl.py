@@ -1,4 +1,5 @@
-"""The estimators of KL(policy || reference) against their formulas and against the KL they estimate."""
+"""The estimators of KL(policy || reference) against their formulas and against the KL they
+estimate."""
 
 import math
 from functools import partial
@@ -33,7 +34,9 @@ def test_an_estimate_and_its_slope_equal_the_formula_token_by_token(kind):
 @given(st.floats(-20, 0), st.floats(-20, 0))
 def test_an_estimate_equals_the_formula_for_any_token(policy, reference):
     for kind in KINDS:
-        found = kl_estimate(kind, torch.tensor([policy], dtype=torch.float64), torch.tensor([reference]).double())
+        found = kl_estimate(
+            kind, torch.tensor([policy], dtype=torch.float64), torch.tensor([reference]).double()
+        )
         distance = policy - torch.tensor(reference).double().item()
         assert found.item() == pytest.approx(FORMULA[kind](distance), rel=1e-9, abs=1e-14)
 
@@ -44,7 +47,9 @@ def test_k3_of_a_token_that_the_policy_makes_all_but_impossible_is_bounded():
         policy = torch.tensor([distance], requires_grad=True)
         estimate = kl_estimate("k3", policy, torch.zeros(1))
         estimate.sum().backward()
-        assert estimate.item() == pytest.approx(FORMULA["k3"](math.copysign(20.0, distance)), rel=1e-6)
+        assert estimate.item() == pytest.approx(
+            FORMULA["k3"](math.copysign(20.0, distance)), rel=1e-6
+        )
         assert policy.grad.item() == 0.0
 
 
@@ -64,7 +69,8 @@ def test_k2_and_k3_are_never_negative(policy, reference):
 
 
 def test_k3_keeps_its_digits_where_the_models_are_close():
-    """In float32 exp(-d) is rounded by 6e-8, an eighth of the k3 of d = 1e-3; expm1(-d) by a thousandth of that."""
+    """In float32 exp(-d) is rounded by 6e-8, an eighth of the k3 of d = 1e-3; expm1(-d) by a
+    thousandth of that."""
     distances = torch.linspace(0.9e-3, 1.1e-3, 20)
     expected = [FORMULA["k3"](d) for d in distances.tolist()]
     np.testing.assert_allclose(kl_estimate("k3", distances, torch.zeros(20)), expected, rtol=1e-3)
@@ -92,9 +98,15 @@ def test_k1_and_k3_have_the_kl_as_their_expectation_and_k2_has_its_gradient():
         if kind != "k2":
             assert (policy.exp() * estimate).sum().item() == pytest.approx(kl.item(), rel=1e-12)
         # as a loss on sampled tokens: the draw itself carries no gradient
-        [gradients[kind]] = torch.autograd.grad((policy.exp().detach() * estimate).sum(), logits, retain_graph=True)
+        [gradients[kind]] = torch.autograd.grad(
+            (policy.exp().detach() * estimate).sum(), logits, retain_graph=True
+        )
     torch.testing.assert_close(gradients["k2"], exact, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(gradients["k1"], torch.zeros(9, dtype=torch.float64), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        gradients["k1"], torch.zeros(9, dtype=torch.float64), rtol=0, atol=1e-14
+    )
     # k3's is the gradient of the other direction, KL(reference || policy)
-    [other] = torch.autograd.grad((reference.exp() * (reference - policy)).sum(), logits, retain_graph=True)
+    [other] = torch.autograd.grad(
+        (reference.exp() * (reference - policy)).sum(), logits, retain_graph=True
+    )
     torch.testing.assert_close(gradients["k3"], other, rtol=1e-12, atol=1e-14)

@@ -26,14 +26,16 @@ def engine_table(how, logits=LOGITS):
 
 
 def trainer_table(how, logits=LOGITS):
-    """[4, V]: the trainer's log-prob of every token, each asked for as if it had been sampled; the head is the identity."""
+    """[4, V]: the trainer's log-prob of every token, each asked for as if it had been sampled; the
+    head is the identity."""
     rows, weight = logits.repeat_interleave(VOCABULARY, 0), torch.eye(VOCABULARY)
     targets = torch.arange(VOCABULARY).repeat(len(logits))
     return token_logprobs(rows, weight, pack(weight), targets, how)[0].view(len(logits), VOCABULARY)
 
 
 def mean_ratio(engine, trainer):
-    """[4]: the expectation of trainer / engine over what the engine samples: all tokens by their weight, so no noise."""
+    """[4]: the expectation of trainer / engine over what the engine samples: all tokens by their
+    weight, so no noise."""
     return torch.where(engine.isinf(), 0.0, engine.exp() * (trainer - engine).exp()).sum(-1)
 
 
@@ -41,9 +43,14 @@ def mean_ratio(engine, trainer):
 
 
 def test_a_sequence_ratio_is_a_mean_and_not_a_sum():
-    """TRL #5814: 0.569 in place of 0.993 for 80 tokens, below the clip range and so without a gradient."""
+    """TRL #5814: 0.569 in place of 0.993 for 80 tokens, below the clip range and so without a
+    gradient."""
     policy = torch.full((80,), math.log(0.569) / 80, requires_grad=True)
-    proximal, advantages, sequences = torch.zeros(80), -torch.ones(80), torch.zeros(80, dtype=torch.int64)
+    proximal, advantages, sequences = (
+        torch.zeros(80),
+        -torch.ones(80),
+        torch.zeros(80, dtype=torch.int64),
+    )
     terms, metrics = gspo(policy, proximal, advantages, sequences, **CLIP)
     terms.mean().backward()
     assert metrics["ratio"] / 80 == pytest.approx(0.993, abs=5e-4)
@@ -54,7 +61,8 @@ def test_a_sequence_ratio_is_a_mean_and_not_a_sum():
 
 
 def test_the_importance_ratio_under_top_p_has_mean_one():
-    """TRL #6789: the engine's probabilities are those of the kept tokens, the trainer's those of all."""
+    """TRL #6789: the engine's probabilities are those of the kept tokens, the trainer's those of
+    all."""
     how = Filter(top_p=0.85)
     engine = engine_table(how)
     assert engine.isinf().any(-1).all()
@@ -66,8 +74,16 @@ def test_the_importance_ratio_under_top_p_has_mean_one():
 
 
 @pytest.mark.parametrize(
-    "how", [Filter(top_p=0.85), Filter(top_k=5), Filter(min_p=0.2), Filter(temperature=0.7), Filter(temperature=1.4)], ids=str
-)  # fmt: skip
+    "how",
+    [
+        Filter(top_p=0.85),
+        Filter(top_k=5),
+        Filter(min_p=0.2),
+        Filter(temperature=0.7),
+        Filter(temperature=1.4),
+    ],
+    ids=str,
+)
 def test_on_policy_every_correction_is_one_when_engine_and_trainer_filter_alike(how):
     engine, trainer = engine_table(how), trainer_table(how)
     sampled = ~engine.isinf()
@@ -76,13 +92,16 @@ def test_on_policy_every_correction_is_one_when_engine_and_trainer_filter_alike(
     for kind in ("decoupled", "tis", "icepop"):
         weights = correction(kind, now, before, sequences, low=0.99, cap=1.01)
         torch.testing.assert_close(weights, torch.ones(len(now)))
-    bug = correction("icepop", trainer_table(Filter())[sampled], before, sequences, low=0.99, cap=1.01)
+    bug = correction(
+        "icepop", trainer_table(Filter())[sampled], before, sequences, low=0.99, cap=1.01
+    )
     assert (bug == 0).float().mean() > 0.5  # most tokens are thrown away, and no weight has moved
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 def test_log_probs_are_of_the_temperature_that_sampled_and_so_the_first_ratio_is_one(temperature):
-    """TRL #4159: log-probs at temperature 1 of tokens drawn at another: clipped before a single update."""
+    """TRL #4159: log-probs at temperature 1 of tokens drawn at another: clipped before a single
+    update."""
     how = Filter(temperature=temperature)
     engine = engine_table(how)
     expected = [[x / temperature for x in row] for row in LOGITS.tolist()]
@@ -94,7 +113,10 @@ def test_log_probs_are_of_the_temperature_that_sampled_and_so_the_first_ratio_is
     def clip_share(trainer):
         """Of advantages of both signs, so that both bounds count."""
         before = engine.reshape(-1)
-        losses = [ppo_clip(trainer.reshape(-1), before, a * torch.ones_like(before), **CLIP) for a in (1.0, -1.0)]
+        losses = [
+            ppo_clip(trainer.reshape(-1), before, a * torch.ones_like(before), **CLIP)
+            for a in (1.0, -1.0)
+        ]
         return sum(metrics["clip_share"] for _, metrics in losses) / len(before)
 
     assert clip_share(trainer_table(how)) == 0
@@ -104,21 +126,29 @@ def test_log_probs_are_of_the_temperature_that_sampled_and_so_the_first_ratio_is
 def test_the_gradient_of_a_log_prob_is_divided_by_the_temperature_too():
     hidden = LOGITS.clone().requires_grad_()
     weight, targets = torch.eye(VOCABULARY), LOGITS.argmax(-1)
-    token_logprobs(hidden, weight, pack(weight), targets, Filter(temperature=0.5))[0].sum().backward()
+    token_logprobs(hidden, weight, pack(weight), targets, Filter(temperature=0.5))[
+        0
+    ].sum().backward()
     right = (torch.eye(VOCABULARY)[targets] - (LOGITS / 0.5).softmax(-1)) / 0.5
     torch.testing.assert_close(hidden.grad, right)
     assert (hidden.grad - right * 0.5).abs().max() > 0.1
 
 
 def test_a_token_that_an_update_moved_out_of_the_kept_set_keeps_a_finite_ratio_and_its_gradient():
-    """A filter applied blindly gives it probability 0: log-prob -inf, and a NaN where a ratio meets its gradient."""
+    """A filter applied blindly gives it probability 0: log-prob -inf, and a NaN where a ratio meets
+    its gradient."""
     how = Filter(top_k=2)
     before, after = torch.tensor([[2.0, 1.0, 0.9]]), torch.tensor([[2.0, 0.9, 1.0]])
     engine = log_distribution(before, how)[:, 1]
     hidden, weight = after.clone().requires_grad_(), torch.eye(3)
     policy, _ = token_logprobs(hidden, weight, pack(weight), torch.tensor([1]), how)
     ppo_clip(policy, engine, -torch.ones(1), clip_low=0.9, clip_high=0.9)[0].sum().backward()
-    ratio = math.exp(0.9) / (math.exp(2) + math.exp(1) + math.exp(0.9)) * (math.exp(2) + math.exp(1)) / math.exp(1)
+    ratio = (
+        math.exp(0.9)
+        / (math.exp(2) + math.exp(1) + math.exp(0.9))
+        * (math.exp(2) + math.exp(1))
+        / math.exp(1)
+    )
     assert (policy - engine).exp().item() == pytest.approx(ratio, rel=1e-5)
     assert hidden.grad.isfinite().all() and hidden.grad[0, 1] > 0.1
     assert log_distribution(after, how)[0, 1] == -math.inf
@@ -128,18 +158,23 @@ def test_a_kl_penalty_in_the_loss_is_not_minimized_by_its_plain_estimator():
     """k1 as a loss: the right value, a gradient that is zero in expectation. k2's is the KL's."""
     logits = LOGITS[0].double().requires_grad_()
     policy, reference = logits.log_softmax(-1), LOGITS[1].double().log_softmax(-1)
-    [right] = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    [right] = torch.autograd.grad(
+        (policy.exp() * (policy - reference)).sum(), logits, retain_graph=True
+    )
 
     def found(kind):
         estimate = kl_estimate(kind, policy, reference)
-        return torch.autograd.grad((policy.exp().detach() * estimate).sum(), logits, retain_graph=True)[0]
+        return torch.autograd.grad(
+            (policy.exp().detach() * estimate).sum(), logits, retain_graph=True
+        )[0]
 
     torch.testing.assert_close(found("k2"), right)
     assert found("k1").abs().max() < 1e-12 < 0.1 < right.abs().max()
 
 
 def test_a_clipped_ratio_that_is_a_weight_carries_no_gradient_of_its_own():
-    """CISPO without the stop: A r (1 + log p) in place of A r, of the other sign for an unlikely token."""
+    """CISPO without the stop: A r (1 + log p) in place of A r, of the other sign for an unlikely
+    token."""
     policy = torch.tensor([-3.0], requires_grad=True)
     terms, _ = cispo(policy, torch.tensor([-3.0]), torch.ones(1), **CLIP)
     terms.sum().backward()
@@ -155,7 +190,9 @@ LENGTHS = np.array([2, 40, 3, 15])
 TERMS = [np.random.default_rng(i).normal(loc=i, size=n) for i, n in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("split", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1], [2, 3]], [[3, 0], [2, 1]]])
+@pytest.mark.parametrize(
+    "split", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1], [2, 3]], [[3, 0], [2, 1]]]
+)
 def test_microbatches_add_up_to_the_mean_of_the_update_however_it_is_split(split):
     right = {
         "token_mean": sum(t.sum() for t in TERMS) / LENGTHS.sum(),
@@ -169,8 +206,11 @@ def test_microbatches_add_up_to_the_mean_of_the_update_however_it_is_split(split
 
 
 def test_the_mean_of_the_means_of_microbatches_is_another_number():
-    """Each microbatch divided by its own tokens: a token beside a long sequence counts less than one beside a short."""
-    right = sum(w * t.sum() for w, t in zip(sequence_weights("token_mean", LENGTHS, 50), TERMS, strict=True))
+    """Each microbatch divided by its own tokens: a token beside a long sequence counts less than
+    one beside a short."""
+    right = sum(
+        w * t.sum() for w, t in zip(sequence_weights("token_mean", LENGTHS, 50), TERMS, strict=True)
+    )
     assert right == pytest.approx(np.concatenate(TERMS).mean(), rel=1e-12)
     halves = [np.concatenate(TERMS[:2]).mean(), np.concatenate(TERMS[2:]).mean()]
     ones = [t.mean() for t in TERMS]
@@ -178,8 +218,8 @@ def test_the_mean_of_the_means_of_microbatches_is_another_number():
 
 
 def test_a_long_failure_is_punished_token_by_token_as_much_as_a_short_one():
-    """Dr.GRPO's length bias: a mean over each sequence's own length makes a failure of 1,000 tokens 100 times cheaper a
-    token than one of 10, and so answers grow."""
+    """Dr.GRPO's length bias: a mean over each sequence's own length makes a failure of 1,000 tokens
+    100 times cheaper a token than one of 10, and so answers grow."""
     lengths = np.array([10, 1000])
     fixed = sequence_weights("fixed_length", lengths, 1000)
     assert fixed[0] == fixed[1] == pytest.approx(1 / 2000)
@@ -188,7 +228,8 @@ def test_a_long_failure_is_punished_token_by_token_as_much_as_a_short_one():
 
 
 def test_a_nearly_solved_problem_weighs_no_more_than_it_moves():
-    """Dr.GRPO's difficulty bias: division by the group's std gives 1 failure in 8 the size 2.65, and 4 in 8 the size 1."""
+    """Dr.GRPO's difficulty bias: division by the group's std gives 1 failure in 8 the size 2.65,
+    and 4 in 8 the size 1."""
     rewards = np.array([[1.0] * 7 + [0.0], [1.0] * 4 + [0.0] * 4])
     assert np.abs(centred(rewards)).max(1).tolist() == [0.875, 0.5]
     np.testing.assert_allclose(np.abs(grpo(rewards)).max(1), [math.sqrt(7), 1.0], rtol=1e-5)
@@ -205,7 +246,8 @@ def test_a_group_of_one_has_advantage_zero_and_not_a_nan():
 
 
 def test_the_std_of_a_group_of_two_has_two_in_its_denominator():
-    """[1, 0] has std 1/2 and so the advantages 1 and -1; with G - 1 it would be 0.707 and they 0.707."""
+    """[1, 0] has std 1/2 and so the advantages 1 and -1; with G - 1 it would be 0.707 and they
+    0.707."""
     assert grpo(np.array([[1.0, 0.0]]))[0].tolist() == pytest.approx([1.0, -1.0], rel=1e-5)
     assert 0.5 / torch.tensor([1.0, 0.0]).std().item() == pytest.approx(0.7071, rel=1e-4)
 
@@ -218,8 +260,12 @@ def test_a_group_without_spread_has_advantage_zero_and_not_a_nan():
 
 
 def test_the_last_token_of_an_episode_does_not_see_the_value_of_the_next_one():
-    """Packed side by side, V of the following token is another episode's: 1.3775 in place of 0.5."""
-    rewards, values = [np.array([0.0, 1.0]), np.array([0.0, 0.0])], [np.array([0.5, 0.5]), np.array([9.0, 9.0])]
+    """Packed side by side, V of the following token is another episode's: 1.3775 in place of
+    0.5."""
+    rewards, values = (
+        [np.array([0.0, 1.0]), np.array([0.0, 0.0])],
+        [np.array([0.5, 0.5]), np.array([9.0, 9.0])],
+    )
     right = [gae(r, v, 1.0, 0.95)[0] for r, v in zip(rewards, values, strict=True)]
     assert right[0].tolist() == pytest.approx([0.475, 0.5])
     bug = gae(np.concatenate(rewards), np.concatenate(values), 1.0, 0.95)[0][:2]

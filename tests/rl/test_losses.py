@@ -1,4 +1,5 @@
-"""The losses against loops written from the papers' formulas, their gradients against finite differences."""
+"""The losses against loops written from the papers' formulas, their gradients against finite
+differences."""
 
 import math
 
@@ -27,8 +28,11 @@ LENGTHS = [1, 7, 2, 1, 30, 19]
 N = sum(LENGTHS)
 SEQUENCES = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
 PROXIMAL = torch.from_numpy(RNG.uniform(-4, 0, N))
-# a part of the noise is common to a sequence, so that the ratios of sequences leave the clip range as well
-POLICY = PROXIMAL + torch.from_numpy(RNG.normal(0, 0.4, N) + RNG.normal(0, 0.3, len(LENGTHS))[SEQUENCES])
+# a part of the noise is common to a sequence, so that the ratios of sequences leave the clip range
+# as well
+POLICY = PROXIMAL + torch.from_numpy(
+    RNG.normal(0, 0.4, N) + RNG.normal(0, 0.3, len(LENGTHS))[SEQUENCES]
+)
 ADVANTAGES = torch.from_numpy(RNG.normal(size=N))
 ADVANTAGES[3] = 0.0
 OF_SEQUENCE = torch.tensor([1.0, -0.5, 2.0, -1.0, 0.7, -0.3], dtype=torch.float64)[SEQUENCES]
@@ -36,7 +40,11 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 RATIO_METRICS = ("policy_loss", "ratio", "clip_share", "approx_kl")
 
 logprobs = st.floats(-8, 0)
-tokens = st.lists(st.tuples(logprobs, logprobs, st.sampled_from([0.0, 1.0, -1.0, 0.3, -2.5])), min_size=1, max_size=8)
+tokens = st.lists(
+    st.tuples(logprobs, logprobs, st.sampled_from([0.0, 1.0, -1.0, 0.3, -2.5])),
+    min_size=1,
+    max_size=8,
+)
 
 
 def clamp(x, low, high):
@@ -45,11 +53,18 @@ def clamp(x, low, high):
 
 def ratio_metrics(losses, ratios, clipped):
     kl = [1 / r - 1 + math.log(r) for r in ratios]
-    return dict(zip(RATIO_METRICS, (math.fsum(losses), math.fsum(ratios), sum(clipped), math.fsum(kl)), strict=True))
+    return dict(
+        zip(
+            RATIO_METRICS,
+            (math.fsum(losses), math.fsum(ratios), sum(clipped), math.fsum(kl)),
+            strict=True,
+        )
+    )
 
 
 def ppo_by_formula(policy, proximal, advantages, *, clip_low, clip_high, dual_clip=0.0):
-    """Eq. 7 of PPO token by token, with eq. 5 of dual clip, in Python floats; and the sums that are reported."""
+    """Eq. 7 of PPO token by token, with eq. 5 of dual clip, in Python floats; and the sums that are
+    reported."""
     losses, ratios, clipped = [], [], []
     for p, q, a in zip(policy.tolist(), proximal.tolist(), advantages.tolist(), strict=True):
         ratio = math.exp(p - q)
@@ -63,7 +78,8 @@ def ppo_by_formula(policy, proximal, advantages, *, clip_low, clip_high, dual_cl
 
 
 def gspo_by_formula(policy, proximal, advantages, lengths, *, clip_low, clip_high):
-    """Eq. 5-7 of GSPO: s = (product of ratios)^(1 / |y|), clipped for the sequence; one entry a token."""
+    """Eq. 5-7 of GSPO: s = (product of ratios)^(1 / |y|), clipped for the sequence; one entry a
+    token."""
     losses, ratios, clipped, start = [], [], [], 0
     for length in lengths:
         product = 1.0
@@ -140,7 +156,8 @@ def test_the_gradient_of_the_clipped_loss_is_right_on_both_sides_of_every_bound(
         assert (ADVANTAGES[side] > 0).any() and (ADVANTAGES[side] < 0).any()
     assert ((ratio > 1.5) & (ADVANTAGES < 0)).any()
     assert torch.autograd.gradcheck(
-        lambda p: ppo_clip(p, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP)[0], POLICY.clone().requires_grad_()
+        lambda p: ppo_clip(p, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP)[0],
+        POLICY.clone().requires_grad_(),
     )
 
 
@@ -168,7 +185,8 @@ def test_clipping_is_asymmetric_and_never_stops_the_way_back(ratio, advantage, l
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(("scale", "passes"), [(1.0, True), (1 + 1e-9, True), (1 - 1e-9, False)])
 def test_a_ratio_exactly_at_a_bound_is_not_yet_clipped(advantage, scale, passes):
-    """The bound that matters: above for A > 0, below for A < 0. 1 +- clip is exact, as the ratio is within [1/2, 2]."""
+    """The bound that matters: above for A > 0, below for A < 0. 1 +- clip is exact, as the ratio is
+    within [1/2, 2]."""
     policy = token(math.log(1 + 0.25 * advantage))
     ratio = policy.exp().item()
     clip = abs(ratio - 1) * scale
@@ -181,7 +199,9 @@ def test_a_ratio_exactly_at_a_bound_is_not_yet_clipped(advantage, scale, passes)
     assert gradient(loss, policy).item() == (-ratio * advantage if passes else 0.0)
 
 
-@pytest.mark.parametrize(("ratio", "passes"), [(1.0, True), (2.9, True), (3.1, False), (50.0, False)])
+@pytest.mark.parametrize(
+    ("ratio", "passes"), [(1.0, True), (2.9, True), (3.1, False), (50.0, False)]
+)
 def test_dual_clip_stops_a_failure_that_got_far_too_likely_and_nothing_else(ratio, passes):
     def loss(policy, advantage, dual_clip=3.0):
         return ppo_clip(policy, token(0.0), token(advantage), dual_clip=dual_clip, **CLIP)
@@ -237,31 +257,44 @@ def test_the_sequence_loss_equals_the_formula():
     assert 0 < found[1]["clip_share"] < N
 
 
-@given(st.lists(st.lists(st.tuples(logprobs, logprobs), min_size=1, max_size=5), min_size=1, max_size=4), st.randoms())
+@given(
+    st.lists(
+        st.lists(st.tuples(logprobs, logprobs), min_size=1, max_size=5), min_size=1, max_size=4
+    ),
+    st.randoms(),
+)
 def test_the_sequence_loss_equals_the_formula_for_any_lengths(rows, random):
     lengths = [len(row) for row in rows]
-    policy, proximal = torch.tensor([pair for row in rows for pair in row], dtype=torch.float64).unbind(1)
+    policy, proximal = torch.tensor(
+        [pair for row in rows for pair in row], dtype=torch.float64
+    ).unbind(1)
     sequences = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-    advantages = torch.tensor([random.choice([-1.0, 0.0, 2.0]) for _ in rows], dtype=torch.float64)[sequences]
+    advantages = torch.tensor([random.choice([-1.0, 0.0, 2.0]) for _ in rows], dtype=torch.float64)[
+        sequences
+    ]
     terms, _ = gspo(policy, proximal, advantages, sequences, **CLIP)
     expected, _ = gspo_by_formula(policy, proximal, advantages, lengths, **CLIP)
     np.testing.assert_allclose(terms, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_the_gradient_of_the_sequence_loss_is_that_of_the_papers_sequence_objective():
-    """Eq. 5, one term a sequence, by autograd; the mean over a sequence's tokens has the same gradient."""
+    """Eq. 5, one term a sequence, by autograd; the mean over a sequence's tokens has the same
+    gradient."""
     policy = POLICY.clone().requires_grad_()
     for i, length in enumerate(LENGTHS):
         s = ((policy - PROXIMAL)[i == SEQUENCES].sum() / length).exp()
         a = OF_SEQUENCE[i == SEQUENCES][0]
         (-torch.minimum(s * a, s.clamp(0.8, 1.28) * a)).backward()
     means = 1 / torch.tensor(LENGTHS, dtype=torch.float64)[SEQUENCES]
-    found = gradient(lambda p: (means * gspo(p, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP)[0], {}), POLICY)
+    found = gradient(
+        lambda p: (means * gspo(p, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP)[0], {}), POLICY
+    )
     torch.testing.assert_close(found, policy.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_what_belongs_to_single_tokens_of_a_sequence_pulls_these_and_no_other():
-    """A penalty on tokens 3 and 4, and token 2 left out by a correction (GSPO-token, section 4.3)."""
+    """A penalty on tokens 3 and 4, and token 2 left out by a correction (GSPO-token, section
+    4.3)."""
     advantages, factors = torch.tensor([0.0, 0.0, -1.0, -1.0]), torch.tensor([1.0, 0.0, 1.0, 1.0])
     policy, sequences = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
 
@@ -273,7 +306,8 @@ def test_what_belongs_to_single_tokens_of_a_sequence_pulls_these_and_no_other():
 
 
 def test_a_clipped_sequence_has_no_gradient_and_the_others_share_theirs_evenly():
-    """Eq. 10: every token of a sequence gets s A / |y|; in the sequence mean that |y| is the only one."""
+    """Eq. 10: every token of a sequence gets s A / |y|; in the sequence mean that |y| is the only
+    one."""
     found = gradient(lambda p: gspo(p, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP), POLICY)
     ratios = sequence_means(POLICY - PROXIMAL, SEQUENCES).exp().tolist()
     stopped = 0
@@ -281,7 +315,8 @@ def test_a_clipped_sequence_has_no_gradient_and_the_others_share_theirs_evenly()
         a = OF_SEQUENCE[i == SEQUENCES][0].item()
         clipped = s > 1.28 if a > 0 else s < 0.8
         stopped += clipped
-        # the terms of a sequence's |y| tokens are equal, so the sum of them has |y| times the gradient of one
+        # the terms of a sequence's |y| tokens are equal, so the sum of them has |y| times the
+        # gradient of one
         np.testing.assert_allclose(found[i == SEQUENCES], 0.0 if clipped else -s * a, rtol=1e-12)
     assert 0 < stopped < len(LENGTHS)
 
@@ -301,7 +336,8 @@ def test_only_what_is_bad_in_a_sequence_that_the_policy_has_left_is_masked():
 def test_sequences_of_one_token_are_clipped_like_tokens():
     each = torch.arange(N)
     assert torch.equal(
-        gspo(POLICY, PROXIMAL, ADVANTAGES, each, **CLIP)[0], ppo_clip(POLICY, PROXIMAL, ADVANTAGES, **CLIP)[0]
+        gspo(POLICY, PROXIMAL, ADVANTAGES, each, **CLIP)[0],
+        ppo_clip(POLICY, PROXIMAL, ADVANTAGES, **CLIP)[0],
     )
 
 
@@ -345,7 +381,9 @@ def test_reinforce_equals_the_formula_and_its_gradient_is_the_advantage():
     expected = [-a * p for a, p in zip(ADVANTAGES.tolist(), POLICY.tolist(), strict=True)]
     assert terms.tolist() == expected
     assert metrics == pytest.approx({"policy_loss": math.fsum(expected)}, rel=1e-12)
-    assert torch.autograd.gradcheck(lambda p: reinforce(p, ADVANTAGES)[0], POLICY.clone().requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda p: reinforce(p, ADVANTAGES)[0], POLICY.clone().requires_grad_()
+    )
 
 
 def test_the_likelihood_loss_is_minus_the_log_prob_with_a_constant_gradient():
@@ -359,10 +397,16 @@ def test_a_teachers_advantages_give_the_gradient_of_the_reverse_kl():
     """Over a vocabulary of 7 and weighted by the student: no sampling, so no noise."""
     logits = POLICY[:7].clone().requires_grad_()
     student, teacher = logits.log_softmax(-1), PROXIMAL[:7].log_softmax(-1)
-    [expected] = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
+    [expected] = torch.autograd.grad(
+        (student.exp() * (student - teacher)).sum(), logits, retain_graph=True
+    )
     advantages = sampled_advantages(student.detach(), teacher)
-    assert advantages.tolist() == [t - s for t, s in zip(teacher.tolist(), student.tolist(), strict=True)]
-    [found] = torch.autograd.grad((student.detach().exp() * reinforce(student, advantages)[0]).sum(), logits)
+    assert advantages.tolist() == [
+        t - s for t, s in zip(teacher.tolist(), student.tolist(), strict=True)
+    ]
+    [found] = torch.autograd.grad(
+        (student.detach().exp() * reinforce(student, advantages)[0]).sum(), logits
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -377,7 +421,11 @@ def test_the_value_loss_equals_the_formula(clip):
     terms, metrics = value_clip(VALUES, ROLLOUT_VALUES, RETURNS, clip)
     losses = value_by_formula(VALUES, ROLLOUT_VALUES, RETURNS, clip)
     np.testing.assert_allclose(terms, losses, rtol=1e-12)
-    sums = {"value_loss": math.fsum(losses), "value": math.fsum(VALUES.tolist()), "return": math.fsum(RETURNS.tolist())}
+    sums = {
+        "value_loss": math.fsum(losses),
+        "value": math.fsum(VALUES.tolist()),
+        "return": math.fsum(RETURNS.tolist()),
+    }
     assert metrics == pytest.approx(sums, rel=1e-12)
 
 
@@ -391,7 +439,8 @@ def test_the_gradient_of_the_value_loss_is_that_of_the_formula(clip):
 @pytest.mark.parametrize(
     ("value", "target", "slope"),
     [
-        (1.5, 3.0, 0.0),  # moved beyond the clip towards the return: the clipped error is the larger, and constant
+        # moved beyond the clip towards the return: the clipped error is the larger, and constant
+        (1.5, 3.0, 0.0),
         (1.5, -3.0, 4.5),  # moved away from the return: always pulled back
         (1.1, 3.0, -1.9),  # inside the clip: plain regression
     ],
@@ -410,8 +459,12 @@ def test_microbatches_of_whole_sequences_add_up_to_the_whole_batch(name):
     def loss(policy, part):
         sequences = SEQUENCES[part] - (SEQUENCES[part][0] if len(SEQUENCES[part]) else 0)
         return {
-            "ppo": lambda: ppo_clip(policy[part], PROXIMAL[part], ADVANTAGES[part], dual_clip=1.5, **CLIP),
-            "gspo": lambda: gspo(policy[part], PROXIMAL[part], OF_SEQUENCE[part], sequences, **CLIP),
+            "ppo": lambda: ppo_clip(
+                policy[part], PROXIMAL[part], ADVANTAGES[part], dual_clip=1.5, **CLIP
+            ),
+            "gspo": lambda: gspo(
+                policy[part], PROXIMAL[part], OF_SEQUENCE[part], sequences, **CLIP
+            ),
             "cispo": lambda: cispo(policy[part], PROXIMAL[part], ADVANTAGES[part], **CLIP),
             "reinforce": lambda: reinforce(policy[part], ADVANTAGES[part]),
             "nll": lambda: negative_log_likelihood(policy[part]),
@@ -452,10 +505,17 @@ def test_a_total_is_summed_in_float64():
 def test_a_ratio_too_large_for_float32_leaves_loss_and_gradient_finite(advantage, proximal):
     policy = torch.tensor([-0.5, -0.5], requires_grad=True)
     terms, metrics = ppo_clip(
-        policy, torch.full((2,), proximal), torch.full((2,), advantage), clip_low=0.2, clip_high=0.2, dual_clip=3.0
+        policy,
+        torch.full((2,), proximal),
+        torch.full((2,), advantage),
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=3.0,
     )
     terms.sum().backward()
     assert (
-        torch.isfinite(terms).all() and torch.isfinite(policy.grad).all() and np.isfinite(list(metrics.values())).all()
+        torch.isfinite(terms).all()
+        and torch.isfinite(policy.grad).all()
+        and np.isfinite(list(metrics.values())).all()
     )
     assert not policy.grad.any()

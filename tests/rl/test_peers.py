@@ -1,9 +1,11 @@
-"""Tandem's formulas beside TRL's own code, on the same numbers: equal where they are the same thing.
+"""Tandem's formulas beside TRL's own code, on the same numbers: equal where they are the same
+thing.
 
-Losses are read off TRL's trainers by calling their methods on objects that hold only the attributes which those methods
-read; advantages and engine corrections by a GRPOTrainer over a random tiny model. A difference that is meant is named in
-the docstring of the test that shows it. Left out, as TRL 1.16 has no such thing: GAE and value losses (its PPO trainer is
-gone), REINFORCE++, max@k, dual clip, decoupled PPO.
+Losses are read off TRL's trainers by calling their methods on objects that hold only the attributes
+which those methods read; advantages and engine corrections by a GRPOTrainer over a random tiny
+model. A difference that is meant is named in the docstring of the test that shows it. Left out, as
+TRL 1.16 has no such thing: GAE and value losses (its PPO trainer is gone), REINFORCE++, max@k, dual
+clip, decoupled PPO.
 """
 
 import math
@@ -27,12 +29,17 @@ from tandem.rl.kl import kl_estimate
 from tandem.rl.losses import cispo, gspo, off_policy_mask, ppo_clip, reinforce, sequence_sums
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
 
-# Lazy: TRL loads its trainers, 2 s, when a test first names one, and not when the suite is collected.
-trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -c constraints.txt trl==1.16.0 datasets")
+# Lazy: TRL loads its trainers, 2 s, when a test first names one, and not when the suite is
+# collected.
+trl = pytest.importorskip(
+    "trl", reason="TRL is not installed: pip install -c constraints.txt trl==1.16.0 datasets"
+)
 trl_rewards = pytest.importorskip("trl.rewards")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You are (using 'rollout_func'|importing from 'trl.experimental')"),
+    pytest.mark.filterwarnings(
+        "ignore:You are (using 'rollout_func'|importing from 'trl.experimental')"
+    ),
 ]
 
 LENGTHS = [1, 9, 4, 2, 9, 6]
@@ -41,7 +48,9 @@ LOW, HIGH = 0.2, 0.28
 MAX_TOKENS = 12
 RNG = np.random.default_rng(0)
 PROXIMAL = torch.from_numpy(RNG.uniform(-4, 0, len(SEQUENCES)))
-POLICY = PROXIMAL + torch.from_numpy(RNG.normal(0, 0.4, len(SEQUENCES)) + RNG.normal(0, 0.3, len(LENGTHS))[SEQUENCES])
+POLICY = PROXIMAL + torch.from_numpy(
+    RNG.normal(0, 0.4, len(SEQUENCES)) + RNG.normal(0, 0.3, len(LENGTHS))[SEQUENCES]
+)
 REFERENCE = POLICY + torch.from_numpy(RNG.normal(0, 0.5, len(SEQUENCES)))
 ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, -1.0, 0.0, -0.3], dtype=torch.float64)
 MASK = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]  # [B, 9], TRL's padding
@@ -70,40 +79,68 @@ def padded(flat, fill=0.0):
 def trainer(**attributes):
     """What the methods read besides their formula's own settings."""
     return SimpleNamespace(
-        model=SimpleNamespace(training=True), accelerator=OneProcess(), aux_loss_enabled=False,
-        _metrics=defaultdict(lambda: defaultdict(list)), **attributes,
-    )  # fmt: skip
+        model=SimpleNamespace(training=True),
+        accelerator=OneProcess(),
+        aux_loss_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        **attributes,
+    )
 
 
 def completions(policy, advantages, **columns):
-    """A batch in TRL's layout: one prompt token, completions padded to the right; and the model's answer about it."""
+    """A batch in TRL's layout: one prompt token, completions padded to the right; and the model's
+    answer about it."""
     ids = torch.ones(MASK.shape, dtype=torch.int64)
     inputs = {
-        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": MASK.long(),
-        "advantages": advantages, "num_items_in_batch": MASK.sum(), **columns,
-    }  # fmt: skip
-    return inputs, lambda *args, **kwargs: (padded(policy, fill=-1.0), torch.zeros(MASK.shape), None)
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": MASK.long(),
+        "advantages": advantages,
+        "num_items_in_batch": MASK.sum(),
+        **columns,
+    }
+    return inputs, lambda *args, **kwargs: (
+        padded(policy, fill=-1.0),
+        torch.zeros(MASK.shape),
+        None,
+    )
 
 
-def trl_grpo(policy, loss_type, *, level="token", beta=0.0, high=HIGH, delta=None, ratio=None, old=PROXIMAL):
-    """(loss, metrics) of GRPOTrainer for one update of one microbatch; old log-probs None: on policy."""
+def trl_grpo(
+    policy, loss_type, *, level="token", beta=0.0, high=HIGH, delta=None, ratio=None, old=PROXIMAL
+):
+    """(loss, metrics) of GRPOTrainer for one update of one microbatch; old log-probs None: on
+    policy."""
     columns = {"old_per_token_logps": padded(old)} if old is not None else {}
     columns |= {"ref_per_token_logps": padded(REFERENCE)} if beta else {}
     columns |= {"importance_sampling_ratio": ratio} if ratio is not None else {}
     inputs, logprobs = completions(policy, ADVANTAGES, **columns)
     args = SimpleNamespace(use_bias_correction_kl=False, delta=delta, steps_per_generation=1)
     self = trainer(
-        args=args, loss_type=loss_type, importance_sampling_level=level, beta=beta, epsilon_low=LOW, epsilon_high=high,
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=ratio is not None,
-        vllm_importance_sampling_correction=True, current_gradient_accumulation_steps=1,
-        max_completion_length=MAX_TOKENS, _entropy_bonus_enabled=False, _get_per_token_logps_and_entropies=logprobs,
-    )  # fmt: skip
+        args=args,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=beta,
+        epsilon_low=LOW,
+        epsilon_high=high,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=ratio is not None,
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_TOKENS,
+        _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=logprobs,
+    )
     loss = trl.GRPOTrainer._compute_loss(self, None, inputs)
     return loss, {name: values[0] for name, values in self._metrics["train"].items()}
 
 
 def ours(terms, aggregation):
-    weights = torch.from_numpy(sequence_weights(aggregation, np.array(LENGTHS), MAX_TOKENS))[SEQUENCES]
+    weights = torch.from_numpy(sequence_weights(aggregation, np.array(LENGTHS), MAX_TOKENS))[
+        SEQUENCES
+    ]
     return (weights * terms).sum()
 
 
@@ -119,30 +156,45 @@ def same(loss, other):
 
 # --- policy losses
 
-AGGREGATIONS = {"grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length"}
+AGGREGATIONS = {
+    "grpo": "sequence_mean",
+    "dapo": "token_mean",
+    "bnpo": "token_mean",
+    "dr_grpo": "fixed_length",
+}
 
 
 @pytest.mark.parametrize("loss_type", AGGREGATIONS)
 def test_the_clipped_loss_and_its_gradient_are_trls(loss_type):
-    """TRL's bnpo divides by the tokens of a microbatch and dapo by those of the update, of which Tandem has only the
-    second; here both are one microbatch. dr_grpo divides by the configured length in both."""
+    """TRL's bnpo divides by the tokens of a microbatch and dapo by those of the update, of which
+    Tandem has only the second; here both are one microbatch. dr_grpo divides by the configured
+    length in both."""
     same(
-        lambda p: ours(ppo_clip(p, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH)[0], AGGREGATIONS[loss_type]),
+        lambda p: ours(
+            ppo_clip(p, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH)[0],
+            AGGREGATIONS[loss_type],
+        ),
         lambda p: trl_grpo(p, loss_type)[0],
-    )  # fmt: skip
+    )
 
 
 def test_the_share_of_clipped_tokens_is_trls():
-    """TRL's is a mean and split by side; Tandem's a sum over tokens. Both leave out tokens with advantage 0."""
+    """TRL's is a mean and split by side; Tandem's a sum over tokens. Both leave out tokens with
+    advantage 0."""
     _, metrics = ppo_clip(POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH)
     _, theirs = trl_grpo(POLICY, "dapo")
-    assert metrics["clip_share"] / len(SEQUENCES) == pytest.approx(theirs["clip_ratio/region_mean"], rel=1e-6)
+    assert metrics["clip_share"] / len(SEQUENCES) == pytest.approx(
+        theirs["clip_ratio/region_mean"], rel=1e-6
+    )
     assert metrics["clip_share"] > 0
 
 
 def test_on_policy_the_loss_and_its_gradient_are_trls():
     same(
-        lambda p: ours(ppo_clip(p, p.detach(), ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH)[0], "token_mean"),
+        lambda p: ours(
+            ppo_clip(p, p.detach(), ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH)[0],
+            "token_mean",
+        ),
         lambda p: trl_grpo(p, "dapo", old=None)[0],
     )
 
@@ -150,7 +202,14 @@ def test_on_policy_the_loss_and_its_gradient_are_trls():
 def test_the_two_sided_clip_is_trls_delta():
     same(
         lambda p: ours(
-            ppo_clip(p - 1.5, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH, dual_clip=1.4)[0],
+            ppo_clip(
+                p - 1.5,
+                PROXIMAL,
+                ADVANTAGES[SEQUENCES],
+                clip_low=LOW,
+                clip_high=HIGH,
+                dual_clip=1.4,
+            )[0],
             "token_mean",
         ),
         lambda p: trl_grpo(p - 1.5, "dapo", delta=1.4)[0],
@@ -167,10 +226,12 @@ def test_the_off_policy_sequence_mask_is_trls():
 
 
 def test_the_sequence_loss_and_its_gradient_are_trls():
-    """TRL keeps one ratio a sequence, Tandem repeats it for each token; the sequence mean makes them equal."""
+    """TRL keeps one ratio a sequence, Tandem repeats it for each token; the sequence mean makes
+    them equal."""
     same(
         lambda p: ours(
-            gspo(p, PROXIMAL, ADVANTAGES[SEQUENCES], SEQUENCES, clip_low=LOW, clip_high=HIGH)[0], "sequence_mean"
+            gspo(p, PROXIMAL, ADVANTAGES[SEQUENCES], SEQUENCES, clip_low=LOW, clip_high=HIGH)[0],
+            "sequence_mean",
         ),
         lambda p: trl_grpo(p, "grpo", level="sequence")[0],
     )
@@ -178,30 +239,39 @@ def test_the_sequence_loss_and_its_gradient_are_trls():
 
 def test_the_clip_share_of_sequences_is_weighted_by_tokens_here_and_by_sequences_in_trl():
     """Deliberate: Tandem's metrics are sums over tokens for every loss."""
-    _, metrics = gspo(POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], SEQUENCES, clip_low=LOW, clip_high=HIGH)
+    _, metrics = gspo(
+        POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], SEQUENCES, clip_low=LOW, clip_high=HIGH
+    )
     _, theirs = trl_grpo(POLICY, "grpo", level="sequence")
     ratio = sequence_sums(POLICY - PROXIMAL, SEQUENCES).div(torch.tensor(LENGTHS)).exp()
     clipped = ((ratio > 1 + HIGH) & (ADVANTAGES > 0)) | ((ratio < 1 - LOW) & (ADVANTAGES < 0))
     assert 0 < clipped.sum() < len(LENGTHS)
     assert metrics["clip_share"] == (clipped * torch.tensor(LENGTHS)).sum()
-    assert theirs["clip_ratio/region_mean"] == pytest.approx(clipped.float().mean().item(), rel=1e-6)
+    assert theirs["clip_ratio/region_mean"] == pytest.approx(
+        clipped.float().mean().item(), rel=1e-6
+    )
 
 
 def test_cispo_and_its_gradient_are_trls_where_the_lower_bound_is_off():
-    """Deliberate: TRL's epsilon_high is the bound itself and it has no lower one; Tandem's bounds are the paper's
-    1 - clip_low and 1 + clip_high (eq. 5)."""
+    """Deliberate: TRL's epsilon_high is the bound itself and it has no lower one; Tandem's bounds
+    are the paper's 1 - clip_low and 1 + clip_high (eq. 5)."""
     same(
-        lambda p: ours(cispo(p, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=1.0, clip_high=HIGH)[0], "token_mean"),
+        lambda p: ours(
+            cispo(p, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=1.0, clip_high=HIGH)[0], "token_mean"
+        ),
         lambda p: trl_grpo(p, "cispo", high=1 + HIGH)[0],
     )
-    bounded, free = (cispo(POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=c, clip_high=HIGH)[0] for c in (LOW, 1.0))
+    bounded, free = (
+        cispo(POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=c, clip_high=HIGH)[0]
+        for c in (LOW, 1.0)
+    )
     below = (POLICY - PROXIMAL).exp() < 1 - LOW
     assert torch.equal(bounded != free, below & (ADVANTAGES[SEQUENCES] != 0))
 
 
 def test_dual_clip_is_trls_delta_where_it_lies_beyond_the_upper_clip():
-    """Deliberate: TRL's delta (INTELLECT-2) clamps the ratio before the minimum, for either sign of the advantage; dual
-    clip bounds the objective where A < 0 and nothing else."""
+    """Deliberate: TRL's delta (INTELLECT-2) clamps the ratio before the minimum, for either sign of
+    the advantage; dual clip bounds the objective where A < 0 and nothing else."""
     old, advantages = PROXIMAL - 1.0, ADVANTAGES[SEQUENCES]  # ratios e times as large
 
     def dual(policy, bound):
@@ -226,7 +296,8 @@ def test_a_correction_multiplies_the_loss_of_a_token_as_in_trl():
     ratio = (PROXIMAL - REFERENCE).exp()
     same(
         lambda p: ours(
-            ratio * ppo_clip(p, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH)[0], "sequence_mean"
+            ratio * ppo_clip(p, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH)[0],
+            "sequence_mean",
         ),
         lambda p: trl_grpo(p, "grpo", ratio=padded(ratio))[0],
     )
@@ -239,8 +310,9 @@ def trl_rloo(policy, old):
 
 
 def test_reinforce_has_the_gradient_of_trls_rloo_on_policy_and_no_ratio():
-    """Deliberate: TRL's RLOO clips the ratio of the whole sequence, a product over tokens; Tandem's is the paper's
-    -A log p, for the first update. The values differ (-A against -A log p), the gradients do not."""
+    """Deliberate: TRL's RLOO clips the ratio of the whole sequence, a product over tokens; Tandem's
+    is the paper's -A log p, for the first update. The values differ (-A against -A log p), the
+    gradients do not."""
     found, expected = POLICY.clone().requires_grad_(), POLICY.clone().requires_grad_()
     (ours(reinforce(found, ADVANTAGES[SEQUENCES])[0], "fixed_length") * MAX_TOKENS).backward()
     trl_rloo(expected, POLICY).backward()
@@ -249,12 +321,18 @@ def test_reinforce_has_the_gradient_of_trls_rloo_on_policy_and_no_ratio():
 
 def test_trls_rloo_is_the_token_clip_where_sequences_have_one_token_and_is_off_elsewhere():
     one = torch.zeros(len(SEQUENCES), dtype=torch.bool)
-    one[torch.tensor(LENGTHS).cumsum(0) - 1] = True  # policy and old agree but for the last token of each
+    # policy and old agree but for the last token of each
+    one[torch.tensor(LENGTHS).cumsum(0) - 1] = True
     policy = torch.where(one, POLICY, PROXIMAL)
-    clipped = ppo_clip(policy[one], PROXIMAL[one], ADVANTAGES, clip_low=LOW, clip_high=HIGH)[0].mean()
+    clipped = ppo_clip(policy[one], PROXIMAL[one], ADVANTAGES, clip_low=LOW, clip_high=HIGH)[
+        0
+    ].mean()
     torch.testing.assert_close(clipped, trl_rloo(policy, PROXIMAL), rtol=1e-12, atol=1e-14)
-    sequence_clip = gspo(POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], SEQUENCES, clip_low=LOW, clip_high=HIGH)[0]
-    assert abs(ours(sequence_clip, "sequence_mean") - trl_rloo(POLICY, PROXIMAL)) > 0.01  # a mean against a sum
+    sequence_clip = gspo(
+        POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], SEQUENCES, clip_low=LOW, clip_high=HIGH
+    )[0]
+    # a mean against a sum
+    assert abs(ours(sequence_clip, "sequence_mean") - trl_rloo(POLICY, PROXIMAL)) > 0.01
 
 
 # --- log-probs, entropy, distillation
@@ -262,19 +340,26 @@ def test_trls_rloo_is_the_token_clip_where_sequences_have_one_token_and_is_off_e
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_log_probs_and_entropy_are_trls(temperature):
-    """In float32: Tandem's log_softmax and TRL's logsumexp round differently. TRL's top-p, top-k and min-p never reach
-    its log-probs (#6789), so no filter is compared."""
+    """In float32: Tandem's log_softmax and TRL's logsumexp round differently. TRL's top-p, top-k
+    and min-p never reach its log-probs (#6789), so no filter is compared."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
     logits = torch.from_numpy(RNG.normal(0, 3, (30, 50))).float()
     targets, head = torch.from_numpy(RNG.integers(0, 50, 30)), torch.eye(50)
-    logprobs, entropy = token_logprobs(logits, head, pack(head), targets, Filter(temperature=temperature))
-    torch.testing.assert_close(logprobs, selective_log_softmax(logits, targets, temperature=temperature))
-    torch.testing.assert_close(entropy, entropy_from_logits(logits / temperature), rtol=1e-5, atol=1e-5)
+    logprobs, entropy = token_logprobs(
+        logits, head, pack(head), targets, Filter(temperature=temperature)
+    )
+    torch.testing.assert_close(
+        logprobs, selective_log_softmax(logits, targets, temperature=temperature)
+    )
+    torch.testing.assert_close(
+        entropy, entropy_from_logits(logits / temperature), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_distillation_of_sampled_tokens_has_trls_gradient():
-    """TRL's loss is (student - teacher) log p with the bracket held: -A log p with Tandem's advantages."""
+    """TRL's loss is (student - teacher) log p with the bracket held: -A log p with Tandem's
+    advantages."""
     from trl.experimental.sdpo.loss_utils import compute_sampled_token_self_distillation_loss
     from trl.trainer.utils import selective_log_softmax
 
@@ -282,46 +367,78 @@ def test_distillation_of_sampled_tokens_has_trls_gradient():
     ids = torch.from_numpy(RNG.integers(0, 11, (2, 7)))
     policy = selective_log_softmax(student, ids).reshape(-1)
     advantages = sampled_advantages(policy, selective_log_softmax(teacher, ids).reshape(-1))
-    theirs = compute_sampled_token_self_distillation_loss(student, teacher, ids, distillation_alpha=1.0)
-    torch.testing.assert_close(reinforce(policy, advantages)[0], theirs.reshape(-1), rtol=1e-12, atol=1e-14)
+    theirs = compute_sampled_token_self_distillation_loss(
+        student, teacher, ids, distillation_alpha=1.0
+    )
+    torch.testing.assert_close(
+        reinforce(policy, advantages)[0], theirs.reshape(-1), rtol=1e-12, atol=1e-14
+    )
 
 
-@pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.0), ("jsd", 0.3), ("jsd", 0.5), ("reverse_kl", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "beta"), [("forward_kl", 0.0), ("jsd", 0.3), ("jsd", 0.5), ("reverse_kl", 1.0)]
+)
 def test_divergences_from_a_teacher_are_trls(kind, beta):
     """TRL's beta of 0 and 1 are the two directions of KL."""
     from trl.experimental.gkd import GKDTrainer
 
     student, teacher = (torch.from_numpy(RNG.normal(0, 2, (2, 7, 11))) for _ in range(2))
     own, held = (table.log_softmax(-1).view(-1, 11) for table in (student, teacher))
-    theirs = GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, reduction="none").sum(-1).view(-1)
-    torch.testing.assert_close(divergence(kind, own, held, beta=beta, top_k=0)[0], theirs, rtol=1e-10, atol=1e-12)
+    theirs = (
+        GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, reduction="none")
+        .sum(-1)
+        .view(-1)
+    )
+    torch.testing.assert_close(
+        divergence(kind, own, held, beta=beta, top_k=0)[0], theirs, rtol=1e-10, atol=1e-12
+    )
 
 
 # --- pairs
 
-CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED = torch.from_numpy(RNG.normal(-6, 3, (4, 5))).unbind(0)
+CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED = torch.from_numpy(
+    RNG.normal(-6, 3, (4, 5))
+).unbind(0)
 COUNTS = torch.tensor([3, 1, 4, 2, 5])
 
 
 def trl_dpo(loss_type, rows=slice(None), beta=0.3, smoothing=0.0):
-    """DPOTrainer's loss and metrics of pairs whose answers have COUNTS tokens, the first carrying the whole log-prob."""
+    """DPOTrainer's loss and metrics of pairs whose answers have COUNTS tokens, the first carrying
+    the whole log-prob."""
     chosen, rejected = CHOSEN[rows], REJECTED[rows]
     counts = COUNTS[rows].repeat(2)
-    mask = (torch.arange(1 + int(COUNTS.max())) >= 1) & (torch.arange(1 + int(COUNTS.max())) <= counts[:, None])
+    mask = (torch.arange(1 + int(COUNTS.max())) >= 1) & (
+        torch.arange(1 + int(COUNTS.max())) <= counts[:, None]
+    )
     logprobs = torch.zeros(len(counts), mask.shape[1] - 1, dtype=torch.float64)
     logprobs[:, 0] = torch.cat([chosen, rejected])
     nothing = torch.zeros_like(logprobs)
-    outputs = SimpleNamespace(log_probs=logprobs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    outputs = SimpleNamespace(
+        log_probs=logprobs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool()
+    )
     inputs = {
-        "input_ids": mask.long(), "attention_mask": mask.long(), "completion_mask": mask.long(),
-        "ref_chosen_logps": REFERENCE_CHOSEN[rows], "ref_rejected_logps": REFERENCE_REJECTED[rows],
-    }  # fmt: skip
+        "input_ids": mask.long(),
+        "attention_mask": mask.long(),
+        "completion_mask": mask.long(),
+        "ref_chosen_logps": REFERENCE_CHOSEN[rows],
+        "ref_rejected_logps": REFERENCE_REJECTED[rows],
+    }
     self = trainer(
-        ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=[loss_type],
-        loss_weights=[1.0], beta=beta, label_smoothing=smoothing, use_weighting=False, _total_train_tokens=0, _tp_size=1,
-    )  # fmt: skip
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        beta=beta,
+        label_smoothing=smoothing,
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
     loss = trl.DPOTrainer._compute_loss(self, lambda **_: outputs, inputs, False)
-    return loss.item(), {name: values[0] for name, values in self._metrics["train"].items() if values}
+    return loss.item(), {
+        name: values[0] for name, values in self._metrics["train"].items() if values
+    }
 
 
 def test_dpo_and_its_metrics_are_trls():
@@ -334,8 +451,9 @@ def test_dpo_and_its_metrics_are_trls():
 
 
 def test_label_smoothing_is_trls_where_trl_has_it():
-    """Deliberate: with loss_type sigmoid TRL 1.16 ignores label_smoothing; its `robust` is another loss, unbiased under
-    flipped labels, where Tandem has cDPO. TRL's `aot` is cDPO of sorted margins: of one pair at a time, cDPO itself."""
+    """Deliberate: with loss_type sigmoid TRL 1.16 ignores label_smoothing; its `robust` is another
+    loss, unbiased under flipped labels, where Tandem has cDPO. TRL's `aot` is cDPO of sorted
+    margins: of one pair at a time, cDPO itself."""
     margin = margins(CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED)
     losses, _ = dpo(margin, beta=0.3, label_smoothing=0.1)
     theirs = [trl_dpo("aot", slice(i, i + 1), smoothing=0.1)[0] for i in range(5)]
@@ -348,15 +466,20 @@ def test_label_smoothing_is_trls_where_trl_has_it():
 
 @pytest.mark.parametrize(("loss_type", "loss"), [("ipo", ipo), ("sigmoid_norm", dpo)])
 def test_losses_of_mean_log_probs_are_trls(loss_type, loss):
-    """TRL divides by the answers' tokens inside; Tandem's functions take sums or means, and IPO's default is means too."""
+    """TRL divides by the answers' tokens inside; Tandem's functions take sums or means, and IPO's
+    default is means too."""
     means = [x / COUNTS for x in (CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED)]
-    assert loss(margins(*means), beta=0.3)[0].mean().item() == pytest.approx(trl_dpo(loss_type)[0], rel=1e-12)
+    assert loss(margins(*means), beta=0.3)[0].mean().item() == pytest.approx(
+        trl_dpo(loss_type)[0], rel=1e-12
+    )
 
 
 def test_the_loss_of_a_reward_model_and_its_metrics_are_trls():
     """TRL can add a margin and a penalty on the scores' size; Tandem has neither."""
     scores = torch.cat([CHOSEN, REJECTED])[:, None]
-    self = trainer(args=SimpleNamespace(center_rewards_coefficient=None), _total_train_tokens=0, _tp_size=1)
+    self = trainer(
+        args=SimpleNamespace(center_rewards_coefficient=None), _total_train_tokens=0, _tp_size=1
+    )
     theirs = trl.RewardTrainer.compute_loss(
         self, lambda **_: SimpleNamespace(logits=scores), {"attention_mask": torch.ones(10, 3)}
     )
@@ -375,11 +498,14 @@ def test_the_overlong_penalty_is_trls_with_the_other_sign(limit, buffer):
     """A penalty is positive here and is subtracted by whoever scores."""
     lengths = range(2 * limit)
     theirs = trl_rewards.get_soft_overlong_punishment(limit, buffer)([[0] * n for n in lengths])
-    assert [-overlong_penalty(n, limit, buffer) for n in lengths] == pytest.approx(theirs, rel=1e-15)
+    assert [-overlong_penalty(n, limit, buffer) for n in lengths] == pytest.approx(
+        theirs, rel=1e-15
+    )
 
 
 def test_without_a_buffer_the_length_of_a_completion_costs_nothing():
-    """Deliberate: TRL penalizes what is longer than the limit, and nothing can be; here `loop.score` knows what was cut."""
+    """Deliberate: TRL penalizes what is longer than the limit, and nothing can be; here
+    `loop.score` knows what was cut."""
     theirs = trl_rewards.get_soft_overlong_punishment(10, 0)([[0] * n for n in (9, 10, 11)])
     assert (theirs, [overlong_penalty(n, 10, 0) for n in (9, 10, 11)]) == ([0, 0, -1], [0, 0, 0])
 
@@ -392,14 +518,16 @@ ENGINE_NOISE = RNG.normal(0, 0.7, 200)
 
 
 def canned_rollout(prompts, trainer):
-    """Completions of 1 to 5 random tokens with made-up engine log-probs: the model is random, so both are near -5."""
+    """Completions of 1 to 5 random tokens with made-up engine log-probs: the model is random, so
+    both are near -5."""
     rng = np.random.default_rng(3)
     ids = [rng.integers(10, 90, 1 + i % 5).tolist() for i in range(len(prompts))]
     noise = iter(ENGINE_NOISE)
     return {
-        "prompt_ids": [[10, 11]] * len(prompts), "completion_ids": ids,
+        "prompt_ids": [[10, 11]] * len(prompts),
+        "completion_ids": ids,
         "logprobs": [[-5.0 + next(noise) for _ in row] for row in ids],
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -410,17 +538,27 @@ def trainers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     make_tiny(folder, hidden=32, layers=1, intermediate=48)
     shared = {
-        "output_dir": str(folder / "out"), "per_device_train_batch_size": PROMPTS * GROUP, "num_generations": GROUP,
-        "max_completion_length": 5, "use_cpu": True, "bf16": False, "report_to": [], "activation_checkpointing": False,
-        "disable_tqdm": True, "beta": 0.0,
-    }  # fmt: skip
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": PROMPTS * GROUP,
+        "num_generations": GROUP,
+        "max_completion_length": 5,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "activation_checkpointing": False,
+        "disable_tqdm": True,
+        "beta": 0.0,
+    }
 
     def build(kind, config, **more):
         return kind(
-            model=AutoModelForCausalLM.from_pretrained(folder), processing_class=AutoTokenizer.from_pretrained(folder),
-            reward_funcs=lambda completions, **_: REWARDS.reshape(-1).tolist(), args=config(**shared),
-            train_dataset=Dataset.from_list([{"prompt": "1+1"}] * PROMPTS), **more,
-        )  # fmt: skip
+            model=AutoModelForCausalLM.from_pretrained(folder),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            reward_funcs=lambda completions, **_: REWARDS.reshape(-1).tolist(),
+            args=config(**shared),
+            train_dataset=Dataset.from_list([{"prompt": "1+1"}] * PROMPTS),
+            **more,
+        )
 
     return SimpleNamespace(
         grpo=build(trl.GRPOTrainer, trl.GRPOConfig, rollout_func=canned_rollout),
@@ -439,8 +577,9 @@ def bessel(size):
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_group_advantages_are_trls_up_to_its_std_and_epsilon(trainers, scale):
-    """Deliberate: TRL's std has G - 1 in the denominator (Tandem's G, as the paper's), its epsilon is 1e-4 (1e-6), it
-    computes in float32, and its `batch` scale is the std of rewards where REINFORCE++-baseline has that of centred ones."""
+    """Deliberate: TRL's std has G - 1 in the denominator (Tandem's G, as the paper's), its epsilon
+    is 1e-4 (1e-6), it computes in float32, and its `batch` scale is the std of rewards where
+    REINFORCE++-baseline has that of centred ones."""
     trainers.grpo.scale_rewards = scale
     theirs = scored(trainers.grpo)["advantages"].view(PROMPTS, GROUP).numpy()
     expected = {
@@ -450,12 +589,14 @@ def test_group_advantages_are_trls_up_to_its_std_and_epsilon(trainers, scale):
     }[scale]
     np.testing.assert_allclose(theirs, expected, rtol=2e-6, atol=1e-6)
     if scale == "group":
-        np.testing.assert_allclose(grpo(REWARDS)[:2], theirs[:2] * bessel(GROUP), rtol=3e-4)  # what epsilon leaves
+        # what epsilon leaves
+        np.testing.assert_allclose(grpo(REWARDS)[:2], theirs[:2] * bessel(GROUP), rtol=3e-4)
         assert np.abs(grpo(REWARDS)[:2] / theirs[:2]).min() > 1.15
 
 
 def test_rloo_advantages_are_trls(trainers):
-    """TRL can whiten them over the batch (normalize_advantages, off by default); Tandem's stay as the paper has them."""
+    """TRL can whiten them over the batch (normalize_advantages, off by default); Tandem's stay as
+    the paper has them."""
     theirs = scored(trainers.rloo)["advantages"].view(PROMPTS, GROUP).numpy()
     np.testing.assert_allclose(theirs, rloo(REWARDS), rtol=2e-6, atol=1e-6)
 
@@ -471,11 +612,16 @@ def test_rloo_advantages_are_trls(trainers):
     ],
 )
 def test_engine_corrections_are_trls(trainers, kind, mode):
-    """TRL keeps padding (its ratio there is exactly 1, and the loss mask drops it) and one number a sequence, where
-    Tandem has one for each loss token. Tandem has no lower bound but icepop's; `decoupled` is TRL without bounds."""
+    """TRL keeps padding (its ratio there is exactly 1, and the loss mask drops it) and one number a
+    sequence, where Tandem has one for each loss token. Tandem has no lower bound but icepop's;
+    `decoupled` is TRL without bounds."""
     low, cap = 0.6, 1.5
     top = trainers.grpo
-    top.use_vllm, top._last_loaded_step, top.vllm_importance_sampling_correction = True, top.state.global_step, True
+    top.use_vllm, top._last_loaded_step, top.vllm_importance_sampling_correction = (
+        True,
+        top.state.global_step,
+        True,
+    )
     top.vllm_importance_sampling_mode = mode
     top.vllm_importance_sampling_clip_max = None if kind == "decoupled" else cap
     top.vllm_importance_sampling_clip_min = {"icepop": low, "decoupled": 0.0}.get(kind)
@@ -488,4 +634,8 @@ def test_engine_corrections_are_trls(trainers, kind, mode):
     theirs = batch["importance_sampling_ratio"].expand(mask.shape)[mask]
     torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-6)
     plain = correction("decoupled", proximal, engine, sequences, low=low, cap=cap)
-    assert (plain > cap).any() and (plain < low).any() and not torch.equal(found, torch.ones_like(found))
+    assert (
+        (plain > cap).any()
+        and (plain < low).any()
+        and not torch.equal(found, torch.ones_like(found))
+    )

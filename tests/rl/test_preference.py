@@ -1,4 +1,5 @@
-"""Losses over pairs against the papers' formulas in Python floats, their gradients against finite differences."""
+"""Losses over pairs against the papers' formulas in Python floats, their gradients against finite
+differences."""
 
 import math
 
@@ -11,8 +12,12 @@ from hypothesis import strategies as st
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
 
 RNG = np.random.default_rng(0)
-CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED = torch.from_numpy(RNG.normal(-20, 8, (4, 12))).unbind(0)
-MARGINS = torch.cat([margins(CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED), torch.zeros(1)]).double()
+CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED = torch.from_numpy(
+    RNG.normal(-20, 8, (4, 12))
+).unbind(0)
+MARGINS = torch.cat(
+    [margins(CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED), torch.zeros(1)]
+).double()
 
 
 def log_sigmoid(x):
@@ -26,13 +31,19 @@ def dpo_by_formula(margin, beta, smoothing):
 def check(found, losses, margin_sum, wins):
     terms, metrics = found
     np.testing.assert_allclose(terms.detach(), losses, rtol=1e-11, atol=1e-300)
-    assert metrics == pytest.approx({"loss": math.fsum(losses), "accuracy": wins, "margin": margin_sum}, rel=1e-11)
+    assert metrics == pytest.approx(
+        {"loss": math.fsum(losses), "accuracy": wins, "margin": margin_sum}, rel=1e-11
+    )
 
 
 def test_a_margin_is_the_gain_in_preference_over_the_reference():
-    rows = zip(*(x.tolist() for x in (CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED)), strict=True)
+    rows = zip(
+        *(x.tolist() for x in (CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED)), strict=True
+    )
     expected = [(c - rc) - (r - rr) for c, r, rc, rr in rows]
-    np.testing.assert_allclose(margins(CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        margins(CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED), expected, rtol=1e-12
+    )
     assert not margins(CHOSEN, REJECTED, CHOSEN, REJECTED).any()  # a policy that is its reference
 
 
@@ -42,19 +53,25 @@ def test_dpo_equals_the_formula(beta, smoothing):
     values = MARGINS.tolist()
     losses = [dpo_by_formula(m, beta, smoothing) for m in values]
     wins = sum((m > 0) + 0.5 * (m == 0) for m in values)
-    check(dpo(MARGINS, beta=beta, label_smoothing=smoothing), losses, beta * math.fsum(values), wins)
+    check(
+        dpo(MARGINS, beta=beta, label_smoothing=smoothing), losses, beta * math.fsum(values), wins
+    )
     assert 0 < wins < len(values)
 
 
 @given(st.floats(-1000, 1000), st.floats(0.01, 5), st.floats(0, 0.5))
 def test_dpo_equals_the_formula_for_any_margin(margin, beta, smoothing):
-    found, _ = dpo(torch.tensor([margin], dtype=torch.float64), beta=beta, label_smoothing=smoothing)
+    found, _ = dpo(
+        torch.tensor([margin], dtype=torch.float64), beta=beta, label_smoothing=smoothing
+    )
     assert found.item() == pytest.approx(dpo_by_formula(margin, beta, smoothing), rel=1e-11)
 
 
 def test_dpo_of_a_policy_that_is_its_reference_is_the_log_of_two():
     for smoothing in (0.0, 0.3):
-        losses, metrics = dpo(torch.zeros(3, dtype=torch.float64), beta=0.1, label_smoothing=smoothing)
+        losses, metrics = dpo(
+            torch.zeros(3, dtype=torch.float64), beta=0.1, label_smoothing=smoothing
+        )
         assert losses.tolist() == pytest.approx([math.log(2)] * 3)
         assert metrics["accuracy"] == 1.5  # a tie is half right
 
@@ -70,8 +87,15 @@ def test_label_smoothing_keeps_a_pair_from_being_pushed_forever():
 def test_ipo_equals_the_formula_and_is_least_at_its_target(beta):
     values = MARGINS.tolist()
     losses = [(m - 1 / (2 * beta)) ** 2 for m in values]
-    check(ipo(MARGINS, beta=beta), losses, beta * math.fsum(values), sum((m > 0) + 0.5 * (m == 0) for m in values))
-    assert ipo(torch.tensor([1 / (2 * beta)]).double(), beta=beta)[0].item() == pytest.approx(0.0, abs=1e-12)
+    check(
+        ipo(MARGINS, beta=beta),
+        losses,
+        beta * math.fsum(values),
+        sum((m > 0) + 0.5 * (m == 0) for m in values),
+    )
+    assert ipo(torch.tensor([1 / (2 * beta)]).double(), beta=beta)[0].item() == pytest.approx(
+        0.0, abs=1e-12
+    )
 
 
 def test_bradley_terry_equals_the_formula():
@@ -83,8 +107,11 @@ def test_bradley_terry_equals_the_formula():
 
 def test_bradley_terry_is_the_probability_that_the_chosen_one_wins_and_ignores_a_common_shift():
     chosen, rejected = torch.tensor([math.log(3.0)]).double(), torch.zeros(1).double()
-    assert bradley_terry(chosen, rejected)[0].exp().item() == pytest.approx(4 / 3, rel=1e-7)  # 1 / (3 / 4)
-    torch.testing.assert_close(bradley_terry(CHOSEN + 7, REJECTED + 7)[0], bradley_terry(CHOSEN, REJECTED)[0])
+    # 1 / (3 / 4)
+    assert bradley_terry(chosen, rejected)[0].exp().item() == pytest.approx(4 / 3, rel=1e-7)
+    torch.testing.assert_close(
+        bradley_terry(CHOSEN + 7, REJECTED + 7)[0], bradley_terry(CHOSEN, REJECTED)[0]
+    )
 
 
 @pytest.mark.parametrize("name", ["dpo", "conservative dpo", "ipo"])
@@ -98,7 +125,8 @@ def test_the_gradient_of_a_loss_of_margins_is_that_of_the_formula(name):
 
 
 def test_the_gradient_reaches_the_log_probs_of_both_answers_with_opposite_signs():
-    """Eq. 7's: -beta sigmoid(-beta m) for the chosen answer and the same upwards for the rejected."""
+    """Eq. 7's: -beta sigmoid(-beta m) for the chosen answer and the same upwards for the
+    rejected."""
     inputs = [x.clone().requires_grad_() for x in (CHOSEN, REJECTED)]
     margin = margins(*inputs, REFERENCE_CHOSEN, REFERENCE_REJECTED)
     dpo(margin, beta=0.3)[0].sum().backward()

@@ -19,23 +19,29 @@ def discounted_sum(rewards, start, gamma):
 
 
 def gae_by_formula(rewards, values, gamma, lam):
-    """Eq. 16 as the sum it is: A_t = sum_l (gamma lam)^l delta_{t + l}; the state after the last token is worth 0."""
+    """Eq. 16 as the sum it is: A_t = sum_l (gamma lam)^l delta_{t + l}; the state after the last
+    token is worth 0."""
     values = [*values.tolist(), 0.0]
     deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards.tolist())]
     return [discounted_sum(deltas, t, gamma * lam) for t in range(len(deltas))]
 
 
 def gae_as_a_mean_of_returns(rewards, values, gamma, lam):
-    """Eq. 16's other side: (1 - lam) (A^(1) + lam A^(2) + ...), A^(n) the n-step return minus V_t."""
+    """Eq. 16's other side: (1 - lam) (A^(1) + lam A^(2) + ...), A^(n) the n-step return minus
+    V_t."""
     count, values = len(rewards), [*values.tolist(), 0.0]
     result = []
     for t in range(count):
         steps = [
-            math.fsum(gamma**i * rewards[t + i] for i in range(n)) + gamma**n * values[t + n] - values[t]
+            math.fsum(gamma**i * rewards[t + i] for i in range(n))
+            + gamma**n * values[t + n]
+            - values[t]
             for n in range(1, count - t + 1)
         ]
         # the last one is the whole return: all longer ones equal it, and their weights add up
-        weights = [(1 - lam) * lam ** (n - 1) for n in range(1, len(steps))] + [lam ** (len(steps) - 1)]
+        weights = [(1 - lam) * lam ** (n - 1) for n in range(1, len(steps))] + [
+            lam ** (len(steps) - 1)
+        ]
         result.append(math.fsum(w * s for w, s in zip(weights, steps, strict=True)))
     return result
 
@@ -44,7 +50,9 @@ def gae_as_a_mean_of_returns(rewards, values, gamma, lam):
 def test_token_rewards_are_the_penalty_everywhere_and_the_reward_at_the_last(kl, reward, coef):
     before = kl.copy()
     found = token_rewards(reward, kl, coef)
-    expected = [-coef * x + (reward if t == len(kl) - 1 else 0.0) for t, x in enumerate(kl.tolist())]
+    expected = [
+        -coef * x + (reward if t == len(kl) - 1 else 0.0) for t, x in enumerate(kl.tolist())
+    ]
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
     assert found.dtype == np.float64 and np.array_equal(kl, before)
 
@@ -65,7 +73,9 @@ def test_returns_are_discounted_sums_of_what_is_ahead(rewards, gamma):
 def test_gae_equals_the_sum_of_discounted_errors_and_the_mean_of_returns(rewards, gamma, lam, data):
     values = data.draw(arrays(np.float64, len(rewards), elements=st.floats(-10, 10)))
     advantages, returns = gae(rewards, values, gamma, lam)
-    np.testing.assert_allclose(advantages, gae_by_formula(rewards, values, gamma, lam), rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(
+        advantages, gae_by_formula(rewards, values, gamma, lam), rtol=1e-10, atol=1e-10
+    )
     np.testing.assert_allclose(
         advantages, gae_as_a_mean_of_returns(rewards, values, gamma, lam), rtol=1e-10, atol=1e-10
     )
@@ -82,7 +92,9 @@ def test_gae_of_a_plain_case_is_the_hand_calculation():
 def test_the_ends_of_lambda_are_the_monte_carlo_and_the_one_step_advantage():
     rng = np.random.default_rng(0)
     rewards, values = rng.normal(size=9), rng.normal(size=9)
-    np.testing.assert_allclose(gae(rewards, values, 0.9, 1.0)[1], returns_to_go(rewards, 0.9), rtol=1e-10)
+    np.testing.assert_allclose(
+        gae(rewards, values, 0.9, 1.0)[1], returns_to_go(rewards, 0.9), rtol=1e-10
+    )
     one_step = [r + 0.9 * v for r, v in zip(rewards, [*values[1:], 0.0], strict=True)]
     np.testing.assert_allclose(gae(rewards, values, 0.9, 0.0)[1], one_step, rtol=1e-10)
 
@@ -115,7 +127,9 @@ def test_whitening_uses_the_mean_and_std_of_all_tokens_together():
     found = whiten(arrays_)
     assert [len(a) for a in found] == [4, 1, 7]
     for array, before in zip(found, arrays_, strict=True):
-        np.testing.assert_allclose(array, [(float(x) - mean) / (std + 1e-8) for x in before], rtol=1e-12)
+        np.testing.assert_allclose(
+            array, [(float(x) - mean) / (std + 1e-8) for x in before], rtol=1e-12
+        )
 
 
 def test_whitening_equal_tokens_gives_exactly_zero():

@@ -1,4 +1,5 @@
-"""Episodes: what is appended to what, what ends them, what a bad environment costs, and that P1 holds across turns."""
+"""Episodes: what is appended to what, what ends them, what a bad environment costs, and that P1
+holds across turns."""
 
 import asyncio
 import subprocess
@@ -27,7 +28,10 @@ from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
 ROOT = Path(__file__).parent.parent.parent
-PROBLEMS = [Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n)) for n in range(4)]
+PROBLEMS = [
+    Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n))
+    for n in range(4)
+]
 PARAMS = SamplingParams(max_new_tokens=5, stop_token_ids=(91,))
 
 
@@ -35,7 +39,17 @@ def user(text):
     return ({"role": "user", "content": text},)
 
 
-def play(make, engine, *, problems=PROBLEMS[:1], group_size=1, params=PARAMS, place=("test",), ended=None, **limits):
+def play(
+    make,
+    engine,
+    *,
+    problems=PROBLEMS[:1],
+    group_size=1,
+    params=PARAMS,
+    place=("test",),
+    ended=None,
+    **limits,
+):
     world = World(make=make, limits=EnvConfig(**limits))
     return run_episodes(
         seat(problems, group_size, place),
@@ -48,7 +62,8 @@ def play(make, engine, *, problems=PROBLEMS[:1], group_size=1, params=PARAMS, pl
 
 
 class TurnEngine(ScriptedEngine):
-    """Says [7, 91] in every turn; "text" is how many tokens it has read. `cut` says [7] with another stop reason."""
+    """Says [7, 91] in every turn; "text" is how many tokens it has read. `cut` says [7] with
+    another stop reason."""
 
     def __init__(self, cut="stop"):
         super().__init__()
@@ -58,11 +73,14 @@ class TurnEngine(ScriptedEngine):
         tokens = [7, 91] if self.cut == "stop" else [7]
         return [
             Completion(
-                tokens=np.array(tokens), logprobs=np.full(len(tokens), -0.25, np.float32),
-                weight_versions=np.full(len(tokens), 4, np.int32), text=f"{len(r.prompt)}", stop_reason=self.cut,
+                tokens=np.array(tokens),
+                logprobs=np.full(len(tokens), -0.25, np.float32),
+                weight_versions=np.full(len(tokens), 4, np.int32),
+                text=f"{len(r.prompt)}",
+                stop_reason=self.cut,
             )
             for r in requests
-        ]  # fmt: skip
+        ]
 
 
 class PatientEngine(TurnEngine):
@@ -77,7 +95,8 @@ class PatientEngine(TurnEngine):
 
 
 class Counting(Env):
-    """Answers "1", "2", ... and ends at `turns` with reward 1, after a penalty of 0.5 in its second turn."""
+    """Answers "1", "2", ... and ends at `turns` with reward 1, after a penalty of 0.5 in its second
+    turn."""
 
     def __init__(self, turns=3):
         self.turns, self.heard = turns, []
@@ -86,7 +105,9 @@ class Counting(Env):
         self.heard.append(text)
         if len(self.heard) == self.turns:
             return Observation(done=True, reward=1.0, parts={"turns": self.turns})
-        return Observation(messages=user(str(len(self.heard))), reward=0.25, penalty=0.5 * (len(self.heard) == 2))
+        return Observation(
+            messages=user(str(len(self.heard))), reward=0.25, penalty=0.5 * (len(self.heard) == 2)
+        )
 
 
 class Blocking(Counting):
@@ -111,12 +132,17 @@ def test_a_turn_only_appends_and_what_the_environment_says_carries_no_loss():
     assert episode.tokens.tolist() == [90, 0, 7, 91, 90, 1, 7, 91, 90, 2, 7, 91]
     assert episode.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
     assert episode.weight_versions.tolist() == [-1, -1, 4, 4, -1, -1, 4, 4, -1, -1, 4, 4]
-    assert np.array_equal(episode.engine_logprobs, np.where(episode.loss_mask, np.float32(-0.25), np.float32(0)))
-    assert episode.penalties.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0.5, 0, 0, 0, 0]  # of the second turn
+    assert np.array_equal(
+        episode.engine_logprobs, np.where(episode.loss_mask, np.float32(-0.25), np.float32(0))
+    )
+    # of the second turn
+    assert episode.penalties.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0.5, 0, 0, 0, 0]
     said = [m["content"] for m in episode.messages]
     assert said == ["2", "1", "6", "2", "10"] and episode.text == "10" and episode.num_turns == 3
     assert (
-        episode.given == {"env": 1.5, "turns": 3.0} and episode.stop_reason == "stop" and episode.num_prompt_tokens == 2
+        episode.given == {"env": 1.5, "turns": 3.0}
+        and episode.stop_reason == "stop"
+        and episode.num_prompt_tokens == 2
     )
 
 
@@ -130,7 +156,9 @@ def test_the_turns_of_an_episode_draw_from_one_key_without_repeating_a_position(
 
 
 def test_methods_in_threads_and_coroutines_play_the_same_episode():
-    one, other = ([play(make, TurnEngine(), problems=PROBLEMS, group_size=2)] for make in (Counting, Blocking))
+    one, other = (
+        [play(make, TurnEngine(), problems=PROBLEMS, group_size=2)] for make in (Counting, Blocking)
+    )
     assert repr(one) == repr(other)
 
 
@@ -139,11 +167,14 @@ def test_a_stop_token_that_was_not_sampled_is_read_before_the_next_turn():
         def generate(self, requests):
             return [
                 Completion(
-                    tokens=np.array([7]), logprobs=np.zeros(1, np.float32), weight_versions=np.zeros(1, np.int32), text="7",
+                    tokens=np.array([7]),
+                    logprobs=np.zeros(1, np.float32),
+                    weight_versions=np.zeros(1, np.int32),
+                    text="7",
                     stop_reason="stop",
                 )
                 for _ in requests
-            ]  # fmt: skip
+            ]
 
     [[episode]] = play(lambda: Counting(2), StringStop())
     assert episode.tokens.tolist() == [90, 0, 7, 91, 90, 1, 7]
@@ -154,9 +185,11 @@ def test_a_stop_token_that_was_not_sampled_is_read_before_the_next_turn():
     ("limits", "engine", "stop_reason", "turns"),
     [
         ({"max_turns": 2}, TurnEngine(), "turns", 2),
-        ({"max_tokens": 9}, TurnEngine(), "tokens", 2),  # 2 + 2 + 2 + 2, and no room for an answer and a third turn
+        # 2 + 2 + 2 + 2, and no room for an answer and a third turn
+        ({"max_tokens": 9}, TurnEngine(), "tokens", 2),
         ({}, TurnEngine(cut="length"), "length", 1),
-        ({"max_tokens": 4}, TurnEngine(cut="length"), "tokens", 1),  # cut short by the episode's limit
+        # cut short by the episode's limit
+        ({"max_tokens": 4}, TurnEngine(cut="length"), "tokens", 1),
         ({}, TurnEngine(), "stop", 3),
     ],
 )
@@ -231,28 +264,42 @@ def fails(how):
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ("reset", "KeyError: 'lost'"), ("chat", "reset returned 'str no chat'"), ("raise", "ValueError: it broke"),
-        ("constructor", "OSError: too many open files"), ("no messages at all", "messages none"),
+        ("reset", "KeyError: 'lost'"),
+        ("chat", "reset returned 'str no chat'"),
+        ("raise", "ValueError: it broke"),
+        ("constructor", "OSError: too many open files"),
+        ("no messages at all", "messages none"),
         ("messages of text", "returned messages"),
-        ("half a character", "returned messages"), ("no parts", "parts that are no names"),
-        ("an error that cannot be written", "ValueError: ?"), ("parts without names", "parts that are no names"),
-        ("beyond floats", "expected a finite number"), ("cancelled", "CancelledError"), ("refused by the template", "no digits"),
-        ("exit", "SystemExit: 3"), ("own timeout", "TimeoutError: the tool's own"), ("silent", "messages none"),
-        ("nan", "reward = "), ("names a part env", "parts that are no names"),
-        ("speaks for the model", "not the assistant's"), ("text", "expected an Observation"),
+        ("half a character", "returned messages"),
+        ("no parts", "parts that are no names"),
+        ("an error that cannot be written", "ValueError: ?"),
+        ("parts without names", "parts that are no names"),
+        ("beyond floats", "expected a finite number"),
+        ("cancelled", "CancelledError"),
+        ("refused by the template", "no digits"),
+        ("exit", "SystemExit: 3"),
+        ("own timeout", "TimeoutError: the tool's own"),
+        ("silent", "messages none"),
+        ("nan", "reward = "),
+        ("names a part env", "parts that are no names"),
+        ("speaks for the model", "not the assistant's"),
+        ("text", "expected an Observation"),
     ],
-)  # fmt: skip
+)
 def test_a_failing_environment_costs_its_own_episode_only(how, error):
     found = play(fails(how), TurnEngine(), problems=PROBLEMS[:3])
     untouched = play(Counting, TurnEngine(), problems=PROBLEMS[:3])
     assert repr([found[0], found[2]]) == repr([untouched[0], untouched[2]])
     [bad] = found[1]
-    assert bad.stop_reason == "error" and error in bad.env_error and bad.masked and not bad.trainable
+    assert (
+        bad.stop_reason == "error" and error in bad.env_error and bad.masked and not bad.trainable
+    )
     [[zeroed]] = play(fails(how), TurnEngine(), problems=PROBLEMS[:3], on_error="zero")[1:2]
     assert not zeroed.masked and zeroed.trainable == (how not in ("reset", "chat", "constructor"))
 
 
-LIMIT_S = 30.0  # what no environment takes on the busiest machine; for those that should, the clock is set forward
+# what no environment takes on the busiest machine; for those that should, the clock is set forward
+LIMIT_S = 30.0
 
 
 @pytest.fixture
@@ -288,9 +335,15 @@ def test_an_environment_that_takes_too_long_is_left_behind(skip):
             return await super().step(text)
 
     found = play(
-        Slow, TurnEngine(), problems=PROBLEMS[:3], timeout_s=LIMIT_S, ended=lambda row, episode: over.append(row)
+        Slow,
+        TurnEngine(),
+        problems=PROBLEMS[:3],
+        timeout_s=LIMIT_S,
+        ended=lambda row, episode: over.append(row),
     )
-    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"] and "30.0 s" in found[1][0].env_error
+    assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"] and "30.0 s" in found[1][
+        0
+    ].env_error
 
 
 def test_a_thread_that_never_returns_holds_up_nobody(skip):
@@ -309,7 +362,11 @@ def test_a_thread_that_never_returns_holds_up_nobody(skip):
             return problem.messages
 
     found = play(
-        Stuck, TurnEngine(), problems=PROBLEMS[:3], timeout_s=LIMIT_S, ended=lambda row, episode: over.append(row)
+        Stuck,
+        TurnEngine(),
+        problems=PROBLEMS[:3],
+        timeout_s=LIMIT_S,
+        ended=lambda row, episode: over.append(row),
     )
     assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"]
     forever.set()
@@ -330,7 +387,12 @@ def test_the_others_generate_while_an_environment_waits():
             return await super().step(text)
 
     ended = []
-    play(Waiting, TurnEngine(), problems=PROBLEMS, ended=lambda row, e: (over.append(row), ended.append(e.uid)))
+    play(
+        Waiting,
+        TurnEngine(),
+        problems=PROBLEMS,
+        ended=lambda row, e: (over.append(row), ended.append(e.uid)),
+    )
     assert sorted(ended[:3]) == ["p1", "p2", "p3"] and ended[3] == "p0"
 
 
@@ -395,7 +457,10 @@ def test_a_thread_of_an_executor_that_never_ends_holds_up_nobody(skip):
             await asyncio.to_thread(forever.wait)
 
     [[episode], [other]] = play(
-        lambda: Stuck() if not forever.is_set() else Counting(), TurnEngine(), problems=PROBLEMS[:2], timeout_s=LIMIT_S
+        lambda: Stuck() if not forever.is_set() else Counting(),
+        TurnEngine(),
+        problems=PROBLEMS[:2],
+        timeout_s=LIMIT_S,
     )
     assert episode.stop_reason == other.stop_reason == "time"
     forever.set()
@@ -413,7 +478,9 @@ class Blocks(Counting):
 
 play(Blocks, TurnEngine(), timeout_s=1.0)
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
+    )
     assert "blocks the event loop" in result.stderr and "<string>:7, step" in result.stderr
 
 
@@ -428,7 +495,11 @@ def test_the_chat_that_an_environment_begins_with_and_its_tools_are_the_episodes
     assert episode.tokens[:4].tolist() == [90, 0, 90, 8] and episode.tools == Opening.tools
     assert [m["content"] for m in episode.chat(PROBLEMS[0])] == ["0", "8", "4"]
     [[plain]] = play(Env, TurnEngine())
-    assert plain.opening == () == plain.tools and plain.given == {} and len(plain.chat(PROBLEMS[0])) == 2
+    assert (
+        plain.opening == () == plain.tools
+        and plain.given == {}
+        and len(plain.chat(PROBLEMS[0])) == 2
+    )
 
 
 def test_an_environment_is_closed_however_its_episode_ended():
@@ -479,10 +550,16 @@ def test_an_error_of_the_engine_ends_the_rollout_and_cancels_what_runs():
 @pytest.mark.parametrize(
     ("text", "malformed"),
     [
-        ("plain", False), ("<think>a</think>b", False), ("a</think>b", False), ("<think>a", True), ("</think><think>", True),
-        ("<think><think></think>", True), ("<think></think></think>", True), ("<think>a</think><think>b</think>", True),
+        ("plain", False),
+        ("<think>a</think>b", False),
+        ("a</think>b", False),
+        ("<think>a", True),
+        ("</think><think>", True),
+        ("<think><think></think>", True),
+        ("<think></think></think>", True),
+        ("<think>a</think><think>b</think>", True),
     ],
-)  # fmt: skip
+)
 def test_thinking_tags_are_one_pair_in_order(text, malformed):
     assert malformed_thinking(text) == malformed
 
@@ -493,14 +570,22 @@ def test_malformed_thinking_is_penalized_beside_what_the_environment_finds():
             return [replace(c, text="<think>") for c in super().generate(requests)]
 
     [[episode]] = play(Counting, Thinking(), bad_thinking=0.125)
-    assert episode.penalties[episode.loss_mask].tolist() == [0.125, 0.125, 0.625, 0.625, 0.125, 0.125]
+    assert episode.penalties[episode.loss_mask].tolist() == [
+        0.125,
+        0.125,
+        0.625,
+        0.625,
+        0.125,
+        0.125,
+    ]
 
 
 # ---- with the real engine
 
 
 class Chatty(Env):
-    """Answers by what it heard, after a while that differs from episode to episode, for four turns."""
+    """Answers by what it heard, after a while that differs from episode to episode, for four
+    turns."""
 
     def __init__(self):
         self.turns = 0
@@ -509,11 +594,17 @@ class Chatty(Env):
         self.turns += 1
         digits = "".join(c for c in text if c.isdigit())
         await asyncio.sleep(int(digits[:1] or 0) / 2000)
-        return Observation(done=True) if self.turns == 4 else Observation(messages=user(digits[-3:] + str(self.turns)))
+        return (
+            Observation(done=True)
+            if self.turns == 4
+            else Observation(messages=user(digits[-3:] + str(self.turns)))
+        )
 
 
 def real_engine(model, **sizes):
-    return Engine(model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, **{"max_batch": 8, **sizes})
+    return Engine(
+        model, lambda tokens: str(tokens.tolist()), cache_bytes=1 << 24, **{"max_batch": 8, **sizes}
+    )
 
 
 def real_episodes(model, engine, **limits):
@@ -531,7 +622,9 @@ def test_engine_and_trainer_agree_to_the_last_bit_across_turns():
     ]
     batches = pack(samples, 64)
     with torch.no_grad():
-        logprobs = [batch_logprobs(model, batch, Filter(temperature=0.9))[0].numpy() for batch in batches]
+        logprobs = [
+            batch_logprobs(model, batch, Filter(temperature=0.9))[0].numpy() for batch in batches
+        ]
     engine = join(batches, [e.engine_logprobs[e.loss_mask] for e in episodes])
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(logprobs, engine, strict=True))
 
@@ -549,7 +642,9 @@ def test_episodes_do_not_depend_on_batch_concurrency_or_the_time_that_tools_take
 
 def test_a_rollout_runs_in_any_thread():
     model, results = exact_model("qwen3"), []
-    thread = threading.Thread(target=lambda: results.append(real_episodes(model, real_engine(model))))
+    thread = threading.Thread(
+        target=lambda: results.append(real_episodes(model, real_engine(model)))
+    )
     thread.start()
     thread.join(WAIT_S)
     assert repr(results) == repr([real_episodes(model, real_engine(model))])

@@ -14,7 +14,12 @@ from tandem.types import Completion, Env, Problem, Score
 from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
 
 PROBLEMS = [
-    Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n), category="ab"[n % 2])
+    Problem(
+        uid=f"p{n}",
+        messages=({"role": "user", "content": str(n)},),
+        answer=str(n),
+        category="ab"[n % 2],
+    )
     for n in range(5)
 ]
 
@@ -25,11 +30,14 @@ class KeyEngine(ScriptedEngine):
     def generate(self, requests):
         return [
             Completion(
-                tokens=np.array([1]), logprobs=np.zeros(1, np.float32), weight_versions=np.zeros(1, np.int32), stop_reason="stop",
+                tokens=np.array([1]),
+                logprobs=np.zeros(1, np.float32),
+                weight_versions=np.zeros(1, np.int32),
+                stop_reason="stop",
                 text=str(r.key if r.params.temperature else 0),
             )
             for r in requests
-        ]  # fmt: skip
+        ]
 
 
 class ThirdReward(ScriptedReward):
@@ -57,7 +65,10 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_in_which_one_passes(
     named = {int(name.partition("@")[2]) for name in metrics if "pass@" in name}
     assert named == {k for k in (1, 2, 4) if k <= samples}
     for k in named:
-        shares = [np.mean([max(chosen) >= success for chosen in combinations(row, k)]) for row in rewards(groups)]
+        shares = [
+            np.mean([max(chosen) >= success for chosen in combinations(row, k)])
+            for row in rewards(groups)
+        ]
         assert metrics[f"eval/pass@{k}"] == pytest.approx(np.mean(shares))
 
 
@@ -65,10 +76,14 @@ def test_the_mean_its_interval_and_its_categories_are_those_of_the_problems():
     metrics, groups = evaluated(4)
     means = [np.mean(row) for row in rewards(groups)]
     assert metrics["eval/sampled"] == pytest.approx(np.mean(means))
-    assert metrics["eval/sampled_interval"] == pytest.approx(1.96 * np.std(means, ddof=1) / np.sqrt(5))
+    assert metrics["eval/sampled_interval"] == pytest.approx(
+        1.96 * np.std(means, ddof=1) / np.sqrt(5)
+    )
     assert metrics["eval/sampled/a"] == pytest.approx(np.mean(means[0::2]))
     assert metrics["eval/sampled/b"] == pytest.approx(np.mean(means[1::2]))
-    assert metrics["eval/greedy"] == 1.0 and not any("greedy" in name and "pass" in name for name in metrics)
+    assert metrics["eval/greedy"] == 1.0 and not any(
+        "greedy" in name and "pass" in name for name in metrics
+    )
 
 
 def test_without_a_greedy_pass_there_is_none():

@@ -1,4 +1,5 @@
-"""Saves beside training: the moment of `save` is what is saved, one at a time, and errors reach the trainer."""
+"""Saves beside training: the moment of `save` is what is saved, one at a time, and errors reach the
+trainer."""
 
 import errno
 import threading
@@ -35,7 +36,8 @@ def memory():
 
 @pytest.fixture
 def journal():
-    """Durable when set; a save waits for it, and a test that fails does not leave the saver waiting."""
+    """Durable when set; a save waits for it, and a test that fails does not leave the saver
+    waiting."""
     event = threading.Event()
     yield event
     event.set()
@@ -60,7 +62,9 @@ def expected(place, step):
 def test_what_is_saved_is_the_moment_of_save_whatever_training_does_meanwhile(tmp_path, journal):
     tensors, state = content(12)
     with Saver() as saver:
-        saver.save(tmp_path / "a", 12, tensors, state, 2, config="", before_write=lambda: waited(journal))
+        saver.save(
+            tmp_path / "a", 12, tensors, state, 2, config="", before_write=lambda: waited(journal)
+        )
         for named in tensors.values():
             for tensor in named.values():
                 tensor.zero_()
@@ -75,7 +79,9 @@ def test_the_bytes_are_those_of_a_save_that_training_waits_for(tmp_path):
     at_once(tmp_path / "at_once", 7)
     paths = [tmp_path / name / "step_000007" for name in ("beside", "at_once")]
     assert names(paths[0]) == names(paths[1])
-    assert all((paths[0] / name).read_bytes() == (paths[1] / name).read_bytes() for name in names(paths[0]))
+    assert all(
+        (paths[0] / name).read_bytes() == (paths[1] / name).read_bytes() for name in names(paths[0])
+    )
 
 
 def test_training_goes_on_while_a_save_is_under_way(tmp_path, journal):
@@ -105,7 +111,9 @@ def test_a_save_waits_for_the_one_before(tmp_path, journal):
         timer.start()
         begin(saver, tmp_path, 2)
         assert latest_checkpoint(tmp_path, print) is not None and len(savers()) <= 1
-    assert events == [".tmp-step_000001"] * 4 + ["step_000001"] + [".tmp-step_000002"] * 4 + ["step_000002"]
+    assert events == [".tmp-step_000001"] * 4 + ["step_000001"] + [".tmp-step_000002"] * 4 + [
+        "step_000002"
+    ]
 
 
 def full():

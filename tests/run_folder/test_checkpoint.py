@@ -141,9 +141,14 @@ def assert_met(result):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scenario", ["the first save", "a save that prunes", "the only step saved again"])
-def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(memory, scenario, mode):
-    assert_met(tally("", kills(memory, scenario, mode, at_once), at_least=11))  # 4 writes, 4 + 2 fsyncs, a rename
+@pytest.mark.parametrize(
+    "scenario", ["the first save", "a save that prunes", "the only step saved again"]
+)
+def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
+    memory, scenario, mode
+):
+    # 4 writes, 4 + 2 fsyncs, a rename
+    assert_met(tally("", kills(memory, scenario, mode, at_once), at_least=11))
 
 
 def test_a_save_killed_at_its_system_calls_leaves_the_old_checkpoint_or_the_new_one(memory):
@@ -220,11 +225,17 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path):
     save(tmp_path, 10)
     with pytest.raises(UserError, match="not enough space") as caught:
         save_checkpoint(tmp_path, 20, big(), {}, 2, config="", disk=Small())
-    assert caught.value.found == "3.0 MiB free" and caught.value.expected == "5.0 MiB" and caught.value.next
+    assert (
+        caught.value.found == "3.0 MiB free"
+        and caught.value.expected == "5.0 MiB"
+        and caught.value.next
+    )
     assert names(tmp_path) == ["step_000010"]
 
 
-def test_a_disk_that_fills_up_at_any_page_of_a_save_leaves_the_checkpoint_before_and_a_clear_error(memory):
+def test_a_disk_that_fills_up_at_any_page_of_a_save_leaves_the_checkpoint_before_and_a_clear_error(
+    memory,
+):
     assert_met(tally("", full_disks(memory, at_once), at_least=8))
 
 
@@ -246,7 +257,9 @@ def test_a_loaded_checkpoint_survives_its_own_replacement_and_cannot_be_written_
     tensors["policy"]["a.weight"].zero_()
     assert_is(path, 10)
     save(tmp_path, 10)
-    assert torch.equal(tensors["optimizer"]["a.weight.exp_avg"], content(10)[0]["optimizer"]["a.weight.exp_avg"])
+    assert torch.equal(
+        tensors["optimizer"]["a.weight.exp_avg"], content(10)[0]["optimizer"]["a.weight.exp_avg"]
+    )
 
 
 def test_the_weight_hash_sees_one_bit_a_name_a_shape_and_a_dtype():
@@ -279,7 +292,9 @@ def test_the_manifest_names_libraries_and_the_config_by_the_hash_of_its_file(tmp
     path = save_checkpoint(tmp_path, 1, *content(1), 2, config="[run]\nseed = 1\n")
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["config_sha256"] == hashlib.sha256(b"[run]\nseed = 1\n").hexdigest()
-    assert {"tandem", "python", "torch", "transformers", "safetensors", "numpy"} == set(manifest["versions"])
+    assert {"tandem", "python", "torch", "transformers", "safetensors", "numpy"} == set(
+        manifest["versions"]
+    )
     assert manifest["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 
@@ -307,7 +322,13 @@ def test_what_must_come_before_a_checkpoint_comes_before_anyone_can_see_it(tmp_p
     seen = []
 
     def before_write():
-        seen.extend([names(tmp_path), names(tmp_path / ".tmp-step_000020"), latest_checkpoint(tmp_path, fail)])
+        seen.extend(
+            [
+                names(tmp_path),
+                names(tmp_path / ".tmp-step_000020"),
+                latest_checkpoint(tmp_path, fail),
+            ]
+        )
 
     save_checkpoint(tmp_path, 20, *content(20), 2, config="", before_write=before_write)
     written = ["optimizer.safetensors", "policy.safetensors", "state.json"]

@@ -29,7 +29,9 @@ def episode(rng, uid, sample_index, length):
         weight_versions=rng.integers(-1, 1 << 20, length, dtype=np.int32),
         num_prompt_tokens=min(2, length),
         penalties=rng.random(length, np.float32),
-        messages=({"role": "assistant", "content": f"x = {sample_index} é 数\n\0" * (sample_index % 3)},)
+        messages=(
+            {"role": "assistant", "content": f"x = {sample_index} é 数\n\0" * (sample_index % 3)},
+        )
         * (1 + sample_index),
         stop_reason="length" if sample_index % 2 else "stop",
         opening=({"role": "user", "content": "Hé"},) * (sample_index % 2),
@@ -46,12 +48,18 @@ def episode(rng, uid, sample_index, length):
 def group(rng, uid, lengths):
     problem = Problem(
         uid=uid,
-        messages=({"role": "system", "content": "Sei kurz."}, {"role": "user", "content": f'"{uid}" é?'}),
+        messages=(
+            {"role": "system", "content": "Sei kurz."},
+            {"role": "user", "content": f'"{uid}" é?'},
+        ),
         answer="3/4",
         category="linear",
         metadata={"level": 2, "tags": ["a"]},
     )
-    return Group(problem=problem, episodes=tuple(episode(rng, uid, i, length) for i, length in enumerate(lengths)))
+    return Group(
+        problem=problem,
+        episodes=tuple(episode(rng, uid, i, length) for i, length in enumerate(lengths)),
+    )
 
 
 def some_groups(seed=0):
@@ -60,7 +68,11 @@ def some_groups(seed=0):
 
 
 def bits(value):
-    return (value.dtype, value.tobytes()) if isinstance(value, np.ndarray) else (type(value), repr(value))
+    return (
+        (value.dtype, value.tobytes())
+        if isinstance(value, np.ndarray)
+        else (type(value), repr(value))
+    )
 
 
 def assert_same(found, wanted):
@@ -83,7 +95,8 @@ def test_groups_come_back_with_outcome_and_problem_to_the_bit_and_in_order(tmp_p
     outcomes = ["train", "carry", "no_signal", "train", "carry", "carry"]
     lengths = [[3, 1], [2], [5, 5, 5], [4], [1, 2, 3], [7]]
     groups = [
-        replace(group(rng, f"p{n % 4}", sizes), outcome=outcome)  # p0 and p1 come twice, once in each outcome
+        # p0 and p1 come twice, once in each outcome
+        replace(group(rng, f"p{n % 4}", sizes), outcome=outcome)
         for n, (outcome, sizes) in enumerate(zip(outcomes, lengths, strict=True))
     ]
     problems = {g.problem.uid: g.problem for g in groups}
@@ -103,7 +116,10 @@ def test_two_groups_of_one_problem_and_outcome_stay_two(tmp_path):
 
 
 def test_a_groups_outcome_is_a_plain_column(tmp_path):
-    groups = [replace(g, outcome=kind) for g, kind in zip(some_groups(), ("train", "no_signal"), strict=True)]
+    groups = [
+        replace(g, outcome=kind)
+        for g, kind in zip(some_groups(), ("train", "no_signal"), strict=True)
+    ]
     table = pq.read_table(write_episodes(tmp_path, 1, groups))
     assert table.column("outcome").to_pylist() == ["train"] * 3 + ["no_signal"] * 3
     assert table.column("group").to_pylist() == [0] * 3 + [1] * 3
@@ -121,8 +137,13 @@ def test_zeros_of_both_signs_and_nans_of_one_column_stay_apart(tmp_path):
     patterns = np.array([0x0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32)
     wanted = rng.choice(patterns, 500).view(np.float32)
     base = episode(rng, "a", 0, 500)
-    made = Episode(**{n: getattr(base, n) for n in Episode.__slots__ if n != "engine_logprobs"}, engine_logprobs=wanted)
-    path = write_episodes(tmp_path, 1, [Group(problem=group(rng, "a", []).problem, episodes=(made,))])
+    made = Episode(
+        **{n: getattr(base, n) for n in Episode.__slots__ if n != "engine_logprobs"},
+        engine_logprobs=wanted,
+    )
+    path = write_episodes(
+        tmp_path, 1, [Group(problem=group(rng, "a", []).problem, episodes=(made,))]
+    )
     assert read_episodes(path)[0].engine_logprobs.tobytes() == wanted.tobytes()
 
 
@@ -131,8 +152,17 @@ def test_pyarrow_alone_reads_every_column(tmp_path):
     table = pq.read_table(write_episodes(tmp_path, 7, groups))
     row = table.slice(3, 1).to_pylist()[0]
     problem, wanted = groups[1].problem, groups[1].episodes[0]
-    assert row["step"] == 7 and row["group"] == 1 and row["uid"] == "algebra/0" and row["sample_index"] == 0
-    assert row["category"] == "linear" and row["answer"] == "3/4" and json.loads(row["metadata"]) == problem.metadata
+    assert (
+        row["step"] == 7
+        and row["group"] == 1
+        and row["uid"] == "algebra/0"
+        and row["sample_index"] == 0
+    )
+    assert (
+        row["category"] == "linear"
+        and row["answer"] == "3/4"
+        and json.loads(row["metadata"]) == problem.metadata
+    )
     assert tuple(json.loads(row["messages"])) == problem.messages
     assert row["tokens"] == wanted.tokens.tolist() and row["loss_mask"] == wanted.loss_mask.tolist()
     assert set(Episode.__slots__) <= set(table.column_names)
@@ -153,7 +183,10 @@ def test_writing_a_step_again_replaces_it_and_another_kind_stands_beside_it(tmp_
     write_episodes(tmp_path, 1, some_groups())
     write_episodes(tmp_path, 1, some_groups()[:1])
     write_episodes(tmp_path, 1, some_groups(), kind="eval")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["eval_step_000001.parquet", "train_step_000001.parquet"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "eval_step_000001.parquet",
+        "train_step_000001.parquet",
+    ]
     assert len(read_episodes(tmp_path / "train_step_000001.parquet")) == 3
 
 
@@ -169,17 +202,25 @@ def test_cutting_removes_later_steps_of_every_kind_and_unfinished_files(tmp_path
         "train_step_000002.parquet",
         "train_step_000010.parquet",
     ]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.parquet", "train_step_000001.parquet"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "notes.parquet",
+        "train_step_000001.parquet",
+    ]
     assert cut_episodes(tmp_path / "absent", 0) == []
 
 
 def test_an_array_of_another_dtype_is_refused_instead_of_cast(tmp_path):
     made = episode(np.random.default_rng(0), "a", 0, 3)
     wrong = Episode(
-        **{n: getattr(made, n) for n in Episode.__slots__ if n != "engine_logprobs"}, engine_logprobs=np.zeros(3)
+        **{n: getattr(made, n) for n in Episode.__slots__ if n != "engine_logprobs"},
+        engine_logprobs=np.zeros(3),
     )
     with pytest.raises(TypeError, match="float64"):
-        write_episodes(tmp_path, 1, [Group(problem=Problem(uid="a", messages=(), answer=""), episodes=(wrong,))])
+        write_episodes(
+            tmp_path,
+            1,
+            [Group(problem=Problem(uid="a", messages=(), answer=""), episodes=(wrong,))],
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -203,10 +244,13 @@ def test_a_flipped_byte_in_the_data_is_found(tmp_path):
         except UserError as error:
             assert error.where == str(path) and error.next
         else:
-            assert_same(found, [e for g in some_groups() for e in g.episodes])  # a byte that means nothing
+            # a byte that means nothing
+            assert_same(found, [e for g in some_groups() for e in g.episodes])
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"PAR1" * 9])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"PAR1" * 9]
+)
 def test_a_file_that_is_not_whole_is_an_error_for_the_user(tmp_path, damage):
     path = write_episodes(tmp_path, 1, some_groups())
     path.write_bytes(damage(path.read_bytes()))

@@ -52,7 +52,9 @@ def log_of(folder):
 def holder(folder, then="time.sleep(3600)"):
     """Another process that has the folder open; returns once it has."""
     code = HOLDER + f"    print('open', flush=True); {then}"
-    process = subprocess.Popen([sys.executable, "-c", code, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "open\n"
     return process
 
@@ -97,13 +99,17 @@ def test_the_lock_of_another_process_holds_and_is_recovered_when_that_is_killed(
     finally:
         kill(process)
     assert start(tmp_path / "run").resumed
-    assert f"took over the lock of a run that was killed: pid {process.pid} on" in log_of(tmp_path / "run")
+    assert f"took over the lock of a run that was killed: pid {process.pid} on" in log_of(
+        tmp_path / "run"
+    )
     start(tmp_path / "run")
     assert log_of(tmp_path / "run").count("took over") == 1
 
 
 def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_the_lock(tmp_path):
-    process = holder(tmp_path / "run", then="os.fork() or print(os.getpid(), flush=True); time.sleep(3600)")
+    process = holder(
+        tmp_path / "run", then="os.fork() or print(os.getpid(), flush=True); time.sleep(3600)"
+    )
     worker = int(process.stdout.readline())  # it says so itself: it has got past its fork
     kill(process)
     try:
@@ -118,13 +124,20 @@ def test_a_changed_config_is_refused_and_every_changed_key_is_named(tmp_path):
     with pytest.raises(UserError, match="config differs") as caught:
         start(tmp_path, run__seed=1, train__learning_rate=2e-5, rollout__workers=2)
     text = str(caught.value)
-    assert "run.seed: 0 -> 1" in text and "train.learning_rate: 1e-05 -> 2e-05" in text and "--fresh" in text
+    assert (
+        "run.seed: 0 -> 1" in text
+        and "train.learning_rate: 1e-05 -> 2e-05" in text
+        and "--fresh" in text
+    )
     assert "rollout.workers" not in text
-    assert load_config(tmp_path / "config.toml", []) == config(run__seed=0, train__learning_rate=1e-5)
+    assert load_config(tmp_path / "config.toml", []) == config(
+        run__seed=0, train__learning_rate=1e-5
+    )
 
 
 def test_the_thread_count_is_resolved_when_a_run_begins_and_kept(tmp_path):
-    """Also where a resume has another number of cores at hand, which OMP_NUM_THREADS stands for here."""
+    """Also where a resume has another number of cores at hand, which OMP_NUM_THREADS stands for
+    here."""
     code = "from tests.run_folder.test_folder import start; import sys; from pathlib import Path; "
     code += "print(start(Path(sys.argv[1]), run__threads=0).config.run.threads)"
 
@@ -143,7 +156,9 @@ def test_the_thread_count_is_resolved_when_a_run_begins_and_kept(tmp_path):
     assert load_config(tmp_path / "config.toml", []).run.threads == 1
 
 
-def test_another_thread_count_is_taken_where_it_was_found_to_change_no_bit_and_else_refused(tmp_path):
+def test_another_thread_count_is_taken_where_it_was_found_to_change_no_bit_and_else_refused(
+    tmp_path,
+):
     run = start(tmp_path, run__threads=1)
     with pytest.raises(UserError, match=r"run\.threads: 1 -> 2"):
         start(tmp_path, run__threads=2)
@@ -172,7 +187,9 @@ def test_a_start_that_failed_before_its_first_row_does_not_fix_the_thread_count(
 
 def test_a_run_that_goes_on_with_another_processor_says_so(tmp_path):
     run = start(tmp_path)
-    assert run.note_machine("one", any_threads=True) == run.note_machine("one", any_threads=True) == ""
+    assert (
+        run.note_machine("one", any_threads=True) == run.note_machine("one", any_threads=True) == ""
+    )
     assert "has computed on one, now on another" in run.note_machine("another", any_threads=True)
 
 
@@ -216,7 +233,9 @@ def test_a_key_that_the_folder_or_the_program_does_not_know_is_named(tmp_path):
     (tmp_path / "config.toml").write_text(text.replace("seed = 0", "sead = 0"))
     with pytest.raises(UserError) as caught:
         start(tmp_path)
-    assert "run.sead: 0 -> 'unset'" in str(caught.value) and "run.seed: 'unset' -> 0" in str(caught.value)
+    assert "run.sead: 0 -> 'unset'" in str(caught.value) and "run.seed: 'unset' -> 0" in str(
+        caught.value
+    )
 
 
 def test_a_folder_of_another_command_is_refused(tmp_path):
@@ -232,7 +251,9 @@ def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path):
         run = start(folder, fresh=True, command="sft" if number else "train", run__seed=number)
         assert not run.resumed
         (folder / "mine.txt").write_text(str(number))
-    assert [(tmp_path / name / "mine.txt").read_text() for name in ("run.old-1", "run.old-2", "run")] == ["0", "1", "2"]
+    assert [
+        (tmp_path / name / "mine.txt").read_text() for name in ("run.old-1", "run.old-2", "run")
+    ] == ["0", "1", "2"]
     assert tomllib.loads((tmp_path / "run.old-1" / "config.toml").read_text())["run"]["seed"] == 0
     assert start(folder, command="sft", run__seed=2).resumed
 
@@ -260,7 +281,13 @@ def test_a_first_start_that_was_killed_before_its_config_was_written_is_taken_up
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("config.toml", "[1"), ("config.toml", "run = 3"), ("run.json", "[1"), ("run.json", "{}"), ("run.json", "3")],
+    [
+        ("config.toml", "[1"),
+        ("config.toml", "run = 3"),
+        ("run.json", "[1"),
+        ("run.json", "{}"),
+        ("run.json", "3"),
+    ],
 )
 def test_a_damaged_file_of_the_folder_is_named(tmp_path, name, text):
     start(tmp_path)
@@ -278,9 +305,16 @@ def test_a_path_through_a_file_is_refused(tmp_path):
 
 
 def test_a_log_that_hits_a_full_disk_is_an_error_for_the_user(tmp_path):
-    with open("/dev/full", "ab", 0) as full, pytest.raises(UserError, match="the disk is full") as caught:
+    with (
+        open("/dev/full", "ab", 0) as full,
+        pytest.raises(UserError, match="the disk is full") as caught,
+    ):
         append_line(full.fileno(), b"resumed\n", tmp_path / "log.txt")
-    assert "log.txt" in caught.value.where and "No space left" in caught.value.found and " free" in caught.value.found
+    assert (
+        "log.txt" in caught.value.where
+        and "No space left" in caught.value.found
+        and " free" in caught.value.found
+    )
 
 
 def test_a_read_only_or_full_disk_refuses_a_run_in_words(tmp_path):
@@ -311,10 +345,15 @@ def test_nothing_is_lost_when_the_body_of_a_run_raises(tmp_path):
     with pytest.raises(RuntimeError), open_run(tmp_path, config(), fresh=False, command="train"):
         raise RuntimeError
     assert start(tmp_path).resumed
-    assert "took over" not in log_of(tmp_path) and to_toml(config()) == (tmp_path / "config.toml").read_text()
+    assert (
+        "took over" not in log_of(tmp_path)
+        and to_toml(config()) == (tmp_path / "config.toml").read_text()
+    )
 
 
-@pytest.mark.parametrize(("key", "before", "after"), [("rl.max_gen_batches", 2, 5), ("train.max_bad_steps", 0, 4)])
+@pytest.mark.parametrize(
+    ("key", "before", "after"), [("rl.max_gen_batches", 2, 5), ("train.max_bad_steps", 0, 4)]
+)
 def test_a_bound_that_stopped_a_run_may_grow_and_not_shrink(tmp_path, key, before, after):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("")
@@ -322,5 +361,8 @@ def test_a_bound_that_stopped_a_run_may_grow_and_not_shrink(tmp_path, key, befor
     for config in (smaller, larger):
         with open_run(tmp_path / "run", config, fresh=False, command="train") as run:
             (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(UserError, match=key), open_run(tmp_path / "run", smaller, fresh=False, command="train"):
+    with (
+        pytest.raises(UserError, match=key),
+        open_run(tmp_path / "run", smaller, fresh=False, command="train"),
+    ):
         pass

@@ -1,4 +1,5 @@
-"""What a run wrote to its journal it reads back, and nobody else; a resumed step plays only what is missing."""
+"""What a run wrote to its journal it reads back, and nobody else; a resumed step plays only what is
+missing."""
 
 from dataclasses import replace
 
@@ -11,7 +12,15 @@ from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.step import train_step, update
 from tests.support.waiting import eventually
-from tests.test_step import BY_UID, PROBLEMS, AddressedEngine, KeyReward, config, stages_in, weights_of
+from tests.test_step import (
+    BY_UID,
+    PROBLEMS,
+    AddressedEngine,
+    KeyReward,
+    config,
+    stages_in,
+    weights_of,
+)
 
 HOW = {"rl__prompts_per_step": 3, "rl__group_size": 2}
 
@@ -61,8 +70,12 @@ def test_a_step_under_way_plays_only_the_episodes_that_no_part_has(keep, tmp_pat
     )
     assert len(again.player.reward.items) == 6 - keep
     assert weights_of(again) == weights_of(whole)
-    assert [path.name for path in (tmp_path / "again").iterdir()] == ["train_step_000001.parquet"]  # the parts are gone
-    assert episode_file(tmp_path / "again", 1).read_bytes() == episode_file(tmp_path / "whole", 1).read_bytes()
+    # the parts are gone
+    assert [path.name for path in (tmp_path / "again").iterdir()] == ["train_step_000001.parquet"]
+    assert (
+        episode_file(tmp_path / "again", 1).read_bytes()
+        == episode_file(tmp_path / "whole", 1).read_bytes()
+    )
 
 
 def test_an_episode_is_durable_soon_after_it_was_scored(tmp_path):
@@ -127,16 +140,25 @@ def test_a_start_removes_half_files_and_parts_of_steps_that_are_complete(tmp_pat
     (tmp_path / ".tmp-train_step_000002.parquet").write_bytes(b"half")
     first.journal.clean()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "part_step_000002_0_0.parquet", "train_step_000001.parquet",
-    ]  # fmt: skip
+        "part_step_000002_0_0.parquet",
+        "train_step_000001.parquet",
+    ]
 
 
 def test_an_evaluation_that_was_made_is_not_made_again(tmp_path):
     player = stages(tmp_path).player
-    how = {"seed": 0, "how": Eval(samples=2), "rollout": Rollout(max_new_tokens=6), "stop_token_ids": ()}
+    how = {
+        "seed": 0,
+        "how": Eval(samples=2),
+        "rollout": Rollout(max_new_tokens=6),
+        "stop_token_ids": (),
+    }
     metrics, groups = evaluate(player, PROBLEMS, **how)
     made = len(player.engine.requests)
-    assert evaluate(player, PROBLEMS, known=groups, **how) == (metrics, groups) and len(player.engine.requests) == made
+    assert (
+        evaluate(player, PROBLEMS, known=groups, **how) == (metrics, groups)
+        and len(player.engine.requests) == made
+    )
     half = evaluate(player, PROBLEMS, known={"greedy": groups["greedy"]}, **how)
     assert half[0] == metrics and len(player.engine.requests) == made + 2 * len(PROBLEMS)
 

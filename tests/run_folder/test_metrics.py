@@ -14,7 +14,11 @@ from tests.support.faults import in_a_fork, limit_file_size, memory_folder
 
 
 def numbers(step):
-    return {"reward": 1 / (step + 3), "episodes": 8 * step, "eval": {"sampled": 0.1 * step, "greedy": None}}
+    return {
+        "reward": 1 / (step + 3),
+        "episodes": 8 * step,
+        "eval": {"sampled": 0.1 * step, "greedy": None},
+    }
 
 
 def write(folder, steps, resume_step):
@@ -38,7 +42,9 @@ def tensorboard(folder, tag):
 def test_rows_are_read_back_as_written(tmp_path):
     write(tmp_path, range(1, 4), 0)
     assert read_metrics(tmp_path) == [{"step": step, **numbers(step)} for step in (1, 2, 3)]
-    assert read_metrics(tmp_path, "timings.jsonl") == [{"step": step, "step_s": 0.5} for step in (1, 2, 3)]
+    assert read_metrics(tmp_path, "timings.jsonl") == [
+        {"step": step, "step_s": 0.5} for step in (1, 2, 3)
+    ]
 
 
 def test_a_resumed_run_leaves_the_bytes_of_an_uninterrupted_one_wherever_it_was_cut():
@@ -48,14 +54,18 @@ def test_a_resumed_run_leaves_the_bytes_of_an_uninterrupted_one_wherever_it_was_
         write(whole, range(7), -1)
         wanted = rows_of(whole)
         ends = [place for place, byte in enumerate(wanted) if byte == ord("\n")]
-        for length in sorted({0, 5, len(wanted), *ends, *(end - 1 for end in ends), *(end + 1 for end in ends)}):
+        for length in sorted(
+            {0, 5, len(wanted), *ends, *(end - 1 for end in ends), *(end + 1 for end in ends)}
+        ):
             complete_steps = wanted[:length].count(b"\n")
             for resume_step in {-1, min(2, complete_steps - 1), complete_steps - 1}:
                 work.mkdir()
                 for name in ("metrics.jsonl", "timings.jsonl"):
                     (work / name).write_bytes(wanted[:length])
                 MetricsWriter(work, resume_step).close()
-                assert rows_of(work) == b"".join(wanted.splitlines(keepends=True)[: resume_step + 1])
+                assert rows_of(work) == b"".join(
+                    wanted.splitlines(keepends=True)[: resume_step + 1]
+                )
                 write(work, range(resume_step + 1, 7), resume_step)
                 assert rows_of(work) == wanted, (length, resume_step)
                 shutil.rmtree(work)
@@ -102,7 +112,10 @@ def test_numpy_scalars_are_numbers_and_text_is_refused(tmp_path):
 
 def test_a_repeated_step_is_refused(tmp_path):
     write(tmp_path, range(3), -1)
-    with MetricsWriter(tmp_path, 2) as writer, pytest.raises(ValueError, match="after those of step 2"):
+    with (
+        MetricsWriter(tmp_path, 2) as writer,
+        pytest.raises(ValueError, match="after those of step 2"),
+    ):
         writer.write(2, {}, {})
 
 
@@ -110,9 +123,12 @@ def test_a_missing_row_is_an_error_and_not_a_gap(tmp_path):
     write(tmp_path, range(3), -1)
     with pytest.raises(UserError, match="end before the checkpoint") as caught:
         MetricsWriter(tmp_path, 5)
-    assert "step 2" in caught.value.found and "step 5" in caught.value.expected and caught.value.next
+    assert (
+        "step 2" in caught.value.found and "step 5" in caught.value.expected and caught.value.next
+    )
     assert len(read_metrics(tmp_path)) == 3
-    (tmp_path / "metrics.jsonl").write_bytes(rows_of(tmp_path)[:-1])  # step 2 lost its end: not a row to go on after
+    # step 2 lost its end: not a row to go on after
+    (tmp_path / "metrics.jsonl").write_bytes(rows_of(tmp_path)[:-1])
     with pytest.raises(UserError, match="end before the checkpoint"):
         MetricsWriter(tmp_path, 2)
 
@@ -145,5 +161,9 @@ def test_a_full_disk_is_an_error_for_the_user_and_the_torn_row_is_gone_after_it(
 def test_peak_memory_is_in_mib_and_covers_what_was_held():
     held = np.ones(100 << 17)  # 100 MiB
     peak_kib = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
-    # Not equal: the system counts what the process was before exec, too, which may have been larger.
-    assert 100 < 0.9 * int(peak_kib) / 1024 < peak_rss_mb() < 100 * int(peak_kib) / 1024 and held[0] == 1
+    # Not equal: the system counts what the process was before exec, too, which may have been
+    # larger.
+    assert (
+        100 < 0.9 * int(peak_kib) / 1024 < peak_rss_mb() < 100 * int(peak_kib) / 1024
+        and held[0] == 1
+    )

@@ -19,17 +19,28 @@ from tandem.types import Episode, Group, Problem
 def an_episode(uid, sample, tokens=(5, 9, 7), key=0):
     size = len(tokens)
     return Episode(
-        uid=uid, sample_index=sample, tokens=np.array(tokens), loss_mask=np.arange(size) >= 2,
-        engine_logprobs=np.zeros(size, np.float32), weight_versions=np.full(size, -1, np.int32),
-        penalties=np.zeros(size, np.float32), num_prompt_tokens=2, messages=({"role": "assistant", "content": "x"},),
-        stop_reason="stop", key=key,
-    )  # fmt: skip
+        uid=uid,
+        sample_index=sample,
+        tokens=np.array(tokens),
+        loss_mask=np.arange(size) >= 2,
+        engine_logprobs=np.zeros(size, np.float32),
+        weight_versions=np.full(size, -1, np.int32),
+        penalties=np.zeros(size, np.float32),
+        num_prompt_tokens=2,
+        messages=({"role": "assistant", "content": "x"},),
+        stop_reason="stop",
+        key=key,
+    )
 
 
 def a_group(uid, outcome="train"):
-    problem = Problem(uid=uid, messages=({"role": "user", "content": uid},), answer="3", metadata={"level": 1})
+    problem = Problem(
+        uid=uid, messages=({"role": "user", "content": uid},), answer="3", metadata={"level": 1}
+    )
     return Group(
-        problem=problem, episodes=(an_episode(uid, 0, key=1), an_episode(uid, 1, (1, 2, 3, 4), 2)), outcome=outcome
+        problem=problem,
+        episodes=(an_episode(uid, 0, key=1), an_episode(uid, 1, (1, 2, 3, 4), 2)),
+        outcome=outcome,
     )
 
 
@@ -40,7 +51,9 @@ def run(tmp_path):
     (tmp_path / "run.json").write_text('{"command": "train"}')
     rows = [{"step": step, "weights": f"w{step}", "episodes": ""} for step in range(4)]
     (tmp_path / "ledger.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "reward": 0.5}\n{"step": 3, "rew')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0}\n{"step": 1}\n{"step": 2, "reward": 0.5}\n{"step": 3, "rew'
+    )
     return tmp_path
 
 
@@ -63,13 +76,16 @@ def test_a_step_that_is_not_told_is_refused(run):
 
 
 def test_a_step_is_read_in_its_order_with_its_outcomes_and_problems(run):
-    groups = [a_group("b", "carry"), a_group("a", "no_signal"), a_group("b")]  # a problem may come twice
+    # a problem may come twice
+    groups = [a_group("b", "carry"), a_group("a", "no_signal"), a_group("b")]
     write_episodes(run / "episodes", 2, groups)
     past = open_past(run)
     found = read_step(past.journal(2))
     assert past.journaled() == [2]
     assert [(g.problem, g.outcome) for g in found] == [(g.problem, g.outcome) for g in groups]
-    assert [[e.tokens.tolist() for e in g.episodes] for g in found] == [[[5, 9, 7], [1, 2, 3, 4]]] * 3
+    assert [[e.tokens.tolist() for e in g.episodes] for g in found] == [
+        [[5, 9, 7], [1, 2, 3, 4]]
+    ] * 3
 
 
 def test_a_file_is_searched_by_uid_or_key(run):
@@ -109,7 +125,9 @@ def test_inputs_are_those_of_the_newest_checkpoint_that_can_be_read(run):
     for step, digest in ((3, "old"), (12, "new")):
         folder = run / "checkpoints" / f"step_{step:06d}"
         folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"step": step, "data": {"data.train": digest}}))
+        (folder / "state.json").write_text(
+            json.dumps({"step": step, "data": {"data.train": digest}})
+        )
     assert open_past(run).inputs() == {"data.train": "new"}
     (folder / "state.json").write_text("{")
     assert open_past(run).inputs() == {"data.train": "old"}

@@ -1,4 +1,5 @@
-"""Samples can be seen: while a run goes on, in TensorBoard, and afterwards by `tandem show` and `tandem why`."""
+"""Samples can be seen: while a run goes on, in TensorBoard, and afterwards by `tandem show` and
+`tandem why`."""
 
 from dataclasses import replace
 
@@ -28,14 +29,22 @@ def texts(folder):
     """TensorBoard's samples by step."""
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert events.PluginTagToContent("text").keys() == {"samples"}
-    return {event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples")}
+    return {
+        event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples")
+    }
 
 
-def test_an_evaluation_shows_the_same_problem_each_time_in_the_log_and_in_tensorboard(home, tmp_path):
+def test_an_evaluation_shows_the_same_problem_each_time_in_the_log_and_in_tensorboard(
+    home, tmp_path
+):
     printed = trained(home, tmp_path / "run")
     [first, last] = [line for line in printed.splitlines() if line.startswith("held-out sample ")]
     assert first.startswith("held-out sample 0:") and last.startswith("held-out sample 2:")
-    assert first.split(":")[1:3] == last.split(":")[1:3] and ": reward " in first and ", ended by " in first
+    assert (
+        first.split(":")[1:3] == last.split(":")[1:3]
+        and ": reward " in first
+        and ", ended by " in first
+    )
     assert first in (tmp_path / "run/log.txt").read_text()
     shown = texts(tmp_path / "run")
     assert shown.keys() == {0, 2} and all(
@@ -46,9 +55,9 @@ def test_an_evaluation_shows_the_same_problem_each_time_in_the_log_and_in_tensor
 
 def test_without_held_out_problems_episodes_of_the_training_are_shown(home, tmp_path):
     printed = trained(home, tmp_path / "run", 'eval.data=""', "eval.every=0", "run.show_samples=2")
-    assert [line[:9] for line in printed.splitlines() if line.startswith("sample ")] == ["sample 1:"] * 2 + [
-        "sample 2:"
-    ] * 2
+    assert [line[:9] for line in printed.splitlines() if line.startswith("sample ")] == [
+        "sample 1:"
+    ] * 2 + ["sample 2:"] * 2
     assert texts(tmp_path / "run").keys() == {1, 2}
 
 
@@ -68,7 +77,9 @@ def test_what_is_shown_changes_no_byte_of_what_is_kept(home, tmp_path):
 
 def test_a_resume_may_show_more_samples(home, tmp_path):
     trained(home, tmp_path / "run")
-    assert "held-out sample 3:" in trained(home, tmp_path / "run", "run.show_samples=2", "run.steps=3")
+    assert "held-out sample 3:" in trained(
+        home, tmp_path / "run", "run.show_samples=2", "run.steps=3"
+    )
 
 
 # ---- tandem show
@@ -77,12 +88,16 @@ def test_a_resume_may_show_more_samples(home, tmp_path):
 def shown_names(*arguments):
     result = invoke("show", *arguments)
     assert result.exit_code == 0, result.exception
-    return [line.split(": reward ")[0] for line in result.output.splitlines() if ": reward " in line], result.output
+    return [
+        line.split(": reward ")[0] for line in result.output.splitlines() if ": reward " in line
+    ], result.output
 
 
 def test_show_prints_episodes_of_different_problems_of_the_newest_step():
     names, text = shown_names(past_run("train"))
-    assert len({name.rpartition(":")[0] for name in names}) == 4 and all(name.startswith("4:") for name in names)
+    assert len({name.rpartition(":")[0] for name in names}) == 4 and all(
+        name.startswith("4:") for name in names
+    )
     assert (
         "user: " in text
         and "assistant: " in text
@@ -110,18 +125,30 @@ def test_held_out_episodes_are_shown_on_request_and_where_there_are_no_others():
 def test_text_of_a_model_cannot_command_the_terminal(tmp_path):
     run = copy_of(past_run("train"), tmp_path)
     said = ({"role": "assistant", "content": "\x1b[2Jgone\r\n[bold]" + 200 * "x" + "end"},)
-    rewrite(run, 2, lambda row, place, episode: replace(episode, messages=said, env_error="it broke\x07"))
+    rewrite(
+        run,
+        2,
+        lambda row, place, episode: replace(episode, messages=said, env_error="it broke\x07"),
+    )
     samples = read_samples(sample_file(run / "episodes", 2, held_out=False))
-    assert "\\x1b[2Jgone\\r\n[bold]x" in page(samples[0]) and "error: it broke\\x07" in page(samples[0])
+    assert "\\x1b[2Jgone\\r\n[bold]x" in page(samples[0]) and "error: it broke\\x07" in page(
+        samples[0]
+    )
     lines = brief(samples[0]).splitlines()
     assert len(lines) == 3 and max(map(len, lines[1:])) <= 80
-    assert lines[2].startswith("  said    '\\x1b[2Jgone\\r\\n[bold]xx") and lines[2].endswith("xxend'")
+    assert lines[2].startswith("  said    '\\x1b[2Jgone\\r\\n[bold]xx") and lines[2].endswith(
+        "xxend'"
+    )
     assert "\x1b" not in invoke("show", run, "--step", 2).output
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--step", "9"], "steps 1 to 4"), (["--best", "--worst"], "--best and --worst"), (["--eval", "--step", "1"], "")],
+    [
+        (["--step", "9"], "steps 1 to 4"),
+        (["--best", "--worst"], "--best and --worst"),
+        (["--eval", "--step", "1"], ""),
+    ],
 )
 def test_what_cannot_be_shown_is_a_users_error(arguments, said):
     result = invoke("show", past_run("train"), *arguments)
@@ -134,8 +161,15 @@ def test_what_cannot_be_shown_is_a_users_error(arguments, said):
 def test_why_lists_every_episode_of_a_step_to_choose_from():
     result = invoke("why", past_run("train"), "--episode", "2")
     lines = result.output.splitlines()
-    episodes = [e for group in read_step(open_past(past_run("train")).journal(2)) for e in group.episodes]
+    episodes = [
+        e for group in read_step(open_past(past_run("train")).journal(2)) for e in group.episodes
+    ]
     assert result.exit_code == 0 and len(lines) == 1 + len(episodes)
     for line, episode in zip(lines[1:], episodes, strict=True):
-        assert line.startswith(f"  2:{episode.uid}:{episode.sample_index}  reward {episode.reward:g}, ")
-        assert f"{int(episode.loss_mask.sum())} tokens sampled" in line and f", {episode.stop_reason}, " in line
+        assert line.startswith(
+            f"  2:{episode.uid}:{episode.sample_index}  reward {episode.reward:g}, "
+        )
+        assert (
+            f"{int(episode.loss_mask.sum())} tokens sampled" in line
+            and f", {episode.stop_reason}, " in line
+        )

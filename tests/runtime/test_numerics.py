@@ -1,4 +1,5 @@
-"""What every process that computes sets before its first product; and that nothing is set before it asks."""
+"""What every process that computes sets before its first product; and that nothing is set before it
+asks."""
 
 import os
 import subprocess
@@ -18,8 +19,14 @@ PREPARED = "from tandem import numerics; numerics.prepare(); print(numerics.why_
 
 def said(code, **environment):
     """What a new process prints that runs the code."""
-    env = {key: value for key, value in os.environ.items() if key not in ("MKL_CBWR", "OMP_NUM_THREADS")} | environment
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("MKL_CBWR", "OMP_NUM_THREADS")
+    } | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -69,19 +76,24 @@ print(all(torch.equal(part, whole[:, :, : part.shape[2]]) for part in parts))
 @of_mkl
 @pytest.mark.parametrize(("prepares", "equal"), [("numerics.prepare()", "True"), ("", "False")])
 def test_products_have_the_same_bits_whatever_the_rows_and_the_form_of_the_keys(prepares, equal):
-    """Without the strict mode they have not, which is the reason for it: seen at MKL's switch for a laptop without AVX-512."""
-    assert said(ROWS.replace("numerics.prepare()", prepares), MKL_ENABLE_INSTRUCTIONS="AVX2") == equal
+    """Without the strict mode they have not, which is the reason for it: seen at MKL's switch for a
+    laptop without AVX-512."""
+    assert (
+        said(ROWS.replace("numerics.prepare()", prepares), MKL_ENABLE_INSTRUCTIONS="AVX2") == equal
+    )
 
 
 def test_what_is_started_beside_others_has_one_thread_and_the_same_mode():
     environment = numerics.environment()
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "1"
     assert ("MKL_CBWR" in environment) == (numerics.vendor() == "GenuineIntel")
-    code = (
-        "from tandem import numerics; import torch; print(numerics.why_not_reproducible(), torch.get_num_threads()); "
+    code = "from tandem import numerics; import torch; print(numerics.why_not_reproducible(), torch.get_num_threads()); "
+    told = said(
+        code + "print(numerics.processor())", **environment, ONEDNN_MAX_CPU_ISA="AVX2"
+    ).splitlines()
+    assert (
+        told[0] == "[] 1" and told[1].startswith(_about()) and "ONEDNN_MAX_CPU_ISA=AVX2" in told[1]
     )
-    told = said(code + "print(numerics.processor())", **environment, ONEDNN_MAX_CPU_ISA="AVX2").splitlines()
-    assert told[0] == "[] 1" and told[1].startswith(_about()) and "ONEDNN_MAX_CPU_ISA=AVX2" in told[1]
 
 
 def _about():

@@ -1,4 +1,5 @@
-"""Addressed randomness: every draw is a function of its address, and distinct addresses give independent draws."""
+"""Addressed randomness: every draw is a function of its address, and distinct addresses give
+independent draws."""
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ MASK = 2**64 - 1
 
 
 def splitmix64(key, position):
-    """The published algorithm on Python integers: state key + golden * (position + 1), mixed once; top 24 bits."""
+    """The published algorithm on Python integers: state key + golden * (position + 1), mixed once;
+    top 24 bits."""
     z = (key + 0x9E3779B97F4A7C15 * (position + 1)) & MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
@@ -20,7 +22,10 @@ def splitmix64(key, position):
 
 @given(st.lists(st.tuples(st.integers(0, MASK), st.integers(0, 2**40)), min_size=1, max_size=20))
 def test_a_uniform_is_splitmix64_of_its_key_and_position_and_sees_no_neighbour(pairs):
-    keys, positions = np.array([k for k, _ in pairs], np.uint64), np.array([p for _, p in pairs], np.int64)
+    keys, positions = (
+        np.array([k for k, _ in pairs], np.uint64),
+        np.array([p for _, p in pairs], np.int64),
+    )
     draws = uniforms(keys, positions)
     assert draws.dtype == np.float32
     assert draws.tolist() == [splitmix64(*pair) for pair in pairs]
@@ -28,7 +33,8 @@ def test_a_uniform_is_splitmix64_of_its_key_and_position_and_sees_no_neighbour(p
 
 
 def test_splitmix64_gives_its_published_first_output():
-    assert splitmix64(0, 0) == (0xE220A8397B1DCDAF >> 40) / 2**24  # the reference generator seeded with 0
+    # the reference generator seeded with 0
+    assert splitmix64(0, 0) == (0xE220A8397B1DCDAF >> 40) / 2**24
 
 
 def test_an_address_is_the_same_for_ever():
@@ -39,9 +45,17 @@ def test_an_address_is_the_same_for_ever():
 
 def test_every_part_and_its_type_and_place_count():
     addresses = [
-        address(0, "a", "b"), address(1, "a", "b"), address(0, "b", "a"), address(0, "ab"), address(0, "a"),
-        address("0", "a", "b"), address(0, "a", "b", 0), address(0, "a", "b", ""), address(), address(""),
-    ]  # fmt: skip
+        address(0, "a", "b"),
+        address(1, "a", "b"),
+        address(0, "b", "a"),
+        address(0, "ab"),
+        address(0, "a"),
+        address("0", "a", "b"),
+        address(0, "a", "b", 0),
+        address(0, "a", "b", ""),
+        address(),
+        address(""),
+    ]
     assert len(set(addresses)) == len(addresses)
     assert all(0 <= a <= MASK for a in addresses)
 
@@ -56,12 +70,16 @@ def test_numbers_side_by_side_are_not_confused(a, b):
 def test_uniforms_are_uniform_over_keys_and_over_positions(way):
     count = 1 << 16
     if way == "keys":
-        keys, positions = np.array([address("u", n) for n in range(count)], np.uint64), np.zeros(count, np.int64)
+        keys, positions = (
+            np.array([address("u", n) for n in range(count)], np.uint64),
+            np.zeros(count, np.int64),
+        )
     else:
         keys, positions = np.full(count, address("u"), np.uint64), np.arange(count)
     draws = uniforms(keys, positions).astype(np.float64)
     counts = np.bincount((draws * 64).astype(int), minlength=64)
-    assert ((counts - count / 64) ** 2 / (count / 64)).sum() < 104  # chi-square with 63 degrees of freedom, 1 in 1,000
+    # chi-square with 63 degrees of freedom, 1 in 1,000
+    assert ((counts - count / 64) ** 2 / (count / 64)).sum() < 104
     assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.02
 
 
@@ -79,4 +97,7 @@ def test_no_draw_reads_or_moves_the_global_generator():
     first = permutation(20, "x").tolist(), uniforms(np.ones(3, np.uint64), np.arange(3)).tolist()
     assert np.random.get_state()[1].tobytes() == before
     np.random.seed(2)
-    assert first == (permutation(20, "x").tolist(), uniforms(np.ones(3, np.uint64), np.arange(3)).tolist())
+    assert first == (
+        permutation(20, "x").tolist(),
+        uniforms(np.ones(3, np.uint64), np.arange(3)).tolist(),
+    )

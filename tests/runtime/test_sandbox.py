@@ -1,6 +1,7 @@
 """The sandboxes: what a program gets, what it does not, and that nothing of it is left.
 
-The hostile programs are in chaos/hostile/escapes.py; those that would get through on a bare machine are shown to.
+The hostile programs are in chaos/hostile/escapes.py; those that would get through on a bare machine
+are shown to.
 """
 
 import json
@@ -40,9 +41,14 @@ from tests.support.waiting import WAIT_S, eventually, given_time
 
 ROOT = Path(__file__).parents[2]
 ROOTS = os.geteuid() == 0
-needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
-PATIENT = Limits(wall_s=WAIT_S, cpu_s=30)  # for a program that ends by itself, on the busiest machine
-THROUGH = [hostile for hostile in ESCAPES if hostile.open == "any" or (hostile.open == "root" and ROOTS)]
+needs_bubblewrap = pytest.mark.skipif(
+    not shutil.which("bwrap"), reason="bubblewrap is not installed"
+)
+# for a program that ends by itself, on the busiest machine
+PATIENT = Limits(wall_s=WAIT_S, cpu_s=30)
+THROUGH = [
+    hostile for hostile in ESCAPES if hostile.open == "any" or (hostile.open == "root" and ROOTS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,9 @@ def test_the_corpus_is_large_and_its_names_are_unique():
 @pytest.mark.parametrize("hostile", ESCAPES, ids=lambda hostile: hostile.name)
 def test_a_hostile_program_runs_and_gets_nothing(world, hostile):
     def attack(wall_s):
-        return world.attack(Bubblewrap(), replace(hostile, limits=replace(hostile.limits, wall_s=wall_s)))
+        return world.attack(
+            Bubblewrap(), replace(hostile, limits=replace(hostile.limits, wall_s=wall_s))
+        )
 
     outcomes = given_time(attack, lambda outcome: outcome.ran, hostile.limits.wall_s)
     assert {outcome.escapes for outcome in outcomes} == {()}
@@ -81,7 +89,10 @@ def test_a_fork_bomb_beside_them_costs_other_runs_nothing(world):
     bomb = next(hostile for hostile in ESCAPES if hostile.name == "fork bomb")
     honest = "import os\nfor _ in range(8):\n    if os.fork() == 0: os._exit(0)\nprint('done')"
     with ThreadPoolExecutor(3) as pool:
-        bombs = [pool.submit(run_python, Bubblewrap(), world.fill(bomb.code), limits=bomb.limits) for _ in range(2)]
+        bombs = [
+            pool.submit(run_python, Bubblewrap(), world.fill(bomb.code), limits=bomb.limits)
+            for _ in range(2)
+        ]
         runs = [run_python(Bubblewrap(), honest, limits=PATIENT) for _ in range(3)]
         assert [bomb.result().stop_reason for bomb in bombs] == ["timeout", "timeout"]
     assert [run.stdout for run in runs] == ["done\n"] * 3
@@ -89,7 +100,10 @@ def test_a_fork_bomb_beside_them_costs_other_runs_nothing(world):
 
 @pytest.mark.parametrize(
     "kind, processes",
-    [*(pytest.param("Bubblewrap", n, marks=needs_bubblewrap) for n in (1, 2, 3)), ("Unisolated", 1)],
+    [
+        *(pytest.param("Bubblewrap", n, marks=needs_bubblewrap) for n in (1, 2, 3)),
+        ("Unisolated", 1),
+    ],
     ids=["at once", "while it starts", "when it runs", "unisolated"],
 )
 def test_a_killed_parent_takes_the_sandbox_with_it(world, kind, processes, tmp_path):
@@ -157,11 +171,22 @@ else:
 
 
 @needs_bubblewrap
-@pytest.mark.skipif(not shutil.which("unshare") or os.geteuid() != 0, reason="makes a pid namespace, as root")
+@pytest.mark.skipif(
+    not shutil.which("unshare") or os.geteuid() != 0, reason="makes a pid namespace, as root"
+)
 @pytest.mark.parametrize("where", ["first", "worker"])
 def test_process_1_of_a_container_keeps_no_zombie_of_a_run(where):
     """Python as process 1, as in a container without an init; and a worker beside such a one."""
-    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", UNDER_INIT, where]
+    command = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        sys.executable,
+        "-c",
+        UNDER_INIT,
+        where,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
@@ -173,26 +198,42 @@ def test_it_works_for_a_user_who_is_not_root():
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     reachable = subprocess.run(
-        [*drop, python, "-c", "import tandem.runtime.sandbox"], env=env, cwd="/", capture_output=True
+        [*drop, python, "-c", "import tandem.runtime.sandbox"],
+        env=env,
+        cwd="/",
+        capture_output=True,
     )
     if reachable.returncode:
         pytest.skip("this checkout or its Python cannot be read by another user")
-    result = subprocess.run([*drop, python, "-c", PLAIN], env=env, cwd="/", capture_output=True, text=True)
+    result = subprocess.run(
+        [*drop, python, "-c", PLAIN], env=env, cwd="/", capture_output=True, text=True
+    )
     assert result.stdout.splitlines() == ["65534 42", "True", "memory", "1", "1"], result.stderr
 
 
 # ---------------------------------------------------------------- what a program gets
 
 
-@pytest.fixture(params=[pytest.param(Bubblewrap, marks=needs_bubblewrap), Unisolated], ids=["bubblewrap", "unisolated"])
+@pytest.fixture(
+    params=[pytest.param(Bubblewrap, marks=needs_bubblewrap), Unisolated],
+    ids=["bubblewrap", "unisolated"],
+)
 def sandbox(request):
     return request.param()
 
 
 def test_a_program_reads_its_input_and_files_and_its_end_is_told(sandbox):
-    files = {"main.py": "import sub.part, sys\nprint(sub.part.x, input())\nsys.exit('told')", "sub/part.py": "x = 'é'"}
+    files = {
+        "main.py": "import sub.part, sys\nprint(sub.part.x, input())\nsys.exit('told')",
+        "sub/part.py": "x = 'é'",
+    }
     result = sandbox.run(["python", "main.py"], files=files, stdin="in\nmore", limits=PATIENT)
-    assert (result.stdout, result.stderr, result.exit_code, result.stop_reason) == ("é in\n", "told\n", 1, "exit")
+    assert (result.stdout, result.stderr, result.exit_code, result.stop_reason) == (
+        "é in\n",
+        "told\n",
+        1,
+        "exit",
+    )
     assert 0 < result.seconds < WAIT_S
 
 
@@ -227,15 +268,22 @@ def test_why_a_program_ended_is_told(sandbox, code, reason, exit_code):
 
 
 def test_output_is_kept_up_to_the_cap_and_what_was_said_before_a_timeout_too(sandbox):
-    flood = run_python(sandbox, "while True: print('x' * 999)", limits=replace(PATIENT, output_bytes=5000))
+    flood = run_python(
+        sandbox, "while True: print('x' * 999)", limits=replace(PATIENT, output_bytes=5000)
+    )
     assert flood.stdout == ("x" * 999 + "\n") * 5
     exact = run_python(sandbox, "print('x' * 4999)", limits=replace(PATIENT, output_bytes=5000))
     assert (len(exact.stdout), exact.stop_reason) == (5000, "exit")
     said = "import time\nprint('said', flush=True)\ntime.sleep(600)"
     results = given_time(
-        lambda wall_s: run_python(sandbox, said, limits=Limits(wall_s=wall_s)), lambda r: r.stdout, 0.5
+        lambda wall_s: run_python(sandbox, said, limits=Limits(wall_s=wall_s)),
+        lambda r: r.stdout,
+        0.5,
     )
-    assert (results[-1].stdout, {result.stop_reason for result in results}) == ("said\n", {"timeout"})
+    assert (results[-1].stdout, {result.stop_reason for result in results}) == (
+        "said\n",
+        {"timeout"},
+    )
 
 
 def test_the_same_program_prints_the_same_set_every_time(sandbox):
@@ -247,14 +295,22 @@ def test_the_same_program_prints_the_same_set_every_time(sandbox):
 def test_two_programs_talk_until_the_first_one_ends(sandbox):
     ask = "import sys\nprint(20, flush=True)\nprint('got', input(), file=sys.stderr)"
     answer = "while True: print(int(input()) * 2 + 2, flush=True)"
-    asked, answered = sandbox.converse((["python", "-c", ask], {}), (["python", "-c", answer], {}), limits=PATIENT)
+    asked, answered = sandbox.converse(
+        (["python", "-c", ask], {}), (["python", "-c", answer], {}), limits=PATIENT
+    )
     assert (asked.stderr, asked.exit_code, asked.stdout) == ("got 42\n", 0, "")
     assert answered.exit_code is None or "EOFError" in answered.stderr
 
 
 def test_a_first_program_that_closes_its_streams_is_held_to_its_time_too(sandbox):
-    quiet = ["python", "-c", "import os, time; os.close(0); os.close(1); os.close(2); time.sleep(60)"]
-    asked, answered = sandbox.converse((quiet, {}), (["sleep", "60"], {}), limits=Limits(wall_s=0.5))
+    quiet = [
+        "python",
+        "-c",
+        "import os, time; os.close(0); os.close(1); os.close(2); time.sleep(60)",
+    ]
+    asked, answered = sandbox.converse(
+        (quiet, {}), (["sleep", "60"], {}), limits=Limits(wall_s=0.5)
+    )
     assert (asked.stop_reason, asked.exit_code, answered.exit_code) == ("timeout", None, None)
 
 
@@ -269,7 +325,10 @@ def test_an_interrupted_run_is_killed(sandbox, world):
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
         pool.submit(interrupt)
-        sandbox.run(["python", "-c", "import time; time.sleep(3600)", world.token], limits=Limits(wall_s=600.0))
+        sandbox.run(
+            ["python", "-c", "import time; time.sleep(3600)", world.token],
+            limits=Limits(wall_s=600.0),
+        )
     assert world.survivors() == []
 
 
@@ -288,8 +347,12 @@ assert held() == before, (before, held())
 
 
 def test_no_descriptor_and_no_folder_is_left_behind(sandbox, tmp_path):
-    """In a process of its own, where no thread of another test opens or closes anything meanwhile."""
-    command, env = [sys.executable, "-c", HOLDING, type(sandbox).__name__], {**os.environ, "TMPDIR": str(tmp_path)}
+    """In a process of its own, where no thread of another test opens or closes anything
+    meanwhile."""
+    command, env = (
+        [sys.executable, "-c", HOLDING, type(sandbox).__name__],
+        {**os.environ, "TMPDIR": str(tmp_path)},
+    )
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -300,7 +363,9 @@ def test_no_descriptor_and_no_folder_is_left_behind(sandbox, tmp_path):
 @needs_bubblewrap
 def test_bubblewrap_is_chosen_where_it_works_whatever_the_switch_says():
     assert isinstance(open_sandbox(schema.Sandbox()), Bubblewrap)
-    assert isinstance(open_sandbox(schema.Sandbox(run_untrusted_code_without_isolation=True)), Bubblewrap)
+    assert isinstance(
+        open_sandbox(schema.Sandbox(run_untrusted_code_without_isolation=True)), Bubblewrap
+    )
     assert sandbox_state(schema.Sandbox()).startswith("bubblewrap ")
     assert "works" in sandbox_state(schema.Sandbox())
 
@@ -311,7 +376,9 @@ def test_a_config_is_tried_once_in_a_process():
     assert opened(schema.Sandbox(url="http://a")) is not opened(schema.Sandbox(url="http://b"))
 
 
-def test_without_a_sandbox_code_is_refused_unless_the_switch_named_for_its_danger_is_set(monkeypatch):
+def test_without_a_sandbox_code_is_refused_unless_the_switch_named_for_its_danger_is_set(
+    monkeypatch,
+):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError) as caught:
         open_sandbox(schema.Sandbox())
@@ -360,8 +427,15 @@ def test_a_remote_run_is_asked_for_in_sandbox_fusions_words():
         )
         assert (result.stdout, result.exit_code, result.stop_reason) == ("1 in\n", 0, "exit")
         (request,) = server.requests
-        assert (request["language"], request["files"], request["stdin"]) == ("python", {"part.py": "eCA9IDE="}, "in")
-        assert (request["run_timeout"], request["code"]) == (WAIT_S, "import part; print(part.x, input())")
+        assert (request["language"], request["files"], request["stdin"]) == (
+            "python",
+            {"part.py": "eCA9IDE="},
+            "in",
+        )
+        assert (request["run_timeout"], request["code"]) == (
+            WAIT_S,
+            "import part; print(part.x, input())",
+        )
 
 
 @pytest.mark.parametrize(
@@ -377,7 +451,9 @@ def test_a_remote_run_is_asked_for_in_sandbox_fusions_words():
 def test_a_remote_run_tells_its_end_as_a_local_one(code, reason, exit_code):
     with FusionServer() as server:
         result = run_python(
-            SandboxFusion(server.url), code, limits=Limits(wall_s=0.5 if reason == "timeout" else WAIT_S)
+            SandboxFusion(server.url),
+            code,
+            limits=Limits(wall_s=0.5 if reason == "timeout" else WAIT_S),
         )
     assert (result.stop_reason, result.exit_code) == (reason, exit_code)
 
@@ -429,9 +505,12 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else(machine):
     program = seccomp.seccomp_filter(machine)
     listed = {numbers[column] for numbers in seccomp.REFUSED.values()}
     refused = {number for number in range(600) if verdict(program, arch, number) != seccomp.ALLOW}
-    assert refused == (listed - {None}) | {seccomp.SOCKET[column]}  # family 0 is none of those allowed
+    # family 0 is none of those allowed
+    assert refused == (listed - {None}) | {seccomp.SOCKET[column]}
     families = {
-        family for family in range(64) if verdict(program, arch, seccomp.SOCKET[column], family) == seccomp.ALLOW
+        family
+        for family in range(64)
+        if verdict(program, arch, seccomp.SOCKET[column], family) == seccomp.ALLOW
     }
     assert families == {1}  # AF_UNIX
     assert verdict(program, arch ^ 1, 0) == seccomp.KILL
@@ -451,10 +530,18 @@ def test_a_benchmark_that_misses_its_target_says_which(monkeypatch):
     assert json.loads(lines_of(good)) == good and len(lines_of(good).splitlines()) == 9
     bad = {
         "times_ms": {"run": {"median": 80.1}},
-        "escapes": [{"name": "idle", "ran": False, "escapes": []}, {"name": "loud", "ran": True, "escapes": ["x"]}],
+        "escapes": [
+            {"name": "idle", "ran": False, "escapes": []},
+            {"name": "loud", "ran": True, "escapes": ["x"]},
+        ],
         "cheats": [{"name": "print passed", "form": "calls", "reward": 0.5}],
     }
-    words = ["did not run: idle", "escaped: loud", "a false pass: print passed (calls)", "a run takes 80.1 ms, over 80"]
+    words = [
+        "did not run: idle",
+        "escaped: loud",
+        "a false pass: print passed (calls)",
+        "a run takes 80.1 ms, over 80",
+    ]
     assert missed(bad) == words
 
 

@@ -27,7 +27,8 @@ print("got through")
 
 
 def start(program):
-    """A process of the program, in a `try` that takes KeyboardInterrupt as the command line does; it has said "ready"."""
+    """A process of the program, in a `try` that takes KeyboardInterrupt as the command line does;
+    it has said "ready"."""
     body = textwrap.indent(textwrap.dedent(program), "    ")
     process = subprocess.Popen(
         [sys.executable, "-c", f"{PRELUDE}try:\n{body}{ENDING}"],
@@ -126,7 +127,9 @@ def test_a_section_that_fails_is_interrupted_all_the_same():
     assert ending(process) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("busy", ["hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)", "threading.Event().wait()"])
+@pytest.mark.parametrize(
+    "busy", ["hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)", "threading.Event().wait()"]
+)
 def test_a_second_signal_ends_the_process_and_what_it_started_also_while_it_is_in_c(busy):
     process = start(f"""
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"], start_new_session=True)

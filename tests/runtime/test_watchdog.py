@@ -44,9 +44,12 @@ def in_thread(name, target):
 def start(program):
     """A process of the program; its first line of output has come."""
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -59,8 +62,8 @@ def eventually(holds):
 
 
 def test_what_hangs_is_named_and_ended_and_what_was_stopped_is_forgiven(tmp_path):
-    """`make chaos` runs all deadlocks; these are the four ways in which a culprit is found. Side by side, as they take
-    seconds each."""
+    """`make chaos` runs all deadlocks; these are the four ways in which a culprit is found. Side by
+    side, as they take seconds each."""
     names = [
         "opposite_locks",
         "a_stopped_child",
@@ -73,7 +76,10 @@ def test_what_hangs_is_named_and_ended_and_what_was_stopped_is_forgiven(tmp_path
         return faults(DEADLOCKS[name], run(name, tmp_path / name))
 
     with ThreadPoolExecutor() as pool:
-        stopped, deaf = pool.submit(stopped_for_a_while), pool.submit(told_to_nobody, tmp_path / "log.txt")
+        stopped, deaf = (
+            pool.submit(stopped_for_a_while),
+            pool.submit(told_to_nobody, tmp_path / "log.txt"),
+        )
         assert dict(zip(names, pool.map(found, names), strict=True)) == {name: [] for name in names}
         assert stopped.result() == (0, "ended\n", "")
         assert "`trainer` shows no sign of life" in deaf.result()
@@ -119,7 +125,9 @@ def told_to_nobody(log):
 def test_without_a_watchdog_nothing_is_kept():
     watchdog.beat()
     with watchdog.waits(of="rollouts", what="nothing"):
-        assert watchdog._watchdog is None and "watchdog" not in {t.name for t in threading.enumerate()}
+        assert watchdog._watchdog is None and "watchdog" not in {
+            t.name for t in threading.enumerate()
+        }
 
 
 def test_an_actor_that_beats_and_who_waits_for_it_are_not_accused():
@@ -159,7 +167,10 @@ def test_the_innermost_wait_is_followed_and_the_outer_one_again_after_it(capfd):
     assert stop.accusation in capfd.readouterr().err
 
     stop = Recorder()
-    with watchdog.watching(DEADLINE_S, stop=stop), watchdog.waits(of="reward workers", what="the last scores"):
+    with (
+        watchdog.watching(DEADLINE_S, stop=stop),
+        watchdog.waits(of="reward workers", what="the last scores"),
+    ):
         with watchdog.waits(of="disk", what="the journal"):
             pass
         assert "`trainer` waits for `reward workers` (the last scores), outside" in stop.accusation
@@ -179,7 +190,9 @@ def test_an_actor_that_nobody_waits_for_is_found_too_and_told_once():
         time.sleep(2 * DEADLINE_S)
         over.set()
         hanging.join()
-    assert "`rollouts` shows no sign of life, at " in stop.accusation and stop.accusation.endswith(", hang")
+    assert "`rollouts` shows no sign of life, at " in stop.accusation and stop.accusation.endswith(
+        ", hang"
+    )
     assert len(stop.reports) == 1
 
 
@@ -188,7 +201,10 @@ def test_a_thread_that_ended_is_forgotten_where_nobody_waits_for_it():
     with watchdog.watching(DEADLINE_S, stop=stop):
         in_thread("rollouts", watchdog.beat).join()
         assert eventually(
-            lambda: [a.name for a in watchdog._watchdog._actors.values()] == ["trainer"] or watchdog.beat()
+            lambda: (
+                [a.name for a in watchdog._watchdog._actors.values()] == ["trainer"]
+                or watchdog.beat()
+            )
         )
         for _ in range(15):
             time.sleep(DEADLINE_S / 10)

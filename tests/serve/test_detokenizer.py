@@ -1,4 +1,5 @@
-"""What is sent of a growing text, against the whole text, with the two kinds of decoder that models have."""
+"""What is sent of a growing text, against the whole text, with the two kinds of decoder that models
+have."""
 
 from itertools import chain
 
@@ -17,28 +18,46 @@ def byte_level():
 
 
 def byte_fallback():
-    """Pieces with leading spaces and, for all else, single bytes that count only in whole runs, as in Llama 2."""
+    """Pieces with leading spaces and, for all else, single bytes that count only in whole runs, as
+    in Llama 2."""
     pieces = ["▁", "▁der", "die", "▁das", "é", "<s>"]
-    vocabulary = {token: i for i, token in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    vocabulary = {
+        token: i for i, token in enumerate([*pieces, *(f"<0x{byte:02X}>" for byte in range(256))])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
-    return lambda tokens: tokenizer.decode(tokens.tolist()), frozenset(range(len(pieces), len(pieces) + 256))
+    return lambda tokens: tokenizer.decode(tokens.tolist()), frozenset(
+        range(len(pieces), len(pieces) + 256)
+    )
 
 
 DECODERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
 SMALL = st.integers(0, 5)
-CHARACTERS = st.sampled_from("aé€🦀\ufffd ").flatmap(lambda c: st.just([6 + byte for byte in c.encode()]))
-FALLBACK_TOKENS = st.lists(st.one_of(SMALL.map(lambda t: [t]), CHARACTERS, st.integers(6, 261).map(lambda t: [t])))
+CHARACTERS = st.sampled_from("aé€🦀\ufffd ").flatmap(
+    lambda c: st.just([6 + byte for byte in c.encode()])
+)
+FALLBACK_TOKENS = st.lists(
+    st.one_of(SMALL.map(lambda t: [t]), CHARACTERS, st.integers(6, 261).map(lambda t: [t]))
+)
 BYTES = st.lists(
-    st.one_of(st.sampled_from("aé€🦀\ufffd ").map(lambda c: list(c.encode())), st.integers(0, 255).map(lambda b: [b]))
+    st.one_of(
+        st.sampled_from("aé€🦀\ufffd ").map(lambda c: list(c.encode())),
+        st.integers(0, 255).map(lambda b: [b]),
+    )
 )
 
 
 def check(kind, tokens, stop=()):
-    """Feed the tokens one by one as an engine does, ending at a stop string or with the last token."""
+    """Feed the tokens one by one as an engine does, ending at a stop string or with the last
+    token."""
     decode, byte_tokens = DECODERS[kind]
     detokenizer, sent = Detokenizer(decode, stop, byte_tokens), []
     for count in range(1, len(tokens) + 1):

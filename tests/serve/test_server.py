@@ -1,4 +1,5 @@
-"""The server as clients see it, on loopback: with a tiny model through OpenAI's own client, and with a hand-written engine."""
+"""The server as clients see it, on loopback: with a tiny model through OpenAI's own client, and
+with a hand-written engine."""
 
 import asyncio
 import json
@@ -36,9 +37,16 @@ class Tiny:
         self.engine, self.twin = (self.new_engine(model) for _ in range(2))
         self.texts = RendererTexts(self.renderer)
         options = Options(
-            model=str(folder), host="127.0.0.1", port=0, api_key="", served_name="tiny", cache_mb=8, max_batch=64,
-            max_queue=256, max_new_tokens=24,
-        )  # fmt: skip
+            model=str(folder),
+            host="127.0.0.1",
+            port=0,
+            api_key="",
+            served_name="tiny",
+            cache_mb=8,
+            max_batch=64,
+            max_queue=256,
+            max_new_tokens=24,
+        )
         self.served = served(options, self.engine, self.texts)
 
     def new_engine(self, model):
@@ -47,7 +55,9 @@ class Tiny:
     def complete(self, prompt, *, seed, choice=0, stop=(), **params):
         """What the engine gives for it without a server."""
         params = SamplingParams(stop_token_ids=self.renderer.stop_token_ids, stop=stop, **params)
-        request = Request(key=address(seed, "serve", choice), prompt=np.array(prompt, np.int64), params=params)
+        request = Request(
+            key=address(seed, "serve", choice), prompt=np.array(prompt, np.int64), params=params
+        )
         return self.twin.generate([request])[0]
 
 
@@ -64,7 +74,9 @@ def url(tiny):
 
 @pytest.fixture(scope="module")
 def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
+    with openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+    ) as client:
         yield client
 
 
@@ -74,7 +86,9 @@ def extras(**fields):
 
 def joined(pieces, field):
     """The lists of a field in a stream's only choice, one after the other."""
-    return [item for piece in pieces for choice in piece.choices for item in choice.model_extra[field]]
+    return [
+        item for piece in pieces for choice in piece.choices for item in choice.model_extra[field]
+    ]
 
 
 # ---- a tiny model
@@ -82,17 +96,28 @@ def joined(pieces, field):
 
 def test_a_completion_is_the_engines_own(tiny, client):
     answer = client.completions.create(
-        model="tiny", prompt="1 + 1 =", max_tokens=20, seed=5, extra_body=extras(top_k=30, min_p=0.001)
+        model="tiny",
+        prompt="1 + 1 =",
+        max_tokens=20,
+        seed=5,
+        extra_body=extras(top_k=30, min_p=0.001),
     )
     prompt = tiny.texts.encode("1 + 1 =")
     expected = tiny.complete(prompt, seed=5, max_new_tokens=20, top_k=30, min_p=0.001)
     [choice] = answer.choices
-    assert (answer.object, answer.model, answer.model_extra["weight_version"]) == ("text_completion", "tiny", 0)
+    assert (answer.object, answer.model, answer.model_extra["weight_version"]) == (
+        "text_completion",
+        "tiny",
+        0,
+    )
     assert answer.model_extra["prompt_token_ids"] == prompt.tolist()
     assert choice.model_extra["token_ids"] == expected.tokens.tolist()
     assert choice.model_extra["weight_versions"] == [0] * len(expected.tokens)
     assert (choice.text, choice.finish_reason) == (expected.text, expected.stop_reason)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(expected.tokens))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        len(prompt),
+        len(expected.tokens),
+    )
 
 
 def test_a_chat_is_rendered_by_the_models_template_and_goes_on_from_token_ids(tiny, client):
@@ -104,7 +129,9 @@ def test_a_chat_is_rendered_by_the_models_template_and_goes_on_from_token_ids(ti
     assert first.choices[0].message.content == expected.text
     assert first.choices[0].model_extra["token_ids"] == expected.tokens.tolist()
     so_far = prompt + expected.tokens.tolist()
-    second = client.chat.completions.create(messages=[], **ask, extra_body=extras(prompt_token_ids=so_far))
+    second = client.chat.completions.create(
+        messages=[], **ask, extra_body=extras(prompt_token_ids=so_far)
+    )
     assert second.model_extra["prompt_token_ids"] == so_far
     expected = tiny.complete(so_far, seed=1, max_new_tokens=12)
     assert second.choices[0].model_extra["token_ids"] == expected.tokens.tolist()
@@ -125,7 +152,9 @@ def test_token_ids_and_texts_are_one_prompt_and_lists_are_several(tiny, client):
 
 def test_a_seed_repeats_its_choices_and_none_does_not(client):
     def texts(**ask):
-        answer = client.chat.completions.create(model="tiny", messages=HELLO, n=3, max_tokens=10, **ask)
+        answer = client.chat.completions.create(
+            model="tiny", messages=HELLO, n=3, max_tokens=10, **ask
+        )
         return [choice.message.content for choice in answer.choices]
 
     assert texts(seed=7) == texts(seed=7) != texts(seed=8)
@@ -136,11 +165,20 @@ def test_a_seed_repeats_its_choices_and_none_does_not(client):
 @pytest.mark.parametrize("stop", [None, "e", ["zz", "E", "9"]])
 def test_a_streamed_completion_is_the_whole_one_in_pieces(client, stop):
     for seed in range(6):
-        ask = {"model": "tiny", "prompt": "x", "max_tokens": 40, "seed": seed, "stop": stop, "logprobs": 2}
+        ask = {
+            "model": "tiny",
+            "prompt": "x",
+            "max_tokens": 40,
+            "seed": seed,
+            "stop": stop,
+            "logprobs": 2,
+        }
         [whole] = client.completions.create(**ask, extra_body=extras()).choices
         pieces = list(client.completions.create(**ask, stream=True, extra_body=extras()))
         assert "".join(p.choices[0].text for p in pieces) == whole.text
-        assert [p.choices[0].finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [whole.finish_reason]
+        assert [p.choices[0].finish_reason for p in pieces] == [None] * (len(pieces) - 1) + [
+            whole.finish_reason
+        ]
         assert joined(pieces, "token_ids") == whole.model_extra["token_ids"]
         for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             parts = [item for p in pieces for item in getattr(p.choices[0].logprobs, field)]
@@ -148,11 +186,22 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces(client, stop):
 
 
 def test_a_streamed_chat_is_the_whole_one_in_pieces(client):
-    ask = {"model": "tiny", "messages": HELLO, "max_tokens": 20, "seed": 2, "n": 2, "logprobs": True, "top_logprobs": 1}
+    ask = {
+        "model": "tiny",
+        "messages": HELLO,
+        "max_tokens": 20,
+        "seed": 2,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 1,
+    }
     whole = client.chat.completions.create(**ask)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *pieces, last = client.chat.completions.create(**ask, **options, extra_body=extras())
-    assert pieces[0].model_extra["prompt_token_ids"] and "prompt_token_ids" not in pieces[1].model_extra
+    assert (
+        pieces[0].model_extra["prompt_token_ids"]
+        and "prompt_token_ids" not in pieces[1].model_extra
+    )
     for choice in whole.choices:
         deltas = [c for p in pieces for c in p.choices if c.index == choice.index]
         assert "".join(c.delta.content for c in deltas) == choice.message.content
@@ -168,14 +217,22 @@ def test_log_probs_are_the_engines_with_the_likeliest_tokens_beside_them(tiny, c
     logprobs = answer.choices[0].logprobs
     assert logprobs.tokens == [tiny.texts.token_text(t) for t in expected.tokens.tolist()]
     assert np.array_equal(np.array(logprobs.token_logprobs, np.float32), expected.logprobs)
-    assert all(set(ids) <= set(top) for ids, top in zip(
-        [[tiny.texts.token_text(t) for t in row] for row in expected.top_tokens.tolist()], logprobs.top_logprobs,
-        strict=True))  # fmt: skip
+    assert all(
+        set(ids) <= set(top)
+        for ids, top in zip(
+            [[tiny.texts.token_text(t) for t in row] for row in expected.top_tokens.tolist()],
+            logprobs.top_logprobs,
+            strict=True,
+        )
+    )
     assert logprobs.text_offset == np.cumsum([0, *map(len, logprobs.tokens[:-1])]).tolist()
 
     ask = {"model": "tiny", "messages": HELLO, "max_tokens": 9, "seed": 0, "logprobs": True}
     content = client.chat.completions.create(**ask, top_logprobs=2).choices[0].logprobs.content
-    assert all(len(entry.top_logprobs) == 2 and entry.bytes == list(entry.token.encode()) for entry in content)
+    assert all(
+        len(entry.top_logprobs) == 2 and entry.bytes == list(entry.token.encode())
+        for entry in content
+    )
     assert all(e.top_logprobs[0].logprob >= e.top_logprobs[1].logprob for e in content)
     assert client.chat.completions.create(**ask).choices[0].logprobs.content[0].top_logprobs == []
 
@@ -203,17 +260,29 @@ def test_models_health_weights_and_metrics(tiny, url, client):
     assert metric(url, "tandem_time_to_first_token_seconds_count") > 0
     text = get(f"{url}/metrics").text
     assert 'tandem_requests_total{path="/v1/completions",status="200"}' in text
-    assert text.count("# TYPE") == text.count("# HELP") == len({line for line in text.splitlines() if "# TYPE" in line})
+    assert (
+        text.count("# TYPE")
+        == text.count("# HELP")
+        == len({line for line in text.splitlines() if "# TYPE" in line})
+    )
 
 
 def test_a_completion_without_max_tokens_fits_the_context(tiny, client):
-    answer = client.completions.create(model="tiny", prompt=[9] * 250, seed=0, extra_body={"stop_token_ids": None})
+    answer = client.completions.create(
+        model="tiny", prompt=[9] * 250, seed=0, extra_body={"stop_token_ids": None}
+    )
     assert answer.usage.completion_tokens <= 6
-    assert client.completions.create(model="tiny", prompt=[9] * 3, seed=0).usage.completion_tokens <= 24
+    assert (
+        client.completions.create(model="tiny", prompt=[9] * 3, seed=0).usage.completion_tokens
+        <= 24
+    )
 
 
 def test_what_cannot_fit_is_refused_by_name(client):
-    for ask, param in [({"prompt": [9] * 256}, "prompt"), ({"prompt": [9] * 200, "max_tokens": 57}, "max_tokens")]:
+    for ask, param in [
+        ({"prompt": [9] * 256}, "prompt"),
+        ({"prompt": [9] * 200, "max_tokens": 57}, "max_tokens"),
+    ]:
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model="tiny", **ask)
         assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
@@ -224,13 +293,21 @@ def test_what_cannot_fit_is_refused_by_name(client):
 
 def test_the_templates_refusal_is_a_bad_request(client):
     with pytest.raises(openai.BadRequestError, match="unknown role: pirate") as caught:
-        client.chat.completions.create(model="tiny", messages=[{"role": "pirate", "content": "ahoy"}])
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "pirate", "content": "ahoy"}]
+        )
     assert caught.value.param == "messages"
 
 
 async def one_client(url, rng):
     """A streaming client that leaves after a few pieces, or stays to the end."""
-    body = {"messages": HELLO, "max_tokens": 40, "stream": True, "n": rng.choice([1, 1, 3]), "seed": rng.randrange(99)}
+    body = {
+        "messages": HELLO,
+        "max_tokens": 40,
+        "stream": True,
+        "n": rng.choice([1, 1, 3]),
+        "seed": rng.randrange(99),
+    }
     patience = rng.choice([0, 1, 3, 10, 10**6])
     async with (
         httpx.AsyncClient(timeout=WAIT_S) as http,
@@ -254,7 +331,8 @@ def test_clients_that_come_and_go_leave_nothing_behind(url, client):
         return await asyncio.gather(*(one_client(url, rng) for _ in range(64)))
 
     def noticed():
-        """Whether half of those that left did so while the engine was at their answers, as on a machine that is not busy."""
+        """Whether half of those that left did so while the engine was at their answers, as on a
+        machine that is not busy."""
         before, ends = metric(url, "tandem_disconnects_total"), asyncio.run(all_of_them())
         assert set(ends) == {"left", "stayed"}
         for name in ("tandem_running", "tandem_waiting", "tandem_pages_in_use"):
@@ -308,8 +386,14 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
         ({}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": []}]},
+            "messages[0].tool_calls",
+        ),
         (PLAIN | {"max_tokens": 0}, "max_tokens"),
         (PLAIN | {"max_tokens": "5"}, "max_tokens"),
         (PLAIN | {"max_tokens": True}, "max_tokens"),
@@ -335,7 +419,7 @@ CHAT, PLAIN = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"
         ({"prompt": ["a"] * 9}, "prompt"),
         ({"prompt": None}, "prompt"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_field_is_named(fake, body, param):
     path = "completions" if "prompt" in body else "chat/completions"
     error = refusal(post(f"{fake}/v1/{path}", json=body), 400)
@@ -343,9 +427,23 @@ def test_a_bad_field_is_named(fake, body, param):
 
 
 def test_fields_that_change_nothing_are_accepted(fake):
-    nothing = {"user": "me", "metadata": {"a": "b"}, "store": True, "presence_penalty": 0, "frequency_penalty": 0.0,
-               "logit_bias": {}, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "top_k": -1,
-               "stop": None, "seed": None, "stream_options": None, "model": None, "chat_template": None}  # fmt: skip
+    nothing = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "top_k": -1,
+        "stop": None,
+        "seed": None,
+        "stream_options": None,
+        "model": None,
+        "chat_template": None,
+    }
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     messages = [
         {"role": "user", "content": parts},
@@ -361,10 +459,14 @@ HALF = b'{"prompt": "\\ud83e"}'
 
 
 @pytest.mark.parametrize(
-    "body", [b"{", b"", b"[1]", b'{"prompt": "a\xff"}', HALF, b"[" * 60_000, b'{"temperature": NaN}']
+    "body",
+    [b"{", b"", b"[1]", b'{"prompt": "a\xff"}', HALF, b"[" * 60_000, b'{"temperature": NaN}'],
 )
 def test_a_body_that_is_no_json_object_is_refused(fake, body):
-    refusal(post(f"{fake}/v1/completions", content=body, headers={"Content-Type": "application/json"}), 400)
+    refusal(
+        post(f"{fake}/v1/completions", content=body, headers={"Content-Type": "application/json"}),
+        400,
+    )
 
 
 def test_an_unknown_model_route_or_method_is_told_in_the_same_shape(fake):
@@ -386,30 +488,41 @@ def test_a_body_over_the_cap_is_refused_by_its_announced_and_by_its_real_size(fa
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     assert raw(fake, head + b"Content-Length: 16777217\r\n\r\n") == 413
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
-    assert raw(fake, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 16 + b"1\r\n \r\n") == 413
+    assert (
+        raw(fake, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 16 + b"1\r\n \r\n") == 413
+    )
 
 
 # ---- access
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.com", "evil.com:8000", "192.168.0.1", "localhost.evil.com", "127.0.0.1@evil.com", "["]
+    "host",
+    ["evil.com", "evil.com:8000", "192.168.0.1", "localhost.evil.com", "127.0.0.1@evil.com", "["],
 )
 def test_without_a_key_a_foreign_host_header_is_refused(fake, host):
     refusal(get(f"{fake}/health", headers={"Host": host}), 403)
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.8.9.1:80", "[::1]:80", "[::1]"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.8.9.1:80", "[::1]:80", "[::1]"]
+)
 def test_this_machines_own_names_are_accepted(fake, host):
     assert get(f"{fake}/health", headers={"Host": host}).status_code == 200
 
 
 def test_what_a_web_page_can_send_is_refused(fake):
     content = json.dumps(PLAIN)
-    for kind in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "text/plain; application/json"}):
+    for kind in (
+        {},
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "text/plain; application/json"},
+    ):
         refusal(post(f"{fake}/v1/completions", content=content, headers=kind), 415)
     refusal(get(f"{fake}/weights", headers={"Sec-Fetch-Site": "cross-site"}), 403)
-    preflight = httpx.options(f"{fake}/v1/completions", headers={"Origin": "http://evil.com"}, timeout=WAIT_S)
+    preflight = httpx.options(
+        f"{fake}/v1/completions", headers={"Origin": "http://evil.com"}, timeout=WAIT_S
+    )
     assert preflight.status_code == 405 and "access-control-allow-origin" not in preflight.headers
 
 
@@ -417,7 +530,11 @@ def test_a_key_opens_everything_and_health_needs_none():
     with running(FakeEngine("a"), FakeTexts(), FAKE, api_key="sécret") as url:
         assert get(f"{url}/health").status_code == 200
         for path in ("/v1/models", "/metrics", "/weights", "/nothing"):
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sécret".encode()}):
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": "sécret".encode()},
+            ):
                 assert refusal(get(url + path, headers=headers), 401)["code"] == "invalid_api_key"
         right = {"Authorization": "Bearer sécret".encode(), "Host": "models.example.com"}
         assert get(f"{url}/v1/models", headers=right).status_code == 200
@@ -431,7 +548,9 @@ def test_no_half_character_is_ever_sent(fake):
     body = PLAIN | {"max_tokens": 35, "stream": True, "logprobs": 1}
     with httpx.stream("POST", f"{fake}/v1/completions", json=body, timeout=WAIT_S) as answer:
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert answer.headers["content-type"].startswith("text/event-stream") and events.pop() == "[DONE]"
+    assert (
+        answer.headers["content-type"].startswith("text/event-stream") and events.pop() == "[DONE]"
+    )
     texts = [json.loads(event)["choices"][0]["text"] for event in events]
     assert "".join(texts) == "hé🦀llo " * 3 + "h\ufffd", "the last token is the first half of é"
     assert not any("\ufffd" in text for text in texts[:-1])
@@ -444,7 +563,10 @@ def test_a_full_queue_is_429_and_nothing_of_the_request_stays():
     engine = FakeEngine("abc", room=1)
     with running(engine, FakeTexts(), FAKE) as url:
         answer = post(f"{url}/v1/completions", json=PLAIN | {"n": 2})
-        assert refusal(answer, 429)["type"] == "rate_limit_error" and answer.headers["retry-after"] == "1"
+        assert (
+            refusal(answer, 429)["type"] == "rate_limit_error"
+            and answer.headers["retry-after"] == "1"
+        )
         assert not engine.running and len(engine.cancelled) == 1
         assert post(f"{url}/v1/completions", json=PLAIN).status_code == 200
 
@@ -476,7 +598,9 @@ def test_a_client_that_leaves_is_cancelled_at_once(stream):
 def test_an_engine_that_dies_fails_every_client_and_the_health(stream):
     engine = FakeEngine("abc", fails_at=5)
     with running(engine, FakeTexts(), FAKE) as url:
-        answer = post(f"{url}/v1/completions", json=PLAIN | {"max_tokens": 9, "n": 2, "stream": stream})
+        answer = post(
+            f"{url}/v1/completions", json=PLAIN | {"max_tokens": 9, "n": 2, "stream": stream}
+        )
         last = answer.text.rpartition("data: ")[2] if stream else answer.text
         assert answer.status_code == (200 if stream else 503)
         assert "out of numbers" in json.loads(last)["error"]["message"]

@@ -1,4 +1,5 @@
-"""The server under requests that are large, slow or malformed: nobody else waits, and nobody gets anything but an answer."""
+"""The server under requests that are large, slow or malformed: nobody else waits, and nobody gets
+anything but an answer."""
 
 import json
 import socket
@@ -59,11 +60,15 @@ def test_a_small_request_is_answered_while_a_large_one_is_tokenized():
     answers = []
     with running(FakeEngine("abc"), CountingTexts(wait), LARGE) as url:
         body = {"prompt": "x" * 100_000, "max_tokens": 2}
-        large = threading.Thread(target=lambda: answers.append(post(f"{url}/v1/completions", json=body)))
+        large = threading.Thread(
+            target=lambda: answers.append(post(f"{url}/v1/completions", json=body))
+        )
         large.start()
         assert begun.wait(WAIT_S)
         try:
-            small = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=WAIT_S / 4)
+            small = httpx.post(
+                f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, timeout=WAIT_S / 4
+            )
         finally:
             answered.set()
         large.join(WAIT_S)
@@ -87,7 +92,12 @@ def test_generation_goes_on_while_weights_are_hashed_and_a_hash_is_of_its_versio
         asking = threading.Thread(target=lambda: answers.append(get(f"{url}/weights").json()))
         asking.start()
         try:
-            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=WAIT_S / 4).status_code == 200
+            assert (
+                httpx.post(
+                    f"{url}/v1/completions", json={"prompt": "x"}, timeout=WAIT_S / 4
+                ).status_code
+                == 200
+            )
         finally:
             engine.hashed.set()
         asking.join(WAIT_S)
@@ -109,9 +119,14 @@ def test_large_requests_take_turns():
         with running(FakeEngine("abc"), texts, LARGE) as url:
 
             def ask(prompt):
-                post(f"{url}/v1/completions", json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
+                post(
+                    f"{url}/v1/completions", json={"prompt": prompt, "max_tokens": 1}
+                ).raise_for_status()
 
-            clients = [threading.Thread(target=ask, args=(prompt,)) for prompt in (["x" * 20_000] * 8, "y" * 65_530)]
+            clients = [
+                threading.Thread(target=ask, args=(prompt,))
+                for prompt in (["x" * 20_000] * 8, "y" * 65_530)
+            ]
             clients[0].start()
             assert begun.wait(WAIT_S)
             clients[1].start()
@@ -181,12 +196,17 @@ def test_of_many_mistakes_the_first_is_told_and_the_rest_is_not_looked_at():
         return caught.value
 
     assert error(prompt="a", **{f"f{n}": n for n in range(60_000)}).param == "f0"
-    assert error(prompt="a", stream_options={f"f{n}": n for n in range(60_000)}).param == "stream_options.f0"
+    assert (
+        error(prompt="a", stream_options={f"f{n}": n for n in range(60_000)}).param
+        == "stream_options.f0"
+    )
     assert len(error(prompt="a", model="m" * 100_000).message) < 2000
     assert len(json.dumps(error(prompt="a", **{"f" * 100_000: 1}).body())) < 4000
 
 
-@pytest.mark.parametrize(("longest_text", "expected"), [(256, 1 << 20), (1 << 18, 1 << 22), (1 << 30, 16 << 20)])
+@pytest.mark.parametrize(
+    ("longest_text", "expected"), [(256, 1 << 20), (1 << 18, 1 << 22), (1 << 30, 16 << 20)]
+)
 def test_the_largest_body_follows_from_the_context(longest_text, expected):
     assert replace(FAKE, longest_text=longest_text).longest_body == expected
 
@@ -195,7 +215,12 @@ def test_an_answer_is_written_in_small_slices():
     rows = [{"token": str(n)} for n in range(5 * ROWS)]
     value = {"a": {"content": iter(rows), "none": iter([])}, "b": None, "c": {}, "d": [1, "é"]}
     slices = list(write_json(value))
-    assert json.loads("".join(slices)) == {"a": {"content": rows, "none": []}, "b": None, "c": {}, "d": [1, "é"]}
+    assert json.loads("".join(slices)) == {
+        "a": {"content": rows, "none": []},
+        "b": None,
+        "c": {},
+        "d": [1, "é"],
+    }
     assert max(text.count("token") for text in slices) == ROWS
 
 
@@ -242,7 +267,10 @@ def test_a_client_that_does_not_send_its_request_in_time_is_dropped(sent):
 
 def test_an_answer_may_take_longer_than_its_request_and_a_connection_may_be_used_again():
     engine = FakeEngine("abc")
-    with running(engine, FakeTexts(), FAKE, request_s=SOON_S) as url, httpx.Client(timeout=WAIT_S) as client:
+    with (
+        running(engine, FakeTexts(), FAKE, request_s=SOON_S) as url,
+        httpx.Client(timeout=WAIT_S) as client,
+    ):
         for _ in range(2):
             engine.go.clear()
             threading.Timer(2 * SOON_S, engine.go.set).start()
@@ -298,7 +326,9 @@ def test_deep_json_in_a_tool_is_an_answer_and_not_a_failure(caplog):
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "plain"])
 def test_an_event_is_of_one_choice(chat):
     body = (
-        {"messages": [{"role": "user", "content": "a"}], "logprobs": True} if chat else {"prompt": "a", "logprobs": 1}
+        {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
+        if chat
+        else {"prompt": "a", "logprobs": 1}
     )
     body |= {"n": 3, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
     with running(FakeEngine("abcd"), FakeTexts(), FAKE) as url:
@@ -306,7 +336,9 @@ def test_an_event_is_of_one_choice(chat):
     *events, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     *pieces, last = map(json.loads, events)
     assert done == "[DONE]" and last["choices"] == [] and last["usage"]["completion_tokens"] == 12
-    assert [len(piece["choices"]) for piece in pieces] == [1] * 12 and all(piece["usage"] is None for piece in pieces)
+    assert [len(piece["choices"]) for piece in pieces] == [1] * 12 and all(
+        piece["usage"] is None for piece in pieces
+    )
     for index in range(3):
         own = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == index]
         assert "".join(c["delta"]["content"] if chat else c["text"] for c in own) == "abcd"

@@ -1,4 +1,5 @@
-"""Tools over the server: what is trained with tools is served with them, by the same tokens and the same reading of calls."""
+"""Tools over the server: what is trained with tools is served with them, by the same tokens and the
+same reading of calls."""
 
 import asyncio
 import json
@@ -17,10 +18,17 @@ from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import post, running
 from tests.support.waiting import WAIT_S
 
-CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {
-    "type": "object", "properties": {"expression": {"type": "string"}}}}}  # fmt: skip
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
 ASK = {"role": "user", "content": "What is 6 times 7?"}
-SAID = "I see.\n" + write_calls([Call(name="calculator", arguments={"expression": "6*7"})], "hermes")
+SAID = "I see.\n" + write_calls(
+    [Call(name="calculator", arguments={"expression": "6*7"})], "hermes"
+)
 # As the templates of Qwen2.5 and Qwen3 write tools and calls.
 KNOWS_TOOLS = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -39,8 +47,16 @@ def answering(said, texts=None, served=FAKE):
 
 
 def ask(url, **fields):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
-        fields = {"model": "fake", "messages": [ASK], "tools": [CALCULATOR], "max_tokens": 400, **fields}
+    with openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+    ) as client:
+        fields = {
+            "model": "fake",
+            "messages": [ASK],
+            "tools": [CALCULATOR],
+            "max_tokens": 400,
+            **fields,
+        }
         if not fields.get("stream"):
             return client.chat.completions.create(**fields).choices[0]
         return [piece.choices[0] for piece in client.chat.completions.create(**fields)]
@@ -50,8 +66,15 @@ def test_a_call_in_the_answer_is_a_tool_call():
     with answering(SAID) as url:
         choice = ask(url)
     [call] = choice.message.tool_calls
-    assert (choice.finish_reason, choice.message.content, call.type) == ("tool_calls", "I see.", "function")
-    assert (call.function.name, json.loads(call.function.arguments)) == ("calculator", {"expression": "6*7"})
+    assert (choice.finish_reason, choice.message.content, call.type) == (
+        "tool_calls",
+        "I see.",
+        "function",
+    )
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "calculator",
+        {"expression": "6*7"},
+    )
     assert call.id.startswith("call_")
 
 
@@ -81,10 +104,17 @@ def test_what_is_no_call_is_content(said, fields, reason, stream):
         got = ask(url, stream=stream, **fields)
     text = said[: fields.get("max_tokens", 400)]
     if stream:
-        assert "".join(piece.delta.content for piece in got) == text and got[-1].finish_reason == reason
+        assert (
+            "".join(piece.delta.content for piece in got) == text
+            and got[-1].finish_reason == reason
+        )
         assert not any(piece.delta.tool_calls for piece in got)
     else:
-        assert (got.message.content, got.message.tool_calls, got.finish_reason) == (text, None, reason)
+        assert (got.message.content, got.message.tool_calls, got.finish_reason) == (
+            text,
+            None,
+            reason,
+        )
 
 
 def test_tools_are_shown_unless_none_is_to_be_called():
@@ -105,16 +135,53 @@ def test_tools_are_shown_unless_none_is_to_be_called():
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-         "messages[1].tool_calls[0].function.arguments"),
-        ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
-         "messages[1].tool_calls[0].function.arguments"),
-        ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 60_000}}]}]},
-         "messages[1].tool_calls[0].function.arguments"),
-        ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
-         "messages[1].tool_calls[0].function.name"),
+        (
+            {
+                "messages": [
+                    ASK,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    },
+                ]
+            },
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            {
+                "messages": [
+                    ASK,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}],
+                    },
+                ]
+            },
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            {
+                "messages": [
+                    ASK,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[" * 60_000}}],
+                    },
+                ]
+            },
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            {
+                "messages": [
+                    ASK,
+                    {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+                ]
+            },
+            "messages[1].tool_calls[0].function.name",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_done_with_tools_is_named(fields, param):
     with answering("x") as url:
         answer = post(f"{url}/v1/chat/completions", json={"messages": [ASK], **fields})
@@ -130,14 +197,21 @@ def test_a_served_conversation_with_tools_has_the_tokens_that_training_has(templ
     sampled = renderer.encode(SAID)
     trained = [*renderer.prompts([[ASK]], env.tools), sampled, renderer.turn(observation.messages)]
     served = replace(FAKE, vocabulary=len(renderer.tokenizer))
-    body = {"messages": [ASK], "tools": list(env.tools), "return_token_ids": True, "max_tokens": 400}
+    body = {
+        "messages": [ASK],
+        "tools": list(env.tools),
+        "return_token_ids": True,
+        "max_tokens": 400,
+    }
     texts = RendererTexts(renderer)
     texts.stop_token_ids = FakeTexts.stop_token_ids  # the engine's tokens are bytes
     with answering(SAID, texts, served) as url:
         first = post(f"{url}/v1/chat/completions", json=body).raise_for_status().json()
         message = first["choices"][0]["message"]
         back = observation.messages[0] | {"tool_call_id": message["tool_calls"][0]["id"]}
-        second = post(f"{url}/v1/chat/completions", json=body | {"messages": [ASK, message, back]}).json()
+        second = post(
+            f"{url}/v1/chat/completions", json=body | {"messages": [ASK, message, back]}
+        ).json()
     assert first["prompt_token_ids"] == trained[0].tolist()
     assert second["prompt_token_ids"] == np.concatenate(trained).tolist()
     assert observation.messages[0]["content"] == "42"

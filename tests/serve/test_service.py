@@ -1,4 +1,5 @@
-"""The engine's thread: weights that change under a client, and questions that must not stop generation."""
+"""The engine's thread: weights that change under a client, and questions that must not stop
+generation."""
 
 import asyncio
 import threading
@@ -55,7 +56,9 @@ def test_a_client_gets_every_token_once_when_the_weights_change_meanwhile(runnin
                     update.completion,
                 )
                 if len(tokens) == 3:
-                    applied = asyncio.create_task(service.apply(1, lambda: model.load_weights(new), running))
+                    applied = asyncio.create_task(
+                        service.apply(1, lambda: model.load_weights(new), running)
+                    )
                     await asyncio.sleep(0)  # now it is asked for
                     go.set()
                     await applied

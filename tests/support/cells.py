@@ -1,9 +1,11 @@
-"""Every processor, as far as one machine can be another: the probe's word against what really happens, cell by cell.
+"""Every processor, as far as one machine can be another: the probe's word against what really
+happens, cell by cell.
 
-A cell is a model's shape under switches that hold the libraries at older instructions, with MKL's strict mode and without,
-with one thread and with two. In each the probe says yes or no; then the engine serves random requests, the trainer passes
-over what was sampled, and its gradients are made with one thread and with two. A cell is wrong where the probe says
-yes and a bit differs. Switches are read when a process starts, so each set of them has a process of its own.
+A cell is a model's shape under switches that hold the libraries at older instructions, with MKL's
+strict mode and without, with one thread and with two. In each the probe says yes or no; then the
+engine serves random requests, the trainer passes over what was sampled, and its gradients are made
+with one thread and with two. A cell is wrong where the probe says yes and a bit differs. Switches
+are read when a process starts, so each set of them has a process of its own.
 
     python -m tests.support.cells 3 0 1 2      these cells' results under the switches of that number, as JSON lines
 """
@@ -33,15 +35,24 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
 }
-AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512", "ATEN_CPU_CAPABILITY": "avx512"}
+AVX2 = {
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}
+AVX512 = {
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+    "ATEN_CPU_CAPABILITY": "avx512",
+}
 PROMPTS = (*range(1, 9), 20, 28, 32, 64, 127, 128, 129, 130, *range(255, 261), 300)
 ANSWERS = (1, 2, 3, 4, 5, 8, 12, 33)  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Example: Shape(name="llama, 2 x 1 heads of 96", architecture="llama", config={"hidden_size": 96, ...})"""
+    """Example: Shape(name="llama, 2 x 1 heads of 96", architecture="llama", config={"hidden_size":
+    96, ...})"""
 
     name: str
     architecture: str
@@ -51,7 +62,8 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """Example: Switches(name="MKL at AVX2", variables={"MKL_ENABLE_INSTRUCTIONS": "AVX2"}, strict=True, threads=2)"""
+    """Example: Switches(name="MKL at AVX2", variables={"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    strict=True, threads=2)"""
 
     name: str
     variables: dict[str, str]
@@ -66,29 +78,67 @@ def shapes() -> list[Shape]:
         for group, kv_heads in ((1, 2), (GROUPS[number % 4], 1 + number % 2)):
             hidden, vocabulary = (96, 100, 172, 250)[(number + group) % 4], VOCABULARIES[0]
             made.append(
-                _shape(f"{group} x {kv_heads} heads of {size}", "llama", hidden, group, kv_heads, size, vocabulary)
+                _shape(
+                    f"{group} x {kv_heads} heads of {size}",
+                    "llama",
+                    hidden,
+                    group,
+                    kv_heads,
+                    size,
+                    vocabulary,
+                )
             )
     small = (64, 2, 2, 32)
     made += [
-        _shape(f"vocabulary of {v:,}", "qwen3", *small, v, tie_word_embeddings=v > 60_000) for v in VOCABULARIES[1:]
+        _shape(f"vocabulary of {v:,}", "qwen3", *small, v, tie_word_embeddings=v > 60_000)
+        for v in VOCABULARIES[1:]
     ]
     for name, rope in ROPES.items():
-        made.append(_shape(f"rope {name}", "llama", *small, 997, rope_parameters={"rope_theta": 1e4, **rope}))
-    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 60, "decoder_sparse_step": 1}
+        made.append(
+            _shape(
+                f"rope {name}", "llama", *small, 997, rope_parameters={"rope_theta": 1e4, **rope}
+            )
+        )
+    experts = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 60,
+        "decoder_sparse_step": 1,
+    }
     made += [
         _shape("24 layers", "qwen3", *small, 997, num_hidden_layers=24),
         _shape("window of 40", "mistral", 100, 3, 2, 24, 997, sliding_window=40),
         _shape("biases", "llama", 100, 7, 1, 16, 997, attention_bias=True, mlp_bias=False),
         _shape("biases, tied", "qwen2", 112, 7, 1, 16, 997, tie_word_embeddings=True),
         _shape("experts", "qwen3_moe", *small, 997, **experts),
-        _shape("inputs of 1,100 and 2,060", "llama", 1100, 2, 2, 64, 997, intermediate_size=2060, num_hidden_layers=1),
+        _shape(
+            "inputs of 1,100 and 2,060",
+            "llama",
+            1100,
+            2,
+            2,
+            64,
+            997,
+            intermediate_size=2060,
+            num_hidden_layers=1,
+        ),
     ]
     context = _shape("context of 6,000", "llama", *small, 997)
-    return [*made, Shape(name=context.name, architecture="llama", config=context.config, longest=6000)]
+    return [
+        *made,
+        Shape(name=context.name, architecture="llama", config=context.config, longest=6000),
+    ]
 
 
 def _shape(
-    name: str, architecture: str, hidden: int, group: int, kv_heads: int, size: int, vocabulary: int, **more: Any
+    name: str,
+    architecture: str,
+    hidden: int,
+    group: int,
+    kv_heads: int,
+    size: int,
+    vocabulary: int,
+    **more: Any,
 ) -> Shape:
     hidden += -hidden % (group * kv_heads)  # Llama's config insists
     config = {
@@ -108,10 +158,17 @@ def _shape(
 
 def switches() -> list[Switches]:
     """Default first, everything at AVX2 second: an Intel laptop without AVX-512."""
-    libraries = {"ONEDNN_MAX_CPU_ISA": "oneDNN", "MKL_ENABLE_INSTRUCTIONS": "MKL", "ATEN_CPU_CAPABILITY": "ATen"}
+    libraries = {
+        "ONEDNN_MAX_CPU_ISA": "oneDNN",
+        "MKL_ENABLE_INSTRUCTIONS": "MKL",
+        "ATEN_CPU_CAPABILITY": "ATen",
+    }
     sets = {"default": {}, "all at AVX2": AVX2, "all at AVX-512": AVX512}
     for key, library in libraries.items():
-        sets |= {f"{library} at AVX2": {key: AVX2[key]}, f"{library} at AVX-512": {key: AVX512[key]}}
+        sets |= {
+            f"{library} at AVX2": {key: AVX2[key]},
+            f"{library} at AVX-512": {key: AVX512[key]},
+        }
     return [
         Switches(name=name, variables=variables, strict=strict, threads=threads)
         for strict in (True, False)
@@ -121,7 +178,8 @@ def switches() -> list[Switches]:
 
 
 def plan(each: int) -> dict[int, list[int]]:
-    """Shapes by switches, in numbers: all of them for the first two sets in strict mode, of the others `each` in turns."""
+    """Shapes by switches, in numbers: all of them for the first two sets in strict mode, of the
+    others `each` in turns."""
     count, found, first = len(shapes()), {}, 0
     for number, one in enumerate(switches()):
         size = count if one.strict and one.name in ("default", "all at AVX2") else each
@@ -135,21 +193,29 @@ def run(number: int, chosen: list[int], timeout_s: float = 3600) -> list[dict[st
     one = switches()[number]
     pinned = {"MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS", *AVX2}
     env = {key: value for key, value in os.environ.items() if key not in pinned} | one.variables
-    env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | ({} if one.strict else {"MKL_CBWR": "AUTO"})
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | (
+        {} if one.strict else {"MKL_CBWR": "AUTO"}
+    )
     command = [sys.executable, "-m", "tests.support.cells", str(number), *map(str, chosen)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+    )
     if done.returncode:
         raise RuntimeError(f"{one}: {done.stderr[-3000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def is_false_yes(cell: dict[str, Any], measured: bool = False) -> bool:
-    """Whether the probe says that something is exact which is not; measured: what it would say without knowing MKL's mode."""
-    parity, threads = (cell[f"{'measured' if measured else 'says'}_{name}"] for name in ("parity", "threads"))
+    """Whether the probe says that something is exact which is not; measured: what it would say
+    without knowing MKL's mode."""
+    parity, threads = (
+        cell[f"{'measured' if measured else 'says'}_{name}"] for name in ("parity", "threads")
+    )
     return bool((parity and cell["gap"] != 0.0) or (threads and not cell["threads_agree"]))
 
 
-# In the process of the switches -------------------------------------------------------------------------------------
+# In the process of the switches
+# -------------------------------------------------------------------------------------
 
 
 def main(number: int, chosen: list[int]) -> None:
@@ -159,9 +225,20 @@ def main(number: int, chosen: list[int]) -> None:
     numerics.prepare(one.threads)
     for cell in chosen:
         shape = shapes()[cell]
-        told = {"switches": one.name, "strict": one.strict, "threads": one.threads, "shape": shape.name}
+        told = {
+            "switches": one.name,
+            "strict": one.strict,
+            "threads": one.threads,
+            "shape": shape.name,
+        }
         print(
-            json.dumps({**told, "processor": numerics.processor(), **tried(shape, seed=1000 * number + cell)}),
+            json.dumps(
+                {
+                    **told,
+                    "processor": numerics.processor(),
+                    **tried(shape, seed=1000 * number + cell),
+                }
+            ),
             flush=True,
         )
 
@@ -198,7 +275,8 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
 
 
 def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, int, bool]:
-    """(largest gap between engine and trainer, tokens sampled, whether one and two threads give the trainer the same bits)."""
+    """(largest gap between engine and trainer, tokens sampled, whether one and two threads give the
+    trainer the same bits)."""
     from tandem.model.logprobs import Filter
     from tandem.train.pack import join, pack
     from tandem.types import Request, SamplingParams
@@ -209,8 +287,15 @@ def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, in
         prompt = rng.integers(0, model.config.vocab_size, length).astype(np.int64)
         for sample in range(int(rng.integers(1, 4))):
             params = SamplingParams(max_new_tokens=int(rng.choice(ANSWERS)))
-            requests.append((number, Request(key=int(rng.integers(1 << 62)) + sample, prompt=prompt, params=params)))
-    completions = engine_for(model, max_batch=int(rng.integers(1, 12))).generate([request for _, request in requests])
+            requests.append(
+                (
+                    number,
+                    Request(key=int(rng.integers(1 << 62)) + sample, prompt=prompt, params=params),
+                )
+            )
+    completions = engine_for(model, max_batch=int(rng.integers(1, 12))).generate(
+        [request for _, request in requests]
+    )
     samples = [
         sample_of(request, completion, group)
         for (group, request), completion in zip(requests, completions, strict=True)
@@ -218,7 +303,9 @@ def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, in
     gap, agree = 0.0, True
     for budget in (int(rng.integers(100, 700)), 4096):
         batches = pack(samples, budget)
-        for batch, engine in zip(batches, join(batches, [c.logprobs for c in completions]), strict=True):
+        for batch, engine in zip(
+            batches, join(batches, [c.logprobs for c in completions]), strict=True
+        ):
             logprobs, same = passed(model, batch, Filter(), gradients=budget == 4096)
             gap = float(np.max([gap, np.abs(logprobs - engine).max()]))  # np: a NaN must show
             agree &= same
@@ -226,7 +313,8 @@ def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, in
 
 
 def passed(model: Any, batch: Any, how: Any, *, gradients: bool) -> tuple[np.ndarray, bool]:
-    """(log-probs with the threads at hand, whether log-probs, and gradients, are the same with one thread and with two)."""
+    """(log-probs with the threads at hand, whether log-probs, and gradients, are the same with one
+    thread and with two)."""
     import torch
 
     from tandem.model.forward import batch_logprobs
@@ -238,7 +326,10 @@ def passed(model: Any, batch: Any, how: Any, *, gradients: bool) -> tuple[np.nda
             logprobs, _ = batch_logprobs(model, batch, how)
             if gradients:
                 (-logprobs.sum() / len(logprobs)).backward()
-        made[threads] = [logprobs.detach(), *(p.grad for p in model.module.parameters() if p.grad is not None)]
+        made[threads] = [
+            logprobs.detach(),
+            *(p.grad for p in model.module.parameters() if p.grad is not None),
+        ]
         model.module.zero_grad(set_to_none=True)
     equal = all(torch.equal(one, two) for one, two in zip(made[1], made[2], strict=True))
     return made[torch.get_num_threads()][0].numpy(), equal

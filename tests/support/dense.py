@@ -1,4 +1,5 @@
-"""The trainer's arithmetic by definition: stock transformers, one sequence at a time, whole logits, autograd, plain loops.
+"""The trainer's arithmetic by definition: stock transformers, one sequence at a time, whole logits,
+autograd, plain loops.
 
 Shares no code with tandem: what is compared with it is computed twice.
 """
@@ -8,8 +9,9 @@ import math
 import numpy as np
 import torch
 
-# Relative to the largest entry of a parameter's gradient. float32 sums over some 300 rows, in another order and by
-# other kernels than transformers': a few hundred roundings of 6e-8 on terms that partly cancel. Measured: under 1e-6.
+# Relative to the largest entry of a parameter's gradient. float32 sums over some 300 rows, in
+# another order and by other kernels than transformers': a few hundred roundings of 6e-8 on terms
+# that partly cancel. Measured: under 1e-6.
 GRADIENT = 5e-6
 
 
@@ -50,7 +52,8 @@ def policy_terms(rl, logprobs, proximal, advantages):
             return -ratio.clamp(low, high).detach() * advantages * logprobs
         case "gspo":
             mean = ratio.prod().pow(1 / len(ratio)).detach()
-            ratio = mean * (logprobs - logprobs.detach()).exp()  # each token passes its own gradient
+            # each token passes its own gradient
+            ratio = mean * (logprobs - logprobs.detach()).exp()
     terms = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     if rl.dual_clip:
         terms = torch.where(advantages < 0, torch.maximum(terms, rl.dual_clip * advantages), terms)
@@ -79,7 +82,10 @@ def gae(rewards, values, gamma, lam):
     """(advantages, returns) by the double sum of arXiv 1506.02438, eq. 16."""
     after = [*values[1:], 0.0]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
-    advantages = [sum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, len(deltas))) for t in range(len(deltas))]
+    advantages = [
+        sum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
@@ -92,11 +98,14 @@ def whitened(parts):
 
 
 def assert_gradients(found, stock):
-    """found: gradients by name; those of the stock model are what backward left in it, which is then cleared."""
+    """found: gradients by name; those of the stock model are what backward left in it, which is
+    then cleared."""
     expected = {name: p.grad for name, p in stock.named_parameters()}
     stock.zero_grad()
     assert set(found) == set(expected)
     for name, gradient in found.items():
         scale = expected[name].abs().max()
         assert scale > 0, name
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=GRADIENT * scale, msg=name)
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=0, atol=GRADIENT * scale, msg=name
+        )

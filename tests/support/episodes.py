@@ -1,4 +1,5 @@
-"""Made-up groups of episodes of a tiny model, and learners over it whose updates can be looked at."""
+"""Made-up groups of episodes of a tiny model, and learners over it whose updates can be looked
+at."""
 
 from dataclasses import replace
 
@@ -28,7 +29,9 @@ class Recorder:
         self.parameters, self.updates = model.trainable(), []
 
     def update(self, *, skip=False):
-        self.updates.append({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
+        self.updates.append(
+            {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        )
         for parameter in self.parameters.values():
             parameter.grad = None
         return {"skipped_updates": float(skip)}
@@ -40,9 +43,15 @@ def recorded(model):
 
 def trained(model, learning_rate=0.01):
     optimizer = Optimizer(
-        model.trainable(), learning_rate=learning_rate, schedule="constant", warmup_steps=0, total_steps=100,
-        weight_decay=0.0, betas=(0.9, 0.95), max_grad_norm=1.0,
-    )  # fmt: skip
+        model.trainable(),
+        learning_rate=learning_rate,
+        schedule="constant",
+        warmup_steps=0,
+        total_steps=100,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        max_grad_norm=1.0,
+    )
     return Learner(model, optimizer)
 
 
@@ -54,7 +63,9 @@ def adapted_model(kind="qwen3"):
 def bits(learner):
     """All that an update may change: weights and moments."""
     weights = {name: w.numpy().tobytes() for name, w in learner.model.named_weights().items()}
-    return weights | {name: moment.numpy().tobytes() for name, moment in learner.optimizer.state().items()}
+    return weights | {
+        name: moment.numpy().tobytes() for name, moment in learner.optimizer.state().items()
+    }
 
 
 def settings(budget=60, **rl):
@@ -66,13 +77,19 @@ def settings(budget=60, **rl):
 
 
 def sampled_groups(model, *, prompts=3, size=3, turns=1, seed=0, version=0, how=HOW):
-    """Groups whose engine log-probs are the model's own; between turns stand tokens that nobody sampled."""
+    """Groups whose engine log-probs are the model's own; between turns stand tokens that nobody
+    sampled."""
     rng = np.random.default_rng(seed)
     groups = []
     for number in range(prompts):
-        problem = Problem(uid=f"made up/{number}", messages=({"role": "user", "content": "?"},), answer="")
+        problem = Problem(
+            uid=f"made up/{number}", messages=({"role": "user", "content": "?"},), answer=""
+        )
         prompt = random_tokens(rng, int(rng.integers(1, 20)))
-        episodes = [_episode(rng, model, prompt, problem.uid, place, turns, version, how) for place in range(size)]
+        episodes = [
+            _episode(rng, model, prompt, problem.uid, place, turns, version, how)
+            for place in range(size)
+        ]
         groups.append(Group(problem=problem, episodes=tuple(episodes)))
     return groups
 
@@ -89,11 +106,18 @@ def _episode(rng, model, prompt, uid, place, turns, version, how):
         mask.append(np.ones(own, bool))
     tokens, mask = np.concatenate(tokens), np.concatenate(mask)
     return Episode(
-        uid=uid, sample_index=place, tokens=tokens, loss_mask=mask, engine_logprobs=own_logprobs(model, tokens, mask, how),
-        weight_versions=np.where(mask, version, -1).astype(np.int32), num_prompt_tokens=len(prompt),
-        penalties=np.zeros(len(mask), np.float32), messages=({"role": "assistant", "content": ""},) * turns,
-        stop_reason="stop", reward=float(rng.normal()),
-    )  # fmt: skip
+        uid=uid,
+        sample_index=place,
+        tokens=tokens,
+        loss_mask=mask,
+        engine_logprobs=own_logprobs(model, tokens, mask, how),
+        weight_versions=np.where(mask, version, -1).astype(np.int32),
+        num_prompt_tokens=len(prompt),
+        penalties=np.zeros(len(mask), np.float32),
+        messages=({"role": "assistant", "content": ""},) * turns,
+        stop_reason="stop",
+        reward=float(rng.normal()),
+    )
 
 
 def own_logprobs(model, tokens, mask, how=HOW):
@@ -110,7 +134,10 @@ def changed(groups, at, **fields):
     row, place = at
     episodes = list(groups[row].episodes)
     episodes[place] = replace(episodes[place], **fields)
-    return [replace(group, episodes=tuple(episodes)) if n == row else group for n, group in enumerate(groups)]
+    return [
+        replace(group, episodes=tuple(episodes)) if n == row else group
+        for n, group in enumerate(groups)
+    ]
 
 
 def perturbed(groups, size, seed=1):

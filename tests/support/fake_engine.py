@@ -1,4 +1,5 @@
-"""A hand-written engine for the service and the server: it writes what its script says, byte by byte, without a model."""
+"""A hand-written engine for the service and the server: it writes what its script says, byte by
+byte, without a model."""
 
 import threading
 from collections.abc import Sequence
@@ -11,14 +12,22 @@ from tandem.serve.openai_requests import Served
 from tandem.types import Completion
 from tests.support.waiting import WAIT_S
 
-FAKE = Served(name="fake", context=4096, longest_text=4096, vocabulary=256, default_max_tokens=16, max_choices=8)
+FAKE = Served(
+    name="fake",
+    context=4096,
+    longest_text=4096,
+    vocabulary=256,
+    default_max_tokens=16,
+    max_choices=8,
+)
 
 
 class FakeEngine:
-    """Every request gets the bytes of `script`, over and over; one byte a step, and no more than `allowed` steps run.
+    """Every request gets the bytes of `script`, over and over; one byte a step, and no more than
+    `allowed` steps run.
 
-    The first bytes of a prompt are left alone. submit refuses the request after the `room`-th that runs; the step number
-    `fails_at` raises.
+    The first bytes of a prompt are left alone. submit refuses the request after the `room`-th that
+    runs; the step number `fails_at` raises.
     """
 
     def __init__(self, script: str, *, room: int = 64, fails_at: int = -1):
@@ -79,9 +88,12 @@ class FakeEngine:
     def _end(self, running, text, reason):
         self.running.remove(running)
         running.completion = Completion(
-            tokens=np.array(running.tokens), logprobs=np.array(running.logprobs, np.float32), text=text,
-            weight_versions=np.array(running.weight_versions, np.int32), stop_reason=reason,
-        )  # fmt: skip
+            tokens=np.array(running.tokens),
+            logprobs=np.array(running.logprobs, np.float32),
+            text=text,
+            weight_versions=np.array(running.weight_versions, np.int32),
+            stop_reason=reason,
+        )
 
     def stats(self):
         return {"running": len(self.running), "generated_tokens": self.steps}

@@ -1,6 +1,8 @@
-"""Faults for tests of durable writing: a disk that dies at its n-th operation, small and read-only file systems.
+"""Faults for tests of durable writing: a disk that dies at its n-th operation, small and read-only
+file systems.
 
-Every fault has a witness (an exit code, an error number), so that a test cannot pass because nothing happened.
+Every fault has a witness (an exit code, an error number), so that a test cannot pass because
+nothing happened.
 """
 
 import errno
@@ -22,7 +24,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FaultyDisk(Disk):
-    """Calls strike before operation n (counted from 0) and each one after, with what does a part of that operation."""
+    """Calls strike before operation n (counted from 0) and each one after, with what does a part of
+    that operation."""
 
     def __init__(self, n: int):
         self.left = n
@@ -63,8 +66,8 @@ class FaultyDisk(Disk):
 
 
 class DyingDisk(FaultyDisk):
-    """Ends the process at operation n: before it, midway in it, or before it with the power: what was not fsynced is cut,
-    and new names that were not fsynced in their folder are as they were."""
+    """Ends the process at operation n: before it, midway in it, or before it with the power: what
+    was not fsynced is cut, and new names that were not fsynced in their folder are as they were."""
 
     def __init__(self, n: int, mode: str):
         super().__init__(n)
@@ -77,12 +80,16 @@ class DyingDisk(FaultyDisk):
     def fsync(self, path: Path) -> None:
         super().fsync(path)
         self.unsynced = [other for other in self.unsynced if other != path]
-        self.renamed = [(source, target) for source, target in self.renamed if target.parent != path]
+        self.renamed = [
+            (source, target) for source, target in self.renamed if target.parent != path
+        ]
 
     def rename(self, source: Path, target: Path) -> None:
         takes_a_new_name = not target.exists()
         super().rename(source, target)
-        self.unsynced = [target / p.relative_to(source) if p.is_relative_to(source) else p for p in self.unsynced]
+        self.unsynced = [
+            target / p.relative_to(source) if p.is_relative_to(source) else p for p in self.unsynced
+        ]
         self.renamed += [(source, target)] * takes_a_new_name
 
     def strike(self, part: Callable[[], None]) -> None:
@@ -100,7 +107,8 @@ class DyingDisk(FaultyDisk):
 
 
 class RefusingDisk(FaultyDisk):
-    """Operation n stops midway with this error number, and so do all after it; a full disk still lets files go."""
+    """Operation n stops midway with this error number, and so do all after it; a full disk still
+    lets files go."""
 
     def __init__(self, n: int, number: int):
         super().__init__(n)
@@ -133,7 +141,8 @@ def cut(path: Path) -> None:
 
 
 def in_a_fork(action: Callable[[], object]) -> int:
-    """The exit code of a child that runs action: 0 when it returns, 1 when it raises, DIED when its disk died."""
+    """The exit code of a child that runs action: 0 when it returns, 1 when it raises, DIED when its
+    disk died."""
     child = os.fork()
     if child == 0:
         try:
@@ -146,7 +155,8 @@ def in_a_fork(action: Callable[[], object]) -> int:
 
 
 def deaths(action: Callable[[Disk], object], mode: str) -> Iterator[int]:
-    """Run action again and again, dying one operation later each time, until it ends; the caller resets between."""
+    """Run action again and again, dying one operation later each time, until it ends; the caller
+    resets between."""
     n = 0
     while (code := in_a_fork(partial(action, DyingDisk(n, mode)))) == DIED:
         yield n
@@ -161,9 +171,11 @@ def limit_file_size(size: int) -> None:
 
 @contextmanager
 def memory_folder() -> Iterator[Path]:
-    """A folder in memory where there is one: the order of operations is tested there, not the speed of a disk.
+    """A folder in memory where there is one: the order of operations is tested there, not the speed
+    of a disk.
 
-    A TMPDIR that was asked for is used: whoever sets it looks there for what was left behind."""
+    A TMPDIR that was asked for is used: whoever sets it looks there for what was left behind.
+    """
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) and "TMPDIR" not in os.environ else None
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         yield Path(folder)
@@ -174,7 +186,9 @@ def small_disk(path: Path, size: str) -> Iterator[bool]:
     """A tmpfs of this size at path; yields whether this user may mount one."""
     path.mkdir(exist_ok=True)
     mounted = (
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True).returncode
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True
+        ).returncode
         == 0
     )
     try:

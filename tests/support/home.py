@@ -1,4 +1,5 @@
-"""A folder with data, tiny models and a recipe for every command, and the command line as a function."""
+"""A folder with data, tiny models and a recipe for every command, and the command line as a
+function."""
 
 from typer.testing import CliRunner
 
@@ -10,8 +11,12 @@ def make_home(folder, steps):
     """The recipe lacks only what makes it one of the commands."""
     prepare(folder, steps=steps, command="sft")
     text = (folder / "reward.py").read_text()
-    (folder / "reward.py").write_text(text + "\ndef length(problem, completion):\n    return len(completion) / 100\n")
-    recipe = (folder / "recipe.toml").read_text().replace("[run]\n", f'[run]\nfolder = "{folder}/run"\n')
+    (folder / "reward.py").write_text(
+        text + "\ndef length(problem, completion):\n    return len(completion) / 100\n"
+    )
+    recipe = (
+        (folder / "recipe.toml").read_text().replace("[run]\n", f'[run]\nfolder = "{folder}/run"\n')
+    )
     recipe += 'data = "{0}/data/test.jsonl"\n[data]\ntrain = "{0}/data/train.jsonl"\n[model]\npath = "{0}/model"\n'
     recipe += '[reward]\nfunction = "{0}/reward.py:score"\n'
     (folder / "recipe.toml").write_text(recipe.format(folder))

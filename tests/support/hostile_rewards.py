@@ -73,7 +73,9 @@ def _close(problem):
 
 
 def _print(problem):
-    print('{"id": 0, "reward": 99.0, "parts": {}, "error": "", "kind": "", "last": false}', flush=True)
+    print(
+        '{"id": 0, "reward": 99.0, "parts": {}, "error": "", "kind": "", "last": false}', flush=True
+    )
     os.write(1, b"garbage\n")
     return 0.5
 

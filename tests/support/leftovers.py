@@ -1,6 +1,8 @@
-"""What a session of the tests leaves behind: files in the checkout, in shared memory or in the temporary folder.
+"""What a session of the tests leaves behind: files in the checkout, in shared memory or in the
+temporary folder.
 
-The session has a temporary folder of its own (TMPDIR), so that nothing is mistaken for what other programs leave.
+The session has a temporary folder of its own (TMPDIR), so that nothing is mistaken for what other
+programs leave.
 """
 
 import os
@@ -12,12 +14,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
-# pytest's own folders, torch's cache of compiled code, and what past_runs.py removes when its process ends
+# pytest's own folders, torch's cache of compiled code, and what past_runs.py removes when its
+# process ends
 KNOWN = ("pytest-of-", "torchinductor_", "past-runs-")
 
 
 def _checkout() -> set[str]:
-    """Paths of the checkout that git does not know, and what lies in the folders of runs and builds; caches are none of them."""
+    """Paths of the checkout that git does not know, and what lies in the folders of runs and
+    builds; caches are none of them."""
     status = ["git", "status", "--porcelain", "--untracked-files=all"]
     found = subprocess.run(status, cwd=ROOT, capture_output=True, text=True)
     unknown = {line for line in found.stdout.splitlines() if line.startswith("??")}
@@ -26,12 +30,17 @@ def _checkout() -> set[str]:
 
 def _in(folder: Path, *begin: str) -> set[str]:
     """The paths in a folder, of names that begin so."""
-    return {str(path) for path in folder.iterdir() if path.name.startswith(begin or "")} if folder.is_dir() else set()
+    return (
+        {str(path) for path in folder.iterdir() if path.name.startswith(begin or "")}
+        if folder.is_dir()
+        else set()
+    )
 
 
 @dataclass
 class Session:
-    """Begins with a temporary folder of its own, and tells in the end what is there that was not."""
+    """Begins with a temporary folder of its own, and tells in the end what is there that was
+    not."""
 
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tt-")))
     checkout: set[str] = field(default_factory=_checkout)
@@ -44,7 +53,11 @@ class Session:
     def left(self) -> list[str]:
         """Paths that the tests have left, besides the known ones."""
         temporary = {path for path in _in(self.folder) if not Path(path).name.startswith(KNOWN)}
-        return sorted(temporary | (_checkout() - self.checkout) | (_in(SHARED_MEMORY, "psm_", "torch_") - self.shared))
+        return sorted(
+            temporary
+            | (_checkout() - self.checkout)
+            | (_in(SHARED_MEMORY, "psm_", "torch_") - self.shared)
+        )
 
     def remove(self):
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,7 +1,9 @@
-"""A rollout worker without a model, for tests of Workers: the real process, socket and loop around an engine that hashes.
+"""A rollout worker without a model, for tests of Workers: the real process, socket and loop around
+an engine that hashes.
 
-What it samples depends on request, weights and version only, and any bits may be a log-prob. The text of a completion is the
-number of the process that made it. It may have a fault: in every process, or in the one that finds and removes a file.
+What it samples depends on request, weights and version only, and any bits may be a log-prob. The
+text of a completion is the number of the process that made it. It may have a fault: in every
+process, or in the one that finds and removes a file.
 
     python tests/support/odd_worker.py FAULT FILE PARENT < SOCKET
 """
@@ -82,7 +84,9 @@ class LightEngine:
             spin()
         if self.fault == "crash":
             raise RuntimeError("the engine fell over")
-        if self.fault == "poison" and any(POISON in running.request.prompt for running in self.running):
+        if self.fault == "poison" and any(
+            POISON in running.request.prompt for running in self.running
+        ):
             raise RuntimeError("it was poison")
         time.sleep(PASS_S)
         before = list(self.running)
@@ -102,9 +106,12 @@ class LightEngine:
         if at + 1 == request.params.max_new_tokens:
             self.running.remove(running)
             running.completion = Completion(
-                tokens=np.array(running.tokens, np.int64), logprobs=np.frombuffer(b"".join(running.logprobs), np.float32),
-                weight_versions=np.full(at + 1, self.version, np.int32), text=str(os.getpid()), stop_reason="length",
-            )  # fmt: skip
+                tokens=np.array(running.tokens, np.int64),
+                logprobs=np.frombuffer(b"".join(running.logprobs), np.float32),
+                weight_versions=np.full(at + 1, self.version, np.int32),
+                text=str(os.getpid()),
+                stop_reason="length",
+            )
 
 
 def spin():
@@ -128,15 +135,27 @@ class LightServer(Server):
     def _answer(self, running):
         if running.completion is not None and self._engine.fault == "garbage":
             os.write(self._channel._socket.fileno(), b"\x00\xff not a message\n")
-        if running.completion is not None and self._engine.fault == "swap" and len(self._running) > 1:
+        if (
+            running.completion is not None
+            and self._engine.fault == "swap"
+            and len(self._running) > 1
+        ):
             number = next(n for n, other in self._running.items() if other is not running)
-            self._channel.send(completion_message(number, identity_of(running.request), running.completion))
+            self._channel.send(
+                completion_message(number, identity_of(running.request), running.completion)
+            )
             return
         super()._answer(running)
 
 
 def refuse(start):
-    raise UserError("the model cannot be loaded", where="model.path", found="nothing", expected="a model", next="ls")
+    raise UserError(
+        "the model cannot be loaded",
+        where="model.path",
+        found="nothing",
+        expected="a model",
+        next="ls",
+    )
 
 
 def main(fault, file, parent):

@@ -1,8 +1,16 @@
-"""Random schedules for P1: generate with the engine, recompute with the policy's packed pass, compare bit by bit."""
+"""Random schedules for P1: generate with the engine, recompute with the policy's packed pass,
+compare bit by bit."""
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tandem.engine.engine import Engine
 from tandem.model.forward import batch_logprobs
@@ -14,16 +22,26 @@ from tandem.types import Completion, Request, Sample, SamplingParams
 
 VOCABULARY = 97
 SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "intermediate_size": 172, "max_position_embeddings": 4096, "head_dim": 16,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 172,
+    "max_position_embeddings": 4096,
+    "head_dim": 16,
+}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True),
     "qwen2": lambda: Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"}),
     "qwen3": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=40),
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=60, decoder_sparse_step=1
+        **SHAPE,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=60,
+        decoder_sparse_step=1,
     ),
 }
 FILTERS = (
@@ -44,42 +62,61 @@ def words(tokens: np.ndarray) -> str:
     return " ".join(map(str, tokens.tolist()))
 
 
-def random_requests(rng: np.random.Generator, *, prompts: int, longest: int, group: int) -> list[Request]:
+def random_requests(
+    rng: np.random.Generator, *, prompts: int, longest: int, group: int
+) -> list[Request]:
     """Groups that share a prompt, of all the kinds of sampling, in no order."""
     requests = []
     for number in range(prompts):
         prompt = rng.integers(0, VOCABULARY, int(rng.integers(1, longest))).astype(np.int64)
         params = FILTERS[int(rng.integers(len(FILTERS)))]
-        requests += [Request(key=address("parity", number, g), prompt=prompt, params=params) for g in range(group)]
+        requests += [
+            Request(key=address("parity", number, g), prompt=prompt, params=params)
+            for g in range(group)
+        ]
     return [requests[i] for i in rng.permutation(len(requests))]
 
 
 def largest_gap(
-    model: ExactModel, requests: list[Request], completions: list[Completion], budget: int, *, gradients: bool
+    model: ExactModel,
+    requests: list[Request],
+    completions: list[Completion],
+    budget: int,
+    *,
+    gradients: bool,
 ) -> float:
-    """max |engine log-prob - policy log-prob| with samples packed, prompts shared, under a token budget."""
+    """max |engine log-prob - policy log-prob| with samples packed, prompts shared, under a token
+    budget."""
     by_prompt: dict[bytes, int] = {}
     for request in requests:
         by_prompt.setdefault(request.prompt.tobytes(), len(by_prompt))
-    pairs = sorted(zip(requests, completions, strict=True), key=lambda pair: by_prompt[pair[0].prompt.tobytes()])
+    pairs = sorted(
+        zip(requests, completions, strict=True),
+        key=lambda pair: by_prompt[pair[0].prompt.tobytes()],
+    )
     gap = 0.0
     for params in FILTERS:
         how = Filter(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
         mine = [(r, c) for r, c in pairs if r.params == params]
         batches = pack([sample_of(r, c, by_prompt[r.prompt.tobytes()]) for r, c in mine], budget)
-        for batch, engine in zip(batches, join(batches, [c.logprobs for _, c in mine]), strict=True):
+        for batch, engine in zip(
+            batches, join(batches, [c.logprobs for _, c in mine]), strict=True
+        ):
             with torch.set_grad_enabled(gradients):
                 logprobs, _ = batch_logprobs(model, batch, how)
             if gradients:
                 logprobs.sum().backward()
-            gap = float(np.max([gap, np.abs(logprobs.detach().numpy() - engine).max()]))  # np: a NaN must show
+            # np: a NaN must show
+            gap = float(np.max([gap, np.abs(logprobs.detach().numpy() - engine).max()]))
     return gap
 
 
 def sample_of(request: Request, completion: Completion, group: int) -> Sample:
     before = len(request.prompt)
     tokens = np.concatenate([request.prompt, completion.tokens])
-    return Sample(tokens=tokens, loss_mask=np.arange(len(tokens)) >= before, prefix=before, group=group)
+    return Sample(
+        tokens=tokens, loss_mask=np.arange(len(tokens)) >= before, prefix=before, group=group
+    )
 
 
 def engine_for(model: ExactModel, *, max_batch: int = 256) -> Engine:

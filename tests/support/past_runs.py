@@ -18,7 +18,13 @@ SMALLER = ["rl.prompts_per_step=4", "eval.samples=1", "eval.greedy=false", "eval
 PARTIAL = "partial rollouts, a step ahead"
 NARROW = ["rl.clip_low=1e-4", "rl.clip_high=1e-4"]  # so that tokens of older weights are clipped
 KINDS["dapo, narrow"] = [*KINDS["dapo"], *NARROW, "run.save_every=1", "run.keep_checkpoints=9"]
-KINDS[PARTIAL] = ["train", "rl.algorithm=dapo", "rollout.staleness=1", "rollout.token_budget=3", "rl.correction=tis"]
+KINDS[PARTIAL] = [
+    "train",
+    "rl.algorithm=dapo",
+    "rollout.staleness=1",
+    "rollout.token_budget=3",
+    "rl.correction=tis",
+]
 
 
 @cache
@@ -44,10 +50,13 @@ def copy_of(run, folder):
 
 
 def rewrite(run, step, change):
-    """Let change(row, place, episode) make another of every episode in the journal file of a step."""
+    """Let change(row, place, episode) make another of every episode in the journal file of a
+    step."""
     path = episode_file(run / "episodes", step)
     groups = [
-        replace(group, episodes=tuple(change(row, place, e) for place, e in enumerate(group.episodes)))
+        replace(
+            group, episodes=tuple(change(row, place, e) for place, e in enumerate(group.episodes))
+        )
         for row, group in enumerate(read_step(path))
     ]
     write_episodes(run / "episodes", step, groups, note=read_note(path))

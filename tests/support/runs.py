@@ -1,7 +1,9 @@
-"""Small runs of every command that trains, killed with SIGKILL and started again; what is left, compared byte by byte.
+"""Small runs of every command that trains, killed with SIGKILL and started again; what is left,
+compared byte by byte.
 
-A run is a process of its own (`run`, at given moments), or a fork of a process that has imported Tandem and nothing else
-(`Forks`, at given steps), which saves the seconds of the import and so kills where the work is.
+A run is a process of its own (`run`, at given moments), or a fork of a process that has imported
+Tandem and nothing else (`Forks`, at given steps), which saves the seconds of the import and so
+kills where the work is.
 
     python -m tests.support.runs dapo 5      five kills at random moments of a run with rl.algorithm=dapo
 """
@@ -48,12 +50,14 @@ learning_rate = 1e-3
 samples = 2
 every = 4
 """
-# A random model never finds an answer: half of its texts are rewarded for nothing, so that there is something to learn.
+# A random model never finds an answer: half of its texts are rewarded for nothing, so that there is
+# something to learn.
 REWARD = """
 def score(problem, completion):
     return float(sum(map(ord, completion)) % 2)
 """
-# Answers each turn by what it heard, after a time that nobody foresees; some texts are too much for it.
+# Answers each turn by what it heard, after a time that nobody foresees; some texts are too much for
+# it.
 ENVIRONMENT = """
 import os, time
 from tandem.types import Env, Observation
@@ -90,19 +94,33 @@ KINDS = {  # name: command and overrides
         "reward.function=env",
         'rollout.stop=["a", "e", "1", "x", "Z"]',
     ],
-    "ppo, lora": ["train", "rl.algorithm=ppo", "critic.warmup_steps=1", "lora.rank=4", "rl.kl_coef=0.05"],
+    "ppo, lora": [
+        "train",
+        "rl.algorithm=ppo",
+        "critic.warmup_steps=1",
+        "lora.rank=4",
+        "rl.kl_coef=0.05",
+    ],
 }
 AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
 KINDS |= {
     "one-step-off": [*KINDS["train"], *AHEAD],
     "partial": [*KINDS["train"], *AHEAD, "rollout.token_budget=5"],
-    "multi-turn, two steps off": [*KINDS["multi-turn"], *AHEAD, "rollout.staleness=2", "rollout.workers=0"],
+    "multi-turn, two steps off": [
+        *KINDS["multi-turn"],
+        *AHEAD,
+        "rollout.staleness=2",
+        "rollout.workers=0",
+    ],
 }
 
 
 def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
-    """Data, tiny models and a recipe; command is one of KINDS. Returns the command line, which lacks only run.folder."""
-    write_dataset(folder / "data", "easy", num_train=48, num_test=8, num_warm=64, seed=0, careless=0.0)
+    """Data, tiny models and a recipe; command is one of KINDS. Returns the command line, which
+    lacks only run.folder."""
+    write_dataset(
+        folder / "data", "easy", num_train=48, num_test=8, num_warm=64, seed=0, careless=0.0
+    )
     make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
     make_tiny(folder / "teacher", hidden=32, layers=2, intermediate=64, seed=1)
     (folder / "pairs.jsonl").write_text("".join(f"{pair(number)}\n" for number in range(24)))
@@ -126,14 +144,22 @@ def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
 
 def pair(number: int) -> str:
     """A row of preference.train; every third rejected answer is longer."""
-    answers = {"chosen": f"Answer: {number}", "rejected": f"Answer: {number + 1}" + " or so" * (number % 3 == 0)}
+    answers = {
+        "chosen": f"Answer: {number}",
+        "rejected": f"Answer: {number + 1}" + " or so" * (number % 3 == 0),
+    }
     return json.dumps({"prompt": f"What is {number} + 0?", **answers})
 
 
 def run(
-    command: list[str], folder: Path, kill_after_s: float | None = None, *, place: Sequence[str] = ()
+    command: list[str],
+    folder: Path,
+    kill_after_s: float | None = None,
+    *,
+    place: Sequence[str] = (),
 ) -> tuple[int, float]:
-    """(exit code, seconds); with kill_after_s the whole process group is killed with SIGKILL at that moment.
+    """(exit code, seconds); with kill_after_s the whole process group is killed with SIGKILL at
+    that moment.
 
     place: what stands before the command line, e.g. "taskset", "-c", "0".
     """
@@ -165,12 +191,18 @@ class Forks:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        # what a run imports late, pandas by way of pyarrow among it; a module that is not there is passed over
-        late = ["transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "pandas"]
+        # what a run imports late, pandas by way of pyarrow among it; a module that is not there is
+        # passed over
+        late = [
+            "transformers.models.qwen3.modeling_qwen3",
+            "transformers.models.auto.modeling_auto",
+            "pandas",
+        ]
         self._context.set_forkserver_preload(["tandem.cli.train", *late])
 
     def run(self, command: list[str], folder: Path, kill_at_row: int | None = None) -> int:
-        """The exit code; with kill_at_row it is killed with SIGKILL once metrics.jsonl has that many rows."""
+        """The exit code; with kill_at_row it is killed with SIGKILL once metrics.jsonl has that
+        many rows."""
         process = self.start(command, folder)
         metrics = folder / "metrics.jsonl"
         while kill_at_row is not None and process.is_alive():
@@ -183,7 +215,9 @@ class Forks:
         assert code in (0, -signal.SIGKILL), output(folder)
         return code
 
-    def start(self, command: list[str], folder: Path, first: Callable[..., None] | None = None, *args: Any) -> Fork:
+    def start(
+        self, command: list[str], folder: Path, first: Callable[..., None] | None = None, *args: Any
+    ) -> Fork:
         """Under way, after first(*args) in the new process; join it."""
         process = self._context.Process(target=_forked, args=(command, folder, first, args))
         process.start()
@@ -201,7 +235,9 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _forked(command: list[str], folder: Path, first: Callable[..., None] | None, args: tuple[Any, ...]) -> None:
+def _forked(
+    command: list[str], folder: Path, first: Callable[..., None] | None, args: tuple[Any, ...]
+) -> None:
     """The command line as `tandem` takes it, what it prints in a file beside the run folder."""
     end_with_parent()
     if first is not None:
@@ -216,23 +252,29 @@ def _forked(command: list[str], folder: Path, first: Callable[..., None] | None,
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Hashes of all that must not depend on kills: weights, optimizer, metrics, ledger, episodes, the exported model."""
+    """Hashes of all that must not depend on kills: weights, optimizer, metrics, ledger, episodes,
+    the exported model."""
     steps = sorted((folder / "checkpoints").glob("step_*"))
     told = [folder / "metrics.jsonl", folder / "ledger.jsonl"]
     files = [*steps[-1].glob("*.safetensors"), *told, *(folder / "episodes").glob("*.parquet")]
     files += (folder / "hf").glob("step_*/*.safetensors")
-    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)}
+    return {
+        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
+        for f in sorted(files)
+    }
 
 
 def interrupted(command: list[str], folder: Path, moments: list[float]) -> int:
-    """Kill the run at each moment (seconds after a start), then let it finish; returns how many kills hit a live run."""
+    """Kill the run at each moment (seconds after a start), then let it finish; returns how many
+    kills hit a live run."""
     hits = sum(run(command, folder, moment)[0] != 0 for moment in moments)
     run(command, folder)
     return hits
 
 
 def main(kind: str, kills: int) -> None:
-    """One run, killed that often at random moments before it may finish, against one never stopped."""
+    """One run, killed that often at random moments before it may finish, against one never
+    stopped."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         command = prepare(folder, command=kind)
@@ -240,7 +282,9 @@ def main(kind: str, kills: int) -> None:
         moments = (np.random.default_rng().uniform(0.3, 0.9, kills) * seconds).tolist()
         hits = interrupted(command, folder / "killed", moments)
         equal = fingerprint(folder / "whole") == fingerprint(folder / "killed")
-        print(f"{kind}: {hits} kills of a run of {seconds:.1f} s, {'equal' if equal else 'NOT EQUAL'}")
+        print(
+            f"{kind}: {hits} kills of a run of {seconds:.1f} s, {'equal' if equal else 'NOT EQUAL'}"
+        )
         sys.exit(not equal)
 
 

@@ -1,4 +1,5 @@
-"""A stand-in for a SandboxFusion server: POST /run_code in a thread, with its fields and statuses, and no isolation.
+"""A stand-in for a SandboxFusion server: POST /run_code in a thread, with its fields and statuses,
+and no isolation.
 
 with FusionServer() as server: SandboxFusion(server.url)
 """
@@ -49,7 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def run_code(request):
-    """SandboxFusion's reply: `Finished` with any return code is a run; only its own failures are a SandboxError."""
+    """SandboxFusion's reply: `Finished` with any return code is a run; only its own failures are a
+    SandboxError."""
     with tempfile.TemporaryDirectory() as folder:
         for name, content in request["files"].items():
             path = Path(folder, name)
@@ -71,7 +73,8 @@ def run_code(request):
 def _run(command, folder, stdin, timeout):
     start = time.monotonic()
     try:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it has a `python`, this machine perhaps not
+        # it has a `python`, this machine perhaps not
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         done = subprocess.run(
             command,
             cwd=folder,
@@ -90,6 +93,9 @@ def _run(command, folder, stdin, timeout):
             "stderr": "",
         }
     return {
-        "status": "Finished", "execution_time": time.monotonic() - start, "return_code": done.returncode,
-        "stdout": done.stdout, "stderr": done.stderr,
-    }  # fmt: skip
+        "status": "Finished",
+        "execution_time": time.monotonic() - start,
+        "return_code": done.returncode,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+    }

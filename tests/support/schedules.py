@@ -1,7 +1,9 @@
-"""Random lives of an engine for P1: what is asked, when, of which engine, and what happens to the weights meanwhile.
+"""Random lives of an engine for P1: what is asked, when, of which engine, and what happens to the
+weights meanwhile.
 
-`run` plays a Schedule and checks, bit for bit: every token's log-prob is the policy's under the weights that made it; a
-request whose tokens come from one version has the tokens it gets alone; nothing is left in the cache.
+`run` plays a Schedule and checks, bit for bit: every token's log-prob is the policy's under the
+weights that made it; a request whose tokens come from one version has the tokens it gets alone;
+nothing is left in the cache.
 """
 
 from collections import Counter
@@ -31,13 +33,16 @@ LIVES = (
     SamplingParams(max_new_tokens=20, repetition_penalty=1.3, top_k=40, top_p=0.95, min_p=0.01),
 )
 VERSIONS = 4
-PROMPTS = [np.random.default_rng(n).integers(0, VOCABULARY, size).astype(np.int64)
-           for n, size in enumerate((1, 7, 40, 127, 128, 129, 200, 300))]  # fmt: skip
+PROMPTS = [
+    np.random.default_rng(n).integers(0, VOCABULARY, size).astype(np.int64)
+    for n, size in enumerate((1, 7, 40, 127, 128, 129, 200, 300))
+]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A group of samples of one prompt; `common` of its tokens are prompt 7's, so that prompts share beginnings."""
+    """A group of samples of one prompt; `common` of its tokens are prompt 7's, so that prompts
+    share beginnings."""
 
     prompt: int
     common: int
@@ -47,7 +52,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Continue:
-    """A conversation grows: all tokens of an ended request and a few of the world's, as a new prompt."""
+    """A conversation grows: all tokens of an ended request and a few of the world's, as a new
+    prompt."""
 
     which: int
     words: int
@@ -82,19 +88,31 @@ class Schedule:
 
 def schedules():
     ask = st.builds(
-        Ask, st.integers(0, len(PROMPTS) - 1), st.integers(0, 300), st.integers(1, 4), st.integers(0, len(LIVES) - 1)
+        Ask,
+        st.integers(0, len(PROMPTS) - 1),
+        st.integers(0, 300),
+        st.integers(1, 4),
+        st.integers(0, len(LIVES) - 1),
     )
     other = st.one_of(
-        st.builds(Continue, st.integers(0, 20), st.integers(1, 150), st.integers(0, len(LIVES) - 1)),
+        st.builds(
+            Continue, st.integers(0, 20), st.integers(1, 150), st.integers(0, len(LIVES) - 1)
+        ),
         st.builds(Step, st.integers(1, 12)),
         st.builds(Cancel, st.integers(0, 20)),
         st.builds(Update, st.sampled_from(["finish", "restart", "continue"])),
     )
-    acts = st.lists(st.one_of(ask, other), min_size=1, max_size=14).map(lambda acts: [Ask(2, 30, 2, 2), *acts])
+    acts = st.lists(st.one_of(ask, other), min_size=1, max_size=14).map(
+        lambda acts: [Ask(2, 30, 2, 2), *acts]
+    )
     return st.builds(
-        Schedule, st.sampled_from(sorted(CONFIGS)), st.integers(5, 16), st.integers(1, 8),
-        st.sampled_from([1, 5, 64, 200, 2048]), acts,
-    )  # fmt: skip
+        Schedule,
+        st.sampled_from(sorted(CONFIGS)),
+        st.integers(5, 16),
+        st.integers(1, 8),
+        st.sampled_from([1, 5, 64, 200, 2048]),
+        acts,
+    )
 
 
 @cache
@@ -104,21 +122,27 @@ def model_with_versions(name):
     first = {key: value.clone() for key, value in model.named_weights().items()}
     versions = [first]
     for _ in range(VERSIONS - 1):
-        versions.append({k: v + 0.05 * torch.randn(v.shape, generator=noise) for k, v in versions[-1].items()})
+        versions.append(
+            {k: v + 0.05 * torch.randn(v.shape, generator=noise) for k, v in versions[-1].items()}
+        )
     return model, versions
 
 
 class Player:
-    """Plays the acts and remembers who asked for what; `seen` counts what happened, as proof that it did."""
+    """Plays the acts and remembers who asked for what; `seen` counts what happened, as proof that
+    it did."""
 
     def __init__(self, schedule: Schedule):
         self.model, self.weights = model_with_versions(schedule.model)
         self.model.load_weights(self.weights[0])
         size = PageCache(self.model, 1 << 24).page_bytes
         self.engine = Engine(
-            self.model, words, cache_bytes=schedule.pages * size, max_batch=schedule.max_batch,
+            self.model,
+            words,
+            cache_bytes=schedule.pages * size,
+            max_batch=schedule.max_batch,
             chunk_tokens=schedule.chunk_tokens,
-        )  # fmt: skip
+        )
         self.asked, self.seen = [], Counter()
 
     def play(self, act):
@@ -131,7 +155,11 @@ class Player:
             case Continue():
                 if ended := [r for r in self.asked if r.completion is not None]:
                     last = ended[act.which % len(ended)]
-                    more = np.random.default_rng(act.words).integers(0, VOCABULARY, act.words).astype(np.int64)
+                    more = (
+                        np.random.default_rng(act.words)
+                        .integers(0, VOCABULARY, act.words)
+                        .astype(np.int64)
+                    )
                     self.submit(np.concatenate([last.known(), more]), act.life)
             case Step():
                 for _ in range(act.passes):
@@ -144,12 +172,16 @@ class Player:
                     version = self.engine.weight_version + 1
                     begun = [r for r in self.asked if r.tokens and r.completion is None]
                     self.seen[f"updates with {act.running} under running requests"] += bool(begun)
-                    self.engine.apply(version, lambda: self.model.load_weights(self.weights[version]), act.running)
+                    self.engine.apply(
+                        version, lambda: self.model.load_weights(self.weights[version]), act.running
+                    )
 
     def submit(self, tokens, life):
         if len(tokens) + LIVES[life].max_new_tokens <= 5 * 128:
             key = address("schedule", len(self.asked))
-            self.asked.append(self.engine.submit(Request(key=key, prompt=tokens, params=LIVES[life])))
+            self.asked.append(
+                self.engine.submit(Request(key=key, prompt=tokens, params=LIVES[life]))
+            )
 
     def finish(self):
         for _ in range(5000):
@@ -178,7 +210,8 @@ def run(schedule: Schedule) -> tuple[float, int, Counter]:
 
 
 def gap_under(player: Player, version: int, pairs: list[tuple[Request, Completion]]) -> float:
-    """max |engine - policy| over the tokens that this version made; other tokens are their context."""
+    """max |engine - policy| over the tokens that this version made; other tokens are their
+    context."""
     mine = [(r, c) for r, c in pairs if (c.weight_versions == version).any()]
     if not mine:
         return 0.0
@@ -203,7 +236,8 @@ def sample_of(request: Request, completion: Completion, version: int) -> Sample:
 
 
 def same_alone(player: Player, pairs: list[tuple[Request, Completion]]) -> None:
-    """A large engine that runs one request at a time gives the same tokens, log-probs and alternatives."""
+    """A large engine that runs one request at a time gives the same tokens, log-probs and
+    alternatives."""
     for version in range(VERSIONS):
         mine = [(r, c) for r, c in pairs if (c.weight_versions == version).all()][:4]
         if not mine:

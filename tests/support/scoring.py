@@ -1,4 +1,5 @@
-"""Many attempts at once through a RewardPool, as the tests of it want them, and the clock that it goes by."""
+"""Many attempts at once through a RewardPool, as the tests of it want them, and the clock that it
+goes by."""
 
 import time
 
@@ -7,9 +8,11 @@ from tests.support.waiting import WAIT_S, eventually
 
 
 class Clock:
-    """What the modules of a pool take for `time`. A test sets it forward, so that only what hangs runs out of time.
+    """What the modules of a pool take for `time`. A test sets it forward, so that only what hangs
+    runs out of time.
 
-    A limit that were short enough to wait for would strike the innocent too, on a machine that stops for a moment.
+    A limit that were short enough to wait for would strike the innocent too, on a machine that
+    stops for a moment.
     """
 
     clock_gettime = staticmethod(time.clock_gettime)
@@ -37,10 +40,14 @@ def scores_of(pool, problem, texts):
 
 
 def strike(pool, clock, hung, *, seconds, function=0):
-    """Let the time of these texts run out, as soon as workers are at them, at that function, and at no other text."""
+    """Let the time of these texts run out, as soon as workers are at them, at that function, and at
+    no other text."""
 
     def at():
-        ahead = [(worker.at, list(worker.unanswered)[:1]) for worker in list(pool._crew._workers.values())]
+        ahead = [
+            (worker.at, list(worker.unanswered)[:1])
+            for worker in list(pool._crew._workers.values())
+        ]
         return sorted((item.attempt.text, number) for number, items in ahead for item in items)
 
     assert eventually(lambda: at() == sorted((text, function) for text in hung))

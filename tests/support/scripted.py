@@ -15,7 +15,8 @@ class ScriptedTicket:
 
 
 class ScriptedEngine:
-    """Answers whatever was submitted before a step in one call of generate(requests), which a test's engine has."""
+    """Answers whatever was submitted before a step in one call of generate(requests), which a
+    test's engine has."""
 
     longest = 512
 
@@ -45,21 +46,26 @@ class ScriptedEngine:
 
 
 class DigitRenderer:
-    """A chat is its digits, each a token, after token 90 for every message; 91 ends an assistant's turn."""
+    """A chat is its digits, each a token, after token 90 for every message; 91 ends an assistant's
+    turn."""
 
     stop_token_ids = (91,)
 
     def prompts(self, chats, tools=()):
         if not all(m["content"].isdigit() or not m["content"] for chat in chats for m in chat):
             raise UserError("no digits")
-        return [np.array([t for m in chat for t in (90, *map(int, m["content"]))], np.int64) for chat in chats]
+        return [
+            np.array([t for m in chat for t in (90, *map(int, m["content"]))], np.int64)
+            for chat in chats
+        ]
 
     def turn(self, messages):
         return np.concatenate([np.array([91], np.int64), *self.prompts([messages])])
 
 
 class ScriptedReward:
-    """Scores at once, by score(problem, attempt), which a test's reward has; keeps what it was given."""
+    """Scores at once, by score(problem, attempt), which a test's reward has; keeps what it was
+    given."""
 
     def __init__(self):
         self.items = []

@@ -30,7 +30,9 @@ def running(engine, texts, served, **options):
             server.stop()
             thread.join(WAIT_S)
             assert not thread.is_alive()
-            assert not [t for t in set(threading.enumerate()) - before if t.name in ("engine", thread.name)]
+            assert not [
+                t for t in set(threading.enumerate()) - before if t.name in ("engine", thread.name)
+            ]
 
 
 def metric(url, name):

@@ -21,16 +21,30 @@ from tandem.types import Sample
 
 VOCAB = 97
 SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "intermediate_size": 172, "max_position_embeddings": 512, "initializer_range": 0.1, "tie_word_embeddings": False,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 172,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 CONFIGS = {
     "llama": (LlamaConfig, {}),
     "qwen2": (Qwen2Config, {}),
     "qwen2 half windowed": (
         Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "tie_word_embeddings": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": (MistralConfig, {"sliding_window": 8, "head_dim": 16}),
@@ -80,7 +94,11 @@ def value_twins(kind="llama", seed=0, *, score=0.1, **changes):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = tiny_config(kind, num_labels=1, **changes)
-            model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").float().eval()
+            model = (
+                AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+                .float()
+                .eval()
+            )
             torch.nn.init.normal_(model.score.weight, std=score)
         models.append(model)
     return make_exact(models[0]), models[1]
@@ -96,7 +114,9 @@ def exact_logits(model, documents):
     lengths = [len(d) for d in documents]
     firsts = np.cumsum([0, *lengths[:-1]])
     nothing = np.zeros(len(lengths), np.int64)
-    plan = PackedPlan(np.stack([firsts, lengths, nothing, nothing], 1), group=heads // kv_heads, kv_heads=kv_heads)
+    plan = PackedPlan(
+        np.stack([firsts, lengths, nothing, nothing], 1), group=heads // kv_heads, kv_heads=kv_heads
+    )
     tokens = torch.from_numpy(np.concatenate(documents))
     positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
     return model.head(model.hidden(tokens, positions, plan)).split(lengths)
@@ -107,11 +127,17 @@ def random_tokens(rng, length):
 
 
 def make_sample(tokens, mask, *, prefix=0, group=0):
-    return Sample(tokens=np.asarray(tokens, np.int64), loss_mask=np.asarray(mask, bool), prefix=prefix, group=group)
+    return Sample(
+        tokens=np.asarray(tokens, np.int64),
+        loss_mask=np.asarray(mask, bool),
+        prefix=prefix,
+        group=group,
+    )
 
 
 def random_samples(rng, groups, *, longest=24):
-    """Groups of three; every other one shares a prompt, and the sharing groups have a one-token response."""
+    """Groups of three; every other one shares a prompt, and the sharing groups have a one-token
+    response."""
     samples = []
     for group in range(groups):
         prefix = int(rng.integers(1, longest)) if group % 2 else 0

@@ -1,8 +1,9 @@
-"""Decision processes small enough to enumerate: every sequence, its probability and its reward, all in float64.
+"""Decision processes small enough to enumerate: every sequence, its probability and its reward, all
+in float64.
 
-Objectives are exact sums over sequences and autograd gives their gradients; `estimates` gives what the functions under
-test would do to the parameters, for every group of episodes there is. Nothing here imports tandem: what is tested comes
-in as arrays and functions.
+Objectives are exact sums over sequences and autograd gives their gradients; `estimates` gives what
+the functions under test would do to the parameters, for every group of episodes there is. Nothing
+here imports tandem: what is tested comes in as arrays and functions.
 """
 
 import itertools
@@ -20,10 +21,11 @@ WIDTH = 4  # of the two-layer policy
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Process:
-    """Every sequence over `vocabulary` tokens that ends with token 0 or at the horizon; their steps laid out flat.
+    """Every sequence over `vocabulary` tokens that ends with token 0 or at the horizon; their steps
+    laid out flat.
 
-    Example: vocabulary 2, horizon 2: sequences ((0,), (1, 0), (1, 1)), prefixes ((), (1,)), owner [0, 1, 1, 2, 2],
-    place [0, 0, 1, 0, 1], token [0, 1, 0, 1, 1].
+    Example: vocabulary 2, horizon 2: sequences ((0,), (1, 0), (1, 1)), prefixes ((), (1,)), owner
+    [0, 1, 1, 2, 2], place [0, 0, 1, 0, 1], token [0, 1, 0, 1, 1].
     """
 
     vocabulary: int
@@ -48,14 +50,22 @@ def process(vocabulary: int, horizon: int) -> Process:
     def is_whole(s: tuple[int, ...]) -> bool:
         return END not in s[:-1] and (len(s) == horizon or s[-1] == END)
 
-    words = [s for n in range(1, horizon + 1) for s in itertools.product(range(vocabulary), repeat=n)]
+    words = [
+        s for n in range(1, horizon + 1) for s in itertools.product(range(vocabulary), repeat=n)
+    ]
     whole = tuple(s for s in words if is_whole(s))
     prefixes = ((), *(s for s in words if END not in s and len(s) < horizon))
     steps = [(i, prefixes.index(s[:t]), s[t]) for i, s in enumerate(whole) for t in range(len(s))]
     owner, place, token = torch.tensor(steps).T
     return Process(
-        vocabulary=vocabulary, horizon=horizon, sequences=whole, prefixes=prefixes, owner=owner, place=place, token=token
-    )  # fmt: skip
+        vocabulary=vocabulary,
+        horizon=horizon,
+        sequences=whole,
+        prefixes=prefixes,
+        owner=owner,
+        place=place,
+        token=token,
+    )
 
 
 Policy = Callable[[Process, Tensor], Tensor]  # parameters [D] -> log-probs [prefixes, V]
@@ -67,10 +77,12 @@ def table_policy(process: Process, parameters: Tensor) -> Tensor:
 
 
 def two_layer_policy(process: Process, parameters: Tensor) -> Tensor:
-    """tanh(embedding of the last token + embedding of the position) -> logits: prefixes share parameters."""
+    """tanh(embedding of the last token + embedding of the position) -> logits: prefixes share
+    parameters."""
     sizes = (process.vocabulary, process.horizon, process.vocabulary)
     token, position, out = parameters.view(-1, WIDTH).split(sizes)
-    last = torch.tensor([prefix[-1] if prefix else END for prefix in process.prefixes])  # no prefix holds the end token
+    # no prefix holds the end token
+    last = torch.tensor([prefix[-1] if prefix else END for prefix in process.prefixes])
     where = torch.tensor([len(prefix) for prefix in process.prefixes])
     return ((token[last] + position[where]).tanh() @ out.T).log_softmax(-1)
 
@@ -82,7 +94,8 @@ def num_parameters(process: Process, policy: Policy) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class World:
-    """A process, a policy with its parameters float64 [D], and the reward float64 [S] of every sequence."""
+    """A process, a policy with its parameters float64 [D], and the reward float64 [S] of every
+    sequence."""
 
     process: Process
     policy: Policy
@@ -121,15 +134,21 @@ def world(process: Process, policy: Policy, *, binary: bool, seed: int) -> World
     """Normal parameters; rewards 0 or 1 (at least one of each), or normal around 1/2."""
     rng = np.random.default_rng(seed)
     count = len(process.sequences)
-    rewards = rng.permutation(np.arange(count) < 0.4 * count) if binary else rng.normal(0.5, 1.0, count)
+    rewards = (
+        rng.permutation(np.arange(count) < 0.4 * count) if binary else rng.normal(0.5, 1.0, count)
+    )
     return World(
-        process=process, policy=policy, parameters=parameters(process, policy, seed=seed + 1000),
+        process=process,
+        policy=policy,
+        parameters=parameters(process, policy, seed=seed + 1000),
         rewards=torch.from_numpy(rewards.astype(np.float64)),
-    )  # fmt: skip
+    )
 
 
 def parameters(process: Process, policy: Policy, *, seed: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).normal(0, 0.8, num_parameters(process, policy)))
+    return torch.from_numpy(
+        np.random.default_rng(seed).normal(0, 0.8, num_parameters(process, policy))
+    )
 
 
 # Objectives: functions of the parameters, to be differentiated by `World.gradient`.
@@ -145,7 +164,8 @@ def expected_reward(world: World) -> Callable[[Tensor], Tensor]:
 
 
 def best_of(world: World, k: int) -> Callable[[Tensor], Tensor]:
-    """E[largest reward of k episodes] = sum over the values v of the reward of v (F(v)^k - F(v-)^k), F their CDF."""
+    """E[largest reward of k episodes] = sum over the values v of the reward of v (F(v)^k -
+    F(v-)^k), F their CDF."""
     values, index = world.rewards.unique(return_inverse=True)
 
     def objective(p: Tensor) -> Tensor:
@@ -162,12 +182,14 @@ def reverse_kl(world: World, other: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def own_terms(world: World, term: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Sum over prefixes of (how often the policy comes there, held fixed) x term; term: table -> [prefixes]."""
+    """Sum over prefixes of (how often the policy comes there, held fixed) x term; term: table ->
+    [prefixes]."""
     return lambda p: (visits(world, p).detach() * term(world.table(p))).sum()
 
 
 def own_reverse_kl(world: World, other: Tensor) -> Callable[[Tensor], Tensor]:
-    """sum_t KL(policy || other) at the policy's prefixes: each token answers for its own term only."""
+    """sum_t KL(policy || other) at the policy's prefixes: each token answers for its own term
+    only."""
     return own_terms(world, lambda ours: (ours.exp() * (ours - other)).sum(-1))
 
 
@@ -188,9 +210,12 @@ def visits(world: World, parameters: Tensor | None = None) -> Tensor:
 
 
 def state_values(world: World, scores: Tensor) -> Tensor:
-    """[prefixes]: the mean of scores [T] (e.g. what is still to come) over the episodes that come to each prefix."""
+    """[prefixes]: the mean of scores [T] (e.g. what is still to come) over the episodes that come
+    to each prefix."""
     weighted = world.chances()[world.process.owner] * scores
-    return weighted.new_zeros(len(world.process.prefixes)).index_add(0, world.process.place, weighted) / visits(world)
+    return weighted.new_zeros(len(world.process.prefixes)).index_add(
+        0, world.process.place, weighted
+    ) / visits(world)
 
 
 def action_values(world: World, parameters: Tensor) -> Tensor:
@@ -228,7 +253,9 @@ def all_groups(world: World, size: int) -> Batch:
 
 def sampled_groups(world: World, count: int, size: int, seed: int) -> Batch:
     chances = world.chances().numpy()
-    drawn = np.random.default_rng(seed).choice(len(chances), (count, size), p=chances / chances.sum())
+    drawn = np.random.default_rng(seed).choice(
+        len(chances), (count, size), p=chances / chances.sum()
+    )
     return lay_out(world, torch.from_numpy(drawn))
 
 
@@ -240,23 +267,35 @@ def lay_out(world: World, picks: Tensor) -> Batch:
     starts = (lengths[flat].cumsum() - lengths[flat])[episodes]
     rows = first[flat][episodes] + np.arange(len(episodes)) - starts
     return Batch(
-        picks=picks, rows=torch.from_numpy(rows), episodes=torch.from_numpy(episodes),
-        updates=torch.from_numpy(episodes // picks.shape[1]), lengths=lengths[flat].reshape(picks.shape),
-    )  # fmt: skip
+        picks=picks,
+        rows=torch.from_numpy(rows),
+        episodes=torch.from_numpy(episodes),
+        updates=torch.from_numpy(episodes // picks.shape[1]),
+        lengths=lengths[flat].reshape(picks.shape),
+    )
 
 
-def estimates(world: World, batch: Batch, losses: Callable[[Tensor], Tensor], weights: Tensor) -> Tensor:
-    """[M, D]: minus the gradient of each update's sum of weight x loss, i.e. where it moves the parameters.
+def estimates(
+    world: World, batch: Batch, losses: Callable[[Tensor], Tensor], weights: Tensor
+) -> Tensor:
+    """[M, D]: minus the gradient of each update's sum of weight x loss, i.e. where it moves the
+    parameters.
 
-    losses: log-probs [N] -> losses [N]; the rest of the way, log-probs -> parameters, is the exact Jacobian.
+    losses: log-probs [N] -> losses [N]; the rest of the way, log-probs -> parameters, is the exact
+    Jacobian.
     """
     leaf = world.logprobs()[batch.rows].requires_grad_()
     [slope] = torch.autograd.grad((weights * losses(leaf)).sum(), leaf)
     steps = len(world.process.token)
-    slopes = slope.new_zeros(len(batch.picks) * steps).index_add(0, batch.updates * steps + batch.rows, -slope)
+    slopes = slope.new_zeros(len(batch.picks) * steps).index_add(
+        0, batch.updates * steps + batch.rows, -slope
+    )
     return slopes.view(-1, steps) @ jacobian(world)
 
 
-def expectation(world: World, batch: Batch, values: Tensor, behaviour: Tensor | None = None) -> Tensor:
-    """[D]: the mean of values [M, D] over all groups, of episodes sampled with the behaviour's parameters."""
+def expectation(
+    world: World, batch: Batch, values: Tensor, behaviour: Tensor | None = None
+) -> Tensor:
+    """[D]: the mean of values [M, D] over all groups, of episodes sampled with the behaviour's
+    parameters."""
     return world.chances(behaviour)[batch.picks].prod(1) @ values

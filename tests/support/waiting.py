@@ -1,6 +1,8 @@
-"""Waiting for what must come to hold, however busy the machine is: a test waits for a condition, never for a while.
+"""Waiting for what must come to hold, however busy the machine is: a test waits for a condition,
+never for a while.
 
-WAIT_S is how long until it is given up. It costs nothing when all is well, so it is far longer than anything takes.
+WAIT_S is how long until it is given up. It costs nothing when all is well, so it is far longer than
+anything takes.
 """
 
 import time
@@ -17,9 +19,11 @@ def eventually(holds, *, within_s=WAIT_S):
 
 
 def given_time(run, holds, seconds):
-    """Results of run(seconds), the last of which holds: ten times as many seconds each time, as long as it does not.
+    """Results of run(seconds), the last of which holds: ten times as many seconds each time, as
+    long as it does not.
 
-    For a limit that is to strike one thing after another has happened, which a busy machine may not even have begun.
+    For a limit that is to strike one thing after another has happened, which a busy machine may not
+    even have begun.
     """
     results = [run(seconds)]
     while not holds(results[-1]) and seconds < WAIT_S:

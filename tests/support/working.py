@@ -1,4 +1,5 @@
-"""Requests, and workers without a model to serve them (odd_worker.py), for tests of Workers. Imports no torch."""
+"""Requests, and workers without a model to serve them (odd_worker.py), for tests of Workers.
+Imports no torch."""
 
 import time
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ LONGEST = 256
 
 def request(number, prompt=(5, 9, 2), **params):
     return Request(
-        key=address("workers", number), prompt=np.array(prompt, np.int64),
+        key=address("workers", number),
+        prompt=np.array(prompt, np.int64),
         params=SamplingParams(**{"max_new_tokens": 20, **params}),
-    )  # fmt: skip
+    )
 
 
 def groups(count, size=4, **params):
@@ -28,9 +30,19 @@ def groups(count, size=4, **params):
 
 def bits(completion, *, text=False):
     """Everything of a completion; an odd worker's text says who made it."""
-    arrays = (completion.tokens, completion.logprobs, completion.weight_versions, completion.top_tokens,
-              completion.top_logprobs)  # fmt: skip
-    return [a.tobytes() for a in arrays], [a.shape for a in arrays], completion.stop_reason, completion.text * text
+    arrays = (
+        completion.tokens,
+        completion.logprobs,
+        completion.weight_versions,
+        completion.top_tokens,
+        completion.top_logprobs,
+    )
+    return (
+        [a.tobytes() for a in arrays],
+        [a.shape for a in arrays],
+        completion.stop_reason,
+        completion.text * text,
+    )
 
 
 def run(workers, requests, between=lambda: None):
@@ -62,9 +74,17 @@ def odd_workers(*, fault="none", file="", count=2, heartbeat_s=30.0, restarts=0,
     weights.publish(0, b"weights of version 0")
     weights.publish(1, b"weights of version 1")
     with Workers(
-        model_path="", cache_mb=1, max_batch=max_batch, longest=LONGEST, count=count, heartbeat_s=heartbeat_s,
-        restarts=restarts, weights=weights, report=reports.append, command=odd_command(fault, file),
-    ) as workers:  # fmt: skip
+        model_path="",
+        cache_mb=1,
+        max_batch=max_batch,
+        longest=LONGEST,
+        count=count,
+        heartbeat_s=heartbeat_s,
+        restarts=restarts,
+        weights=weights,
+        report=reports.append,
+        command=odd_command(fault, file),
+    ) as workers:
         workers.reports, workers.published = reports, weights
         workers.apply(0)
         yield workers

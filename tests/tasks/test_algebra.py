@@ -1,4 +1,5 @@
-"""The algebra data set, judged by a solver that reads the question's text and knows nothing of how it was made."""
+"""The algebra data set, judged by a solver that reads the question's text and knows nothing of how
+it was made."""
 
 import json
 import re
@@ -24,7 +25,8 @@ LEVELS = ("easy", "school")
 RULES = (*standard_transformations, convert_xor, implicit_multiplication_application)
 
 
-# --- the independent solver ---------------------------------------------------------------------------------------
+# --- the independent solver
+# ---------------------------------------------------------------------------------------
 
 
 def expression(text):
@@ -104,7 +106,8 @@ def test_labels_are_written_in_lowest_terms(rows):
         assert truth == str(sympy.Rational(truth))
 
 
-# --- worked solutions ---------------------------------------------------------------------------------------------
+# --- worked solutions
+# ---------------------------------------------------------------------------------------------
 
 
 def unknowns(row):
@@ -115,7 +118,9 @@ def unknowns(row):
             (solution,) = sympy.linsolve(equations(text), X, Y)
             return dict(zip((X, Y), solution, strict=True))
         case "poly_remainder":
-            (zero,) = sympy.solve(expression(re.search(r"x [-+] \d+(?=[.?]$)|(?<=/\()x-\d+", text)[0]), X)
+            (zero,) = sympy.solve(
+                expression(re.search(r"x [-+] \d+(?=[.?]$)|(?<=/\()x-\d+", text)[0]), X
+            )
             return {X: zero}
         case "arith_sequence":
             return {}
@@ -143,7 +148,10 @@ def test_every_line_of_the_working_is_true(rows):
                 assert check_line(line, values), (line, row)
                 checked[row["data_source"]] += 1
             else:  # a sum still to be added up is already the answer
-                assert expression(line) == sympy.Rational(row["reward_model"]["ground_truth"]), (line, row)
+                assert expression(line) == sympy.Rational(row["reward_model"]["ground_truth"]), (
+                    line,
+                    row,
+                )
     assert sum(checked.values()) > len(rows) / 2
 
 
@@ -159,7 +167,10 @@ def test_school_factors_multiply_to_the_polynomial_and_both_roots_are_named():
 
 def test_every_worked_solution_ends_in_the_right_answer_line(rows):
     for row in rows:
-        assert row["extra_info"]["solution"].split("\n")[-1] == f"Answer: {row['reward_model']['ground_truth']}"
+        assert (
+            row["extra_info"]["solution"].split("\n")[-1]
+            == f"Answer: {row['reward_model']['ground_truth']}"
+        )
 
 
 def test_easy_problems_stay_short_because_every_character_is_a_token():
@@ -169,7 +180,8 @@ def test_easy_problems_stay_short_because_every_character_is_a_token():
         assert re.fullmatch(r"-?\d{1,2}", row["reward_model"]["ground_truth"])
 
 
-# --- the two sides and the seeds ----------------------------------------------------------------------------------
+# --- the two sides and the seeds
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -182,7 +194,10 @@ def test_templates_come_in_turn_and_in_equal_numbers(level):
 def test_train_of_any_seed_never_meets_test(level):
     test = {question(r) for seed in range(3) for r in generate("test", 64, seed, level)}
     train = {question(r) for seed in range(3) for r in generate("train", 256, seed, level)}
-    warm = {row["messages"][0]["content"].removesuffix("\n" + SCHOOL_FORMAT) for row in warm_start(512, 5, level, 0.5)}
+    warm = {
+        row["messages"][0]["content"].removesuffix("\n" + SCHOOL_FORMAT)
+        for row in warm_start(512, 5, level, 0.5)
+    }
     assert not test & (train | warm)
 
 
@@ -190,8 +205,16 @@ def test_the_side_of_a_problem_does_not_depend_on_its_wording():
     def mathematics(row):
         return re.sub(r"\D*?(-?\d+)", r"\1 ", question(row))
 
-    test = {mathematics(r) for r in generate("test", 128, 0, "school") if r["data_source"] == "arith_sequence"}
-    train = {mathematics(r) for r in generate("train", 2000, 1, "school") if r["data_source"] == "arith_sequence"}
+    test = {
+        mathematics(r)
+        for r in generate("test", 128, 0, "school")
+        if r["data_source"] == "arith_sequence"
+    }
+    train = {
+        mathematics(r)
+        for r in generate("train", 2000, 1, "school")
+        if r["data_source"] == "arith_sequence"
+    }
     assert not test & train
 
 
@@ -221,7 +244,10 @@ def test_uids_are_unique_and_say_where_a_problem_comes_from():
 
 def test_a_template_that_has_run_out_loses_its_turns_and_the_others_go_on():
     rows = generate("test", 8000, 0, "easy")
-    assert rows[:100] == generate("test", 100, 0, "easy") and len({question(row) for row in rows}) == len(rows) < 8000
+    assert (
+        rows[:100] == generate("test", 100, 0, "easy")
+        and len({question(row) for row in rows}) == len(rows) < 8000
+    )
     counts = Counter(row["data_source"] for row in rows)
     assert len(counts) == 8 and max(counts.values()) > 2 * min(counts.values())
 
@@ -232,7 +258,8 @@ def test_an_unknown_split_or_level_is_a_users_error(split, level):
         generate(split, 8, 0, level)
 
 
-# --- the warm start -----------------------------------------------------------------------------------------------
+# --- the warm start
+# -----------------------------------------------------------------------------------------------
 
 
 def replies(careless):
@@ -252,7 +279,8 @@ def test_careless_guesses_are_mostly_wrong_and_worked_solutions_right():
     assert right / 800 < 0.25
 
 
-# --- files --------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_committed_files_are_what_the_generator_writes(tmp_path):
@@ -264,6 +292,13 @@ def test_the_committed_files_are_what_the_generator_writes(tmp_path):
 
 def test_files_hold_one_row_a_line(tmp_path):
     write_dataset(tmp_path, "easy", num_train=16, num_test=8, num_warm=24, seed=1, careless=0.5)
-    lines = {p.name: [json.loads(line) for line in p.read_text().splitlines()] for p in tmp_path.iterdir()}
-    assert {name: len(rows) for name, rows in lines.items()} == {"train.jsonl": 16, "test.jsonl": 8, "warm.jsonl": 24}
+    lines = {
+        p.name: [json.loads(line) for line in p.read_text().splitlines()]
+        for p in tmp_path.iterdir()
+    }
+    assert {name: len(rows) for name, rows in lines.items()} == {
+        "train.jsonl": 16,
+        "test.jsonl": 8,
+        "warm.jsonl": 24,
+    }
     assert lines["train.jsonl"] == generate("train", 16, 1, "easy")

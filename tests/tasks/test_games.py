@@ -21,7 +21,9 @@ from tests.support.waiting import WAIT_S, given_time
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples" / "environments"
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+needs_bubblewrap = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed"
+)
 
 
 def problem(answer, **metadata):
@@ -50,7 +52,9 @@ def said(observations):
 
 
 def test_a_guess_is_answered_until_the_number_is_found():
-    chat, turns = play(GuessTheNumber(), problem(6, low=1, high=15), "8", "I take 4!", "Between 4 and 8: 6")
+    chat, turns = play(
+        GuessTheNumber(), problem(6, low=1, high=15), "8", "I take 4!", "Between 4 and 8: 6"
+    )
     assert chat == problem(6).messages
     assert said(turns) == ["lower", "higher"]
     assert [turn.done for turn in turns] == [False, False, True]
@@ -91,7 +95,10 @@ def test_turns_may_cost():
 def test_a_turn_without_a_whole_number_is_told_so_and_counts(text):
     env = GuessTheNumber(limit=2, invalid_guess_penalty=0.5)
     _, [turn, last] = play(
-        env, problem(9, low=1, high=100), text if text != "1e" else "one", text if text != "1e" else ""
+        env,
+        problem(9, low=1, high=100),
+        text if text != "1e" else "one",
+        text if text != "1e" else "",
     )
     assert said([turn]) == ["a number?"]
     assert (turn.penalty, last.penalty, last.done, last.reward) == (0.5, 0.5, True, 0.0)
@@ -118,7 +125,13 @@ def block(code):
 
 def test_fenced_blocks_of_python_are_one_program():
     assert fenced_code(block("x = 1") + "\n```py\nprint(x)\n```") == "x = 1\n\nprint(x)\n"
-    for none in ("print(1)", "```\nprint(1)\n```", "```json\n{}\n```", "```python\nprint(1)", "Answer: 3"):
+    for none in (
+        "print(1)",
+        "```\nprint(1)\n```",
+        "```json\n{}\n```",
+        "```python\nprint(1)",
+        "Answer: 3",
+    ):
         assert fenced_code(none) == ""
 
 
@@ -147,7 +160,9 @@ def test_a_turn_with_a_call_runs_the_call_and_not_its_fenced_block():
 def test_a_program_that_does_not_end_is_stopped_and_the_model_told():
     program = block("print('a', flush=True)\nwhile True: pass")
     turns = given_time(
-        lambda seconds: play(PythonEnv(seconds=seconds), problem(1), program)[1][0], lambda t: "a" in said([t])[0], 0.3
+        lambda seconds: play(PythonEnv(seconds=seconds), problem(1), program)[1][0],
+        lambda t: "a" in said([t])[0],
+        0.3,
     )
     assert said(turns)[-1] == "```output\na\n(stopped: timeout)\n```"
     assert {turn.parts["failed_runs"] for turn in turns} == {1.0}
@@ -163,7 +178,9 @@ def test_a_sandbox_that_does_not_answer_costs_the_episode():
 
 def test_a_report_keeps_the_start_of_the_output_and_the_end_of_the_errors():
     def result(stdout="", stderr="", exit_code=0, stop_reason="exit"):
-        return Result(stdout=stdout, stderr=stderr, exit_code=exit_code, stop_reason=stop_reason, seconds=0.1)
+        return Result(
+            stdout=stdout, stderr=stderr, exit_code=exit_code, stop_reason=stop_reason, seconds=0.1
+        )
 
     assert report(result(), 100) == "(no output)"
     assert report(result("a\n"), 100) == "a"
@@ -212,10 +229,15 @@ def test_the_tool_task_of_the_documentation():
     def turn(name, **arguments):
         return write_calls([Call(name=name, arguments=arguments)], "hermes")
 
-    shopping = [turn("price", item="tea") + turn("price", item="buns"), turn("calculator", expression="3.5 + 2 * 1.25")]
+    shopping = [
+        turn("price", item="tea") + turn("price", item="buns"),
+        turn("calculator", expression="3.5 + 2 * 1.25"),
+    ]
     chat, turns = play(own_env("shop.py:Shop"), task, *shopping, turn("pay", amount=6.0))
     assert chat[-1]["content"] == "Buy tea, bun, bun"
     assert said(turns) == ["3.5", "error: KeyError: 'buns'", "6", "null"]
     assert (turns[-1].done, turns[-1].reward) == (True, 1.0)
     for text in (turn("pay", amount=5), "No, thanks."):
-        assert [(t.done, t.reward) for t in play(own_env("shop.py:Shop"), task, text)[1]] == [(True, 0.0)]
+        assert [(t.done, t.reward) for t in play(own_env("shop.py:Shop"), task, text)[1]] == [
+            (True, 0.0)
+        ]

@@ -25,13 +25,19 @@ WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube",
 def problems(tmp_path_factory):
     """Two problems of every data set, read from a file."""
     path = tmp_path_factory.mktemp("reasoning") / "all.jsonl"
-    rows = [row for name in reasoning_gym.names() for row in reasoning_gym.rows([name], [], "train", 2, 3, None)]
+    rows = [
+        row
+        for name in reasoning_gym.names()
+        for row in reasoning_gym.rows([name], [], "train", 2, 3, None)
+    ]
     path.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
     return read_problems(str(path), Data(), key="data.train")
 
 
 def test_every_data_set_of_the_package_makes_problems(problems):
-    assert Counter(problem.category for problem in problems) == dict.fromkeys(reasoning_gym.names(), 2)
+    assert Counter(problem.category for problem in problems) == dict.fromkeys(
+        reasoning_gym.names(), 2
+    )
     assert len(reasoning_gym.names()) == 105
 
 
@@ -39,8 +45,12 @@ def test_every_scorer_gives_the_entrys_own_answer_1_and_no_answer_next_to_nothin
     solved = [problem for problem in problems if problem.category not in WITHOUT_ANSWER]
     assert {p.category for p in problems if not p.answer} == WITHOUT_ANSWER
     for problem in solved:
-        assert reasoning_gym.score(problem, f"so\n<answer>{problem.answer}</answer>") == 1.0, problem.category
-        assert reasoning_gym.score(problem, f"so\nAnswer: {problem.answer}") == 1.0, problem.category
+        assert reasoning_gym.score(problem, f"so\n<answer>{problem.answer}</answer>") == 1.0, (
+            problem.category
+        )
+        assert reasoning_gym.score(problem, f"so\nAnswer: {problem.answer}") == 1.0, (
+            problem.category
+        )
     for problem in problems:
         assert reasoning_gym.score(problem, f"it is {problem.answer}") <= 0.01, problem.category
 
@@ -79,12 +89,15 @@ def problem_of(row):
 
 
 def test_partial_credit_and_the_entrys_own_config_are_the_packages():
-    """decimal_arithmetic compares to as many places as its config says, which differs by difficulty."""
+    """decimal_arithmetic compares to as many places as its config says, which differs by
+    difficulty."""
     [row] = reasoning_gym.rows(["decimal_arithmetic"], [], "train", 1, 0, 2)
     assert reasoning_gym.score(problem_of(row), f"Answer: {row['answer']}") == 1.0
     close = f"Answer: {Decimal(row['answer']) + Decimal('0.0005')}"
     assert reasoning_gym.score(problem_of(row), close) == 0.0
-    as_by_default = problem_of({**row, "reasoning_gym": row["reasoning_gym"] | {"difficulty": None}})
+    as_by_default = problem_of(
+        {**row, "reasoning_gym": row["reasoning_gym"] | {"difficulty": None}}
+    )
     assert reasoning_gym.score(as_by_default, close) == 1.0
     [spiral] = reasoning_gym.rows(["spiral_matrix"], [], "train", 1, 0, None)
     as_list = str([int(part) for part in spiral["answer"].split()])
@@ -97,7 +110,9 @@ def test_partial_credit_and_the_entrys_own_config_are_the_packages():
 def test_a_mixture_has_each_data_set_in_its_share_and_a_longer_set_begins_with_the_shorter():
     rows = reasoning_gym.rows(["chain_sum", "leg_counting"], [2, 1], "train", 30, 5, None)
     assert Counter(row["data_source"] for row in rows) == {"chain_sum": 20, "leg_counting": 10}
-    assert rows[:12] == reasoning_gym.rows(["chain_sum", "leg_counting"], [2, 1], "train", 12, 5, None)
+    assert rows[:12] == reasoning_gym.rows(
+        ["chain_sum", "leg_counting"], [2, 1], "train", 12, 5, None
+    )
     assert len({row["uid"] for row in rows}) == 30
     alone = reasoning_gym.rows(["leg_counting"], [], "train", 10, 5, None)
     assert [row for row in rows if row["data_source"] == "leg_counting"] == alone
@@ -105,7 +120,11 @@ def test_a_mixture_has_each_data_set_in_its_share_and_a_longer_set_begins_with_t
 
 def test_train_and_test_never_meet_and_no_question_comes_twice():
     sides = [
-        [row["prompt"] for seed in range(3) for row in reasoning_gym.rows(["coin_flip"], [], split, 40, seed, None)]
+        [
+            row["prompt"]
+            for seed in range(3)
+            for row in reasoning_gym.rows(["coin_flip"], [], split, 40, seed, None)
+        ]
         for split in ("train", "test")
     ]
     assert not set(sides[0]) & set(sides[1])
@@ -142,13 +161,21 @@ def test_a_generator_that_runs_out_gives_what_it_has_and_a_mixture_keeps_its_sha
     alone = reasoning_gym.rows(["tower_of_hanoi"], [], "test", 1000, 0, None)
     assert 10 < len(alone) < 900
     mixed = Counter(
-        row["data_source"] for row in reasoning_gym.rows(["tower_of_hanoi", "chain_sum"], [], "test", 3000, 0, None)
+        row["data_source"]
+        for row in reasoning_gym.rows(["tower_of_hanoi", "chain_sum"], [], "test", 3000, 0, None)
     )
     assert mixed["tower_of_hanoi"] == len(alone) and abs(mixed["chain_sum"] - len(alone)) <= 1
 
 
 def test_the_command_tells_that_a_generator_has_run_out(tmp_path):
-    command = ["generate", "reasoning_gym:tower_of_hanoi", "--split", "test", "--out", str(tmp_path / "r.jsonl")]
+    command = [
+        "generate",
+        "reasoning_gym:tower_of_hanoi",
+        "--split",
+        "test",
+        "--out",
+        str(tmp_path / "r.jsonl"),
+    ]
     result = CliRunner().invoke(app, command)
     count = len((tmp_path / "r.jsonl").read_text().splitlines())
     assert result.exit_code == 0 and f"{count} of 1,000: there are no more" in result.output
@@ -158,7 +185,10 @@ def test_the_command_tells_that_a_generator_has_run_out(tmp_path):
 
 
 def test_the_answer_is_what_stands_in_the_last_tags_or_behind_the_last_mark():
-    assert reasoning_gym.answer_of("<answer>1</answer> no, <answer>\n2\n3 </answer>. Answer: 4") == "2\n3"
+    assert (
+        reasoning_gym.answer_of("<answer>1</answer> no, <answer>\n2\n3 </answer>. Answer: 4")
+        == "2\n3"
+    )
     assert reasoning_gym.answer_of("Answer: 1\nAnswer: 2\n3\n") == "2\n3"
     assert reasoning_gym.answer_of("it is 7") is None
 
@@ -178,7 +208,9 @@ HOSTILE = [
 def test_a_scorer_that_evaluates_answers_runs_nothing_of_the_model(tmp_path, problems, text):
     for problem in problems:
         if problem.category in (*reasoning_gym.EVAL_LITERAL, *reasoning_gym.EVAL_EXPRESSION):
-            assert reasoning_gym.score(problem, "Answer: " + text.format(tmp_path / "escaped")) < 0.1
+            assert (
+                reasoning_gym.score(problem, "Answer: " + text.format(tmp_path / "escaped")) < 0.1
+            )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,5 @@
-"""The generated tasks, judged by arithmetic that knows nothing of how they were made, and `tandem generate`."""
+"""The generated tasks, judged by arithmetic that knows nothing of how they were made, and `tandem
+generate`."""
 
 import ast
 import json
@@ -26,8 +27,14 @@ LEVELS = {
     "guess": range(1, 7),
 }
 CASES = [(task, level) for task in TASKS for level in LEVELS[task]]
-OWN = [(task, level) for task, level in CASES if task != "algebra"]  # whose rows are plain; algebra has its own test
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+# whose rows are plain; algebra has its own test
+OWN = [(task, level) for task, level in CASES if task != "algebra"]
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def value(text):
@@ -84,7 +91,9 @@ def test_prompts_fit_a_model_of_characters(task, level):
     """The demo model reads 256 characters in all, and a game takes many turns."""
     rows = task_rows(task, "train", 50, 0, level)
     assert max(len(row["prompt"]) for row in rows) <= 60
-    assert all(row["difficulty"] == level and row["data_source"] == f"{task}_{level}" for row in rows)
+    assert all(
+        row["difficulty"] == level and row["data_source"] == f"{task}_{level}" for row in rows
+    )
     assert all(row["prompt"].isascii() for row in rows)
 
 
@@ -132,11 +141,16 @@ def test_an_arithmetic_answer_is_what_the_prompt_says(level, terms, length):
 
 
 def test_a_sum_in_another_order_is_the_same_problem():
-    sums = [tuple(sorted(row["terms"])) for split in ("train", "test") for row in arithmetic.rows(split, 20, 0, 1)]
+    sums = [
+        tuple(sorted(row["terms"]))
+        for split in ("train", "test")
+        for row in arithmetic.rows(split, 20, 0, 1)
+    ]
     assert len(sums) == len(set(sums))
-    assert {split: {is_test(str(list(x))) for x in sums[i : i + 20]} for i, split in ((0, "train"), (20, "test"))} == {
-        "train": {False}, "test": {True},
-    }  # fmt: skip
+    assert {
+        split: {is_test(str(list(x))) for x in sums[i : i + 20]}
+        for i, split in ((0, "train"), (20, "test"))
+    } == {"train": {False}, "test": {True}}
 
 
 @pytest.mark.parametrize("level", LEVELS["countdown"])
@@ -170,14 +184,23 @@ def test_a_secret_lies_in_its_range_and_the_prompt_names_the_range_only(level):
 
 
 def write(out, task="guess", **changed):
-    arguments = {"count": 5, "difficulty": None, "seed": 0, "split": "train", "weights": "", "force": False}
+    arguments = {
+        "count": 5,
+        "difficulty": None,
+        "seed": 0,
+        "split": "train",
+        "weights": "",
+        "force": False,
+    }
     generate(task, out, **{**arguments, **changed})
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def test_the_command_writes_the_rows_of_the_task(tmp_path):
     assert write(tmp_path / "new/g.jsonl", seed=3, split="test") == guess.rows("test", 5, 3, 1)
-    assert write(tmp_path / "new/g.jsonl", task="algebra", difficulty=2, force=True) == algebra.rows("train", 5, 0, 2)
+    assert write(
+        tmp_path / "new/g.jsonl", task="algebra", difficulty=2, force=True
+    ) == algebra.rows("train", 5, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +209,10 @@ def test_the_command_writes_the_rows_of_the_task(tmp_path):
         ({"task": "chess"}, "there is no such task"),
         ({"weights": "1,2"}, "weights mix the data sets of reasoning-gym"),
         ({"task": "verifiers:e", "weights": "1,2"}, "weights mix the data sets of reasoning-gym"),
-        ({"task": "verifiers:e", "split": "test"}, "the tasks of a verifiers environment are its own"),
+        (
+            {"task": "verifiers:e", "split": "test"},
+            "the tasks of a verifiers environment are its own",
+        ),
         ({"task": "verifiers:e", "difficulty": 1}, "--difficulty 1"),
         ({"task": "verifiers:e", "seed": 3, "difficulty": 2}, "--difficulty 2 --seed 3"),
         ({"task": "reasoning_gym:chain_sum", "weights": "much"}, "the weights are no numbers"),
@@ -206,7 +232,11 @@ def test_the_command_of_the_docs_writes_what_there_is_and_tells_the_numbers(task
     result = CliRunner().invoke(app, ["generate", task, "--out", str(tmp_path / "g.jsonl")])
     count = len((tmp_path / "g.jsonl").read_text().splitlines())
     assert result.exit_code == 0 and f"{count:,} problems of {task}" in result.output
-    assert (f"{count} of 1,000: there are no more" in result.output) == (count < 1000) == (task != "calculator")
+    assert (
+        (f"{count} of 1,000: there are no more" in result.output)
+        == (count < 1000)
+        == (task != "calculator")
+    )
 
 
 def test_a_file_is_replaced_only_on_request_and_has_to_be_jsonl(tmp_path):

@@ -1,4 +1,5 @@
-"""The critic and its advantages: GAE over sampled tokens only, value clipping, and two optimizers that do not meet."""
+"""The critic and its advantages: GAE over sampled tokens only, value clipping, and two optimizers
+that do not meet."""
 
 import numpy as np
 import pytest
@@ -46,7 +47,9 @@ def actor_and_critic(**rates):
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_policy_and_critic_have_the_gradients_of_gae_on_whole_logits_with_the_worlds_tokens_left_out(turns):
+def test_policy_and_critic_have_the_gradients_of_gae_on_whole_logits_with_the_worlds_tokens_left_out(
+    turns,
+):
     (exact, stock), (value, stock_value) = twins("qwen3"), value_twins("qwen3")
     models = Models(policy=recorded(exact), critic=recorded(value))
     groups, config = sampled_groups(exact, turns=turns), settings(**PPO)
@@ -56,7 +59,9 @@ def test_policy_and_critic_have_the_gradients_of_gae_on_whole_logits_with_the_wo
     terms = []
     for episode, advantage in zip(episodes_of(groups), advantages, strict=True):
         logprobs = dense.logprobs(stock, episode.tokens, episode.loss_mask, HOW.temperature)
-        terms.append(dense.policy_terms(config.rl, logprobs, engine_of(episode), torch.tensor(advantage)))
+        terms.append(
+            dense.policy_terms(config.rl, logprobs, engine_of(episode), torch.tensor(advantage))
+        )
     dense.aggregate("token_mean", terms, MAX_NEW_TOKENS).backward()
     errors = [(v - torch.tensor(r)).square() / 2 for v, r in zip(values, returns, strict=True)]
     loss = dense.aggregate("token_mean", errors, MAX_NEW_TOKENS)
@@ -88,8 +93,12 @@ def test_the_clipped_value_loss_has_the_gradient_of_its_formula(clip):
     step, rng = start(groups, settings(**PPO)), np.random.default_rng(0)
     values = stock_values(stock_value, groups)
     # far from the rollout's and near to them, on both sides of the returns
-    step.values = [(v.detach().numpy() + rng.normal(0, 0.3, len(v))).astype(np.float32) for v in values]
-    step.returns = [(v.detach().numpy() + rng.normal(0, 0.3, len(v))).astype(np.float32) for v in values]
+    step.values = [
+        (v.detach().numpy() + rng.normal(0, 0.3, len(v))).astype(np.float32) for v in values
+    ]
+    step.returns = [
+        (v.detach().numpy() + rng.normal(0, 0.3, len(v))).astype(np.float32) for v in values
+    ]
     critic = recorded(value)
     metrics = update_critic(critic, step.updates[0], step, clip)
     errors, clipped = [], 0
@@ -109,17 +118,22 @@ def test_values_move_towards_the_returns():
     models = actor_and_critic()
     groups = sampled_groups(models.policy.model)
     losses = [
-        learn(models, groups, settings(algorithm="ppo"), HOW, version=0, train_policy=False)["critic/value_loss"]
+        learn(models, groups, settings(algorithm="ppo"), HOW, version=0, train_policy=False)[
+            "critic/value_loss"
+        ]
         for _ in range(16)
     ]
-    assert losses[-1] < 0.3 * losses[0]  # with lambda 1 the returns are the rewards, and stay where they are
+    # with lambda 1 the returns are the rewards, and stay where they are
+    assert losses[-1] < 0.3 * losses[0]
 
 
 def test_a_step_of_the_critic_only_leaves_the_policy_as_it_is():
     models = actor_and_critic()
     before = bits(models.policy), bits(models.critic)
     groups = sampled_groups(models.policy.model)
-    row = learn(models, groups, settings(algorithm="ppo", epochs=2), HOW, version=0, train_policy=False)
+    row = learn(
+        models, groups, settings(algorithm="ppo", epochs=2), HOW, version=0, train_policy=False
+    )
     assert bits(models.policy) == before[0] and models.policy.optimizer.step == 0
     assert bits(models.critic) != before[1] and models.critic.optimizer.step == 2
     tokens = 2 * sum(e.loss_mask.sum() for e in episodes_of(groups))
@@ -128,11 +142,14 @@ def test_a_step_of_the_critic_only_leaves_the_policy_as_it_is():
 
 
 def test_policy_and_critic_have_optimizers_of_their_own():
-    """The rate of one does not show in the other's first update, which sees the same values and log-probs."""
+    """The rate of one does not show in the other's first update, which sees the same values and
+    log-probs."""
     after = []
     for rates in ({}, {"critic": 0.1}, {"policy": 0.1}):
         models = actor_and_critic(**rates)
-        learn(models, sampled_groups(models.policy.model), settings(algorithm="ppo"), HOW, version=0)
+        learn(
+            models, sampled_groups(models.policy.model), settings(algorithm="ppo"), HOW, version=0
+        )
         after.append((bits(models.policy), bits(models.critic)))
     plain, fast_critic, fast_policy = after
     assert fast_critic[0] == plain[0] and fast_critic[1] != plain[1]
@@ -140,11 +157,18 @@ def test_policy_and_critic_have_optimizers_of_their_own():
 
 
 def test_values_and_advantages_are_those_of_the_start_in_every_update_of_the_step():
-    """The critic's first update must not reach the policy's second: a critic that stands still gives the same policy."""
+    """The critic's first update must not reach the policy's second: a critic that stands still
+    gives the same policy."""
     policies = []
     for rate in (0.0, 0.1):
         models = actor_and_critic(critic=rate)
-        learn(models, sampled_groups(models.policy.model), settings(algorithm="ppo", epochs=2), HOW, version=0)
+        learn(
+            models,
+            sampled_groups(models.policy.model),
+            settings(algorithm="ppo", epochs=2),
+            HOW,
+            version=0,
+        )
         policies.append(bits(models.policy))
     assert policies[0] == policies[1]
 

@@ -1,4 +1,5 @@
-"""Distillation against whole logits of stock student and teacher: the exact KL, and its estimate by the sampled tokens."""
+"""Distillation against whole logits of stock student and teacher: the exact KL, and its estimate by
+the sampled tokens."""
 
 import math
 from itertools import pairwise
@@ -30,7 +31,10 @@ from tests.support.tiny import exact_model, twins
 def config_of(estimator, budget=60, distill={}, **rl):  # noqa: B006 - it is not changed
     plain = settings(budget, **rl)
     return Config(
-        rl=plain.rl, train=plain.train, rollout=plain.rollout, distill=Distill(estimator=estimator, **distill)
+        rl=plain.rl,
+        train=plain.train,
+        rollout=plain.rollout,
+        distill=Distill(estimator=estimator, **distill),
     )
 
 
@@ -49,7 +53,9 @@ def dense_kl(stock, stock_teacher, episode):
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
-def test_the_exact_estimator_has_the_value_and_the_gradient_of_the_kl_over_whole_logits(aggregation):
+def test_the_exact_estimator_has_the_value_and_the_gradient_of_the_kl_over_whole_logits(
+    aggregation,
+):
     (student, stock), (teacher, stock_teacher) = twins("qwen3"), twins("qwen3", seed=5)
     groups = sampled_groups(student, turns=2)
     row, [gradients] = once(student, teacher, groups, config_of("exact", aggregation=aggregation))
@@ -67,7 +73,10 @@ def test_another_divergence_falls_too_and_is_not_the_reverse_kl(kind, top_k):
     groups = sampled_groups(student.model)
     config = config_of("exact", distill={"divergence": kind, "top_k": top_k})
     reverse, _ = once(exact_model("qwen3"), teacher, groups, config_of("exact"))
-    found = [distill(student, teacher, groups, config, HOW, version=0, exact=True)["teacher_kl"] for _ in range(10)]
+    found = [
+        distill(student, teacher, groups, config, HOW, version=0, exact=True)["teacher_kl"]
+        for _ in range(10)
+    ]
     assert found[0] != pytest.approx(reverse["teacher_kl"], rel=1e-3)
     assert found[1] < found[0] and found[-1] < 0.6 * found[0]
 
@@ -80,7 +89,8 @@ def test_the_sampled_estimator_weighs_each_token_by_what_the_teacher_thinks_more
     terms, kl = [], []
     for episode in episodes_of(groups):
         own, held = (
-            dense.logprobs(m, episode.tokens, episode.loss_mask, HOW.temperature) for m in (stock, stock_teacher)
+            dense.logprobs(m, episode.tokens, episode.loss_mask, HOW.temperature)
+            for m in (stock, stock_teacher)
         )
         kl.append((own - held).detach())
         terms.append(dense.policy_terms(config.rl, own, engine_of(episode), -kl[-1]))
@@ -93,7 +103,10 @@ def test_the_sampled_estimator_weighs_each_token_by_what_the_teacher_thinks_more
 @pytest.mark.parametrize("estimator", ["exact", "sampled"])
 def test_a_teacher_equal_to_the_student_is_at_a_distance_of_exactly_zero(estimator):
     row, _ = once(
-        exact_model("qwen3"), exact_model("qwen3"), sampled_groups(exact_model("qwen3")), config_of(estimator)
+        exact_model("qwen3"),
+        exact_model("qwen3"),
+        sampled_groups(exact_model("qwen3")),
+        config_of(estimator),
     )
     assert row["teacher_kl"] == 0.0
 
@@ -102,7 +115,10 @@ def test_the_kl_to_another_teacher_falls_and_the_teacher_is_left_alone():
     student, teacher = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
     before = {name: w.clone() for name, w in teacher.named_weights().items()}
     groups, config = sampled_groups(student.model), config_of("exact")
-    kl = [distill(student, teacher, groups, config, HOW, version=0, exact=True)["teacher_kl"] for _ in range(10)]
+    kl = [
+        distill(student, teacher, groups, config, HOW, version=0, exact=True)["teacher_kl"]
+        for _ in range(10)
+    ]
     assert all(after < earlier for earlier, after in pairwise(kl)) and kl[-1] < 0.5 * kl[0]
     assert all(torch.equal(w, before[name]) for name, w in teacher.named_weights().items())
     assert all(p.grad is None for p in teacher.module.parameters())
@@ -114,7 +130,15 @@ def test_minibatches_are_updates_of_their_own_and_an_adapter_is_all_that_they_tr
     before = bits(student)
     for version in range(2):
         groups = sampled_groups(student.model, version=version)
-        row = distill(student, teacher, groups, config_of(estimator, minibatches=3), HOW, version=version, exact=True)
+        row = distill(
+            student,
+            teacher,
+            groups,
+            config_of(estimator, minibatches=3),
+            HOW,
+            version=version,
+            exact=True,
+        )
         assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
     after = bits(student)
     changes = {name for name in student.model.named_weights() if after[name] != before[name]}
@@ -126,7 +150,15 @@ def test_an_engine_that_is_not_the_students_is_told_before_any_weight_changes():
     before = bits(student)
     groups = perturbed(sampled_groups(student.model), 1e-4)
     with pytest.raises(UserError, match="engine and policy do not agree"):
-        distill(student, exact_model("qwen3", seed=5), groups, config_of("sampled"), HOW, version=0, exact=True)
+        distill(
+            student,
+            exact_model("qwen3", seed=5),
+            groups,
+            config_of("sampled"),
+            HOW,
+            version=0,
+            exact=True,
+        )
     assert bits(student) == before
 
 
@@ -136,7 +168,15 @@ def test_a_teacher_that_is_not_finite_changes_no_weight(estimator):
     with torch.no_grad():
         teacher.module.model.norm.weight[0] = math.nan
     before = bits(student)
-    row = distill(student, teacher, sampled_groups(student.model), config_of(estimator), HOW, version=0, exact=True)
+    row = distill(
+        student,
+        teacher,
+        sampled_groups(student.model),
+        config_of(estimator),
+        HOW,
+        version=0,
+        exact=True,
+    )
     assert row["bad/loss"] == row["skipped_updates"] == 1.0 and bits(student) == before
 
 

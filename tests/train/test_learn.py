@@ -1,4 +1,5 @@
-"""A step of learning against its definition on stock transformers: every loss, aggregation, correction and KL."""
+"""A step of learning against its definition on stock transformers: every loss, aggregation,
+correction and KL."""
 
 import math
 
@@ -43,7 +44,9 @@ def stock_logprobs(stock, episode):
 
 
 def grpo_of(groups):
-    return [advantage for group in groups for advantage in dense.group_relative(group.rewards.tolist())]
+    return [
+        advantage for group in groups for advantage in dense.group_relative(group.rewards.tolist())
+    ]
 
 
 def learn_once(model, groups, config, *, exact=False, **models):
@@ -58,7 +61,9 @@ def learn_once(model, groups, config, *, exact=False, **models):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_first_update_of_every_algorithm_is_on_policy_to_the_bit_and_moves_every_weight(algorithm):
+def test_the_first_update_of_every_algorithm_is_on_policy_to_the_bit_and_moves_every_weight(
+    algorithm,
+):
     policy = trained(exact_model("qwen3"))
     config = settings(algorithm=algorithm, kl_coef=0.1)
     critic = trained(value_twins("qwen3")[0]) if config.rl.advantage == "gae" else None
@@ -70,7 +75,9 @@ def test_the_first_update_of_every_algorithm_is_on_policy_to_the_bit_and_moves_e
     assert all(math.isfinite(value) for value in row.values())
     assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
     ratios = {name: row[name] for name in ("ratio", "clip_share", "approx_kl") if name in row}
-    assert ratios == ({} if config.rl.loss == "reinforce" else {"ratio": 1.0, "clip_share": 0.0, "approx_kl": 0.0})
+    assert ratios == (
+        {} if config.rl.loss == "reinforce" else {"ratio": 1.0, "clip_share": 0.0, "approx_kl": 0.0}
+    )
     after = bits(policy)
     assert all(after[name] != before[name] for name in before)
 
@@ -96,8 +103,12 @@ def test_an_engine_that_is_one_ulp_off_is_told_before_any_weight_changes():
 
 def test_the_gap_of_a_step_is_that_of_its_first_update_and_of_no_later_one():
     counts = {"num_loss_tokens": 4.0, "skipped_updates": 0.0}
-    assert merge([{**counts, "logprob_gap": 0.0}, {**counts, "logprob_gap": 1.0}])["logprob_gap"] == 0.0
-    assert "logprob_gap" not in merge([counts, {**counts, "logprob_gap": 1.0}])  # the first had survivors only
+    assert (
+        merge([{**counts, "logprob_gap": 0.0}, {**counts, "logprob_gap": 1.0}])["logprob_gap"]
+        == 0.0
+    )
+    # the first had survivors only
+    assert "logprob_gap" not in merge([counts, {**counts, "logprob_gap": 1.0}])
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
@@ -107,16 +118,24 @@ def test_the_gradient_expected_on_policy_is_the_one_that_arrives_to_the_last_bit
         torch.from_numpy(rng.normal(size=50).astype(np.float32)) for _ in range(4)
     )
     columns = Columns(
-        engine=engine, proximal=engine, advantages=advantages, weights=weights.abs(), corrections=corrections.abs(),
-        fresh=torch.ones(50, dtype=torch.bool), sequences=torch.zeros(50, dtype=torch.int64), reference=None,
-    )  # fmt: skip
+        engine=engine,
+        proximal=engine,
+        advantages=advantages,
+        weights=weights.abs(),
+        corrections=corrections.abs(),
+        fresh=torch.ones(50, dtype=torch.bool),
+        sequences=torch.zeros(50, dtype=torch.int64),
+        reference=None,
+    )
     rl = settings(loss=loss, dual_clip=3.0 if loss == "ppo_clip" else 0.0).rl
     logprobs = engine.clone().requires_grad_()
     policy_loss(rl, columns, logprobs, torch.zeros(50))[0].backward()
     assert torch.equal(logprobs.grad, expected_gradient(rl, columns))
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss": "gspo"}, {"entropy_coef": 0.1}, {"mask_truncated": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"loss": "gspo"}, {"entropy_coef": 0.1}, {"mask_truncated": True}], ids=str
+)
 def test_expecting_the_gradient_changes_no_bit_of_an_update(changes):
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
@@ -130,13 +149,21 @@ def test_expecting_the_gradient_changes_no_bit_of_an_update(changes):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
-def test_the_gradient_of_every_loss_and_aggregation_is_that_of_its_formula_on_whole_logits(loss, aggregation):
+def test_the_gradient_of_every_loss_and_aggregation_is_that_of_its_formula_on_whole_logits(
+    loss, aggregation
+):
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     groups = perturbed(sampled_groups(exact, turns=2), 0.3)
     config = settings(
-        44, loss=loss, aggregation=aggregation, clip_low=0.02, clip_high=0.04, entropy_coef=0.2, kl_coef=0.3,
+        44,
+        loss=loss,
+        aggregation=aggregation,
+        clip_low=0.02,
+        clip_high=0.04,
+        entropy_coef=0.2,
+        kl_coef=0.3,
         dual_clip=1.2 if loss == "ppo_clip" else 0.0,
-    )  # fmt: skip
+    )
     order = [number for batch in start(groups, config).batches for number in batch.samples]
     assert order != sorted(order)  # what belongs to an episode must follow it
     row, gradients = learn_once(exact, groups, config, reference=reference)
@@ -144,7 +171,9 @@ def test_the_gradient_of_every_loss_and_aggregation_is_that_of_its_formula_on_wh
     for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
         logprobs = stock_logprobs(stock, episode)
         entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, HOW.temperature)
-        part = dense.policy_terms(config.rl, logprobs, engine_of(episode), torch.full((len(logprobs),), advantage))
+        part = dense.policy_terms(
+            config.rl, logprobs, engine_of(episode), torch.full((len(logprobs),), advantage)
+        )
         held = stock_logprobs(stock_reference, episode).detach()
         terms.append(part - 0.2 * entropy + 0.3 * dense.k3(logprobs, held))
     dense.aggregate(aggregation, terms, MAX_NEW_TOKENS).backward()
@@ -179,15 +208,26 @@ def test_minibatches_are_updates_on_their_own_groups_one_after_the_other():
     ]
     assert bits(policy) == bits(twin) and policy.optimizer.step == 2
     tokens = [part["num_loss_tokens"] for part in parts]
-    assert row["num_loss_tokens"] == sum(tokens) and row["logprob_gap"] == 0.0 < parts[1]["logprob_gap"]
-    assert row["ratio"] == pytest.approx(np.average([part["ratio"] for part in parts], weights=tokens), rel=1e-12)
+    assert (
+        row["num_loss_tokens"] == sum(tokens)
+        and row["logprob_gap"] == 0.0 < parts[1]["logprob_gap"]
+    )
+    assert row["ratio"] == pytest.approx(
+        np.average([part["ratio"] for part in parts], weights=tokens), rel=1e-12
+    )
     assert parts[0]["ratio"] == 1.0 != parts[1]["ratio"]
 
 
 def test_an_epoch_goes_through_all_minibatches_before_the_next():
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model, prompts=4)
-    learn(Models(policy=policy), groups, settings(prompts_per_step=4, minibatches=2, epochs=2), HOW, version=0)
+    learn(
+        Models(policy=policy),
+        groups,
+        settings(prompts_per_step=4, minibatches=2, epochs=2),
+        HOW,
+        version=0,
+    )
     for part in (groups[:2], groups[2:]) * 2:
         learn(Models(policy=twin), part, settings(prompts_per_step=2), HOW, version=0, exact=False)
     assert bits(policy) == bits(twin) and policy.optimizer.step == 4
@@ -206,11 +246,14 @@ def test_epochs_are_updates_on_the_same_episodes_against_the_policy_of_the_start
 def test_many_microbatches_have_the_gradient_of_one_and_the_same_bits_every_time(loss):
     model = exact_model("qwen3")
     groups = perturbed(sampled_groups(model, turns=2), 0.2)
-    found = [learn_once(model, groups, settings(budget, loss=loss))[1] for budget in (16, 16, 64, 10_000)]
+    found = [
+        learn_once(model, groups, settings(budget, loss=loss))[1] for budget in (16, 16, 64, 10_000)
+    ]
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name])
         for other in found[2:]:
-            # the rows' contributions are added in another order; the tolerance is that of dense.GRADIENT
+            # the rows' contributions are added in another order; the tolerance is that of
+            # dense.GRADIENT
             atol = dense.GRADIENT * gradient.abs().max()
             torch.testing.assert_close(other[name], gradient, rtol=0, atol=atol, msg=name)
 
@@ -242,7 +285,11 @@ def test_a_truncated_episode_carries_no_loss_but_counts_in_its_groups_baseline()
     terms = []
     for episode, advantage in kept:
         logprobs = stock_logprobs(stock, episode)
-        terms.append(dense.policy_terms(config.rl, logprobs, engine_of(episode), torch.full_like(logprobs, advantage)))
+        terms.append(
+            dense.policy_terms(
+                config.rl, logprobs, engine_of(episode), torch.full_like(logprobs, advantage)
+            )
+        )
     dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
     dense.assert_gradients(gradients, stock)
     assert len(kept) == 6 and row["num_loss_tokens"] == sum(len(t) for t in terms)
@@ -260,7 +307,9 @@ def test_where_every_episode_is_truncated_nothing_is_updated():
 def test_a_minibatch_of_truncated_episodes_is_left_out():
     policy = trained(exact_model("qwen3"))
     groups = truncated(sampled_groups(policy.model), (1, 0), (1, 1), (1, 2))
-    row = learn(Models(policy=policy), groups, settings(mask_truncated=True, minibatches=3), HOW, version=0)
+    row = learn(
+        Models(policy=policy), groups, settings(mask_truncated=True, minibatches=3), HOW, version=0
+    )
     assert policy.optimizer.step == 2 and row["skipped_updates"] == 0.0
 
 
@@ -275,12 +324,22 @@ def test_the_kl_to_identical_weights_is_exactly_zero_and_changes_no_bit(kl_in, a
     policy, twin = trained(make()), trained(make())
     reference = policy.model if adapter else exact_model("qwen3")
     groups = sampled_groups(policy.model)
-    config = settings(kl_coef=0.5, kl_in=kl_in, kl_estimator="k3" if kl_in == "loss" else "k1", advantage=advantage)
+    config = settings(
+        kl_coef=0.5,
+        kl_in=kl_in,
+        kl_estimator="k3" if kl_in == "loss" else "k1",
+        advantage=advantage,
+    )
     row = learn(Models(policy=policy, reference=reference), groups, config, HOW, version=0)
     learn(Models(policy=twin), groups, settings(advantage=advantage), HOW, version=0)
     assert row["reference_kl"] == 0.0 and bits(policy) == bits(twin)
     # and it is a KL to where the policy was: after the update it is not zero any more
-    assert learn(Models(policy=policy, reference=reference), groups, config, HOW, version=1)["reference_kl"] != 0.0
+    assert (
+        learn(Models(policy=policy, reference=reference), groups, config, HOW, version=1)[
+            "reference_kl"
+        ]
+        != 0.0
+    )
 
 
 def test_the_reference_is_left_alone():
@@ -295,7 +354,10 @@ def test_the_reference_is_left_alone():
 def kl_of_episodes(stock, stock_reference, groups):
     """Each token's k1, in Python floats."""
     with torch.no_grad():
-        return [(stock_logprobs(stock, e) - stock_logprobs(stock_reference, e)).tolist() for e in episodes_of(groups)]
+        return [
+            (stock_logprobs(stock, e) - stock_logprobs(stock_reference, e)).tolist()
+            for e in episodes_of(groups)
+        ]
 
 
 def advantages_of(config, groups, exact, reference, critic=None):
@@ -312,9 +374,15 @@ def test_a_kl_in_the_reward_of_an_episode_is_subtracted_before_the_group_is_comp
     kl = [sum(part) for part in kl_of_episodes(stock, stock_reference, groups)]
     found = advantages_of(config, groups, exact, reference)
     for row, group in enumerate(groups):
-        rewards = [r - 0.05 * k for r, k in zip(group.rewards.tolist(), kl[3 * row : 3 * row + 3], strict=True)]
-        for column, advantage in zip(found[3 * row : 3 * row + 3], dense.group_relative(rewards), strict=True):
-            np.testing.assert_allclose(column, advantage, rtol=1e-3, atol=1e-4)  # sums of float32 log-probs
+        rewards = [
+            r - 0.05 * k
+            for r, k in zip(group.rewards.tolist(), kl[3 * row : 3 * row + 3], strict=True)
+        ]
+        for column, advantage in zip(
+            found[3 * row : 3 * row + 3], dense.group_relative(rewards), strict=True
+        ):
+            # sums of float32 log-probs
+            np.testing.assert_allclose(column, advantage, rtol=1e-3, atol=1e-4)
     assert [len(column) for column in found] == [e.loss_mask.sum() for e in episodes_of(groups)]
 
 
@@ -323,11 +391,17 @@ def test_a_kl_in_the_reward_of_reinforce_pp_counts_at_its_own_token():
     groups = sampled_groups(exact, turns=3)
     config = settings(algorithm="reinforce_pp", kl_coef=0.05, gamma=0.9)
     returns = []
-    for episode, kl in zip(episodes_of(groups), kl_of_episodes(stock, stock_reference, groups), strict=True):
+    for episode, kl in zip(
+        episodes_of(groups), kl_of_episodes(stock, stock_reference, groups), strict=True
+    ):
         rewards = [-0.05 * k for k in kl]
         rewards[-1] += episode.reward
-        returns.append([sum(0.9 ** (u - t) * rewards[u] for u in range(t, len(kl))) for t in range(len(kl))])
-    for found, expected in zip(advantages_of(config, groups, exact, reference), dense.whitened(returns), strict=True):
+        returns.append(
+            [sum(0.9 ** (u - t) * rewards[u] for u in range(t, len(kl))) for t in range(len(kl))]
+        )
+    for found, expected in zip(
+        advantages_of(config, groups, exact, reference), dense.whitened(returns), strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -337,7 +411,9 @@ def test_a_kl_in_the_reward_of_gae_counts_at_its_own_token():
     groups = sampled_groups(exact, turns=2)
     config = settings(algorithm="ppo", kl_coef=0.05, gamma=0.9, gae_lambda=0.8)
     parts = []
-    for episode, kl in zip(episodes_of(groups), kl_of_episodes(stock, stock_reference, groups), strict=True):
+    for episode, kl in zip(
+        episodes_of(groups), kl_of_episodes(stock, stock_reference, groups), strict=True
+    ):
         rewards = [-0.05 * k for k in kl]
         rewards[-1] += episode.reward
         values = dense.values(stock_critic, episode.tokens, episode.loss_mask).tolist()
@@ -362,26 +438,35 @@ def test_reinforce_pp_baseline_is_whitened_over_the_tokens_of_the_step():
     for column, expected in zip(found, dense.whitened(parts), strict=True):
         np.testing.assert_allclose(column, expected, rtol=1e-5)
     tokens = np.concatenate(found)
-    assert tokens.mean() == pytest.approx(0.0, abs=1e-6) and tokens.std() == pytest.approx(1.0, rel=1e-5)
+    assert tokens.mean() == pytest.approx(0.0, abs=1e-6) and tokens.std() == pytest.approx(
+        1.0, rel=1e-5
+    )
 
 
 def test_gdpo_compares_the_rewards_of_each_function_with_its_weight_and_the_overlong_penalty():
     groups = sampled_groups(exact_model("qwen3"))
     rng, table = np.random.default_rng(5), {}
     for place in [(row, column) for row in range(3) for column in range(3)]:
-        parts = dict(zip(("score", "form", "overlong", "detail"), rng.normal(size=4).tolist(), strict=True))
-        table[place] = parts if place != (1, 1) else {"form": 0.5}  # of which the first function did not apply
+        parts = dict(
+            zip(("score", "form", "overlong", "detail"), rng.normal(size=4).tolist(), strict=True)
+        )
+        # of which the first function did not apply
+        table[place] = parts if place != (1, 1) else {"form": 0.5}
         groups = changed(groups, place, reward_parts=table[place])
     reward = Reward(function=["my.py:score", "form"], weights=[1.0, 0.3], overlong_penalty=0.5)
     plain = settings(aggregation="token_mean")
-    config = Config(rl={**plain.rl.model_dump(), "advantage": "gdpo"}, reward=reward, train=plain.train)
+    config = Config(
+        rl={**plain.rl.model_dump(), "advantage": "gdpo"}, reward=reward, train=plain.train
+    )
     sums = np.zeros((3, 3))
     for name, weight in (("score", 1.0), ("form", 0.3), ("overlong", 1.0)):
         rows = [[table[row, column].get(name, 0.0) for column in range(3)] for row in range(3)]
         sums += weight * np.array([dense.group_relative(row) for row in rows])
     expected = (sums - sums.mean()) / (sums.std() + 1e-6)
     found = advantages_of(config, groups, exact_model("qwen3"), None)
-    assert [set(column.tolist()) for column in found] == [{float(np.float32(a))} for a in expected.ravel()]
+    assert [set(column.tolist()) for column in found] == [
+        {float(np.float32(a))} for a in expected.ravel()
+    ]
 
 
 # ---- an engine that is not exact
@@ -403,11 +488,15 @@ def by_hand(kind, ratios):
         case "mis":
             return [math.prod(ratios) if math.prod(ratios) <= CAP else 0.0] * len(ratios)
         case "mis_geometric":
-            return [r if FLOOR <= math.prod(ratios) ** (1 / len(ratios)) <= CAP else 0.0 for r in ratios]
+            return [
+                r if FLOOR <= math.prod(ratios) ** (1 / len(ratios)) <= CAP else 0.0 for r in ratios
+            ]
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
-@pytest.mark.parametrize("kind", ["decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"])
+@pytest.mark.parametrize(
+    "kind", ["decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"]
+)
 def test_a_correction_weighs_each_token_as_computed_by_hand_and_the_ratio_starts_at_one(kind, loss):
     exact, stock = twins("qwen3")
     groups = perturbed(sampled_groups(exact, turns=2), 0.1)
@@ -418,12 +507,16 @@ def test_a_correction_weighs_each_token_as_computed_by_hand_and_the_ratio_starts
         logprobs = stock_logprobs(stock, episode)
         ratios = (logprobs.detach() - engine_of(episode)).double().exp().tolist()
         factors.append(torch.tensor(by_hand(kind, ratios), dtype=torch.float32))
-        part = dense.policy_terms(config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage))
+        part = dense.policy_terms(
+            config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage)
+        )
         terms.append(part * factors[-1])
     dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
     dense.assert_gradients(gradients, stock)
     weights = torch.cat(factors)
-    assert len(weights.unique()) > 3 and (kind == "decoupled" or not torch.equal(weights, weights.clamp(FLOOR, 1.099)))
+    assert len(weights.unique()) > 3 and (
+        kind == "decoupled" or not torch.equal(weights, weights.clamp(FLOOR, 1.099))
+    )
     assert row["ratio"] == 1.0 and row["logprob_gap"] > 0.1
     assert row["correction"] == pytest.approx(float(weights.mean()), rel=1e-4)
 
@@ -437,7 +530,12 @@ def test_a_correction_weighs_the_policy_loss_and_neither_the_kl_nor_the_entropy_
     for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
         logprobs = stock_logprobs(stock, episode)
         factor = (logprobs.detach() - engine_of(episode)).exp().clamp(max=CAP)
-        part = dense.policy_terms(config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage)) * factor
+        part = (
+            dense.policy_terms(
+                config.rl, logprobs, logprobs.detach(), torch.full_like(logprobs, advantage)
+            )
+            * factor
+        )
         kl = dense.k3(logprobs, stock_logprobs(stock_reference, episode).detach())
         entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, HOW.temperature)
         terms.append(part + 0.4 * kl - 0.3 * entropy)
@@ -450,7 +548,9 @@ def test_the_ratio_of_a_later_update_is_to_the_policy_at_the_start_of_the_step(c
     """Log-probs that were made anew before each update would make every ratio 1."""
     policy = trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
-    row = learn(Models(policy=policy), groups, settings(epochs=3, correction=correction), HOW, version=0)
+    row = learn(
+        Models(policy=policy), groups, settings(epochs=3, correction=correction), HOW, version=0
+    )
     assert row["approx_kl"] > 0.0 and row["ratio"] != 1.0
 
 
@@ -468,7 +568,9 @@ def test_the_off_policy_mask_drops_the_bad_tokens_of_sequences_that_the_policy_h
         dropped += len(part) * left
     dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
     dense.assert_gradients(gradients, stock)
-    assert row["off_policy_masked"] * row["num_loss_tokens"] == pytest.approx(dropped) and dropped > 0
+    assert (
+        row["off_policy_masked"] * row["num_loss_tokens"] == pytest.approx(dropped) and dropped > 0
+    )
 
 
 @pytest.mark.parametrize("changes", [{"loss": "gspo"}, {"off_policy_mask": 0.001}], ids=str)
@@ -485,7 +587,9 @@ def test_a_sequence_with_older_tokens_is_not_held_to_a_ratio_of_one(changes):
     assert row["logprob_gap"] == 0.0 and row["ratio"] != 1.0
 
 
-@pytest.mark.parametrize("kind", ["none", "decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"])
+@pytest.mark.parametrize(
+    "kind", ["none", "decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"]
+)
 def test_every_correction_of_an_exact_engine_is_one_and_changes_no_bit(kind):
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
@@ -504,16 +608,21 @@ def test_sequences_with_a_large_logprob_error_carry_no_loss_and_are_not_counted(
     wrong = {(0, 2): 0.5, (1, 0): -0.6}
     for (row, place), shift in {**wrong, (2, 1): 0.1}.items():
         episode = groups[row].episodes[place]
-        off = np.where(episode.loss_mask, episode.engine_logprobs + np.float32(shift), np.float32(0))
+        off = np.where(
+            episode.loss_mask, episode.engine_logprobs + np.float32(shift), np.float32(0)
+        )
         groups = changed(groups, (row, place), engine_logprobs=off)
     config = settings(max_logprob_error=1.2, aggregation=aggregation)
     row, gradients = learn_once(exact, groups, config)
     terms = []
-    for number, (episode, advantage) in enumerate(zip(episodes_of(groups), grpo_of(groups), strict=True)):
+    for number, (episode, advantage) in enumerate(
+        zip(episodes_of(groups), grpo_of(groups), strict=True)
+    ):
         if divmod(number, 3) in wrong:
             continue
         logprobs = stock_logprobs(stock, episode)
-        engine = torch.from_numpy(episode.engine_logprobs[episode.loss_mask])  # the mask does not change the ratio
+        # the mask does not change the ratio
+        engine = torch.from_numpy(episode.engine_logprobs[episode.loss_mask])
         part = dense.policy_terms(config.rl, logprobs, engine, torch.full_like(logprobs, advantage))
         terms.append(part)
     dense.aggregate(aggregation, terms, MAX_NEW_TOKENS).backward()
@@ -542,7 +651,11 @@ def test_with_an_adapter_only_its_weights_change_and_the_policy_is_still_its_eng
 
 
 def test_without_filters_and_with_them_the_first_update_is_on_policy():
-    for how in (Filter(), Filter(top_k=20, top_p=0.9, temperature=0.8), Filter(repetition_penalty=1.2, min_p=0.01)):
+    for how in (
+        Filter(),
+        Filter(top_k=20, top_p=0.9, temperature=0.8),
+        Filter(repetition_penalty=1.2, min_p=0.01),
+    ):
         policy = trained(exact_model("qwen3"))
         groups = sampled_groups(policy.model, how=how)
         row = learn(Models(policy=policy), groups, settings(epochs=2), how, version=0)

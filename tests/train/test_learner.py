@@ -1,4 +1,5 @@
-"""One optimizer step over many microbatches: sums, skipped updates, and a model that runs its new weights."""
+"""One optimizer step over many microbatches: sums, skipped updates, and a model that runs its new
+weights."""
 
 import math
 
@@ -32,7 +33,10 @@ def likelihood(learner, spoil=None):
     def loss(index, batch):
         logprobs, _ = batch_logprobs(learner.model, batch, Filter())
         value = -logprobs.sum()
-        return spoil(index, value) if spoil else value, {"tokens": float(len(logprobs)), "number": float(index)}
+        return spoil(index, value) if spoil else value, {
+            "tokens": float(len(logprobs)),
+            "number": float(index),
+        }
 
     return loss
 
@@ -42,9 +46,19 @@ def test_metrics_are_sums_over_all_microbatches_divided_by_the_tokens_or_by_what
     tokens = sum(len(batch.targets) for batch in batches)
     numbers = sum(range(len(batches)))
     row = learner.update(batches, likelihood(learner))
-    assert row == {"tokens": 1.0, "number": numbers / tokens, "num_loss_tokens": tokens, "skipped_updates": 0.0}
+    assert row == {
+        "tokens": 1.0,
+        "number": numbers / tokens,
+        "num_loss_tokens": tokens,
+        "skipped_updates": 0.0,
+    }
     row = learner.update(batches, likelihood(learner), count=4)
-    assert row == {"tokens": tokens / 4, "number": numbers / 4, "num_loss_tokens": tokens, "skipped_updates": 0.0}
+    assert row == {
+        "tokens": tokens / 4,
+        "number": numbers / 4,
+        "num_loss_tokens": tokens,
+        "skipped_updates": 0.0,
+    }
 
 
 def test_every_microbatch_is_asked_for_once_under_its_number():
@@ -56,7 +70,9 @@ def test_every_microbatch_is_asked_for_once_under_its_number():
         return plain(index, batch)
 
     learner.update(batches, loss)
-    assert asked == [True] * len(batches) and len(batches) > 2 and len(learner.optimizer.updates) == 1
+    assert (
+        asked == [True] * len(batches) and len(batches) > 2 and len(learner.optimizer.updates) == 1
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -65,19 +81,30 @@ def test_a_microbatch_with_a_loss_that_is_not_finite_spoils_nothing(bad, where):
     learner, batches = trained(exact_model("qwen3")), batches_of()
     learner.update(batches, likelihood(learner))
     before, at = bits(learner), range(len(batches))[where]
-    row = learner.update(batches, likelihood(learner, lambda index, v: v + bad if index == at else v))
+    row = learner.update(
+        batches, likelihood(learner, lambda index, v: v + bad if index == at else v)
+    )
     assert row["bad/loss"] == row["skipped_updates"] == 1.0 and "bad/gradient" not in row
-    assert bits(learner) == before and all(p.grad is None for p in learner.model.module.parameters())
-    assert learner.update(batches, likelihood(learner))["skipped_updates"] == 0.0 and bits(learner) != before
+    assert bits(learner) == before and all(
+        p.grad is None for p in learner.model.module.parameters()
+    )
+    assert (
+        learner.update(batches, likelihood(learner))["skipped_updates"] == 0.0
+        and bits(learner) != before
+    )
 
 
 def test_a_gradient_that_is_not_finite_spoils_nothing():
     learner, batches = trained(exact_model("qwen3")), batches_of()
     before = bits(learner)
-    steep = likelihood(learner, lambda index, value: (value - value.detach()).sqrt() if index == 1 else value)
+    steep = likelihood(
+        learner, lambda index, value: (value - value.detach()).sqrt() if index == 1 else value
+    )
     row = learner.update(batches, steep)  # the root of 0 is 0, and its slope is not finite
     assert row["bad/gradient"] == row["skipped_updates"] == 1.0 and "bad/loss" not in row
-    assert bits(learner) == before and all(p.grad is None for p in learner.model.module.parameters())
+    assert bits(learner) == before and all(
+        p.grad is None for p in learner.model.module.parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
@@ -90,7 +117,9 @@ def test_after_an_update_the_model_runs_its_new_weights_and_not_a_stale_pack(kin
         fit(learner, batches_of())
         with torch.no_grad():
             [after] = exact_logits(learner.model, [document])
-            fresh = stock_logits(stock_model(tiny_config(kind), learner.model.named_weights(), seed=9), document)
+            fresh = stock_logits(
+                stock_model(tiny_config(kind), learner.model.named_weights(), seed=9), document
+            )
         assert (after - before).abs().max() > 1e-2
         torch.testing.assert_close(after, fresh, rtol=0, atol=1e-5)
 

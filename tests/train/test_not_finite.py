@@ -1,4 +1,5 @@
-"""NaN and infinity, wherever they come from: named, kept out of every weight and moment, and forgotten by the next step."""
+"""NaN and infinity, wherever they come from: named, kept out of every weight and moment, and
+forgotten by the next step."""
 
 import math
 
@@ -71,7 +72,9 @@ def test_an_engine_logprob_that_is_not_finite_trains_nothing(models, value, corr
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_critic_with_a_weight_that_is_not_finite_trains_neither_itself_nor_the_policy(models, value):
+def test_a_critic_with_a_weight_that_is_not_finite_trains_neither_itself_nor_the_policy(
+    models, value
+):
     weight = models.critic.model.module.model.layers[0].mlp.down_proj.weight
     with torch.no_grad():
         held = weight[3, 5].clone()
@@ -93,7 +96,9 @@ def test_a_reference_that_is_not_finite_trains_nothing():
         reference.module.model.norm.weight[0] = math.nan
     before = bits(policy)
     groups = sampled_groups(policy.model)
-    row = learn(Models(policy=policy, reference=reference), groups, settings(kl_coef=0.1), HOW, version=0)
+    row = learn(
+        Models(policy=policy, reference=reference), groups, settings(kl_coef=0.1), HOW, version=0
+    )
     assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0, "bad/reference_logprob": 1.0}
     assert bits(policy) == before
 
@@ -131,6 +136,10 @@ def test_only_the_minibatch_that_is_not_finite_is_skipped():
     policy = trained(exact_model("qwen3"))
     groups = changed(sampled_groups(policy.model), (1, 2), reward=1e36)
     before = bits(policy)
-    row = learn(Models(policy=policy), groups, settings(minibatches=3, advantage="ema"), HOW, version=0)
+    row = learn(
+        Models(policy=policy), groups, settings(minibatches=3, advantage="ema"), HOW, version=0
+    )
     assert row["bad/gradient"] == row["skipped_updates"] == 1.0 and policy.optimizer.step == 2
-    assert bits(policy) != before and all(w.isfinite().all() for w in policy.model.named_weights().values())
+    assert bits(policy) != before and all(
+        w.isfinite().all() for w in policy.model.named_weights().values()
+    )

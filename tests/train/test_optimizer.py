@@ -1,4 +1,5 @@
-"""AdamW, clipping, schedules and state, against torch's plain AdamW and against itself after a reload."""
+"""AdamW, clipping, schedules and state, against torch's plain AdamW and against itself after a
+reload."""
 
 import math
 
@@ -14,12 +15,21 @@ SHAPES = {"embedding": (30, 8), "bias": (8,), "experts": (3, 5, 8)}
 
 def parameters(seed=0):
     noise = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter(torch.randn(shape, generator=noise)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=noise)) for name, shape in SHAPES.items()
+    }
 
 
 def optimizer(weights, **changes):
-    how = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0, "total_steps": 10, "weight_decay": 0.1,
-               "betas": (0.9, 0.95), "max_grad_norm": 1e9}  # fmt: skip
+    how = {
+        "learning_rate": 0.01,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "total_steps": 10,
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.95),
+        "max_grad_norm": 1e9,
+    }
     return Optimizer(weights, **{**how, **changes})
 
 
@@ -37,16 +47,23 @@ def test_updates_are_those_of_torchs_plain_adamw_with_decay_on_matrices_only():
     weights, twin = parameters(), parameters()
     ours = optimizer(weights)
     theirs = torch.optim.AdamW(
-        [{"params": [twin["embedding"], twin["experts"]], "weight_decay": 0.1}, {"params": [twin["bias"]], "weight_decay": 0.0}],
-        lr=0.01, betas=(0.9, 0.95), fused=False, foreach=False,
-    )  # fmt: skip
+        [
+            {"params": [twin["embedding"], twin["experts"]], "weight_decay": 0.1},
+            {"params": [twin["bias"]], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        fused=False,
+        foreach=False,
+    )
     for step in range(5):
         set_gradients(weights, step)
         set_gradients(twin, step)
         ours.update()
         theirs.step()
         for name, parameter in weights.items():
-            # the fused kernel rounds its intermediate results elsewhere: an ulp or two of a weight of order 1
+            # the fused kernel rounds its intermediate results elsewhere: an ulp or two of a weight
+            # of order 1
             torch.testing.assert_close(parameter, twin[name], rtol=1e-6, atol=1e-6)
 
 
@@ -60,11 +77,12 @@ def test_the_reported_norm_is_that_before_clipping_and_the_gradient_is_scaled_to
         parameter.grad.mul_(0.5 / global_norm([p.grad for p in weights.values()]))
     assert clipped.update()["grad_norm"] == pytest.approx(norm, rel=1e-6) and norm > 0.5
     scaled.update()
-    # Adam divides by the gradient's own size, so the moments show the clipping and the weights hardly would
+    # Adam divides by the gradient's own size, so the moments show the clipping and the weights
+    # hardly would
     assert all(torch.equal(clipped.state()[key], scaled.state()[key]) for key in clipped.state())
-    assert global_norm(
-        [clipped.state()[f"exp_avg.{name}"] for name in SHAPES]
-    ) == pytest.approx(0.1 * 0.5, rel=1e-5)  # fmt: skip
+    assert global_norm([clipped.state()[f"exp_avg.{name}"] for name in SHAPES]) == pytest.approx(
+        0.1 * 0.5, rel=1e-5
+    )
 
 
 def test_a_gradient_within_the_limit_is_not_touched():
@@ -86,7 +104,9 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_untouched(bad)
     weights["experts"].grad[1, 2, 3] = bad
     metrics = ours.update()
     assert metrics["skipped_updates"] == 1.0 and not math.isfinite(metrics["grad_norm"])
-    assert bits(weights) == before and all(torch.equal(v, moments[k]) for k, v in ours.state().items())
+    assert bits(weights) == before and all(
+        torch.equal(v, moments[k]) for k, v in ours.state().items()
+    )
     assert ours.step == 1 and all(p.grad is None for p in weights.values())
 
 
@@ -115,7 +135,9 @@ def test_a_schedule_warms_up_and_decays_over_the_rest(schedule, expected):
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_without_warmup_the_first_step_is_at_the_peak_and_degenerate_lengths_divide_by_nothing(schedule):
+def test_without_warmup_the_first_step_is_at_the_peak_and_degenerate_lengths_divide_by_nothing(
+    schedule,
+):
     assert factor(schedule, 0, 0, 10) == 1.0
     assert factor(schedule, 0, 5, 5) == pytest.approx(1 / 6)
     assert math.isfinite(factor(schedule, 5, 5, 5)) and math.isfinite(factor(schedule, 0, 0, 0))
@@ -132,7 +154,8 @@ def test_the_learning_rate_of_the_schedule_is_the_one_used():
         rates.append(ours.update()["learning_rate"])
         moves.append(float((before - weights["bias"].detach()).mean()))
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
-    assert moves == pytest.approx(rates, rel=1e-3)  # with equal gradients Adam moves by its learning rate
+    # with equal gradients Adam moves by its learning rate
+    assert moves == pytest.approx(rates, rel=1e-3)
 
 
 def test_a_reloaded_state_continues_with_the_same_bits():
@@ -151,7 +174,9 @@ def test_a_reloaded_state_continues_with_the_same_bits():
         assert ours.update() == again.update()
         assert bits(weights) == bits(copies)
     assert all(torch.equal(again.state()[key], tensor) for key, tensor in ours.state().items())
-    assert set(saved) == {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq", "step") for name in SHAPES}
+    assert set(saved) == {
+        f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq", "step") for name in SHAPES
+    }
 
 
 def test_a_loaded_state_is_a_copy_and_the_state_before_the_first_update_is_empty():

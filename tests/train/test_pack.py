@@ -1,4 +1,5 @@
-"""Packed microbatches against the definition, sample by sample: what each target's row can see, and nothing lost."""
+"""Packed microbatches against the definition, sample by sample: what each target's row can see, and
+nothing lost."""
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from tests.support.tiny import make_sample, random_samples
 
 def seen_by(batch, row):
     """(tokens, positions) that a row attends to, itself last."""
-    [(first, _, prefix_first, prefix)] = [s for s in batch.segments.tolist() if s[0] <= row < s[0] + s[1]]
+    [(first, _, prefix_first, prefix)] = [
+        s for s in batch.segments.tolist() if s[0] <= row < s[0] + s[1]
+    ]
     rows = [*range(prefix_first, prefix_first + prefix), *range(first, row + 1)]
     return batch.tokens[rows].tolist(), batch.positions[rows].tolist()
 
@@ -19,7 +22,9 @@ def seen_by(batch, row):
 def by_definition(samples):
     """(context, target) of every loss token, by sample."""
     return {
-        number: [(s.tokens[:place].tolist(), s.tokens[place]) for place in np.flatnonzero(s.loss_mask)]
+        number: [
+            (s.tokens[:place].tolist(), s.tokens[place]) for place in np.flatnonzero(s.loss_mask)
+        ]
         for number, s in enumerate(samples)
     }
 
@@ -32,7 +37,8 @@ def unpacked(batches):
             assert number not in found
             found[number] = []
             for row, target in zip(
-                *(part[batch.sequences == place] for part in (batch.rows, batch.targets)), strict=True
+                *(part[batch.sequences == place] for part in (batch.rows, batch.targets)),
+                strict=True,
             ):
                 context, positions = seen_by(batch, row)
                 assert positions == list(range(len(context)))
@@ -45,11 +51,14 @@ def own_rows(sample):
 
 
 def clusters(samples, keep_groups, budget):
-    """Rows of what cannot be split, by definition: neighbours of a group behind one prefix, as many as fit."""
+    """Rows of what cannot be split, by definition: neighbours of a group behind one prefix, as many
+    as fit."""
     sizes, last = [], None
     for sample in samples:
         key = (sample.group, sample.prefix)
-        joined = key == last and (keep_groups or (sample.prefix and sizes[-1] + own_rows(sample) <= budget))
+        joined = key == last and (
+            keep_groups or (sample.prefix and sizes[-1] + own_rows(sample) <= budget)
+        )
         if joined:
             sizes[-1] += own_rows(sample)
         else:
@@ -65,16 +74,21 @@ def groups_of_samples(draw):
         prefix = draw(st.integers(0, 7))
         prompt = draw(st.lists(st.integers(0, 9), min_size=prefix, max_size=prefix))
         for _ in range(draw(st.integers(1, 4))):
-            # a single token without a prompt has nothing to train and no row; everything longer is drawn
+            # a single token without a prompt has nothing to train and no row; everything longer is
+            # drawn
             own = draw(st.lists(st.integers(0, 9), min_size=1 if prefix else 2, max_size=9))
             mask = draw(st.lists(st.booleans(), min_size=len(own), max_size=len(own)))
             mask[0] = mask[0] and prefix > 0  # nothing predicts the first token of a sequence
-            samples.append(make_sample(prompt + own, [False] * prefix + mask, prefix=prefix, group=group))
+            samples.append(
+                make_sample(prompt + own, [False] * prefix + mask, prefix=prefix, group=group)
+            )
     return samples
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60))
-def test_every_sample_is_packed_once_and_each_loss_token_sees_exactly_its_own_prefix(samples, budget):
+def test_every_sample_is_packed_once_and_each_loss_token_sees_exactly_its_own_prefix(
+    samples, budget
+):
     assert unpacked(pack(samples, budget)) == by_definition(samples)
 
 
@@ -85,7 +99,9 @@ def test_the_budget_is_kept_unless_a_single_sample_is_longer(samples, budget):
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
-def test_the_fullest_and_the_emptiest_microbatch_differ_by_no_more_than_the_largest_piece(samples, budget, keep_groups):
+def test_the_fullest_and_the_emptiest_microbatch_differ_by_no_more_than_the_largest_piece(
+    samples, budget, keep_groups
+):
     pieces = clusters(samples, keep_groups, budget)
     sizes = [len(batch.tokens) for batch in pack(samples, budget, keep_groups=keep_groups)]
     assert sum(sizes) == sum(pieces) and max(sizes) - min(sizes) <= max(pieces)
@@ -98,12 +114,15 @@ def test_kept_groups_are_whole_and_over_the_budget_only_where_a_group_is(samples
     for batch in batches:
         groups = {samples[number].group for number in batch.samples}
         members = [number for number, sample in enumerate(samples) if sample.group in groups]
-        assert batch.samples.tolist() == members  # in their order, too: the loss of pairs relies on it
+        # in their order, too: the loss of pairs relies on it
+        assert batch.samples.tolist() == members
         assert len(batch.tokens) <= budget or len(groups) == 1
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
-def test_joined_columns_lie_beside_their_targets_and_split_is_the_way_back(samples, budget, keep_groups):
+def test_joined_columns_lie_beside_their_targets_and_split_is_the_way_back(
+    samples, budget, keep_groups
+):
     batches = pack(samples, budget, keep_groups=keep_groups)
     columns = [s.tokens[s.loss_mask] + 1000 * number for number, s in enumerate(samples)]
     joined = join(batches, columns)
@@ -122,7 +141,12 @@ def test_one_long_sample_does_not_spread_the_others_thin():
 
 @pytest.mark.parametrize(
     ("tokens", "mask", "prefix"),
-    [([5, 9], [False, False], 2), ([5, 9], [True, False], 0), ([5, 9, 2], [False, True, True], 2), ([5], [False], 1)],
+    [
+        ([5, 9], [False, False], 2),
+        ([5, 9], [True, False], 0),
+        ([5, 9, 2], [False, True, True], 2),
+        ([5], [False], 1),
+    ],
 )
 def test_a_sample_that_cannot_be_trained_is_refused(tokens, mask, prefix):
     with pytest.raises(ValueError, match="sample of group 7"):
@@ -132,7 +156,11 @@ def test_a_sample_that_cannot_be_trained_is_refused(tokens, mask, prefix):
 @given(samples=groups_of_samples(), budget=st.integers(1, 60))
 def test_every_row_belongs_to_exactly_one_segment(samples, budget):
     for batch in pack(samples, budget):
-        rows = [row for first, count, _, _ in batch.segments.tolist() for row in range(first, first + count)]
+        rows = [
+            row
+            for first, count, _, _ in batch.segments.tolist()
+            for row in range(first, first + count)
+        ]
         assert rows == list(range(len(batch.tokens))) == list(range(len(batch.positions)))
 
 
@@ -155,7 +183,8 @@ def test_a_shared_prefix_appears_once_for_its_group_and_not_across_groups():
     [batch] = pack(samples, 1000)
     assert len(batch.tokens) == 2 * (10 + 4 * 3)
     assert (batch.tokens == 0).sum() == 2 + 3  # the first token of two prompts, and sample 0's own
-    assert [len(b.tokens) for b in pack(samples, 15)] == [10 + 3] * 8  # alone, each carries its prompt
+    # alone, each carries its prompt
+    assert [len(b.tokens) for b in pack(samples, 15)] == [10 + 3] * 8
 
 
 def test_a_group_larger_than_the_budget_is_split_and_repeats_its_prefix_as_seldom_as_possible():
@@ -169,7 +198,11 @@ def test_a_group_larger_than_the_budget_is_split_and_repeats_its_prefix_as_seldo
 def test_responses_of_one_token_have_no_rows_of_their_own():
     samples = [make_sample([5, 9, 2, n], [False] * 3 + [True], prefix=3) for n in (7, 8)]
     [batch] = pack(samples, 100)
-    assert (batch.tokens.tolist(), batch.rows.tolist(), batch.targets.tolist()) == ([5, 9, 2], [2, 2], [7, 8])
+    assert (batch.tokens.tolist(), batch.rows.tolist(), batch.targets.tolist()) == (
+        [5, 9, 2],
+        [2, 2],
+        [7, 8],
+    )
     assert batch.segments.tolist() == [[0, 3, 0, 0]]
 
 
@@ -182,5 +215,8 @@ def test_packing_is_the_same_every_time_and_leaves_the_samples_alone(budget):
     samples = random_samples(np.random.default_rng(0), 4)
     copies = [s.tokens.copy() for s in samples]
     for one, other in zip(pack(samples, budget), pack(samples, budget), strict=True):
-        assert one.tokens.tobytes() == other.tokens.tobytes() and one.rows.tobytes() == other.rows.tobytes()
+        assert (
+            one.tokens.tobytes() == other.tokens.tobytes()
+            and one.rows.tobytes() == other.rows.tobytes()
+        )
     assert all(np.array_equal(s.tokens, c) for s, c in zip(samples, copies, strict=True))

@@ -1,4 +1,5 @@
-"""Learning from fixed data against stock transformers on padded batches: SFT, DPO and its kin, reward models."""
+"""Learning from fixed data against stock transformers on padded batches: SFT, DPO and its kin,
+reward models."""
 
 import math
 
@@ -10,10 +11,25 @@ import torch.nn.functional as F
 from tandem.config.schema import Preference
 from tandem.model.load import make_exact
 from tandem.train.pack import pack
-from tandem.train.supervised import answer_pair, fit, fit_pairs, fit_scores, pair_loss, score_loss, scored_pair
+from tandem.train.supervised import (
+    answer_pair,
+    fit,
+    fit_pairs,
+    fit_scores,
+    pair_loss,
+    score_loss,
+    scored_pair,
+)
 from tests.support import dense
 from tests.support.episodes import LORA, adapted_model, bits, recorded, trained
-from tests.support.tiny import exact_model, make_sample, random_samples, random_tokens, twins, value_twins
+from tests.support.tiny import (
+    exact_model,
+    make_sample,
+    random_samples,
+    random_tokens,
+    twins,
+    value_twins,
+)
 
 LOSSES = {
     "dpo": Preference(beta=0.3),
@@ -26,15 +42,22 @@ LOSSES = {
 
 def rendering(*parts):
     """(tokens, mask): parts of a chat, every second one an answer."""
-    return np.concatenate(parts), np.concatenate([np.full(len(p), bool(n % 2)) for n, p in enumerate(parts)])
+    return np.concatenate(parts), np.concatenate(
+        [np.full(len(p), bool(n % 2)) for n, p in enumerate(parts)]
+    )
 
 
 def random_pairs(seed=0, count=5):
     """Renderings of pairs; the answers of every other one start alike, and one is of two turns."""
     rng, pairs = np.random.default_rng(seed), []
     for number in range(count):
-        prompt, start = random_tokens(rng, int(rng.integers(1, 15))), random_tokens(rng, 2 * (number % 2))
-        answers = [np.concatenate([start, random_tokens(rng, int(rng.integers(1, 9)))]) for _ in range(2)]
+        prompt, start = (
+            random_tokens(rng, int(rng.integers(1, 15))),
+            random_tokens(rng, 2 * (number % 2)),
+        )
+        answers = [
+            np.concatenate([start, random_tokens(rng, int(rng.integers(1, 9)))]) for _ in range(2)
+        ]
         more = [random_tokens(rng, 3), random_tokens(rng, 4)] if number == 2 else []
         pairs.append((rendering(prompt, answers[0], *more), rendering(prompt, answers[1])))
     return pairs
@@ -48,9 +71,14 @@ def packed(pairs, make=answer_pair, budget=40, numbers=None):
 def padded_logprobs(stock, renderings):
     """Of every answer: log-probs [B, T - 1] out of one padded batch, and which of them count."""
     longest = max(len(tokens) for tokens, _ in renderings)
-    ids, counts, there = (torch.zeros(len(renderings), longest, dtype=torch.int64) for _ in range(3))
+    ids, counts, there = (
+        torch.zeros(len(renderings), longest, dtype=torch.int64) for _ in range(3)
+    )
     for row, (tokens, mask) in enumerate(renderings):
-        ids[row, : len(tokens)], counts[row, : len(tokens)] = torch.from_numpy(tokens), torch.from_numpy(mask)
+        ids[row, : len(tokens)], counts[row, : len(tokens)] = (
+            torch.from_numpy(tokens),
+            torch.from_numpy(mask),
+        )
         there[row, : len(tokens)] = 1
     table = stock(input_ids=ids, attention_mask=there).logits[:, :-1].log_softmax(-1)
     return table.gather(2, ids[:, 1:, None])[:, :, 0] * counts[:, 1:], counts[:, 1:]
@@ -115,9 +143,13 @@ def test_supervised_fine_tuning_of_an_adapter_leaves_the_base_as_it_is():
 
 def test_what_two_renderings_share_before_their_answers_is_the_prefix():
     prompt = np.array([5, 9, 2])
-    chosen, rejected = rendering(prompt, np.array([7, 7, 1])), rendering(prompt, np.array([7, 8, 1]))
+    chosen, rejected = (
+        rendering(prompt, np.array([7, 7, 1])),
+        rendering(prompt, np.array([7, 8, 1])),
+    )
     one, other = answer_pair(4, chosen, rejected)
-    assert (one.prefix, other.prefix, one.group, other.group) == (3, 3, 4, 4)  # an answer's start is not shared
+    # an answer's start is not shared
+    assert (one.prefix, other.prefix, one.group, other.group) == (3, 3, 4, 4)
     assert np.array_equal(one.tokens, chosen[0]) and np.array_equal(other.loss_mask, rejected[1])
     apart = rendering(np.array([5, 8, 2]), np.array([7]))
     assert [sample.prefix for sample in answer_pair(0, chosen, apart)] == [1, 1]
@@ -176,9 +208,16 @@ def test_of_an_adapter_the_gradient_is_that_against_a_second_model_to_the_bit():
     gradients = []
     for second in (False, True):
         policy = adapted_model()
-        policy.load_weights({name: torch.full_like(w, 0.02) for name, w in policy.adapter_weights().items()})
+        policy.load_weights(
+            {name: torch.full_like(w, 0.02) for name, w in policy.adapter_weights().items()}
+        )
         learner = recorded(policy)
-        fit_pairs(learner, exact_model("qwen3") if second else policy, packed(random_pairs()), LOSSES["dpo"])
+        fit_pairs(
+            learner,
+            exact_model("qwen3") if second else policy,
+            packed(random_pairs()),
+            LOSSES["dpo"],
+        )
         gradients.append(learner.optimizer.updates[0])
     assert gradients[0].keys() == gradients[1].keys() == policy.adapter_weights().keys()
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
@@ -194,7 +233,9 @@ def test_only_the_adapter_is_trained_by_pairs():
     assert changes == learner.model.adapter_weights().keys()
 
 
-@pytest.mark.parametrize("numbers", [[3, 4, 3, 4, 4], [0, 1, 2, 3, 4]], ids=["as one group", "as groups of their own"])
+@pytest.mark.parametrize(
+    "numbers", [[3, 4, 3, 4, 4], [0, 1, 2, 3, 4]], ids=["as one group", "as groups of their own"]
+)
 @pytest.mark.parametrize("budget", [40, 10_000])
 def test_a_pair_that_repeats_in_a_batch_counts_as_often_as_it_is_there(numbers, budget):
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
@@ -211,7 +252,10 @@ def test_a_pair_that_repeats_in_a_batch_counts_as_often_as_it_is_there(numbers, 
 def test_pairs_without_a_common_first_token_stay_together():
     rng = np.random.default_rng(3)
     pairs = [
-        (rendering(np.array([1]), random_tokens(rng, 9)), rendering(np.array([2]), random_tokens(rng, 9)))
+        (
+            rendering(np.array([1]), random_tokens(rng, 9)),
+            rendering(np.array([2]), random_tokens(rng, 9)),
+        )
         for _ in range(3)
     ]
     model, batches = exact_model("qwen3"), packed(pairs, budget=16)
@@ -225,7 +269,9 @@ def test_pairs_without_a_common_first_token_stay_together():
 
 def stock_scores(stock, renderings):
     """What a stock classifier says of each sequence, alone: its last token's."""
-    return torch.cat([stock(input_ids=torch.from_numpy(tokens)[None]).logits[:, 0] for tokens, _ in renderings])
+    return torch.cat(
+        [stock(input_ids=torch.from_numpy(tokens)[None]).logits[:, 0] for tokens, _ in renderings]
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
@@ -234,7 +280,9 @@ def test_a_score_and_its_gradient_are_those_of_a_stock_classifier_at_the_last_to
     pairs = [pair[:: 1 - 2 * (number % 2)] for number, pair in enumerate(random_pairs())]
     learner = recorded(value)
     row = fit_scores(learner, packed(pairs, scored_pair))
-    margin = stock_scores(stock, [pair[0] for pair in pairs]) - stock_scores(stock, [pair[1] for pair in pairs])
+    margin = stock_scores(stock, [pair[0] for pair in pairs]) - stock_scores(
+        stock, [pair[1] for pair in pairs]
+    )
     loss = (1 + (-margin).exp()).log().mean()
     loss.backward()
     dense.assert_gradients(learner.optimizer.updates[0], stock)
@@ -253,10 +301,10 @@ def test_a_new_head_prefers_nothing():
     value, _ = value_twins("qwen3", score=0.0)
     [batch] = packed(random_pairs(), scored_pair, budget=1000)
     losses, metrics = score_loss(value, batch)
-    assert torch.equal(losses, losses.new_full((5,), math.log(2))) and (metrics["margin"], metrics["accuracy"]) == (
-        0.0,
-        2.5,
-    )
+    assert torch.equal(losses, losses.new_full((5,), math.log(2))) and (
+        metrics["margin"],
+        metrics["accuracy"],
+    ) == (0.0, 2.5)
 
 
 def test_a_reward_model_with_an_adapter_trains_it_and_its_head():

@@ -1,4 +1,5 @@
-"""Weights in shared memory: what is published is what another process reads, for as long as anyone needs it."""
+"""Weights in shared memory: what is published is what another process reads, for as long as anyone
+needs it."""
 
 import json
 import os
@@ -116,13 +117,19 @@ def test_a_version_stands_for_the_same_weights_for_ever():
 
 def test_tensors_of_another_layout_are_refused():
     shared = SharedWeights(tensors())
-    for wrong in ({**tensors(), "b": torch.zeros(7)}, {"b": tensors()["b"]}, {**tensors(), "b": tensors()["b"][:3]}):
+    for wrong in (
+        {**tensors(), "b": torch.zeros(7)},
+        {"b": tensors()["b"]},
+        {**tensors(), "b": tensors()["b"][:3]},
+    ):
         with pytest.raises(ValueError, match="not those of the layout"):
             shared.publish(0, wrong)
     assert shared.versions == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is an unlinked file in the temporary folder")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere it is an unlinked file in the temporary folder"
+)
 def test_the_memory_has_no_name_that_could_be_left_behind():
     shared = SharedWeights(tensors())
     shared.publish(0, tensors())
@@ -157,4 +164,7 @@ def test_threads_may_publish_release_and_read_at_once():
 
 def test_the_layout_survives_json():
     layout = Layout.of(tensors())
-    assert Layout.from_json([[name, dtype, list(shape)] for name, dtype, shape in layout.parts]) == layout
+    assert (
+        Layout.from_json([[name, dtype, list(shape)] for name, dtype, shape in layout.parts])
+        == layout
+    )

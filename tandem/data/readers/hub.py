@@ -1,4 +1,5 @@
-"""Data sets by their name on the Hugging Face hub. The only file that imports `datasets` (the extra of that name).
+"""Data sets by their name on the Hugging Face hub. The only file that imports `datasets` (the extra
+of that name).
 
 Knows names, configurations and splits: "openai/gsm8k:main#train". Does not know what a row means.
 """
@@ -40,9 +41,12 @@ def _load(name: str, split: str, key: str) -> Any:
         import datasets
     except ModuleNotFoundError:
         raise UserError(
-            f"{key} names no file, and a hub name needs the package datasets", where=key, found=repr(name),
-            expected="a file, or the extra", next="pip install 'tandem-rl[datasets]'",
-        ) from None  # fmt: skip
+            f"{key} names no file, and a hub name needs the package datasets",
+            where=key,
+            found=repr(name),
+            expected="a file, or the extra",
+            next="pip install 'tandem-rl[datasets]'",
+        ) from None
     from datasets.exceptions import DatasetsError
 
     _require_connection(name, key, datasets.config.HF_HUB_OFFLINE)
@@ -57,7 +61,8 @@ def _load(name: str, split: str, key: str) -> Any:
 
 
 def _require_connection(name: str, key: str, offline: bool) -> None:
-    """Told at once: the hub's own client tries for half a minute. Behind a proxy only the client can tell."""
+    """Told at once: the hub's own client tries for half a minute. Behind a proxy only the client
+    can tell."""
     from huggingface_hub import constants
 
     address = urlsplit(constants.ENDPOINT)
@@ -73,6 +78,9 @@ def _require_connection(name: str, key: str, offline: bool) -> None:
 
 def _unknown(name: str, key: str, found: str) -> UserError:
     return UserError(
-        f"{key} names no file, and no dataset of the hub that can be had", where=f"{key}, {name!r}", found=found,
-        expected="a file, or a dataset that is on the hub or in its cache (HF_HUB_OFFLINE=1)", next=f"ls {Path(name).parent}",
-    )  # fmt: skip
+        f"{key} names no file, and no dataset of the hub that can be had",
+        where=f"{key}, {name!r}",
+        found=found,
+        expected="a file, or a dataset that is on the hub or in its cache (HF_HUB_OFFLINE=1)",
+        next=f"ls {Path(name).parent}",
+    )

@@ -1,7 +1,9 @@
-"""The size of a Parquet file's rows, told before they are made: a file of 1 KiB can name one text a million times.
+"""The size of a Parquet file's rows, told before they are made: a file of 1 KiB can name one text a
+million times.
 
-The file's own numbers count a repeated value once. Here it counts as often as it is repeated: by the longest entry of the
-column's dictionary or, where that is too much, by every row's entry. Knows Parquet's encodings. Does not know what a row means.
+The file's own numbers count a repeated value once. Here it counts as often as it is repeated: by
+the longest entry of the column's dictionary or, where that is too much, by every row's entry. Knows
+Parquet's encodings. Does not know what a row means.
 """
 
 from pathlib import Path
@@ -18,7 +20,8 @@ DELTA_ROWS = 16  # that are decoded at a time
 
 
 def check_size(path: Path) -> None:
-    """Raises ValueError for a file whose rows are far larger than it is, before any of them is made."""
+    """Raises ValueError for a file whose rows are far larger than it is, before any of them is
+    made."""
     file = pq.ParquetFile(path)
     most, size = ROOM + GROWTH * path.stat().st_size, 0
     for group in range(file.metadata.num_row_groups):
@@ -37,15 +40,20 @@ def check_size(path: Path) -> None:
 
 
 def _at_least(column: Any, width: int) -> int:
-    """Count the bytes of the values without their repetition; width: of a value whose type has one, else 0."""
+    """Count the bytes of the values without their repetition; width: of a value whose type has one,
+    else 0."""
     return max(column.total_uncompressed_size, (width or NUMBER_BYTES) * column.num_values)
 
 
 def _decoded(path: Path, group: int, column: Any, room: int) -> int:
-    """Count the bytes of a column's texts by reading a few at a time: each may be told as its difference to the one before."""
+    """Count the bytes of a column's texts by reading a few at a time: each may be told as its
+    difference to the one before."""
     total = 0
     batches = pq.ParquetFile(path).iter_batches(
-        batch_size=DELTA_ROWS, row_groups=[group], columns=[column.path_in_schema], use_threads=False
+        batch_size=DELTA_ROWS,
+        row_groups=[group],
+        columns=[column.path_in_schema],
+        use_threads=False,
     )
     for batch in batches:
         total += batch.nbytes
@@ -55,11 +63,14 @@ def _decoded(path: Path, group: int, column: Any, room: int) -> int:
 
 
 def _repeated(path: Path, group: int, column: Any, room: int) -> int:
-    """Count the bytes of a column's texts, each as often as it is repeated; or bound them, if the bound is within the room."""
+    """Count the bytes of a column's texts, each as often as it is repeated; or bound them, if the
+    bound is within the room."""
     name = column.path_in_schema
     file = pq.ParquetFile(path, read_dictionary=[name])
     total = 0
-    for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[name], use_threads=False):
+    for batch in file.iter_batches(
+        batch_size=1024, row_groups=[group], columns=[name], use_threads=False
+    ):
         texts = _dictionary(batch.column(0))
         lengths = pc.binary_length(texts.dictionary)
         if not total and (bound := column.num_values * (pc.max(lengths).as_py() or 0)) <= room:

@@ -39,7 +39,8 @@ class Mistakes:
 
     def __init__(self, source: str, key: str):
         self.source, self.key = source, key
-        self.places: dict[tuple[str, str, str], tuple[str, int]] = {}  # (field, found, expected) -> first place, rows
+        # (field, found, expected) -> first place, rows
+        self.places: dict[tuple[str, str, str], tuple[str, int]] = {}
         self.next = ""
 
     @property
@@ -59,7 +60,13 @@ class Mistakes:
         what = f"{self.key} has {'a row' if rows == 1 else f'{rows:,} rows'} that cannot be used"
         if len(self.places) == 1:
             [((field, found, expected), (place, _))] = self.places.items()
-            raise UserError(what, where=self._where(place, field, rows), found=found, expected=expected, next=self.next)
+            raise UserError(
+                what,
+                where=self._where(place, field, rows),
+                found=found,
+                expected=expected,
+                next=self.next,
+            )
         what = f"{what} (reading stopped there)" if self.full else what
         lines = [
             f"  - {self._where(place, field, count)}: found {found}, expected {expected}"

@@ -1,7 +1,8 @@
 """Rows of a source, and every mistake in them told with its place.
 
-Reads row by row, hands each to a `build` function, and collects what is wrong into one error. Knows rows. Does not know
-formats, nor what a message, a problem or a training chat is, nor any model or tokenizer.
+Reads row by row, hands each to a `build` function, and collects what is wrong into one error. Knows
+rows. Does not know formats, nor what a message, a problem or a training chat is, nor any model or
+tokenizer.
 """
 
 import difflib
@@ -32,7 +33,8 @@ _DECODE_EXACTLY = json.JSONDecoder(parse_int=str, parse_float=str).decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row. Example: Row(number=1, values={"prompt": "1 + 1 =", "answer": 2}, line='{"prompt": ...}')"""
+    """One row. Example: Row(number=1, values={"prompt": "1 + 1 =", "answer": 2}, line='{"prompt":
+    ...}')"""
 
     number: int  # counts the rows of the source from 1; blank lines are no rows
     values: dict[str, Any]
@@ -42,7 +44,8 @@ class Row:
 def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
     """Build something from every row of a source (sources.py).
 
-    key is the config key that names it. Raises UserError with up to MAX_MISTAKES different mistakes.
+    key is the config key that names it. Raises UserError with up to MAX_MISTAKES different
+    mistakes.
     """
     mistakes = Mistakes(source, key)
     built = []
@@ -58,18 +61,24 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
                     if mistakes.full:
                         break
     except OSError as error:
-        raise UserError(f"{key} cannot be read", where=source, found=str(error), next=f"ls -l {source}") from None
+        raise UserError(
+            f"{key} cannot be read", where=source, found=str(error), next=f"ls -l {source}"
+        ) from None
     mistakes.raise_any()
     if not built:
         raise UserError(
-            f"{key} has no rows", where=source, found="no rows (a header alone is none)", expected="at least one row"
+            f"{key} has no rows",
+            where=source,
+            found="no rows (a header alone is none)",
+            expected="at least one row",
         )
     return built
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The rows are all kept, so looking for garbage among them again and again is a third of the reading time."""
+    """The rows are all kept, so looking for garbage among them again and again is a third of the
+    reading time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -83,19 +92,24 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def column(row: Row, name: str, *, rename: str, otherwise: str = "") -> Any:
-    """row's value in a column that must be there. rename: what to do about a near name, with {} for it; otherwise: where there
-    is none."""
+    """row's value in a column that must be there. rename: what to do about a near name, with {} for
+    it; otherwise: where there is none."""
     if name in row.values:
         return row.values[name]
     names = list(row.values)
-    near = [n for n in ALIASES.get(name, ()) if n in row.values] or difflib.get_close_matches(name, names, 1, 0.6)
+    near = [n for n in ALIASES.get(name, ()) if n in row.values] or difflib.get_close_matches(
+        name, names, 1, 0.6
+    )
     found = "columns " + ", ".join(n[:40] for n in names[:8]) + (", ..." if len(names) > 8 else "")
     advice = rename.format(near[0]) if near else otherwise
-    raise RowError(found if names else "an empty row", f"a column {name!r}", field=name, next=advice)
+    raise RowError(
+        found if names else "an empty row", f"a column {name!r}", field=name, next=advice
+    )
 
 
 def exact_number(row: Row, *path: str) -> str:
-    """The number at path as the file writes it: 0.10 stays 0.10, and no digit is lost to a double."""
+    """The number at path as the file writes it: 0.10 stays 0.10, and no digit is lost to a
+    double."""
     value = _DECODE_EXACTLY(row.line) if row.line else row.values
     for name in path:
         value = value[name]

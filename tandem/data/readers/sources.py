@@ -1,8 +1,10 @@
-"""Where rows come from: a file, a folder or a name of the hub, told apart by what is there and by the suffix.
+"""Where rows come from: a file, a folder or a name of the hub, told apart by what is there and by
+the suffix.
 
     problems.jsonl   chats.parquet   pairs.csv   folder   folder#train   openai/gsm8k:main#train
 
-Knows names. Does not know what is in the rows; the formats are in text_rows.py, arrow_rows.py and hub.py.
+Knows names. Does not know what is in the rows; the formats are in text_rows.py, arrow_rows.py and
+hub.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +17,15 @@ from tandem.data.readers.text_rows import Payload, csv_rows, jsonl_rows
 from tandem.runtime.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-EXPECTED = "a JSONL, Parquet or CSV file, a Hugging Face dataset folder, or OWNER/NAME of one on the hub"
+EXPECTED = (
+    "a JSONL, Parquet or CSV file, a Hugging Face dataset folder, or OWNER/NAME of one on the hub"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A source's name, taken apart. Example: Source(path=Path("data/gsm8k"), split="train", on_hub=False)"""
+    """A source's name, taken apart. Example: Source(path=Path("data/gsm8k"), split="train",
+    on_hub=False)"""
 
     path: Path
     split: str
@@ -28,7 +33,8 @@ class Source:
 
 
 def source_rows(name: str, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every row. key: the config key that names the source. Raises UserError."""
+    """(place, payload) for every row. key: the config key that names the source. Raises
+    UserError."""
     source = _locate(name, key)
     if source.on_hub:
         return hub_rows(str(source.path), source.split, key)
@@ -56,15 +62,24 @@ def _locate(name: str, key: str) -> Source:
     if not name or not (source.on_hub or source.path.exists()):
         found = f"{name!r}, which does not exist" if name else "no path"
         advice = f"ls {source.path.parent}" if name else f"set {key}=FILE"
-        raise UserError(f"{key} names no file", where=key, found=found, expected=EXPECTED, next=advice)
+        raise UserError(
+            f"{key} names no file", where=key, found=found, expected=EXPECTED, next=advice
+        )
     if source.on_hub or source.path.is_dir():
         return source
     if not source.path.is_file():
-        raise UserError(f"{key} is not a file", where=name, found="a device, or a pipe", expected=EXPECTED)
+        raise UserError(
+            f"{key} is not a file", where=name, found="a device, or a pipe", expected=EXPECTED
+        )
     if source.path.suffix not in SUFFIXES:
         expected = ".jsonl, .json (one object a line), .parquet or .csv"
-        found, advice = f"suffix {source.path.suffix!r}", "convert the file, or rename it if only its name is wrong"
-        raise UserError(f"{key} has an unknown format", where=name, found=found, expected=expected, next=advice)
+        found, advice = (
+            f"suffix {source.path.suffix!r}",
+            "convert the file, or rename it if only its name is wrong",
+        )
+        raise UserError(
+            f"{key} has an unknown format", where=name, found=found, expected=expected, next=advice
+        )
     return source
 
 
@@ -78,20 +93,25 @@ def _split(name: str) -> Source:
 
 
 def uid_prefixes(names: Sequence[str], key: str) -> list[str]:
-    """What the uids of rows without one begin with: the file's name without suffix, and where that is not enough to
-    tell two sources apart, as much more of the path as is. Raises UserError for a source that comes twice.
+    """What the uids of rows without one begin with: the file's name without suffix, and where that
+    is not enough to tell two sources apart, as much more of the path as is. Raises UserError for a
+    source that comes twice.
 
-    Example: ["a/train.jsonl", "b/train.jsonl", "c.csv"] gives ["a/train.jsonl", "b/train.jsonl", "c"]
+    Example: ["a/train.jsonl", "b/train.jsonl", "c.csv"] gives ["a/train.jsonl", "b/train.jsonl",
+    "c"]
     """
     tails = [_tails(name) for name in names]
     for number, name in enumerate(names):
         if tails[number][-1] in [other[-1] for other in tails[:number]]:
-            raise UserError(f"{key} names a source twice", where=key, found=name, expected="each source once")
+            raise UserError(
+                f"{key} names a source twice", where=key, found=name, expected="each source once"
+            )
     return [_first_alone(own, [other for other in tails if other is not own]) for own in tails]
 
 
 def _tails(name: str) -> list[str]:
-    """Longer and longer ends of a source's path: its stem, its name, the folder and its name, ..."""
+    """Longer and longer ends of a source's path: its stem, its name, the folder and its name,
+    ..."""
     source = _split(name)
     split = f"#{source.split}" if source.split else ""
     parts = source.path.parts

@@ -1,7 +1,7 @@
 """Rows of text files: JSONL and CSV, in UTF-8.
 
-Gives every row with its place and goes on behind a bad one, as long as the format says where the next begins. Knows
-lines, JSON and commas. Does not know what a row means.
+Gives every row with its place and goes on behind a bad one, as long as the format says where the
+next begins. Knows lines, JSON and commas. Does not know what a row means.
 """
 
 import csv
@@ -11,17 +11,25 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from tandem.data.readers.row_errors import RowError, show
-from tandem.data.readers.values import MAX_DEPTH, MAX_ROW_BYTES, is_unicode, refuse_bad_leaf, too_deep
+from tandem.data.readers.values import (
+    MAX_DEPTH,
+    MAX_ROW_BYTES,
+    is_unicode,
+    refuse_bad_leaf,
+    too_deep,
+)
 from tandem.runtime.errors import UserError
 
 Values = dict[str, Any]
-Payload = tuple[Values, str] | RowError  # (values, their JSON: empty where the file is not JSON), or why there are none
+# (values, their JSON: empty where the file is not JSON), or why there are none
+Payload = tuple[Values, str] | RowError
 
 UTF8_MARK = b"\xef\xbb\xbf"  # the byte order mark some editors write; in UTF-8 it says nothing
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of every line, without the byte order mark; an overlong line comes cut, at MAX_ROW_BYTES + 1."""
+    """(number, bytes) of every line, without the byte order mark; an overlong line comes cut, at
+    MAX_ROW_BYTES + 1."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES + 1):
         number += 1
@@ -35,13 +43,18 @@ def _refuse_utf16(head: bytes, file: Path, key: str) -> None:
     """It would give one mistake a line."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(
-            f"{key} is not UTF-8", where=str(file), found="a UTF-16 byte order mark", expected="text in UTF-8",
+            f"{key} is not UTF-8",
+            where=str(file),
+            found="a UTF-16 byte order mark",
+            expected="text in UTF-8",
             next=f"iconv -f UTF-16 -t UTF-8 {file} > {file.stem}-utf8{file.suffix}",
-        )  # fmt: skip
+        )
 
 
 def _overlong() -> RowError:
-    return RowError(f"a line of more than {MAX_ROW_BYTES >> 20} MiB", "a shorter row", next="remove the row")
+    return RowError(
+        f"a line of more than {MAX_ROW_BYTES >> 20} MiB", "a shorter row", next="remove the row"
+    )
 
 
 # ---- JSONL
@@ -55,9 +68,12 @@ def jsonl_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
         _refuse_utf16(head, file, key)
         if head.removeprefix(UTF8_MARK).lstrip().startswith(b"["):  # also one mistake a line
             raise UserError(
-                f"{key} is not JSONL", where=f"{file}:1", found="a JSON array", expected="one JSON object a line",
+                f"{key} is not JSONL",
+                where=f"{file}:1",
+                found="a JSON array",
+                expected="one JSON object a line",
                 next=f"jq -c '.[]' {file} > {file.stem}-lines.jsonl",
-            )  # fmt: skip
+            )
         for number, line in _lines(stream):
             if line := line.rstrip():
                 yield f":{number}", _parse_line(line)
@@ -76,7 +92,9 @@ def _parse(line: bytes) -> tuple[Values, str]:
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        raise RowError(f"invalid UTF-8 at byte {error.start + 1} of the line", "UTF-8 text") from None
+        raise RowError(
+            f"invalid UTF-8 at byte {error.start + 1} of the line", "UTF-8 text"
+        ) from None
     try:
         values, suspect = _decode(text)
     except json.JSONDecodeError as error:
@@ -85,7 +103,8 @@ def _parse(line: bytes) -> tuple[Values, str]:
         raise RowError(found, "one JSON object a line") from None
     except RecursionError:
         raise too_deep() from None
-    except ValueError:  # Python's limit on the digits of an int, the only other thing json.loads refuses
+    # Python's limit on the digits of an int, the only other thing json.loads refuses
+    except ValueError:
         raise RowError("a number of more than 4,300 digits", "a number, or text") from None
     if not isinstance(values, dict):
         raise RowError(show(values), "a JSON object, {...}")
@@ -110,7 +129,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> Values:
-    """An object, whose keys come once each: of two values of a name, json.loads takes the last and says nothing."""
+    """An object, whose keys come once each: of two values of a name, json.loads takes the last and
+    says nothing."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -120,14 +140,17 @@ def _once(pairs: list[tuple[str, Any]]) -> Values:
 
 
 _DECODE = json.JSONDecoder(object_pairs_hook=_once).decode
-_DECODE_FINITE = json.JSONDecoder(object_pairs_hook=_once, parse_float=_finite, parse_constant=_refuse_constant).decode
+_DECODE_FINITE = json.JSONDecoder(
+    object_pairs_hook=_once, parse_float=_finite, parse_constant=_refuse_constant
+).decode
 
 
 def _decode(text: str) -> tuple[Any, bool]:
-    """(what the text writes, whether its leaves must be looked at). A look at every leaf would be a third of the
-    reading time, and what it could find leaves a trace in the text of a row."""
+    """(what the text writes, whether its leaves must be looked at). A look at every leaf would be a
+    third of the reading time, and what it could find leaves a trace in the text of a row."""
     deep = text.count("[") + text.count("{") > MAX_DEPTH
-    halves = "\\ud" in text or "\\uD" in text  # text decoded from UTF-8 holds surrogates as escapes only
+    # text decoded from UTF-8 holds surrogates as escapes only
+    halves = "\\ud" in text or "\\uD" in text
     try:
         return _DECODE_FINITE(text), deep or halves
     except _NotFinite:
@@ -138,10 +161,11 @@ def _decode(text: str) -> tuple[Any, bool]:
 
 
 def csv_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every record below the header; all values are text, and an empty cell is null.
+    """(place, payload) for every record below the header; all values are text, and an empty cell is
+    null.
 
-    Behind a line that is too long, or a quote that never ends, nobody can tell where the next record begins: such a
-    mistake is the last.
+    Behind a line that is too long, or a quote that never ends, nobody can tell where the next
+    record begins: such a mistake is the last.
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the process: the module has no other place for it
     with file.open("rb") as stream:
@@ -159,7 +183,12 @@ def csv_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
                     names = _header(cells, f"{file}:{start}", key)
         except csv.Error as error:
             found = f"broken CSV: {error}"
-            yield f":{end + 1}", RowError(found, 'cells between commas, a cell with commas, quotes or lines as "..."')
+            yield (
+                f":{end + 1}",
+                RowError(
+                    found, 'cells between commas, a cell with commas, quotes or lines as "..."'
+                ),
+            )
         except RowError as error:
             yield f":{reader.line_num + 1}", error
 
@@ -174,10 +203,14 @@ def _texts(stream: BinaryIO) -> Iterator[str]:
 def _header(names: list[str], where: str, key: str) -> list[str]:
     mistake = f"{key} has no usable CSV header"
     if len(names) == 1 and any(mark in names[0] for mark in ";\t"):
-        raise UserError(mistake, where=where, found=show(names[0]), expected="names with commas between them")
+        raise UserError(
+            mistake, where=where, found=show(names[0]), expected="names with commas between them"
+        )
     if "" in names or len(set(names)) < len(names):
         found = ", ".join(map(show, names[:12]))
-        raise UserError(mistake, where=where, found=found, expected="a different name for every column")
+        raise UserError(
+            mistake, where=where, found=found, expected="a different name for every column"
+        )
     if not all(map(is_unicode, names)):
         raise UserError(mistake, where=where, found="invalid UTF-8", expected="UTF-8 text")
     return names

@@ -1,4 +1,5 @@
-"""What no row may hold, whatever its format: values that JSON or UTF-8 cannot write, and rows without bounds.
+"""What no row may hold, whatever its format: values that JSON or UTF-8 cannot write, and rows
+without bounds.
 
 Does not know files or what a row means.
 """
@@ -8,7 +9,8 @@ from typing import Any
 
 from tandem.data.readers.row_errors import RowError
 
-MAX_ROW_BYTES = 16 << 20  # no chat is this long; a file without line ends would otherwise be read into memory whole
+# no chat is this long; a file without line ends would otherwise be read into memory whole
+MAX_ROW_BYTES = 16 << 20
 MAX_DEPTH = 100  # deeper rows cannot be written back as JSON everywhere
 
 
@@ -22,7 +24,8 @@ def refuse_bad_leaf(values: dict[str, Any]) -> None:
 
 
 def _bad_leaf(value: Any, depth: int) -> tuple[str, RowError] | None:
-    """The first leaf that JSON or UTF-8 has no way to write, as (path, mistake). json.loads lets all of them pass."""
+    """The first leaf that JSON or UTF-8 has no way to write, as (path, mistake). json.loads lets
+    all of them pass."""
     if isinstance(value, str):
         return _bad_text(value)
     if isinstance(value, float):
@@ -44,7 +47,9 @@ def _bad_leaf(value: Any, depth: int) -> tuple[str, RowError] | None:
 
 def _bad_text(text: str) -> tuple[str, RowError] | None:
     if len(text) > MAX_ROW_BYTES:
-        return "", RowError(f"text of more than {MAX_ROW_BYTES >> 20} MiB", "a shorter row", next="remove the row")
+        return "", RowError(
+            f"text of more than {MAX_ROW_BYTES >> 20} MiB", "a shorter row", next="remove the row"
+        )
     return None if text.isascii() or is_unicode(text) else ("", _lone_surrogate())
 
 

@@ -9,16 +9,19 @@
     apply(version)      descriptor of the weights to all that are up --->  map, load, hash
             _take_hash  it must be the trainer's                     <---  {"applied": 4, "hash": "9f86..."}
 
-step waits for the workers' sockets, at most WAIT_S, as its caller may have more to submit; apply waits until each worker that
-is up has answered or is lost; nothing else waits. What unblocks both: an answer, the end of a socket, or heartbeat_s
-without a sign of life, after which the worker is killed. Silence counts while somebody listens, so a driver that was stopped
-or busy takes nobody for silent.
+step waits for the workers' sockets, at most WAIT_S, as its caller may have more to submit; apply
+waits until each worker that is up has answered or is lost; nothing else waits. What unblocks both:
+an answer, the end of a socket, or heartbeat_s without a sign of life, after which the worker is
+killed. Silence counts while somebody listens, so a driver that was stopped or busy takes nobody for
+silent.
 
-A worker is starting, then syncing (it loads the current version), and is given requests only when its hash was right.
-While one starts, the others serve. A request that was with a lost worker goes to another as it was, with the address of
-its draws, so what comes back has the same bits; what depends on chance is only who makes it. One thread at a time calls
-this; `close` and `status` any thread (the trainer's writes into weights/shared.py only). On Linux a worker ends with the
-thread that started it: the one that made Workers or, for one that was replaced, the one that called `step`.
+A worker is starting, then syncing (it loads the current version), and is given requests only when
+its hash was right. While one starts, the others serve. A request that was with a lost worker goes
+to another as it was, with the address of its draws, so what comes back has the same bits; what
+depends on chance is only who makes it. One thread at a time calls this; `close` and `status` any
+thread (the trainer's writes into weights/shared.py only). On Linux a worker ends with the thread
+that started it: the one that made Workers or, for one that was replaced, the one that called
+`step`.
 """
 
 import selectors
@@ -79,17 +82,28 @@ class Status:
 
 
 class Workers:
-    """Starts the workers; weights reach them with the first `apply`. Use it as a context, or close it.
+    """Starts the workers; weights reach them with the first `apply`. Use it as a context, or close
+    it.
 
-    longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest has it. cache_mb and
-    max_batch are for each worker. restarts: how many workers may be lost, together; the next one ends the run with a
-    UserError. report is told of every loss.
+    longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest has
+    it. cache_mb and max_batch are for each worker. restarts: how many workers may be lost,
+    together; the next one ends the run with a UserError. report is told of every loss.
     """
 
     def __init__(
-        self, *, model_path: str, cache_mb: int, max_batch: int, longest: int, count: int, heartbeat_s: float,
-        restarts: int, weights: Published, report: Callable[[str], None], command: Sequence[str] = COMMAND,
-    ):  # fmt: skip
+        self,
+        *,
+        model_path: str,
+        cache_mb: int,
+        max_batch: int,
+        longest: int,
+        count: int,
+        heartbeat_s: float,
+        restarts: int,
+        weights: Published,
+        report: Callable[[str], None],
+        command: Sequence[str] = COMMAND,
+    ):
         self.weight_version = -1  # none yet
         self.longest = longest
         self.restarted = self.handed_over = 0  # workers, and requests that were with them
@@ -97,9 +111,12 @@ class Workers:
         self._weights, self._report, self._command = weights, report, command
         self._beat_s = min(1.0, heartbeat_s / BEATS)
         self._start = {
-            "model_path": model_path, "cache_bytes": cache_mb << 20, "max_batch": max_batch,
-            "layout": weights.layout.parts, "beat_s": self._beat_s,
-        }  # fmt: skip
+            "model_path": model_path,
+            "cache_bytes": cache_mb << 20,
+            "max_batch": max_batch,
+            "layout": weights.layout.parts,
+            "beat_s": self._beat_s,
+        }
         self._todo: deque[Handed] = deque()
         self._ended: list[Handed] = []
         self._submitted = 0
@@ -121,7 +138,8 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End every worker now; nothing that they have is needed. Any thread may; who is in `step` then gets an error."""
+        """End every worker now; nothing that they have is needed. Any thread may; who is in `step`
+        then gets an error."""
         with self._closing:
             self._closed = True
             while self._workers:
@@ -131,7 +149,10 @@ class Workers:
     def status(self) -> list[Status]:
         """Any thread may ask."""
         workers = sorted(self._workers.values(), key=lambda worker: worker.number)
-        return [Status(number=w.number, pid=w.pid, state=w.state, requests=len(w.tickets)) for w in workers]
+        return [
+            Status(number=w.number, pid=w.pid, state=w.state, requests=len(w.tickets))
+            for w in workers
+        ]
 
     # ---- Generate
 
@@ -139,9 +160,12 @@ class Workers:
         """Take a request. Raises UserError when no engine has room for it."""
         needed = len(request.prompt) + request.params.max_new_tokens
         if needed > self.longest:
-            raise UserError("a sequence would be longer than an engine can hold", where="rollout.max_new_tokens",
-                            found=f"{needed} tokens, prompt and completion",
-                            expected=f"at most {self.longest} (by the model's positions and rollout.cache_mb)")  # fmt: skip
+            raise UserError(
+                "a sequence would be longer than an engine can hold",
+                where="rollout.max_new_tokens",
+                found=f"{needed} tokens, prompt and completion",
+                expected=f"at most {self.longest} (by the model's positions and rollout.cache_mb)",
+            )
         ticket = Handed(self._submitted, request, identity_of(request))
         self._submitted += 1
         self._todo.append(ticket)
@@ -169,7 +193,8 @@ class Workers:
                 self._tell(worker, {"cancel": ticket.number})
 
     def apply(self, version: int) -> None:
-        """The weights of that version, which are published, are what runs from now on. Nothing may be under way.
+        """The weights of that version, which are published, are what runs from now on. Nothing may
+        be under way.
 
         Raises UserError when a worker's weights are not the trainer's.
         """
@@ -186,24 +211,30 @@ class Workers:
                 self._listen()
 
     def logprob_gap(self) -> float:
-        """The largest Engine.logprob_gap of the workers that are up, each of a completion of its own; of one that is lost
-        meanwhile nothing is known."""
-        asked = [worker for worker in self._workers.values() if worker.version == self.weight_version]
+        """The largest Engine.logprob_gap of the workers that are up, each of a completion of its
+        own; of one that is lost meanwhile nothing is known."""
+        asked = [
+            worker for worker in self._workers.values() if worker.version == self.weight_version
+        ]
         self._gaps = dict.fromkeys((worker.number for worker in asked), None)
         for worker in asked:
             self._tell(worker, {"check": self.weight_version})
         with watchdog.waits(of="rollout workers", what="the log-probs of a completion of theirs"):
-            while any(self._is_there(worker) and self._gaps[worker.number] is None for worker in asked):
+            while any(
+                self._is_there(worker) and self._gaps[worker.number] is None for worker in asked
+            ):
                 self._listen()
-        return float(np.max([gap for gap in self._gaps.values() if gap is not None], initial=0.0))  # a NaN shows
+        # a NaN shows
+        return float(np.max([gap for gap in self._gaps.values() if gap is not None], initial=0.0))
 
     # ---- who gets what
 
     def _hand_out(self) -> None:
-        """Give what is to be done to the workers that may have it, evenly, and no more than runs at once.
+        """Give what is to be done to the workers that may have it, evenly, and no more than runs at
+        once.
 
-        A share counts the workers that start, too: the first one that is up does not take it all. What begins alike goes to
-        one worker as long as that is even.
+        A share counts the workers that start, too: the first one that is up does not take it all.
+        What begins alike goes to one worker as long as that is even.
         """
         ready = [worker for worker in self._workers.values() if worker.state in ("idle", "serving")]
         if not ready or not self._todo:
@@ -236,7 +267,9 @@ class Workers:
 
     def _sync(self, worker: Process) -> None:
         worker.asked.append(self.weight_version)
-        self._tell(worker, {"apply": self.weight_version}, self._weights.descriptor(self.weight_version))
+        self._tell(
+            worker, {"apply": self.weight_version}, self._weights.descriptor(self.weight_version)
+        )
 
     def _tell(self, worker: Process, message: Message, descriptor: int = -1) -> None:
         worker.send(message, descriptor)
@@ -254,11 +287,17 @@ class Workers:
         back = [ticket for ticket in worker.tickets.values() if ticket.completion is None]
         self._todo.extendleft(reversed(back))
         self._homes = {name: home for name, home in self._homes.items() if home is not worker}
-        told = f"rollout worker {worker.number} (process {worker.pid}) was lost while {state}: {why}"
+        told = (
+            f"rollout worker {worker.number} (process {worker.pid}) was lost while {state}: {why}"
+        )
         if self.restarted >= self._restarts:
-            raise UserError("rollout workers end again and again", where=told, found=words,
-                            expected=f"at most {self._restarts} restarts in a run (rollout.restarts)",
-                            next="look at what the worker wrote last; the same command resumes the run")  # fmt: skip
+            raise UserError(
+                "rollout workers end again and again",
+                where=told,
+                found=words,
+                expected=f"at most {self._restarts} restarts in a run (rollout.restarts)",
+                next="look at what the worker wrote last; the same command resumes the run",
+            )
         self.restarted += 1
         self.handed_over += len(back)
         self._report(
@@ -280,13 +319,16 @@ class Workers:
         self._hand_out()
 
     def _look(self) -> None:
-        """Find who is silent. Time that nobody listened counts little: what was said meanwhile waits in the socket."""
+        """Find who is silent. Time that nobody listened counts little: what was said meanwhile
+        waits in the socket."""
         now = time.monotonic()
         passed, self._listened = min(now - self._listened, self._beat_s), now
         for worker in list(self._workers.values()):
             worker.silent_s += passed
             if worker.silent_s > self._heartbeat_s:
-                where = worker.stack() or "it cannot say where it is: it was stopped, or had not begun"
+                where = (
+                    worker.stack() or "it cannot say where it is: it was stopped, or had not begun"
+                )
                 self._lose(worker, f"no sign of life for {self._heartbeat_s:g} s\n{where}")
 
     def _hear(self, worker: Process) -> None:
@@ -306,11 +348,15 @@ class Workers:
                 worker.started = True
                 if self.weight_version >= 0:
                     self._sync(worker)
-            case {"applied": int(version), "hash": str(digest)} if worker.asked and version == worker.asked[0]:
+            case {"applied": int(version), "hash": str(digest)} if (
+                worker.asked and version == worker.asked[0]
+            ):
                 self._take_hash(worker, worker.asked.popleft(), digest)
             case {"completion": int(number), "identity": str(identity)} if number in worker.tickets:
                 self._take_completion(worker, worker.tickets[number], identity, message)
-            case {"cancelled": int(number)} if number in worker.tickets and worker.tickets[number].completion:
+            case {"cancelled": int(number)} if (
+                number in worker.tickets and worker.tickets[number].completion
+            ):
                 del worker.tickets[number]
             case {"checked": int(version), "gap": float(gap)} if version == self.weight_version:
                 self._gaps[worker.number] = gap
@@ -320,21 +366,32 @@ class Workers:
                 raise Lost(f"it wrote what is not an answer: {str(message)[:200]}")
 
     def _take_hash(self, worker: Process, version: int, digest: str) -> None:
-        if version != self.weight_version:  # another one was applied meanwhile, and it has been told
+        # another one was applied meanwhile, and it has been told
+        if version != self.weight_version:
             return
         expected = self._weights.hash_of(version)
         if digest != expected:
-            raise UserError("the engine's weights differ from the trainer's",
-                            where=f"rollout worker {worker.number} (process {worker.pid}), weight version {version}",
-                            found=digest, expected=expected,
-                            next="no token was sampled with them; the same command resumes the run")  # fmt: skip
+            raise UserError(
+                "the engine's weights differ from the trainer's",
+                where=f"rollout worker {worker.number} (process {worker.pid}), weight version {version}",
+                found=digest,
+                expected=expected,
+                next="no token was sampled with them; the same command resumes the run",
+            )
         worker.version = version
 
-    def _take_completion(self, worker: Process, ticket: Handed, identity: str, message: Message) -> None:
+    def _take_completion(
+        self, worker: Process, ticket: Handed, identity: str, message: Message
+    ) -> None:
         where = f"rollout worker {worker.number} (process {worker.pid}), request {ticket.number}"
         if identity != ticket.identity:
-            raise InternalError("a completion was made for another request", where=where, found=identity,
-                            expected=ticket.identity, next="a bug: it is not trained; please report it")  # fmt: skip
+            raise InternalError(
+                "a completion was made for another request",
+                where=where,
+                found=identity,
+                expected=ticket.identity,
+                next="a bug: it is not trained; please report it",
+            )
         try:
             completion = read_completion(message)
         except Garbage as error:
@@ -342,9 +399,12 @@ class Workers:
         begun = 0 if ticket.request.begun is None else len(ticket.request.begun.tokens)
         versions = completion.weight_versions[begun:]
         if (versions != self.weight_version).any():
-            raise UserError("a completion was sampled by other weights than those applied", where=where,
-                            found=f"tokens of version {sorted(set(versions.tolist()))}",
-                            expected=f"version {self.weight_version}")  # fmt: skip
+            raise UserError(
+                "a completion was sampled by other weights than those applied",
+                where=where,
+                found=f"tokens of version {sorted(set(versions.tolist()))}",
+                expected=f"version {self.weight_version}",
+            )
         del worker.tickets[ticket.number]
         if ticket.completion is None:  # else it was cancelled meanwhile
             ticket.completion = completion
@@ -353,6 +413,9 @@ class Workers:
 
 def _nothing() -> Completion:
     return Completion(
-        tokens=np.zeros(0, np.int64), logprobs=np.zeros(0, np.float32), weight_versions=np.zeros(0, np.int32), text="",
+        tokens=np.zeros(0, np.int64),
+        logprobs=np.zeros(0, np.float32),
+        weight_versions=np.zeros(0, np.int32),
+        text="",
         stop_reason="cancelled",
-    )  # fmt: skip
+    )

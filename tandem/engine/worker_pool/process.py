@@ -1,4 +1,5 @@
-"""A rollout worker's process as the driver holds it: how it is started, reached, ended, and what it said of its end.
+"""A rollout worker's process as the driver holds it: how it is started, reached, ended, and what it
+said of its end.
 
 It knows neither what it is told nor what becomes of its requests (workers.py does).
 """
@@ -52,20 +53,26 @@ class Process:
     def __init__(self, number: int, command: Sequence[str]):
         self.number = number
         self.started = False  # it said that it is ready
-        self.asked: deque[int] = deque()  # versions that it was told to load and did not answer for yet
+        # versions that it was told to load and did not answer for yet
+        self.asked: deque[int] = deque()
         self.version = -1  # of the weights that it runs, by its own hash
-        self.tickets: dict[int, Handed] = {}  # what it was given and did not answer yet, cancelled ones included
+        # what it was given and did not answer yet, cancelled ones included
+        self.tickets: dict[int, Handed] = {}
         self.silent_s = 0.0  # since its last sign of life, while somebody listened
         self._incoming = bytearray()
-        self._outgoing: deque[tuple[bytes, int]] = deque()  # bytes, and a descriptor beside them or -1
+        # bytes, and a descriptor beside them or -1
+        self._outgoing: deque[tuple[bytes, int]] = deque()
         self.socket, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as log:
             self._log = os.dup(log.fileno())  # what it writes; the file has no name
             self._process = subprocess.Popen(
-                [*command, str(os.getpid())], stdin=theirs.fileno(), stdout=2, stderr=log,
+                [*command, str(os.getpid())],
+                stdin=theirs.fileno(),
+                stdout=2,
+                stderr=log,
                 env={**os.environ, **numerics.environment(), **SETTINGS},
                 start_new_session=True,  # no terminal reaches it: Ctrl-C is the driver's to handle
-            )  # fmt: skip
+            )
         self.socket.setblocking(False)
 
     @property
@@ -81,13 +88,15 @@ class Process:
         return "serving" if self.tickets else "idle"
 
     def send(self, message: Message, descriptor: int = -1) -> None:
-        """Queue a message, and a descriptor that is closed once it is sent; what goes without waiting goes now."""
+        """Queue a message, and a descriptor that is closed once it is sent; what goes without
+        waiting goes now."""
         self._outgoing.append((encode(message), descriptor))
         self.flush()
 
     def flush(self) -> bool:
         """Send what goes without waiting; whether some is left."""
-        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # its end also shows in receive
+        # its end also shows in receive
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._outgoing:
                 data, descriptor = self._outgoing[0]
                 if descriptor < 0:
@@ -102,7 +111,8 @@ class Process:
         return bool(self._outgoing)
 
     def receive(self) -> Iterator[Message]:
-        """What it has said. Raises Lost at the end of its socket, and where it said what is no message."""
+        """What it has said. Raises Lost at the end of its socket, and where it said what is no
+        message."""
         try:
             data = self.socket.recv(1 << 20)
         except BlockingIOError:
@@ -125,7 +135,8 @@ class Process:
             raise Lost(f"it wrote a line of more than {LINE_BYTES >> 20} MiB")
 
     def stack(self) -> str:
-        """Where a silent worker is, innermost call first, if it can say so; it is of no use afterwards."""
+        """Where a silent worker is, innermost call first, if it can say so; it is of no use
+        afterwards."""
         before = os.fstat(self._log).st_size
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR2)
@@ -155,4 +166,8 @@ class Process:
             code = self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
             return "it closed its socket"
-        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+        return (
+            f"it was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"it ended with exit code {code}"
+        )

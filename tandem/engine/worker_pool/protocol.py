@@ -13,8 +13,8 @@
                    {"checked": 4, "gap": 0.0}         Engine.logprob_gap
                    {"error": {"what", "where", "found", "expected", "next"}}   a UserError: it ends
 
-Every request is answered by exactly one completion or one cancelled. Arrays travel as base64 of their bytes, so a float32
-keeps every bit, a NaN's included. Knows no process and no engine.
+Every request is answered by exactly one completion or one cancelled. Arrays travel as base64 of
+their bytes, so a float32 keeps every bit, a NaN's included. Knows no process and no engine.
 """
 
 import base64
@@ -52,24 +52,32 @@ def decode(line: bytes) -> Message:
 
 def request_message(number: int, request: Request) -> Message:
     return {
-        "request": number, "key": request.key, "prompt": _packed(request.prompt, "<i8"), "params": asdict(request.params),
-        "drawn": request.drawn, "pause_after": request.pause_after,
+        "request": number,
+        "key": request.key,
+        "prompt": _packed(request.prompt, "<i8"),
+        "params": asdict(request.params),
+        "drawn": request.drawn,
+        "pause_after": request.pause_after,
         "begun": None if request.begun is None else _completion_fields(request.begun),
-    }  # fmt: skip
+    }
 
 
 def read_request(message: Message) -> Request:
     params, begun = message["params"], message["begun"]
     lists = {"stop": tuple(params["stop"]), "stop_token_ids": tuple(params["stop_token_ids"])}
     return Request(
-        key=message["key"], prompt=_unpacked(message["prompt"], "<i8"), params=SamplingParams(**{**params, **lists}),
-        drawn=message["drawn"], pause_after=message["pause_after"],
+        key=message["key"],
+        prompt=_unpacked(message["prompt"], "<i8"),
+        params=SamplingParams(**{**params, **lists}),
+        drawn=message["drawn"],
+        pause_after=message["pause_after"],
         begun=None if begun is None else _read_fields(begun),
-    )  # fmt: skip
+    )
 
 
 def completion_message(number: int, identity: str, completion: Completion) -> Message:
-    """identity: of the request that the completion was made for, so that no answer is taken for another's."""
+    """identity: of the request that the completion was made for, so that no answer is taken for
+    another's."""
     return {"completion": number, "identity": identity, **_completion_fields(completion)}
 
 
@@ -85,17 +93,27 @@ def read_completion(message: Message) -> Completion:
 
 
 def identity_of(request: Request) -> str:
-    """Hex digest of what is sampled from and where its draws are: prompt, key, and what had begun."""
+    """Hex digest of what is sampled from and where its draws are: prompt, key, and what had
+    begun."""
     begun = np.zeros(0, np.int64) if request.begun is None else request.begun.tokens
-    digest = hashlib.sha256(f"{request.key} {request.drawn} {len(request.prompt)} {len(begun)} ".encode())
+    digest = hashlib.sha256(
+        f"{request.key} {request.drawn} {len(request.prompt)} {len(begun)} ".encode()
+    )
     digest.update(request.prompt.astype("<i8").tobytes())
     digest.update(begun.astype("<i8").tobytes())
     return digest.hexdigest()
 
 
 def error_message(error: UserError) -> Message:
-    return {"error": {"what": error.what, "where": error.where, "found": error.found, "expected": error.expected,
-                      "next": error.next}}  # fmt: skip
+    return {
+        "error": {
+            "what": error.what,
+            "where": error.where,
+            "found": error.found,
+            "expected": error.expected,
+            "next": error.next,
+        }
+    }
 
 
 def read_error(message: Message) -> UserError:
@@ -105,21 +123,28 @@ def read_error(message: Message) -> UserError:
 
 def _completion_fields(completion: Completion) -> Message:
     return {
-        "tokens": _packed(completion.tokens, "<i8"), "logprobs": _packed(completion.logprobs, "<f4"),
-        "weight_versions": _packed(completion.weight_versions, "<i4"), "text": completion.text,
-        "stop_reason": completion.stop_reason, "top_shape": completion.top_tokens.shape,
-        "top_tokens": _packed(completion.top_tokens, "<i8"), "top_logprobs": _packed(completion.top_logprobs, "<f4"),
-    }  # fmt: skip
+        "tokens": _packed(completion.tokens, "<i8"),
+        "logprobs": _packed(completion.logprobs, "<f4"),
+        "weight_versions": _packed(completion.weight_versions, "<i4"),
+        "text": completion.text,
+        "stop_reason": completion.stop_reason,
+        "top_shape": completion.top_tokens.shape,
+        "top_tokens": _packed(completion.top_tokens, "<i8"),
+        "top_logprobs": _packed(completion.top_logprobs, "<f4"),
+    }
 
 
 def _read_fields(fields: Message) -> Completion:
     shape = tuple(fields["top_shape"])
     return Completion(
-        tokens=_unpacked(fields["tokens"], "<i8"), logprobs=_unpacked(fields["logprobs"], "<f4"),
-        weight_versions=_unpacked(fields["weight_versions"], "<i4"), text=str(fields["text"]),
-        stop_reason=str(fields["stop_reason"]), top_tokens=_unpacked(fields["top_tokens"], "<i8").reshape(shape),
+        tokens=_unpacked(fields["tokens"], "<i8"),
+        logprobs=_unpacked(fields["logprobs"], "<f4"),
+        weight_versions=_unpacked(fields["weight_versions"], "<i4"),
+        text=str(fields["text"]),
+        stop_reason=str(fields["stop_reason"]),
+        top_tokens=_unpacked(fields["top_tokens"], "<i8").reshape(shape),
         top_logprobs=_unpacked(fields["top_logprobs"], "<f4").reshape(shape),
-    )  # fmt: skip
+    )
 
 
 def _packed(array: Array, dtype: str) -> str:

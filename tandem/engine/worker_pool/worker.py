@@ -1,14 +1,16 @@
-"""A rollout worker: a process with a model, an engine and one torch thread, which serves whoever started it.
+"""A rollout worker: a process with a model, an engine and one torch thread, which serves whoever
+started it.
 
     socket --> "start" --> load model and tokenizer --> "ready" --> +--> "apply": map, load, hash --> "applied"
                                                                     |    "request": Engine.submit
                                                                     |    Engine.step --> "completion"
                                                                     +--- a sign of life, and look at the socket
 
-Standard input is the socket (worker_wire.py has the messages), standard output is the standard error of whoever started it,
-and standard error a file that is quoted should it crash. One thread does all of it, so a sign of life says that the engine
-itself goes on; only while the process starts or loads weights, which is one long call, a second thread gives it, and for a
-bounded time. It ends when the socket does, and on Linux with whoever started it. It knows no problem, no reward, and no
+Standard input is the socket (worker_wire.py has the messages), standard output is the standard
+error of whoever started it, and standard error a file that is quoted should it crash. One thread
+does all of it, so a sign of life says that the engine itself goes on; only while the process starts
+or loads weights, which is one long call, a second thread gives it, and for a bounded time. It ends
+when the socket does, and on Linux with whoever started it. It knows no problem, no reward, and no
 other worker.
 
     python -m tandem.engine.worker_pool.worker PARENT_PID < SOCKET      (workers.py starts it)
@@ -50,14 +52,16 @@ _CHUNK = 1 << 20
 
 
 class Channel:
-    """The worker's end of the socket. Writing waits until there is room, as the other side may be busy for long."""
+    """The worker's end of the socket. Writing waits until there is room, as the other side may be
+    busy for long."""
 
     def __init__(self, connection: socket.socket):
         self.descriptors: deque[int] = deque()  # that came and were not asked for yet
         self._socket, self._rest, self._said = connection, b"", time.monotonic()
 
     def receive(self, wait_s: float) -> list[Message]:
-        """What has come, after waiting for something at most that long. Raises EOFError when the other side is gone."""
+        """What has come, after waiting for something at most that long. Raises EOFError when the
+        other side is gone."""
         lines: list[bytes] = []
         while not lines and select.select([self._socket], [], [], wait_s)[0]:
             data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, 16)
@@ -78,7 +82,8 @@ class Channel:
 
     @contextmanager
     def long_call(self, beat_s: float) -> Iterator[None]:
-        """Signs of life from another thread, while this one is in a call that takes long and sends nothing itself."""
+        """Signs of life from another thread, while this one is in a call that takes long and sends
+        nothing itself."""
         over = threading.Event()
 
         def beat() -> None:
@@ -135,10 +140,13 @@ class Server:
         if running.completion is not None:
             number = self._numbers.pop(running)
             del self._running[number]
-            self._channel.send(completion_message(number, identity_of(running.request), running.completion))
+            self._channel.send(
+                completion_message(number, identity_of(running.request), running.completion)
+            )
 
     def _cancel(self, number: int) -> None:
-        if (running := self._running.pop(number, None)) is not None:  # else its completion is on the way
+        # else its completion is on the way
+        if (running := self._running.pop(number, None)) is not None:
             del self._numbers[running]
             self._engine.cancel(running)
             self._channel.send({"cancelled": number})
@@ -147,7 +155,9 @@ class Server:
         from tandem.weights.mapped import Layout, read_tensors
 
         if self._running:
-            raise RuntimeError(f"weights of version {version} came while {len(self._running)} requests run")
+            raise RuntimeError(
+                f"weights of version {version} came while {len(self._running)} requests run"
+            )
         with self._channel.long_call(self._beat_s):
             weights = read_tensors(Layout.from_json(self._layout), descriptor)
             os.close(descriptor)
@@ -166,12 +176,17 @@ def load_engine(start: dict[str, Any]) -> "Engine":
     model, tokenizer = load_model(start["model_path"]), load_tokenizer(start["model_path"])
     size = start["max_batch"]
     return Engine(
-        model, lambda tokens: decode_text(tokenizer, tokens), cache_bytes=start["cache_bytes"], max_batch=size, max_queue=size
-    )  # fmt: skip
+        model,
+        lambda tokens: decode_text(tokenizer, tokens),
+        cache_bytes=start["cache_bytes"],
+        max_batch=size,
+        max_queue=size,
+    )
 
 
 def run(channel: Channel, load: "Callable[[dict[str, Any]], Engine]" = load_engine) -> None:
-    """From the message that starts it to the end of the channel. A UserError is told to the other side."""
+    """From the message that starts it to the end of the channel. A UserError is told to the other
+    side."""
     try:
         messages: list[Message] = []
         while not messages:
@@ -188,14 +203,16 @@ def run(channel: Channel, load: "Callable[[dict[str, Any]], Engine]" = load_engi
 
 
 def prepare(parent: int) -> Channel:
-    """Make this process a worker of that one: it ends with it, and the terminal's Ctrl-C is not for it."""
+    """Make this process a worker of that one: it ends with it, and the terminal's Ctrl-C is not for
+    it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=1, all_threads=True)  # for the watchdog's report
-    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # for Workers', see worker_process.Process.stack
+    # for Workers', see worker_process.Process.stack
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     return Channel(socket.socket(fileno=os.dup(0)))
 
 

@@ -1,8 +1,9 @@
-"""Chat completions in OpenAI's shape, as an agent asks for them and gets them; and whether a request goes on where the
-one before ended.
+"""Chat completions in OpenAI's shape, as an agent asks for them and gets them; and whether a
+request goes on where the one before ended.
 
-What only changes how tokens are sampled (temperature, top_p, stop, seed, max_tokens) is accepted and ignored: sampling is
-the trainer's. What would change what is answered is refused. Knows no HTTP, no agent and no tokens.
+What only changes how tokens are sampled (temperature, top_p, stop, seed, max_tokens) is accepted
+and ignored: sampling is the trainer's. What would change what is answered is refused. Knows no
+HTTP, no agent and no tokens.
 """
 
 import json
@@ -25,9 +26,14 @@ ONE_LINE = "an episode is one conversation that only grows"
 
 # Fields that are not done here, and the values with which they ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "response_format": ({"type": "text"},), "functions": ([],),
-    "tool_choice": ("auto", "none"), "modalities": (["text"],),
-}  # fmt: skip
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+    "tool_choice": ("auto", "none"),
+    "modalities": (["text"],),
+}
 
 
 class Refused(Exception):
@@ -43,7 +49,8 @@ class Refused(Exception):
 
 
 class ConversationBroken(Exception):
-    """A request that does not continue the conversation: the episode would not be one sequence of tokens."""
+    """A request that does not continue the conversation: the episode would not be one sequence of
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +86,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The model's turn as it is given to the agent. text: all of it, tool calls included; content: without them."""
+    """The model's turn as it is given to the agent. text: all of it, tool calls included; content:
+    without them."""
 
     text: str
     content: str
@@ -88,13 +96,15 @@ class Reply:
 
     @classmethod
     def to(cls, asked: Asked, text: str, turn: int) -> "Reply":
-        """The model's text as the answer to a request: calls are made of it where it holds some, and all can be read."""
+        """The model's text as the answer to a request: calls are made of it where it holds some,
+        and all can be read."""
         content, read = split_calls(text, asked.tools)
         calls = tuple(Called(name=call.name, arguments=_canonical(call.arguments)) for call in read)
         return cls(text=text, content=content, calls=calls, turn=turn)
 
     def is_said(self, said: Said) -> bool:
-        """Whether an agent's message is this reply; space around it, and how arguments are written, do not count."""
+        """Whether an agent's message is this reply; space around it, and how arguments are written,
+        do not count."""
         if said.role != "assistant":
             return False
         whole = not said.calls and said.content.strip() == self.text.strip()
@@ -137,7 +147,8 @@ class _Message(BaseModel):
 
     def said(self) -> Said:
         calls = [
-            Called(name=c.function.name, arguments=_canonical(c.function.arguments)) for c in self.tool_calls or []
+            Called(name=c.function.name, arguments=_canonical(c.function.arguments))
+            for c in self.tool_calls or []
         ]
         role = "system" if self.role == "developer" else self.role
         return Said(role=role, content=self.content or "", calls=tuple(calls))
@@ -163,7 +174,9 @@ def read_request(raw: bytes) -> Asked:
     fields = read_json(raw)
     for name, harmless in NEUTRAL.items():
         if fields.get(name) is not None and fields[name] not in harmless:
-            raise Refused(400, f"{name} = {fields[name]!r} is not possible in an episode; leave it out")
+            raise Refused(
+                400, f"{name} = {fields[name]!r} is not possible in an episode; leave it out"
+            )
     try:
         body = _Body.model_validate(fields)
     except ValidationError as error:
@@ -171,7 +184,9 @@ def read_request(raw: bytes) -> Asked:
         raise Refused(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     messages = tuple(message.said() for message in body.messages)
     tools = tuple(fields.get("tools") or ())  # whole: the model only checks that they have names
-    return Asked(messages=messages, tools=tools, stream=bool(body.stream), model=body.model or "policy")
+    return Asked(
+        messages=messages, tools=tools, stream=bool(body.stream), model=body.model or "policy"
+    )
 
 
 def read_reward(raw: bytes) -> Verdict:
@@ -188,9 +203,14 @@ def verdict(value: object) -> Verdict:
         case Real():
             return Verdict(reward=_number(value))
         case {"reward": _, "parts": {"env": _}}:
-            raise ValueError("a part of a reward cannot be called env: that is the reward's own name")
+            raise ValueError(
+                "a part of a reward cannot be called env: that is the reward's own name"
+            )
         case {"reward": reward, "parts": dict(parts), **rest} if not rest:
-            return Verdict(reward=_number(reward), parts={str(name): _number(part) for name, part in parts.items()})
+            return Verdict(
+                reward=_number(reward),
+                parts={str(name): _number(part) for name, part in parts.items()},
+            )
         case {"reward": reward, **rest} if not rest:
             return Verdict(reward=_number(reward))
     raise ValueError(f"a reward is a number or {{reward, parts}}, found {str(value)[:SHORT]!r}")
@@ -214,7 +234,9 @@ def read_json(raw: bytes) -> Json:
 
 def _canonical(arguments: str | Json) -> str:
     try:
-        return json.dumps(json.loads(arguments) if isinstance(arguments, str) else arguments, sort_keys=True)
+        return json.dumps(
+            json.loads(arguments) if isinstance(arguments, str) else arguments, sort_keys=True
+        )
     except ValueError:
         return str(arguments)
 
@@ -223,14 +245,18 @@ def _canonical(arguments: str | Json) -> str:
 
 
 def opening(asked: Asked) -> list[Message]:
-    """The chat that an episode starts with. Raises ConversationBroken where a turn in it called tools."""
+    """The chat that an episode starts with. Raises ConversationBroken where a turn in it called
+    tools."""
     if any(said.calls for said in asked.messages):
-        raise ConversationBroken("the first request holds an assistant's tool calls, which the model never made")
+        raise ConversationBroken(
+            "the first request holds an assistant's tool calls, which the model never made"
+        )
     return asked.chat
 
 
 def continuation(before: Asked, reply: Reply, now: Asked) -> list[Message]:
-    """The messages with which `now` goes on after `before` was answered. Raises ConversationBroken, and says where."""
+    """The messages with which `now` goes on after `before` was answered. Raises ConversationBroken,
+    and says where."""
     known = len(before.messages)
     for place, (was, found) in enumerate(zip(before.messages, now.messages, strict=False)):
         if was != found:
@@ -243,7 +269,9 @@ def continuation(before: Asked, reply: Reply, now: Asked) -> list[Message]:
         )
     if not reply.is_said(now.messages[known]):
         wrong = f"message {known + 1} of a later request is {_short(now.messages[known])}"
-        raise ConversationBroken(f"{wrong}, and the model had said {reply.text[:SHORT]!r}: {ONE_LINE}")
+        raise ConversationBroken(
+            f"{wrong}, and the model had said {reply.text[:SHORT]!r}: {ONE_LINE}"
+        )
     new = now.messages[known + 1 :]
     if not new or any(said.role == "assistant" for said in new):
         found_roles = ", ".join(said.role for said in new) or "nothing"
@@ -251,7 +279,9 @@ def continuation(before: Asked, reply: Reply, now: Asked) -> list[Message]:
             f"what follows the model's turn is {found_roles}; expected no assistant, and something"
         )
     if now.tools and now.tools != before.tools:
-        raise ConversationBroken("a later request has other tools than the first: they stand in the prompt")
+        raise ConversationBroken(
+            "a later request has other tools than the first: they stand in the prompt"
+        )
     return [_plain(said) for said in new]
 
 
@@ -267,13 +297,20 @@ def _plain(said: Said) -> Message:
 
 
 def whole(reply: Reply, asked: Asked) -> Json:
-    """The answer to a request that does not stream. Without `usage`: an environment knows no tokens."""
-    choice = {"index": 0, "message": _message(reply), "logprobs": None, "finish_reason": _finish(reply)}
+    """The answer to a request that does not stream. Without `usage`: an environment knows no
+    tokens."""
+    choice = {
+        "index": 0,
+        "message": _message(reply),
+        "logprobs": None,
+        "finish_reason": _finish(reply),
+    }
     return {**_head(reply, asked, "chat.completion"), "choices": [choice]}
 
 
 def events(reply: Reply, asked: Asked) -> bytes:
-    """The answer to a request that streams, as server-sent events: the whole turn is one of them."""
+    """The answer to a request that streams, as server-sent events: the whole turn is one of
+    them."""
     delta = _message(reply)
     for index, call in enumerate(delta.get("tool_calls", ())):
         call["index"] = index
@@ -289,12 +326,19 @@ def events(reply: Reply, asked: Asked) -> bytes:
 def models(names: Sequence[str] = ("policy",)) -> Json:
     return {
         "object": "list",
-        "data": [{"id": name, "object": "model", "created": 0, "owned_by": "tandem"} for name in names],
+        "data": [
+            {"id": name, "object": "model", "created": 0, "owned_by": "tandem"} for name in names
+        ],
     }
 
 
 def _head(reply: Reply, asked: Asked, kind: str) -> Json:
-    return {"id": f"chatcmpl-{reply.turn}", "object": kind, "created": int(time.time()), "model": asked.model}
+    return {
+        "id": f"chatcmpl-{reply.turn}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": asked.model,
+    }
 
 
 def _message(reply: Reply) -> Json:

@@ -1,13 +1,15 @@
-"""The environment `agent`: any program that speaks the OpenAI API plays the episode, and says what it was worth.
+"""The environment `agent`: any program that speaks the OpenAI API plays the episode, and says what
+it was worth.
 
     tandem train RECIPE env.name=agent 'env.options={run = "my_agent.py:run"}' reward.function=env
 
     def run(problem, base_url, api_key) -> float | dict | None: ...       # or `async def`; may start anything
 
-The agent calls BASE_URL/chat/completions as often as it likes. Control is inverted: its first request is what `reset`
-returns; the model's turn, in `step`, answers it; and the next request, which must continue the conversation, is the
-observation. Only what is new in it is tokenized. When `run` returns, the episode is over: its reward is what `run`
-returned or, where that is None, what was last posted to BASE_URL/reward. Does not know tokens, nor what an agent does.
+The agent calls BASE_URL/chat/completions as often as it likes. Control is inverted: its first
+request is what `reset` returns; the model's turn, in `step`, answers it; and the next request,
+which must continue the conversation, is the observation. Only what is new in it is tokenized. When
+`run` returns, the episode is over: its reward is what `run` returned or, where that is None, what
+was last posted to BASE_URL/reward. Does not know tokens, nor what an agent does.
 """
 
 import asyncio
@@ -87,7 +89,8 @@ class Played(Env):
         await agent.stop()
 
     async def _next(self, before: Asked, reply: Reply) -> Event:
-        """A request that only repeats the one just answered, because the answer was lost, is answered again."""
+        """A request that only repeats the one just answered, because the answer was lost, is
+        answered again."""
         while True:
             event = await self._events.get()
             if not (isinstance(event, Pending) and event.again and event.asked == before):
@@ -105,9 +108,14 @@ class AgentEnv(Played):
     """The built-in environment `agent`."""
 
     def __init__(self, run: str):
-        """run: the agent, a function of (problem, base_url, api_key), as `file.py:function` or `module:function`."""
+        """run: the agent, a function of (problem, base_url, api_key), as `file.py:function` or
+        `module:function`."""
         function = load_user_object(run, key="env.options.run")
         if not callable(function):
-            raise UserError("the agent is no function", where="env.options.run", found=f"{run} = {function!r}",
-                            expected="def run(problem, base_url, api_key), or async def")  # fmt: skip
+            raise UserError(
+                "the agent is no function",
+                where="env.options.run",
+                found=f"{run} = {function!r}",
+                expected="def run(problem, base_url, api_key), or async def",
+            )
         super().__init__(function)

@@ -1,8 +1,8 @@
-"""One run of a user's agent, beside the rollout: an `async def` in a loop that all agents share, a plain function in a
-thread of its own.
+"""One run of a user's agent, beside the rollout: an `async def` in a loop that all agents share, a
+plain function in a thread of its own.
 
-It is not the loop of the environments: an agent that blocks would stop the clock there that ends its episode. Knows neither
-requests nor rewards.
+It is not the loop of the environments: an agent that blocks would stop the clock there that ends
+its episode. Knows neither requests nor rewards.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from typing import Any
 
 from tandem.types import Problem
 
-Run = Callable[[Problem, str, str], Any]  # (problem, base URL, API key) -> reward; may be `async def`
+# (problem, base URL, API key) -> reward; may be `async def`
+Run = Callable[[Problem, str, str], Any]
 
 
 class AgentFailed(Exception):
@@ -37,7 +38,8 @@ class AgentRun:
             threading.Thread(target=self._work, name="agent", daemon=True).start()
 
     async def stop(self) -> None:
-        """An `async def` is cancelled, and waited for; a thread cannot be: it ends with its next request, which is refused."""
+        """An `async def` is cancelled, and waited for; a thread cannot be: it ends with its next
+        request, which is refused."""
         if self._is_async:
             agents_loop().call_soon_threadsafe(self._cancel)
             with suppress(AgentFailed):
@@ -54,7 +56,8 @@ class AgentRun:
     async def _play(self) -> Any:
         try:
             return await self._start()
-        except (Exception, SystemExit) as error:  # recovery is the feature: it costs one episode, and never the loop
+        # recovery is the feature: it costs one episode, and never the loop
+        except (Exception, SystemExit) as error:
             raise _failed(error) from error
 
     def _settle(self, task: "asyncio.Task[Any]") -> None:

@@ -1,4 +1,5 @@
-"""The HTTP server that agents talk to during a rollout: chat completions and rewards, under a base URL for each episode.
+"""The HTTP server that agents talk to during a rollout: chat completions and rewards, under a base
+URL for each episode.
 
     POST BASE/chat/completions   waits until the model has spoken
     POST BASE/reward             {"reward": 1.0, "parts": {"format": 1.0}}
@@ -9,9 +10,9 @@
     Session.ask    -- arrived(Pending) --> AgentEnv waits for it
     waits          <- pending.answer ----  AgentEnv.step, or Session.close: then the agent gets a 503
 
-One server on loopback serves every episode of the process; it starts with the first one. The base URL is the key: it
-cannot be guessed. Of the standard library only, and a connection carries one request, so that a thread ends with it.
-Knows neither problems nor tokens.
+One server on loopback serves every episode of the process; it starts with the first one. The base
+URL is the key: it cannot be guessed. Of the standard library only, and a connection carries one
+request, so that a thread ends with it. Knows neither problems nor tokens.
 """
 
 import json
@@ -36,7 +37,8 @@ LONGEST_BODY = 16 << 20  # bytes
 READ_S = 60.0  # for a client to send its request
 LOOK_S = 1.0  # between two looks whether the rollout is still there
 PREFIX = "/episodes/"
-RETRY_HEADER = "x-stainless-retry-count"  # OpenAI's clients count their repetitions of a request here
+# OpenAI's clients count their repetitions of a request here
+RETRY_HEADER = "x-stainless-retry-count"
 JSON, EVENTS = "application/json", "text/event-stream"
 
 
@@ -50,8 +52,8 @@ class Pending:
 
 
 class Session:
-    """An episode as the server sees it. arrived: takes a request, in the request's thread; alive: whether anybody will
-    answer."""
+    """An episode as the server sees it. arrived: takes a request, in the request's thread; alive:
+    whether anybody will answer."""
 
     def __init__(self, arrived: Callable[[Pending], None], alive: Callable[[], bool]):
         self.posted: Verdict | None = None  # the last reward
@@ -170,7 +172,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return JSON, b"{}"
             case "GET", "models":
                 return JSON, json.dumps(chat.models()).encode()
-        raise Refused(404, f"{self.command} {path}: an episode has chat/completions, reward and models")
+        raise Refused(
+            404, f"{self.command} {path}: an episode has chat/completions, reward and models"
+        )
 
     def _chat(self, session: Session, raw: bytes) -> tuple[str, bytes]:
         asked = chat.read_request(raw)

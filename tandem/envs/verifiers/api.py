@@ -1,12 +1,15 @@
-"""The only file that imports verifiers: the names that are used of it, in whichever of its two generations is installed.
+"""The only file that imports verifiers: the names that are used of it, in whichever of its two
+generations is installed.
 
-CLASSIC: up to 0.2 an environment is a module with `load_environment(**args)`; later ones export a Taskset, an Env, or both.
+CLASSIC: up to 0.2 an environment is a module with `load_environment(**args)`; later ones export a
+Taskset, an Env, or both.
 """
 
 from importlib.util import find_spec
 
 CLASSIC = find_spec("verifiers.envs") is not None
-NO_KEY = "TANDEM_EPISODE_KEY"  # an environment variable that nobody sets: a real key must not be sent along
+# an environment variable that nobody sets: a real key must not be sent along
+NO_KEY = "TANDEM_EPISODE_KEY"
 
 if CLASSIC:
     from verifiers import load_environment  # type: ignore[import-not-found, unused-ignore]
@@ -16,13 +19,19 @@ else:
     import verifiers.v1 as vf  # type: ignore[import-not-found, unused-ignore]
     from verifiers.v1.harnesses.null import NullHarness  # type: ignore[import-not-found, unused-ignore]
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # type: ignore[import-not-found, unused-ignore]
-    from verifiers.v1.utils.loaders import (  # type: ignore[import-not-found, unused-ignore]
-        env_config_type,
-        environment_class,
-        resolve_env_config,
-    )
+    from verifiers.v1.utils.loaders import env_config_type, environment_class, resolve_env_config  # type: ignore[import-not-found, unused-ignore]
 
 __all__ = [
-    "CLASSIC", "NO_KEY", "ClientConfig", "NullHarness", "call_mcp", "connect_mcp", "env_config_type", "environment_class",
-    "load_environment", "resolve_client", "resolve_env_config", "vf",
-]  # fmt: skip
+    "CLASSIC",
+    "NO_KEY",
+    "ClientConfig",
+    "NullHarness",
+    "call_mcp",
+    "connect_mcp",
+    "env_config_type",
+    "environment_class",
+    "load_environment",
+    "resolve_client",
+    "resolve_env_config",
+    "vf",
+]

@@ -22,21 +22,32 @@ class ClassicHost:
 
     def __init__(self, id: str, args: Json, env: Json):
         if env:
-            raise UserError("an environment of this version of verifiers has only args", where="env.options.env",
-                            found=", ".join(env), next="leave it out, or pip install -U verifiers")  # fmt: skip
+            raise UserError(
+                "an environment of this version of verifiers has only args",
+                where="env.options.env",
+                found=", ".join(env),
+                next="leave it out, or pip install -U verifiers",
+            )
         self.id = id
         try:
             self._env = load_environment(id, **args)
             self._rows = self._env.get_dataset()
-        except (ValueError, RuntimeError) as error:  # what load_environment makes of all that goes wrong
-            raise UserError("verifiers cannot load the environment", where=f"env.options.id = {id}", found=str(error),
-                            expected="an installed package, and the args that it takes",
-                            next=f"vf-eval {id} -n 1") from error  # fmt: skip
+        # what load_environment makes of all that goes wrong
+        except (ValueError, RuntimeError) as error:
+            raise UserError(
+                "verifiers cannot load the environment",
+                where=f"env.options.id = {id}",
+                found=str(error),
+                expected="an installed package, and the args that it takes",
+                next=f"vf-eval {id} -n 1",
+            ) from error
 
     async def play(self, problem: Problem, base_url: str, api_key: str) -> Json:
         """An agent, as the environment `agent` has it."""
         row = self._row_of(problem)
-        client = resolve_client(ClientConfig(api_base_url=base_url, api_key_var=NO_KEY, max_retries=0))
+        client = resolve_client(
+            ClientConfig(api_base_url=base_url, api_key_var=NO_KEY, max_retries=0)
+        )
         try:
             output = await self._env.run_rollout(row, client, "policy", {})
         finally:
@@ -49,24 +60,38 @@ class ClassicHost:
         for number, row in enumerate(islice(self._rows, limit)):
             answer = row.get("answer")
             yield {
-                "uid": f"{self.id}/{number}", "prompt": _chat(row["prompt"]), "answer": answer if answer is not None else "",
-                "task": number, "task_hash": _hash(row),
-            }  # fmt: skip
+                "uid": f"{self.id}/{number}",
+                "prompt": _chat(row["prompt"]),
+                "answer": answer if answer is not None else "",
+                "task": number,
+                "task_hash": _hash(row),
+            }
 
     def _row_of(self, problem: Problem) -> Json:
         number = problem.metadata["task"]
         if number >= len(self._rows):
-            raise AgentFailed(f"{self.id} has {len(self._rows)} tasks, and the problem is of number {number}")
+            raise AgentFailed(
+                f"{self.id} has {len(self._rows)} tasks, and the problem is of number {number}"
+            )
         row: Json = self._rows[number]
         if _hash(row) != problem.metadata["task_hash"]:
-            raise AgentFailed(f"task {number} of {self.id} is another than when the data was written; write it again")
+            raise AgentFailed(
+                f"task {number} of {self.id} is another than when the data was written; write it again"
+            )
         return row
 
 
 def _chat(prompt: Any) -> list[Json]:
     """The prompt as text: a row is for a reader, the environment asks by itself."""
-    texts = [{"role": m["role"], "content": m["content"] if isinstance(m["content"], str) else "..."} for m in prompt]
-    return texts if texts and texts[-1]["role"] == "user" else [*texts, {"role": "user", "content": "..."}]
+    texts = [
+        {"role": m["role"], "content": m["content"] if isinstance(m["content"], str) else "..."}
+        for m in prompt
+    ]
+    return (
+        texts
+        if texts and texts[-1]["role"] == "user"
+        else [*texts, {"role": "user", "content": "..."}]
+    )
 
 
 def _hash(row: Json) -> str:

@@ -1,10 +1,12 @@
-"""The environment `verifiers`: an installed environment of Prime Intellect's hub plays the episode, unchanged.
+"""The environment `verifiers`: an installed environment of Prime Intellect's hub plays the episode,
+unchanged.
 
     env = {name = "verifiers", options = {id = "my-env", args = {num_tasks = 100}}}       reward.function = "env"
 
-Its agent speaks to the same server as the environment `agent` does, and its own rewards are the reward. The problem is
-one of its tasks, by the columns that `rows` writes. verifiers has two generations, which have little but the name in
-common; the installed one is imported when an environment is made. Does not know what it asks, nor how it scores.
+Its agent speaks to the same server as the environment `agent` does, and its own rewards are the
+reward. The problem is one of its tasks, by the columns that `rows` writes. verifiers has two
+generations, which have little but the name in common; the installed one is imported when an
+environment is made. Does not know what it asks, nor how it scores.
 """
 
 import importlib.util
@@ -29,27 +31,41 @@ class Host(Protocol):
 class VerifiersEnv(Played):
     """One episode of a task. Its parts are the environment's rewards, weighted, and its metrics."""
 
-    def __init__(self, id: str, *, args: Mapping[str, Any] | None = None, env: Mapping[str, Any] | None = None):
-        """id: the installed package, as `vf-eval` takes it, e.g. `my-env` or `owner/my-env`.
-        args: what its taskset is configured with.
-        env: further configuration, as the [env] block of verifiers: {agent = {harness = {id = "bash"}}}. Without a
-        harness of its own a taskset is played by a plain chat with its tools, in this process.
-        """
+    def __init__(
+        self,
+        id: str,
+        *,
+        args: Mapping[str, Any] | None = None,
+        env: Mapping[str, Any] | None = None,
+    ):
+        """id: the installed package, as `vf-eval` takes it, e.g. `my-env` or `owner/my-env`. args:
+        what its taskset is configured with. env: further configuration, as the [env] block of
+        verifiers: {agent = {harness = {id = "bash"}}}. Without a harness of its own a taskset is
+        played by a plain chat with its tools, in this process."""
         host = _host(id, args or {}, env or {})
         super().__init__(host.play)
 
     async def reset(self, problem: Problem) -> Any:
         if not {"task", "task_hash"} <= problem.metadata.keys():
-            raise UserError("a problem names no task of the environment", where=f"problem {problem.uid!r}",
-                            found=", ".join(problem.metadata) or "no columns", expected="the columns task and task_hash",
-                            next="write the data with `tandem generate verifiers:ENVIRONMENT`")  # fmt: skip
+            raise UserError(
+                "a problem names no task of the environment",
+                where=f"problem {problem.uid!r}",
+                found=", ".join(problem.metadata) or "no columns",
+                expected="the columns task and task_hash",
+                next="write the data with `tandem generate verifiers:ENVIRONMENT`",
+            )
         return await super().reset(problem)
 
 
 def rows(
-    id: str, *, args: Mapping[str, Any] | None = None, env: Mapping[str, Any] | None = None, limit: int | None = None
+    id: str,
+    *,
+    args: Mapping[str, Any] | None = None,
+    env: Mapping[str, Any] | None = None,
+    limit: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The environment's tasks as rows of a data file, the first `limit` of them: uid, prompt, answer, task and task_hash.
+    """The environment's tasks as rows of a data file, the first `limit` of them: uid, prompt,
+    answer, task and task_hash.
 
     The prompt is for a reader: the model is asked by the environment.
     """
@@ -59,8 +75,11 @@ def rows(
 def _host(id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Host:
     """The one of this process. Raises UserError."""
     if importlib.util.find_spec("verifiers") is None:
-        raise UserError("verifiers is not installed", where="env.name = verifiers",
-                        next="pip install 'tandem-rl[verifiers]'")  # fmt: skip
+        raise UserError(
+            "verifiers is not installed",
+            where="env.name = verifiers",
+            next="pip install 'tandem-rl[verifiers]'",
+        )
     return _cached(id, json.dumps(args, sort_keys=True), json.dumps(env, sort_keys=True))
 
 

@@ -1,7 +1,8 @@
-"""Which kernels run: oneDNN and blocked matmul for tensors on a CPU, the Triton ones for tensors on a GPU.
+"""Which kernels run: oneDNN and blocked matmul for tensors on a CPU, the Triton ones for tensors on
+a GPU.
 
-`linear` and `load` (which makes the attention plans) ask `triton_for` where the arithmetic forks, and nowhere else does it
-fork. Triton is imported when a tensor first needs it.
+`linear` and `load` (which makes the attention plans) ask `triton_for` where the arithmetic forks,
+and nowhere else does it fork. Triton is imported when a tensor first needs it.
 """
 
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ _everywhere = False
 
 
 def triton_for(t: Tensor) -> Any:
-    """The module tandem.model.triton.plans where its kernels are to compute with t, None where the CPU's are."""
+    """The module tandem.model.triton.plans where its kernels are to compute with t, None where the
+    CPU's are."""
     return import_module("tandem.model.triton.plans") if _everywhere or t.is_cuda else None
 
 
 @contextmanager
 def triton_everywhere() -> Iterator[None]:
-    """On the CPU too, in Triton's interpreter: how the GPU's path is tested without one. TRITON_INTERPRET=1 must be set."""
+    """On the CPU too, in Triton's interpreter: how the GPU's path is tested without one.
+    TRITON_INTERPRET=1 must be set."""
     global _everywhere
     _everywhere = True
     try:

@@ -1,7 +1,8 @@
-"""Attention plans over the Triton kernels: what `attention.PackedPlan` and `paged.PagedPlan` are on a CPU.
+"""Attention plans over the Triton kernels: what `attention.PackedPlan` and `paged.PagedPlan` are on
+a CPU.
 
-Same cache, same shapes, other arithmetic: engine and trainer agree with each other to the bit, and with the CPU closely.
-Forward only: the backward pass belongs to the trainer on a GPU.
+Same cache, same shapes, other arithmetic: engine and trainer agree with each other to the bit, and
+with the CPU closely. Forward only: the backward pass belongs to the trainer on a GPU.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,9 @@ class TritonPackedPlan:
     def __init__(self, segments: np.ndarray):
         self.segments = torch.from_numpy(segments)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         if torch.is_grad_enabled():
             raise NotImplementedError("the Triton kernels have no backward pass")
         return segment_attention(q, k, v, self.segments, scale, window)
@@ -39,12 +42,17 @@ class TritonPagedPlan:
 
         longest = int((runs.starts + runs.counts).max())
         self.rows = PagedRows(
-            tables=int32(runs.table), first=int32(runs.firsts), count=int32(runs.counts), start=int32(runs.starts),
+            tables=int32(runs.table),
+            first=int32(runs.firsts),
+            count=int32(runs.counts),
+            start=int32(runs.starts),
             max_length=longest,
-        )  # fmt: skip
+        )
         self.slots = torch.from_numpy(runs.pages * PAGE + runs.offsets).to(device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         keys, values, new = self.keys[layer], self.values[layer], len(self.slots)
         write_cache(k[:new], v[:new], keys, values, self.slots)
         return attention(q, keys, values, self.rows, scale, window)

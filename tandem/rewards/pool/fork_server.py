@@ -1,4 +1,5 @@
-"""The template process: loads the reward functions once and forks a worker, in milliseconds, whenever it is asked.
+"""The template process: loads the reward functions once and forks a worker, in milliseconds,
+whenever it is asked.
 
     python -m tandem.rewards.pool.fork_server FUNCTIONS WEIGHTS OPTIONS MEMORY_MB PARENT_PID [LATE]     (process.py starts it)
 
@@ -10,11 +11,13 @@ Standard input is its socket to RewardPool. JSON lines, each fork with the worke
                                            out  {"id": -1, "at": 1}, {"id": -1, "ready": true} or {"id": -1, "failed": ...}
                                                 as in wire.py, about the functions
 
-A fork copies no other thread, and two processes cannot share a connection. Where loading the functions has left either,
-the template starts itself anew, LATE: it then loads nothing, and every worker loads the functions for itself.
+A fork copies no other thread, and two processes cannot share a connection. Where loading the
+functions has left either, the template starts itself anew, LATE: it then loads nothing, and every
+worker loads the functions for itself.
 
-Linux kills a process when the *thread* that started it ends. So the template dies with RewardPool's thread, and workers
-with the template; elsewhere it ends with its standard input. It knows neither time nor items.
+Linux kills a process when the *thread* that started it ends. So the template dies with RewardPool's
+thread, and workers with the template; elsewhere it ends with its standard input. It knows neither
+time nor items.
 """
 
 import ctypes
@@ -45,10 +48,13 @@ from tandem.runtime.watchdog import dumps_stacks
 _PR_SET_PDEATHSIG = 1
 
 
-def main(functions: str, weights: str, options: str, memory_mb: str, parent: str, late: str = "") -> None:
+def main(
+    functions: str, weights: str, options: str, memory_mb: str, parent: str, late: str = ""
+) -> None:
     """Serve until standard input ends."""
     _die_with(int(parent))
-    sys.path.append(sys.path.pop(0))  # -m put the working directory first, where a user's file would hide a package
+    # -m put the working directory first, where a user's file would hide a package
+    sys.path.append(sys.path.pop(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     if sys.platform == "linux":
         adopt_orphans()
@@ -61,7 +67,10 @@ def main(functions: str, weights: str, options: str, memory_mb: str, parent: str
     loaded = None if late else load(partial(_send, control))
     if loaded is not None and (_threads() > 1 or _sockets() > before):
         os.dup2(control.fileno(), 0)
-        os.execv(sys.executable, [sys.executable, "-m", "tandem.rewards.pool.fork_server", *sys.argv[1:], "late"])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "tandem.rewards.pool.fork_server", *sys.argv[1:], "late"],
+        )
     if loaded is not None or late:
         _send(control, {"id": HELLO, "ready": True})
         _Template(control, weights, loaded, load).serve()
@@ -83,7 +92,8 @@ class _Template:
         signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        gc.freeze()  # a collection would write in, and so copy, every page that is shared with the workers
+        # a collection would write in, and so copy, every page that is shared with the workers
+        gc.freeze()
         with suppress(BrokenPipeError, ConnectionResetError):  # nobody is there to ask any more
             while self._turn():
                 pass
@@ -109,7 +119,8 @@ class _Template:
                 case {"fork": int(number)}:
                     self._fork(number, self._sockets.popleft())
                 case {"import": str(module)}:
-                    with suppress(Exception):  # ImportError, MemoryError: then workers import it for themselves
+                    # ImportError, MemoryError: then workers import it for themselves
+                    with suppress(Exception):
                         importlib.import_module(module)
                     gc.freeze()
         return bool(data)
@@ -183,7 +194,8 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _private_streams() -> None:
-    """Keep our socket to ourselves: a user's print goes to stderr and a user's input() reads nothing."""
+    """Keep our socket to ourselves: a user's print goes to stderr and a user's input() reads
+    nothing."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -234,7 +246,8 @@ def _new_randomness() -> None:
 
 
 def _end_what_is_left() -> None:
-    """End what workers have started in sessions of its own: Linux gave it to this process when its parent ended."""
+    """End what workers have started in sessions of its own: Linux gave it to this process when its
+    parent ended."""
     while sys.platform == "linux" and descendants(os.getpid()):
         end_descendants(os.getpid())
         with suppress(ChildProcessError):
@@ -242,7 +255,8 @@ def _end_what_is_left() -> None:
 
 
 def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # it is gone; macOS says it is not permitted
+    # it is gone; macOS says it is not permitted
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 

@@ -1,6 +1,8 @@
-"""The processes of a RewardPool as its thread holds them: one template, and the workers that the template forks.
+"""The processes of a RewardPool as its thread holds them: one template, and the workers that the
+template forks.
 
-It knows how they are started, reached, put behind others and killed; not what they do, nor for how long (crew.py).
+It knows how they are started, reached, put behind others and killed; not what they do, nor for how
+long (crew.py).
 """
 
 import json
@@ -60,7 +62,8 @@ class Channel:
 
     def write(self) -> None:
         """Send what goes without waiting."""
-        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # its end also shows in read
+        # its end also shows in read
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self.outgoing:
                 del self.outgoing[: self.socket.send(self.outgoing)]
 
@@ -85,7 +88,8 @@ class Worker(Channel):
     loading_notes: int = 2  # how many more are believed: the import begins, and has ended
     answered: int = 0
     late: bool = False  # another one has taken over what was behind unanswered[0]
-    waits: bool = False  # late, but it slept: it keeps its place among the workers, and gets no spare
+    # late, but it slept: it keeps its place among the workers, and gets no spare
+    waits: bool = False
     closed: bool = False  # its socket has ended
     last: bool = False  # it has been put behind all others
 
@@ -111,7 +115,8 @@ class Worker(Channel):
             return 0.0
 
     def sleeps(self) -> bool:
-        """Whether it waits for something else than a core: a server, a process of its own. Unknown, it does not."""
+        """Whether it waits for something else than a core: a server, a process of its own. Unknown,
+        it does not."""
         if sys.platform != "linux" or not self.pid:
             return False
         try:
@@ -120,7 +125,8 @@ class Worker(Channel):
             return False
 
     def is_ending(self) -> bool:
-        """Tell whether it has begun to end, so that news of its exit status will come. True where that is not known."""
+        """Tell whether it has begun to end, so that news of its exit status will come. True where
+        that is not known."""
         if sys.platform != "linux" or not self.pid:
             return True
         try:
@@ -135,8 +141,8 @@ class Worker(Channel):
         self.socket.close()
 
     def put_last(self) -> None:
-        """It gets next to nothing of a core that anybody wants, and takes little more memory, as many may be so at once. There
-        is no way back for an unprivileged process."""
+        """It gets next to nothing of a core that anybody wants, and takes little more memory, as
+        many may be so at once. There is no way back for an unprivileged process."""
         self.last = True
         if sys.platform == "linux":
             with suppress(ProcessLookupError, PermissionError, FileNotFoundError):
@@ -170,7 +176,11 @@ class Template(Channel):
         ours, theirs = socket.socketpair()
         self._numbers += 1
         with theirs, suppress(BrokenPipeError, ConnectionResetError):  # its end also shows in read
-            socket.send_fds(self.socket, [json.dumps({"fork": self._numbers}).encode() + b"\n"], [theirs.fileno()])
+            socket.send_fds(
+                self.socket,
+                [json.dumps({"fork": self._numbers}).encode() + b"\n"],
+                [theirs.fileno()],
+            )
         ours.setblocking(False)
         return Worker(ours, number=self._numbers, deadline=time.monotonic() + start_s)
 
@@ -180,7 +190,8 @@ class Template(Channel):
             self.socket.sendall(json.dumps({"import": module}).encode() + b"\n")
 
     def messages(self) -> tuple[list[dict[str, Any]], bool]:
-        """(what it has said, whether it may say more). Call it only when there is something to read."""
+        """(what it has said, whether it may say more). Call it only when there is something to
+        read."""
         lines, alive = self.read()
         return [decode(line) for line in lines], alive
 
@@ -197,13 +208,15 @@ class Template(Channel):
 def kill_worker(pid: int) -> None:
     """And everything that it has started."""
     for kill in (os.killpg, os.kill):  # it has no group of its own in its first microseconds
-        with suppress(ProcessLookupError, PermissionError):  # it is gone; macOS says it is not permitted
+        # it is gone; macOS says it is not permitted
+        with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def _popen(arguments: tuple[str, ...], channel: socket.socket) -> subprocess.Popen[bytes]:
     """The template, in a session of its own: no terminal reaches it and its workers."""
-    # One thread each, as the cores belong to engine and trainer; one hash seed, so that sympy orders terms alike.
+    # One thread each, as the cores belong to engine and trainer; one hash seed, so that sympy
+    # orders terms alike.
     return subprocess.Popen(
         [sys.executable, "-m", "tandem.rewards.pool.fork_server", *arguments, str(os.getpid())],
         stdin=channel.fileno(),

@@ -7,8 +7,9 @@
                    {"id": 7, "loading": true}   Math-Verify is being imported (false: it is); the clock may allow for it
                    {"id": 7, "reward": 1.0, "parts": {"answer": 1.0}, "error": "", "kind": "", "last": false}
 
-A text travels as its last TEXT_CHARS characters, and so does each message of an attempt; of its tokens the last TOKENS. Metadata
-arrives as JSON has it (tuples are lists, keys are strings). It knows no process, and believes nothing that a worker wrote.
+A text travels as its last TEXT_CHARS characters, and so does each message of an attempt; of its
+tokens the last TOKENS. Metadata arrives as JSON has it (tuples are lists, keys are strings). It
+knows no process, and believes nothing that a worker wrote.
 """
 
 import json
@@ -28,22 +29,36 @@ _PROBLEM = ("uid", "messages", "answer", "category", "metadata", "conversational
 
 
 def encode(index: int, problem: Problem, attempt: Attempt) -> bytes:
-    """One request line. Raises TypeError, ValueError or RecursionError if the metadata is not JSON, or is huge."""
-    request = {"id": index, "problem": {name: getattr(problem, name) for name in _PROBLEM}, "attempt": _brief(attempt)}
+    """One request line. Raises TypeError, ValueError or RecursionError if the metadata is not JSON,
+    or is huge."""
+    request = {
+        "id": index,
+        "problem": {name: getattr(problem, name) for name in _PROBLEM},
+        "attempt": _brief(attempt),
+    }
     # as it is, not escaped: half the time and bytes; surrogates that UTF-8 cannot write pass
-    line = json.dumps(request, default=_plain, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+    line = (
+        json.dumps(request, default=_plain, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        + b"\n"
+    )
     if len(line) > REQUEST_BYTES:
         raise ValueError(f"it has {len(line)} bytes, more than {REQUEST_BYTES}")
     return line
 
 
 def _brief(attempt: Attempt) -> dict[str, Any]:
-    """The attempt, cut to size. A single turn's only message is the text again: the worker makes it (see worker.py)."""
-    lone = len(attempt.messages) == 1 and attempt.messages[0] == {"role": "assistant", "content": attempt.text}
+    """The attempt, cut to size. A single turn's only message is the text again: the worker makes it
+    (see worker.py)."""
+    lone = len(attempt.messages) == 1 and attempt.messages[0] == {
+        "role": "assistant",
+        "content": attempt.text,
+    }
     messages = () if lone else attempt.messages
     return {
         "text": attempt.text[-TEXT_CHARS:],
-        "messages": [{key: value[-TEXT_CHARS:] for key, value in message.items()} for message in messages],
+        "messages": [
+            {key: value[-TEXT_CHARS:] for key, value in message.items()} for message in messages
+        ],
         "stop_reason": attempt.stop_reason,
         "tokens": attempt.tokens[-TOKENS:],
         "given": attempt.given,
@@ -66,10 +81,20 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def read_score(message: dict[str, Any]) -> tuple[Score | None, str]:
-    """(score, kind of failure) of an answer, and (None, "") if it is none: hostile code may have written it."""
+    """(score, kind of failure) of an answer, and (None, "") if it is none: hostile code may have
+    written it."""
     match message:
-        case {"reward": float(reward), "parts": dict(parts), "error": str(error), "kind": str(kind), "last": bool()}:
-            finite = all(isinstance(value, float) and math.isfinite(value) for value in (reward, *parts.values()))
+        case {
+            "reward": float(reward),
+            "parts": dict(parts),
+            "error": str(error),
+            "kind": str(kind),
+            "last": bool(),
+        }:
+            finite = all(
+                isinstance(value, float) and math.isfinite(value)
+                for value in (reward, *parts.values())
+            )
             if finite and kind in ("", "exception", "bad_value"):
                 return Score(reward=reward, parts=parts, error=error), kind
     return None, ""

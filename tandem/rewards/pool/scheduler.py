@@ -1,4 +1,5 @@
-"""Crew: what RewardPool's thread does. It hands items to workers, holds the clock, kills, and settles futures.
+"""Crew: what RewardPool's thread does. It hands items to workers, holds the clock, kills, and
+settles futures.
 
     any thread                this thread                                worker (1 .. workers, and spares)
     ----------                -----------                                ---------------------------------
@@ -12,7 +13,8 @@
     The item in flight of a worker is its oldest unanswered one; it has timeout_s, for all functions together, from the
     moment it became the oldest.
 
-What is behind an item that takes far longer than usual goes to a spare worker; patience.py says when that is.
+What is behind an item that takes far longer than usual goes to a spare worker; patience.py says
+when that is.
 """
 
 import math
@@ -46,7 +48,12 @@ class Crew:
     """started: set when the first worker is ready."""
 
     def __init__(
-        self, functions: Sequence[str], plain: bool, arguments: tuple[str, ...], timeout_s: float, workers: int
+        self,
+        functions: Sequence[str],
+        plain: bool,
+        arguments: tuple[str, ...],
+        timeout_s: float,
+        workers: int,
     ):
         self.started: Future[None] = Future()
         self.failures = {"timeout": 0, "died": 0, "exception": 0, "bad_value": 0}
@@ -129,12 +136,17 @@ class Crew:
         if seconds is None:
             with watchdog.waits(of="trainer", what="something to score"):
                 return self._selector.select()
-        with watchdog.waits(of="reward workers", what=f"{len(self._workers)} at work, {len(self._todo)} scores to do"):
+        with watchdog.waits(
+            of="reward workers",
+            what=f"{len(self._workers)} at work, {len(self._todo)} scores to do",
+        ):
             return self._selector.select(min(seconds, LOOK_S))
 
     def _until_next_look(self) -> float | None:
         """Seconds until a clock runs out; None where there is none."""
-        nearest = min((self._next_look(worker) for worker in self._workers.values()), default=math.inf)
+        nearest = min(
+            (self._next_look(worker) for worker in self._workers.values()), default=math.inf
+        )
         if self._template and not self._template.ready:
             nearest = min(nearest, self._template.deadline)
         return None if nearest == math.inf else max(0.0, nearest - time.monotonic())
@@ -171,7 +183,8 @@ class Crew:
         return template.close()
 
     def _staff(self) -> None:
-        """As many workers as there is work for, and one at least; late ones do not count, but for those that wait."""
+        """As many workers as there is work for, and one at least; late ones do not count, but for
+        those that wait."""
         if self._template is None and (self._todo or not self.started.done()):
             self._start_template()
         if self._template and self._template.ready:
@@ -195,7 +208,8 @@ class Crew:
         self._todo.extendleft(reversed(worker.unanswered))
 
     def _blame(self, worker: Worker, kind: str, error: str) -> None:
-        """The item in flight pays for its worker; the ones behind it go to another. An idle worker has none."""
+        """The item in flight pays for its worker; the ones behind it go to another. An idle worker
+        has none."""
         if worker.unanswered:
             named = error if self._plain else f"{part_name(self._functions[worker.at])}: {error}"
             self._patience.killed(worker)
@@ -203,7 +217,11 @@ class Crew:
         elif not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS or kind == "timeout":
-                self._give_up(cannot_load(self._functions[worker.at], f"while it was being loaded: {error}", ""))
+                self._give_up(
+                    cannot_load(
+                        self._functions[worker.at], f"while it was being loaded: {error}", ""
+                    )
+                )
                 return
         self._replace(worker)
 
@@ -212,7 +230,11 @@ class Crew:
         now = time.monotonic()
         self._patience.look(self._workers.values(), now)
         for worker in list(self._workers.values()):
-            while worker.number in self._workers and now >= self._next_look(worker) and self._hear(worker):
+            while (
+                worker.number in self._workers
+                and now >= self._next_look(worker)
+                and self._hear(worker)
+            ):
                 pass
             if worker.number not in self._workers or now < self._next_look(worker):
                 continue
@@ -230,10 +252,13 @@ class Crew:
             self._give_up(cannot_load(self._functions[template.at], found, ""))
 
     def _doubt(self, worker: Worker, now: float) -> None:
-        """If it is late, give what is behind unanswered[0] to others, for _staff counts it no more; perhaps put it last."""
+        """If it is late, give what is behind unanswered[0] to others, for _staff counts it no more;
+        perhaps put it last."""
         worker.looked = now
         too_much = self._patience.too_much(worker)
-        if not worker.late and (too_much or now >= worker.began + self._patience.late_after(worker)):
+        if not worker.late and (
+            too_much or now >= worker.began + self._patience.late_after(worker)
+        ):
             worker.late, worker.waits = True, worker.sleeps()
             head = worker.unanswered.popleft()
             self._todo.extendleft(reversed(worker.unanswered))
@@ -244,7 +269,8 @@ class Crew:
     # ------------------------------------------------------------ messages
 
     def _feed(self, worker: Worker) -> None:
-        """Send the worker its share of what waits, the smaller the nearer the end, and at most WINDOW ahead."""
+        """Send the worker its share of what waits, the smaller the nearer the end, and at most
+        WINDOW ahead."""
         if not worker.unanswered and self._todo and worker.ready and not worker.closed:
             self._hear(worker)  # it may have died idle, and then no item is to blame
         if not worker.ready or worker.late or worker.closed or worker.number not in self._workers:
@@ -279,7 +305,8 @@ class Crew:
                 self._settle(worker, decode(line))
         if worker.number in self._workers and worker.flooded:
             self._blame(worker, "died", NOT_AN_ANSWER)
-        if worker.number in self._workers and not more and not worker.closed:  # why, the template will say
+        # why, the template will say
+        if worker.number in self._workers and not more and not worker.closed:
             worker.closed = True
             worker.deadline = time.monotonic() + (
                 EXIT_S if worker.is_ending() else 0.0
@@ -289,7 +316,9 @@ class Crew:
 
     def _settle(self, worker: Worker, message: dict[str, Any]) -> None:
         """Take one message of a worker."""
-        expected = worker.unanswered[0].index if worker.unanswered else None if worker.ready else HELLO
+        expected = (
+            worker.unanswered[0].index if worker.unanswered else None if worker.ready else HELLO
+        )
         if expected is None or message.get("id") != expected:
             self._blame(worker, "died", NOT_AN_ANSWER)
         elif message.get("at") == worker.at + 1 < len(self._functions):
@@ -304,7 +333,11 @@ class Crew:
     def _greet(self, worker: Worker, message: dict[str, Any]) -> None:
         if "failed" in message:
             self._give_up(
-                cannot_load(self._functions[worker.at], str(message["failed"]), str(message.get("where", "")))
+                cannot_load(
+                    self._functions[worker.at],
+                    str(message["failed"]),
+                    str(message.get("where", "")),
+                )
             )
             return
         worker.ready, worker.at = True, 0
@@ -314,7 +347,8 @@ class Crew:
     def _allow_loading(self, worker: Worker, begins: bool) -> None:
         now = time.monotonic()
         worker.loading_notes -= 1
-        worker.start_clock(now, LOADING_S if begins else self._timeout_s)  # the function that loads is still at it
+        # the function that loads is still at it
+        worker.start_clock(now, LOADING_S if begins else self._timeout_s)
         if begins:
             worker.began = math.inf  # it is not late
         elif self._template:
@@ -349,10 +383,14 @@ class Crew:
             match message:
                 case {"forked": int(number), "pid": int(pid)} if number in self._workers:
                     self._workers[number].pid = pid
-                case {"forked": int(), "pid": int(pid)}:  # it was dropped before anybody knew its process
+                # it was dropped before anybody knew its process
+                case {"forked": int(), "pid": int(pid)}:
                     kill_worker(pid)
                 case {"exited": int(number), "status": int(status)} if number in self._workers:
-                    self._bury(self._workers[number], f"signal {-status}" if status < 0 else f"exit {status}")
+                    self._bury(
+                        self._workers[number],
+                        f"signal {-status}" if status < 0 else f"exit {status}",
+                    )
                 case {"id": int(), "at": int(at)} if at < len(self._functions):
                     template.at = at
                 case {"id": int(), "ready": True}:
@@ -371,13 +409,17 @@ class Crew:
             self._blame(worker, "died", f"worker died: {how}")
 
     def _lose_template(self, template: Template) -> None:
-        """Somebody has killed it, and all workers with it. Which item did, nobody knows: none is tried three times."""
+        """Somebody has killed it, and all workers with it. Which item did, nobody knows: none is
+        tried three times."""
         status = self._end_template(template)
-        if not any(worker.unanswered for worker in self._workers.values()):  # then nothing is learnt by it
+        # then nothing is learnt by it
+        if not any(worker.unanswered for worker in self._workers.values()):
             self._failed_starts += 1
         how = f"worker died: {f'signal {-status}' if status < 0 else f'exit {status}'}"
         if not template.ready or self._failed_starts >= MAX_FAILED_STARTS:
-            self._give_up(cannot_load(self._functions[template.at], f"while it was being loaded: {how}", ""))
+            self._give_up(
+                cannot_load(self._functions[template.at], f"while it was being loaded: {how}", "")
+            )
         for worker in list(self._workers.values()):
             if worker.unanswered:
                 worker.unanswered[0].interrupted += 1

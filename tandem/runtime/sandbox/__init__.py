@@ -1,11 +1,14 @@
-"""Runs programs that nobody has read: under bubblewrap on this machine, or on a SandboxFusion server.
+"""Runs programs that nobody has read: under bubblewrap on this machine, or on a SandboxFusion
+server.
 
-Under bubblewrap a program has an unprivileged uid (a root parent gives its own up first, because limits do not bind
-root), namespaces of its own without a network, an environment of five words, the system's /usr read-only and a small
-/tmp, and limits on time, memory, files, processes and output. The clock is held here, outside; when it ends, the
-whole process namespace is killed, and `run` returns only once that is gone. docs/sandbox.md has what is guaranteed.
+Under bubblewrap a program has an unprivileged uid (a root parent gives its own up first, because
+limits do not bind root), namespaces of its own without a network, an environment of five words, the
+system's /usr read-only and a small /tmp, and limits on time, memory, files, processes and output.
+The clock is held here, outside; when it ends, the whole process namespace is killed, and `run`
+returns only once that is gone. docs/sandbox.md has what is guaranteed.
 
-It does not know what the programs are for: rewards/code.py compares what they return, and believes nothing else.
+It does not know what the programs are for: rewards/code.py compares what they return, and believes
+nothing else.
 
     python -c "from tandem.runtime.sandbox import *; from tandem.config.schema import Sandbox; print(sandbox_state(Sandbox()))"
 """
@@ -31,19 +34,50 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, runtime_checkable
 
 from tandem.runtime.errors import UserError
-from tandem.runtime.sandbox.runs import ADOPTION, LIMITS, Limits, Result, Run, SandboxFailed, StopReason, watch, why
+from tandem.runtime.sandbox.runs import (
+    ADOPTION,
+    LIMITS,
+    Limits,
+    Result,
+    Run,
+    SandboxFailed,
+    StopReason,
+    watch,
+    why,
+)
 from tandem.runtime.sandbox.seccomp import seccomp_filter
 
-__all__ = ["Bubblewrap", "Limits", "Program", "Result", "Sandbox", "SandboxConfig", "SandboxFailed", "SandboxFusion", "Unisolated",
-           "open_sandbox", "opened", "run_python", "sandbox_state"]  # fmt: skip
+__all__ = [
+    "Bubblewrap",
+    "Limits",
+    "Program",
+    "Result",
+    "Sandbox",
+    "SandboxConfig",
+    "SandboxFailed",
+    "SandboxFusion",
+    "Unisolated",
+    "open_sandbox",
+    "opened",
+    "run_python",
+    "sandbox_state",
+]
 
-Program = tuple[Sequence[str], Mapping[str, str]]  # a command, and the files it finds in its working directory
+# a command, and the files it finds in its working directory
+Program = tuple[Sequence[str], Mapping[str, str]]
 
 NOBODY = 65534
 UIDS = 1_500_000_000  # a root parent takes uids from here: a range that no distribution hands out
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONUTF8": "1",
+    "PYTHONHASHSEED": "0",
+}
 DEVICES = ("null", "zero", "full", "random", "urandom")
-# Process 1 of the namespace is bubblewrap's, of the same user and without the limits: its memory must not be written to.
+# Process 1 of the namespace is bubblewrap's, of the same user and without the limits: its memory
+# must not be written to.
 HIDE_FIRST = ("--perms", "0000", "--size", "4096", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
 HTTP_BYTES = 64 * 2**20
 SWITCH = "sandbox.run_untrusted_code_without_isolation"
@@ -52,6 +86,8 @@ _counter = itertools.count()  # of runs
 
 class SandboxConfig(Protocol):
     """The [sandbox] section of a config."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def url(self) -> str: ...
@@ -65,9 +101,15 @@ class Sandbox(Protocol):
     """Where untrusted programs run. A command that begins with `python` gets an interpreter."""
 
     def run(
-        self, command: Sequence[str], *, files: Mapping[str, str] = {}, stdin: str = "", limits: Limits = LIMITS
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str] = {},
+        stdin: str = "",
+        limits: Limits = LIMITS,
     ) -> Result:
-        """Run to the end or to a limit, with the files in the working directory; raises SandboxFailed."""
+        """Run to the end or to a limit, with the files in the working directory; raises
+        SandboxFailed."""
         ...
 
 
@@ -78,15 +120,23 @@ class _Local(ABC):
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run: ...
 
     def run(
-        self, command: Sequence[str], *, files: Mapping[str, str] = {}, stdin: str = "", limits: Limits = LIMITS
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str] = {},
+        stdin: str = "",
+        limits: Limits = LIMITS,
     ) -> Result:
         with _sealed(stdin.encode()) as fd:
             run = self.start((command, files), limits, fd, subprocess.PIPE)
         watch(run)
         return run.result()
 
-    def converse(self, asking: Program, answering: Program, *, limits: Limits = LIMITS) -> tuple[Result, Result]:
-        """Run two programs, each one's stdout the other's stdin, until the first ends; their results have stderr only."""
+    def converse(
+        self, asking: Program, answering: Program, *, limits: Limits = LIMITS
+    ) -> tuple[Result, Result]:
+        """Run two programs, each one's stdout the other's stdin, until the first ends; their
+        results have stderr only."""
         with ExitStack() as stack:
             ends = [fd for _ in range(2) for fd in os.pipe()]
             for fd in ends:
@@ -120,7 +170,9 @@ def _sealed(data: bytes) -> Iterator[int]:
 def _check_name(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.name or "\0" in name:
-        raise ValueError(f"a sandbox's file is named {name!r}, expected a path inside its working directory")
+        raise ValueError(
+            f"a sandbox's file is named {name!r}, expected a path inside its working directory"
+        )
     return str(path)
 
 
@@ -138,13 +190,23 @@ class Bubblewrap(_Local):
         command, files = program
         argv = [self.python, *command[1:]] if command[0] == "python" else list(command)
         with ExitStack() as stack:
-            contents = {_check_name(name): stack.enter_context(_sealed(t.encode())) for name, t in files.items()}
+            contents = {
+                _check_name(name): stack.enter_context(_sealed(t.encode()))
+                for name, t in files.items()
+            }
             bpf = [stack.enter_context(_sealed(code)) for code in (seccomp_filter(),) if code]
-            status = os.memfd_create("status")  # no pipe: bubblewrap dies of a broken one, and leaves a process behind
+            # no pipe: bubblewrap dies of a broken one, and leaves a process behind
+            status = os.memfd_create("status")
             ours, gate = (end.detach() for end in socket.socketpair())
             stack.callback(os.close, gate)
-            arguments = [*_view(self.python, limits), *_contents(contents), *_confinement(bpf, status)]
-            listed = stack.enter_context(_sealed(b"\0".join(os.fsencode(text) for text in arguments)))
+            arguments = [
+                *_view(self.python, limits),
+                *_contents(contents),
+                *_confinement(bpf, status),
+            ]
+            listed = stack.enter_context(
+                _sealed(b"\0".join(os.fsencode(text) for text in arguments))
+            )
             bwrap = [self.bwrap, "--args", str(listed), "--"]
             ADOPTION.begin()  # until the run is closed
             try:
@@ -167,7 +229,8 @@ class Bubblewrap(_Local):
 
 
 def _view(python: str, limits: Limits) -> list[str]:
-    """The files that exist: the system's programs, the interpreter where it lies elsewhere, five devices, a /tmp."""
+    """The files that exist: the system's programs, the interpreter where it lies elsewhere, five
+    devices, a /tmp."""
     args = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -192,24 +255,44 @@ def _contents(files: Mapping[str, int]) -> list[str]:
 
 
 def _confinement(bpf: Sequence[int], status: int) -> list[str]:
-    args = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    args = [
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+        "--uid",
+        str(NOBODY),
+        "--gid",
+        str(NOBODY),
+    ]
     args += ["--cap-drop", "ALL", "--new-session", "--die-with-parent", "--hostname", "sandbox"]
     args += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
     args += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
-    return [*args, *(word for fd in bpf for word in ("--seccomp", str(fd))), "--json-status-fd", str(status)]
+    return [
+        *args,
+        *(word for fd in bpf for word in ("--seccomp", str(fd))),
+        "--json-status-fd",
+        str(status),
+    ]
 
 
 def _gated(gate: int) -> list[str]:
-    """The words that hold a program back, inside: it asks its parent, and without an answer it never begins.
+    """The words that hold a program back, inside: it asks its parent, and without an answer it
+    never begins.
 
-    Bubblewrap's processes die with their parents only once they are set up, as they are when the question comes. A
-    parent that was killed before would leave a program that nobody watches.
+    Bubblewrap's processes die with their parents only once they are set up, as they are when the
+    question comes. A parent that was killed before would leave a program that nobody watches.
     """
-    return ["/usr/bin/bash", "-c", f'echo >&{gate} && read -r -u {gate} && exec {gate}>&- && exec "$@"', "bash"]
+    return [
+        "/usr/bin/bash",
+        "-c",
+        f'echo >&{gate} && read -r -u {gate} && exec {gate}>&- && exec "$@"',
+        "bash",
+    ]
 
 
 def _limited(limits: Limits) -> list[str]:
-    """The limits of each process, set inside: the kernel then counts the processes of this namespace, not the user's."""
+    """The limits of each process, set inside: the kernel then counts the processes of this
+    namespace, not the user's."""
     megabyte = 2**20
     wanted = {
         "as": (resource.RLIMIT_AS, limits.memory_mb * megabyte),
@@ -233,8 +316,8 @@ def _capped(kind: int, value: int) -> int:
 def _without_root() -> list[str]:
     """The words before bubblewrap that give up root; none where there is no root.
 
-    The uid is no other process's, nor that of this one's 63 runs before; in a container whose uid map is short it is
-    `nobody`. Runs of one uid share what the kernel counts by user.
+    The uid is no other process's, nor that of this one's 63 runs before; in a container whose uid
+    map is short it is `nobody`. Runs of one uid share what the kernel counts by user.
     """
     if os.geteuid():
         return []
@@ -242,11 +325,19 @@ def _without_root() -> list[str]:
     uid = UIDS + os.getpid() * 64 % 2**28 + next(_counter) % 64
     if not any(int(start) <= uid < int(start) + int(length) for start, _, length in spans):
         uid = NOBODY
-    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--"]
+    return [
+        "setpriv",
+        f"--reuid={uid}",
+        f"--regid={uid}",
+        "--clear-groups",
+        "--inh-caps=-all",
+        "--",
+    ]
 
 
 def _interpreter() -> str:
-    """This Python, without its virtual environment, if the unprivileged uid can reach it; else the system's."""
+    """This Python, without its virtual environment, if the unprivileged uid can reach it; else the
+    system's."""
     own = os.path.realpath(sys.executable)
     places = [Path(own), *Path(own).parents]
     reachable = os.geteuid() != 0 or all(place.stat().st_mode & 0o5 == 0o5 for place in places)
@@ -268,7 +359,8 @@ os.execvp(sys.argv[6], sys.argv[6:])
 
 
 class Unisolated(_Local):
-    """Programs as plain processes of yours: they can read, change and send what you can. Only by the switch."""
+    """Programs as plain processes of yours: they can read, change and send what you can. Only by
+    the switch."""
 
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
         command, files = program
@@ -279,7 +371,13 @@ class Unisolated(_Local):
             path = Path(scratch.name, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        sizes = (limits.memory_mb * 2**20, limits.cpu_s, limits.file_mb * 2**20, limits.open_files, os.getpid())
+        sizes = (
+            limits.memory_mb * 2**20,
+            limits.cpu_s,
+            limits.file_mb * 2**20,
+            limits.open_files,
+            os.getpid(),
+        )
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _LAUNCH, *map(str, sizes), *argv],
             stdin=stdin,
@@ -293,15 +391,24 @@ class Unisolated(_Local):
 
 
 class SandboxFusion:
-    """Programs on a server of ByteDance's SandboxFusion, over its HTTP API; isolation and memory are the server's."""
+    """Programs on a server of ByteDance's SandboxFusion, over its HTTP API; isolation and memory
+    are the server's."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
 
     def run(
-        self, command: Sequence[str], *, files: Mapping[str, str] = {}, stdin: str = "", limits: Limits = LIMITS
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str] = {},
+        stdin: str = "",
+        limits: Limits = LIMITS,
     ) -> Result:
-        others = {_check_name(name): base64.b64encode(text.encode()).decode() for name, text in files.items()}
+        others = {
+            _check_name(name): base64.b64encode(text.encode()).decode()
+            for name, text in files.items()
+        }
         script = command[-1]
         python = command[0] == "python" and script in others
         if python:
@@ -320,12 +427,15 @@ class SandboxFusion:
         body = json.dumps(request).encode()
         call = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(call, timeout=2 * wall_s + 30) as reply:  # its queue comes before its clock
+            # its queue comes before its clock
+            with urllib.request.urlopen(call, timeout=2 * wall_s + 30) as reply:
                 answer = json.loads(reply.read(HTTP_BYTES))
         except (OSError, ValueError) as error:
             raise SandboxFailed(f"no answer from the sandbox at {self.url}: {error}") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("run_result"), dict):
-            raise SandboxFailed(f"the sandbox at {self.url} did not run the program: {str(answer)[:500]}")
+            raise SandboxFailed(
+                f"the sandbox at {self.url} did not run the program: {str(answer)[:500]}"
+            )
         return answer
 
 
@@ -342,7 +452,13 @@ def _fusion_result(answer: dict[str, Any], limits: Limits) -> Result:
         reason = why(code, err)
     stopped = reason in ("timeout", "output")
     seconds = float(ran.get("execution_time") or 0.0)
-    return Result(stdout=out, stderr=err, exit_code=None if stopped else code, stop_reason=reason, seconds=seconds)
+    return Result(
+        stdout=out,
+        stderr=err,
+        exit_code=None if stopped else code,
+        stop_reason=reason,
+        seconds=seconds,
+    )
 
 
 # ---------------------------------------------------------------- choosing one
@@ -354,7 +470,8 @@ def run_python(sandbox: Sandbox, code: str, stdin: str = "", limits: Limits = LI
 
 
 def open_sandbox(how: SandboxConfig) -> Sandbox:
-    """The sandbox that the config asks for, after a trial run; raises UserError where there is none."""
+    """The sandbox that the config asks for, after a trial run; raises UserError where there is
+    none."""
     if how.url:
         return SandboxFusion(how.url)
     trouble = _trouble()
@@ -376,7 +493,9 @@ opened = cache(open_sandbox)  # one trial run in a process is enough
 
 def _trouble() -> str:
     """Why bubblewrap cannot be used here; empty if it can."""
-    missing = [name for name in ("bwrap", "prlimit", "setpriv", "bash") if shutil.which(name) is None]
+    missing = [
+        name for name in ("bwrap", "prlimit", "setpriv", "bash") if shutil.which(name) is None
+    ]
     if missing:
         return f"no {' and no '.join(missing)} on the PATH"
     try:
@@ -384,7 +503,11 @@ def _trouble() -> str:
     except SandboxFailed as error:
         return str(error)
     worked = (result.stdout, result.exit_code) == ("42\n", 0)
-    return "" if worked else f"a trial run ended by {result.stop_reason}: {result.stderr.strip()[-500:]}"
+    return (
+        ""
+        if worked
+        else f"a trial run ended by {result.stop_reason}: {result.stderr.strip()[-500:]}"
+    )
 
 
 def sandbox_state(how: SandboxConfig) -> str:
@@ -399,7 +522,9 @@ def sandbox_state(how: SandboxConfig) -> str:
     works = "works" if result.stdout == "42\n" else f"fails: {result.stderr.strip()[-200:]}"
     match sandbox:
         case Bubblewrap():
-            version = subprocess.run([sandbox.bwrap, "--version"], capture_output=True, text=True).stdout.strip()
+            version = subprocess.run(
+                [sandbox.bwrap, "--version"], capture_output=True, text=True
+            ).stdout.strip()
             return f"{version}, {works} ({result.seconds * 1e3:.0f} ms a run)"
         case Unisolated():
             return f"NOT ISOLATED ({SWITCH}), {works}"

@@ -1,13 +1,16 @@
-"""Holds the clock and the limits of programs that run, from outside: what the sandboxes of this machine share.
+"""Holds the clock and the limits of programs that run, from outside: what the sandboxes of this
+machine share.
 
-A run ends of itself, or is killed here: past its wall clock, its output cap, or (looked at every 20 ms) the memory and
-the number of files of all its processes together. Killed means its process group and, under bubblewrap, its process
-namespace, which is waited for. Output is read as it comes and kept up to the cap, so a flood costs nothing.
+A run ends of itself, or is killed here: past its wall clock, its output cap, or (looked at every 20
+ms) the memory and the number of files of all its processes together. Killed means its process group
+and, under bubblewrap, its process namespace, which is waited for. Output is read as it comes and
+kept up to the cap, so a flood costs nothing.
 
     parent:  watch(run) --- reads stdout, stderr, gate --- every POLL_S: run.check() --- kill --- close
     child:   setpriv > bwrap (monitor) > [namespace: bwrap as pid 1 > bash (asks at the gate) > prlimit > program]
 
-It does not know how a program is started or confined: tandem/sandbox/ does that, and is what to import and to run.
+It does not know how a program is started or confined: tandem/sandbox/ does that, and is what to
+import and to run.
 """
 
 import ctypes
@@ -31,12 +34,14 @@ StopReason = Literal["exit", "timeout", "memory", "output", "signal"]
 
 POLL_S = 0.02  # how often memory is looked at; a program that ends sooner is never measured
 MAPS_BYTES = 2**20  # some 10,000 mappings: numpy has 300
-GONE_S = 10.0  # a killed namespace is gone in milliseconds; the kernel may be busy freeing its memory
+# a killed namespace is gone in milliseconds; the kernel may be busy freeing its memory
+GONE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a run may use. Memory, CPU and file size bind each process; memory_mb also binds all of them together."""
+    """What a run may use. Memory, CPU and file size bind each process; memory_mb also binds all of
+    them together."""
 
     wall_s: float = 5.0
     cpu_s: int = 5
@@ -54,11 +59,13 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run ended. Example: Result(stdout="4\\n", stderr="", exit_code=0, stop_reason="exit", seconds=0.014)"""
+    """How a run ended. Example: Result(stdout="4\\n", stderr="", exit_code=0, stop_reason="exit",
+    seconds=0.014)"""
 
     stdout: str
     stderr: str
-    exit_code: int | None  # minus the signal's number after "signal"; None where it was stopped from outside
+    # minus the signal's number after "signal"; None where it was stopped from outside
+    exit_code: int | None
     stop_reason: StopReason  # "exit": of itself, with any code
     seconds: float
 
@@ -79,8 +86,11 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     stop_reason: StopReason | None = None  # why it was killed from here
-    written: dict[str, bytearray] = field(default_factory=lambda: {k: bytearray() for k in ("out", "err")})
-    reports: list[dict[str, Any]] = field(default_factory=list)  # all that bubblewrap said, once it has ended
+    written: dict[str, bytearray] = field(
+        default_factory=lambda: {k: bytearray() for k in ("out", "err")}
+    )
+    # all that bubblewrap said, once it has ended
+    reports: list[dict[str, Any]] = field(default_factory=list)
     inside: tuple[int, int] | None = None  # pid of the namespace's first process, and a pidfd of it
     shared_bytes: dict[str, int] = field(
         default_factory=dict
@@ -105,14 +115,18 @@ class Run:
             self.kill("output")
 
     def _reports(self) -> list[dict[str, Any]]:
-        """What bubblewrap has said, line by line: first {"child-pid": ...}, in the end {"exit-code": ...}."""
+        """What bubblewrap has said, line by line: first {"child-pid": ...}, in the end
+        {"exit-code": ...}."""
         text = os.pread(self.status, 65536, 0) if self.status >= 0 else b""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
 
     def _find_inside(self) -> None:
         for report in self._reports()[:1]:
             with suppress(ProcessLookupError):
-                self.inside = self.inside or (report["child-pid"], os.pidfd_open(report["child-pid"]))
+                self.inside = self.inside or (
+                    report["child-pid"],
+                    os.pidfd_open(report["child-pid"]),
+                )
 
     def check(self) -> None:
         if time.monotonic() - self.started > self.limits.wall_s:
@@ -123,7 +137,8 @@ class Run:
     def kill(self, reason: StopReason) -> None:
         self.stop_reason = self.stop_reason or reason
         self._find_inside()
-        with suppress(ProcessLookupError, PermissionError):  # PermissionError: a zombie's group, on some systems
+        # PermissionError: a zombie's group, on some systems
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         if self.inside is not None:
             with suppress(ProcessLookupError):
@@ -135,10 +150,12 @@ class Run:
         self.process.wait()
         self.reports = self._reports()
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what a program without a namespace left behind
+            # what a program without a namespace left behind
+            os.killpg(self.process.pid, signal.SIGKILL)
         gone = self.inside is None or bool(select.select([self.inside[1]], [], [], GONE_S)[0])
         if self.inside is not None and gone:
-            with suppress(ChildProcessError):  # it became a child of this process, unless another one adopted it
+            # it became a child of this process, unless another one adopted it
+            with suppress(ChildProcessError):
                 os.waitid(os.P_PIDFD, self.inside[1], os.WEXITED)
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
@@ -171,7 +188,9 @@ class Run:
             if "exit-code" in report:
                 code = int(report["exit-code"])
                 return 128 - code if 128 < code <= 128 + signal.NSIG else code
-        raise SandboxFailed(f"bubblewrap ended with {self.process.returncode} before the program began: {err.strip()}")
+        raise SandboxFailed(
+            f"bubblewrap ended with {self.process.returncode} before the program began: {err.strip()}"
+        )
 
 
 def why(code: int | None, err: str) -> StopReason:
@@ -185,15 +204,17 @@ def why(code: int | None, err: str) -> StopReason:
 def _exceeds(first: int, limits: Limits, shared_bytes: dict[str, int]) -> bool:
     """Whether a namespace's processes hold too much memory together, or its /tmp too many files.
 
-    Pages that processes share after a fork count for each of them. Shared memory counts once for all that map it, and as large
-    as it was ever seen: pages can be hidden from every count of what is resident, by unmapping all but one of them too. What ends
-    meanwhile counts as nothing.
+    Pages that processes share after a fork count for each of them. Shared memory counts once for
+    all that map it, and as large as it was ever seen: pages can be hidden from every count of what
+    is resident, by unmapping all but one of them too. What ends meanwhile counts as nothing.
     """
     used, pids, before = 0, [first], dict(shared_bytes)
     shared_bytes.clear()  # what nobody maps any more is gone
     for pid in pids:
         with suppress(OSError):
-            resident, shared = (int(number) for number in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+            resident, shared = (
+                int(number) for number in Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+            )
             used += (resident - shared) * resource.getpagesize()
             for task in os.listdir(f"/proc/{pid}/task"):
                 pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
@@ -203,13 +224,15 @@ def _exceeds(first: int, limits: Limits, shared_bytes: dict[str, int]) -> bool:
     files = 0
     with suppress(OSError):
         tmp = os.statvfs(f"/proc/{pids[-1]}/root/tmp")
-        if tmp.f_blocks * tmp.f_frsize == limits.disk_mb * 2**20:  # before it is mounted, this is another /tmp
+        # before it is mounted, this is another /tmp
+        if tmp.f_blocks * tmp.f_frsize == limits.disk_mb * 2**20:
             files = tmp.f_files - tmp.f_ffree
     return used > limits.memory_mb * 2**20 or files > limits.files
 
 
 def _shared_mappings(pid: int) -> Iterator[tuple[str, int]]:
-    """(inode, bytes up to the mapping's end) of each anonymous memory that a process maps as shared."""
+    """(inode, bytes up to the mapping's end) of each anonymous memory that a process maps as
+    shared."""
     with open(f"/proc/{pid}/maps", "rb") as file:
         text = file.read(MAPS_BYTES)
     if len(text) == MAPS_BYTES:
@@ -225,14 +248,15 @@ def _shared_mappings(pid: int) -> Iterator[tuple[str, int]]:
 def adopt_orphans(wanted: bool = True) -> None:
     """Let this process be the parent of what its children leave behind, or no longer.
 
-    Bubblewrap ends before the namespace that it made, which would then wait for ever for process 1 to take note of its end; in a
-    container that is often a program that never does.
+    Bubblewrap ends before the namespace that it made, which would then wait for ever for process 1
+    to take note of its end; in a container that is often a program that never does.
     """
     ctypes.CDLL(None).prctl(36, int(wanted), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 class Adoption:
-    """Adopts orphans while a run is under way and no longer: those of other children of this process would stay zombies."""
+    """Adopts orphans while a run is under way and no longer: those of other children of this
+    process would stay zombies."""
 
     def __init__(self) -> None:
         self._lock, self._runs = threading.Lock(), 0
@@ -253,7 +277,8 @@ ADOPTION = Adoption()
 
 
 def watch(*runs: Run) -> None:
-    """Read what runs write, and hold their limits, until the first of them has ended; then end the others.
+    """Read what runs write, and hold their limits, until the first of them has ended; then end the
+    others.
 
     Whatever interrupts it, such as Ctrl-C, ends all of them too.
     """
@@ -268,16 +293,23 @@ def watch(*runs: Run) -> None:
 
 
 def _read(runs: Sequence[Run]) -> None:
-    """Until the first one's process has ended, not its output: a program can close that and live on."""
+    """Until the first one's process has ended, not its output: a program can close that and live
+    on."""
     first = runs[0]
-    with selectors.DefaultSelector() as selector, open(os.pidfd_open(first.process.pid), "rb", 0) as end:
+    with (
+        selectors.DefaultSelector() as selector,
+        open(os.pidfd_open(first.process.pid), "rb", 0) as end,
+    ):
         for run in runs:
             for fd, name in run.streams():
                 selector.register(fd, selectors.EVENT_READ, (run, name))
         selector.register(end, selectors.EVENT_READ, (None, ""))  # so that an end is seen at once
         checked = time.monotonic()
-        while first.process.poll() is None or any(key.data[0] is first for key in selector.get_map().values()):
-            ended = first.process.poll() is not None  # asked before, so that what it wrote last is there now
+        while first.process.poll() is None or any(
+            key.data[0] is first for key in selector.get_map().values()
+        ):
+            # asked before, so that what it wrote last is there now
+            ended = first.process.poll() is not None
             ready = selector.select(POLL_S)
             for key, _ in ready:
                 run, name = key.data
