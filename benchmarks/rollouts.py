@@ -27,8 +27,8 @@ from tandem.data.renderer import load_renderer  # noqa: E402
 from tandem.engine.engine import Engine  # noqa: E402
 from tandem.model.load import load_model  # noqa: E402
 from tandem.model.tiny import make_tiny  # noqa: E402
-from tandem.rollout.episode_builder import seat  # noqa: E402
-from tandem.rollout.episodes import World, run_episodes  # noqa: E402
+from tandem.rollout.episode_builder import new_groups  # noqa: E402
+from tandem.rollout.episodes import EnvPool, run_episodes  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
 from tandem.runtime.rng import address  # noqa: E402
 from tandem.types import Env, Observation, Problem, SamplingParams  # noqa: E402
@@ -81,10 +81,10 @@ def measure(model, renderer, *, under_way: int, lock_step: bool) -> dict[str, fl
     Tool.barrier = asyncio.Barrier(under_way) if lock_step else None
     start = time.perf_counter()
     run_episodes(
-        seat(problems, 1, ("bench",)),
+        new_groups(problems, 1, ("bench",)),
         engine=engine,
         renderer=renderer,
-        world=World(make=Tool, limits=EnvConfig(concurrency=under_way)),
+        world=EnvPool(make=Tool, limits=EnvConfig(concurrency=under_way)),
         params=SamplingParams(max_new_tokens=TOKENS),
     )
     seconds = time.perf_counter() - start

@@ -35,7 +35,7 @@ from tandem.jobs.parts import prepare_process
 from tandem.model.forward import batch_logprobs
 from tandem.model.linear import pack as pack_weight
 from tandem.model.load import ExactModel, load_model
-from tandem.model.logprobs import Filter, token_logprobs
+from tandem.model.logprobs import SamplingDistribution, token_logprobs
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.types import Microbatch, Sample
@@ -137,9 +137,9 @@ def padded_step(model: torch.nn.Module, documents: list[np.ndarray]) -> float:
 def packed_step(model: ExactModel, batch: Microbatch, *, checkpointing: bool) -> float:
     model.checkpointing = checkpointing
     known = -(torch.ones(len(batch.targets)) / len(batch.targets))
-    loss = -batch_logprobs(model, batch, Filter(), known, entropy=False)[0].sum() / len(
-        batch.targets
-    )
+    loss = -batch_logprobs(model, batch, SamplingDistribution(), known, entropy=False)[
+        0
+    ].sum() / len(batch.targets)
     loss.backward()
     model.module.zero_grad(set_to_none=True)
     return float(loss)
@@ -159,15 +159,22 @@ def head() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
     token_logprobs(
-        hidden, weight, pack_weight(weight), targets, Filter(), None, above, entropy=False
+        hidden,
+        weight,
+        pack_weight(weight),
+        targets,
+        SamplingDistribution(),
+        None,
+        above,
+        entropy=False,
     )[0].backward(above)
     hidden.grad = weight.grad = None
 
 
 def computed_again(hidden: Tensor, weight: Tensor, targets: Tensor, above: Tensor) -> None:
-    token_logprobs(hidden, weight, pack_weight(weight), targets, Filter(), entropy=False)[
-        0
-    ].backward(above)
+    token_logprobs(
+        hidden, weight, pack_weight(weight), targets, SamplingDistribution(), entropy=False
+    )[0].backward(above)
     hidden.grad = weight.grad = None
 
 

@@ -35,16 +35,16 @@ from tandem.jobs.parts import input_hashes
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora
 from tandem.rewards.pool.pool import RewardPool
-from tandem.rollout.episodes import World
+from tandem.rollout.episodes import EnvPool
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
-from tandem.step import Rolled, Stages, train_step, update
-from tandem.step_async import rollouts_ahead, train_step_async
+from tandem.step import RolloutBatch, Stages, train_step, update
+from tandem.step_async import open_prefetcher, train_step_async
 from tandem.train.learn import Models
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
-from tandem.train_loop import Job, drive
+from tandem.train_loop import TrainJob, run_training
 from tandem.types import Env, Observation, Problem, SamplingParams, Score
 from tandem.weights.hashing import weight_hash
 from tandem.weights.in_process import InlineSync
@@ -160,7 +160,7 @@ def train(
         stages = change(replace(stages, params=params), witness)
         witness.model = stages.models.policy.model
         ahead = (
-            stack.enter_context(rollouts_ahead(stages, steps)) if how.rollout.staleness else None
+            stack.enter_context(open_prefetcher(stages, steps)) if how.rollout.staleness else None
         )
 
         def step(done: int):
@@ -172,7 +172,7 @@ def train(
             return ended
 
         critic = {"critic": stages.models.critic} if stages.models.critic else {}
-        job = Job(
+        job = TrainJob(
             learners={"policy": stages.models.policy, **critic},
             steps=steps,
             eval_every=0,
@@ -181,9 +181,9 @@ def train(
             publish=stages.sync.publish,
             data=data or {},
             restore=lambda done, state: restore(stages, done, state),
-            **({"begin": ahead.begin, "settled": ahead.settled} if ahead else {}),
+            **({"begin": ahead.begin, "settled": ahead.wait_until_durable} if ahead else {}),
         )
-        drive(run, job, lambda done, metrics, timings: None)
+        run_training(run, job, lambda done, metrics, timings: None)
     return rows
 
 
@@ -491,7 +491,9 @@ class TwoTurns(Env):
 
 def in_two_turns(stages: Stages, witness: Witness) -> Stages:
     limits = stages.config.env.model_copy(update={"name": "own"})
-    return replace(stages, player=replace(stages.player, world=World(make=TwoTurns, limits=limits)))
+    return replace(
+        stages, player=replace(stages.player, world=EnvPool(make=TwoTurns, limits=limits))
+    )
 
 
 class ForgetsTheEnd(DigitRenderer):
@@ -1016,7 +1018,7 @@ def clean_run(folder: Path, clean: Clean, steps: int, counts: Counter) -> str:
     )
     foretold = not rl.entropy_coef and not (rl.kl_coef and rl.kl_in == "loss")
 
-    def learn(last: int, stages: Stages, rolled: Rolled) -> dict[str, float]:
+    def learn(last: int, stages: Stages, rolled: RolloutBatch) -> dict[str, float]:
         if rolled.step == last:
             raise Killed
         row = update(stages, rolled)

@@ -19,7 +19,7 @@ from tandem.engine.worker_pool.worker import load_engine, prepare, run
 
 if TYPE_CHECKING:
     from tandem.engine.engine import Engine
-    from tandem.engine.scheduler import Running
+    from tandem.engine.scheduler import RunningSequence
 
 COMMAND = (sys.executable, "-m", "chaos.odd_worker")
 SLEEP_S = "TANDEM_ODD_SLEEP_S"
@@ -46,7 +46,7 @@ def load(start: dict[str, Any]) -> "Engine":
     engine, most = load_engine(start), float(os.environ.get(SLEEP_S, "0"))
     step = engine.step
 
-    def slowly() -> "list[Running]":
+    def slowly() -> "list[RunningSequence]":
         time.sleep(random.uniform(0, most))
         return step()
 

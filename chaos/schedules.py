@@ -67,7 +67,7 @@ COST_SCHEDULES = {"partial rollouts": ["rollout.token_budget=12"], "whole episod
 
 def section(asleep: int = ASLEEP, rounds: int = ROUNDS) -> list[Result]:
     with tempfile.TemporaryDirectory() as place:
-        player = Player(Path(place))
+        player = RolloutRunner(Path(place))
         return [
             tally(
                 "workers that sleep and stop at random: the same bits",
@@ -89,7 +89,7 @@ def section(asleep: int = ASLEEP, rounds: int = ROUNDS) -> list[Result]:
 
 
 @dataclass
-class Player:
+class RolloutRunner:
     place: Path
 
     def __post_init__(self) -> None:

@@ -26,9 +26,9 @@ import numpy as np
 
 from tandem.rollout.episode_builder import Record
 from tandem.rollout.episode_metrics import sampled_tokens
-from tandem.rollout.score import Clock, attempt_of, scored
-from tandem.step import Rolled, Stages, begin_batch
-from tandem.step_async import Ahead, Made
+from tandem.rollout.score import Timer, attempt_of, scored
+from tandem.step import RolloutBatch, Stages, begin_batch
+from tandem.step_async import Made, RolloutPrefetcher
 from tandem.types import Episode, Group, Request, Score, Ticket
 
 PAUSE_S = 0.002  # between looks whether the last scores of a group have come
@@ -47,9 +47,9 @@ def _put(kind: "type[Timed]", told: str) -> None:
 
     @contextmanager
     def ahead(
-        stages: Stages, steps: int, leave: Callable[[], None] = lambda: None
-    ) -> Iterator[Ahead]:
-        made = kind(stages, steps, leave)
+        stages: Stages, steps: int, stop_workers: Callable[[], None] = lambda: None
+    ) -> Iterator[RolloutPrefetcher]:
+        made = kind(stages, steps, stop_workers)
         try:
             yield made
         finally:
@@ -58,10 +58,10 @@ def _put(kind: "type[Timed]", told: str) -> None:
                 json.dumps({"seconds": made.ended - made.began, "tokens": made.tokens})
             )
 
-    commands.rollouts_ahead = ahead  # type: ignore[attr-defined]
+    commands.open_prefetcher = ahead  # type: ignore[attr-defined]
 
 
-class Timed(Ahead):
+class Timed(RolloutPrefetcher):
     """Ahead, with the moments of the first step's groups and of the last publication; tokens: of
     the steps after the first."""
 
@@ -95,7 +95,7 @@ class Unordered(Timed):
 
     def _run(self) -> None:
         try:
-            self.stages.sync.bring(0)
+            self.stages.sync.sync_to(0)
             while self._next < self.steps and not self._over:
                 self._begin()
                 if self._open:
@@ -153,7 +153,7 @@ class Unordered(Timed):
     def _deliver(self) -> None:
         size, clock, state = (
             self.stages.config.rl.prompts_per_step,
-            Clock(),
+            Timer(),
             self.stages.progress.state(),
         )
         groups, self._done = (
@@ -162,7 +162,7 @@ class Unordered(Timed):
         )
         with clock("rollout_s"):
             self.stages.journal.write(self._next + 1, groups, state=state)
-        rolled = Rolled(
+        rolled = RolloutBatch(
             step=self._next,
             groups=groups,
             fresh=groups,

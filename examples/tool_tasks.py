@@ -35,8 +35,8 @@ ROOT = Path(__file__).parent.parent
 NUM_TRAIN, NUM_TEST, NUM_WARM = 500, 64, 16000
 MAX_TOKENS = {"guess": 256, "calculator": 320}  # the tiny model's positions
 
-Player = Generator[str, str, None]  # says something, is told something, ...
-Habit = Callable[[Problem, np.random.Generator], Player]
+RolloutRunner = Generator[str, str, None]  # says something, is told something, ...
+Habit = Callable[[Problem, np.random.Generator], RolloutRunner]
 
 
 def main() -> int:
@@ -154,7 +154,7 @@ async def warm_start(task: str, config: Config, problems: list[Problem], seed: i
     return chats
 
 
-async def chat(env: Env, problem: Problem, player: Player, max_turns: int) -> list[Message]:
+async def chat(env: Env, problem: Problem, player: RolloutRunner, max_turns: int) -> list[Message]:
     messages, heard = list(await env.reset(problem)), None
     for _ in range(max_turns):
         text = next(player) if heard is None else player.send(heard)
@@ -170,31 +170,31 @@ async def chat(env: Env, problem: Problem, player: Player, max_turns: int) -> li
 # ---------------------------------------------------------------- habits
 
 
-def halving(problem: Problem, draw: np.random.Generator) -> Player:
+def halving(problem: Problem, draw: np.random.Generator) -> RolloutRunner:
     low, high = problem.metadata["low"], problem.metadata["high"]
     while True:
         guess = (low + high) // 2
         low, high = (guess + 1, high) if (yield str(guess)) == "higher" else (low, guess - 1)
 
 
-def counting(problem: Problem, draw: np.random.Generator) -> Player:
+def counting(problem: Problem, draw: np.random.Generator) -> RolloutRunner:
     """Tries one number after the other, whatever it is told."""
     for guess in range(problem.metadata["low"], problem.metadata["high"] + 1):
         yield str(guess)
 
 
-def calling(problem: Problem, draw: np.random.Generator) -> Player:
+def calling(problem: Problem, draw: np.random.Generator) -> RolloutRunner:
     result = yield write_calls([the_call(problem)], "hermes")
     yield f"Answer: {result}"
 
 
-def guessing(problem: Problem, draw: np.random.Generator) -> Player:
+def guessing(problem: Problem, draw: np.random.Generator) -> RolloutRunner:
     """Answers at once, with as many digits as a product may have."""
     digits = len(problem.answer.lstrip("-"))
     yield f"Answer: {draw.integers(10 ** (digits - 1), 10**digits)}"
 
 
-def stumbling(problem: Problem, draw: np.random.Generator) -> Player:
+def stumbling(problem: Problem, draw: np.random.Generator) -> RolloutRunner:
     """Calls with a slip of the pen, and then does not look it up again."""
     text = write_calls([the_call(problem)], "hermes")
     yield text.replace("}}", "}") if draw.random() < 0.5 else text.removesuffix("\n</tool_call>")

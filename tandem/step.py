@@ -22,22 +22,22 @@ import numpy as np
 
 from tandem.config.schema import Config
 from tandem.data.mixture import problems_of_step
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.advantages import running_mean
 from tandem.rl.filters import learnability, pick
-from tandem.rollout.episode_builder import seat
+from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import (
-    CUT,
+    TRUNCATED,
     carries_signal,
-    describe,
+    episode_metrics,
     sampled_tokens,
     valid_rewards,
 )
-from tandem.rollout.score import Clock, Player, play
+from tandem.rollout.score import RolloutRunner, Timer, generate_and_score
 from tandem.run_folder.episode_files import episode_file, read_note
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
-from tandem.runtime.errors import InternalError, UserError
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.rng import address, uniforms
 from tandem.train.distill import distill
 from tandem.train.learn import Models, Observe, learn
@@ -90,14 +90,14 @@ class Stages(Learning):
     """What a step needs, built once by jobs.training_job."""
 
     problems: Sequence[Problem]
-    player: Player
+    player: RolloutRunner
     sync: Sync
     journal: Journal
     progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rolled:
+class RolloutBatch:
     """What the rollouts of a step came to."""
 
     step: int
@@ -118,22 +118,26 @@ class Rolled:
         return [group for group in self.groups if group.outcome == "train"]
 
 
-Update = Callable[[Learning, Rolled], Row]
+Update = Callable[[Learning, RolloutBatch], Row]
 
 
 def train_step(stages: Stages, step: int, update: Update) -> tuple[Row, Row, dict[str, Any]]:
     """Step `step`, counted from 0. Returns its metrics, which are a pure function of the run, its
     timings, and the state of the Progress after it."""
-    clock = Clock()
+    clock = Timer()
     rolled = roll(stages, step, clock)
     with clock("learn_s"):
         metrics = update(stages, rolled)
     with clock("sync_s"):
         stages.sync.publish(step + 1)
-    return {**describe(rolled.told), **metrics}, clock.timings(tokens=rolled.tokens), rolled.state
+    return (
+        {**episode_metrics(rolled.told), **metrics},
+        clock.timings(tokens=rolled.tokens),
+        rolled.state,
+    )
 
 
-def roll(stages: Stages, step: int, clock: Clock) -> Rolled:
+def roll(stages: Stages, step: int, clock: Timer) -> RolloutBatch:
     """What step `step` trains on, sampled by the weights that its turn is (rollout.staleness),
     scored, and durable in the journal before anything is trained on it; read back from there if an
     earlier start of the run has come as far."""
@@ -145,7 +149,7 @@ def roll(stages: Stages, step: int, clock: Clock) -> Rolled:
         progress.restore(state, groups)
     else:
         with signals.interruptible():
-            stages.sync.bring(max(0, step - stages.config.rollout.staleness))
+            stages.sync.sync_to(max(0, step - stages.config.rollout.staleness))
             groups = collect(stages, step, clock)
             if stages.exact:
                 with clock("check_s"):
@@ -153,18 +157,18 @@ def roll(stages: Stages, step: int, clock: Clock) -> Rolled:
         advance(progress, groups, carried, stages.config)
         with clock("journal_s"):
             journal.write(step + 1, groups, state=progress.state())
-    return rolled_out(step, groups, carried, baseline, progress.state())
+    return make_rollout_batch(step, groups, carried, baseline, progress.state())
 
 
-def rolled_out(
+def make_rollout_batch(
     step: int, groups: list[Group], carried: int, baseline: float | None, state: dict[str, Any]
-) -> Rolled:
+) -> RolloutBatch:
     """Of the groups of a step, the first `carried` of an earlier one; baseline: of the Progress
     before it, state: after it."""
     fresh = [group for group in groups[carried:] if group.outcome != "unfinished"]
     rewards = valid_rewards([group for group in groups if group.outcome == "train"])
     first = float(rewards.mean()) if len(rewards) else 0.0
-    return Rolled(
+    return RolloutBatch(
         step=step,
         groups=groups,
         fresh=fresh,
@@ -174,7 +178,7 @@ def rolled_out(
     )
 
 
-def update(stages: Learning, rolled: Rolled, observe: Observe | None = None) -> Row:
+def update(stages: Learning, rolled: RolloutBatch, observe: Observe | None = None) -> Row:
     """Reinforcement learning on the step's groups."""
     config, step = stages.config, rolled.step
     check_groups(rolled, config.rl.max_truncated)
@@ -183,7 +187,7 @@ def update(stages: Learning, rolled: Rolled, observe: Observe | None = None) -> 
         stages.models,
         rolled.trained,
         config,
-        Filter.of(stages.params),
+        SamplingDistribution.of(stages.params),
         version=step,
         baseline=rolled.baseline,
         exact=stages.exact,
@@ -200,7 +204,7 @@ def update(stages: Learning, rolled: Rolled, observe: Observe | None = None) -> 
     return {**metrics, "batches": float(rolled.state["batches"]), "groups/carried_in": carried}
 
 
-def imitate(stages: Learning, rolled: Rolled, observe: Observe | None = None) -> Row:
+def distill_step(stages: Learning, rolled: RolloutBatch, observe: Observe | None = None) -> Row:
     """The same with a teacher in place of the reward, which is only reported."""
     teacher = stages.models.teacher
     assert teacher is not None, "jobs.distill_job gives one"
@@ -211,14 +215,14 @@ def imitate(stages: Learning, rolled: Rolled, observe: Observe | None = None) ->
         teacher,
         rolled.trained,
         stages.config,
-        Filter.of(stages.params),
+        SamplingDistribution.of(stages.params),
         version=rolled.step,
         exact=stages.exact,
         observe=observe,
     )
 
 
-def collect(stages: Stages, step: int, clock: Clock) -> list[Group]:
+def collect(stages: Stages, step: int, clock: Timer) -> list[Group]:
     """The step's groups, scored, the carried ones first. Batches of problems are begun and episodes
     go on, tick by tick, until the step is full; with dynamic sampling groups without signal do not
     count. What it has no room for is carried."""
@@ -239,7 +243,7 @@ def collect(stages: Stages, step: int, clock: Clock) -> list[Group]:
         with stages.journal.parts(
             step + 1, tick, [group.problem for group in under_way], last
         ) as parts:
-            played = play(
+            played = generate_and_score(
                 stages.player,
                 under_way,
                 params=stages.params,
@@ -304,7 +308,7 @@ def begin_batch(stages: Stages) -> list[Group]:
         problems = problems_of_step(
             stages.problems, progress.batches, count, seed, config.data.shuffle
         )
-    groups = seat(problems, config.rl.group_size, (seed, "rollout", progress.batches))
+    groups = new_groups(problems, config.rl.group_size, (seed, "rollout", progress.batches))
     progress.batches += 1
     return groups
 
@@ -328,7 +332,7 @@ def advance(progress: Progress, groups: Sequence[Group], carried: int, config: C
         }
 
 
-def check_groups(rolled: Rolled, most_cut: float) -> None:
+def check_groups(rolled: RolloutBatch, most_cut: float) -> None:
     """Raises UserError where an episode stands with another problem or another prompt than its
     group, which nothing would show in the loss; and where a share above most_cut was cut, as such a
     run learns nothing but to be cut."""
@@ -339,14 +343,14 @@ def check_groups(rolled: Rolled, most_cut: float) -> None:
             if (episode.uid, episode.sample_index) != (group.problem.uid, number) or not (
                 np.array_equal(prompt, other) or not episode.trainable or not first.trainable
             ):
-                raise InternalError(
+                raise InvariantError(
                     "an episode is not of the problem it is trained for",
                     where=f"step {rolled.step + 1}",
                     found=f"sample {episode.sample_index} of {episode.uid}, with {len(prompt)} prompt tokens",
                     expected=f"sample {number} of {group.problem.uid}, with the prompt of the others",
                     next="report this; the journal has the episodes",
                 )
-    cut = [episode.stop_reason in CUT for group in rolled.fresh for episode in group.episodes]
+    cut = [episode.stop_reason in TRUNCATED for group in rolled.fresh for episode in group.episodes]
     share = sum(cut) / max(len(cut), 1)
     if share > most_cut:
         raise UserError(
@@ -358,7 +362,7 @@ def check_groups(rolled: Rolled, most_cut: float) -> None:
         )
 
 
-def check_batch(rolled: Rolled, config: Config) -> None:
+def check_batch(rolled: RolloutBatch, config: Config) -> None:
     """Raises UserError where a step would train other tokens than its own: not all episodes, not
     what was sampled of them, or what other weights sampled."""
     version, fresh = (
@@ -382,7 +386,7 @@ def check_batch(rolled: Rolled, config: Config) -> None:
                     f"{e.uid}, sample {e.sample_index}: tokens of versions {np.unique(sampled)}, not {version}"
                 )
     if wrong:
-        raise InternalError(
+        raise InvariantError(
             "a step would train other tokens than its own",
             where=f"step {rolled.step + 1}",
             found=wrong[0],
@@ -397,7 +401,7 @@ def check_sampled(sync: Sync, step: int) -> None:
     compares the tokens that are of its own weights, and no others."""
     gap = sync.logprob_gap()
     if gap != 0.0:
-        raise InternalError(
+        raise InvariantError(
             "engine and trainer do not agree on a completion just sampled",
             where=f"rollouts of step {step + 1}",
             found=f"log-probs that differ by {gap:.3g} nats",
@@ -411,7 +415,7 @@ def check_progress(progress: Progress, journal: Journal, step: int) -> None:
     ended: a part of the data would be skipped or repeated, and nothing would show it."""
     note = read_note(episode_file(journal.folder, step))
     if note is not None and note["run"] == journal.run and note["state"] != progress.state():
-        raise InternalError(
+        raise InvariantError(
             "the rollouts do not go on where they ended",
             where=f"step {step + 1}",
             found=f"{progress.batches} batches of problems drawn before it",

@@ -28,23 +28,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tandem.rollout.episode_metrics import describe
-from tandem.rollout.score import Clock
+from tandem.rollout.episode_metrics import episode_metrics
+from tandem.rollout.score import Timer
 from tandem.runtime import signals, watchdog
 from tandem.runtime.errors import UserError
-from tandem.step import Rolled, Stages, Update, roll
+from tandem.step import RolloutBatch, Stages, Update, roll
 from tandem.types import Row
 
 # for rollouts that a save waits for, and then for their thread, once the run is being left
 LEAVE_S = 3.0
 LOOK_S = 0.5
 
-Made = tuple[Rolled, Clock]
+Made = tuple[RolloutBatch, Timer]
 
 
-def train_step_async(ahead: "Ahead", step: int, update: Update) -> tuple[Row, Row, dict[str, Any]]:
+def train_step_async(
+    ahead: "RolloutPrefetcher", step: int, update: Update
+) -> tuple[Row, Row, dict[str, Any]]:
     """As loop.train_step, with the rollouts taken from those made ahead."""
-    clock = Clock()
+    clock = Timer()
     with clock("wait_s"):
         rolled, rolling = ahead.take(step)
     with clock("learn_s"):
@@ -52,21 +54,25 @@ def train_step_async(ahead: "Ahead", step: int, update: Update) -> tuple[Row, Ro
     with clock("sync_s"):
         ahead.publish(step + 1)
     timings = {**rolling.parts, **clock.timings(tokens=0)}
-    return {**describe(rolled.told), **metrics}, timings | _speed(rolled, rolling), rolled.state
+    return (
+        {**episode_metrics(rolled.told), **metrics},
+        timings | _speed(rolled, rolling),
+        rolled.state,
+    )
 
 
-def _speed(rolled: Rolled, rolling: Clock) -> Row:
+def _speed(rolled: RolloutBatch, rolling: Timer) -> Row:
     return {
         "generated_tokens_per_s": rolling.timings(tokens=rolled.tokens)["generated_tokens_per_s"]
     }
 
 
-class Ahead:
+class RolloutPrefetcher:
     """Rolls out step after step, at most rollout.staleness ahead of the training; in a thread where
     there are workers."""
 
-    def __init__(self, stages: Stages, steps: int, leave: Callable[[], None]):
-        self.stages, self.steps, self.leave = stages, steps, leave
+    def __init__(self, stages: Stages, steps: int, stop_workers: Callable[[], None]):
+        self.stages, self.steps, self.stop_workers = stages, steps, stop_workers
         self.staleness, self.threaded = (
             stages.config.rollout.staleness,
             stages.config.rollout.workers > 0,
@@ -99,13 +105,13 @@ class Ahead:
         self._wait_for(step)
         return self._made.pop(step)
 
-    def settled(self, version: int) -> None:
+    def wait_until_durable(self, version: int) -> None:
         """Wait until everything that older weights than this version roll out is in the journal, as
         it is without a thread. Raises UserError LEAVE_S after `hurry`."""
         if self.threaded:
             self._wait_for(min(version + self.staleness, self.steps) - 1, hurried=True)
 
-    def hurry(self) -> None:
+    def stop_soon(self) -> None:
         with self._change:
             self._leave_at = time.monotonic() + LEAVE_S
             self._change.notify_all()
@@ -114,7 +120,7 @@ class Ahead:
         with self._change:
             self._over = True
             self._change.notify_all()
-        self.leave()
+        self.stop_workers()
         if self._thread is not None:
             self._thread.join(LEAVE_S)
 
@@ -156,7 +162,7 @@ class Ahead:
             return not self._over
 
     def _roll(self) -> None:
-        clock = Clock()
+        clock = Timer()
         rolled = roll(self.stages, self._next, clock)
         with self._change:
             self._made[self._next] = rolled, clock
@@ -165,11 +171,11 @@ class Ahead:
 
 
 @contextmanager
-def rollouts_ahead(
-    stages: Stages, steps: int, leave: Callable[[], None] = lambda: None
-) -> Iterator[Ahead]:
+def open_prefetcher(
+    stages: Stages, steps: int, stop_workers: Callable[[], None] = lambda: None
+) -> Iterator[RolloutPrefetcher]:
     """leave: makes a rollout under way end, whatever comes of it."""
-    ahead = Ahead(stages, steps, leave)
+    ahead = RolloutPrefetcher(stages, steps, stop_workers)
     try:
         yield ahead
     finally:

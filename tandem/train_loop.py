@@ -34,7 +34,7 @@ from tandem.run_folder.past_run import altered
 from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sample_file
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
-from tandem.runtime.errors import InternalError, UserError
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.train.learner import Learner
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
@@ -42,7 +42,7 @@ from tandem.weights.hashing import weight_hash
 SHOWN = 10  # times in a run that samples are shown where nothing is evaluated
 
 # metrics, timings, what else a step leaves to the next, as JSON
-Stepped = tuple[Row, Row, dict[str, Any]]
+StepResult = tuple[Row, Row, dict[str, Any]]
 
 
 def _nothing(done: int) -> None:
@@ -50,13 +50,13 @@ def _nothing(done: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainJob:
     """What is repeated. Every function takes the number of steps already done."""
 
     learners: dict[str, Learner]  # by their name in checkpoints; the first is what the run is for
     steps: int
     eval_every: int  # 0: only before the first step and after the last
-    step: Callable[[int], Stepped]
+    step: Callable[[int], StepResult]
     evaluate: Callable[[int], Row]
     publish: Callable[[int], None]
     # SHA-256 of data files and starting weights by key: the run is a function of them too
@@ -64,18 +64,18 @@ class Job:
     restore: Callable[[int, dict[str, Any]], None] = lambda done, state: None
     begin: Callable[[int], None] = _nothing  # its weights are published
     # waits until a checkpoint of that step needs nothing that could be lost
-    settled: Callable[[int], None] = _nothing
+    wait_until_durable: Callable[[int], None] = _nothing
     # the run is left: `settled` gives up soon, with a UserError
-    hurry: Callable[[], None] = lambda: None
+    stop_soon: Callable[[], None] = lambda: None
 
     @property
     def model(self) -> ExactModel:
         return next(iter(self.learners.values())).model
 
 
-def drive(
+def run_training(
     run: RunFolder,
-    job: Job,
+    job: TrainJob,
     show: Callable[[int, Row, Row], None],
     report: Callable[[str], None] | None = None,
 ) -> str:
@@ -93,7 +93,7 @@ class _Drive:
     def __init__(
         self,
         run: RunFolder,
-        job: Job,
+        job: TrainJob,
         show: Callable[[int, Row, Row], None],
         report: Callable[[str], None],
     ):
@@ -201,7 +201,7 @@ class _Drive:
             state,
             self.run.config.run.keep_checkpoints,
             config=to_toml(self.run.config),
-            before_write=lambda: job.settled(done),
+            before_write=lambda: job.wait_until_durable(done),
         )
         self.saved = done
 
@@ -220,7 +220,7 @@ class _Drive:
         try:
             yield
         except KeyboardInterrupt:
-            self.job.hurry()
+            self.job.stop_soon()
             if self.done > self.saved and self._stamp() == self.stamp:
                 ahead = (
                     " once the rollouts that it owes are there"
@@ -231,12 +231,12 @@ class _Drive:
                 self._save(saver)
             raise
         except Exception:
-            self.job.hurry()
+            self.job.stop_soon()
             raise
 
 
 def resume(
-    run: RunFolder, job: Job, report: Callable[[str], None]
+    run: RunFolder, job: TrainJob, report: Callable[[str], None]
 ) -> tuple[int, dict[str, Any], dict[str, int], Row | None]:
     """Load the newest whole checkpoint; returns its step (0 where the run has none yet), what it
     leaves to the next one, the counts of what was wrong up to it, and its metrics where they are
@@ -318,7 +318,7 @@ def _same_learner(
         "steps of the schedule": learner.optimizer.step == state["optimizer_steps"][name],
     }
     if lost := [what for what, same in loaded.items() if not same]:
-        raise InternalError(
+        raise InvariantError(
             "a resumed run would not be the run that was saved",
             where=name,
             found=f"other {', '.join(lost)} than the checkpoint's",

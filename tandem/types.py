@@ -71,7 +71,7 @@ class Request:
     # what was sampled of this very turn before it paused, under whatever weights
     begun: "Completion | None" = None
     # tokens sampled now after which it pauses (stop reason "paused"); 0: never
-    pause_after: int = 0
+    max_tokens_now: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ class Sync(Protocol):
         """The trainer's weights are now those of that version."""
         ...
 
-    def bring(self, version: int) -> None:
+    def sync_to(self, version: int) -> None:
         """The engine of the rollouts runs that version, which was published, from now on. Raises
         UserError if it is gone."""
         ...

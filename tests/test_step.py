@@ -15,16 +15,16 @@ from tandem.config.schema import Reward as RewardConfig
 from tandem.engine.engine import Engine
 from tandem.jobs.commands import _restore
 from tandem.model.forward import batch_logprobs
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.advantages import group_advantages
-from tandem.rollout.episode_metrics import describe
-from tandem.rollout.episodes import World
+from tandem.rollout.episode_metrics import episode_metrics
+from tandem.rollout.episodes import EnvPool
 from tandem.rollout.evaluate import evaluate
-from tandem.rollout.score import Clock, Player, scored
+from tandem.rollout.score import RolloutRunner, Timer, scored
 from tandem.run_folder.episode_files import read_episodes, read_groups
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
-from tandem.step import Stages, begin_batch, collect, imitate, update
+from tandem.step import Stages, begin_batch, collect, distill_step, update
 from tandem.step import train_step as whole_step
 from tandem.train.learn import Models, learn, start, token_advantages
 from tandem.train.learner import Learner
@@ -138,10 +138,10 @@ def stages_in(folder, how, *, engine=None, reward=None, seed=0):
     return Stages(
         config=how,
         problems=PROBLEMS,
-        player=Player(
+        player=RolloutRunner(
             engine=engine,
             renderer=DigitRenderer(),
-            world=World(make=Env, limits=how.env),
+            world=EnvPool(make=Env, limits=how.env),
             reward=reward or NumberedReward(),
         ),
         models=Models(policy=WatchingLearner(model, optimizer, folder, engine)),
@@ -311,7 +311,7 @@ def test_minibatches_are_that_many_updates_of_whole_groups_and_only_the_first_is
 
 def test_scores_land_on_their_episodes_and_a_failed_one_is_written_on_it(tmp_path):
     stages = stages_in(tmp_path, config(data__shuffle=False), engine=NumberedEngine())
-    groups = collect(stages, 0, Clock())
+    groups = collect(stages, 0, Timer())
     assert [g.problem for g in groups] == PROBLEMS[:2]
     found = [
         (e.uid, e.sample_index, e.reward, e.reward_parts, e.reward_error)
@@ -401,7 +401,9 @@ def test_groups_without_signal_change_no_weight(tmp_path):
     before = weights_of(stages)
     groups = groups_with([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
     assert (
-        learn(stages.models, groups, stages.config, Filter(), version=3, exact=False)["grad_norm"]
+        learn(stages.models, groups, stages.config, SamplingDistribution(), version=3, exact=False)[
+            "grad_norm"
+        ]
         == 0.0
     )
     assert weights_of(stages) == before
@@ -438,7 +440,7 @@ def test_learning_sees_the_temperature_that_the_rollout_had(tmp_path):
     with torch.no_grad():
         plain, tempered = (
             batch_logprobs(stages.models.policy.model, batch, how)[0]
-            for how in (Filter(), Filter(temperature=0.6))
+            for how in (SamplingDistribution(), SamplingDistribution(temperature=0.6))
         )
     assert not torch.equal(plain, tempered)
 
@@ -448,7 +450,7 @@ def test_distillation_learns_from_every_group_of_one_batch_and_only_reports_the_
         folder = tmp_path / str(reward)
         stages = stages_in(folder, config(), reward=ConstantReward(reward))
         models = replace(stages.models, teacher=exact_model("qwen3", seed=1))
-        metrics, _ = train_step(replace(stages, models=models), 0, imitate)
+        metrics, _ = train_step(replace(stages, models=models), 0, distill_step)
         assert (
             metrics["num_loss_tokens"] == 6 * PARAMS.max_new_tokens and metrics["reward"] == reward
         )
@@ -690,7 +692,7 @@ def test_the_description_counts_what_the_episodes_were_like():
         problem=PROBLEMS[2],
         episodes=(episode(count=6, error="x", parts={"style": 2.0}), episode(count=0)),
     )
-    row = describe([*cut, odd])
+    row = episode_metrics([*cut, odd])
     assert row == {
         "reward": pytest.approx(2 / 6),
         "reward_std": pytest.approx(np.std([1, 0, 0.5, 0.5, 0, 0])),
@@ -704,7 +706,7 @@ def test_the_description_counts_what_the_episodes_were_like():
 
 
 def test_a_clock_adds_up_the_parts_of_a_step():
-    clock = Clock()
+    clock = Timer()
     for _ in range(2):
         with clock("rollout_s"):
             pass

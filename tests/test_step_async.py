@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tandem.config.schema import Config
-from tandem.rollout.episode_builder import seat
-from tandem.rollout.episodes import World, run_episodes
+from tandem.rollout.episode_builder import new_groups
+from tandem.rollout.episodes import EnvPool, run_episodes
 from tandem.run_folder.episode_files import read_episodes, read_groups
 from tandem.runtime.errors import UserError
 from tandem.step import Progress, update
 from tandem.step import train_step as whole_step
-from tandem.step_async import rollouts_ahead, train_step_async
+from tandem.step_async import open_prefetcher, train_step_async
 from tandem.types import Env, Observation
 from tests.test_step import BY_UID, AddressedEngine, KeyReward, config, stages_in, weights_of
 
@@ -45,7 +45,7 @@ class SlowSync:
     def publish(self, version):
         self.published.append(version)
 
-    def bring(self, version):
+    def sync_to(self, version):
         assert version in self.published
         self.brought.append((version, threading.current_thread().name))
         self.engine.apply(version)
@@ -58,12 +58,12 @@ def ran(folder, staleness, workers, **changes):
     stages = stages_in(folder, how, engine=VersionedEngine(), reward=KeyReward())
     stages = replace(stages, sync=SlowSync(stages.player.engine))
     rows = []
-    with rollouts_ahead(stages, STEPS) as ahead:
+    with open_prefetcher(stages, STEPS) as ahead:
         stages.sync.publish(0)
         ahead.begin(0)
         for step in range(STEPS):
             rows.append(train_step_async(ahead, step, update)[0])
-            ahead.settled(step + 1)
+            ahead.wait_until_durable(step + 1)
     return stages, rows
 
 
@@ -130,7 +130,7 @@ def test_in_every_step_what_was_sampled_is_held_against_the_trainers_pass_before
     stages = stages_in(tmp_path, how, engine=VersionedEngine(), reward=KeyReward())
     sync = GappySync(stages.player.engine)
     sync.gap = gap
-    with rollouts_ahead(replace(stages, sync=sync, exact=True, models=None), STEPS) as ahead:
+    with open_prefetcher(replace(stages, sync=sync, exact=True, models=None), STEPS) as ahead:
         sync.publish(0)
         ahead.begin(0)
         for version in (1, 2):  # nothing is learned: the scripted log-probs are no model's
@@ -153,7 +153,7 @@ def test_an_error_of_the_rollouts_reaches_whoever_waits_for_them(tmp_path):
             reward=Failing(),
         )
         stages = replace(stages, sync=SlowSync(stages.player.engine))
-        with rollouts_ahead(stages, STEPS) as ahead:
+        with open_prefetcher(stages, STEPS) as ahead:
             stages.sync.publish(0)
             ahead.begin(0)
             train_step_async(ahead, 0, update)
@@ -168,7 +168,7 @@ def test_a_rollout_by_weights_that_are_gone_is_refused(tmp_path):
     stages = stages_in(tmp_path, config(rollout__staleness=1))
     stages.sync.publish(3)
     with (
-        rollouts_ahead(stages, STEPS) as ahead,
+        open_prefetcher(stages, STEPS) as ahead,
         pytest.raises(UserError, match="the weights of a rollout are gone"),
     ):
         ahead.begin(3)  # the journal of step 4, sampled by version 2, is not there
@@ -230,13 +230,13 @@ def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_weights_that_sa
 
 def logprobs_under(stages, episode):
     from tandem.model.forward import batch_logprobs
-    from tandem.model.logprobs import Filter
+    from tandem.model.logprobs import SamplingDistribution
     from tandem.train.pack import pack
     from tandem.types import Sample
 
     [batch] = pack([Sample(tokens=episode.tokens, loss_mask=episode.loss_mask)], 1000)
     return (
-        batch_logprobs(stages.models.policy.model, batch, Filter.of(stages.params))[0]
+        batch_logprobs(stages.models.policy.model, batch, SamplingDistribution.of(stages.params))[0]
         .detach()
         .numpy()
     )
@@ -246,7 +246,7 @@ def test_pauses_change_nothing_while_the_weights_stay(tmp_path):
     """The same groups, whole and paused after every token or two."""
     stages = partial_stages(tmp_path, 1)
     player = stages.player
-    groups = seat(stages.problems, 3, ("test",))
+    groups = new_groups(stages.problems, 3, ("test",))
 
     def played(groups, budget):
         episodes = run_episodes(
@@ -314,7 +314,7 @@ def test_episodes_that_fail_at_once_do_not_stop_those_that_have_paused(tmp_path)
         reward__function="env",
         env__name="x.py:X",
     )
-    player = replace(stages.player, world=World(make=Falling, limits=stages.config.env))
+    player = replace(stages.player, world=EnvPool(make=Falling, limits=stages.config.env))
     stages = replace(
         stages, player=player, params=replace(stages.params, max_new_tokens=5, stop_token_ids=(91,))
     )
@@ -347,8 +347,8 @@ class Counting(Env):
 def continued(stages, make, budget, anew):
     """Two episodes of three turns, a few tokens at a time; anew: as after a kill, with no
     environment left."""
-    world = World(make=make, limits=stages.config.env)
-    groups = seat(stages.problems[:1], 2, ("test",))
+    world = EnvPool(make=make, limits=stages.config.env)
+    groups = new_groups(stages.problems[:1], 2, ("test",))
     while any(e.stop_reason == "paused" for e in groups[0].episodes):
         episodes = run_episodes(
             groups,

@@ -14,7 +14,7 @@ from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
-from tandem.train_loop import Job, drive
+from tandem.train_loop import TrainJob, run_training
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
@@ -74,7 +74,7 @@ class ScriptedJob:
         return {"eval/x": float(done)}
 
     def job(self):
-        return Job(
+        return TrainJob(
             learners={"policy": self.learner},
             steps=len(self.script),
             eval_every=2,
@@ -99,7 +99,7 @@ def ran(folder, script, *, max_bad_steps=2, save_every=1, shown=None, interrupte
     """The job after the script: driven to its end, or to the exception that is raised."""
     scripted = ScriptedJob(script, interrupted)
     with opened(folder, max_bad_steps, save_every) as run:
-        drive(
+        run_training(
             run,
             scripted.job(),
             lambda done, metrics, timings: None if shown is None else shown.append(done),

@@ -38,8 +38,8 @@ from tandem.jobs.parts import (
     tell_exactness,
 )
 from tandem.model.forward import batch_logprobs
-from tandem.model.logprobs import Filter
-from tandem.rollout.episode_metrics import describe
+from tandem.model.logprobs import SamplingDistribution
+from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import sampling_params
 from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
 from tandem.run_folder.episode_files import read_note
@@ -49,7 +49,7 @@ from tandem.run_folder.past_run import PastRun, altered, read_step, require_step
 from tandem.runtime import numerics
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tandem.step import Learning, Progress, advance, imitate, rolled_out, update
+from tandem.step import Learning, Progress, advance, distill_step, make_rollout_batch, update
 from tandem.train.learn import Observe, start
 from tandem.train.learner import Learner
 from tandem.types import Group, Row
@@ -189,7 +189,7 @@ def _from_journal(past: PastRun, report: Report) -> Again:
         params=sampling_params(config.rollout, ()),
         exact=require_parity(config, tell_exactness(config, models.policy.model, report)),
     )
-    learn, progress = imitate if teaches else update, Progress()
+    learn, progress = distill_step if teaches else update, Progress()
 
     def step(done: int, observe: Observe | None) -> Row:
         groups = read_step(past.journal(done + 1))
@@ -198,8 +198,8 @@ def _from_journal(past: PastRun, report: Report) -> Again:
             len(groups) - carried - len(progress.unfinished)
         ) // config.rl.prompts_per_step
         advance(progress, groups, carried, config)
-        rolled = rolled_out(done, groups, carried, baseline, progress.state())
-        return {**describe(rolled.told), **learn(learning, rolled, observe)}
+        rolled = make_rollout_batch(done, groups, carried, baseline, progress.state())
+        return {**episode_metrics(rolled.told), **learn(learning, rolled, observe)}
 
     def restore(done: int, state: dict[str, Any]) -> None:
         leaves = config.rl.max_gen_batches or config.rollout.token_budget
@@ -313,7 +313,7 @@ def _sampled_otherwise(
     if learning is None or not learning.exact:
         return None
     held = start(groups, learning.config)
-    model, how = learning.models.policy.model, Filter.of(learning.params)
+    model, how = learning.models.policy.model, SamplingDistribution.of(learning.params)
     if not any((held.episode(i).weight_versions == version).any() for i in range(len(held.places))):
         return None
     for sample, own in enumerate(

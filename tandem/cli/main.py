@@ -17,7 +17,7 @@ import typer
 from tandem import __version__
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
-from tandem.runtime.errors import InternalError, UserError
+from tandem.runtime.errors import InvariantError, UserError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,7 +44,7 @@ def run() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
-    except InternalError as error:
+    except InvariantError as error:
         traceback.print_exc()
         print(f"bug: {error}", file=sys.stderr)
         sys.exit(1)

@@ -28,10 +28,10 @@ from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.parts import build_generator, input_hashes, playground, prepare_process, read_data
 from tandem.model.load import check_model
-from tandem.rollout.episode_builder import seat
-from tandem.rollout.episode_metrics import describe
+from tandem.rollout.episode_builder import new_groups
+from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import Clock, play
+from tandem.rollout.score import Timer, generate_and_score
 from tandem.run_folder.episode_files import (
     cut_episodes,
     episode_lines,
@@ -44,7 +44,7 @@ from tandem.runtime.disk import DISK, append_line, disk_errors, write_atomic
 from tandem.runtime.errors import UserError
 from tandem.types import Group, Problem, Row
 
-Make = Callable[[int, Clock], list[Group]]  # the scored episodes of a batch, counted from 0
+Make = Callable[[int, Timer], list[Group]]  # the scored episodes of a batch, counted from 0
 
 DEFAULT_OUT = Path("runs/rollout")
 BESIDE_JSONL = ".jsonl.rollout"
@@ -113,10 +113,14 @@ def batch_maker(
     with playground(config) as player_of:
         player = player_of(build_generator(config, renderer, problems, console.print), renderer)
 
-        def make(number: int, clock: Clock) -> list[Group]:
+        def make(number: int, clock: Timer) -> list[Group]:
             part = problems[number * size : (number + 1) * size]
-            groups = seat(part, config.rl.group_size, (config.run.seed, "rollout only", number))
-            return play(player, groups, params=params, shaping=config.reward, clock=clock)
+            groups = new_groups(
+                part, config.rl.group_size, (config.run.seed, "rollout only", number)
+            )
+            return generate_and_score(
+                player, groups, params=params, shaping=config.reward, clock=clock
+            )
 
         yield make
 
@@ -132,7 +136,7 @@ def write_batches(
     output.cut(rows[:done])
     with MetricsWriter(folder, done - 1) as writer:
         for number in range(done, batches):
-            clock = Clock()
+            clock = Timer()
             groups = make(number, clock)
             with clock("journal_s"):
                 place = output.append(number, groups)
@@ -158,7 +162,7 @@ def require_scores(folder: Path, config: Config) -> None:
 def batch_metrics(groups: Sequence[Group]) -> Row:
     episodes = [episode for group in groups for episode in group.episodes]
     tokens = sum(int(episode.loss_mask.sum()) for episode in episodes)
-    return {**describe(groups), "episodes": len(episodes), "generated_tokens": tokens}
+    return {**episode_metrics(groups), "episodes": len(episodes), "generated_tokens": tokens}
 
 
 def summary(folder: Path) -> str:

@@ -22,9 +22,9 @@ from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import KEPT_MODEL, entered
 from tandem.runtime.errors import UserError
-from tandem.train_loop import Job, drive
+from tandem.train_loop import TrainJob, run_training
 
-JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[Job]]
+JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[TrainJob]]
 
 
 JOBS: dict[str, JobMaker] = {
@@ -55,7 +55,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             run.note_directory()
             require_disk(config, command, folder, Machine.here(folder))
             keep_model(job.model, config.model.path, folder / KEPT_MODEL)
-            digest = drive(run, job, progress, report)
+            digest = run_training(run, job, progress, report)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(job.steps)
             card = model_card(

@@ -22,10 +22,10 @@ from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.envs.load import BUILT_IN
 from tandem.jobs.parts import build_generator, playground, prepare_process, read_data
 from tandem.model.load import check_model
-from tandem.rollout.episode_builder import seat
+from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import Clock, Player, play
+from tandem.rollout.score import RolloutRunner, Timer, generate_and_score
 from tandem.runtime.errors import UserError
 from tandem.types import (
     Array,
@@ -41,7 +41,7 @@ from tandem.types import (
     Tool,
 )
 
-MakePlayer = Callable[[Generate, Renderer], Player]
+MakePlayer = Callable[[Generate, Renderer], RolloutRunner]
 END = 0  # the token that ends a typed turn; the others are code points
 
 
@@ -77,22 +77,22 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
         failed = 0
         for number, problem in enumerate(problems):
             start = time.perf_counter()
-            [group] = play(
+            [group] = generate_and_score(
                 player,
-                seat([problem], 1, (config.run.seed, "try", number)),
+                new_groups([problem], 1, (config.run.seed, "try", number)),
                 params=params,
                 shaping=config.reward,
-                clock=Clock(),
+                clock=Timer(),
             )
             tell(group, time.perf_counter() - start, player.renderer)
             failed += any(episode.env_error or episode.reward_error for episode in group.episodes)
     return failed
 
 
-def _check_openings(player: Player, problems: Sequence[Problem]) -> None:
+def _check_openings(player: RolloutRunner, problems: Sequence[Problem]) -> None:
     """Begin two episodes of each problem and end them. Raises UserError, as training would, where
     they begin differently."""
-    groups = seat(problems, 2, ("try", "openings"))
+    groups = new_groups(problems, 2, ("try", "openings"))
     run_episodes(
         groups,
         engine=Mute([]),
@@ -104,7 +104,7 @@ def _check_openings(player: Player, problems: Sequence[Problem]) -> None:
 
 def _with_model(
     config: Config, problems: Sequence[Problem], player_of: MakePlayer
-) -> tuple[Player, SamplingParams]:
+) -> tuple[RolloutRunner, SamplingParams]:
     check_model(config.model.path)
     renderer = load_renderer(config.model.path)
     engine = build_generator(config, renderer, problems, console.print)

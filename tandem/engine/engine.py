@@ -20,10 +20,10 @@ from torch import Tensor
 
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import sample
-from tandem.engine.scheduler import Running, Scheduler, Work
+from tandem.engine.scheduler import RunningSequence, Scheduler, Work
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import Filter, Seen
+from tandem.model.logprobs import SamplingDistribution, SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
@@ -58,26 +58,28 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens
         )
-        self._ended: list[Running] = []  # while weights were changed; the next step returns them
+        self._ended: list[
+            RunningSequence
+        ] = []  # while weights were changed; the next step returns them
         self._arrivals = self._generated = 0
         # of the completions under these weights, the one with the least key
-        self._to_check: Running | None = None
+        self._to_check: RunningSequence | None = None
         self._stamp = self._weights_stamp()
 
     # ---- requests
 
-    def submit(self, request: Request) -> Running:
+    def submit(self, request: Request) -> RunningSequence:
         """Queue a request. Raises UserError when it can never run and QueueFull when too many
         wait."""
         self.require_room(len(request.prompt) + request.params.max_new_tokens)
         if not self.has_work:
             self._to_check = None  # what ended before is somebody else's: an evaluation's
-        running = Running.of(request, self._arrivals)
+        running = RunningSequence.of(request, self._arrivals)
         self.scheduler.submit(running)
         self._arrivals += 1
         return running
 
-    def cancel(self, running: Running) -> None:
+    def cancel(self, running: RunningSequence) -> None:
         """End a request now, with what it has; its pages are free at once. One that has ended stays
         as it is."""
         if running.completion is None:
@@ -204,7 +206,7 @@ class Engine:
 
     # ---- one pass
 
-    def step(self) -> list[Running]:
+    def step(self) -> list[RunningSequence]:
         """One forward pass; returns the sequences that got a token, with `completion` set on those
         that ended."""
         watchdog.beat()
@@ -212,7 +214,7 @@ class Engine:
         return ended + self._pass(only_started=False)
 
     @torch.no_grad()
-    def _pass(self, *, only_started: bool) -> list[Running]:
+    def _pass(self, *, only_started: bool) -> list[RunningSequence]:
         self._check_weights()
         work = self.scheduler.schedule(only_started=only_started)
         if not work:
@@ -251,13 +253,13 @@ class Engine:
             sequence.cached += count
         return hidden
 
-    def _sample(self, logits: Tensor, ready: list[Running]) -> None:
+    def _sample(self, logits: Tensor, ready: list[RunningSequence]) -> None:
         """Append one token to each sequence; logits [B, V] are theirs."""
         keys = np.array([s.request.key for s in ready], np.uint64)
         draws = torch.from_numpy(
             uniforms(keys, np.array([s.request.drawn + len(s.tokens) for s in ready]))
         ).to(logits.device)
-        alike: dict[tuple[Filter, int], list[int]] = defaultdict(list)
+        alike: dict[tuple[SamplingDistribution, int], list[int]] = defaultdict(list)
         for row, sequence in enumerate(ready):
             alike[sequence.how, sequence.request.params.top_logprobs].append(row)
         for (how, top_logprobs), rows in alike.items():
@@ -277,13 +279,13 @@ class Engine:
                     sequence.top.append((top, theirs))
         self._generated += len(ready)
 
-    def _retire(self, ready: list[Running]) -> None:
+    def _retire(self, ready: list[RunningSequence]) -> None:
         for sequence in ready:
             verdict = self._ending(sequence)
             if verdict is not None:
                 self._end(sequence, *verdict)
 
-    def _ending(self, sequence: Running) -> tuple[str, str] | None:
+    def _ending(self, sequence: RunningSequence) -> tuple[str, str] | None:
         """(text, stop reason) when the sequence has ended."""
         params, tokens = sequence.request.params, sequence.tokens
         if tokens[-1] in params.stop_token_ids:
@@ -297,7 +299,7 @@ class Engine:
             return text[: min(cuts)], "stop"
         return (text, "length") if full else (text, "paused") if paused else None
 
-    def _end(self, sequence: Running, text: str, reason: str) -> None:
+    def _end(self, sequence: RunningSequence, text: str, reason: str) -> None:
         self.scheduler.remove(sequence)
         if sequence.tokens and sequence.weight_versions[-1] == self.weight_version:
             self._to_check = min(
@@ -334,11 +336,11 @@ class Engine:
         }
 
 
-def _seen(sequences: list[Running], device: torch.device) -> Seen:
+def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:
     """The distinct tokens of each sequence so far."""
     tokens = [np.unique(sequence.known()) for sequence in sequences]
     rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
-    return Seen(
+    return SeenTokens(
         torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
     )
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.model.logprobs import Filter, Seen, log_distribution, penalize
+from tandem.model.logprobs import SamplingDistribution, SeenTokens, log_distribution, penalize
 
 BLOCK = 128  # tokens of the vocabulary
 
@@ -24,7 +24,11 @@ class Drawn:
 
 
 def sample(
-    logits: Tensor, how: Filter, uniform: Tensor, seen: Seen | None = None, top: int = 0
+    logits: Tensor,
+    how: SamplingDistribution,
+    uniform: Tensor,
+    seen: SeenTokens | None = None,
+    top: int = 0,
 ) -> Drawn:
     """logits [B, V] (overwritten), uniform float32 [B] in [0, 1) -> what was drawn, with its
     log-probs in nats.

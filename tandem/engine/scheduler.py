@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tandem.engine.page_cache import BEGINNING, Match, PageCache, past_after
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.model.paged_attention import PAGE
 from tandem.types import Completion, Request
 
@@ -26,12 +26,12 @@ class QueueFull(RuntimeError):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Running:
+class RunningSequence:
     """One request on its way. `completion` is set when it has ended."""
 
     request: Request
     arrival: int
-    how: Filter
+    how: SamplingDistribution
     pause_at: int = 0  # tokens at which it pauses; 0: never
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)  # nats, float32 values
@@ -43,17 +43,17 @@ class Running:
     cached: int = 0  # tokens whose keys and values are in its pages
 
     @classmethod
-    def of(cls, request: Request, arrival: int) -> "Running":
+    def of(cls, request: Request, arrival: int) -> "RunningSequence":
         """One that goes on from what had begun is as if it had been preempted there."""
         new, begun = (
-            cls(request=request, arrival=arrival, how=Filter.of(request.params)),
+            cls(request=request, arrival=arrival, how=SamplingDistribution.of(request.params)),
             request.begun,
         )
         if begun is not None:
             new.tokens, new.logprobs = begun.tokens.tolist(), begun.logprobs.tolist()
             new.weight_versions = begun.weight_versions.tolist()
             new.top = list(zip(begun.top_tokens.tolist(), begun.top_logprobs.tolist(), strict=True))
-        new.pause_at = len(new.tokens) + request.pause_after if request.pause_after else 0
+        new.pause_at = len(new.tokens) + request.max_tokens_now if request.max_tokens_now else 0
         return new
 
     @property
@@ -72,7 +72,7 @@ class Running:
         return self.known()[self.cached : self.cached + count].tolist()
 
 
-Work = list[tuple[Running, int]]  # a sequence and how many of its tokens run
+Work = list[tuple[RunningSequence, int]]  # a sequence and how many of its tokens run
 
 
 class Scheduler:
@@ -82,18 +82,18 @@ class Scheduler:
     def __init__(self, cache: PageCache, *, max_batch: int, max_queue: int, chunk_tokens: int):
         self.cache = cache
         self.max_batch, self.max_queue, self.chunk_tokens = max_batch, max_queue, chunk_tokens
-        self.waiting: list[Running] = []  # by arrival
-        self.running: list[Running] = []  # by arrival
+        self.waiting: list[RunningSequence] = []  # by arrival
+        self.running: list[RunningSequence] = []  # by arrival
         self.preemptions = self.prompt_tokens = self.prompt_tokens_cached = 0
 
-    def submit(self, sequence: Running) -> None:
+    def submit(self, sequence: RunningSequence) -> None:
         if len(self.waiting) >= self.max_queue:
             raise QueueFull(
                 f"{len(self.waiting)} requests are waiting, at most {self.max_queue} may"
             )
         insort(self.waiting, sequence, key=_arrival)
 
-    def remove(self, sequence: Running) -> None:
+    def remove(self, sequence: RunningSequence) -> None:
         """It has ended or was cancelled: its pages are free for others at once."""
         if sequence in self.running:
             self._give_up_pages(sequence)
@@ -148,7 +148,7 @@ class Scheduler:
             work.append((sequence, count))
         return work
 
-    def _place(self, sequence: Running, known: np.ndarray, match: Match) -> bool:
+    def _place(self, sequence: RunningSequence, known: np.ndarray, match: Match) -> bool:
         """Give it pages for all it knows, the shared ones held and the rest new; False when there
         are too few."""
         cache, shared, tail_length = self.cache, match.pages, match.tail_length
@@ -168,7 +168,7 @@ class Scheduler:
         cache.release(source if enough else [*shared, *source])
         return enough
 
-    def _grow(self, sequence: Running) -> bool:
+    def _grow(self, sequence: RunningSequence) -> bool:
         """A page for its next token, taken from the youngest if need be; False when it was itself
         the youngest."""
         if sequence.length <= len(sequence.pages) * PAGE:
@@ -181,16 +181,16 @@ class Scheduler:
         sequence.pages.append(self.cache.take(self.cache.past_of_next(sequence.pages[-1])))
         return True
 
-    def _preempt(self, sequence: Running) -> None:
+    def _preempt(self, sequence: RunningSequence) -> None:
         self.preemptions += 1
         self._give_up_pages(sequence)
         self.running.remove(sequence)
         insort(self.waiting, sequence, key=_arrival)
 
-    def _give_up_pages(self, sequence: Running) -> None:
+    def _give_up_pages(self, sequence: RunningSequence) -> None:
         self.cache.release(sequence.pages)
         sequence.pages, sequence.cached = [], 0
 
 
-def _arrival(sequence: Running) -> int:
+def _arrival(sequence: RunningSequence) -> int:
     return sequence.arrival

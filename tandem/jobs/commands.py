@@ -48,17 +48,23 @@ from tandem.model.load import ExactModel
 from tandem.model.probe import Exactness
 from tandem.rl.losses import Metrics
 from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import Clock
+from tandem.rollout.score import Timer
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
-from tandem.step import Stages, Update, imitate, train_step, update
-from tandem.step_async import rollouts_ahead, train_step_async
+from tandem.step import Stages, Update, distill_step, train_step, update
+from tandem.step_async import open_prefetcher, train_step_async
 from tandem.train.learn import Models
 from tandem.train.pack import pack
-from tandem.train.supervised import fit, fit_pairs, fit_scores, pair_loss, score_loss
-from tandem.train_loop import Job, Stepped
+from tandem.train.supervised import (
+    pair_loss,
+    preference_step,
+    reward_model_step,
+    score_loss,
+    sft_step,
+)
+from tandem.train_loop import StepResult, TrainJob
 from tandem.types import Microbatch, Row, Sample
 from tandem.weights.in_process import InlineSync
 
@@ -66,16 +72,18 @@ T = TypeVar("T")
 
 
 @contextmanager
-def training_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
+def training_job(config: Config, run: RunFolder, report: Report) -> Iterator[TrainJob]:
     """`tandem train`."""
     with _problems_job(config, run, report, training_inputs, learning_models, update) as job:
         yield job
 
 
 @contextmanager
-def distill_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
+def distill_job(config: Config, run: RunFolder, report: Report) -> Iterator[TrainJob]:
     """`tandem distill`."""
-    with _problems_job(config, run, report, distill_inputs, student_and_teacher, imitate) as job:
+    with _problems_job(
+        config, run, report, distill_inputs, student_and_teacher, distill_step
+    ) as job:
         yield job
 
 
@@ -87,7 +95,7 @@ def _problems_job(
     read: Callable[[Config], ProblemInputs],
     make: Callable[[Config], Models],
     update: Update,
-) -> Iterator[Job]:
+) -> Iterator[TrainJob]:
     """A job whose episodes are sampled on the way."""
     prepare_process(config)
     given = read(config)
@@ -109,7 +117,7 @@ def _problems_job(
         _note_machine(run, found, report)
         engine = build_engine(config, models.policy.model, renderer)
         local = player_of(engine, renderer)
-        with rollout_side(config, engine, local, report) as (player, sync, leave):
+        with rollout_side(config, engine, local, report) as (player, sync, stop_workers):
             stages = Stages(
                 config=config,
                 problems=problems,
@@ -121,7 +129,7 @@ def _problems_job(
                 params=sampling_params(config.rollout, renderer.stop_token_ids),
             )
             critic = {} if models.critic is None else {"critic": models.critic}
-            job = Job(
+            job = TrainJob(
                 learners={"policy": models.policy, **critic},
                 data=inputs,
                 steps=config.run.steps,
@@ -135,12 +143,12 @@ def _problems_job(
             if not config.rollout.staleness:
                 yield job
                 return
-            with rollouts_ahead(stages, config.run.steps, leave) as ahead:
+            with open_prefetcher(stages, config.run.steps, stop_workers) as ahead:
                 yield replace(
                     job,
                     begin=ahead.begin,
-                    settled=ahead.settled,
-                    hurry=ahead.hurry,
+                    wait_until_durable=ahead.wait_until_durable,
+                    stop_soon=ahead.stop_soon,
                     step=lambda done: train_step_async(ahead, done, update),
                 )
 
@@ -167,7 +175,7 @@ def _restore(stages: Stages, done: int, state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def sft_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
+def sft_job(config: Config, run: RunFolder, report: Report) -> Iterator[TrainJob]:
     """`tandem sft`."""
     prepare_process(config)
     settings, given = config.sft, sft_inputs(config)
@@ -175,11 +183,11 @@ def sft_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     _note_machine(run, tell_exactness(config, policy.model, report), report)
 
     def step(picked: list[Sample]) -> Metrics:
-        return fit(policy, pack(picked, config.train.tokens_per_microbatch))
+        return sft_step(policy, pack(picked, config.train.tokens_per_microbatch))
 
     inputs = input_hashes(config, *KEYS["sft"])
     with _generating(config, policy.model, given, run, inputs) as (publish, evaluate):
-        yield Job(
+        yield TrainJob(
             learners={"policy": policy},
             data=inputs,
             steps=settings.steps,
@@ -191,7 +199,7 @@ def sft_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
 
 
 @contextmanager
-def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
+def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[TrainJob]:
     """`tandem dpo`."""
     prepare_process(config)
     settings, given = config.preference, dpo_inputs(config)
@@ -202,7 +210,7 @@ def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     watch = LossWatch(settings.learning_rate, settings.warmup_steps, report)
 
     def step(picked: list[list[Sample]]) -> Metrics:
-        return watch(fit_pairs(policy, reference, _pack_pairs(picked, config), settings))
+        return watch(preference_step(policy, reference, _pack_pairs(picked, config), settings))
 
     def accuracy() -> Row:
         return _pair_accuracy(
@@ -211,7 +219,7 @@ def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
 
     inputs = input_hashes(config, *KEYS["dpo"])
     with _generating(config, policy.model, given, run, inputs) as (publish, evaluate):
-        yield Job(
+        yield TrainJob(
             learners={"policy": policy},
             data=inputs,
             steps=settings.steps,
@@ -223,7 +231,7 @@ def dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
 
 
 @contextmanager
-def rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
+def rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[TrainJob]:
     """`tandem rm`: a sequence classifier with one label, its score read at the last token."""
     prepare_process(config)
     settings, given = config.preference, rm_inputs(config)
@@ -238,9 +246,9 @@ def rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[Job]:
     watch = LossWatch(settings.learning_rate, settings.warmup_steps, report)
 
     def step(picked: list[list[Sample]]) -> Metrics:
-        return watch(fit_scores(scorer, _pack_pairs(picked, config)))
+        return watch(reward_model_step(scorer, _pack_pairs(picked, config)))
 
-    yield Job(
+    yield TrainJob(
         learners={"scorer": scorer},
         data=input_hashes(config, *KEYS["rm"]),
         steps=settings.steps,
@@ -305,11 +313,11 @@ def _step(
     batch_size: int,
     update: Callable[[list[T]], Metrics],
     publish: Callable[[int], None],
-) -> Callable[[int], Stepped]:
+) -> Callable[[int], StepResult]:
     """A job's step over fixed items, in addressed shuffles; the weights after it are published."""
 
-    def step(done: int) -> Stepped:
-        clock = Clock()
+    def step(done: int) -> StepResult:
+        clock = Timer()
         with clock("learn_s"):
             metrics = update(
                 problems_of_step(items, done, batch_size, config.run.seed, config.data.shuffle)

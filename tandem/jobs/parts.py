@@ -27,9 +27,9 @@ from tandem.model.lora import Lora, require_peft
 from tandem.model.probe import Exactness, probe
 from tandem.model.weight_files import check_weights
 from tandem.rewards.pool.pool import RewardPool
-from tandem.rollout.episodes import World
+from tandem.rollout.episodes import EnvPool
 from tandem.rollout.evaluate import evaluate
-from tandem.rollout.score import Grade, Player
+from tandem.rollout.score import Grade, RolloutRunner
 from tandem.run_folder.journal import Journal
 from tandem.runtime import numerics
 from tandem.runtime.disk import file_hash
@@ -345,22 +345,22 @@ def reward_pool(config: Config) -> RewardPool:
 
 
 @contextmanager
-def playground(config: Config) -> Iterator[Callable[[Generate, Renderer], Player]]:
+def playground(config: Config) -> Iterator[Callable[[Generate, Renderer], RolloutRunner]]:
     """Environment and reward workers, checked before anything expensive is loaded and alive as long
-    as the context; it yields what makes a Player of them with an engine and a renderer."""
-    world = World(make=load_env(config.env, config.sandbox), limits=config.env)
+    as the context; it yields what makes a RolloutRunner of them with an engine and a renderer."""
+    world = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
         check_model(config.reward.model, "reward.model", head="value")
     with reward_pool(config) as reward, closing(world):
-        yield lambda engine, renderer: Player(
+        yield lambda engine, renderer: RolloutRunner(
             engine=engine, renderer=renderer, world=world, reward=reward, grade=grader(config)
         )
 
 
 @contextmanager
 def rollout_side(
-    config: Config, engine: Engine, local: Player, report: Report
-) -> Iterator[tuple[Player, Sync, Callable[[], None]]]:
+    config: Config, engine: Engine, local: RolloutRunner, report: Report
+) -> Iterator[tuple[RolloutRunner, Sync, Callable[[], None]]]:
     """Who samples for training, how weights get there, and what ends it: the trainer's own engine,
     or worker processes."""
     rollout, model = config.rollout, engine.model
@@ -430,7 +430,7 @@ def _with_word(episode: Episode, value: float | None) -> Episode:
 def evaluator(
     config: Config,
     problems: Sequence[Problem],
-    player: Player,
+    player: RolloutRunner,
     stop_token_ids: tuple[int, ...],
     journal: Journal | None,
 ) -> Callable[[int], Row]:

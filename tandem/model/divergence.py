@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.model.linear import multiply
-from tandem.model.logprobs import Filter, chunks, log_distribution
+from tandem.model.logprobs import SamplingDistribution, chunks, log_distribution
 
 Head = tuple[Tensor, Tensor, Tensor]  # hidden states [N, D], output projection [V, D], its pack
 # Log-probs of student and teacher, [n, V] each -> (nats [n], their slope [n, V] in the student's
@@ -19,7 +19,9 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def divergences(student: Head, teacher: Head, temperature: float, divergence: Divergence) -> Tensor:
     """The divergence of the student's and the teacher's tempered distributions at each of N
     positions, float32 [N], nats; differentiable in the student's hidden states and projection."""
-    return _Divergences.apply(*student, *teacher, Filter(temperature=temperature), divergence)  # type: ignore[no-any-return]
+    return _Divergences.apply(
+        *student, *teacher, SamplingDistribution(temperature=temperature), divergence
+    )  # type: ignore[no-any-return]
 
 
 class _Divergences(torch.autograd.Function):
@@ -50,7 +52,7 @@ class _Divergences(torch.autograd.Function):
         return grad_hidden, grad_weight, *(None for _ in range(6))
 
 
-def _tables(tensors: list[Tensor], rows: slice, how: Filter) -> tuple[Tensor, Tensor]:
+def _tables(tensors: list[Tensor], rows: slice, how: SamplingDistribution) -> tuple[Tensor, Tensor]:
     """The log-probs of student and teacher, each [n, V]"""
     hidden, _, packed, teacher_hidden, _, teacher_packed = tensors
     own = log_distribution(multiply(hidden[rows], packed), how)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from tandem.model.divergence import Divergence, Head, divergences
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import Filter, Seen, token_logprobs
+from tandem.model.logprobs import SamplingDistribution, SeenTokens, token_logprobs
 from tandem.types import Microbatch
 
 
 def batch_logprobs(
     model: ExactModel,
     batch: Microbatch,
-    how: Filter,
+    how: SamplingDistribution,
     expected: Tensor | None = None,
     *,
     entropy: bool = True,
@@ -30,7 +30,9 @@ def batch_logprobs(
 
 
 @torch.no_grad()
-def reference_logprobs(reference: ExactModel, batch: Microbatch, how: Filter) -> Tensor:
+def reference_logprobs(
+    reference: ExactModel, batch: Microbatch, how: SamplingDistribution
+) -> Tensor:
     """float32 [N]; of a policy with adapters, the reference is the same model without them."""
     with reference.adapter_off():
         return batch_logprobs(reference, batch, how, entropy=False)[0]
@@ -65,7 +67,7 @@ def _hidden(model: ExactModel, batch: Microbatch) -> Tensor:
     return hidden.index_select(0, torch.from_numpy(batch.rows).to(model.device))
 
 
-def _seen(batch: Microbatch, device: torch.device, start: int, stop: int) -> Seen:
+def _seen(batch: Microbatch, device: torch.device, start: int, stop: int) -> SeenTokens:
     """The distinct tokens before targets start .. stop - 1: their segment's up to the row that
     predicts, and its prefix's."""
     first, _, prefix_first, prefix = batch.segments.T
@@ -80,6 +82,6 @@ def _seen(batch: Microbatch, device: torch.device, start: int, stop: int) -> See
         for s, row in zip(owner, rows, strict=True)
     ]
     index = np.arange(len(tokens)).repeat([len(t) for t in tokens])
-    return Seen(
+    return SeenTokens(
         torch.from_numpy(index).to(device), torch.from_numpy(np.concatenate(tokens)).to(device)
     )

@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 25  # logits held at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
+class SamplingDistribution:
     """How logits become the distribution sampled from: repetition penalty, temperature, top-k,
     top-p, min-p, in this order.
 
@@ -37,8 +37,8 @@ class Filter:
     repetition_penalty: float = 1.0
 
     @staticmethod
-    def of(params: SamplingParams) -> "Filter":
-        return Filter(
+    def of(params: SamplingParams) -> "SamplingDistribution":
+        return SamplingDistribution(
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -48,7 +48,7 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenTokens:
     """The tokens before each of N predictions, as pairs: tokens[i] comes before prediction rows[i];
     both int64 [M]."""
 
@@ -57,10 +57,10 @@ class Seen:
 
 
 # of predictions start .. stop - 1, made when they are computed
-SeenBefore = Callable[[int, int], Seen]
+SeenBefore = Callable[[int, int], SeenTokens]
 
 
-def penalize(logits: Tensor, penalty: float, seen: Seen) -> Tensor:
+def penalize(logits: Tensor, penalty: float, seen: SeenTokens) -> Tensor:
     """Repetition penalty (Keskar et al. 2019, section 4.1) on logits [N, V], in place; returns its
     slope [M].
 
@@ -73,7 +73,9 @@ def penalize(logits: Tensor, penalty: float, seen: Seen) -> Tensor:
     return slope
 
 
-def log_distribution(logits: Tensor, how: Filter, forced: Tensor | None = None) -> Tensor:
+def log_distribution(
+    logits: Tensor, how: SamplingDistribution, forced: Tensor | None = None
+) -> Tensor:
     """Logits [N, V], penalized already -> log-probs [N, V] after temperature, top-k, top-p, min-p;
     filtered ones -inf.
 
@@ -114,7 +116,7 @@ def token_logprobs(
     weight: Tensor,
     packed: Tensor,
     targets: Tensor,
-    how: Filter,
+    how: SamplingDistribution,
     seen: SeenBefore | None = None,
     expected: Tensor | None = None,
     entropy: bool = True,
@@ -144,7 +146,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         packed: Tensor,
         targets: Tensor,
-        how: Filter,
+        how: SamplingDistribution,
         seen: SeenBefore | None,
         expected: Tensor | None,
         with_entropy: bool,
@@ -210,7 +212,11 @@ class _Gradients:
         self.weight = torch.zeros_like(weight) if wanted[1] else None
 
     def add(
-        self, rows: slice, slope: Tensor, how: Filter, penalized: tuple[Seen, Tensor] | None
+        self,
+        rows: slice,
+        slope: Tensor,
+        how: SamplingDistribution,
+        penalized: tuple[SeenTokens, Tensor] | None,
     ) -> None:
         """slope [n, V]: d loss / d tempered logits of these rows; it is used up."""
         hidden, weight = self.inputs
@@ -247,8 +253,8 @@ def _slope(
 
 
 def _penalize(
-    logits: Tensor, how: Filter, seen: SeenBefore | None, rows: slice
-) -> tuple[Seen, Tensor] | None:
+    logits: Tensor, how: SamplingDistribution, seen: SeenBefore | None, rows: slice
+) -> tuple[SeenTokens, Tensor] | None:
     if how.repetition_penalty == 1.0:
         return None
     assert seen is not None, "a repetition penalty needs the tokens seen before"

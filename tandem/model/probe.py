@@ -20,7 +20,7 @@ from tandem.model.attention import Plan
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import HAS_PREPACKED, ExactLinear, padded_rows, swiglu
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import Filter, chunks, log_distribution
+from tandem.model.logprobs import SamplingDistribution, chunks, log_distribution
 from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_model, threads_of
 from tandem.runtime import numerics
 
@@ -103,7 +103,10 @@ def _rows_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
     """SwiGLU and log-softmax."""
     operators: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
         "SwiGLU": (swiglu, 2 * model.config.intermediate_size),
-        "log-softmax": (lambda x: log_distribution(x, Filter()), model.config.vocab_size),
+        "log-softmax": (
+            lambda x: log_distribution(x, SamplingDistribution()),
+            model.config.vocab_size,
+        ),
     }
     found = []
     for name, (function, width) in operators.items():

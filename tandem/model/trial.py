@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.model.attention import Plan
 from tandem.model.load import ExactModel, make_exact
-from tandem.model.logprobs import Filter, log_distribution, token_logprobs
+from tandem.model.logprobs import SamplingDistribution, log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
 
 VOCABULARY, EXPERTS = 512, 8
@@ -137,7 +137,7 @@ class Schedule:
         hidden = model.hidden(torch.from_numpy(tokens), torch.from_numpy(places), plan)[prefix:]
         weight = model.head.weight
         logprobs, _ = token_logprobs(
-            hidden, weight, model.head.pack.of(weight), self.targets, Filter()
+            hidden, weight, model.head.pack.of(weight), self.targets, SamplingDistribution()
         )
         logprobs.backward(self.above)  # type: ignore[no-untyped-call]
         gradients = {
@@ -166,7 +166,7 @@ class Schedule:
                 hidden = self.model.hidden(
                     torch.from_numpy(np.concatenate(new)), torch.from_numpy(positions), plan
                 )
-                table = log_distribution(self.model.head(hidden), Filter())
+                table = log_distribution(self.model.head(hidden), SamplingDistribution())
             for member, rows, start in zip(
                 members, table.split(counts.tolist()), done[members], strict=True
             ):

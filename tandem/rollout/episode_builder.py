@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.runtime.errors import InternalError
+from tandem.runtime.errors import InvariantError
 from tandem.runtime.rng import address
 from tandem.types import Array, Completion, Episode, Group, Observation, Problem
 
@@ -33,7 +33,9 @@ def not_begun(problem: Problem, sample: int, place: tuple[int | str, ...]) -> Ep
     )
 
 
-def seat(problems: Sequence[Problem], group_size: int, place: tuple[int | str, ...]) -> list[Group]:
+def new_groups(
+    problems: Sequence[Problem], group_size: int, place: tuple[int | str, ...]
+) -> list[Group]:
     """Groups of episodes that have not begun. Their draws are addressed by (place, row, uid,
     sample), so a problem that occurs twice is sampled anew."""
     return [
@@ -143,7 +145,7 @@ class Record:
                 )
             )
         if self._digest.digest() != hashlib.blake2b(self.tokens().tobytes()).digest():
-            raise InternalError(
+            raise InvariantError(
                 "a token of an episode has changed since it was sampled or read",
                 where=f"problem {self.uid}, sample {self.sample}",
                 found="other tokens at a turn's end",

@@ -8,7 +8,7 @@ import numpy as np
 from tandem.rl.filters import has_signal
 from tandem.types import Array, Episode, Group, Row
 
-CUT = ("length", "tokens")  # stop reasons of episodes that did not come to their end
+TRUNCATED = ("length", "tokens")  # stop reasons of episodes that did not come to their end
 
 
 def valid_rewards(groups: Sequence[Group]) -> Array:
@@ -22,7 +22,7 @@ def carries_signal(group: Group) -> bool:
     return has_signal(group.rewards) or any(episode.penalties.any() for episode in group.episodes)
 
 
-def describe(groups: Sequence[Group]) -> Row:
+def episode_metrics(groups: Sequence[Group]) -> Row:
     """What the episodes that the step sampled were like, those that dynamic sampling leaves out
     included."""
     if not groups:
@@ -44,7 +44,7 @@ def describe(groups: Sequence[Group]) -> Row:
             for kind in sorted(set(outcomes) - {"train"})
         },
         "completion_tokens": float(np.mean([e.loss_mask.sum() for e in episodes])),
-        "truncated": float(np.mean([e.stop_reason in CUT for e in episodes])),
+        "truncated": float(np.mean([e.stop_reason in TRUNCATED for e in episodes])),
         "reward_errors": float(sum(bool(e.reward_error) for e in episodes)),
         **played(episodes),
     }

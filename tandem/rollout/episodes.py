@@ -39,7 +39,7 @@ from tandem.config.schema import Env as EnvConfig
 from tandem.envs.calls import Caller, EnvironmentFailed, describe, environment_loop, where_it_is
 from tandem.rollout.episode_builder import Record
 from tandem.runtime import watchdog
-from tandem.runtime.errors import InternalError, UserError
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.types import (
     Array,
     Completion,
@@ -65,7 +65,7 @@ Ended = Callable[[int, Episode], None]  # (row of the problem, the episode), as 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class EnvPool:
     """Where episodes play: a maker of environments, and the limits. Example: World(make=Env,
     limits=config.env)"""
 
@@ -90,12 +90,12 @@ def run_episodes(
     *,
     engine: Generate,
     renderer: Renderer,
-    world: World,
+    world: EnvPool,
     params: SamplingParams,
     ended: Ended | None = None,
     budget: int = 0,
 ) -> list[tuple[Episode, ...]]:
-    """The groups' episodes, the paused ones played on; record.seat makes groups whose episodes have
+    """The groups' episodes, the paused ones played on; new_groups makes groups whose episodes have
     not begun.
 
     ended is called in the environments' thread, with each that ends now. budget: tokens that an
@@ -124,7 +124,7 @@ class _Rollout:
         problems: Sequence[Problem],
         engine: Generate,
         renderer: Renderer,
-        world: World,
+        world: EnvPool,
         params: SamplingParams,
         ended: Ended | None,
         budget: int,
@@ -342,7 +342,7 @@ class _Rollout:
         record.prompt_tokens = len(prompt)
         record.read(prompt)
 
-    async def _generate(self, record: Record, room: int, pause_after: int) -> Completion:
+    async def _generate(self, record: Record, room: int, max_tokens_now: int) -> Completion:
         """The record's next turn, or what comes of it before it pauses."""
         request = Request(
             key=record.key,
@@ -350,7 +350,7 @@ class _Rollout:
             params=replace(self.params, max_new_tokens=room),
             drawn=record.drawn,
             begun=record.began,
-            pause_after=pause_after,
+            max_tokens_now=max_tokens_now,
         )
         future: asyncio.Future[Completion] = self._loop.create_future()
         self._inbox.put((request, future))
@@ -358,7 +358,7 @@ class _Rollout:
         if record.began and not np.array_equal(
             completion.tokens[: len(record.began.tokens)], record.began.tokens
         ):
-            raise InternalError(
+            raise InvariantError(
                 "a turn that was paused went on with other tokens",
                 where=f"problem {record.uid}",
                 found="another beginning",

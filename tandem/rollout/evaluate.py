@@ -12,16 +12,16 @@ import numpy as np
 
 from tandem.config.schema import Eval, Rollout
 from tandem.config.schema import Reward as RewardConfig
-from tandem.rollout.episode_builder import seat
+from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import played
-from tandem.rollout.score import Clock, Player, play
+from tandem.rollout.score import RolloutRunner, Timer, generate_and_score
 from tandem.types import Group, Problem, Row, SamplingParams
 
 NO_PENALTY = RewardConfig()  # shaping is for training
 
 
 def evaluate(
-    player: Player,
+    player: RolloutRunner,
     problems: Sequence[Problem],
     *,
     seed: int,
@@ -50,8 +50,10 @@ def evaluate(
         if name in known:
             groups[name] = known[name]
         else:
-            seated = seat(problems, count, (seed, "eval", name))
-            groups[name] = play(player, seated, params=params, shaping=NO_PENALTY, clock=Clock())
+            seated = new_groups(problems, count, (seed, "eval", name))
+            groups[name] = generate_and_score(
+                player, seated, params=params, shaping=NO_PENALTY, clock=Timer()
+            )
             ended(name, groups[name])
         metrics |= _summary(name, groups[name])
     return metrics | _pass_rates(groups["sampled"], how.success), groups

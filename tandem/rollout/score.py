@@ -14,7 +14,7 @@ import numpy as np
 
 from tandem.config.schema import Reward
 from tandem.rl.filters import overlong_penalty
-from tandem.rollout.episodes import World, run_episodes
+from tandem.rollout.episodes import EnvPool, run_episodes
 from tandem.run_folder.journal import Parts
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
@@ -35,19 +35,19 @@ Grade = Callable[[Sequence[Problem], Sequence[tuple[Episode, ...]]], list[tuple[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Player:
+class RolloutRunner:
     """What plays episodes and has them scored: training, evaluation and `tandem rollout` share
     it."""
 
     engine: Generate
     renderer: Renderer
-    world: World
+    world: EnvPool
     reward: Scorer
     # a reward model: writes its word into the episodes' `given`, before they are scored
     grade: Grade | None = None
 
 
-class Clock:
+class Timer:
     """Wall seconds of the parts of a step; they go to timings.jsonl and never into a decision."""
 
     def __init__(self) -> None:
@@ -70,13 +70,13 @@ class Clock:
         }
 
 
-def play(
-    player: Player,
+def generate_and_score(
+    player: RolloutRunner,
     groups: Sequence[Group],
     *,
     params: SamplingParams,
     shaping: Reward,
-    clock: Clock,
+    clock: Timer,
     budget: int = 0,
     parts: Parts | None = None,
 ) -> list[Group]:

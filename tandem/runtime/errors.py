@@ -36,6 +36,6 @@ class UserError(Exception):
         return "\n".join([self.what, *(f"  {name + ':':<10}{text}" for name, text in rows if text)])
 
 
-class InternalError(UserError):
+class InvariantError(UserError):
     """An invariant of Tandem's own that does not hold: told in full as well, but as the bug that it
     is, with its traceback."""

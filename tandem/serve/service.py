@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
-from tandem.engine.scheduler import Running
+from tandem.engine.scheduler import RunningSequence
 from tandem.types import Completion, Request
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ class ServedEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def submit(self, request: Request) -> Running: ...
+    def submit(self, request: Request) -> RunningSequence: ...
 
-    def cancel(self, running: Running) -> None: ...
+    def cancel(self, running: RunningSequence) -> None: ...
 
-    def step(self) -> list[Running]: ...
+    def step(self) -> list[RunningSequence]: ...
 
     def stats(self) -> dict[str, float]: ...
 
@@ -90,7 +90,7 @@ class _Live:
     choice: int
     sent: int = 0  # tokens that were delivered
 
-    def update(self, running: Running) -> Update:
+    def update(self, running: RunningSequence) -> Update:
         new = slice(self.sent, len(running.tokens))
         self.sent = len(running.tokens)
         return Update(
@@ -143,7 +143,7 @@ class EngineService:
         self.stopped = ""  # why, when it has
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._live: dict[Running, _Live] = {}
+        self._live: dict[RunningSequence, _Live] = {}
         self._generations: set[Generation] = set()
         self._questions: set[asyncio.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -270,7 +270,7 @@ class EngineService:
             del self._live[running]
             self._engine.cancel(running)
 
-    def _deliver(self, runnings: Sequence[Running]) -> None:
+    def _deliver(self, runnings: Sequence[RunningSequence]) -> None:
         updates: defaultdict[Generation, list[Update]] = defaultdict(list)
         for running in runnings:
             if running not in self._live:

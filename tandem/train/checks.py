@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tandem.model.load import ExactModel
-from tandem.runtime.errors import InternalError
+from tandem.runtime.errors import InvariantError
 from tandem.train.learner import Learner
 
 
@@ -22,7 +22,7 @@ def require_frozen(reference: ExactModel, policy: Learner) -> None:
         if n not in adapter and w.data_ptr() in written
     ]
     if shared:
-        raise InternalError(
+        raise InvariantError(
             "the reference would be trained with the policy",
             where=shared[0],
             found="one tensor for both",
@@ -38,7 +38,7 @@ def require_gradient(expected: Tensor, on_policy: Tensor, found: Tensor) -> None
         found[on_policy], expected[on_policy], rtol=1e-4, atol=0.0
     ):
         worst = int((found - expected).abs().mul(on_policy).argmax())
-        raise InternalError(
+        raise InvariantError(
             "the gradient of the loss is not that of the algorithm",
             where=f"token {worst} of a first update",
             found=f"{float(found[worst]):.4g}",

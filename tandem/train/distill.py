@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.config.schema import Config
 from tandem.model.forward import reference_logprobs, teacher_divergences
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.distillation import divergence, sampled_advantages
 from tandem.rl.losses import Metrics, total
 from tandem.train.learn import (
@@ -35,7 +35,7 @@ def distill(
     teacher: ExactModel,
     groups: Sequence[Group],
     config: Config,
-    how: Filter,
+    how: SamplingDistribution,
     *,
     version: int,
     exact: bool,
@@ -78,7 +78,7 @@ def _fit_exact(
     batches: Sequence[Microbatch],
     step: Step,
     config: Config,
-    how: Filter,
+    how: SamplingDistribution,
 ) -> Metrics:
     weights = join(batches, token_weights(step, batches, config))
     settings = config.distill

@@ -22,7 +22,7 @@ from torch import Tensor
 from tandem.config.schema import RL, Config, Reward
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.advantages import gdpo, group_advantages, penalize
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.corrections import correction, sequence_errors
@@ -128,7 +128,7 @@ def learn(
     models: Models,
     groups: Sequence[Group],
     config: Config,
-    how: Filter,
+    how: SamplingDistribution,
     *,
     version: int,
     baseline: float = 0.0,
@@ -196,7 +196,7 @@ def start(groups: Sequence[Group], config: Config) -> Step:
     return Step(groups=groups, places=places, updates=updates, engine=engine, proximal=engine)
 
 
-def annotate(step: Step, models: Models, rl: RL, how: Filter) -> None:
+def annotate(step: Step, models: Models, rl: RL, how: SamplingDistribution) -> None:
     """One forward pass of each model whose word is needed before the first update."""
     if rl.correction != "none" or rl.max_logprob_error:
         step.recomputed = step.ask(
@@ -337,7 +337,7 @@ def update_policy(
     batches: Sequence[Microbatch],
     step: Step,
     config: Config,
-    how: Filter,
+    how: SamplingDistribution,
     version: int,
     exact: bool,
     observe: Observe | None = None,

@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.config.schema import Preference
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums, total
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
 from tandem.train.learner import Learner
@@ -62,21 +62,21 @@ def scores(scorer: ExactModel, chats: Sequence[Array], budget: int) -> list[floa
     return [float(found[number][0]) for number in range(len(chats))]
 
 
-def fit(policy: Learner, batches: Sequence[Microbatch]) -> Metrics:
+def sft_step(policy: Learner, batches: Sequence[Microbatch]) -> Metrics:
     """One optimizer step of supervised fine-tuning, token mean over all batches."""
     tokens = sum(len(batch.targets) for batch in batches)
 
     def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
         known = -(torch.ones(len(batch.targets)) / tokens)  # what the mean below sends back
         terms, metrics = negative_log_likelihood(
-            batch_logprobs(policy.model, batch, Filter(), known, entropy=False)[0]
+            batch_logprobs(policy.model, batch, SamplingDistribution(), known, entropy=False)[0]
         )
         return terms.sum() / tokens, metrics
 
     return policy.update(batches, loss)
 
 
-def fit_pairs(
+def preference_step(
     policy: Learner, reference: ExactModel, batches: Sequence[Microbatch], how: Preference
 ) -> Metrics:
     """One optimizer step of DPO or IPO, mean over pairs."""
@@ -97,10 +97,10 @@ def pair_loss(
     [B / 2] and sums over pairs."""
     sequences = torch.from_numpy(batch.sequences)
     add = sequence_means if how.length_normalized else sequence_sums
-    logprobs = batch_logprobs(model, batch, Filter(), entropy=False)[0]
+    logprobs = batch_logprobs(model, batch, SamplingDistribution(), entropy=False)[0]
     own, held = (
         add(logprobs, sequences),
-        add(reference_logprobs(reference, batch, Filter()), sequences),
+        add(reference_logprobs(reference, batch, SamplingDistribution()), sequences),
     )
     margin = margins(own[0::2], own[1::2], held[0::2], held[1::2])
     if how.loss == "ipo":
@@ -114,7 +114,7 @@ def pair_loss(
     return losses, {**metrics, "loss": total(losses), "nll": total(chosen)}
 
 
-def fit_scores(scorer: Learner, batches: Sequence[Microbatch]) -> Metrics:
+def reward_model_step(scorer: Learner, batches: Sequence[Microbatch]) -> Metrics:
     """One optimizer step of a Bradley-Terry reward model, mean over pairs."""
     count = _pairs(batches)
 

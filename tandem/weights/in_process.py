@@ -18,7 +18,7 @@ class InlineSync:
     def publish(self, version: int) -> None:
         self.engine.apply(version)
 
-    def bring(self, version: int) -> None:
+    def sync_to(self, version: int) -> None:
         """There is only the newest one."""
         if version != self.engine.weight_version:
             raise UserError(

@@ -42,7 +42,7 @@ class ProcessSync:
         self.shared.release(below=version - self.keep)
         self.local.apply(version)
 
-    def bring(self, version: int) -> None:
+    def sync_to(self, version: int) -> None:
         """Raises UserError where the version is gone, and where a worker runs other weights than
         were published."""
         if self.workers.weight_version == version:

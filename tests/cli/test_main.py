@@ -89,8 +89,8 @@ def test_every_mistake_of_a_config_is_told_before_torch_is_imported(command, tmp
 
 def test_a_broken_invariant_is_told_as_a_bug_with_its_traceback(tmp_path):
     program = (
-        "import tandem.cli.main as main\nfrom tandem.runtime.errors import InternalError\n"
-        "def app():\n    raise InternalError('a token has changed', next='report this')\n"
+        "import tandem.cli.main as main\nfrom tandem.runtime.errors import InvariantError\n"
+        "def app():\n    raise InvariantError('a token has changed', next='report this')\n"
         "main.app = app\nmain.run()"
     )
     result = subprocess.run(

@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
-from tandem.model.logprobs import Filter, log_distribution
+from tandem.model.logprobs import SamplingDistribution, log_distribution
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address, uniforms
 from tandem.types import Request, SamplingParams
@@ -135,7 +135,9 @@ def test_the_logprobs_are_those_of_the_tempered_and_filtered_distribution():
     sequence = np.concatenate([[5, 9, 2], completion.tokens])
     with torch.no_grad():
         [logits] = exact_logits(MODEL, [sequence])
-    table = log_distribution(logits[2:-1], Filter(temperature=0.6, top_k=20, top_p=0.9))
+    table = log_distribution(
+        logits[2:-1], SamplingDistribution(temperature=0.6, top_k=20, top_p=0.9)
+    )
     assert np.array_equal(
         completion.logprobs,
         table.gather(1, torch.from_numpy(completion.tokens)[:, None])[:, 0].numpy(),
@@ -307,7 +309,7 @@ def test_a_logprob_that_is_not_the_trainers_is_seen():
 def test_of_a_completion_that_had_paused_only_the_tokens_of_these_weights_are_compared():
     model = exact_model("qwen3", seed=5)
     engine = engine_of(model)
-    [begun] = engine.generate([replace(request(max_new_tokens=20), pause_after=7)])
+    [begun] = engine.generate([replace(request(max_new_tokens=20), max_tokens_now=7)])
     with torch.no_grad():
         model.head.weight.mul_(1.5)
     engine.apply(1)

@@ -6,13 +6,22 @@ import pytest
 import torch
 
 from tandem.engine.sampler import sample
-from tandem.model.logprobs import Filter, log_distribution
+from tandem.model.logprobs import SamplingDistribution, log_distribution
 from tandem.runtime.rng import uniforms
 
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 0.4, -6.0, 1.1, -2.5, 0.0])
-WHOLE = (Filter(), Filter(temperature=0.5), Filter(temperature=2.0), Filter(top_k=4, top_p=0.9))
-FILTERED = (Filter(top_p=0.7), Filter(top_k=3), Filter(top_k=5, top_p=0.5, temperature=1.5))
+WHOLE = (
+    SamplingDistribution(),
+    SamplingDistribution(temperature=0.5),
+    SamplingDistribution(temperature=2.0),
+    SamplingDistribution(top_k=4, top_p=0.9),
+)
+FILTERED = (
+    SamplingDistribution(top_p=0.7),
+    SamplingDistribution(top_k=3),
+    SamplingDistribution(top_k=5, top_p=0.5, temperature=1.5),
+)
 
 
 def draws(how, logits=LOGITS, count=DRAWS):
@@ -46,20 +55,22 @@ def test_a_filtered_draw_never_leaves_its_set_and_reaches_all_of_it(how):
 def test_a_uniform_finds_the_token_whose_slice_of_the_cdf_it_falls_in():
     logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(6, -1)
     uniform = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2.0**-24])
-    assert sample(logits, Filter(), uniform).tokens.tolist() == [0, 0, 1, 1, 2, 2]
+    assert sample(logits, SamplingDistribution(), uniform).tokens.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_extreme_uniforms_never_draw_a_token_of_probability_zero():
     logits = torch.tensor([-torch.inf, -torch.inf, 1.0, 0.3, -torch.inf, -torch.inf]).expand(2, -1)
-    assert sample(logits, Filter(), torch.tensor([0.0, 1 - 2.0**-24])).tokens.tolist() == [2, 3]
+    assert sample(
+        logits, SamplingDistribution(), torch.tensor([0.0, 1 - 2.0**-24])
+    ).tokens.tolist() == [2, 3]
     # where a float32 sum of probabilities is off by more than the last uniform's gap
     large = torch.zeros(2, 100_000)
     large[:, 90_000:] = -torch.inf
-    drawn = sample(large, Filter(), torch.tensor([0.0, 1 - 2.0**-24]))
+    drawn = sample(large, SamplingDistribution(), torch.tensor([0.0, 1 - 2.0**-24]))
     assert drawn.tokens[0] == 0 and drawn.tokens[1] < 90_000 and drawn.logprobs.isfinite().all()
 
 
 def test_temperature_zero_takes_the_likeliest_token_with_its_logprob_at_temperature_one():
-    drawn = draws(Filter(temperature=0.0), count=3)
+    drawn = draws(SamplingDistribution(temperature=0.0), count=3)
     assert drawn.tokens.tolist() == [0, 0, 0]
     assert torch.equal(drawn.logprobs, LOGITS.log_softmax(-1)[0].expand(3))

@@ -80,7 +80,7 @@ def everything(**changes):
         params=params,
         drawn=11,
         begun=begun,
-        pause_after=6,
+        max_tokens_now=6,
     )
     return replace(whole, **changes)
 
@@ -547,14 +547,15 @@ def test_workers_give_the_bits_of_the_inline_engine_also_with_new_weights_and_wh
     until(workers, lambda: all_idle(workers))
     assert [bits(c, text=True) for c in run(workers, every_kind())] == inline
 
-    paused = engine.generate([replace(r, pause_after=5) for r in every_kind()])
+    paused = engine.generate([replace(r, max_tokens_now=5) for r in every_kind()])
     going_on = [
         replace(r, begun=c)
         for r, c in zip(every_kind(), paused, strict=True)
         if c.stop_reason == "paused"
     ]
     again = [
-        bits(c, text=True) for c in run(workers, [replace(r, pause_after=5) for r in every_kind()])
+        bits(c, text=True)
+        for c in run(workers, [replace(r, max_tokens_now=5) for r in every_kind()])
     ]
     assert going_on and again == [bits(c, text=True) for c in paused]
     assert [bits(c, text=True) for c in run(workers, going_on)] == [

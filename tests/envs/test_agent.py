@@ -28,9 +28,9 @@ from tandem.envs.agent.chat import (
 from tandem.envs.agent.env import AgentEnv, Played
 from tandem.envs.agent.run import AgentFailed
 from tandem.envs.agent.server import the_server
-from tandem.rollout.episode_builder import seat
-from tandem.rollout.episodes import World, run_episodes
-from tandem.rollout.score import Player
+from tandem.rollout.episode_builder import new_groups
+from tandem.rollout.episodes import EnvPool, run_episodes
+from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.episode_files import read_episodes
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
@@ -596,11 +596,11 @@ def test_a_training_step_with_an_agent_is_token_in_token_out_and_on_policy_to_th
         betas=(0.9, 0.95),
         max_grad_norm=1.0,
     )
-    world = World(make=lambda: Played(chatty), limits=config.env)
+    world = EnvPool(make=lambda: Played(chatty), limits=config.env)
     stages = Stages(
         config=config,
         problems=PROBLEMS,
-        player=Player(engine=engine, renderer=DigitRenderer(), world=world, reward=Given()),
+        player=RolloutRunner(engine=engine, renderer=DigitRenderer(), world=world, reward=Given()),
         models=Models(policy=Learner(model, optimizer)),
         sync=InlineSync(engine),
         params=PARAMS,
@@ -632,9 +632,9 @@ def test_dozens_of_agents_play_at_once_and_their_order_changes_nothing():
     def played(concurrency):
         model = exact_model("qwen3")
         limits = EnvConfig(concurrency=concurrency, timeout_s=WAIT_S)
-        world = World(make=lambda: Played(chatty), limits=limits)
+        world = EnvPool(make=lambda: Played(chatty), limits=limits)
         return run_episodes(
-            seat(PROBLEMS, 8, ("test",)),
+            new_groups(PROBLEMS, 8, ("test",)),
             engine=real_engine(model),
             renderer=DigitRenderer(),
             world=world,

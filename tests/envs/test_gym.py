@@ -8,8 +8,8 @@ import pytest
 
 from tandem.config.schema import Env as EnvConfig
 from tandem.envs.gym import GymEnv, plain
-from tandem.rollout.episode_builder import seat
-from tandem.rollout.episodes import World, run_episodes
+from tandem.rollout.episode_builder import new_groups
+from tandem.rollout.episodes import EnvPool, run_episodes
 from tandem.runtime.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
 from tests.support.scripted import DigitRenderer, ScriptedEngine
@@ -203,10 +203,10 @@ class Digits(DigitRenderer):
 
 def test_a_rollout_plays_it_and_closes_every_world():
     Echo.begun.clear()  # one of an earlier test may be closed only now
-    world = World(make=lambda: GymEnv(id="TandemEcho-v0"), limits=EnvConfig())
+    world = EnvPool(make=lambda: GymEnv(id="TandemEcho-v0"), limits=EnvConfig())
     problems = [seeded(seed) for seed in (1, 2)]
     groups = run_episodes(
-        seat(problems, 4, ("test",)),
+        new_groups(problems, 4, ("test",)),
         engine=Guesser(),
         renderer=Digits(),
         world=world,

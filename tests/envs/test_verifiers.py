@@ -14,8 +14,8 @@ from tandem.envs.agent.chat import Reply, read_request, whole
 from tandem.envs.agent.run import AgentFailed, agents_loop
 from tandem.envs.agent.server import the_server
 from tandem.envs.verifiers.env import VerifiersEnv, _host, rows
-from tandem.rollout.episode_builder import seat
-from tandem.rollout.episodes import World, run_episodes
+from tandem.rollout.episode_builder import new_groups
+from tandem.rollout.episodes import EnvPool, run_episodes
 from tandem.runtime.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
 from tests.support.scripted import DigitRenderer, ScriptedEngine
@@ -249,10 +249,10 @@ class Successor(ScriptedEngine):
 
 
 def test_a_rollout_plays_tasks_at_once_and_ends_what_they_share():
-    world = World(make=lambda: VerifiersEnv("tandem-sums"), limits=EnvConfig(timeout_s=WAIT_S))
+    world = EnvPool(make=lambda: VerifiersEnv("tandem-sums"), limits=EnvConfig(timeout_s=WAIT_S))
     for _ in range(2):  # what is shared starts again
         groups = run_episodes(
-            seat(problems("tandem-sums"), 4, ("test",)),
+            new_groups(problems("tandem-sums"), 4, ("test",)),
             engine=Successor(),
             renderer=DigitRenderer(),
             world=world,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tandem.model.forward import batch_logprobs, reference_logprobs
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.kl import kl_estimate
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
@@ -95,8 +95,8 @@ def test_reference_kl_of_identical_weights_is_exactly_zero():
         sample_of(r, c, i) for i, (r, c) in enumerate(zip(requests, completions, strict=True))
     ]
     for batch in pack(samples, 500):
-        ours, _ = batch_logprobs(policy, batch, Filter())  # in gradient mode
-        theirs = reference_logprobs(reference, batch, Filter())
+        ours, _ = batch_logprobs(policy, batch, SamplingDistribution())  # in gradient mode
+        theirs = reference_logprobs(reference, batch, SamplingDistribution())
         for kind in ("k1", "k2", "k3"):
             assert torch.all(kl_estimate(kind, ours, theirs) == 0.0)
 

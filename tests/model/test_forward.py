@@ -11,7 +11,7 @@ from tandem.model.forward import (
     reference_logprobs,
     teacher_divergences,
 )
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.distillation import reverse_kl
 from tandem.train.pack import join, pack, split
 from tests.support import dense
@@ -54,7 +54,9 @@ def test_the_gradient_of_a_packed_prefix_shared_batch_is_that_of_stock_transform
     samples = random_samples(np.random.default_rng(0), 4)
     column, batches = random_column(samples), pack(samples, 40)
     assert len(batches) > 2
-    add_gradients(batches, column, lambda batch: batch_logprobs(exact, batch, Filter())[0])
+    add_gradients(
+        batches, column, lambda batch: batch_logprobs(exact, batch, SamplingDistribution())[0]
+    )
     for sample, part in zip(samples, column, strict=True):
         (
             dense.logprobs(stock, sample.tokens, sample.loss_mask) * torch.from_numpy(part)
@@ -68,7 +70,10 @@ def test_logprobs_and_entropies_are_those_of_stock_transformers(temperature):
     samples = random_samples(np.random.default_rng(2), 4)
     batches = pack(samples, 100)
     with torch.no_grad():
-        said = [batch_logprobs(exact, batch, Filter(temperature=temperature)) for batch in batches]
+        said = [
+            batch_logprobs(exact, batch, SamplingDistribution(temperature=temperature))
+            for batch in batches
+        ]
         for kind, define in enumerate((dense.logprobs, dense.entropies)):
             found = split(batches, [part[kind].numpy() for part in said])
             for number, sample in enumerate(samples):
@@ -79,7 +84,7 @@ def test_logprobs_and_entropies_are_those_of_stock_transformers(temperature):
 def test_a_repetition_penalty_weakens_the_tokens_before_in_the_prefix_and_in_the_sample():
     exact, stock = twins("llama")
     samples = random_samples(np.random.default_rng(2), 4)
-    batches, how = pack(samples, 100), Filter(repetition_penalty=1.5, temperature=0.7)
+    batches, how = pack(samples, 100), SamplingDistribution(repetition_penalty=1.5, temperature=0.7)
     with torch.no_grad():
         found = split(batches, [batch_logprobs(exact, batch, how)[0].numpy() for batch in batches])
         for number, sample in enumerate(samples):
@@ -139,7 +144,10 @@ def test_one_microbatch_and_many_give_the_same_bits_of_logprobs():
             columns.append(
                 split(
                     batches,
-                    [batch_logprobs(model, batch, Filter())[0].numpy() for batch in batches],
+                    [
+                        batch_logprobs(model, batch, SamplingDistribution())[0].numpy()
+                        for batch in batches
+                    ],
                 )
             )
     for number in range(len(samples)):
@@ -149,9 +157,9 @@ def test_one_microbatch_and_many_give_the_same_bits_of_logprobs():
 def test_logprobs_have_the_same_bits_with_and_without_gradients():
     model = exact_model("qwen2")
     [batch] = pack(random_samples(np.random.default_rng(4), 4), 10_000)
-    with_gradients = batch_logprobs(model, batch, Filter())
+    with_gradients = batch_logprobs(model, batch, SamplingDistribution())
     with torch.no_grad():
-        lean = batch_logprobs(model, batch, Filter())
+        lean = batch_logprobs(model, batch, SamplingDistribution())
     assert all(
         one.requires_grad and torch.equal(one, other)
         for one, other in zip(with_gradients, lean, strict=True)
@@ -164,8 +172,8 @@ def test_the_reference_of_a_policy_with_adapters_is_the_model_without_them_to_th
         {name: torch.full_like(w, 0.05) for name, w in adapted.adapter_weights().items()}
     )
     [batch] = pack(random_samples(np.random.default_rng(5), 3), 10_000)
-    reference = reference_logprobs(adapted, batch, Filter())
+    reference = reference_logprobs(adapted, batch, SamplingDistribution())
     with torch.no_grad():
-        assert torch.equal(reference, batch_logprobs(plain, batch, Filter())[0])
-        assert not torch.equal(reference, batch_logprobs(adapted, batch, Filter())[0])
+        assert torch.equal(reference, batch_logprobs(plain, batch, SamplingDistribution())[0])
+        assert not torch.equal(reference, batch_logprobs(adapted, batch, SamplingDistribution())[0])
     assert not reference.requires_grad

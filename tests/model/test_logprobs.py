@@ -12,24 +12,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.model.linear import multiply, pack
 from tandem.model.logprobs import (
     CHUNK_BYTES,
-    Filter,
-    Seen,
+    SamplingDistribution,
+    SeenTokens,
     log_distribution,
     penalize,
     token_logprobs,
 )
 
 FILTERS = [
-    Filter(),
-    Filter(temperature=0.7),
-    Filter(temperature=1.6),
+    SamplingDistribution(),
+    SamplingDistribution(temperature=0.7),
+    SamplingDistribution(temperature=1.6),
     # greedy: the distribution at temperature 1, without filters
-    Filter(temperature=0.0, top_k=3, top_p=0.2),
-    Filter(top_k=5),
-    Filter(top_p=0.6),
-    Filter(temperature=1.3, top_k=12, top_p=0.8),
-    Filter(min_p=0.1),
-    Filter(temperature=1.7, top_k=20, top_p=0.95, min_p=0.02),
+    SamplingDistribution(temperature=0.0, top_k=3, top_p=0.2),
+    SamplingDistribution(top_k=5),
+    SamplingDistribution(top_p=0.6),
+    SamplingDistribution(temperature=1.3, top_k=12, top_p=0.8),
+    SamplingDistribution(min_p=0.1),
+    SamplingDistribution(temperature=1.7, top_k=20, top_p=0.95, min_p=0.02),
 ]
 WIDTH = 16
 
@@ -98,17 +98,17 @@ def test_forcing_a_token_that_is_in_the_set_changes_no_bit(how):
 def test_ties_at_the_edge_are_all_kept():
     tied = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     kept = [False, False, False, False, True]
-    assert log_distribution(tied, Filter(top_k=2)).isinf().tolist() == [kept]
-    assert log_distribution(tied, Filter(top_p=0.5)).isinf().tolist() == [kept]
+    assert log_distribution(tied, SamplingDistribution(top_k=2)).isinf().tolist() == [kept]
+    assert log_distribution(tied, SamplingDistribution(top_p=0.5)).isinf().tolist() == [kept]
 
 
 def test_the_likeliest_token_is_kept_by_the_smallest_filters_and_all_by_the_largest():
     table = logits()
-    for how in (Filter(top_k=1), Filter(top_p=1e-6)):
+    for how in (SamplingDistribution(top_k=1), SamplingDistribution(top_p=1e-6)):
         assert torch.equal(log_distribution(table, how).argmax(-1), table.argmax(-1))
         assert ((log_distribution(table, how) == 0.0).sum(-1) == 1).all()
     for size in (40, 41):
-        assert not log_distribution(table, Filter(top_k=size)).isinf().any()
+        assert not log_distribution(table, SamplingDistribution(top_k=size)).isinf().any()
 
 
 @pytest.mark.parametrize("how", FILTERS, ids=str)
@@ -134,7 +134,7 @@ def test_a_vocabulary_that_needs_several_chunks_gives_the_bits_of_one_pass():
     rows = 2 * CHUNK_BYTES // (4 * vocabulary) + 7
     hidden, weight, targets = case(rows, vocabulary)
     packed = pack(weight)
-    for how in (Filter(), Filter(temperature=0.8, top_k=50)):
+    for how in (SamplingDistribution(), SamplingDistribution(temperature=0.8, top_k=50)):
         found, entropy = token_logprobs(hidden, weight, packed, targets, how)
         table = log_distribution(multiply(hidden, packed), how, targets)
         assert torch.equal(found, table.gather(1, targets[:, None])[:, 0])
@@ -146,7 +146,7 @@ def test_the_gradient_of_several_chunks_is_the_gradient_of_autograd():
     hidden, weight, targets = case(CHUNK_BYTES // (4 * vocabulary) + 30, vocabulary)
     above = noise(len(targets), seed=3)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, _ = token_logprobs(*ours, pack(weight), targets, Filter(temperature=0.8))
+    found, _ = token_logprobs(*ours, pack(weight), targets, SamplingDistribution(temperature=0.8))
     (found * above).sum().backward()
     theirs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     table = ((theirs[0] @ theirs[1].t()) / 0.8).log_softmax(-1)
@@ -235,7 +235,12 @@ def test_the_gradient_of_the_entropy_is_autograds(how, of_logprobs):
 
 @pytest.mark.parametrize("beyond", [0, 1])
 @pytest.mark.parametrize(
-    "how", [Filter(temperature=0.7), Filter(temperature=0.7, top_k=50, top_p=0.9)], ids=str
+    "how",
+    [
+        SamplingDistribution(temperature=0.7),
+        SamplingDistribution(temperature=0.7, top_k=50, top_p=0.9),
+    ],
+    ids=str,
 )
 def test_the_gradient_of_the_entropy_is_autograds_at_the_edge_of_a_chunk(how, beyond):
     vocabulary = 40_000
@@ -250,7 +255,7 @@ def test_an_entropy_that_is_not_used_changes_the_gradient_of_the_logprobs_by_rou
         hidden, weight, targets = case(12, 40)
         hidden.requires_grad_(), weight.requires_grad_()
         found, entropy = token_logprobs(
-            hidden, weight, pack(weight.detach()), targets, Filter(temperature=0.7)
+            hidden, weight, pack(weight.detach()), targets, SamplingDistribution(temperature=0.7)
         )
         (found.sum() if share is None else found.sum() + share * entropy.sum()).backward()
         gradients.append((hidden.grad, weight.grad))
@@ -263,7 +268,7 @@ def test_no_targets_give_no_logprobs_and_a_gradient_of_zero():
     hidden, weight, _ = case(0, 40)
     weight.requires_grad_()
     found, _ = token_logprobs(
-        hidden, weight, pack(weight), torch.zeros(0, dtype=torch.int64), Filter()
+        hidden, weight, pack(weight), torch.zeros(0, dtype=torch.int64), SamplingDistribution()
     )
     found.sum().backward()
     assert len(found) == 0 and not weight.grad.any()
@@ -277,7 +282,7 @@ def penalized_by_definition(row, penalty, seen):
 
 def seen_by(rows):
     index = torch.tensor([row for row, tokens in enumerate(rows) for _ in tokens])
-    return Seen(index, torch.tensor([token for tokens in rows for token in tokens]))
+    return SeenTokens(index, torch.tensor([token for tokens in rows for token in tokens]))
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
@@ -293,7 +298,10 @@ def test_the_repetition_penalty_weakens_what_was_seen_before_and_nothing_else(pe
 
 @pytest.mark.parametrize(
     "how",
-    [Filter(repetition_penalty=1.4), Filter(repetition_penalty=1.4, temperature=0.7, top_k=15)],
+    [
+        SamplingDistribution(repetition_penalty=1.4),
+        SamplingDistribution(repetition_penalty=1.4, temperature=0.7, top_k=15),
+    ],
     ids=str,
 )
 def test_the_gradient_goes_through_the_repetition_penalty(how):
@@ -342,7 +350,9 @@ def test_nothing_is_spent_on_the_gradient_of_a_frozen_output_projection(frozen):
         noise(8, WIDTH).requires_grad_(),
         noise(40, WIDTH, seed=1).requires_grad_(not frozen),
     )
-    logprobs, _ = token_logprobs(hidden, weight, pack(weight), torch.arange(8), Filter())
+    logprobs, _ = token_logprobs(
+        hidden, weight, pack(weight), torch.arange(8), SamplingDistribution()
+    )
     with Operators() as run:
         logprobs.sum().backward()
     assert hidden.grad.any() and (weight.grad is None) == frozen
@@ -350,7 +360,9 @@ def test_nothing_is_spent_on_the_gradient_of_a_frozen_output_projection(frozen):
 
 
 @pytest.mark.parametrize(
-    "how", [Filter(), Filter(temperature=0.7, top_k=9)], ids=["plain", "filtered"]
+    "how",
+    [SamplingDistribution(), SamplingDistribution(temperature=0.7, top_k=9)],
+    ids=["plain", "filtered"],
 )
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
 def test_a_gradient_that_was_expected_gives_the_same_bits_and_another_one_its_own(how, frozen):
@@ -389,7 +401,7 @@ def test_the_backward_pass_computes_no_logits_again_where_the_gradient_was_expec
         torch.randn(6),
     )
     logprobs, _ = token_logprobs(
-        hidden, weight, pack(weight), torch.arange(6), Filter(), None, above + shift
+        hidden, weight, pack(weight), torch.arange(6), SamplingDistribution(), None, above + shift
     )
     with Operators() as ran:
         logprobs.backward(above)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.model.linear import pack
-from tandem.model.logprobs import Filter, log_distribution, token_logprobs
+from tandem.model.logprobs import SamplingDistribution, log_distribution, token_logprobs
 from tandem.rl.advantages import centred, grpo
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.corrections import correction
@@ -63,12 +63,12 @@ def test_a_sequence_ratio_is_a_mean_and_not_a_sum():
 def test_the_importance_ratio_under_top_p_has_mean_one():
     """TRL #6789: the engine's probabilities are those of the kept tokens, the trainer's those of
     all."""
-    how = Filter(top_p=0.85)
+    how = SamplingDistribution(top_p=0.85)
     engine = engine_table(how)
     assert engine.isinf().any(-1).all()
     kept = torch.where(engine.isinf(), 0.0, LOGITS.softmax(-1)).sum(-1)
     torch.testing.assert_close(mean_ratio(engine, trainer_table(how)), torch.ones(4))
-    bug = mean_ratio(engine, trainer_table(Filter()))
+    bug = mean_ratio(engine, trainer_table(SamplingDistribution()))
     torch.testing.assert_close(bug, kept)
     assert bug.max() < 0.95
 
@@ -76,11 +76,11 @@ def test_the_importance_ratio_under_top_p_has_mean_one():
 @pytest.mark.parametrize(
     "how",
     [
-        Filter(top_p=0.85),
-        Filter(top_k=5),
-        Filter(min_p=0.2),
-        Filter(temperature=0.7),
-        Filter(temperature=1.4),
+        SamplingDistribution(top_p=0.85),
+        SamplingDistribution(top_k=5),
+        SamplingDistribution(min_p=0.2),
+        SamplingDistribution(temperature=0.7),
+        SamplingDistribution(temperature=1.4),
     ],
     ids=str,
 )
@@ -93,7 +93,12 @@ def test_on_policy_every_correction_is_one_when_engine_and_trainer_filter_alike(
         weights = correction(kind, now, before, sequences, low=0.99, cap=1.01)
         torch.testing.assert_close(weights, torch.ones(len(now)))
     bug = correction(
-        "icepop", trainer_table(Filter())[sampled], before, sequences, low=0.99, cap=1.01
+        "icepop",
+        trainer_table(SamplingDistribution())[sampled],
+        before,
+        sequences,
+        low=0.99,
+        cap=1.01,
     )
     assert (bug == 0).float().mean() > 0.5  # most tokens are thrown away, and no weight has moved
 
@@ -102,7 +107,7 @@ def test_on_policy_every_correction_is_one_when_engine_and_trainer_filter_alike(
 def test_log_probs_are_of_the_temperature_that_sampled_and_so_the_first_ratio_is_one(temperature):
     """TRL #4159: log-probs at temperature 1 of tokens drawn at another: clipped before a single
     update."""
-    how = Filter(temperature=temperature)
+    how = SamplingDistribution(temperature=temperature)
     engine = engine_table(how)
     expected = [[x / temperature for x in row] for row in LOGITS.tolist()]
     normalizers = [math.log(math.fsum(math.exp(x) for x in row)) for row in expected]
@@ -120,13 +125,13 @@ def test_log_probs_are_of_the_temperature_that_sampled_and_so_the_first_ratio_is
         return sum(metrics["clip_share"] for _, metrics in losses) / len(before)
 
     assert clip_share(trainer_table(how)) == 0
-    assert clip_share(trainer_table(Filter())) > 0.5
+    assert clip_share(trainer_table(SamplingDistribution())) > 0.5
 
 
 def test_the_gradient_of_a_log_prob_is_divided_by_the_temperature_too():
     hidden = LOGITS.clone().requires_grad_()
     weight, targets = torch.eye(VOCABULARY), LOGITS.argmax(-1)
-    token_logprobs(hidden, weight, pack(weight), targets, Filter(temperature=0.5))[
+    token_logprobs(hidden, weight, pack(weight), targets, SamplingDistribution(temperature=0.5))[
         0
     ].sum().backward()
     right = (torch.eye(VOCABULARY)[targets] - (LOGITS / 0.5).softmax(-1)) / 0.5
@@ -137,7 +142,7 @@ def test_the_gradient_of_a_log_prob_is_divided_by_the_temperature_too():
 def test_a_token_that_an_update_moved_out_of_the_kept_set_keeps_a_finite_ratio_and_its_gradient():
     """A filter applied blindly gives it probability 0: log-prob -inf, and a NaN where a ratio meets
     its gradient."""
-    how = Filter(top_k=2)
+    how = SamplingDistribution(top_k=2)
     before, after = torch.tensor([[2.0, 1.0, 0.9]]), torch.tensor([[2.0, 0.9, 1.0]])
     engine = log_distribution(before, how)[:, 1]
     hidden, weight = after.clone().requires_grad_(), torch.eye(3)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.model.linear import pack
-from tandem.model.logprobs import Filter, token_logprobs
+from tandem.model.logprobs import SamplingDistribution, token_logprobs
 from tandem.model.tiny import make_tiny
 from tandem.rl.advantages import centred, grpo, rloo
 from tandem.rl.aggregation import sequence_weights
@@ -347,7 +347,7 @@ def test_log_probs_and_entropy_are_trls(temperature):
     logits = torch.from_numpy(RNG.normal(0, 3, (30, 50))).float()
     targets, head = torch.from_numpy(RNG.integers(0, 50, 30)), torch.eye(50)
     logprobs, entropy = token_logprobs(
-        logits, head, pack(head), targets, Filter(temperature=temperature)
+        logits, head, pack(head), targets, SamplingDistribution(temperature=temperature)
     )
     torch.testing.assert_close(
         logprobs, selective_log_softmax(logits, targets, temperature=temperature)

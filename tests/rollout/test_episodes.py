@@ -17,9 +17,9 @@ from tandem.config.schema import Env as EnvConfig
 from tandem.engine.engine import Engine
 from tandem.envs.calls import environment_loop
 from tandem.model.forward import batch_logprobs
-from tandem.model.logprobs import Filter
-from tandem.rollout.episode_builder import seat
-from tandem.rollout.episodes import World, malformed_thinking, run_episodes
+from tandem.model.logprobs import SamplingDistribution
+from tandem.rollout.episode_builder import new_groups
+from tandem.rollout.episodes import EnvPool, malformed_thinking, run_episodes
 from tandem.runtime.errors import UserError
 from tandem.train.pack import join, pack
 from tandem.types import Completion, Env, Observation, Problem, Sample, SamplingParams
@@ -50,9 +50,9 @@ def play(
     ended=None,
     **limits,
 ):
-    world = World(make=make, limits=EnvConfig(**limits))
+    world = EnvPool(make=make, limits=EnvConfig(**limits))
     return run_episodes(
-        seat(problems, group_size, place),
+        new_groups(problems, group_size, place),
         engine=engine,
         renderer=DigitRenderer(),
         world=world,
@@ -623,7 +623,8 @@ def test_engine_and_trainer_agree_to_the_last_bit_across_turns():
     batches = pack(samples, 64)
     with torch.no_grad():
         logprobs = [
-            batch_logprobs(model, batch, Filter(temperature=0.9))[0].numpy() for batch in batches
+            batch_logprobs(model, batch, SamplingDistribution(temperature=0.9))[0].numpy()
+            for batch in batches
         ]
     engine = join(batches, [e.engine_logprobs[e.loss_mask] for e in episodes])
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(logprobs, engine, strict=True))

@@ -7,9 +7,9 @@ import pytest
 
 from tandem.config.schema import Env as EnvConfig
 from tandem.config.schema import Eval, Rollout
-from tandem.rollout.episodes import World
+from tandem.rollout.episodes import EnvPool
 from tandem.rollout.evaluate import evaluate
-from tandem.rollout.score import Player
+from tandem.rollout.score import RolloutRunner
 from tandem.types import Completion, Env, Problem, Score
 from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
 
@@ -48,8 +48,10 @@ class ThirdReward(ScriptedReward):
 
 
 def evaluated(samples, **how):
-    world = World(make=Env, limits=EnvConfig())
-    player = Player(engine=KeyEngine(), renderer=DigitRenderer(), world=world, reward=ThirdReward())
+    world = EnvPool(make=Env, limits=EnvConfig())
+    player = RolloutRunner(
+        engine=KeyEngine(), renderer=DigitRenderer(), world=world, reward=ThirdReward()
+    )
     how = Eval(samples=samples, **how)
     return evaluate(player, PROBLEMS, seed=0, how=how, rollout=Rollout(), stop_token_ids=(91,))
 

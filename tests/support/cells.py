@@ -277,7 +277,7 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
 def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, int, bool]:
     """(largest gap between engine and trainer, tokens sampled, whether one and two threads give the
     trainer the same bits)."""
-    from tandem.model.logprobs import Filter
+    from tandem.model.logprobs import SamplingDistribution
     from tandem.train.pack import join, pack
     from tandem.types import Request, SamplingParams
     from tests.support.parity import engine_for, sample_of
@@ -306,7 +306,7 @@ def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, in
         for batch, engine in zip(
             batches, join(batches, [c.logprobs for c in completions]), strict=True
         ):
-            logprobs, same = passed(model, batch, Filter(), gradients=budget == 4096)
+            logprobs, same = passed(model, batch, SamplingDistribution(), gradients=budget == 4096)
             gap = float(np.max([gap, np.abs(logprobs - engine).max()]))  # np: a NaN must show
             agree &= same
     return gap, sum(len(completion.tokens) for completion in completions), agree

@@ -9,7 +9,7 @@ import torch
 from tandem.config.schema import RL, Config, Rollout, Train
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.model.lora import Lora
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
@@ -17,7 +17,7 @@ from tandem.train.pack import pack
 from tandem.types import Episode, Group, Problem
 from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_config
 
-HOW = Filter(temperature=0.7)
+HOW = SamplingDistribution(temperature=0.7)
 MAX_NEW_TOKENS = 40
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 

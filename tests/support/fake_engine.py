@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.engine.scheduler import QueueFull, Running
-from tandem.model.logprobs import Filter
+from tandem.engine.scheduler import QueueFull, RunningSequence
+from tandem.model.logprobs import SamplingDistribution
 from tandem.serve.openai_requests import Served
 from tandem.types import Completion
 from tests.support.waiting import WAIT_S
@@ -33,8 +33,8 @@ class FakeEngine:
     def __init__(self, script: str, *, room: int = 64, fails_at: int = -1):
         self.script, self.room, self.fails_at = script.encode(), room, fails_at
         self.weight_version = 7
-        self.running: list[Running] = []
-        self.cancelled: list[Running] = []
+        self.running: list[RunningSequence] = []
+        self.cancelled: list[RunningSequence] = []
         self.go = threading.Event()  # cleared by a test that wants the steps to wait
         self.go.set()
         self.steps = 0
@@ -48,7 +48,9 @@ class FakeEngine:
         self.threads.add(threading.get_ident())
         if len(self.running) >= self.room:
             raise QueueFull(f"{len(self.running)} requests are waiting")
-        self.running.append(Running(request=request, arrival=0, how=Filter.of(request.params)))
+        self.running.append(
+            RunningSequence(request=request, arrival=0, how=SamplingDistribution.of(request.params))
+        )
         return self.running[-1]
 
     def cancel(self, running):

@@ -15,7 +15,7 @@ from transformers import (
 from tandem.engine.engine import Engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, make_exact
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.runtime.rng import address
 from tandem.train.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
@@ -96,7 +96,9 @@ def largest_gap(
     )
     gap = 0.0
     for params in FILTERS:
-        how = Filter(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+        how = SamplingDistribution(
+            temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
+        )
         mine = [(r, c) for r, c in pairs if r.params == params]
         batches = pack([sample_of(r, c, by_prompt[r.prompt.tobytes()]) for r, c in mine], budget)
         for batch, engine in zip(

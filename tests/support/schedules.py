@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
 from tandem.model.forward import batch_logprobs
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.runtime.rng import address
 from tandem.train.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
@@ -128,7 +128,7 @@ def model_with_versions(name):
     return model, versions
 
 
-class Player:
+class RolloutRunner:
     """Plays the acts and remembers who asked for what; `seen` counts what happened, as proof that
     it did."""
 
@@ -198,7 +198,7 @@ class Player:
 
 def run(schedule: Schedule) -> tuple[float, int, Counter]:
     """(largest gap between engine and policy, sampled tokens, what happened); asserts the rest."""
-    player = Player(schedule)
+    player = RolloutRunner(schedule)
     for act in schedule.acts:
         player.play(act)
     player.finish()
@@ -209,7 +209,9 @@ def run(schedule: Schedule) -> tuple[float, int, Counter]:
     return gap, sum(len(c.tokens) for _, c in pairs), player.seen
 
 
-def gap_under(player: Player, version: int, pairs: list[tuple[Request, Completion]]) -> float:
+def gap_under(
+    player: RolloutRunner, version: int, pairs: list[tuple[Request, Completion]]
+) -> float:
     """max |engine - policy| over the tokens that this version made; other tokens are their
     context."""
     mine = [(r, c) for r, c in pairs if (c.weight_versions == version).any()]
@@ -222,7 +224,7 @@ def gap_under(player: Player, version: int, pairs: list[tuple[Request, Completio
         batches = pack([sample_of(r, c, version) for r, c in lived], 2000)
         columns = [c.logprobs[c.weight_versions == version] for _, c in lived]
         for batch, engine in zip(batches, join(batches, columns), strict=True):
-            logprobs, _ = batch_logprobs(player.model, batch, Filter.of(life))
+            logprobs, _ = batch_logprobs(player.model, batch, SamplingDistribution.of(life))
             gaps.append(np.abs(logprobs.detach().numpy() - engine).max())
     return float(np.max(gaps))  # a NaN must show
 
@@ -235,7 +237,7 @@ def sample_of(request: Request, completion: Completion, version: int) -> Sample:
     )
 
 
-def same_alone(player: Player, pairs: list[tuple[Request, Completion]]) -> None:
+def same_alone(player: RolloutRunner, pairs: list[tuple[Request, Completion]]) -> None:
     """A large engine that runs one request at a time gives the same tokens, log-probs and
     alternatives."""
     for version in range(VERSIONS):

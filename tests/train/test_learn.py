@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.config.schema import ALGORITHMS, Config, Reward
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.runtime.errors import UserError
 from tandem.train.learn import (
     Columns,
@@ -652,9 +652,9 @@ def test_with_an_adapter_only_its_weights_change_and_the_policy_is_still_its_eng
 
 def test_without_filters_and_with_them_the_first_update_is_on_policy():
     for how in (
-        Filter(),
-        Filter(top_k=20, top_p=0.9, temperature=0.8),
-        Filter(repetition_penalty=1.2, min_p=0.01),
+        SamplingDistribution(),
+        SamplingDistribution(top_k=20, top_p=0.9, temperature=0.8),
+        SamplingDistribution(repetition_penalty=1.2, min_p=0.01),
     ):
         policy = trained(exact_model("qwen3"))
         groups = sampled_groups(policy.model, how=how)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tandem.model.forward import batch_logprobs
-from tandem.model.logprobs import Filter
+from tandem.model.logprobs import SamplingDistribution
 from tandem.train.pack import pack
-from tandem.train.supervised import fit
+from tandem.train.supervised import sft_step
 from tests.support.episodes import bits, recorded, trained
 from tests.support.tiny import (
     exact_logits,
@@ -31,7 +31,7 @@ def likelihood(learner, spoil=None):
     """-log p summed; spoil changes the value of a microbatch by its number."""
 
     def loss(index, batch):
-        logprobs, _ = batch_logprobs(learner.model, batch, Filter())
+        logprobs, _ = batch_logprobs(learner.model, batch, SamplingDistribution())
         value = -logprobs.sum()
         return spoil(index, value) if spoil else value, {
             "tokens": float(len(logprobs)),
@@ -114,7 +114,7 @@ def test_after_an_update_the_model_runs_its_new_weights_and_not_a_stale_pack(kin
     for _ in range(2):
         with torch.no_grad():
             [before] = exact_logits(learner.model, [document])
-        fit(learner, batches_of())
+        sft_step(learner, batches_of())
         with torch.no_grad():
             [after] = exact_logits(learner.model, [document])
             fresh = stock_logits(

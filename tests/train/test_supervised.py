@@ -13,12 +13,12 @@ from tandem.model.load import make_exact
 from tandem.train.pack import pack
 from tandem.train.supervised import (
     answer_pair,
-    fit,
-    fit_pairs,
-    fit_scores,
     pair_loss,
+    preference_step,
+    reward_model_step,
     score_loss,
     scored_pair,
+    sft_step,
 )
 from tests.support import dense
 from tests.support.episodes import LORA, adapted_model, bits, recorded, trained
@@ -109,7 +109,7 @@ def test_supervised_fine_tuning_has_the_gradient_of_stock_cross_entropy_over_all
     exact, stock = twins("qwen3")
     samples = random_samples(np.random.default_rng(0), 4)
     learner, loss, tokens = recorded(exact), 0.0, sum(int(s.loss_mask.sum()) for s in samples)
-    row = fit(learner, pack(samples, 40))
+    row = sft_step(learner, pack(samples, 40))
     for sample in samples:
         labels = torch.from_numpy(np.where(sample.loss_mask, sample.tokens, -100))
         logits = stock(input_ids=torch.from_numpy(sample.tokens)[None]).logits[0]
@@ -124,7 +124,7 @@ def test_supervised_fine_tuning_overfits_one_batch():
     documents = [random_tokens(rng, n) for n in (9, 14, 20)]
     batches = pack([make_sample(d, np.arange(len(d)) > 0) for d in documents], 1000)
     learner = trained(exact_model("qwen3"))
-    losses = [fit(learner, batches)["nll"] for _ in range(40)]
+    losses = [sft_step(learner, batches)["nll"] for _ in range(40)]
     assert losses[0] > 3 and losses[-1] < 0.02
 
 
@@ -132,7 +132,7 @@ def test_supervised_fine_tuning_of_an_adapter_leaves_the_base_as_it_is():
     learner = trained(adapted_model())
     before = bits(learner)
     batches = pack(random_samples(np.random.default_rng(1), 3), 60)
-    losses = [fit(learner, batches)["nll"] for _ in range(3)]
+    losses = [sft_step(learner, batches)["nll"] for _ in range(3)]
     after = bits(learner)
     changes = {name for name in learner.model.named_weights() if after[name] != before[name]}
     assert losses[-1] < losses[0] and changes == learner.model.adapter_weights().keys()
@@ -162,7 +162,7 @@ def test_a_pair_loss_and_its_gradient_are_those_of_the_formula_on_a_padded_stock
     batches = packed(pairs)
     assert len(batches) > 2
     learner = recorded(exact)
-    row = fit_pairs(learner, reference, batches, how)
+    row = preference_step(learner, reference, batches, how)
     margin = padded_margins(stock, stock_reference, pairs, how)
     loss = losses_of(margin, how).mean()
     loss.backward()
@@ -180,7 +180,7 @@ def test_the_chosen_answers_mean_negative_log_likelihood_is_added_and_reported()
     how, pairs = Preference(beta=0.3, nll_coef=0.7), random_pairs()
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     learner = recorded(exact)
-    row = fit_pairs(learner, reference, packed(pairs), how)
+    row = preference_step(learner, reference, packed(pairs), how)
     logprobs, counts = padded_logprobs(stock, [chosen for chosen, _ in pairs])
     nll = -logprobs.sum(1) / counts.sum(1)
     loss = (losses_of(padded_margins(stock, stock_reference, pairs, how), how) + 0.7 * nll).mean()
@@ -197,7 +197,7 @@ def test_at_the_start_every_margin_is_exactly_zero(name, adapter):
     policy = adapted_model() if adapter else exact_model("qwen3")
     reference, how = policy if adapter else exact_model("qwen3"), LOSSES[name]
     learner = trained(policy, 1e-4)
-    rows = [fit_pairs(learner, reference, packed(random_pairs()), how) for _ in range(4)]
+    rows = [preference_step(learner, reference, packed(random_pairs()), how) for _ in range(4)]
     assert rows[0]["margin"] == 0.0 and rows[0]["accuracy"] == 0.5
     start = 1 / (4 * how.beta**2) if how.loss == "ipo" else math.log(2)
     assert rows[0]["loss"] == pytest.approx(start, rel=1e-7)  # a float32
@@ -212,7 +212,7 @@ def test_of_an_adapter_the_gradient_is_that_against_a_second_model_to_the_bit():
             {name: torch.full_like(w, 0.02) for name, w in policy.adapter_weights().items()}
         )
         learner = recorded(policy)
-        fit_pairs(
+        preference_step(
             learner,
             exact_model("qwen3") if second else policy,
             packed(random_pairs()),
@@ -227,7 +227,7 @@ def test_only_the_adapter_is_trained_by_pairs():
     learner = trained(adapted_model())
     before = bits(learner)
     for _ in range(2):
-        fit_pairs(learner, learner.model, packed(random_pairs()), LOSSES["dpo"])
+        preference_step(learner, learner.model, packed(random_pairs()), LOSSES["dpo"])
     after = bits(learner)
     changes = {name for name in learner.model.named_weights() if after[name] != before[name]}
     assert changes == learner.model.adapter_weights().keys()
@@ -242,7 +242,7 @@ def test_a_pair_that_repeats_in_a_batch_counts_as_often_as_it_is_there(numbers, 
     two, how = random_pairs(count=2), LOSSES["dpo"]
     pairs = [two[n] for n in (0, 1, 0, 1, 1)]
     learner = recorded(exact)
-    row = fit_pairs(learner, reference, packed(pairs, budget=budget, numbers=numbers), how)
+    row = preference_step(learner, reference, packed(pairs, budget=budget, numbers=numbers), how)
     losses = losses_of(padded_margins(stock, stock_reference, two, how), how)
     ((2 * losses[0] + 3 * losses[1]) / 5).backward()
     dense.assert_gradients(learner.optimizer.updates[0], stock)
@@ -279,7 +279,7 @@ def test_a_score_and_its_gradient_are_those_of_a_stock_classifier_at_the_last_to
     value, stock = value_twins(kind)
     pairs = [pair[:: 1 - 2 * (number % 2)] for number, pair in enumerate(random_pairs())]
     learner = recorded(value)
-    row = fit_scores(learner, packed(pairs, scored_pair))
+    row = reward_model_step(learner, packed(pairs, scored_pair))
     margin = stock_scores(stock, [pair[0] for pair in pairs]) - stock_scores(
         stock, [pair[1] for pair in pairs]
     )
@@ -293,7 +293,7 @@ def test_a_score_and_its_gradient_are_those_of_a_stock_classifier_at_the_last_to
 
 def test_a_reward_model_learns_its_pairs():
     learner, batches = trained(value_twins("qwen3")[0]), packed(random_pairs(), scored_pair)
-    rows = [fit_scores(learner, batches) for _ in range(12)]
+    rows = [reward_model_step(learner, batches) for _ in range(12)]
     assert rows[-1]["loss"] < 0.1 < rows[0]["loss"] and rows[-1]["accuracy"] == 1.0
 
 
@@ -311,7 +311,7 @@ def test_a_reward_model_with_an_adapter_trains_it_and_its_head():
     learner = trained(make_exact(value_twins("qwen3")[1], LORA))
     before = bits(learner)
     for _ in range(2):
-        fit_scores(learner, packed(random_pairs(), scored_pair))
+        reward_model_step(learner, packed(random_pairs(), scored_pair))
     after = bits(learner)
     changes = {name for name in learner.model.named_weights() if after[name] != before[name]}
     assert changes == learner.model.adapter_weights().keys() | {"score.weight"}

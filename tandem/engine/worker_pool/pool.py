@@ -46,7 +46,7 @@ from tandem.engine.worker_pool.protocol import (
     request_message,
 )
 from tandem.runtime import watchdog
-from tandem.runtime.errors import InternalError, UserError
+from tandem.runtime.errors import InvariantError, UserError
 from tandem.types import Completion, Request
 
 if TYPE_CHECKING:  # nothing here needs torch
@@ -385,7 +385,7 @@ class Workers:
     ) -> None:
         where = f"rollout worker {worker.number} (process {worker.pid}), request {ticket.number}"
         if identity != ticket.identity:
-            raise InternalError(
+            raise InvariantError(
                 "a completion was made for another request",
                 where=where,
                 found=identity,

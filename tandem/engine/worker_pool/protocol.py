@@ -57,7 +57,7 @@ def request_message(number: int, request: Request) -> Message:
         "prompt": _packed(request.prompt, "<i8"),
         "params": asdict(request.params),
         "drawn": request.drawn,
-        "pause_after": request.pause_after,
+        "pause_after": request.max_tokens_now,
         "begun": None if request.begun is None else _completion_fields(request.begun),
     }
 
@@ -70,7 +70,7 @@ def read_request(message: Message) -> Request:
         prompt=_unpacked(message["prompt"], "<i8"),
         params=SamplingParams(**{**params, **lists}),
         drawn=message["drawn"],
-        pause_after=message["pause_after"],
+        max_tokens_now=message["pause_after"],
         begun=None if begun is None else _read_fields(begun),
     )
 

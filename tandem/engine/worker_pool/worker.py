@@ -44,7 +44,7 @@ from tandem.runtime.errors import UserError
 
 if TYPE_CHECKING:  # torch is imported when there are signs of life already
     from tandem.engine.engine import Engine
-    from tandem.engine.scheduler import Running
+    from tandem.engine.scheduler import RunningSequence
 
 LONG_CALL_S = 600.0  # after which starting, or loading weights, gives no more signs of life
 _PR_SET_PDEATHSIG = 1
@@ -106,8 +106,8 @@ class Server:
 
     def __init__(self, channel: Channel, engine: "Engine", layout: list[Any], beat_s: float):
         self._channel, self._engine, self._layout, self._beat_s = channel, engine, layout, beat_s
-        self._running: dict[int, Running] = {}
-        self._numbers: dict[Running, int] = {}
+        self._running: dict[int, RunningSequence] = {}
+        self._numbers: dict[RunningSequence, int] = {}
 
     def serve(self) -> None:
         """Raises EOFError when the other side is gone."""
@@ -135,7 +135,7 @@ class Server:
             case _:
                 raise RuntimeError(f"no such message: {message}")
 
-    def _answer(self, running: "Running") -> None:
+    def _answer(self, running: "RunningSequence") -> None:
         """The identity is made of the request as the engine had it."""
         if running.completion is not None:
             number = self._numbers.pop(running)

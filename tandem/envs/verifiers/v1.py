@@ -115,8 +115,8 @@ def _chatting(cls: type[Any], seats: list[str]) -> type[Any]:
     class Chatting(cls):  # type: ignore[misc]
         async def setup(self, agents: Any) -> None:
             await super().setup(agents)
-            for seat in seats:
-                agent = getattr(agents, seat)
+            for new_groups in seats:
+                agent = getattr(agents, new_groups)
                 agent.harness = Chat(agent.config.harness)
 
     return Chatting
@@ -243,12 +243,12 @@ def _configured(id: str, args: Json, env: Json) -> tuple[Any, type[Any]]:
         if isinstance(field.default, vf.AgentConfig)
     }
     given = {name: dict(env.get(name, {})) for name in seats}
-    for name, seat in seats.items():
-        if seat.runtime.type == REMOTE:
+    for name, new_groups in seats.items():
+        if new_groups.runtime.type == REMOTE:
             given[name].setdefault("runtime", {"type": LOCAL})
-        if seat.harness is None and "harness" not in given[name] and not bundled:
+        if new_groups.harness is None and "harness" not in given[name] and not bundled:
             given[name]["harness"] = CHAT
-            if given[name].get("runtime", seat.runtime.model_dump())["type"] == LOCAL:
+            if given[name].get("runtime", new_groups.runtime.model_dump())["type"] == LOCAL:
                 # in a container, the original: there this process is at another address
                 chatting.append(name)
     cls = environment_class(id, env.get("id", ""))
