@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters demo test check format lint types size gpu invariants chaos bench smollm2 smollm2-model learning environments figures clean
+.PHONY: setup setup-dev adapters demo test check format lint types size same-bits gpu invariants chaos bench smollm2 smollm2-model learning environments figures clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -52,6 +52,10 @@ types: $(DEV)
 
 size: $(DEV)
 	@$(BIN)/python tools/size.py
+
+# The net under a refactoring: do the same runs leave the same bits? `make same-bits old=main`, against the working tree.
+same-bits: $(DEV)
+	@$(BIN)/python tools/same_bits.py $(old) $(or $(new),.) $(if $(only),--only $(only))
 
 # The kernels' tests on a GPU; without one the same tests run in Triton's interpreter, as they do in `make test`.
 gpu: $(DEV)

@@ -1,18 +1,17 @@
-"""Run a job's steps in a run folder: resume, metrics, evaluation, checkpoints. The same for every
-command that trains.
+"""Repeats a step in a run folder: resume, evaluate, step, log, save. The same for every command that
+trains.
 
-Order at a step: train, evaluate if due, write the metrics row, save if due. A kill anywhere loses
-at most the updates since the last checkpoint, and the same command makes them again with the same
-bits. Ctrl-C and SIGTERM save first.
+A kill anywhere loses at most the updates since the last checkpoint; the same command makes them
+again with the same bits. Ctrl-C and SIGTERM save first.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -35,166 +34,209 @@ from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sa
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError, UserError
+from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
 
-SHOWN = 10  # times in a run that samples are shown where nothing is evaluated
+SHOWN = 10  # times in a run that samples are shown if nothing is evaluated
+EPISODE_FILES = {"episodes": "train", "eval_sampled": "eval_sampled", "eval_greedy": "eval_greedy"}
 
-# metrics, timings, what else a step leaves to the next, as JSON
-StepResult = tuple[Row, Row, dict[str, Any]]
-
-
-def _nothing(done: int) -> None:
-    pass
+Show = Callable[[int, Row, Row], None]  # (step, metrics, timings)
+Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainJob:
-    """What is repeated. Every function takes the number of steps already done."""
+class TrainJob(Protocol):
+    """What is repeated: a command that trains. Every method takes the number of steps done."""
 
-    learners: dict[str, Learner]  # by their name in checkpoints; the first is what the run is for
+    learners: dict[str, Learner]  # by their name in checkpoints; the run is for the first
+    data: dict[str, str]  # SHA-256 by key of data files and starting weights
     steps: int
     eval_every: int  # 0: only before the first step and after the last
-    step: Callable[[int], StepResult]
-    evaluate: Callable[[int], Row]
-    publish: Callable[[int], None]
-    # SHA-256 of data files and starting weights by key: the run is a function of them too
-    data: dict[str, str]
-    restore: Callable[[int, dict[str, Any]], None] = lambda done, state: None
-    begin: Callable[[int], None] = _nothing  # its weights are published
-    # waits until a checkpoint of that step needs nothing that could be lost
-    wait_until_durable: Callable[[int], None] = _nothing
-    # the run is left: `settled` gives up soon, with a UserError
-    stop_soon: Callable[[], None] = lambda: None
 
-    @property
-    def model(self) -> ExactModel:
-        return next(iter(self.learners.values())).model
+    def start(self, done: int) -> None:
+        """Publish the weights, and start what runs beside the training."""
+        ...
 
+    def step(self, done: int) -> StepResult: ...
 
-def run_training(
-    run: RunFolder,
-    job: TrainJob,
-    show: Callable[[int, Row, Row], None],
-    report: Callable[[str], None] | None = None,
-) -> str:
-    """Take the job from its last checkpoint to its last step; returns the hash of the final
-    weights. report is told what a user should know; without it only log.txt is."""
-    with watchdog.watching(run.config.run.stall_s, log=run.path / "log.txt"), signals.on_signals():
-        return _Drive(run, job, show, report or run.log).to_the_end()
+    def evaluate(self, done: int) -> Row: ...
+
+    def restore(self, done: int, state: dict[str, Any]) -> None:
+        """Take up the state that step `done` has left."""
+        ...
+
+    def wait_until_durable(self, done: int) -> None:
+        """Wait until a checkpoint of that step needs nothing that could be lost."""
+        ...
+
+    def stop_soon(self) -> None:
+        """Let `wait_until_durable` give up soon, with a UserError: the run is being left."""
+        ...
 
 
-class _Drive:
-    """One call of drive. counts: steps in a row of which something is wrong; saved: the step of the
-    newest checkpoint; untold: metrics of step `done` where it has no row yet, as its evaluation is
-    still to come or was interrupted."""
+def trained_model(job: TrainJob) -> ExactModel:
+    """Return the model that the run is for."""
+    return next(iter(job.learners.values())).model
 
-    def __init__(
-        self,
-        run: RunFolder,
-        job: TrainJob,
-        show: Callable[[int, Row, Row], None],
-        report: Callable[[str], None],
-    ):
-        self.run, self.job, self.show, self.report = run, job, show, report
-        self.done, self.state, self.counts, self.untold = resume(run, job, report)
-        self.saved, self.stamp = self.done, self._stamp()
 
-    def to_the_end(self) -> str:
+def run_training(run: RunFolder, job: TrainJob, show: Show, report: Report | None = None) -> str:
+    """Take a job from its last checkpoint to its last step; return the hash of the final weights.
+
+    show: called with every row of metrics; report: with lines for the user, by default run.log.
+    """
+    log = run.path / "log.txt"
+    with watchdog.watching(run.config.run.stall_s, log=log), signals.on_signals():
+        loop = _TrainLoop(run, job, show, report or run.log)
+        with loop.writing(), loop.saving_on_interrupt():
+            job.start(loop.done)
+            if loop.pending_metrics is not None:
+                with signals.held():
+                    loop.finish_step(loop.pending_metrics, {})
+            while loop.done < job.steps:
+                with signals.held():
+                    result = job.step(loop.done)
+                    loop.count_step(result)
+                    loop.finish_step(result.metrics, result.timings)
+    return weight_hash(trained_model(job).merged_weights())
+
+
+@dataclass
+class _BadSteps:
+    """Steps in a row of which something is wrong, by what it is."""
+
+    bad_steps: int = 0  # NaN or infinity
+    flat_steps: int = 0  # no episode had an advantage
+
+
+@dataclass
+class _TrainLoop:
+    """State of one training run.
+
+    pending_metrics: metrics of step `done` without a row yet, as its evaluation is due or was
+    interrupted.
+    """
+
+    run: RunFolder
+    job: TrainJob
+    show: Show
+    report: Report
+    streaks: _BadSteps = field(default_factory=_BadSteps)
+    done: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    pending_metrics: Row | None = field(default_factory=dict)  # of step 0: its evaluation only
+
+    def __post_init__(self) -> None:
+        """Resume from the newest whole checkpoint, if the run has one."""
         run, job = self.run, self.job
-        told = self.done if self.untold is None else self.done - 1
-        with MetricsWriter(run.path, told) as writer, Saver() as saver, self._leaving(saver):
-            job.publish(self.done)
-            job.begin(self.done)
-            if self.untold is not None:
-                with signals.held():
-                    self._finish(writer, saver, self.untold, {})
-            while self.done < job.steps:
-                with signals.held():
-                    self._step(writer, saver)
-        return weight_hash(job.model.merged_weights())
+        found = resumable(run.path, run.config, job.data, self.report)
+        if found is not None:
+            path, tensors, state = found
+            for name, learner in job.learners.items():
+                _load_learner(name, learner, tensors, state["optimizer_steps"][name])
+            self.done, self.state = checkpoint_step(path), state["progress"]
+            self.streaks = _BadSteps(state["bad_steps"], state["flat_steps"])
+            self.pending_metrics = json.loads(state["untold"])
+            job.restore(self.done, self.state)
+            self.report(f"resumed from {path.name}")
+        self.saved_step, self.fingerprint = self.done, self._fingerprint()
 
-    def _step(self, writer: MetricsWriter, saver: Saver) -> None:
-        metrics, timings, self.state = self.job.step(self.done)
-        self.done, self.stamp, self.untold = self.done + 1, self._stamp(), metrics
-        self._count(metrics)
-        self._finish(writer, saver, metrics, timings)
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Open what writes metrics and checkpoints."""
+        logged = self.done if self.pending_metrics is None else self.done - 1
+        with MetricsWriter(self.run.path, logged) as self.writer, Saver() as self.saver:
+            yield
 
-    def _finish(self, writer: MetricsWriter, saver: Saver, metrics: Row, timings: Row) -> None:
-        """What follows the updates of a step, and precedes those of the first one."""
-        end = self.done in (0, self.job.steps)
-        evaluates = end or bool(self.job.eval_every and self.done % self.job.eval_every == 0)
+    @contextmanager
+    def saving_on_interrupt(self) -> Iterator[None]:
+        """On Ctrl-C and SIGTERM save the last step that is done, unless an update of the next one
+        has begun."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.job.stop_soon()
+            if self.done > self.saved_step and self._fingerprint() == self.fingerprint:
+                ahead = " once the rollouts that it owes are there"
+                wait = ahead * bool(self.run.config.rollout.staleness)
+                self.report(f"interrupted; step {self.done} is being saved{wait}")
+                self._save()
+            raise
+        except Exception:
+            self.job.stop_soon()
+            raise
+
+    def count_step(self, result: StepResult) -> None:
+        """Take note of a step that is done."""
+        self.done, self.state, self.pending_metrics = self.done + 1, result.state, result.metrics
+        self.fingerprint = self._fingerprint()
+        metrics, rl = result.metrics, self.run.config.rl
+        bad = any(name.startswith("bad/") for name in metrics)
+        # elsewhere equal rewards are an advantage, or nothing
+        compares = self.run.command == "train" and rl.advantage in GROUP_RELATIVE
+        flat = compares and metrics.get("groups_without_signal") == 1.0
+        self.streaks = _BadSteps(
+            bad_steps=self.streaks.bad_steps + 1 if bad else 0,
+            flat_steps=self.streaks.flat_steps + 1 if flat else 0,
+        )
+
+    def finish_step(self, metrics: Row, timings: Row) -> None:
+        """Evaluate if due, log, show samples, save if due."""
+        run, steps, every = self.run.config.run, self.job.steps, self.job.eval_every
+        is_end = self.done in (0, steps)
+        evaluates = is_end or bool(every and self.done % every == 0)
         if evaluates:
-            metrics, timings = self._evaluated(metrics, timings)
-        self._tell(writer, metrics, timings)
-        unevaluated = not (self.run.config.eval.data or self.job.eval_every)
-        if evaluates or (unevaluated and self.done % max(1, self.job.steps // SHOWN) == 0):
-            self._show_samples(writer)
-        stop_if_hopeless(self.run, self.done, metrics, self.counts, saver)
-        if self.done and (end or self.done % self.run.config.run.save_every == 0):
-            self._save(saver)
+            start = time.perf_counter()
+            with signals.interruptible():
+                metrics = metrics | self.job.evaluate(self.done)
+            timings = timings | {"eval_s": time.perf_counter() - start}
+        self._log(metrics, timings)
+        never_evaluates = not (self.run.config.eval.data or every)
+        if evaluates or (never_evaluates and self.done % max(1, steps // SHOWN) == 0):
+            self._show_samples()
+        self._stop_if_hopeless(metrics)
+        if self.done and (is_end or self.done % run.save_every == 0):
+            self._save()
 
-    def _evaluated(self, metrics: Row, timings: Row) -> tuple[Row, Row]:
+    def _log(self, metrics: Row, timings: Row) -> None:
         start = time.perf_counter()
-        with signals.interruptible():
-            metrics = metrics | self.job.evaluate(self.done)
-        return metrics, timings | {"eval_s": time.perf_counter() - start}
-
-    def _tell(self, writer: MetricsWriter, metrics: Row, timings: Row) -> None:
-        start = time.perf_counter()
-        ledger = {"weights": weight_hash(self.job.model.merged_weights()), "episodes": ""}
-        for name, kind in (
-            ("episodes", "train"),
-            ("eval_sampled", "eval_sampled"),
-            ("eval_greedy", "eval_greedy"),
-        ):
+        ledger = {"weights": weight_hash(trained_model(self.job).merged_weights()), "episodes": ""}
+        for name, kind in EPISODE_FILES.items():
             if (path := episode_file(self.run.episodes, self.done, kind)).exists():
                 ledger[name] = file_hash(path)
         timings |= {"ledger_s": time.perf_counter() - start, "rss_mb": peak_rss_mb()}
-        writer.write(self.done, metrics, timings, ledger)
-        self.untold = None
+        self.writer.write(self.done, metrics, timings, ledger)
+        self.pending_metrics = None
         self.show(self.done, metrics, timings)
 
-    def _show_samples(self, writer: MetricsWriter) -> None:
-        """Held-out episodes of the step, else its training episodes, the same problems each time;
-        nothing without any."""
-        count, path = (
-            self.run.config.run.show_samples,
-            sample_file(self.run.episodes, self.done, held_out=True),
-        )
+    def _show_samples(self) -> None:
+        """Show held-out episodes of the step, else its training episodes, the same problems each
+        time."""
+        count = self.run.config.run.show_samples
+        path = sample_file(self.run.episodes, self.done, held_out=True)
         if count and path is not None:
             samples = read_samples(path)[:count]
             for sample in samples:
                 self.report(brief(sample))
-            writer.write_text(
-                self.done, "samples", as_markdown([page(sample) for sample in samples])
-            )
+            pages = as_markdown([page(sample) for sample in samples])
+            self.writer.write_text(self.done, "samples", pages)
 
-    def _count(self, metrics: Row) -> None:
-        compares = self.run.command == "train" and self.run.config.rl.advantage in GROUP_RELATIVE
-        flat = (
-            compares and metrics.get("groups_without_signal") == 1.0
-        )  # elsewhere equal rewards are an advantage, or nothing
-        seen = {"bad_steps": bool(_what_is_bad(metrics)), "flat_steps": flat}
-        self.counts = {name: self.counts[name] + 1 if now else 0 for name, now in seen.items()}
-
-    def _save(self, saver: Saver) -> None:
+    def _save(self) -> None:
         job, done, tensors = self.job, self.done, {}
         for name, learner in job.learners.items():
             tensors[name] = {key: p.detach() for key, p in learner.model.trainable().items()}
             tensors[f"{name}_optimizer"] = learner.optimizer.state()
-        steps = {name: learner.optimizer.step for name, learner in job.learners.items()}
         state = {
             "step": done,
-            "optimizer_steps": steps,
-            **self.counts,
+            "optimizer_steps": {n: learner.optimizer.step for n, learner in job.learners.items()},
+            "bad_steps": self.streaks.bad_steps,
+            "flat_steps": self.streaks.flat_steps,
             "data": job.data,
             "progress": self.state,
+            # as text: the order is the row's, and NaN may be in it
+            "untold": json.dumps(self.pending_metrics),
         }
-        # as text: the order is the row's, and NaN may be in it
-        state["untold"] = json.dumps(self.untold)
-        saver.save(
+        self.saver.save(
             self.run.checkpoints,
             done,
             tensors,
@@ -203,121 +245,89 @@ class _Drive:
             config=to_toml(self.run.config),
             before_write=lambda: job.wait_until_durable(done),
         )
-        self.saved = done
+        self.saved_step = done
 
-    def _stamp(self) -> list[int]:
-        """Another one after any change of a weight or an optimizer."""
-        return [
-            n
-            for learner in self.job.learners.values()
-            for n in (learner.model.changes(), learner.optimizer.step)
-        ]
+    def _fingerprint(self) -> list[int]:
+        """Return numbers that change whenever a weight or an optimizer changes."""
+        learners = self.job.learners.values()
+        return [n for one in learners for n in (one.model.changes(), one.optimizer.step)]
 
-    @contextmanager
-    def _leaving(self, saver: Saver) -> Iterator[None]:
-        """On Ctrl-C and SIGTERM the last step that is done is saved, unless an update of the next
-        one has begun."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.job.stop_soon()
-            if self.done > self.saved and self._stamp() == self.stamp:
-                ahead = (
-                    " once the rollouts that it owes are there"
-                    if self.run.config.rollout.staleness
-                    else ""
-                )
-                self.report(f"interrupted; step {self.done} is being saved{ahead}")
-                self._save(saver)
-            raise
-        except Exception:
-            self.job.stop_soon()
-            raise
-
-
-def resume(
-    run: RunFolder, job: TrainJob, report: Callable[[str], None]
-) -> tuple[int, dict[str, Any], dict[str, int], Row | None]:
-    """Load the newest whole checkpoint; returns its step (0 where the run has none yet), what it
-    leaves to the next one, the counts of what was wrong up to it, and its metrics where they are
-    not told yet."""
-    found = resumable(run.path, run.config, job.data, report)
-    if found is None:
-        return 0, {}, {"bad_steps": 0, "flat_steps": 0}, {}
-    path, tensors, state = found
-    for name, learner in job.learners.items():
-        learner.model.load_weights(tensors[name])
-        learner.optimizer.load_state(tensors[f"{name}_optimizer"], state["optimizer_steps"][name])
-        _same_learner(name, learner, tensors, state)
-    job.restore(checkpoint_step(path), state["progress"])
-    report(f"resumed from {path.name}")
-    counts = {name: state[name] for name in ("bad_steps", "flat_steps")}
-    return checkpoint_step(path), state["progress"], counts, json.loads(state["untold"])
+    def _stop_if_hopeless(self, metrics: Row) -> None:
+        """Raise UserError after too many steps without an update. None of them has touched a
+        weight, so every checkpoint is good."""
+        config, bad, flat = self.run.config, self.streaks.bad_steps, self.streaks.flat_steps
+        too_bad = bad > config.train.max_bad_steps
+        too_flat = flat and flat == config.rl.max_flat_steps
+        if not (too_bad or too_flat):
+            return
+        self.saver.wait()  # the error names the last checkpoint
+        saved = sorted(path.name for path in self.run.checkpoints.glob("step_*"))
+        last = f"last checkpoint: {saved[-1] if saved else 'none yet'}"
+        if too_bad:
+            raise _not_finite(self.done, bad, metrics, config.train.max_bad_steps, last)
+        raise _no_advantage(self.done, flat, metrics["reward"], last)
 
 
 def resumable(
-    folder: Path, config: Config, data: dict[str, str], report: Callable[[str], None]
+    folder: Path, config: Config, data: dict[str, str], report: Report
 ) -> tuple[Path, Tensors, dict[str, Any]] | None:
-    """Find the checkpoint to go on from, None where the run has none yet, and hold the run against
-    it: data, ledger, files. Raises UserError."""
+    """Find the checkpoint to go on from, None if the run has none yet; check that data, ledger and
+    files are still those of the run. Raises UserError."""
     path = latest_checkpoint(folder / "checkpoints", report)
     if path is None:
-        _refuse_to_lose(folder, config)
+        _require_no_progress(folder, config)
         return None
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
-    _same_data(state["data"], data)
-    _same_past(folder, checkpoint_step(path) - (json.loads(state["untold"]) is not None), report)
+    if changed := [k for k in {**state["data"], **data} if state["data"].get(k) != data.get(k)]:
+        raise _other_data(changed)
+    logged = checkpoint_step(path) - (json.loads(state["untold"]) is not None)
+    _check_past(folder, logged, report)
     return path, tensors, state
 
 
-def _refuse_to_lose(folder: Path, config: Config) -> None:
-    """A save waits for the one before, so a run that has gone on from its second one has had a
-    checkpoint."""
+def _require_no_progress(folder: Path, config: Config) -> None:
+    """Raise UserError if metrics prove that a checkpoint existed: a save waits for the one before,
+    so a run that has gone on from its second one has had a checkpoint."""
     rows, every = read_metrics(folder), config.run.save_every
     if rows and rows[-1]["step"] > 2 * every:
-        raise UserError(
-            "the checkpoints of the run are gone",
-            where=str(folder / "checkpoints"),
-            found="none",
-            expected=f"some: metrics.jsonl ends at step {rows[-1]['step']}, with run.save_every = {every}",
-            next="restore them, or set back a run.save_every that was lowered before the first save, or start over "
-            "with --fresh (the old run is kept beside it)",
-        )
+        raise _no_checkpoints(folder, int(rows[-1]["step"]), every)
 
 
-def _same_past(folder: Path, done: int, report: Callable[[str], None]) -> None:
-    """Hold what is kept of the steps up to `done` against the ledger. Raises UserError for what has
-    changed; episodes that are gone are told only, as all but the last step's are not needed any
-    more."""
+def _check_past(folder: Path, done: int, report: Report) -> None:
+    """Raise UserError if a file of the steps up to `done` is not as the ledger has it. Episodes
+    that are gone are only reported, as nothing but the last step's are needed."""
     changed = altered(folder, done)
     gone = [one.what for one in changed if not one.found and one.what.startswith("episodes/")]
     if gone:
-        report(
-            f"no longer there, of steps before the checkpoint: {', '.join(gone[:3])}{' ...' * (len(gone) > 3)}"
-        )
+        names = ", ".join(gone[:3]) + " ..." * (len(gone) > 3)
+        report(f"no longer there, of steps before the checkpoint: {names}")
     if wrong := [one for one in changed if one.what not in gone]:
         raise UserError(
             "what the run has kept of its steps is not as it was written",
             where=str(folder),
             found="; ".join(map(str, wrong[:3])),
             expected="the bytes that ledger.jsonl has the hashes of",
-            next="restore it from a copy, or start over with --fresh (the old run is kept beside it)",
+            next="restore it from a copy, or start over with --fresh "
+            "(the old run is kept beside it)",
         )
 
 
-def _same_learner(
-    name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]
+def _load_learner(
+    name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], optimizer_steps: int
 ) -> None:
-    """What was loaded is where it belongs: weights, moments of the optimizer, and its place in the
-    schedule."""
-    loaded = {
-        "weights": weight_hash({key: p.detach() for key, p in learner.model.trainable().items()})
-        == weight_hash(tensors[name]),
-        "moments of AdamW": weight_hash(learner.optimizer.state())
-        == weight_hash(tensors[f"{name}_optimizer"]),
-        "steps of the schedule": learner.optimizer.step == state["optimizer_steps"][name],
+    """Load a learner from a checkpoint. Raises InvariantError unless weights, moments and place in
+    the schedule are then the checkpoint's."""
+    model, optimizer = learner.model, learner.optimizer
+    weights, moments = tensors[name], tensors[f"{name}_optimizer"]
+    model.load_weights(weights)
+    optimizer.load_state(moments, optimizer_steps)
+    loaded = {key: p.detach() for key, p in model.trainable().items()}
+    same = {
+        "weights": weight_hash(loaded) == weight_hash(weights),
+        "moments of AdamW": weight_hash(optimizer.state()) == weight_hash(moments),
+        "steps of the schedule": optimizer.step == optimizer_steps,
     }
-    if lost := [what for what, same in loaded.items() if not same]:
+    if lost := [what for what, is_same in same.items() if not is_same]:
         raise InvariantError(
             "a resumed run would not be the run that was saved",
             where=name,
@@ -327,47 +337,45 @@ def _same_learner(
         )
 
 
-def _what_is_bad(metrics: Row) -> list[str]:
-    return sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
+def _not_finite(done: int, bad: int, metrics: Row, limit: int, last: str) -> UserError:
+    names = sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
+    return UserError(
+        "training stops: NaN or infinity, step after step",
+        where=f"step {done} and the {bad - 1} before it",
+        found=f"not finite: {', '.join(names)}",
+        expected=f"at most {limit} such steps in a row (train.max_bad_steps)",
+        next=f"the weights are as before them; {last}. Look at metrics.jsonl; go on with a larger "
+        "train.max_bad_steps, or in a new run.folder with other settings",
+    )
 
 
-def stop_if_hopeless(
-    run: RunFolder, done: int, metrics: Row, counts: dict[str, int], saver: Saver
-) -> None:
-    """Raises UserError. No weight has been touched by what was not finite or had no advantage:
-    every checkpoint is good."""
-    config, bad, flat = run.config, counts["bad_steps"], counts["flat_steps"]
-    if bad <= config.train.max_bad_steps and not (flat and flat == config.rl.max_flat_steps):
-        return
-    saver.wait()  # the error names the last checkpoint
-    saved = sorted(path.name for path in run.checkpoints.glob("step_*"))
-    last = f"last checkpoint: {saved[-1] if saved else 'none yet'}"
-    if bad > config.train.max_bad_steps:
-        raise UserError(
-            "training stops: NaN or infinity, step after step",
-            where=f"step {done} and the {bad - 1} before it",
-            found=f"not finite: {', '.join(_what_is_bad(metrics))}",
-            expected=f"at most {config.train.max_bad_steps} such steps in a row (train.max_bad_steps)",
-            next=f"the weights are as before them; {last}. "
-            "Look at metrics.jsonl; go on with a larger train.max_bad_steps, or in a new run.folder with other settings",
-        )
-    if flat and flat == config.rl.max_flat_steps:
-        raise UserError(
-            "training stops: no episode has had an advantage",
-            where=f"step {done} and the {flat - 1} before it",
-            found=f"equal rewards in every group, mean {metrics['reward']:.3g}",
-            expected="some groups whose rewards differ (rl.max_flat_steps)",
-            next=f"{last}. Look at episodes/ and at the reward (`tandem try`), take problems that are sometimes solved, or go "
-            "on with a larger rl.max_flat_steps",
-        )
+def _no_advantage(done: int, flat: int, reward: float, last: str) -> UserError:
+    return UserError(
+        "training stops: no episode has had an advantage",
+        where=f"step {done} and the {flat - 1} before it",
+        found=f"equal rewards in every group, mean {reward:.3g}",
+        expected="some groups whose rewards differ (rl.max_flat_steps)",
+        next=f"{last}. Look at episodes/ and at the reward (`tandem try`), take problems that are "
+        "sometimes solved, or go on with a larger rl.max_flat_steps",
+    )
 
 
-def _same_data(saved: dict[str, str], now: dict[str, str]) -> None:
-    changed = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
-    if changed:
-        raise UserError(
-            "a data file, the reward function or the starting model has changed since the run began",
-            where=", ".join(changed),
-            expected="the same bytes: the rest of the run would not be the same run",
-            next="restore it, take another run.folder=PATH, or start over with --fresh (the old run is kept beside it)",
-        )
+def _no_checkpoints(folder: Path, last: int, every: int) -> UserError:
+    return UserError(
+        "the checkpoints of the run are gone",
+        where=str(folder / "checkpoints"),
+        found="none",
+        expected=f"some: metrics.jsonl ends at step {last}, with run.save_every = {every}",
+        next="restore them, or set back a run.save_every that was lowered before the first save, "
+        "or start over with --fresh (the old run is kept beside it)",
+    )
+
+
+def _other_data(changed: list[str]) -> UserError:
+    return UserError(
+        "a data file, the reward function or the starting model has changed since the run began",
+        where=", ".join(changed),
+        expected="the same bytes: the rest of the run would not be the same run",
+        next="restore it, take another run.folder=PATH, or start over with --fresh "
+        "(the old run is kept beside it)",
+    )

@@ -7,7 +7,7 @@ into microbatches. This file knows numpy and nothing else: no torch, no model, n
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -15,6 +15,28 @@ Array = np.ndarray
 Message = dict[str, Any]  # texts by name; served chats also hold a list, `tool_calls`
 Tool = dict[str, Any]  # a function's JSON schema, as OpenAI and chat templates have it
 Row = dict[str, float]  # metrics or timings of a step, by name
+
+CompletionStop = Literal[
+    "stop",  # a stop token or a stop string
+    "length",  # SamplingParams.max_new_tokens
+    "paused",  # Request.max_tokens_now; a later request goes on with it
+    "cancelled",
+]
+EpisodeStop = Literal[
+    "stop",  # it came to its end
+    "length",  # a turn reached max_new_tokens
+    "turns",  # a limit of the environment, as the next two
+    "tokens",
+    "time",
+    "error",  # the environment failed, see Episode.env_error
+    "paused",  # it goes on in a later step
+]
+Outcome = Literal[
+    "train",
+    "carry",  # a later step trains it
+    "no_signal",  # left out by dynamic sampling
+    "unfinished",  # some of its episodes are paused
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +108,9 @@ class Completion:
     logprobs: Array  # float32 [N], nats, of the distribution actually sampled from
     weight_versions: Array  # int32 [N], the weights that produced each token
     text: str  # decoded, without stop token or stop string
-    # "stop" (stop token or string), "length", "paused" (Request.begun goes on) or "cancelled"
-    stop_reason: str
-    top_tokens: Array = field(
-        default_factory=lambda: np.zeros((0, 0), np.int64)
-    )  # int64 [N, top_logprobs], likeliest first
+    stop_reason: CompletionStop
+    # int64 [N, top_logprobs], likeliest first
+    top_tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     # float32 [N, top_logprobs], nats
     top_logprobs: Array = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
@@ -115,12 +135,7 @@ class Episode:
     num_prompt_tokens: int  # tokens[:num_prompt_tokens] are equal in all episodes of the group
     # the chat behind the prompt: completions as the assistant's, and what answered them
     messages: tuple[Message, ...]
-    stop_reason: (
-        # "stop": of itself; "length": a turn was cut; "turns", "tokens", "time": a limit; "error":
-        # see env_error;
-        str
-        # "paused": it goes on in a later step
-    )
+    stop_reason: EpisodeStop
     key: int = 0  # 64-bit address of its random draws, Request.key of all its turns
     # the chat that the environment began with; empty: the problem's
     opening: tuple[Message, ...] = ()
@@ -145,24 +160,37 @@ class Episode:
 
     @property
     def num_turns(self) -> int:
+        """Turns of the model."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
+    @property
+    def last_turn_tokens(self) -> int:
+        """Sampled tokens at the end of the sequence: of the last turn, or of one that is paused."""
+        return int(np.argmin(np.append(self.loss_mask[::-1], False)))
+
     def chat(self, problem: Problem) -> tuple[Message, ...]:
-        """The whole conversation."""
+        """Return the whole conversation."""
         return (*(self.opening or problem.messages), *self.messages)
+
+    def attempt(self) -> "Attempt":
+        """Return what a reward function may see of the episode."""
+        return Attempt(
+            text=self.text,
+            messages=self.messages,
+            opening=self.opening,
+            stop_reason=self.stop_reason,
+            tokens=tuple(self.tokens[self.num_prompt_tokens :].tolist()),
+            given=self.given,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The G episodes of one problem, and what becomes of them in the step that sampled them."""
+    """The G episodes of one problem, and their outcome in the step that sampled them."""
 
     problem: Problem
     episodes: tuple[Episode, ...]
-    outcome: str = (
-        # or "carry" (a later step trains it), "no_signal" (left out), "unfinished" (some are
-        # paused)
-        "train"
-    )
+    outcome: Outcome = "train"
 
     @property
     def rewards(self) -> Array:
@@ -355,7 +383,7 @@ class Attempt:
     text: str  # the last completion
     messages: tuple[Message, ...] = ()  # the chat behind the prompt, as Episode.messages
     opening: tuple[Message, ...] = ()  # the chat before that, where it is not the problem's
-    stop_reason: str = "stop"
+    stop_reason: EpisodeStop = "stop"
     tokens: tuple[int, ...] = ()  # the ids of all tokens behind the prompt
     # Rewards that are known already, by function: "env", and its parts.
     given: dict[str, float] = field(default_factory=dict)

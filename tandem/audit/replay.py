@@ -26,20 +26,12 @@ from torch import Tensor
 
 from tandem.audit.rescore import Difference, rescored
 from tandem.config.schema import Config
-from tandem.jobs.commands import dpo_job, rm_job, sft_job
-from tandem.jobs.parts import (
-    Report,
-    check_models,
-    input_hashes,
-    learning_models,
-    prepare_process,
-    require_parity,
-    student_and_teacher,
-    tell_exactness,
-)
+from tandem.jobs.engines import Report, prepare_process, probe_exactness, require_parity
+from tandem.jobs.inputs import input_hashes
+from tandem.jobs.models import build_distill_models, build_rl_models, check_models
+from tandem.jobs.offline import open_dpo_job, open_rm_job, open_sft_job
 from tandem.model.forward import batch_logprobs
-from tandem.model.logprobs import SamplingDistribution
-from tandem.rollout.episode_metrics import episode_metrics
+from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
 from tandem.rollout.evaluate import sampling_params
 from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
 from tandem.run_folder.episode_files import read_note
@@ -49,8 +41,9 @@ from tandem.run_folder.past_run import PastRun, altered, read_step, require_step
 from tandem.runtime import numerics
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tandem.step import Learning, Progress, advance, distill_step, make_rollout_batch, update
-from tandem.train.learn import Observe, start
+from tandem.step import learn_step
+from tandem.train.batch import pack_batch
+from tandem.train.learn import LearnStage, Observe
 from tandem.train.learner import Learner
 from tandem.types import Group, Row
 from tandem.weights.hashing import tensor_hash, weight_hash
@@ -84,7 +77,7 @@ class Again:
     data: dict[str, str]  # SHA-256 of its inputs as they are now
     step: Callable[[int, Observe | None], Row]
     restore: Callable[[int, dict[str, Any]], None]
-    learning: Learning | None = None  # None where there are no episodes
+    learning: LearnStage | None = None  # None where there are no episodes
     # what the rollouts of the last step leave to the next
     state: Callable[[], dict[str, Any]] = dict
 
@@ -146,7 +139,7 @@ def _again(past: PastRun, report: Report) -> Iterator[Again]:
         case "train" | "distill":
             yield _from_journal(past, report)
         case "sft" | "dpo" | "rm":
-            make = {"sft": sft_job, "dpo": dpo_job, "rm": rm_job}[past.command]
+            make = {"sft": open_sft_job, "dpo": open_dpo_job, "rm": open_rm_job}[past.command]
             # its evaluation is not run, and the run's folder stays as it is
             with TemporaryDirectory() as place:
                 elsewhere = RunFolder(
@@ -161,7 +154,7 @@ def _again(past: PastRun, report: Report) -> Iterator[Again]:
                         learners=job.learners,
                         data=job.data,
                         restore=job.restore,
-                        step=lambda done, observe: job.step(done)[0],
+                        step=lambda done, observe: job.step(done).metrics,
                     )
         case other:
             raise UserError(
@@ -182,14 +175,14 @@ def _from_journal(past: PastRun, report: Report) -> Again:
         "distill.teacher" if teaches else "model.reference",
         *["critic.path"] * bool(config.critic.path),
     )
-    models = student_and_teacher(config) if teaches else learning_models(config)
-    learning = Learning(
+    models = build_distill_models(config) if teaches else build_rl_models(config)
+    learning = LearnStage(
         config=config,
         models=models,
-        params=sampling_params(config.rollout, ()),
-        exact=require_parity(config, tell_exactness(config, models.policy.model, report)),
+        sampling_params=sampling_params(config.rollout, ()),
+        exact=require_parity(config, probe_exactness(config, models.policy.model, report)),
     )
-    learn, progress = distill_step if teaches else update, Progress()
+    progress = Progress()
 
     def step(done: int, observe: Observe | None) -> Row:
         groups = read_step(past.journal(done + 1))
@@ -197,9 +190,9 @@ def _from_journal(past: PastRun, report: Report) -> Again:
         progress.batches += (
             len(groups) - carried - len(progress.unfinished)
         ) // config.rl.prompts_per_step
-        advance(progress, groups, carried, config)
-        rolled = make_rollout_batch(done, groups, carried, baseline, progress.state())
-        return {**episode_metrics(rolled.told), **learn(learning, rolled, observe)}
+        progress.advance(groups, carried, config)
+        batch = make_rollout_batch(done, groups, carried, baseline, progress)
+        return step_metrics(batch, learn_step(learning, batch, observe), config)
 
     def restore(done: int, state: dict[str, Any]) -> None:
         leaves = config.rl.max_gen_batches or config.rollout.token_budget
@@ -312,14 +305,14 @@ def _sampled_otherwise(
     learning = again.learning
     if learning is None or not learning.exact:
         return None
-    held = start(groups, learning.config)
-    model, how = learning.models.policy.model, SamplingDistribution.of(learning.params)
-    if not any((held.episode(i).weight_versions == version).any() for i in range(len(held.places))):
+    batch = pack_batch(groups, learning.config)
+    episodes, model, sampling = batch.episodes, learning.models.policy.model, learning.sampling
+    if not any((e.weight_versions == version).any() for e in episodes):
         return None
     for sample, own in enumerate(
-        held.ask(lambda batch: batch_logprobs(model, batch, how, entropy=False)[0])
+        batch.forward_all(lambda b: batch_logprobs(model, b, sampling, entropy=False)[0])
     ):
-        episode = held.episode(sample)
+        episode = episodes[sample]
         places = np.flatnonzero(episode.loss_mask)
         mine = episode.weight_versions[places] == version
         recorded = episode.engine_logprobs[places]

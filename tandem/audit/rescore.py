@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.config.schema import Config
-from tandem.jobs.parts import read_data, reward_pool
+from tandem.jobs.engines import build_reward_pool
+from tandem.jobs.inputs import read_data
 from tandem.rewards.parts import part_name
-from tandem.rollout.score import attempt_of, scored
+from tandem.rollout.score import with_reward
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group
 
@@ -62,10 +63,12 @@ def rescored(config: Config, groups: Sequence[Group], step: int) -> Scoring:
             expected="the data that the run began with",
             next="restore it",
         )
-    with reward_pool(config if whole else _without_judge(config)) as pool:
-        verdicts = [pool.submit(problems[e.uid], attempt_of(e)) for e in again]
+    with build_reward_pool(config if whole else _without_judge(config)) as pool:
+        verdicts = [pool.submit(problems[e.uid], e.attempt()) for e in again]
         for episode, verdict in zip(again, verdicts, strict=True):
-            found = scored(episode, verdict.result(), config.reward, config.rollout.max_new_tokens)
+            found = with_reward(
+                episode, verdict.result(), config.reward, config.rollout.max_new_tokens
+            )
             if otherwise := _compare(episode, found, config, step, whole):
                 return Scoring(episodes=len(again), notes=notes, difference=otherwise)
     return Scoring(episodes=len(again), notes=notes, difference=None)

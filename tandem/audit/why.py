@@ -20,12 +20,13 @@ from torch import Tensor
 from tandem.audit.replay import replay
 from tandem.audit.rescore import Difference
 from tandem.config.schema import RL
-from tandem.jobs.parts import Report
+from tandem.jobs.engines import Report
 from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.past_run import PastRun, holds, read_step
 from tandem.runtime.errors import UserError
-from tandem.train.learn import Columns, policy_loss, start
-from tandem.types import Array, Episode, Group, Microbatch
+from tandem.train.batch import TokenTensors, pack_batch
+from tandem.train.learn import policy_loss
+from tandem.types import Array, Episode, Group, Microbatch, Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Found:
     place: int
     group: Group
     # (step, outcome) of each file that has it, ascending
-    fate: list[tuple[int, str]] = field(default_factory=list)
+    fate: list[tuple[int, Outcome]] = field(default_factory=list)
 
     @property
     def episode(self) -> Episode:
@@ -76,7 +77,7 @@ class Found:
 class Learned:
     """What the last update of a step had of one episode, an entry a loss token."""
 
-    columns: Columns | None = None
+    columns: TokenTensors | None = None
     logprobs: Tensor | None = None
     difference: Difference | None = None  # of the replay from the run
 
@@ -177,10 +178,10 @@ def watch(past: PastRun, found: Found, report: Report) -> Learned:
         if group.outcome == "train"
     ]
     number = [row for row, _ in groups].index(at.row)
-    places = start([group for _, group in groups], past.config).places
+    places = pack_batch([group for _, group in groups], past.config).sample_index
     sample = places.index((number, at.place)) if (number, at.place) in places else None
 
-    def observe(batch: Microbatch, columns: Columns, logprobs: Tensor) -> None:
+    def observe(batch: Microbatch, columns: TokenTensors, logprobs: Tensor) -> None:
         if sample is not None and sample in batch.samples:
             own = columns.sequences == int((batch.samples == sample).argmax())
             seen.columns, seen.logprobs = _part(columns, own), logprobs[own]
@@ -189,10 +190,10 @@ def watch(past: PastRun, found: Found, report: Report) -> Learned:
     return seen
 
 
-def _part(columns: Columns, which: Tensor | slice) -> Columns:
+def _part(columns: TokenTensors, which: Tensor | slice) -> TokenTensors:
     """Of some tokens, as those of one sequence."""
     reference = columns.reference
-    return Columns(
+    return TokenTensors(
         engine=columns.engine[which],
         proximal=columns.proximal[which],
         advantages=columns.advantages[which],
@@ -272,7 +273,9 @@ def not_learned(past: PastRun, found: Found, learned: Learned) -> str:
     return "the replay stopped before" if learned.difference else "no policy loss of single tokens"
 
 
-def _ratio(rl: RL, columns: Columns, logprobs: Tensor, n: int) -> tuple[float | None, bool | None]:
+def _ratio(
+    rl: RL, columns: TokenTensors, logprobs: Tensor, n: int
+) -> tuple[float | None, bool | None]:
     """Of one token, by the loss itself; gspo's ratio is that of the sequence, so there the others
     stand beside it."""
     which = slice(None) if rl.loss == "gspo" else slice(n, n + 1)

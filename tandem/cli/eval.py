@@ -8,8 +8,16 @@ from rich.table import Table
 from tandem.cli.progress import console
 from tandem.config.schema import Config
 from tandem.data.renderer import load_renderer
-from tandem.jobs.parts import build_generator, evaluator, playground, prepare_process, read_data
+from tandem.jobs.engines import (
+    load_engine,
+    load_reward_model,
+    open_envs_and_rewards,
+    prepare_process,
+)
+from tandem.jobs.inputs import read_data
 from tandem.model.load import check_model
+from tandem.rollout.evaluate import Evaluator
+from tandem.rollout.score import RolloutRunner
 from tandem.runtime.errors import UserError
 
 
@@ -33,9 +41,18 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
     check_model(config.model.path)
     renderer = load_renderer(config.model.path)
     problems = renderer.check_lengths(problems, config.data, key="eval.data")
-    with playground(config) as player_of:
-        player = player_of(build_generator(config, renderer, problems, console.print), renderer)
-        metrics = evaluator(config, problems, player, renderer.stop_token_ids, None)(0)
+    with open_envs_and_rewards(config) as (envs, rewards):
+        runner = RolloutRunner(
+            engine=load_engine(config, renderer, problems, console.print),
+            renderer=renderer,
+            envs=envs,
+            rewards=rewards,
+            reward_model=load_reward_model(config),
+        )
+        stop_token_ids = renderer.stop_token_ids
+        metrics = Evaluator(
+            config=config, problems=problems, runner=runner, stop_token_ids=stop_token_ids
+        )(0)
     table = Table("metric", "value", title=f"{config.model.path} on {len(problems)} problems")
     for name, value in metrics.items():
         table.add_row(name.removeprefix("eval/"), f"{value:.3f}")

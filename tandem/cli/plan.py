@@ -16,9 +16,9 @@ from pathlib import Path
 from tandem.cli.progress import console
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
-from tandem.jobs.inputs import INPUTS, KEYS
+from tandem.jobs.engines import open_envs_and_rewards
+from tandem.jobs.inputs import INPUTS, KEYS, input_hashes
 from tandem.jobs.needs import Machine, Need, disk, memory, model_sizes
-from tandem.jobs.parts import input_hashes, playground
 from tandem.run_folder.folder import check_run
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -49,7 +49,9 @@ class _Plan:
             self._data()
         with self._checked():
             if self.command != "rm":  # a reward model plays no episodes
-                with playground(self.config):  # environment and reward functions can be loaded
+                with open_envs_and_rewards(
+                    self.config
+                ):  # environment and reward functions can be loaded
                     pass
         with self._checked():
             sizes = model_sizes(self.config, self.command)

@@ -26,12 +26,18 @@ from tandem.cli.progress import console
 from tandem.cli.rollout_filter import keep, kept_path, mean_rewards
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.jobs.parts import build_generator, input_hashes, playground, prepare_process, read_data
+from tandem.jobs.engines import (
+    load_engine,
+    load_reward_model,
+    open_envs_and_rewards,
+    prepare_process,
+)
+from tandem.jobs.inputs import input_hashes, read_data
 from tandem.model.load import check_model
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import Timer, generate_and_score
+from tandem.rollout.score import RolloutRunner, generate_and_score
 from tandem.run_folder.episode_files import (
     cut_episodes,
     episode_lines,
@@ -42,6 +48,7 @@ from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
 from tandem.runtime.disk import DISK, append_line, disk_errors, write_atomic
 from tandem.runtime.errors import UserError
+from tandem.runtime.timer import Timer
 from tandem.types import Group, Problem, Row
 
 Make = Callable[[int, Timer], list[Group]]  # the scored episodes of a batch, counted from 0
@@ -110,8 +117,14 @@ def batch_maker(
         sampling_params(config.rollout, renderer.stop_token_ids),
         config.rl.prompts_per_step,
     )
-    with playground(config) as player_of:
-        player = player_of(build_generator(config, renderer, problems, console.print), renderer)
+    with open_envs_and_rewards(config) as (envs, rewards):
+        runner = RolloutRunner(
+            engine=load_engine(config, renderer, problems, console.print),
+            renderer=renderer,
+            envs=envs,
+            rewards=rewards,
+            reward_model=load_reward_model(config),
+        )
 
         def make(number: int, clock: Timer) -> list[Group]:
             part = problems[number * size : (number + 1) * size]
@@ -119,7 +132,7 @@ def batch_maker(
                 part, config.rl.group_size, (config.run.seed, "rollout only", number)
             )
             return generate_and_score(
-                player, groups, params=params, shaping=config.reward, clock=clock
+                runner, groups, sampling=params, shaping=config.reward, timer=clock
             )
 
         yield make

@@ -127,7 +127,7 @@ def _url(sock: socket.socket) -> str:
 
 def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     from tandem.data.renderer import load_renderer
-    from tandem.jobs.parts import build_engine, prepare_process, tell_exactness
+    from tandem.jobs.engines import build_engine, prepare_process, probe_exactness
     from tandem.model.load import check_model, load_model
 
     config = Config(
@@ -141,7 +141,7 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
         load_model(options.model),
         {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS},
     )
-    tell_exactness(config, model, lambda line: print(line, file=sys.stderr))
+    probe_exactness(config, model, lambda line: print(line, file=sys.stderr))
     return build_engine(config, model, renderer, **sizes), renderer
 
 

@@ -7,9 +7,11 @@ from typing import Literal
 
 from tandem.cli.progress import StepProgress, console, evaluation
 from tandem.config.schema import Config
-from tandem.jobs.commands import distill_job, dpo_job, rm_job, sft_job, training_job
+from tandem.jobs.engines import Report, prepare_process
+from tandem.jobs.models import build_model
 from tandem.jobs.needs import Machine, require_disk
-from tandem.jobs.parts import Report, build_model, prepare_process
+from tandem.jobs.offline import open_dpo_job, open_rm_job, open_sft_job
+from tandem.jobs.rl import open_rl_job
 from tandem.model.load import unfilled_model
 from tandem.run_folder.checkpoint import (
     checkpoint_step,
@@ -22,17 +24,17 @@ from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import KEPT_MODEL, entered
 from tandem.runtime.errors import UserError
-from tandem.train_loop import TrainJob, run_training
+from tandem.train_loop import TrainJob, run_training, trained_model
 
 JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[TrainJob]]
 
 
 JOBS: dict[str, JobMaker] = {
-    "train": training_job,
-    "sft": sft_job,
-    "dpo": dpo_job,
-    "rm": rm_job,
-    "distill": distill_job,
+    "train": open_rl_job,
+    "sft": open_sft_job,
+    "dpo": open_dpo_job,
+    "rm": open_rm_job,
+    "distill": open_rl_job,
 }
 
 
@@ -54,14 +56,18 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         ):
             run.note_directory()
             require_disk(config, command, folder, Machine.here(folder))
-            keep_model(job.model, config.model.path, folder / KEPT_MODEL)
+            keep_model(trained_model(job), config.model.path, folder / KEPT_MODEL)
             digest = run_training(run, job, progress, report)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(job.steps)
             card = model_card(
-                job.model, base=config.model.path, command=command, step=job.steps, metrics=rows[-1]
+                trained_model(job),
+                base=config.model.path,
+                command=command,
+                step=job.steps,
+                metrics=rows[-1],
             )
-            export(job.model, str(folder / KEPT_MODEL), target, card)
+            export(trained_model(job), str(folder / KEPT_MODEL), target, card)
         report(f"done: {job.steps} steps, weights {digest[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
         if evals:

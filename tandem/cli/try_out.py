@@ -10,7 +10,7 @@ workers score them.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,20 @@ from tandem.cli.progress import console
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.envs.load import BUILT_IN
-from tandem.jobs.parts import build_generator, playground, prepare_process, read_data
+from tandem.jobs.engines import (
+    load_engine,
+    load_reward_model,
+    open_envs_and_rewards,
+    prepare_process,
+)
+from tandem.jobs.inputs import read_data
 from tandem.model.load import check_model
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import RolloutRunner, Timer, generate_and_score
+from tandem.rollout.score import RolloutRunner, generate_and_score
 from tandem.runtime.errors import UserError
+from tandem.runtime.timer import Timer
 from tandem.types import (
     Array,
     Completion,
@@ -41,7 +48,6 @@ from tandem.types import (
     Tool,
 )
 
-MakePlayer = Callable[[Generate, Renderer], RolloutRunner]
 END = 0  # the token that ends a typed turn; the others are code points
 
 
@@ -64,51 +70,55 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
     """
     prepare_process(config)
     problems = read_data(config, "data.train")[:rows]
-    with playground(config) as player_of:
-        if config.model.path:
-            player, params = _with_model(config, problems, player_of)
-        else:
-            player, params = (
-                player_of(Typist(answers), PlainRenderer()),
-                SamplingParams(max_new_tokens=1 << 20),
-            )
+    with open_envs_and_rewards(config) as (envs, rewards):
+        engine, renderer, sampling = _model_or_typist(config, problems, answers)
+        runner = RolloutRunner(
+            engine=engine,
+            renderer=renderer,
+            envs=envs,
+            rewards=rewards,
+            reward_model=load_reward_model(config),
+        )
         if config.env.name not in ("single_turn", "agent", "verifiers"):
-            _check_openings(player, problems)
+            _check_openings(runner, problems)
         failed = 0
         for number, problem in enumerate(problems):
             start = time.perf_counter()
             [group] = generate_and_score(
-                player,
+                runner,
                 new_groups([problem], 1, (config.run.seed, "try", number)),
-                params=params,
+                sampling=sampling,
                 shaping=config.reward,
-                clock=Timer(),
+                timer=Timer(),
             )
-            tell(group, time.perf_counter() - start, player.renderer)
+            tell(group, time.perf_counter() - start, renderer)
             failed += any(episode.env_error or episode.reward_error for episode in group.episodes)
     return failed
 
 
-def _check_openings(player: RolloutRunner, problems: Sequence[Problem]) -> None:
+def _check_openings(runner: RolloutRunner, problems: Sequence[Problem]) -> None:
     """Begin two episodes of each problem and end them. Raises UserError, as training would, where
     they begin differently."""
     groups = new_groups(problems, 2, ("try", "openings"))
     run_episodes(
         groups,
         engine=Mute([]),
-        renderer=player.renderer,
-        world=player.world,
-        params=SamplingParams(max_new_tokens=1),
+        renderer=runner.renderer,
+        envs=runner.envs,
+        sampling=SamplingParams(max_new_tokens=1),
     )
 
 
-def _with_model(
-    config: Config, problems: Sequence[Problem], player_of: MakePlayer
-) -> tuple[RolloutRunner, SamplingParams]:
+def _model_or_typist(
+    config: Config, problems: Sequence[Problem], answers: Sequence[str]
+) -> tuple[Generate, Renderer, SamplingParams]:
+    """Return what answers: the model, if model.path names one, else a person or `answers`."""
+    if not config.model.path:
+        return Typist(answers), PlainRenderer(), SamplingParams(max_new_tokens=1 << 20)
     check_model(config.model.path)
     renderer = load_renderer(config.model.path)
-    engine = build_generator(config, renderer, problems, console.print)
-    return player_of(engine, renderer), sampling_params(config.rollout, renderer.stop_token_ids)
+    engine = load_engine(config, renderer, problems, console.print)
+    return engine, renderer, sampling_params(config.rollout, renderer.stop_token_ids)
 
 
 def tell(group: Group, seconds: float, renderer: Renderer) -> None:

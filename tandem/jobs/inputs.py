@@ -3,22 +3,29 @@ configs, lengths.
 
     training_inputs   distill_inputs   sft_inputs   dpo_inputs   rm_inputs
 
-jobs/commands.py begins with them, and `tandem plan` asks them whether a run could start. They do
+The jobs begin with them, and `tandem plan` asks them whether a run could start. They do
 not know weights, engines or run folders.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from tandem.config.schema import Config
 from tandem.data.chats import read_chats
 from tandem.data.mixture import only
 from tandem.data.preferences import read_preferences
+from tandem.data.problems import read_problems
+from tandem.data.readers.sources import source_files
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.jobs.parts import check_models, check_tokenizer, read_data, require_room
+from tandem.envs.load import source_files as env_files
+from tandem.jobs.engines import require_room
+from tandem.jobs.models import check_models, check_tokenizer
 from tandem.model.tokenizer import load_tokenizer
+from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
+from tandem.runtime.user_code import source_file
 from tandem.train.supervised import answer_pair, scored_pair
 from tandem.types import Problem, Sample
 
@@ -64,6 +71,65 @@ class PairInputs(Inputs):
 
     train: Pairs
     test: Pairs  # held out; empty without preference.test
+
+
+def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequence[Problem]:
+    """The problems that a key names; an eval set that is not configured is empty."""
+    source, weights = (
+        (config.data.train, config.data.weights) if key == "data.train" else (config.eval.data, [])
+    )
+    if key == "data.train" and not source:
+        raise UserError(
+            "no training problems are named",
+            where=key,
+            expected="a source of problems, see docs/data.md",
+            next="add data.train=FILE",
+        )
+    return read_problems(source, config.data, key=key, weights=weights) if source else []
+
+
+def input_hashes(config: Config, *keys: str) -> dict[str, str]:
+    """SHA-256 by key of what a run is a function of: the data files that these keys name, the files
+    of reward functions and environment, and the weights in local model directories."""
+    models = {
+        "model.path": config.model.path,
+        "model.reference": config.model.reference,
+        "critic.path": config.critic.path,
+        "distill.teacher": config.distill.teacher,
+        "reward.model": config.reward.model,
+    }
+    paths: dict[str, Path] = {}
+    for key in keys:
+        section, field = key.split(".")
+        files = [
+            file
+            for name in _names(getattr(getattr(config, section), field))
+            for file in source_files(name, key)
+        ]
+        paths |= {key if len(files) == 1 else f"{key}/{file}": file for file in files}
+    for key, folder in models.items():
+        files = sorted(Path(folder).glob("*.safetensors")) if folder else []
+        paths |= {f"{key}/{file.name}": file for file in files}
+    own = [source_file(function) for function in config.reward.functions]
+    paths |= {f"reward.function/{file}": file for file in own if file is not None}
+    paths |= {f"env/{file}": file for file in env_files(config.env)}
+    return {key: _input_hash(key, path) for key, path in paths.items() if path.is_file()}
+
+
+def _input_hash(key: str, path: Path) -> str:
+    try:
+        return file_hash(path)
+    except OSError as error:
+        raise UserError(
+            "a file that the run is a function of cannot be read",
+            where=f"{key.partition('/')[0]}: {path}",
+            found=error.strerror or str(error),
+            next=f"ls -l {path}",
+        ) from None
+
+
+def _names(source: str | list[str]) -> list[str]:
+    return [source] * bool(source) if isinstance(source, str) else source
 
 
 def training_inputs(config: Config) -> ProblemInputs:

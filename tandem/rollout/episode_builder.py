@@ -1,7 +1,6 @@
-"""An episode as it grows, token by token appended and never changed; and how one that paused is
-taken up again.
+"""Episodes as they grow: tokens are appended and never changed; a paused episode is taken up again.
 
-It knows neither engine nor environment.
+Knows neither engine nor environment.
 """
 
 import hashlib
@@ -11,150 +10,117 @@ import numpy as np
 
 from tandem.runtime.errors import InvariantError
 from tandem.runtime.rng import address
-from tandem.types import Array, Completion, Episode, Group, Observation, Problem
-
-
-def not_begun(problem: Problem, sample: int, place: tuple[int | str, ...]) -> Episode:
-    """An episode that is paused before its first token; place and problem are the address of its
-    draws."""
-    none = np.zeros(0, np.float32)
-    return Episode(
-        uid=problem.uid,
-        sample_index=sample,
-        key=address(*place, problem.uid, sample),
-        tokens=none.astype(np.int64),
-        loss_mask=none.astype(bool),
-        engine_logprobs=none,
-        weight_versions=none.astype(np.int32),
-        penalties=none,
-        num_prompt_tokens=0,
-        messages=(),
-        stop_reason="paused",
-    )
+from tandem.types import Array, Completion, Episode, EpisodeStop, Group, Observation, Problem
 
 
 def new_groups(
     problems: Sequence[Problem], group_size: int, place: tuple[int | str, ...]
 ) -> list[Group]:
-    """Groups of episodes that have not begun. Their draws are addressed by (place, row, uid,
-    sample), so a problem that occurs twice is sampled anew."""
+    """Make groups of episodes that have not begun.
+
+    Their draws are addressed by (place, row, uid, sample), so a problem that occurs twice is
+    sampled anew.
+    """
     return [
         Group(
             problem=problem,
             episodes=tuple(
-                not_begun(problem, sample, (*place, row)) for sample in range(group_size)
+                new_episode(problem, sample, (*place, row)) for sample in range(group_size)
             ),
         )
         for row, problem in enumerate(problems)
     ]
 
 
-Part = tuple[Array, Array, Array, Array]  # tokens, log-probs, versions, penalties
+def new_episode(problem: Problem, sample: int, place: tuple[int | str, ...]) -> Episode:
+    """Make an episode that is paused before its first token; (place, problem, sample) addresses its
+    draws."""
+    empty = np.zeros(0, np.float32)
+    return Episode(
+        uid=problem.uid,
+        sample_index=sample,
+        key=address(*place, problem.uid, sample),
+        tokens=empty.astype(np.int64),
+        loss_mask=empty.astype(bool),
+        engine_logprobs=empty,
+        weight_versions=empty.astype(np.int32),
+        penalties=empty,
+        num_prompt_tokens=0,
+        messages=(),
+        stop_reason="paused",
+    )
 
 
-class Record:
-    """An episode as it grows. parts: what was read and what was said, turn by turn; began: of a
-    turn that paused."""
+class EpisodeBuilder:
+    """An episode under way: a list of spans (tokens, log-probs, weight versions, penalties), turn
+    by turn."""
 
     def __init__(self, episode: Episode):
+        """Take up a paused episode. The tokens of its last turn, if it paused within one, become
+        `unfinished_turn`."""
         self.uid, self.sample, self.key = episode.uid, episode.sample_index, episode.key
-        self.messages, self.given = list(episode.messages), dict(episode.given)
-        self.opening, self.tools, self.prompt_tokens = (
-            episode.opening,
-            episode.tools,
-            episode.num_prompt_tokens,
+        self.messages, self.env_rewards = list(episode.messages), dict(episode.given)
+        self.opening, self.tools = episode.opening, episode.tools
+        self.num_prompt_tokens = episode.num_prompt_tokens
+        self.length, self._digest = 0, hashlib.blake2b()
+        self._spans: list[tuple[Array, Array, Array, Array]] = []
+        done = len(episode.tokens) - episode.last_turn_tokens
+        self.num_sampled = int(episode.loss_mask[:done].sum())
+        self._append(
+            episode.tokens[:done],
+            episode.engine_logprobs[:done],
+            episode.weight_versions[:done],
+            episode.penalties[:done],
         )
-        said = len(episode.tokens) - _turn_under_way(episode)
-        columns = (
-            episode.tokens,
-            episode.engine_logprobs,
-            episode.weight_versions,
-            episode.penalties,
-        )
-        before, now = (
-            [column[part] for column in columns] for part in (slice(said), slice(said, None))
-        )
-        self.parts: list[Part] = []
-        self.length, self.drawn, self._digest = (
-            0,
-            int(episode.loss_mask[:said].sum()),
-            hashlib.blake2b(),
-        )
-        self._append(*before)
-        tokens, logprobs, versions, _ = now
-        self.began = (
-            Completion(
-                tokens=tokens,
-                logprobs=logprobs,
-                weight_versions=versions,
+        self.unfinished_turn: Completion | None = None
+        if episode.last_turn_tokens:
+            self.unfinished_turn = Completion(
+                tokens=episode.tokens[done:],
+                logprobs=episode.engine_logprobs[done:],
+                weight_versions=episode.weight_versions[done:],
                 text="",
                 stop_reason="paused",
             )
-            if len(tokens)
-            else None
-        )
 
     @property
     def turns(self) -> list[str]:
-        """What the model said in the turns that are over."""
+        """Texts of the model's turns so far."""
         return [message["content"] for message in self.messages if message["role"] == "assistant"]
 
-    def read(self, tokens: Array) -> None:
-        """Tokens that the model did not sample."""
-        none = np.zeros(len(tokens), np.float32)
-        self._append(tokens, none, np.full(len(tokens), -1, np.int32), none.copy())
-
-    def say(self, completion: Completion) -> None:
-        self._append(
-            completion.tokens,
-            completion.logprobs,
-            completion.weight_versions,
-            np.zeros(len(completion.tokens), np.float32),
-        )
-        self.messages.append({"role": "assistant", "content": completion.text})
-        self.drawn += len(completion.tokens)
-        self.began = None
-
-    def hear(self, observation: Observation, penalty: float) -> None:
-        """What the environment makes of the turn just said."""
-        self.messages += observation.messages
-        if self.given:
-            self.given["env"] += float(observation.reward)
-        self.given |= {name: float(value) for name, value in observation.parts.items()}
-        self.parts[-1][3][:] = float(observation.penalty) + penalty
-
-    def _append(self, tokens: Array, logprobs: Array, versions: Array, penalties: Array) -> None:
-        self.parts.append((tokens, logprobs, versions, penalties))
-        self.length += len(tokens)
-        self._digest.update(tokens.tobytes())
-
     def tokens(self) -> Array:
-        return np.concatenate([tokens for tokens, *_ in self.parts])
+        """Return all tokens but those of an unfinished turn, int64 [T]."""
+        return np.concatenate([tokens for tokens, *_ in self._spans])
 
-    def episode(self, stop_reason: str, error: str) -> Episode:
-        """Raises UserError where a token is no longer what it was when it came."""
-        parts = list(self.parts)
-        if self.began is not None:
-            began = self.began
-            parts.append(
-                (
-                    began.tokens,
-                    began.logprobs,
-                    began.weight_versions,
-                    np.zeros(len(began.tokens), np.float32),
-                )
-            )
+    def append_prompt_tokens(self, tokens: Array) -> None:
+        """Append tokens that the model did not sample."""
+        zeros = np.zeros(len(tokens), np.float32)
+        self._append(tokens, zeros, np.full(len(tokens), -1, np.int32), zeros.copy())
+
+    def append_completion(self, completion: Completion) -> None:
+        """Append a turn of the model."""
+        self._append(*_span(completion))
+        self.messages.append({"role": "assistant", "content": completion.text})
+        self.num_sampled += len(completion.tokens)
+        self.unfinished_turn = None
+
+    def apply_observation(self, observation: Observation, penalty: float) -> None:
+        """Add what the environment answers to the last turn. penalty: further cost of that turn."""
+        self.messages += observation.messages
+        if self.env_rewards:
+            self.env_rewards["env"] += float(observation.reward)
+        self.env_rewards |= {name: float(value) for name, value in observation.parts.items()}
+        *_, penalties = self._spans[-1]
+        penalties[:] = float(observation.penalty) + penalty
+
+    def build(self, stop_reason: EpisodeStop, error: str, *, masked: bool = False) -> Episode:
+        """Return the episode. Raises InvariantError if a token has changed since it was
+        appended."""
         if self._digest.digest() != hashlib.blake2b(self.tokens().tobytes()).digest():
-            raise InvariantError(
-                "a token of an episode has changed since it was sampled or read",
-                where=f"problem {self.uid}, sample {self.sample}",
-                found="other tokens at a turn's end",
-                expected="a turn only appends",
-                next="report this, with the environment in use",
-            )
-        tokens, logprobs, versions, penalties = (
-            np.concatenate(column) for column in zip(*parts, strict=True)
-        )
+            raise _changed_token(self.uid, self.sample)
+        spans = list(self._spans)
+        if self.unfinished_turn is not None:
+            spans.append(_span(self.unfinished_turn))
+        tokens, logprobs, versions, penalties = map(np.concatenate, zip(*spans, strict=True))
         return Episode(
             uid=self.uid,
             sample_index=self.sample,
@@ -164,16 +130,32 @@ class Record:
             engine_logprobs=logprobs,
             weight_versions=versions,
             penalties=penalties,
-            num_prompt_tokens=self.prompt_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
             messages=tuple(self.messages),
             stop_reason=stop_reason,
             opening=self.opening,
             tools=self.tools,
-            given=dict(self.given),
+            given=dict(self.env_rewards),
             env_error=error,
+            masked=masked,
         )
 
+    def _append(self, tokens: Array, logprobs: Array, versions: Array, penalties: Array) -> None:
+        self._spans.append((tokens, logprobs, versions, penalties))
+        self.length += len(tokens)
+        self._digest.update(tokens.tobytes())
 
-def _turn_under_way(episode: Episode) -> int:
-    """Tokens of the turn in which a paused episode stands."""
-    return int(np.argmin(np.append(episode.loss_mask[::-1], False)))
+
+def _span(turn: Completion) -> tuple[Array, Array, Array, Array]:
+    no_penalty = np.zeros(len(turn.tokens), np.float32)
+    return turn.tokens, turn.logprobs, turn.weight_versions, no_penalty
+
+
+def _changed_token(uid: str, sample: int) -> InvariantError:
+    return InvariantError(
+        "a token of an episode has changed since it was sampled or read",
+        where=f"problem {uid}, sample {sample}",
+        found="other tokens at a turn's end",
+        expected="a turn only appends",
+        next="report this, with the environment in use",
+    )

@@ -1,43 +1,41 @@
-"""Act: problems -> episodes, token in, token out. Knows the engine as `Generate` and the chat as
+"""Runs episodes: problems in, token sequences out. Knows the engine as `Generate` and the chat as
 `Renderer` only.
 
-    environments' thread: an episode, a coroutine each   caller's thread: _pump
-    --------------------------------------------------   ----------------------
+    environments' thread: an episode, a coroutine each   caller's thread: run_episodes
+    --------------------------------------------------   -----------------------------
     env.reset -> the prompt's tokens
     _generate: asks for a completion    -- inbox ->      engine.submit, engine.step(): one pass for all who generate
     waits for it                        <- future --     set when it has ended
     env.step(text) -> Observation, while others generate
     tokens += renderer.turn(messages), again from _generate; until done, or a limit
 
-    The pump waits for the inbox when nobody generates, and before each pass lets the episodes that can go on do so (at most
-    SETTLE_S). An episode waits for the pump, for its environment (at most env.timeout_s in all), and at first for its place
-    among env.concurrency.
+    The caller's thread waits for the inbox when nobody generates, and before each pass lets the
+    episodes that can go on do so (at most SETTLE_S). An episode waits for that thread, for its
+    environment (at most env.timeout_s in all), and at first for its place among env.concurrency.
 
-What is sampled is never tokenized again: a turn only appends. What an episode becomes depends on
-its address, the weights and its environment, never on who else is under way or came first.
+Sampled tokens are never tokenized again: a turn only appends. An episode depends on its address,
+the weights and its environment, never on who else is under way or came first.
 
-With a budget an episode pauses after so many tokens and is given back as it is; a later call goes
-on with it (`begun`), in its environment if that is still there, otherwise in a new one brought to
-the same place.
+With a token budget an episode pauses after so many tokens; a later call goes on with it, in its
+environment if that is still there, otherwise in a new one brought to the same place.
 """
 
 import asyncio
-import math
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tandem.config.schema import Env as EnvConfig
 from tandem.envs.calls import Caller, EnvironmentFailed, describe, environment_loop, where_it_is
-from tandem.rollout.episode_builder import Record
+from tandem.rollout.env_pool import ALIVE_S, CLOSE_S, EnvPool, close_env
+from tandem.rollout.episode_builder import EpisodeBuilder
+from tandem.rollout.observations import check_observation, check_opening, malformed_thinking
 from tandem.runtime import watchdog
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.types import (
@@ -45,44 +43,19 @@ from tandem.types import (
     Completion,
     Env,
     Episode,
+    EpisodeStop,
     Generate,
     Group,
     Message,
-    Observation,
-    Problem,
     Renderer,
     Request,
     SamplingParams,
     Ticket,
 )
 
-CLOSE_S = 5.0  # for an environment to give back what it holds
-ALIVE_S = 1.0  # between looks whether the environments' loop still answers
 SETTLE_S = 0.05  # longest wait for episodes that can go on, before a pass without them
-FAILED = ("error", "time")  # stop reasons of an episode whose environment failed
 
-Ended = Callable[[int, Episode], None]  # (row of the problem, the episode), as soon as it has ended
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvPool:
-    """Where episodes play: a maker of environments, and the limits. Example: World(make=Env,
-    limits=config.env)"""
-
-    make: Callable[[], Env]
-    limits: EnvConfig
-    # of paused episodes, by their key
-    alive: dict[int, tuple[Env, Caller]] = field(default_factory=dict)
-
-    def close(self) -> None:
-        """Give up the environments of episodes that will not go on."""
-        closing = [
-            asyncio.run_coroutine_threadsafe(_close(*self.alive.popitem()[1]), environment_loop())
-            for _ in list(self.alive)
-        ]
-        for future in closing:
-            with suppress(TimeoutError):  # the loop is blocked: it ends with the process
-                future.result(CLOSE_S + ALIVE_S)
+OnEnd = Callable[[int, Episode], None]  # (row of the group, the episode)
 
 
 def run_episodes(
@@ -90,30 +63,29 @@ def run_episodes(
     *,
     engine: Generate,
     renderer: Renderer,
-    world: EnvPool,
-    params: SamplingParams,
-    ended: Ended | None = None,
-    budget: int = 0,
+    envs: EnvPool,
+    sampling: SamplingParams,
+    on_end: OnEnd | None = None,
+    token_budget: int = 0,
 ) -> list[tuple[Episode, ...]]:
-    """The groups' episodes, the paused ones played on; new_groups makes groups whose episodes have
-    not begun.
+    """Run the paused episodes of the groups and return all episodes, group by group.
 
-    ended is called in the environments' thread, with each that ends now. budget: tokens that an
-    episode samples before it pauses; 0: to its end. Raises UserError where the episodes of a
-    problem begin differently.
+    on_end: called in the environments' thread with each episode that ends now. token_budget: tokens
+    that an episode samples before it pauses; 0: run to the end. Raises UserError if the episodes of
+    a problem begin differently.
     """
-    rollout = _Rollout(
-        [group.problem for group in groups], engine, renderer, world, params, ended, budget
-    )
-    episodes = iter(
-        rollout.run(
-            [(row, episode) for row, group in enumerate(groups) for episode in group.episodes]
-        )
-    )
-    return [tuple(next(episodes) for _ in group.episodes) for group in groups]
-
-
-Asked = tuple[Request, "asyncio.Future[Completion]"]
+    rollout = _Rollout(groups, engine, renderer, envs, sampling, on_end, token_budget)
+    episodes = rollout.start()
+    try:
+        while not episodes.done():
+            rollout.submit_requests()
+            for ticket in engine.step() if rollout.generating else ():
+                if ticket.completion is not None and ticket in rollout.generating:
+                    rollout.deliver(ticket, ticket.completion)
+        results = iter(episodes.result())
+    finally:  # after Ctrl-C, too
+        rollout.cancel(episodes)
+    return [tuple(next(results) for _ in group.episodes) for group in groups]
 
 
 class _Rollout:
@@ -121,79 +93,77 @@ class _Rollout:
 
     def __init__(
         self,
-        problems: Sequence[Problem],
+        groups: Sequence[Group],
         engine: Generate,
         renderer: Renderer,
-        world: EnvPool,
-        params: SamplingParams,
-        ended: Ended | None,
-        budget: int,
+        envs: EnvPool,
+        sampling: SamplingParams,
+        on_end: OnEnd | None,
+        token_budget: int,
     ):
-        self.problems, self.engine, self.renderer, self.world = problems, engine, renderer, world
-        self.limits, self.params, self.ended, self.budget = world.limits, params, ended, budget
-        self.longest = min(self.limits.max_tokens or engine.longest, engine.longest)
-        self._loop = environment_loop()
-        # None: look whether all have ended
-        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._generating: dict[Ticket, asyncio.Future[Completion]] = {}
-        self._prompts: dict[str, Array] = {}  # of chats that were rendered before
-        self._beginnings: dict[int, Array] = {}  # by row
-        # whether the loop has answered, and since when that is asked
-        self._pulse, self._asked = threading.Event(), 0.0
+        self.groups, self.engine, self.renderer, self.envs = groups, engine, renderer, envs
+        self.limits, self.sampling = envs.limits, sampling
+        self.on_end, self.token_budget = on_end, token_budget
+        self.max_tokens = min(self.limits.max_tokens or engine.longest, engine.longest)
+        self.generating: dict[Ticket, asyncio.Future[Completion]] = {}
+        # None wakes the caller's thread: look whether all episodes have ended
+        self._inbox: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._loop, self._over = environment_loop(), threading.Event()
+        self._prompts: dict[str, Array] = {}  # rendered chats
+        self._first_prompts: dict[int, Array] = {}  # by row
+        self._pulse, self._asked_at = threading.Event(), 0.0  # has the loop answered?
         self._pulse.set()
 
-    # ---- caller's thread
+    # The caller's thread.
 
-    def run(self, wanted: Sequence[tuple[int, Episode]]) -> list[Episode]:
-        """The episodes, by (row of the problem, where it stands), at their end or at the next
-        pause."""
-        over = threading.Event()
-        episodes = asyncio.run_coroutine_threadsafe(self._all(wanted, over), self._loop)
+    def start(self) -> "Future[list[Episode]]":
+        """Start the episodes in the environments' thread."""
+        episodes = asyncio.run_coroutine_threadsafe(self._run_all(), self._loop)
         episodes.add_done_callback(lambda _: self._inbox.put(None))
-        try:
-            self._pump(episodes)
-            return episodes.result()
-        finally:  # after Ctrl-C, too
-            if not episodes.done():
-                episodes.cancel()
-                over.wait(CLOSE_S + ALIVE_S)
-            for ticket in self._generating:
-                self.engine.cancel(ticket)
+        return episodes
 
-    def _pump(self, episodes: "Future[list[Episode]]") -> None:
-        while not episodes.done():
-            self._take()
-            if not self._generating:
-                continue
-            for ticket in self.engine.step():
-                if ticket.completion is not None and ticket in self._generating:
-                    self._loop.call_soon_threadsafe(
-                        _settle, self._generating.pop(ticket), ticket.completion
-                    )
+    def cancel(self, episodes: "Future[list[Episode]]") -> None:
+        """Cancel what has not ended."""
+        if not episodes.done():
+            episodes.cancel()
+            self._over.wait(CLOSE_S + ALIVE_S)
+        for ticket in self.generating:
+            self.engine.cancel(ticket)
 
-    def _take(self) -> None:
-        """Submit what was asked for, after the episodes that can go on have done so; waits for
-        something to do."""
-        if self._generating:
-            settled = threading.Event()
-            # twice soon: behind those whose completion is only being set
-            self._loop.call_soon_threadsafe(self._loop.call_soon, settled.set)
-            if not settled.wait(SETTLE_S):
-                self._require_life()
-        elif (asked := self._next()) is None:
+    def deliver(self, ticket: Ticket, completion: Completion) -> None:
+        """Hand a completion to its episode."""
+        self._loop.call_soon_threadsafe(_set_result, self.generating.pop(ticket), completion)
+
+    def submit_requests(self) -> None:
+        """Submit what episodes ask for, after those that can go on have done so. Waits for a
+        request, or the end of the last episode, if nobody generates."""
+        if self.generating:
+            self._settle()
+        elif (asked := self._wait_for_request()) is None:
             return
         else:
-            self._submit(*asked)
-            self._take()  # the others that ask at this moment
+            self._submit(asked)
+            self._settle()  # the others that ask at this moment
         with suppress(queue.Empty):
             while True:
                 if (asked := self._inbox.get_nowait()) is not None:
-                    self._submit(*asked)
+                    self._submit(asked)
 
-    def _next(self) -> Asked | None:
-        with watchdog.waits(
-            of="environments", what="a turn to generate, or the end of the last episode"
-        ):
+    def _submit(self, asked: "_Asked") -> None:
+        request, future = asked
+        self.generating[self.engine.submit(request)] = future
+
+    def _settle(self) -> None:
+        """Let the episodes that can go on do so, for SETTLE_S at most."""
+        settled = threading.Event()
+        # twice soon: behind those whose completion is only being set
+        self._loop.call_soon_threadsafe(self._loop.call_soon, settled.set)
+        if not settled.wait(SETTLE_S):
+            self._require_life()
+
+    def _wait_for_request(self) -> "_Asked | None":
+        what = "a turn to generate, or the end of the last episode"
+        with watchdog.waits(of="environments", what=what):
             while True:
                 try:
                     return self._inbox.get(timeout=ALIVE_S)
@@ -201,273 +171,214 @@ class _Rollout:
                     self._require_life()
 
     def _require_life(self) -> None:
-        """The environments' loop must answer within env.timeout_s: what is `async` must not block.
-        Raises UserError."""
+        """Raise UserError if the environments' loop has not answered for env.timeout_s: `async`
+        methods must not block."""
         now = time.monotonic()
         if self._pulse.is_set():
             self._pulse.clear()
-            self._asked = now
+            self._asked_at = now
             self._loop.call_soon_threadsafe(self._pulse.set)
-        elif now - self._asked > self.limits.timeout_s + ALIVE_S:
-            raise UserError(
-                "an environment blocks the event loop that all environments share",
-                where=where_it_is(),
-                found=f"no life for {now - self._asked:.0f} s, longer than env.timeout_s",
-                expected="`async def` methods that await what takes time",
-                next="make the method a plain `def`, which runs in a thread",
-            )
+        elif now - self._asked_at > self.limits.timeout_s + ALIVE_S:
+            raise _blocked_loop(now - self._asked_at)
 
-    def _submit(self, request: Request, future: "asyncio.Future[Completion]") -> None:
-        self._generating[self.engine.submit(request)] = future
+    # The environments' thread.
 
-    # ---- environments' thread
-
-    async def _all(
-        self, wanted: Sequence[tuple[int, Episode]], over: threading.Event
-    ) -> list[Episode]:
+    async def _run_all(self) -> list[Episode]:
         places = asyncio.Semaphore(self.limits.concurrency)
-        tasks = [asyncio.create_task(self._play(row, episode, places)) for row, episode in wanted]
+        tasks = [
+            asyncio.create_task(self._run(row, episode, places))
+            for row, group in enumerate(self.groups)
+            for episode in group.episodes
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            over.set()
+            self._over.set()
 
-    async def _play(self, row: int, begun: Episode, places: asyncio.Semaphore) -> Episode:
-        if begun.stop_reason != "paused":
-            return begun
+    async def _run(self, row: int, episode: Episode, places: asyncio.Semaphore) -> Episode:
+        if episode.stop_reason != "paused":
+            return episode
         async with places:
-            episode = await self._episode(row, Record(begun))
+            episode = await self._run_episode(row, EpisodeBuilder(episode))
         self._inbox.put(None)  # a sign of life for whoever waits for the environments
-        if self.ended is not None and episode.stop_reason != "paused":
-            self.ended(row, episode)
+        if self.on_end is not None and episode.stop_reason != "paused":
+            self.on_end(row, episode)
         return episode
 
-    async def _episode(self, row: int, record: Record) -> Episode:
-        stop_reason, error = "error", ""
-        env, caller = self.world.alive.pop(record.key, (None, Caller(self.limits.timeout_s)))
+    async def _run_episode(self, row: int, builder: EpisodeBuilder) -> Episode:
+        stop_reason: EpisodeStop = "error"
+        error = ""
+        env, caller = self.envs.paused.pop(builder.key, (None, Caller(self.limits.timeout_s)))
         try:
             if env is None:
-                env = self._made()
-                await self._take_up(env, row, record, caller)
-            stop_reason = await self._turns(env, row, record, caller)
+                env = self._make_env()
+                await self._take_up(env, row, builder, caller)
+            stop_reason = await self._run_turns(env, builder, caller)
         except TimeoutError:
-            stop_reason, error = (
-                "time",
-                f"the environment took more than {self.limits.timeout_s} s (env.timeout_s)",
-            )
+            stop_reason = "time"
+            error = f"the environment took more than {self.limits.timeout_s} s (env.timeout_s)"
         except EnvironmentFailed as failure:
             error = str(failure)
-        finally:  # also when the rollout is given up
+        finally:  # also when the rollout is cancelled
             if env is not None and stop_reason == "paused":
-                self.world.alive[record.key] = (env, caller)
+                self.envs.paused[builder.key] = (env, caller)
             elif env is not None:
-                await _close(env, caller)
-        episode = record.episode(stop_reason, error)
-        return replace(episode, masked=stop_reason in FAILED and self.limits.on_error == "mask")
+                await close_env(env, caller)
+        failed = stop_reason in ("error", "time")
+        return builder.build(stop_reason, error, masked=failed and self.limits.on_error == "mask")
 
-    def _made(self) -> Env:
+    def _make_env(self) -> Env:
         try:
-            return self.world.make()
+            return self.envs.make()
         except (Exception, SystemExit) as error:  # a user's constructor
             raise EnvironmentFailed(describe(error)) from error
 
-    async def _take_up(self, env: Env, row: int, record: Record, caller: Caller) -> None:
-        """Begin, or bring a new environment to where the episode stands: what was answered then
-        counts, not what is now."""
-        problem = self.problems[row]
-        chat = await caller.call(env.reset, problem)
-        if not record.length:
-            if type(env) is not Env:  # a single turn gives nothing
-                record.given["env"] = 0.0
-            self._begin(row, record, chat, env)
+    async def _take_up(self, env: Env, row: int, builder: EpisodeBuilder, caller: Caller) -> None:
+        """Begin the episode, or bring a new environment to where it stands. What the environment
+        answered then counts, not what it answers now."""
+        chat = await caller.call(env.reset, self.groups[row].problem)
+        if not builder.length:
+            self._begin(row, builder, chat, env)
         elif not env.stateless:
-            for text in record.turns:
+            for text in builder.turns:
                 await caller.call(env.step, text)
 
-    async def _turns(self, env: Env, row: int, record: Record, caller: Caller) -> str:
-        """Play until the end; returns the stop reason. Raises EnvironmentFailed, and TimeoutError
-        past its time."""
-        params, left = self.params, self.budget
-        for turn in range(len(record.turns) + 1, self.limits.max_turns + 1):
-            if self.budget and not left:
+    def _begin(self, row: int, builder: EpisodeBuilder, chat: Any, env: Env) -> None:
+        if type(env) is not Env:  # a single turn gives no reward
+            builder.env_rewards["env"] = 0.0
+        check_opening(chat)
+        if type(env) is not Env:
+            builder.opening, builder.tools = tuple(chat), tuple(env.tools)
+        prompt = self._render(chat, env)
+        if len(prompt) >= self.max_tokens:
+            limit = f"an episode has at most {self.max_tokens:,}"
+            raise EnvironmentFailed(f"a prompt of {len(prompt):,} tokens, where {limit}")
+        if not np.array_equal(prompt, self._first_prompts.setdefault(row, prompt)):
+            raise _different_openings(env, builder.uid)
+        builder.num_prompt_tokens = len(prompt)
+        builder.append_prompt_tokens(prompt)
+
+    def _render(self, chat: Sequence[Message], env: Env) -> Array:
+        key = repr((chat, env.tools))
+        if key not in self._prompts:
+            with _template_errors():
+                self._prompts[key] = self.renderer.prompts([chat], env.tools)[0]
+        return self._prompts[key]
+
+    async def _run_turns(self, env: Env, builder: EpisodeBuilder, caller: Caller) -> EpisodeStop:
+        """Run turns to the end or the next pause; return the stop reason. Raises EnvironmentFailed,
+        and TimeoutError past env.timeout_s."""
+        sampling, budget = self.sampling, self.token_budget
+        for turn in range(len(builder.turns) + 1, self.limits.max_turns + 1):
+            if self.token_budget and not budget:
                 return "paused"
-            room = min(params.max_new_tokens, self.longest - record.length)
-            before = len(record.began.tokens) if record.began else 0
-            completion = await self._generate(record, room, left)
-            left -= len(completion.tokens) - before
+            room = min(sampling.max_new_tokens, self.max_tokens - builder.length)
+            resumed = builder.unfinished_turn
+            completion = await self._generate(builder, room, budget)
+            budget -= len(completion.tokens) - (len(resumed.tokens) if resumed else 0)
             if completion.stop_reason == "paused":
-                record.began = completion
+                builder.unfinished_turn = completion
                 return "paused"
-            record.say(completion)
+            builder.append_completion(completion)
             if completion.stop_reason != "stop":
-                return "length" if room == params.max_new_tokens else "tokens"
-            observation = _checked(await caller.call(env.step, completion.text))
-            record.hear(observation, self.limits.bad_thinking * malformed_thinking(completion.text))
+                return "length" if room == sampling.max_new_tokens else "tokens"
+            observation = check_observation(await caller.call(env.step, completion.text))
+            cost = self.limits.bad_thinking * malformed_thinking(completion.text)
+            builder.apply_observation(observation, cost)
             if observation.done:
                 return "stop"
             if turn < self.limits.max_turns:
-                answer = self._answer(completion, observation.messages)
-                if record.length + len(answer) >= self.longest:
+                answer = self._render_answer(completion, observation.messages)
+                if builder.length + len(answer) >= self.max_tokens:
                     return "tokens"
-                record.read(answer)
+                builder.append_prompt_tokens(answer)
         return "turns"
 
-    def _begin(self, row: int, record: Record, chat: Any, env: Env) -> None:
-        if not _is_chat(chat):
-            raise EnvironmentFailed(
-                f"reset returned {_short(chat)}, expected a chat: messages with role and content"
-            )
-        if type(env) is not Env:
-            record.opening, record.tools = tuple(chat), tuple(env.tools)
-        cached = repr((chat, env.tools))
-        if cached not in self._prompts:
-            with _template_errors():
-                self._prompts[cached] = self.renderer.prompts([chat], env.tools)[0]
-        prompt = self._prompts[cached]
-        if len(prompt) >= self.longest:
-            raise EnvironmentFailed(
-                f"a prompt of {len(prompt):,} tokens, where an episode has at most {self.longest:,}"
-            )
-        if not np.array_equal(prompt, self._beginnings.setdefault(row, prompt)):
-            raise UserError(
-                "the episodes of a problem begin differently",
-                where=f"{type(env).__name__}.reset",
-                found=f"two different prompts for problem {record.uid!r}",
-                expected="one: advantages compare episodes that began alike",
-                next="take randomness from the problem (its uid or metadata), not from a generator",
-            )
-        record.prompt_tokens = len(prompt)
-        record.read(prompt)
-
-    async def _generate(self, record: Record, room: int, max_tokens_now: int) -> Completion:
-        """The record's next turn, or what comes of it before it pauses."""
+    async def _generate(
+        self, builder: EpisodeBuilder, max_new_tokens: int, max_tokens_now: int
+    ) -> Completion:
+        """Generate the next turn, or as much of it as there is before it pauses."""
+        resumed = builder.unfinished_turn
         request = Request(
-            key=record.key,
-            prompt=record.tokens(),
-            params=replace(self.params, max_new_tokens=room),
-            drawn=record.drawn,
-            begun=record.began,
+            key=builder.key,
+            prompt=builder.tokens(),
+            params=replace(self.sampling, max_new_tokens=max_new_tokens),
+            drawn=builder.num_sampled,
+            begun=resumed,
             max_tokens_now=max_tokens_now,
         )
         future: asyncio.Future[Completion] = self._loop.create_future()
         self._inbox.put((request, future))
         completion = await future
-        if record.began and not np.array_equal(
-            completion.tokens[: len(record.began.tokens)], record.began.tokens
-        ):
-            raise InvariantError(
-                "a turn that was paused went on with other tokens",
-                where=f"problem {record.uid}",
-                found="another beginning",
-                expected="the tokens it had",
-                next="report this",
-            )
+        if resumed and not np.array_equal(completion.tokens[: len(resumed.tokens)], resumed.tokens):
+            raise _other_continuation(builder.uid)
         return completion
 
-    def _answer(self, completion: Completion, messages: Sequence[Message]) -> Array:
-        """The tokens that come after a completion: the end of its turn only where it did not sample
-        that itself."""
+    def _render_answer(self, completion: Completion, messages: Sequence[Message]) -> Array:
+        """Return the tokens behind a completion: the end of its turn, unless it sampled that
+        itself, the messages, and the header of the next turn."""
         with _template_errors():
             tokens = self.renderer.turn(messages)
         if tokens[0] not in self.renderer.stop_token_ids:
-            raise UserError(
-                "a turn of the model would not be ended",
-                where="the chat template",
-                found=f"token {tokens[0]} behind it",
-                expected=f"one of {self.renderer.stop_token_ids}",
-                next="report this, with the model's chat template",
-            )
+            raise _turn_without_end(int(tokens[0]), self.renderer.stop_token_ids)
         return tokens[1:] if completion.tokens[-1] in self.renderer.stop_token_ids else tokens
 
 
-async def _close(env: Env, caller: Caller) -> None:
-    caller.seconds_left = CLOSE_S
-    with suppress(EnvironmentFailed, TimeoutError):  # the episode is over and stays what it was
-        await caller.call(env.close)
-    caller.close()
+_Asked = tuple[Request, "asyncio.Future[Completion]"]
 
 
-def _settle(future: "asyncio.Future[Completion]", completion: Completion) -> None:
+def _set_result(future: "asyncio.Future[Completion]", completion: Completion) -> None:
     if not future.done():
         future.set_result(completion)
 
 
 @contextmanager
 def _template_errors() -> Iterator[None]:
-    """What a chat template refuses, or finds too long, is what the environment said."""
+    """Turn the chat template's UserError into EnvironmentFailed: the environment wrote the chat."""
     try:
         yield
     except UserError as error:
         raise EnvironmentFailed(str(error)) from error
 
 
-def _checked(observation: Any) -> Observation:
-    """The observation if it is one that an episode can go on with; raises EnvironmentFailed."""
-    if not isinstance(observation, Observation):
-        raise EnvironmentFailed(f"step returned {_short(observation)}, expected an Observation")
-    if not observation.done or observation.messages:
-        heard = _is_chat(observation.messages) and all(
-            m["role"] != "assistant" for m in observation.messages
-        )
-        if not heard:
-            found = _short(observation.messages) if observation.messages else "none"
-            raise EnvironmentFailed(
-                f"step returned messages {found}; expected some with role and content that are not the assistant's, or done"
-            )
-    if not isinstance(observation.parts, dict) or not all(
-        isinstance(n, str) and n != "env" for n in observation.parts
-    ):
-        raise EnvironmentFailed(
-            "step returned parts that are no names with numbers ('env' is the reward's own)"
-        )
-    for name, value in {
-        **observation.parts,
-        "reward": observation.reward,
-        "penalty": observation.penalty,
-    }.items():
-        if not _is_number(value) or (name == "penalty" and value < 0):
-            raise EnvironmentFailed(
-                f"step returned {name} = {_short(value)}, expected a finite number"
-                + " >= 0" * (name == "penalty")
-            )
-    return observation
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float | np.number) and math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list | tuple)
-        and bool(messages)
-        and all(
-            isinstance(m, dict)
-            and {"role", "content"} <= m.keys()
-            and all(map(_is_text, m.values()))
-            for m in messages
-        )
+def _blocked_loop(seconds: float) -> UserError:
+    return UserError(
+        "an environment blocks the event loop that all environments share",
+        where=where_it_is(),
+        found=f"no life for {seconds:.0f} s, longer than env.timeout_s",
+        expected="`async def` methods that await what takes time",
+        next="make the method a plain `def`, which runs in a thread",
     )
 
 
-def _is_text(value: Any) -> bool:
-    """Text that can be written down, which half of a surrogate pair cannot."""
-    return isinstance(value, str) and (
-        value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+def _different_openings(env: Env, uid: str) -> UserError:
+    return UserError(
+        "the episodes of a problem begin differently",
+        where=f"{type(env).__name__}.reset",
+        found=f"two different prompts for problem {uid!r}",
+        expected="one: advantages compare episodes that began alike",
+        next="take randomness from the problem (its uid or metadata), not from a generator",
     )
 
 
-def _short(value: Any) -> str:
-    return ascii(f"{type(value).__name__} {str(value)[:80]}")
+def _other_continuation(uid: str) -> InvariantError:
+    return InvariantError(
+        "a turn that was paused went on with other tokens",
+        where=f"problem {uid}",
+        found="another beginning",
+        expected="the tokens it had",
+        next="report this",
+    )
 
 
-def malformed_thinking(text: str) -> bool:
-    """Whether <think> tags are not one pair in order; a prompt may have opened it, so a lone
-    closing tag is well formed."""
-    return re.findall(r"</?think>", text) not in ([], ["</think>"], ["<think>", "</think>"])
+def _turn_without_end(token: int, stop_token_ids: tuple[int, ...]) -> UserError:
+    return UserError(
+        "a turn of the model would not be ended",
+        where="the chat template",
+        found=f"token {token} behind it",
+        expected=f"one of {stop_token_ids}",
+        next="report this, with the model's chat template",
+    )

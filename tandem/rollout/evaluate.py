@@ -1,78 +1,78 @@
-"""Held-out evaluation: greedy and sampled, by category, with an interval. Draws are the same at
-every step.
+"""Held-out evaluation: greedy and sampled, by category, with an interval.
 
-It knows problems and a player; nothing of training.
+Draws are the same at every step. Knows nothing of training.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import comb
 
 import numpy as np
 
-from tandem.config.schema import Eval, Rollout
+from tandem.config.schema import Config, Rollout
 from tandem.config.schema import Reward as RewardConfig
 from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.episode_metrics import played
-from tandem.rollout.score import RolloutRunner, Timer, generate_and_score
+from tandem.rollout.episode_metrics import TRUNCATED, env_metrics
+from tandem.rollout.score import RolloutRunner, generate_and_score
+from tandem.run_folder.journal import Journal
+from tandem.runtime.timer import Timer
 from tandem.types import Group, Problem, Row, SamplingParams
 
 NO_PENALTY = RewardConfig()  # shaping is for training
 
 
-def evaluate(
-    player: RolloutRunner,
-    problems: Sequence[Problem],
-    *,
-    seed: int,
-    how: Eval,
-    rollout: Rollout,
-    stop_token_ids: tuple[int, ...],
-    known: Mapping[str, list[Group]] = {},
-    ended: Callable[[str, list[Group]], None] = lambda name, groups: None,
-) -> tuple[Row, dict[str, list[Group]]]:
-    """(metrics, every episode by the pass it is of: "sampled", "greedy"); known: passes that need
-    not be made again; ended: told of each pass that is made.
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Evaluates on held-out problems. A pass that the journal already holds is not made again."""
 
-    Sampled rewards come with a 95% interval over problems, by category, and with pass@k.
-    """
-    sampled = sampling_params(rollout, stop_token_ids)
-    greedy = SamplingParams(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=0.0,
-        stop=sampled.stop,
-        stop_token_ids=stop_token_ids,
-    )
-    passes = [("sampled", sampled, how.samples)] + ([("greedy", greedy, 1)] if how.greedy else [])
-    metrics: Row = {}
-    groups: dict[str, list[Group]] = {}
-    for name, params, count in passes:
-        if name in known:
-            groups[name] = known[name]
-        else:
-            seated = new_groups(problems, count, (seed, "eval", name))
-            groups[name] = generate_and_score(
-                player, seated, params=params, shaping=NO_PENALTY, clock=Timer()
-            )
-            ended(name, groups[name])
-        metrics |= _summary(name, groups[name])
-    return metrics | _pass_rates(groups["sampled"], how.success), groups
+    config: Config
+    problems: Sequence[Problem]
+    runner: RolloutRunner
+    stop_token_ids: tuple[int, ...]
+    journal: Journal | None = None
 
+    def __call__(self, step: int) -> Row:
+        """Return the metrics after `step` steps; none without problems.
 
-def _pass_rates(groups: Sequence[Group], success: float) -> Row:
-    """eval/pass@k for k = 1, 2, 4, ... up to the samples: the chance that one of k passes, without
-    bias (arXiv 2107.03374)."""
-    size = len(groups[0].episodes)
-    passed = [
-        sum(e.reward >= success and not e.env_error for e in group.episodes) for group in groups
-    ]
-    return {
-        f"eval/pass@{k}": float(np.mean([1.0 - comb(size - n, k) / comb(size, k) for n in passed]))
-        for k in (2**i for i in range(size.bit_length()))
-    }
+        Sampled rewards come with a 95% interval over problems, by category, and with pass@k.
+        """
+        if not self.problems:
+            return {}
+        config = self.config
+        sampled = sampling_params(config.rollout, self.stop_token_ids)
+        greedy = SamplingParams(
+            max_new_tokens=sampled.max_new_tokens,
+            temperature=0.0,
+            stop=sampled.stop,
+            stop_token_ids=sampled.stop_token_ids,
+        )
+        groups = self._evaluation_pass(step, "sampled", sampled, config.eval.samples)
+        row = _summary("sampled", groups)
+        if config.eval.greedy:
+            row |= _summary("greedy", self._evaluation_pass(step, "greedy", greedy, 1))
+        return row | _pass_rates(groups, config.eval.success)
+
+    def _evaluation_pass(
+        self, step: int, name: str, sampling: SamplingParams, samples: int
+    ) -> list[Group]:
+        kind = f"eval_{name}"
+        if self.journal is not None and (recorded := self.journal.read(step, kind)) is not None:
+            return recorded[0]
+        groups = generate_and_score(
+            self.runner,
+            new_groups(self.problems, samples, (self.config.run.seed, "eval", name)),
+            sampling=sampling,
+            shaping=NO_PENALTY,
+            timer=Timer(),
+        )
+        if self.journal is not None:
+            self.journal.write(step, groups, kind=kind)
+        return groups
 
 
 def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """Return how the config samples."""
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
@@ -86,6 +86,7 @@ def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> Sampli
 
 
 def _summary(name: str, groups: Sequence[Group]) -> Row:
+    """Return the mean reward of a pass, with an interval, by category, and what went wrong."""
     means = np.array([g.rewards.mean() for g in groups])
     half = 1.96 * float(means.std(ddof=1)) / np.sqrt(len(means)) if len(means) > 1 else 0.0
     by_category: dict[str, list[float]] = defaultdict(list)
@@ -93,15 +94,24 @@ def _summary(name: str, groups: Sequence[Group]) -> Row:
         by_category[group.problem.category].append(float(mean))
     row = {f"eval/{name}": float(means.mean()), f"eval/{name}_interval": float(half)}
     if len(by_category) > 1:
-        row |= {
-            f"eval/{name}/{category}": float(np.mean(values))
-            for category, values in sorted(by_category.items())
-        }
+        for category, values in sorted(by_category.items()):
+            row[f"eval/{name}/{category}"] = float(np.mean(values))
     episodes = [e for g in groups for e in g.episodes]
-    truncated = [e.stop_reason in ("length", "tokens") for e in episodes]
-    failed = {
-        f"eval/{name}_{what}": value
-        for what, value in played(episodes).items()
-        if what.startswith("env_")
+    for failure, value in env_metrics(episodes).items():
+        if failure.startswith("env_"):
+            row[f"eval/{name}_{failure}"] = value
+    truncated = [e.stop_reason in TRUNCATED for e in episodes]
+    return row | {f"eval/{name}_truncated": float(np.mean(truncated))}
+
+
+def _pass_rates(groups: Sequence[Group], success: float) -> Row:
+    """Return eval/pass@k for k = 1, 2, 4, ... up to the samples: the unbiased chance that one of k
+    passes (arXiv 2107.03374)."""
+    size = len(groups[0].episodes)
+    passed = [
+        sum(e.reward >= success and not e.env_error for e in group.episodes) for group in groups
+    ]
+    return {
+        f"eval/pass@{k}": float(np.mean([1.0 - comb(size - n, k) / comb(size, k) for n in passed]))
+        for k in (2**i for i in range(size.bit_length()))
     }
-    return row | failed | {f"eval/{name}_truncated": float(np.mean(truncated))}

@@ -1,181 +1,159 @@
-"""Episodes played and scored: environments, engine and reward workers side by side. Training and
-evaluation share it.
+"""Generates episodes and scores them: environments, engine and reward workers side by side.
 
-It knows no step and no weights. The times of its parts go into a Clock.
+Training, evaluation and `tandem rollout` share it. Knows no step and no weights.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from tandem.config.schema import Reward
+from tandem.config.schema import Reward as RewardConfig
 from tandem.rl.filters import overlong_penalty
-from tandem.rollout.episodes import EnvPool, run_episodes
+from tandem.rollout.env_pool import EnvPool
+from tandem.rollout.episodes import run_episodes
 from tandem.run_folder.journal import Parts
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
-from tandem.types import (
-    Attempt,
-    Episode,
-    Generate,
-    Group,
-    Problem,
-    Renderer,
-    Row,
-    SamplingParams,
-    Score,
-)
-from tandem.types import Reward as Scorer
+from tandem.runtime.timer import Timer
+from tandem.types import Episode, Generate, Group, Problem, Renderer, Reward, SamplingParams, Score
 
-Grade = Callable[[Sequence[Problem], Sequence[tuple[Episode, ...]]], list[tuple[Episode, ...]]]
+# Adds a reward model's score to the `env_rewards` of episodes, those of each problem together.
+RewardModel = Callable[
+    [Sequence[Problem], Sequence[tuple[Episode, ...]]], list[tuple[Episode, ...]]
+]
+
+ScoringKey = tuple[int, int]  # (row of the group, sample of it)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRunner:
-    """What plays episodes and has them scored: training, evaluation and `tandem rollout` share
-    it."""
+    """The parts that generate and score episodes."""
 
     engine: Generate
     renderer: Renderer
-    world: EnvPool
-    reward: Scorer
-    # a reward model: writes its word into the episodes' `given`, before they are scored
-    grade: Grade | None = None
-
-
-class Timer:
-    """Wall seconds of the parts of a step; they go to timings.jsonl and never into a decision."""
-
-    def __init__(self) -> None:
-        self.parts: Row = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
-
-    def timings(self, *, tokens: int) -> Row:
-        seconds = sum(self.parts.values())
-        return {
-            **self.parts,
-            "step_s": seconds,
-            "generated_tokens_per_s": tokens / self.parts["rollout_s"]
-            if self.parts.get("rollout_s")
-            else 0.0,
-        }
+    envs: EnvPool
+    rewards: Reward
+    reward_model: RewardModel | None = None
 
 
 def generate_and_score(
-    player: RolloutRunner,
+    runner: RolloutRunner,
     groups: Sequence[Group],
     *,
-    params: SamplingParams,
-    shaping: Reward,
-    clock: Timer,
-    budget: int = 0,
+    sampling: SamplingParams,
+    shaping: RewardConfig,
+    timer: Timer,
+    token_budget: int = 0,
     parts: Parts | None = None,
 ) -> list[Group]:
-    """The groups with their paused episodes played on, to their end or through the budget, and
-    those that end scored.
+    """Generate the paused episodes of the groups, score those that end, and return the groups.
 
-    An episode is scored while the others are still generated; one whose scoring fails costs its
-    reward only, and says so. What has ended is kept in `parts`, and what stands there already is
-    not played again.
+    An episode is scored while others are still generated. If scoring fails, the episode keeps the
+    reward 0 and the error. token_budget: tokens after which an episode pauses again; 0: never.
+    parts: keeps the scored episodes on disk; episodes that it already holds are not generated
+    again. Raises UserError if every episode fails, in its environment or in scoring.
     """
-    groups = [_recalled(group, parts) for group in groups]
-    problems = [group.problem for group in groups]
-    open_ = {
+    groups = [_with_recalled(group, parts) for group in groups]
+    scoring = _Scoring(runner.rewards, groups, shaping, sampling.max_new_tokens, parts)
+    paused = {
         (row, e.sample_index)
         for row, group in enumerate(groups)
         for e in group.episodes
         if e.stop_reason == "paused"
     }
-    verdicts: dict[tuple[int, int], Future[Episode]] = {}
-
-    def submit(row: int, episode: Episode) -> None:
-        verdict = player.reward.submit(problems[row], attempt_of(episode))
-        verdicts[row, episode.sample_index] = then(
-            verdict, lambda score: finish(row, episode, score)
-        )
-
-    def finish(row: int, episode: Episode, score: Score) -> Episode:
-        ended = scored(episode, score, shaping, params.max_new_tokens)
-        if parts is not None:
-            parts.add(row, ended)
-        return ended
-
-    with clock("rollout_s"):
-        attempts = run_episodes(
+    with timer("rollout_s"):
+        generated = run_episodes(
             groups,
-            engine=player.engine,
-            renderer=player.renderer,
-            world=player.world,
-            params=params,
-            ended=None if player.grade else submit,
-            budget=budget,
+            engine=runner.engine,
+            renderer=runner.renderer,
+            envs=runner.envs,
+            sampling=sampling,
+            on_end=None if runner.reward_model else scoring.submit,
+            token_budget=token_budget,
         )
-    new = [
-        tuple(e for e in group if (row, e.sample_index) in open_ and e.stop_reason != "paused")
-        for row, group in enumerate(attempts)
-    ]
-    _refuse_if_all_failed(
-        [e.env_error for group in attempts for e in group],
-        "failed in its environment",
-        where=f"env.name = {player.world.limits.name}",
-    )
-    with clock("reward_s"):
-        if player.grade:
-            for row, episodes in enumerate(player.grade(problems, new)):
+    env_name = f"env.name = {runner.envs.limits.name}"
+    errors = [e.env_error for episodes in generated for e in episodes]
+    _require_some_success(errors, "failed in its environment", where=env_name)
+    with timer("reward_s"):
+        if runner.reward_model is not None:
+            ended = [
+                tuple(
+                    e
+                    for e in episodes
+                    if (row, e.sample_index) in paused and e.stop_reason != "paused"
+                )
+                for row, episodes in enumerate(generated)
+            ]
+            problems = [group.problem for group in groups]
+            for row, episodes in enumerate(runner.reward_model(problems, ended)):
                 for episode in episodes:
-                    submit(row, episode)
+                    scoring.submit(row, episode)
+        scored = scoring.results(generated)
+    errors = [e.reward_error for group in scored for e in group.episodes]
+    _require_some_success(errors, "could not be scored", where="reward.function")
+    return scored
+
+
+class _Scoring:
+    """Scores of one call of generate_and_score, on their way."""
+
+    def __init__(
+        self,
+        rewards: Reward,
+        groups: Sequence[Group],
+        shaping: RewardConfig,
+        max_new_tokens: int,
+        parts: Parts | None,
+    ):
+        self._rewards, self._groups, self._parts = rewards, groups, parts
+        self._shaping, self._max_new_tokens = shaping, max_new_tokens
+        self._futures: dict[ScoringKey, Future[Episode]] = {}
+
+    def submit(self, row: int, episode: Episode) -> None:
+        """Have an episode scored in the background; called from any thread."""
+        scored: Future[Episode] = Future()
+
+        def finish(score: Future[Score]) -> None:
+            try:
+                scored.set_result(self._finish(row, episode, score.result()))
+            except Exception as error:  # raised again by `results`
+                scored.set_exception(error)
+
+        self._futures[row, episode.sample_index] = scored
+        self._rewards.submit(self._groups[row].problem, episode.attempt()).add_done_callback(finish)
+
+    def _finish(self, row: int, episode: Episode, score: Score) -> Episode:
+        rewarded = with_reward(episode, score, self._shaping, self._max_new_tokens)
+        if self._parts is not None:
+            self._parts.add(row, rewarded)
+        return rewarded
+
+    def results(self, generated: Sequence[tuple[Episode, ...]]) -> list[Group]:
+        """Wait for the scores; return the groups, with the episodes that were not scored now as
+        they were generated."""
         with watchdog.waits(of="rewards", what="the last scores"):
-            final = {place: verdict.result() for place, verdict in verdicts.items()}
-    played = [
-        replace(group, episodes=tuple(final.get((row, e.sample_index), e) for e in attempts[row]))
-        for row, group in enumerate(groups)
-    ]
-    _refuse_if_all_failed(
-        [e.reward_error for group in played for e in group.episodes],
-        "could not be scored",
-        where="reward.function",
-    )
-    return played
+            scored = {key: future.result() for key, future in self._futures.items()}
+        return [
+            replace(
+                group, episodes=tuple(scored.get((row, e.sample_index), e) for e in generated[row])
+            )
+            for row, group in enumerate(self._groups)
+        ]
 
 
-def _recalled(group: Group, parts: Parts | None) -> Group:
+def _with_recalled(group: Group, parts: Parts | None) -> Group:
+    """Replace paused episodes by those that an earlier start of the run has seen end."""
     ended = {} if parts is None else parts.ended
-    return replace(
-        group,
-        episodes=tuple(
-            ended.get(e.key, e) if e.stop_reason == "paused" else e for e in group.episodes
-        ),
-    )
+    episodes = (ended.get(e.key, e) if e.stop_reason == "paused" else e for e in group.episodes)
+    return replace(group, episodes=tuple(episodes))
 
 
-def then(score: Future[Score], make: Callable[[Score], Episode]) -> Future[Episode]:
-    """What is made of the score, as soon as it is there."""
-    made: Future[Episode] = Future()
-
-    def settle(done: Future[Score]) -> None:
-        try:
-            made.set_result(make(done.result()))
-        except Exception as error:  # whoever waits for the episode gets it
-            made.set_exception(error)
-
-    score.add_done_callback(settle)
-    return made
-
-
-def _refuse_if_all_failed(errors: Sequence[str], what: str, where: str) -> None:
-    """One failure costs an episode; where nothing works, going on would cost the run."""
+def _require_some_success(errors: Sequence[str], failure: str, where: str) -> None:
+    """Raise UserError if there are several episodes and all have an error; a single failure costs
+    one episode, but where nothing works the run would be lost."""
     if len(errors) > 1 and all(errors):
         raise UserError(
-            f"every episode {what}",
+            f"every episode {failure}",
             where=where,
             found=errors[0],
             expected="some that work",
@@ -183,32 +161,17 @@ def _refuse_if_all_failed(errors: Sequence[str], what: str, where: str) -> None:
         )
 
 
-def attempt_of(episode: Episode) -> Attempt:
-    return Attempt(
-        text=episode.text,
-        messages=episode.messages,
-        opening=episode.opening,
-        stop_reason=episode.stop_reason,
-        tokens=tuple(episode.tokens[episode.num_prompt_tokens :].tolist()),
-        given=episode.given,
-    )
-
-
-def scored(episode: Episode, verdict: Score, shaping: Reward, max_tokens: int) -> Episode:
-    """The episode with its reward; one that failed in its environment has reward 0, whatever its
-    text is worth."""
+def with_reward(
+    episode: Episode, score: Score, shaping: RewardConfig, max_new_tokens: int
+) -> Episode:
+    """Return the episode with its reward, less the overlong penalty; 0 if its environment
+    failed."""
     if episode.env_error:
         return replace(episode, reward=0.0)
-    value, parts = verdict.reward, dict(verdict.parts)
-    cut = episode.stop_reason == "length"
-    length = max_tokens if cut else _last_turn(episode)
-    if cost := shaping.overlong_penalty * (
-        cut or overlong_penalty(length, max_tokens, shaping.overlong_buffer)
-    ):
-        value, parts["overlong"] = value - cost, -cost
-    return replace(episode, reward=value, reward_parts=parts, reward_error=verdict.error)
-
-
-def _last_turn(episode: Episode) -> int:
-    """Tokens sampled in it."""
-    return int(np.argmin(np.append(episode.loss_mask[::-1], False)))
+    reward, parts = score.reward, dict(score.parts)
+    truncated = episode.stop_reason == "length"
+    length = max_new_tokens if truncated else episode.last_turn_tokens
+    excess = truncated or overlong_penalty(length, max_new_tokens, shaping.overlong_buffer)
+    if cost := shaping.overlong_penalty * excess:
+        reward, parts["overlong"] = reward - cost, -cost
+    return replace(episode, reward=reward, reward_parts=parts, reward_error=score.error)

@@ -1,93 +1,78 @@
-"""On-policy distillation: the student's own episodes, graded token by token by a teacher; no reward
-is needed."""
+"""On-policy distillation (arXiv 2306.13649): the student's own episodes, graded token by token by a
+teacher. Rewards are logged and not trained on."""
 
 from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tandem.config.schema import Config
 from tandem.model.forward import reference_logprobs, teacher_divergences
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.distillation import divergence, sampled_advantages
 from tandem.rl.losses import Metrics, total
+from tandem.train.batch import Models, TrainBatch, compute_logprobs, pack_batch, token_weights
 from tandem.train.learn import (
-    Models,
+    SKIPPED,
+    LearnStage,
     Observe,
-    Step,
-    annotate,
-    correct,
-    merge,
-    start,
-    token_weights,
+    off_policy_weights,
+    reduce_metrics,
     update_policy,
 )
-from tandem.train.learner import Learner
+from tandem.train.learner import Update
 from tandem.train.pack import join
 from tandem.types import Group, Microbatch, Row
 
 
 def distill(
-    student: Learner,
+    stage: LearnStage,
     teacher: ExactModel,
     groups: Sequence[Group],
-    config: Config,
-    how: SamplingDistribution,
-    *,
     version: int,
-    exact: bool,
     observe: Observe | None = None,
 ) -> Row:
-    """The step's updates towards the teacher; "teacher_kl" is the mean divergence from it, nats a
-    token.
+    """Make a step's updates towards the teacher; "teacher_kl" is the mean divergence from it, nats
+    a token.
 
-    The exact estimator is that of the tempered distributions, whatever top-k, top-p or min-p left
-    out when sampling.
+    The exact estimator compares the tempered distributions; top-k, top-p and min-p count for
+    sampling only.
     """
-    step = start(groups, config)
-    if not step.places:
-        return {"num_loss_tokens": 0.0, "skipped_updates": 1.0}
-    updates = list(enumerate(step.updates * config.rl.epochs))
+    config, policy, sampling = stage.config, stage.models.policy, stage.sampling
+    batch = pack_batch(groups, config)
+    if not batch.sample_index:
+        return dict(SKIPPED)
+    minibatches = batch.minibatches * config.rl.epochs
     if config.distill.estimator == "exact":
-        return merge(
-            [_fit_exact(student, teacher, batches, step, config, how) for _, batches in updates]
-        )
-    annotate(step, Models(policy=student), config.rl, how)
-    graded = step.ask(lambda batch: reference_logprobs(teacher, batch, how))
-    step.advantages = [
-        sampled_advantages(own, held) for own, held in zip(step.proximal, graded, strict=True)
+        rows = [_update_exact(stage, teacher, batch, minibatch) for minibatch in minibatches]
+        return reduce_metrics(rows)
+    compute_logprobs(batch, Models(policy=policy), config.rl, sampling)
+    graded = batch.forward_all(lambda b: reference_logprobs(teacher, b, sampling))
+    batch.advantages = [
+        sampled_advantages(own, other) for own, other in zip(batch.proximal, graded, strict=True)
     ]
-    metrics = correct(step, config.rl)
+    metrics = off_policy_weights(batch, config.rl)
     rows = [
-        update_policy(student, b, step, config, how, version, exact and number == 0, observe)
-        for number, b in updates
+        update_policy(stage, batch, minibatch, version, first=number == 0, observe=observe)
+        for number, minibatch in enumerate(minibatches)
     ]
-    return {
-        **metrics,
-        **merge(rows),
-        "teacher_kl": -float(np.mean(np.concatenate(step.advantages))),
-    }
+    teacher_kl = -float(np.mean(np.concatenate(batch.advantages)))
+    return {**metrics, **reduce_metrics(rows), "teacher_kl": teacher_kl}
 
 
-def _fit_exact(
-    student: Learner,
-    teacher: ExactModel,
-    batches: Sequence[Microbatch],
-    step: Step,
-    config: Config,
-    how: SamplingDistribution,
+def _update_exact(
+    stage: LearnStage, teacher: ExactModel, batch: TrainBatch, minibatch: Sequence[Microbatch]
 ) -> Metrics:
-    weights = join(batches, token_weights(step, batches, config))
-    settings = config.distill
+    """Make one optimizer step on the divergence over the whole vocabulary."""
+    settings, student = stage.config.distill, stage.models.policy
     distance = partial(
         divergence, settings.divergence, beta=settings.jsd_beta, top_k=settings.top_k
     )
-
-    def loss(index: int, batch: Microbatch) -> tuple[Tensor, Metrics]:
-        terms = teacher_divergences(student.model, teacher, batch, how.temperature, distance)
-        return (terms * torch.from_numpy(weights[index])).sum(), {"teacher_kl": total(terms)}
-
-    return student.update(batches, loss)
+    weights = join(minibatch, token_weights(batch, minibatch, stage.config))
+    update = Update(student)
+    for microbatch, weight in zip(minibatch, weights, strict=True):
+        temperature = stage.sampling.temperature
+        terms = teacher_divergences(student.model, teacher, microbatch, temperature, distance)
+        loss = (terms * torch.from_numpy(weight)).sum()
+        update.backward(microbatch, loss, {"teacher_kl": total(terms)})
+    return update.step()

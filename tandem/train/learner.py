@@ -1,8 +1,8 @@
-"""A model that is trained: gradients accumulate over microbatches, one optimizer step follows, and
-NaN never reaches it."""
+"""Models that are trained: gradients accumulate over microbatches, one optimizer step follows, and
+NaN never reaches a weight."""
 
 import math
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -12,38 +12,45 @@ from tandem.runtime import watchdog
 from tandem.train.optimizer import Optimizer
 from tandem.types import Microbatch
 
-# of the microbatch with that number: scalar, sums
-Loss = Callable[[int, Microbatch], tuple[Tensor, Metrics]]
 
-
+@dataclass(frozen=True)
 class Learner:
-    """A model with its optimizer: the policy, the critic, or whatever is fitted to fixed data."""
+    """A model with its optimizer: the policy, the critic, or a model that learns from fixed
+    data."""
 
-    def __init__(self, model: ExactModel, optimizer: Optimizer):
-        self.model, self.optimizer = model, optimizer
+    model: ExactModel
+    optimizer: Optimizer
 
-    def update(self, batches: Sequence[Microbatch], loss: Loss, *, count: int = 0) -> Metrics:
-        """One optimizer step over all batches; metrics are means over `count` things, by default
-        the loss tokens.
+
+@dataclass
+class Update:
+    """One optimizer step of a learner, microbatch by microbatch."""
+
+    learner: Learner
+    sums: Metrics = field(default_factory=dict)
+    num_loss_tokens: int = 0
+    finite: bool = True
+
+    def backward(self, batch: Microbatch, loss: Tensor, metrics: Metrics) -> None:
+        """Add the gradient of a microbatch's loss. metrics: sums over its tokens or pairs."""
+        watchdog.beat()
+        self.finite &= math.isfinite(float(loss.detach()))
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.num_loss_tokens += len(batch.targets)
+        for name, part in metrics.items():
+            self.sums[name] = self.sums.get(name, 0.0) + part
+
+    def step(self, *, count: int = 0) -> Metrics:
+        """Step the optimizer; return means over `count` things, by default the loss tokens.
 
         A loss or a gradient that is not finite changes no weight; "bad/loss" or "bad/gradient" says
         so.
         """
-        sums: Metrics = {}
-        finite = True
-        for index, batch in enumerate(batches):
-            watchdog.beat()
-            value, metrics = loss(index, batch)
-            finite &= math.isfinite(float(value.detach()))
-            value.backward()  # type: ignore[no-untyped-call]
-            for name, part in metrics.items():
-                sums[name] = sums.get(name, 0.0) + part
-        tokens = sum(len(b.targets) for b in batches)
-        step = self.optimizer.update(skip=not finite)
-        bad = {"bad/gradient": 1.0} if finite and step["skipped_updates"] else {}
+        step = self.learner.optimizer.update(skip=not self.finite)
+        bad = {"bad/gradient": 1.0} if self.finite and step["skipped_updates"] else {}
         return {
-            **{name: part / (count or tokens) for name, part in sums.items()},
-            "num_loss_tokens": tokens,
+            **{name: part / (count or self.num_loss_tokens) for name, part in self.sums.items()},
+            "num_loss_tokens": self.num_loss_tokens,
             **step,
-            **(bad if finite else {"bad/loss": 1.0}),
+            **(bad if self.finite else {"bad/loss": 1.0}),
         }

@@ -1,0 +1,228 @@
+"""The engine of a command, its environments and rewards, and whether engine and trainer agree."""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tandem.config.schema import Config
+from tandem.data.renderer import ChatRenderer, load_renderer
+from tandem.engine.engine import Engine, check_room
+from tandem.engine.page_cache import page_bytes
+from tandem.engine.worker_pool.pool import Workers
+from tandem.envs.load import load_env
+from tandem.jobs.models import check_tokenizer
+from tandem.model.load import ExactModel, check_model, load_model
+from tandem.model.probe import Exactness, probe
+from tandem.rewards.pool.pool import RewardPool
+from tandem.rollout.env_pool import EnvPool
+from tandem.rollout.score import RewardModel, RolloutRunner
+from tandem.runtime import numerics
+from tandem.runtime.errors import UserError
+from tandem.runtime.sandbox import open_sandbox
+from tandem.train.supervised import scores
+from tandem.types import Episode, Problem, Sync
+from tandem.weights.in_process import InlineSync
+from tandem.weights.shared import SharedWeights
+from tandem.weights.worker_sync import ProcessSync
+
+Report = Callable[[str], None]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def prepare_process(config: Config) -> None:
+    """Make arithmetic reproducible, and let memory stay with the process: page faults of fresh
+    tensors cost a tenth of a small step. Called before the first product."""
+    numerics.prepare(config.run.threads)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+
+
+def probe_exactness(
+    config: Config,
+    model: ExactModel,
+    report: Report,
+    *,
+    workers: int = 0,
+    others: Sequence[ExactModel] = (),
+) -> Exactness:
+    """Report whether engine and trainer agree on this machine at this model's shapes, and with how
+    many threads (contract D7).
+
+    If the thread count changes no bit, no more threads are left than there are cores beside the
+    rollout workers; otherwise those of `prepare_process` stay. others: further models of the
+    process, whose threads are probed too if their shapes differ.
+    """
+    free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
+    found, seen = probe(model, config.run.seed, [free]), [_shape(model)]
+    for other in others:
+        if _shape(other) not in seen:
+            seen.append(_shape(other))
+            found.thread_dependent.extend(probe(other, config.run.seed, [free]).thread_dependent)
+    agree = "engine and trainer agree to the last bit at this model's shapes"
+    parity = f"NOT exact on this machine: {'; '.join(found.parity)}" if found.parity else agree
+    if found.thread_dependent:
+        kept = f"bits depend on the thread count, {torch.get_num_threads()} are kept"
+        report(f"exactness probe: {parity}; {kept}")
+    else:
+        report(f"exactness probe: {parity}{', with any number of threads' * (not found.parity)}")
+        torch.set_num_threads(free)
+    return found
+
+
+def _shape(model: ExactModel) -> tuple[Any, ...]:
+    config = model.config
+    return (
+        config.model_type,
+        model.heads,
+        config.hidden_size,
+        config.intermediate_size,
+        config.vocab_size,
+    )
+
+
+def require_parity(config: Config, found: Exactness) -> bool:
+    """Return whether engine and trainer agree; raise UserError if they do not and the config has no
+    off-policy correction."""
+    if found.parity and config.rl.correction == "none":
+        raise UserError(
+            "engine and trainer do not agree bit for bit on this machine",
+            where="exactness probe",
+            found="; ".join(found.parity),
+            expected="every operator exact, or an off-policy correction",
+            next="add rl.correction=tis (truncated importance sampling); if it is MKL's mode: "
+            "unset MKL_CBWR, and in a notebook call tandem.runtime.numerics.prepare() before "
+            "anything is computed",
+        )
+    return not found.parity
+
+
+def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **sizes: int) -> Engine:
+    """Build the engine over a model. sizes: max_queue and chunk_tokens, if not the defaults."""
+    check_tokenizer(config, model.config, renderer)
+    rollout = config.rollout
+    return Engine(
+        model,
+        renderer.decode,
+        cache_bytes=rollout.cache_mb << 20,
+        max_batch=rollout.max_batch,
+        **{"max_queue": max(1024, config.env.concurrency), **sizes},
+    )
+
+
+def load_engine(
+    config: Config, renderer: ChatRenderer, problems: Sequence[Problem], report: Report
+) -> Engine:
+    """Load the engine of a command that only generates; every prompt has room."""
+    longest = max(map(len, renderer.prompts([problem.messages for problem in problems])))
+    require_room(config, check_model(config.model.path), longest)
+    model = load_model(config.model.path)
+    probe_exactness(config, model, report)
+    return build_engine(config, model, renderer)
+
+
+def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
+    """Raise UserError if the longest prompt and its completion do not fit the cache. Called at the
+    start, not when a step first draws that prompt. shape: the transformers config."""
+    size = page_bytes(shape)
+    num_pages = (config.rollout.cache_mb << 20) // size
+    check_room(shape, num_pages, size, longest_prompt + config.rollout.max_new_tokens)
+
+
+@contextmanager
+def open_envs_and_rewards(config: Config) -> Iterator[tuple[EnvPool, RewardPool]]:
+    """Open environments and reward workers; checks what they need, before anything expensive is
+    loaded."""
+    envs = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
+    if config.reward.model:
+        check_model(config.reward.model, "reward.model", head="value")
+    with build_reward_pool(config) as rewards, closing(envs):
+        yield envs, rewards
+
+
+def build_reward_pool(config: Config) -> RewardPool:
+    """Build the pool of reward workers; raises UserError if `code` is scored and there is no
+    sandbox."""
+    reward, options = config.reward, dict(config.reward.options)
+    if "code" in reward.functions:
+        open_sandbox(config.sandbox)
+        options["code"] = {**options.get("code", {}), "sandbox": config.sandbox.model_dump()}
+    return RewardPool(
+        reward.functions, reward.timeout_s, reward.workers, weights=reward.weights, options=options
+    )
+
+
+@contextmanager
+def open_rollouts(
+    config: Config, engine: Engine, local: RolloutRunner, report: Report
+) -> Iterator[tuple[RolloutRunner, Sync, Callable[[], None]]]:
+    """Open what samples for training: the trainer's own engine, or rollout workers. Yields the
+    runner, the way weights get there, and what ends a rollout under way."""
+    rollout, model = config.rollout, engine.model
+    if not rollout.workers:
+        yield local, InlineSync(engine), lambda: None
+        return
+    with (
+        closing(SharedWeights(model.merged_weights())) as shared,
+        Workers(
+            model_path=config.model.path,
+            cache_mb=rollout.cache_mb,
+            max_batch=rollout.max_batch,
+            longest=engine.longest,
+            count=rollout.workers,
+            heartbeat_s=config.run.stall_s / 2,
+            restarts=rollout.restarts,
+            weights=shared,
+            report=report,
+        ) as workers,
+    ):
+        sync = ProcessSync(workers, engine, shared, model.merged_weights, rollout.staleness)
+        yield replace(local, engine=workers), sync, workers.close
+
+
+def load_reward_model(config: Config) -> RewardModel | None:
+    """Load the reward model, if the config names one. It scores each chat up to the last turn of
+    the model, and stores the score in `env_rewards`."""
+    if not config.reward.model:
+        return None
+    scorer = load_model(config.reward.model, head="value")
+    renderer = load_renderer(config.reward.model)
+    lock = threading.Lock()  # rollouts ahead and an evaluation may ask at once
+
+    def score(
+        problems: Sequence[Problem], episodes: Sequence[tuple[Episode, ...]]
+    ) -> list[tuple[Episode, ...]]:
+        rendered = {}
+        for row, group in enumerate(episodes):
+            for episode in group:
+                if not episode.num_turns:
+                    continue
+                chat = episode.chat(problems[row])
+                end = max(i for i, message in enumerate(chat) if message["role"] == "assistant")
+                # a chat that its template refuses has no score, and `reward_model` says so
+                with suppress(UserError):
+                    [rendered[row, episode.sample_index]] = renderer.chats([chat[: end + 1]])
+        with lock:
+            values = scores(scorer, list(rendered.values()), config.train.tokens_per_microbatch)
+        by_key = dict(zip(rendered, values, strict=True))
+        return [
+            tuple(
+                _with_score(episode, by_key.get((row, episode.sample_index))) for episode in group
+            )
+            for row, group in enumerate(episodes)
+        ]
+
+    return score
+
+
+def _with_score(episode: Episode, score: float | None) -> Episode:
+    if score is None:
+        return episode
+    return replace(episode, given={**episode.given, "reward_model": score})

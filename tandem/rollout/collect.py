@@ -1,0 +1,251 @@
+"""Collects the scored groups of a step: new problems, groups carried from earlier steps, and
+episodes that were paused.
+
+Dynamic sampling (DAPO, arXiv 2503.14476) leaves out groups whose rewards are all equal and draws
+more problems until the step is full. With a token budget (partial rollouts) an episode may take
+several steps. Knows no weights and no loss.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from tandem.config.schema import Config
+from tandem.data.mixture import problems_of_step
+from tandem.rl.advantages import running_mean
+from tandem.rl.filters import learnability, pick
+from tandem.rollout.episode_builder import new_groups
+from tandem.rollout.episode_metrics import (
+    carries_signal,
+    episode_metrics,
+    sampled_tokens,
+    valid_rewards,
+)
+from tandem.rollout.score import RolloutRunner, generate_and_score
+from tandem.run_folder.journal import Journal
+from tandem.runtime.errors import UserError
+from tandem.runtime.rng import address, uniforms
+from tandem.runtime.timer import Timer
+from tandem.types import Group, Problem, Row, SamplingParams
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What the rollouts of a step leave to those of the next.
+
+    The groups are kept in the journal; all else is in checkpoints and in the journal's notes.
+    """
+
+    batches: int = 0  # batches of problems drawn so far: the data cursor
+    baseline: float | None = None  # running mean of rewards, for rl.advantage "ema"
+    rates: dict[str, float] = field(
+        default_factory=dict
+    )  # uid -> last success rate (rl.curriculum)
+    carried: list[Group] = field(default_factory=list)  # groups that no step had room for yet
+    unfinished: list[Group] = field(default_factory=list)  # groups with paused episodes
+
+    def state(self) -> dict[str, Any]:
+        """Return all but the groups, as JSON."""
+        return {"batches": self.batches, "baseline": self.baseline, "rates": dict(self.rates)}
+
+    def restore(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
+        """Go back to where a step stood after it had rolled out these groups."""
+        self.batches, self.baseline = state["batches"], state["baseline"]
+        self.rates = dict(state["rates"])
+        self.keep(groups)
+
+    def keep(self, groups: Sequence[Group]) -> None:
+        """Keep the groups of a step that the next one goes on with."""
+        self.carried = [group for group in groups if group.outcome == "carry"]
+        self.unfinished = [group for group in groups if group.outcome == "unfinished"]
+
+    def advance(self, groups: Sequence[Group], num_carried: int, config: Config) -> None:
+        """Update the running baseline and the success rates by a step's groups.
+
+        The first `num_carried` groups were counted when they were sampled. Rewards that are not
+        finite are skipped.
+        """
+        self.keep(groups)
+        rewards = valid_rewards([group for group in groups if group.outcome == "train"])
+        if config.rl.advantage == "ema" and len(rewards) and np.isfinite(rewards).all():
+            self.baseline = running_mean(self.baseline, rewards, config.rl.ema_decay)
+        if config.rl.curriculum:
+            for group in groups[num_carried:]:
+                if group.outcome != "unfinished" and group.valid.any():
+                    rate = float(group.rewards.mean())
+                    if np.isfinite(rate):
+                        self.rates[group.problem.uid] = min(max(rate, 0.0), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """The groups of a step."""
+
+    step: int  # counted from 0
+    groups: list[Group]  # all that the step's journal file holds
+    num_carried: int  # the first groups, which an earlier step sampled
+    baseline: float  # running mean of rewards before the step
+    state: dict[str, Any]  # of the Progress after the step
+
+    @property
+    def fresh(self) -> list[Group]:
+        """Groups that ended in this step."""
+        return [g for g in self.groups[self.num_carried :] if g.outcome != "unfinished"]
+
+    @property
+    def trained(self) -> list[Group]:
+        """Groups that the step trains on."""
+        return [group for group in self.groups if group.outcome == "train"]
+
+    @property
+    def logged(self) -> list[Group]:
+        """Groups that the step's metrics describe: those that ended now, or, if none did (partial
+        rollouts), those that it trains on."""
+        return self.fresh or self.trained
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled, of the groups that ended in this step."""
+        return sampled_tokens(self.fresh)
+
+
+def make_rollout_batch(
+    step: int, groups: list[Group], num_carried: int, baseline: float | None, progress: Progress
+) -> RolloutBatch:
+    """Bundle the groups of a step. baseline: from before the step, None if it is the first;
+    progress: after the step."""
+    if baseline is None:
+        rewards = valid_rewards([group for group in groups if group.outcome == "train"])
+        baseline = float(rewards.mean()) if len(rewards) else 0.0
+    return RolloutBatch(
+        step=step, groups=groups, num_carried=num_carried, baseline=baseline, state=progress.state()
+    )
+
+
+def step_metrics(batch: RolloutBatch, learned: Row, config: Config) -> Row:
+    """Return a step's row of metrics: its episodes, what was learned of them, and with dynamic
+    sampling the batches drawn so far and the groups carried in."""
+    row = {**episode_metrics(batch.logged), **learned}
+    if config.rl.max_gen_batches:
+        row["batches"] = float(batch.state["batches"])
+        row["groups/carried_in"] = float(batch.num_carried)
+    return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """Draws problems, has them rolled out, and decides which groups a step trains on."""
+
+    config: Config
+    problems: Sequence[Problem]
+    runner: RolloutRunner
+    sampling: SamplingParams
+    journal: Journal
+    progress: Progress = field(default_factory=Progress)
+
+    def collect(self, step: int, timer: Timer) -> list[Group]:
+        """Return the scored groups of a step, the carried ones first.
+
+        Batches of problems begin, and episodes go on, tick by tick, until enough groups can be
+        trained on. Groups beyond that have the outcome "carry", groups with paused episodes
+        "unfinished", groups without signal "no_signal" (dynamic sampling). Raises UserError if
+        rl.max_gen_batches batches do not fill the step.
+        """
+        config, progress = self.config, self.progress
+        wanted, budget = config.rl.prompts_per_step, config.rollout.token_budget
+        done = [replace(group, outcome="train") for group in progress.carried]
+        running, first_batch = list(progress.unfinished), progress.batches
+        for tick in count():
+            num_ready = sum(group.outcome == "train" for group in done)
+            if num_ready >= wanted and (tick or not budget):
+                break
+            for _ in range(self._new_batches(num_ready + len(running))):
+                self._check_limit(step, progress.batches - first_batch, num_ready)
+                running += self.begin_batch()
+            is_last = not (budget or config.rl.max_gen_batches)
+            problems = [group.problem for group in running]
+            with self.journal.parts(step + 1, tick, problems, is_last) as parts:
+                played = generate_and_score(
+                    self.runner,
+                    running,
+                    sampling=self.sampling,
+                    shaping=config.reward,
+                    timer=timer,
+                    token_budget=budget,
+                    parts=parts,
+                )
+            running = [group for group in played if _is_paused(group)]
+            done += [self._with_outcome(group) for group in played if not _is_paused(group)]
+        return [*_carry_beyond(done, wanted), *(replace(g, outcome="unfinished") for g in running)]
+
+    def begin_batch(self) -> list[Group]:
+        """Draw the next batch of problems, as groups whose episodes have not begun.
+
+        The batch is a function of the seed and the batch's number; with rl.curriculum also of the
+        success rates so far.
+        """
+        config, progress = self.config, self.progress
+        size, seed, number = config.rl.prompts_per_step, config.run.seed, progress.batches
+        if config.rl.curriculum:
+            rates = np.array([progress.rates.get(problem.uid, 0.5) for problem in self.problems])
+            key = np.full(len(rates), address(seed, "curriculum", number), np.uint64)
+            chances = 1.0 - uniforms(key, np.arange(len(rates))).astype(np.float64)
+            problems = [self.problems[i] for i in pick(learnability(rates), chances, size)]
+        else:
+            problems = problems_of_step(self.problems, number, size, seed, config.data.shuffle)
+        progress.batches += 1
+        return new_groups(problems, config.rl.group_size, (seed, "rollout", number))
+
+    def _new_batches(self, under_way: int) -> int:
+        """Return how many batches begin in a tick: one, or with a token budget as many as there is
+        room for beside the groups under way."""
+        if not self.config.rollout.token_budget:
+            return 1
+        size = self.config.rl.prompts_per_step
+        return max((batches_in_flight(self.config) * size - under_way) // size, 0)
+
+    def _with_outcome(self, group: Group) -> Group:
+        filtered = self.config.rl.max_gen_batches and not carries_signal(group)
+        return replace(group, outcome="no_signal" if filtered else "train")
+
+    def _check_limit(self, step: int, drawn: int, num_ready: int) -> None:
+        """Raise UserError if dynamic sampling has used up rl.max_gen_batches; partial rollouts may
+        begin a few more in their first step."""
+        limit = self.config.rl.max_gen_batches
+        if limit and drawn >= limit + batches_in_flight(self.config) - 1:
+            raise _could_not_fill(step, drawn, num_ready, self.config.rl.prompts_per_step)
+
+
+def batches_in_flight(config: Config) -> int:
+    """Return how many batches are under way at once, so that one ends in every step although an
+    episode may span several (partial rollouts)."""
+    if not config.rollout.token_budget:
+        return 1
+    return max(2, -(-config.rollout.max_new_tokens // config.rollout.token_budget))
+
+
+def _carry_beyond(groups: Sequence[Group], wanted: int) -> list[Group]:
+    """Mark the trainable groups beyond the first `wanted` as carried to the next step."""
+    ranks = np.cumsum([group.outcome == "train" for group in groups])
+    return [
+        replace(group, outcome="carry") if rank > wanted and group.outcome == "train" else group
+        for group, rank in zip(groups, ranks, strict=True)
+    ]
+
+
+def _is_paused(group: Group) -> bool:
+    return any(episode.stop_reason == "paused" for episode in group.episodes)
+
+
+def _could_not_fill(step: int, drawn: int, num_ready: int, wanted: int) -> UserError:
+    return UserError(
+        "dynamic sampling could not fill a step",
+        where=f"step {step + 1}, after {drawn} batches (rl.max_gen_batches)",
+        found=f"{num_ready} groups whose rewards differ",
+        expected=f"{wanted} (rl.prompts_per_step)",
+        next="raise rl.max_gen_batches, lower rl.prompts_per_step, or take problems that are "
+        "neither solved nor hopeless",
+    )

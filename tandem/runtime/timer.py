@@ -1,0 +1,27 @@
+"""Wall-clock times of the parts of a step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tandem.types import Row
+
+
+class Timer:
+    """Sums wall seconds by part; they go to timings.jsonl and never into a decision."""
+
+    def __init__(self) -> None:
+        self.parts: Row = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the seconds inside the `with` to the part `name`."""
+        start = time.perf_counter()
+        yield
+        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
+
+    def timings(self, *, tokens: int) -> Row:
+        """Return the parts, their sum `step_s`, and the speed of the rollouts; tokens: sampled."""
+        rollout_s = self.parts.get("rollout_s", 0.0)
+        speed = tokens / rollout_s if rollout_s else 0.0
+        return {**self.parts, "step_s": sum(self.parts.values()), "generated_tokens_per_s": speed}

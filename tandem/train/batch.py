@@ -1,0 +1,205 @@
+"""The episodes of a step as a batch to train on: packed into microbatches, with what the models say
+of their tokens.
+
+A value per loss token is kept as `TokenArrays`, one array a sample; `token_tensors` makes the
+tensors of a microbatch of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.config.schema import RL, Config
+from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
+from tandem.model.load import ExactModel
+from tandem.model.logprobs import SamplingDistribution
+from tandem.rl.aggregation import sequence_weights
+from tandem.rl.losses import Metrics
+from tandem.runtime import watchdog
+from tandem.train.checks import require_frozen
+from tandem.train.learner import Learner
+from tandem.train.pack import join, pack, split
+from tandem.types import Array, Episode, Group, Microbatch, Sample
+
+TokenArrays = list[Array]  # one array a sample, one entry a loss token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models that learn, and those that they are compared with."""
+
+    policy: Learner
+    critic: Learner | None = None
+    reference: ExactModel | None = None
+    teacher: ExactModel | None = None
+
+    @property
+    def others(self) -> list[ExactModel]:
+        """All but the policy."""
+        critic = None if self.critic is None else self.critic.model
+        return [model for model in (critic, self.reference, self.teacher) if model is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTensors:
+    """What the policy loss needs of a microbatch besides the policy's own log-probs, each [N]."""
+
+    engine: Tensor  # float32, nats
+    proximal: Tensor  # float32, nats
+    advantages: Tensor  # float32
+    weights: Tensor  # float32, weight of the token's loss in the update
+    corrections: Tensor  # float32, off-policy factor of the token's policy loss
+    fresh: Tensor  # bool, sampled by the weights of this step
+    sequences: Tensor  # int64
+    reference: Tensor | None  # float32, nats
+
+
+@dataclass(kw_only=True)
+class TrainBatch:
+    """The episodes of a step that carry loss, packed for its updates."""
+
+    groups: Sequence[Group]
+    sample_index: list[tuple[int, int]]  # (group, episode of it) of each sample
+    minibatches: list[list[Microbatch]]  # one of them an update
+    engine: TokenArrays  # log-probs, nats
+    # the denominator of the ratio: the engine's log-probs, with a correction the recomputed ones
+    proximal: TokenArrays
+    recomputed: TokenArrays = field(default_factory=list)  # the policy's own, if they are needed
+    reference: TokenArrays = field(default_factory=list)  # empty without a reference
+    values: TokenArrays = field(default_factory=list)  # empty without a critic
+    advantages: TokenArrays = field(default_factory=list)
+    returns: TokenArrays = field(default_factory=list)  # empty without a critic
+    corrections: TokenArrays = field(default_factory=list)
+    masked: set[int] = field(default_factory=set)  # samples without loss, by rl.max_logprob_error
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """The episode of each sample."""
+        return [self.groups[group].episodes[number] for group, number in self.sample_index]
+
+    def forward_all(self, model: Callable[[Microbatch], Tensor]) -> TokenArrays:
+        """Return what a model says of every loss token, without gradients."""
+        microbatches, found = list(chain.from_iterable(self.minibatches)), []
+        with torch.no_grad():
+            for batch in microbatches:
+                watchdog.beat()
+                found.append(model(batch).numpy())
+        by_sample = split(microbatches, found)
+        return [by_sample[sample] for sample in range(len(self.sample_index))]
+
+
+def pack_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
+    """Pick the episodes that carry loss and pack them, minibatch by minibatch; groups stay
+    whole."""
+    sample_index = [
+        (row, number)
+        for row, group in enumerate(groups)
+        for number, episode in enumerate(group.episodes)
+        if episode.trainable
+        and not (config.rl.mask_truncated and episode.stop_reason in ("length", "tokens"))
+    ]
+    episodes = [groups[row].episodes[number] for row, number in sample_index]
+    samples = [
+        Sample(tokens=e.tokens, loss_mask=e.loss_mask, prefix=e.num_prompt_tokens, group=row)
+        for (row, _), e in zip(sample_index, episodes, strict=True)
+    ]
+    size = -(-len(groups) // config.rl.minibatches)
+    minibatches = []
+    for first in range(0, len(groups), size):
+        members = [i for i, (row, _) in enumerate(sample_index) if first <= row < first + size]
+        if members:
+            packed = pack([samples[i] for i in members], config.train.tokens_per_microbatch)
+            numbered = [replace(b, samples=np.array(members)[b.samples]) for b in packed]
+            minibatches.append(numbered)
+    engine = [e.engine_logprobs[e.loss_mask] for e in episodes]
+    return TrainBatch(
+        groups=groups,
+        sample_index=sample_index,
+        minibatches=minibatches,
+        engine=engine,
+        proximal=engine,
+    )
+
+
+def compute_logprobs(
+    batch: TrainBatch, models: Models, rl: RL, sampling: SamplingDistribution
+) -> None:
+    """Fill in what needs a forward pass before the first update: recomputed log-probs, where a
+    correction asks for them, the reference's log-probs and the critic's values."""
+    if rl.correction != "none" or rl.max_logprob_error:
+        policy = models.policy.model
+        batch.recomputed = batch.forward_all(
+            lambda b: batch_logprobs(policy, b, sampling, entropy=False)[0]
+        )
+    if rl.correction != "none":
+        batch.proximal = batch.recomputed
+    if (reference := models.reference) is not None:
+        require_frozen(reference, models.policy)
+        batch.reference = batch.forward_all(lambda b: reference_logprobs(reference, b, sampling))
+    if models.critic is not None:
+        critic = models.critic.model
+        batch.values = batch.forward_all(lambda b: batch_values(critic, b))
+
+
+def not_finite(batch: TrainBatch) -> Metrics:
+    """Return a "bad/NAME" for each quantity that holds a NaN or an infinity."""
+    quantities = {
+        "reward": [group.rewards for group in batch.groups],
+        "advantage": batch.advantages,
+        "return": batch.returns,
+        "value": batch.values,
+        "reference_logprob": batch.reference,
+        "engine_logprob": batch.engine,
+    }
+    return {
+        f"bad/{name}": 1.0
+        for name, arrays in quantities.items()
+        if not all(np.isfinite(array).all() for array in arrays)
+    }
+
+
+def token_weights(
+    batch: TrainBatch, minibatch: Sequence[Microbatch], config: Config
+) -> dict[int, Array]:
+    """Return the weights of a minibatch's loss tokens, float32 [n] by sample.
+
+    They are fixed by the whole minibatch, so that microbatches change nothing. A masked sample
+    weighs 0 and is not counted.
+    """
+    samples = [sample for b in minibatch for sample in b.samples.tolist()]
+    lengths = np.array([len(batch.engine[sample]) for sample in samples])
+    kept = np.array([sample not in batch.masked for sample in samples])
+    weights = np.zeros(len(samples))
+    weights[kept] = sequence_weights(
+        config.rl.aggregation, lengths[kept], config.rollout.max_new_tokens
+    )
+    return {i: np.full(n, w, np.float32) for i, n, w in zip(samples, lengths, weights, strict=True)}
+
+
+def token_tensors(
+    batch: TrainBatch, minibatch: Sequence[Microbatch], config: Config, version: int
+) -> list[TokenTensors]:
+    """Return the tensors of a minibatch's microbatches. version: of the weights that train."""
+    weights = token_weights(batch, minibatch, config)
+    fresh = [e.weight_versions[e.loss_mask] == version for e in batch.episodes]
+
+    def tensor(b: Microbatch, arrays: Sequence[Array] | Mapping[int, Array]) -> Tensor:
+        return torch.from_numpy(join([b], arrays)[0])
+
+    return [
+        TokenTensors(
+            engine=tensor(b, batch.engine),
+            proximal=tensor(b, batch.proximal),
+            advantages=tensor(b, batch.advantages),
+            weights=tensor(b, weights),
+            corrections=tensor(b, batch.corrections),
+            fresh=tensor(b, fresh),
+            sequences=torch.from_numpy(b.sequences),
+            reference=tensor(b, batch.reference) if batch.reference else None,
+        )
+        for b in minibatch
+    ]
