@@ -36,7 +36,8 @@ import machine  # noqa: E402
 
 from tandem.model.tiny import make_tiny  # noqa: E402
 from tandem.runtime.processes import descendants  # noqa: E402
-from tandem.tasks.algebra import write_dataset  # noqa: E402
+from tandem.tasks import algebra  # noqa: E402
+from tandem.tasks.registry import write_rows  # noqa: E402
 
 STEPS, ROUNDS, SKIPPED, SAMPLES = 12, 3, 2, 512
 SHARE = 0.5  # of the generation time that scoring takes
@@ -87,9 +88,7 @@ def main(steps: int, rounds: int) -> int:
 
 
 def measure(folder: Path, steps: int, rounds: int) -> dict:
-    write_dataset(
-        folder / "data", "easy", num_train=400, num_test=8, num_warm=1, seed=0, careless=0.5
-    )
+    write_rows(folder / "data" / "train.jsonl", algebra.rows("train", 400, seed=0, difficulty=1))
     make_tiny(folder / "model")
     write_reward(folder, 0.0, "each")
     free = run(folder, "sync, 1 thread", steps)

@@ -197,26 +197,36 @@ def document(measured: list[Measured]) -> str:
 
 
 HEAD = (
-    f"Written by `.venv/bin/python benchmarks/bias.py`. {len(WORLDS)} toy policies ({TOKENS} tokens, up to {HORIZON} of them,",
-    "31 sequences, normal rewards; half are tables of logits, half two layers) learn from groups of two episodes that they",
-    f"sampled some steps of length {STEP_LENGTH} along the exact gradient ago; KL(behaviour || policy) in nats an episode.",
-    "Entries: |E[estimate] - gradient| / |gradient| ± standard deviation of one group's estimate / |gradient|, in each world",
-    "a sum over all 961 groups without sampling error, then the median over the worlds. Last column: worlds in which the",
+    f"Written by `.venv/bin/python benchmarks/bias.py`. {len(WORLDS)} toy policies ({TOKENS} "
+    f"tokens, up to {HORIZON} of them,",
+    "31 sequences, normal rewards; half are tables of logits, half two layers) learn from "
+    "groups of two episodes that they",
+    f"sampled some steps of length {STEP_LENGTH} along the exact gradient ago; KL(behaviour "
+    "|| policy) in nats an episode.",
+    "Entries: |E[estimate] - gradient| / |gradient| ± standard deviation of one group's "
+    "estimate / |gradient|, in each world",
+    "a sum over all 961 groups without sampling error, then the median over the worlds. Last "
+    "column: worlds in which the",
     "row is less biased than no correction after 8 steps.",
     "",
-    f"Advantages `rloo`, aggregation `fixed_length`; floor {LOW}, cap {CAP}, clip {CLIP}, `max_logprob_error` {MAX_ERROR};",
+    f"Advantages `rloo`, aggregation `fixed_length`; floor {LOW}, cap {CAP}, clip {CLIP}, "
+    f"`max_logprob_error` {MAX_ERROR};",
     "the first update of a step, where the ratio of policy and proximal policy is 1.",
 )
 READING = (
     "What it shows, held by tests/rl/test_expectation.py:",
     "",
     "- Fresh episodes: every row is unbiased in every world.",
-    "- Only the ratio of the whole sequence is unbiased for stale ones, and it becomes the noisiest. `tis_sequence` and `mis`",
+    "- Only the ratio of the whole sequence is unbiased for stale ones, and it becomes the "
+    "noisiest. `tis_sequence` and `mis`",
     "  are the same below the cap; where it binds, truncating is less biased than masking.",
-    "- A ratio of single tokens is biased from the first stale step: the prefixes of the episodes, and what follows, are",
-    "  still the older policy's. `decoupled` is better than nothing in most worlds, not in all. Bounding it adds bias:",
+    "- A ratio of single tokens is biased from the first stale step: the prefixes of the "
+    "episodes, and what follows, are",
+    "  still the older policy's. `decoupled` is better than nothing in most worlds, not in "
+    "all. Bounding it adds bias:",
     "  `tis`, then `icepop`.",
-    "- `ppo_clip` around the engine's log-probs stops tokens that have already moved by the clip in the direction of their",
+    "- `ppo_clip` around the engine's log-probs stops tokens that have already moved by the "
+    "clip in the direction of their",
     "  advantage. That bounds the step, and is the largest bias of all once it binds.",
 )
 

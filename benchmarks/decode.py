@@ -37,7 +37,7 @@ import tandem.model.load
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
-from tandem.jobs.parts import prepare_process
+from tandem.jobs.engines import prepare_process
 from tandem.model.load import ExactModel, load_model
 from tandem.types import Request, SamplingParams
 

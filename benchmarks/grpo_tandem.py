@@ -1,11 +1,11 @@
 """One GRPO step of Tandem on the work of grpo_trl.py: the real step of step.py, rewards in workers,
 journal included.
 
-    python benchmarks/grpo_tandem.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED MEMORY     one JSON line
+    python benchmarks/grpo_tandem.py MODEL_DIR DATA.jsonl PROMPTS GROUP NEW_TOKENS STEPS FIXED MEM
 
-FIXED 1 lets no sequence stop early, so that every step has the same number of tokens. MEMORY is
-"whole" (all samples in one microbatch) or "checkpointed" (1,024 tokens at a time, activation
-checkpointing).
+prints one JSON line. FIXED 1 lets no sequence stop early, so that every step has the same number of
+tokens. MEM is "whole" (all samples in one microbatch) or "checkpointed" (1,024 tokens at a time,
+activation checkpointing).
 """
 
 import json
@@ -17,11 +17,15 @@ from pathlib import Path
 
 from tandem.config.recipe import load_config
 from tandem.data.renderer import load_renderer
-from tandem.jobs.parts import build_engine, learning_models, playground, prepare_process, read_data
+from tandem.jobs.engines import build_engine, open_envs_and_rewards, prepare_process
+from tandem.jobs.inputs import read_data
+from tandem.jobs.models import build_rl_models
+from tandem.rollout.collect import Collector
 from tandem.rollout.evaluate import sampling_params
+from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.metrics import peak_rss_mb
-from tandem.step import Stages, train_step, update
+from tandem.step import Stages, train_step
 from tandem.weights.in_process import InlineSync
 
 MEMORY = {
@@ -49,20 +53,27 @@ def main() -> None:
             ],
         )
         prepare_process(config)
-        renderer, models = load_renderer(path), learning_models(config)
+        renderer, models = load_renderer(path), build_rl_models(config)
         engine = build_engine(config, models.policy.model, renderer)
-        with playground(config) as player_of:
-            stages = Stages(
+        stop_token_ids = () if fixed == "1" else renderer.stop_token_ids
+        sampling = sampling_params(config.rollout, stop_token_ids)
+        journal = Journal(Path(folder) / "episodes", "benchmark", [])
+        with open_envs_and_rewards(config) as (envs, rewards):
+            collector = Collector(
                 config=config,
                 problems=read_data(config, "data.train"),
-                player=player_of(engine, renderer),
+                runner=RolloutRunner(engine=engine, renderer=renderer, envs=envs, rewards=rewards),
+                sampling=sampling,
+                journal=journal,
+            )
+            stages = Stages(
+                config=config,
                 models=models,
+                sampling=sampling,
                 exact=True,
+                collector=collector,
                 sync=InlineSync(engine),
-                journal=Journal(Path(folder) / "episodes", "benchmark", []),
-                params=sampling_params(
-                    config.rollout, () if fixed == "1" else renderer.stop_token_ids
-                ),
+                journal=journal,
             )
             print(json.dumps(measure(stages, int(steps))))
 
@@ -71,11 +82,11 @@ def measure(stages: Stages, steps: int) -> dict[str, float | str]:
     seconds, rollout, tokens = [], [], []
     for step in range(steps):
         start = time.perf_counter()
-        metrics, timings, _ = train_step(stages, step, update)
+        result = train_step(stages, step)
         seconds.append(time.perf_counter() - start)
-        rollout.append(timings["rollout_s"])
-        tokens.append(metrics["num_loss_tokens"])
-        assert metrics["logprob_gap"] == 0.0
+        rollout.append(result.timings["rollout_s"])
+        tokens.append(result.metrics["num_loss_tokens"])
+        assert result.metrics["logprob_gap"] == 0.0
     skip = 2 if steps > 4 else 1  # the first steps meet new shapes
     return {
         "bench": "tandem",

@@ -1,7 +1,9 @@
 """How full tools that take their time leave the engine's batch: 64 episodes at once, 0 to 500 ms
 for every answer.
 
-    python benchmarks/rollouts.py        SmolLM2-135M (runs/smollm2/model, see `make smollm2`) and the demo's model
+    python benchmarks/rollouts.py
+
+for SmolLM2-135M (runs/smollm2/model, see `make smollm2`) and the demo's model.
 
 Turns are of a fixed length, so only the waiting differs. Three ways: 64 episodes under way; 96
 under way for a batch of 64; and lock-step, where a turn begins when every episode has its answer,
@@ -27,8 +29,9 @@ from tandem.data.renderer import load_renderer  # noqa: E402
 from tandem.engine.engine import Engine  # noqa: E402
 from tandem.model.load import load_model  # noqa: E402
 from tandem.model.tiny import make_tiny  # noqa: E402
+from tandem.rollout.env_pool import EnvPool  # noqa: E402
 from tandem.rollout.episode_builder import new_groups  # noqa: E402
-from tandem.rollout.episodes import EnvPool, run_episodes  # noqa: E402
+from tandem.rollout.episodes import run_episodes  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
 from tandem.runtime.rng import address  # noqa: E402
 from tandem.types import Env, Observation, Problem, SamplingParams  # noqa: E402
@@ -84,8 +87,8 @@ def measure(model, renderer, *, under_way: int, lock_step: bool) -> dict[str, fl
         new_groups(problems, 1, ("bench",)),
         engine=engine,
         renderer=renderer,
-        world=EnvPool(make=Tool, limits=EnvConfig(concurrency=under_way)),
-        params=SamplingParams(max_new_tokens=TOKENS),
+        envs=EnvPool(make=Tool, limits=EnvConfig(concurrency=under_way)),
+        sampling=SamplingParams(max_new_tokens=TOKENS),
     )
     seconds = time.perf_counter() - start
     # from when the first batch is full to when there are fewer episodes left than the batch has
@@ -137,12 +140,12 @@ def main() -> int:
                 print(f"{name}: not there; `make smollm2` makes it", file=sys.stderr)
                 continue
             model, renderer = load_model(path), load_renderer(path)
-            for way, how in {
+            for way, schedule in {
                 "64 under way": {"under_way": 64, "lock_step": False},
                 "96 under way": {"under_way": 96, "lock_step": False},
                 "lock-step": {"under_way": 64, "lock_step": True},
             }.items():
-                rows[f"{name}, {way}"] = measure(model, renderer, **how)
+                rows[f"{name}, {way}"] = measure(model, renderer, **schedule)
                 print(name, way, rows[f"{name}, {way}"], flush=True)
     about = {"machine": machine.describe(), "date": str(date.today()), "rows": rows}
     (ROOT / "docs" / "rollouts.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -1,7 +1,9 @@
 """Where the time of a decode step goes: the operators of one step of the engine, from torch's
 profiler.
 
-python benchmarks/step_profile.py MODEL_DIR BATCH      prompts of 64 tokens; prints ms a step, whole and by operator
+    python benchmarks/step_profile.py MODEL_DIR BATCH
+
+with prompts of 64 tokens; prints ms a step, whole and by operator.
 """
 
 import statistics
@@ -13,7 +15,7 @@ from torch.profiler import profile
 
 from tandem.config.schema import Config
 from tandem.engine.engine import Engine
-from tandem.jobs.parts import prepare_process
+from tandem.jobs.engines import prepare_process
 from tandem.model.load import load_model
 from tandem.types import Request, SamplingParams
 

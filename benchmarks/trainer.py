@@ -3,14 +3,17 @@ count.
 
     python benchmarks/trainer.py MODEL_DIR        prints one JSON line
 
-ragged    forward + backward of 8 sequences whose mean length is 45% of the longest: packed, against transformers with padding
-          and SDPA, token mean of -log p in both. With and without activation checkpointing.
-shared    forward + backward of 4 groups of 8 samples, prompts of 64 tokens and answers of 43: each prompt packed once for its
-          group, against once for each sample.
-logprobs  log-probs of 4,096 tokens and their gradients over a vocabulary of 49,152: in chunks (the gradient expected, as on
-          policy, or the logits computed again), against full logits. Time in one process, alternating; peak memory (above
-          what the inputs take) each in a process of its own.
-adamw     an AdamW step over the model's shapes: fused, against torch's default; each alone, and with clipping.
+ragged    forward + backward of 8 sequences whose mean length is 45% of the longest: packed, against
+          transformers with padding and SDPA, token mean of -log p in both. With and without
+          activation checkpointing.
+shared    forward + backward of 4 groups of 8 samples, prompts of 64 tokens and answers of 43: each
+          prompt packed once for its group, against once for each sample.
+logprobs  log-probs of 4,096 tokens and their gradients over a vocabulary of 49,152: in chunks (the
+          gradient expected, as on policy, or the logits computed again), against full logits. Time
+          in one process, alternating; peak memory (above what the inputs take) each in a process of
+          its own.
+adamw     an AdamW step over the model's shapes: fused, against torch's default; each alone, and
+          with clipping.
 
 Sides alternate; medians.
 """
@@ -31,14 +34,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tandem.config.schema import Config
-from tandem.jobs.parts import prepare_process
+from tandem.jobs.engines import prepare_process
 from tandem.model.forward import batch_logprobs
 from tandem.model.linear import pack as pack_weight
 from tandem.model.load import ExactModel, load_model
-from tandem.model.logprobs import SamplingDistribution, token_logprobs
+from tandem.model.logprobs import token_logprobs
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
-from tandem.types import Microbatch, Sample
+from tandem.types import Microbatch, Sample, SamplingDistribution
 
 ROUNDS = 3
 TOKENS, VOCABULARY, WIDTH = 4096, 49152, 576  # SmolLM2-135M's head

@@ -1,5 +1,4 @@
-"""A process killed at its n-th system call, whatever that is: ptrace stops it at the entry of each,
-before it happens.
+"""Kills a process at its n-th system call: ptrace stops it at the entry of each, before it happens.
 
 Nothing in the code under test takes part, so this also sees what goes past `tandem.runtime.disk`.
 Linux only.
@@ -28,7 +27,7 @@ def deaths_at_calls(action: Callable[[], object], every: int = 1) -> Iterator[in
 
 
 def killed_at_call(n: int, action: Callable[[], object]) -> bool:
-    """Whether a child that runs action was killed at its call n; False when it returned before."""
+    """Run action in a child and kill that at its call n; False when it returned before."""
     child = os.fork()
     if child == 0:
         _run_traced(action)

@@ -1,8 +1,8 @@
 """Chaos around the files of a checkpoint: a save killed at every operation, damaged checkpoints,
 disks that refuse.
 
-Right is: what the next start finds is the checkpoint before or the new one, to the bit, and the
-next save goes through.
+Right is: the next start finds the checkpoint before or the new one, to the bit, and the next save
+goes through.
 """
 
 import errno
@@ -58,8 +58,7 @@ NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 Save = Callable[[Path, int, Disk], object]  # folder, step, disk
 
-# What is in the folder before step 30 is saved with keep=2: step and run of each checkpoint, and
-# what a kill left.
+# The checkpoints in the folder before step 30 is saved with keep=2: step and run of each.
 SCENARIOS: dict[str, tuple[tuple[int, int], ...]] = {
     "the first save": (),
     "a later save": ((10, 0),),
@@ -109,20 +108,20 @@ def section() -> list[Result]:
                 DAMAGES,
             ),
         ]
-        for how, save in (("", at_once), (" beside training", beside)):
+        for suffix, save in (("", at_once), (" beside training", beside)):
             results += [
                 tally(
-                    f"a save{how}, an error of the disk at each operation",
+                    f"a save{suffix}, an error of the disk at each operation",
                     refusals(folder, save),
                     at_least=60,
                 ),
                 tally(
-                    f"a save{how}, the disk full after each page",
+                    f"a save{suffix}, the disk full after each page",
                     full_disks(folder, save),
                     at_least=8,
                 ),
                 tally(
-                    f"a save{how}, the disk read-only from each operation on",
+                    f"a save{suffix}, the disk read-only from each operation on",
                     frozen_disks(folder, save),
                     at_least=8,
                 ),
@@ -130,12 +129,11 @@ def section() -> list[Result]:
     return results
 
 
-# What is saved
-# -------------------------------------------------------------------------------------------------------
+# ---- what is saved
 
 
 def content(step: int, run: int = 0) -> tuple[Tensors, dict[str, object]]:
-    """Weights of four pages, of other values for each step and run."""
+    """Make weights of four pages, with other values for each step and run."""
     generator = torch.Generator().manual_seed(1000 * run + step)
     weight, moment = torch.randn(2, 64, 64, generator=generator)
     policy = {"a.weight": weight, "b": torch.randn(5, generator=generator).bfloat16()}
@@ -150,7 +148,7 @@ def at_once(folder: Path, step: int, disk: Disk = DISK, *, run: int = 0, keep: i
 
 
 def beside(folder: Path, step: int, disk: Disk = DISK) -> None:
-    """Through the saver, whose tensors change at once."""
+    """Save through the Saver, and change the tensors at once."""
     with Saver(disk) as saver:
         tensors, state = content(step)
         saver.save(folder, step, tensors, state, 2, config="[run]\n")
@@ -159,7 +157,7 @@ def beside(folder: Path, step: int, disk: Disk = DISK) -> None:
 
 
 def what_is(path: Path | None) -> tuple[object, ...] | None:
-    """All that a checkpoint holds, to be compared."""
+    """Read all that a checkpoint holds, for a comparison."""
     if path is None:
         return None
     tensors, state = load_checkpoint(path)
@@ -169,7 +167,7 @@ def what_is(path: Path | None) -> tuple[object, ...] | None:
 
 
 def made(folder: Path, scenario: str) -> Path:
-    """The folder of a scenario, before the save that is struck."""
+    """Make the folder of a scenario, before the save that is struck."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for step, run in SCENARIOS[scenario]:
@@ -190,7 +188,7 @@ def names(folder: Path) -> list[str]:
 
 
 class Before:
-    """A made folder, what is newest in it, and what the newest may be from then on."""
+    """The folder of a scenario, its newest checkpoint, and the one that the save adds."""
 
     def __init__(self, place: Path, scenario: str):
         self.made, self.folder = made(place / "made", scenario), place / "checkpoints"
@@ -205,8 +203,7 @@ class Before:
         return self.folder
 
     def wrong(self, what: str) -> str:
-        """What is wrong with the folder after a fault, and after the save that follows it; "" for
-        nothing."""
+        """Describe what is wrong with the folder after a fault and after the next save, or ""."""
         try:
             if newest(self.folder) not in (self.old, self.new):
                 return f"{what}: neither the checkpoint before nor the new one"
@@ -221,8 +218,7 @@ class Before:
         return f"{what}: {odd} left behind" if odd else ""
 
 
-# Killed
-# --------------------------------------------------------------------------------------------------------------
+# ---- killed
 
 
 def kills(place: Path, scenario: str, mode: str, save: Save) -> Iterator[Case]:
@@ -233,7 +229,7 @@ def kills(place: Path, scenario: str, mode: str, save: Save) -> Iterator[Case]:
 
 
 def kill_pairs(place: Path, mode: str) -> Iterator[Case]:
-    """The save that follows a killed one starts by tidying up, and is killed too."""
+    """Kill the save that follows a killed one too; it starts by tidying up."""
     before = Before(place, "a step saved again")
     for first in deaths(lambda disk: at_once(before.folder, 30, disk), mode):
         left = place / "left"
@@ -247,20 +243,18 @@ def kill_pairs(place: Path, mode: str) -> Iterator[Case]:
 
 
 def calls(place: Path, scenario: str, every: int = 1) -> Iterator[Case]:
-    """SIGKILL at the entry of each system call that a save makes, whatever it is."""
+    """Kill a save at the entry of each of its system calls."""
     before = Before(place, scenario)
     for n in deaths_at_calls(lambda: at_once(before.folder, 30), every):
         yield True, before.wrong(f"{scenario}, system call {n}")
         before.again()
 
 
-# Damaged
-# -------------------------------------------------------------------------------------------------------------
+# ---- damaged
 
 
 def damages(place: Path, count: int) -> Iterator[Case]:
-    """Of three checkpoints the newest is damaged, in each way in turn; a swap hurts the one before
-    it too."""
+    """Damage the newest of three checkpoints, in each way in turn; a swap hurts the second too."""
     rng, sound, folder = random.Random(0), place / "sound", place / "damaged"
     for step in (10, 20, 30):
         at_once(sound, step, keep=3)
@@ -278,8 +272,7 @@ def damages(place: Path, count: int) -> Iterator[Case]:
 
 
 def damage(rng: random.Random, kind: str, checkpoint: Path, other: Path) -> set[str]:
-    """Change bytes in this way, in a file at random; returns the files changed, as
-    "step_000030/state.json"."""
+    """Damage a random file; returns the files changed, e.g. {"step_000030/state.json"}."""
     files = sorted(path.name for path in checkpoint.iterdir())
     file = checkpoint / ("manifest.json" if kind == "damage the manifest" else rng.choice(files))
     match kind:
@@ -332,8 +325,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 def missed(folder: Path, hurt: set[str], what: str) -> str:
-    """Every file that changed is named, no other is, and the newest checkpoint without damage is
-    taken."""
+    """Check that just the changed files are named and the newest undamaged checkpoint is taken."""
     for path in folder.iterdir():
         files = {name.partition("/")[2] for name in hurt if name.startswith(f"{path.name}/")}
         if "manifest.json" in files:
@@ -352,14 +344,13 @@ def missed(folder: Path, hurt: set[str], what: str) -> str:
     return "" if good else f"{what}: took {taken}, reported {reports}"
 
 
-# Refused
-# -------------------------------------------------------------------------------------------------------------
+# ---- refused
 
 
 def refused(
     before: Before, save: Save, disk: Disk, words: tuple[str, ...], what: str
 ) -> tuple[str | None, str]:
-    """(what the error of the save found or None, what is wrong)"""
+    """Return (`found` of the save's error or None, what is wrong)."""
     found = None
     try:
         save(before.folder, 30, disk)
@@ -377,7 +368,7 @@ def refused(
 
 
 def refusals(place: Path, save: Save) -> Iterator[Case]:
-    """The error of each number at each operation, from then on."""
+    """Refuse each operation, and all after it, with each error number."""
     words = ("the disk is full", "the disk refuses to be written", "the disk fails")
     for number in NUMBERS:
         before, n, struck = Before(place, "a step saved again"), 0, True
@@ -395,14 +386,14 @@ def refusals(place: Path, save: Save) -> Iterator[Case]:
 
 
 class Trusting(Disk):
-    """Says there is space, as when another process takes it a moment later."""
+    """A disk that claims to have space, as when another process takes it a moment later."""
 
     def free_bytes(self, folder: Path) -> int:
         return 1 << 40
 
 
 def full_disks(place: Path, save: Save) -> Iterator[Case]:
-    """For real: a small disk with one more free page each time, until the save goes through."""
+    """Fill a real small disk, with one more free page each time, until the save goes through."""
     with small_disk(place / "full", "2m") as mounted:
         if not mounted:
             yield from limits(place, save)
@@ -426,7 +417,7 @@ def full_disks(place: Path, save: Save) -> Iterator[Case]:
 
 
 def limits(place: Path, save: Save) -> Iterator[Case]:
-    """Where no disk may be mounted: the system stops files at a size."""
+    """Limit the size of files instead, where no disk may be mounted."""
     before = Before(place, "a step saved again")
     for size in range(0, 4 * PAGE, PAGE // 2):
 
@@ -442,8 +433,7 @@ def limits(place: Path, save: Save) -> Iterator[Case]:
 
 
 def frozen_disks(place: Path, save: Save) -> Iterator[Case]:
-    """For real: the file system, or where none may be mounted the folder, turns read-only before
-    operation n."""
+    """Turn a real file system read-only before operation n; the folder, if none may be mounted."""
     mount = place / "frozen"
     with small_disk(mount, "2m") as mounted:
         before, n, struck = Before(mount, "a step saved again"), 0, True

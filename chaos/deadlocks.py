@@ -1,11 +1,10 @@
-"""Programs that hang, each in its own way, under the real watchdog: who is to blame must be said,
-and the process ended.
+"""Programs that hang, each in its own way, under the real watchdog, which must name the culprit and
+end the process.
 
     outcome = run("opposite_locks", folder)
     assert faults(DEADLOCKS["opposite_locks"], outcome) == []
 
-A program says "witness" on its standard output when the trap is shut; one that gets through says
-that too.
+A program prints "witness" when the trap is shut, and "got through" if it does not hang.
 """
 
 import os
@@ -20,9 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos.leftovers import processes_with
 from chaos.results import Case, Result, tally
 from tandem.runtime import watchdog
 
+ROOT = Path(__file__).parents[1]
 DEADLINE_S = 1.5
 NAMED_S = 10.0  # from the witness to the end of the process
 GIVE_UP_S = 90.0
@@ -31,8 +32,10 @@ MARK = "TANDEM_DEADLOCK"  # in the environment of a program and of all that it s
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlock:
-    """program: what runs under the watchdog, in a file trap.py; culprit: what the accusation must
-    match; also: the rest."""
+    """A program to run under the watchdog, in a file trap.py.
+
+    culprit: a pattern for the report's first line; also: one for the whole report.
+    """
 
     program: str
     culprit: str
@@ -42,23 +45,23 @@ class Deadlock:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     code: int
-    said: str  # standard output
-    told: str  # standard error
+    stdout: str
+    stderr: str
     log: str
     seconds: float  # from the witness to the end; -1 without a witness
-    left: list[str]  # processes that outlived it
+    survivors: list[str]  # processes that outlived it
 
     @property
-    def accusation(self) -> str:
-        return next((line for line in self.told.splitlines() if line.startswith("stalled")), "")
+    def finding(self) -> str:
+        return next((line for line in self.stderr.splitlines() if line.startswith("stalled")), "")
 
 
 PRELUDE = """
-import asyncio, fcntl, os, queue, re, signal, subprocess, sys, threading, time
+import asyncio, fcntl, os, queue, re, select, signal, subprocess, sys, threading, time
 from concurrent.futures import Future
 from pathlib import Path
 from tandem.runtime import watchdog
-from tandem.runtime.watchdog import beat, waits
+from tandem.runtime.watchdog import heartbeat, waiting_for
 
 def witness(): print("witness", flush=True)
 
@@ -70,6 +73,10 @@ def thread(name, target):
 def python(program, **options):
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, **options)
 
+def first_line(child):  # which may take long to come, on a busy machine
+    while not select.select([child.stdout], [], [], 0.1)[0]: heartbeat()
+    return child.stdout.readline()
+
 """
 ENDING = '\nprint("got through", flush=True)\n'
 
@@ -77,17 +84,18 @@ DEADLOCKS = {
     "opposite_locks": Deadlock(
         program="""
         cache, journal, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
-        def take(first, second, of, what):
+        def take(first, second, target, what):
             with first:
                 both.wait()
-                with waits(of=of, what=what), second: pass
+                with waiting_for(target, what), second: pass
         first = thread("rollouts", lambda: take(cache, journal, "writer", "the journal's lock"))
         thread("writer", lambda: take(journal, cache, "rollouts", "the cache's lock"))
         while not (cache.locked() and journal.locked()): time.sleep(0.01)
         witness()
-        with waits(of="rollouts", what="its end"): first.join()
+        with waiting_for("rollouts", "its end"): first.join()
         """,
-        culprit=r"`writer` \(the journal's lock\).*: a deadlock of `(rollouts|writer)` and `(rollouts|writer)`",
+        culprit=r"`writer` \(the journal's lock\).*"
+        r": a deadlock of `(rollouts|writer)` and `(rollouts|writer)`",
     ),
     "three_in_a_circle": Deadlock(
         program="""
@@ -95,25 +103,27 @@ DEADLOCKS = {
         def take(i):
             with locks[i]:
                 all3.wait()
-                with waits(of=f"part {(i + 1) % 3}", what=f"lock {(i + 1) % 3}"), locks[(i + 1) % 3]: pass
+                after = (i + 1) % 3
+                with waiting_for(f"part {after}", f"lock {after}"), locks[after]: pass
         for i in range(3): thread(f"part {i}", lambda i=i: take(i))
         all3.wait()
         witness()
-        with waits(of="part 1", what="its lock"), locks[1]: pass
+        with waiting_for("part 1", "its lock"), locks[1]: pass
         """,
         culprit=r"a deadlock of `part \d` and `part \d` and `part \d`",
     ),
     "a_thread_that_ended": Deadlock(
         program="""
         results = queue.Queue()
-        writer = thread("rollouts", lambda: beat())  # it gives no result
+        writer = thread("rollouts", lambda: heartbeat())  # it gives no result
         def ended():
             writer.join()
             witness()
         thread("witness", ended)
-        with waits(of="rollouts", what="the episodes of step 7"): results.get()
+        with waiting_for("rollouts", "the episodes of step 7"): results.get()
         """,
-        culprit=r"`trainer` waits for `rollouts` \(the episodes of step 7\), whose thread has ended",
+        culprit=r"`trainer` waits for `rollouts` \(the episodes of step 7\), "
+        "whose thread has ended",
     ),
     "a_lost_completion": Deadlock(
         program="""
@@ -121,35 +131,37 @@ DEADLOCKS = {
         def serve():
             asked.get()  # and forgets it
             witness()
-            with waits(of="trainer", what="the next request"): asked.get()
+            with waiting_for("trainer", "the next request"): asked.get()
         thread("rollouts", serve)
         asked.put(future)
-        with waits(of="rollouts", what="a completion"): future.result()
+        with waiting_for("rollouts", "a completion"): future.result()
         """,
-        culprit=r"waits for `rollouts` \(a completion\), which waits for `trainer` .*: a deadlock of `trainer` and `rollouts`",
+        culprit=r"waits for `rollouts` \(a completion\), which waits for `trainer` .*"
+        ": a deadlock of `trainer` and `rollouts`",
     ),
     "a_full_queue_that_nobody_reads": Deadlock(
         program="""
         episodes = queue.Queue(1)
         def read_nothing():
-            beat()
+            heartbeat()
             threading.Event().wait()
         thread("journal", read_nothing)
         episodes.put(1)
         witness()
-        with waits(of="journal", what="room for an episode"): episodes.put(2)
+        with waiting_for("journal", "room for an episode"): episodes.put(2)
         """,
-        culprit=r"waits for `journal` \(room for an episode\), which shows no sign of life, at .*trap.py:\d+, read_nothing",
+        culprit=r"waits for `journal` \(room for an episode\), "
+        r"which shows no sign of life, at .*trap.py:\d+, read_nothing",
     ),
     "an_empty_queue_whose_writer_waits_for_the_reader": Deadlock(
         program="""
         there, back = queue.Queue(), queue.Queue()
         def write():
-            with waits(of="trainer", what="the weights of step 2"): back.get()
+            with waiting_for("trainer", "the weights of step 2"): back.get()
             there.put(1)
         thread("rollouts", write)
         witness()
-        with waits(of="rollouts", what="the episodes of step 3"): there.get()
+        with waiting_for("rollouts", "the episodes of step 3"): there.get()
         """,
         culprit=r"a deadlock of `trainer` and `rollouts`",
     ),
@@ -174,46 +186,52 @@ DEADLOCKS = {
     "asleep_for_ever": Deadlock(
         program="""
         def sleep():
-            beat()
+            heartbeat()
             witness()
             time.sleep(10**6)
         thread("rollouts", sleep)
-        with waits(of="rollouts", what="the episodes of step 1"): threading.Event().wait()
+        with waiting_for("rollouts", "the episodes of step 1"): threading.Event().wait()
         """,
         culprit=r"`rollouts` (.*, which )?shows no sign of life, at .*trap.py:\d+, sleep",
     ),
     "a_stopped_child": Deadlock(
         program="""
-        child = python("import time; print(1, flush=True); time.sleep(1); print(2); time.sleep(10**6)")
-        child.stdout.readline()
+        child = python(
+            "import time; print(1, flush=True); time.sleep(1); print(2); time.sleep(10**6)"
+        )
+        first_line(child)
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         witness()
-        with waits(of="rollout workers", what="an answer"): child.stdout.readline()
+        with waiting_for("rollout workers", "an answer"): child.stdout.readline()
         """,
-        culprit=r"waits for `rollout workers` \(an answer\), .*process \d+ \(.*\) is stopped by a signal",
+        culprit=r"waits for `rollout workers` \(an answer\), "
+        r".*process \d+ \(.*\) is stopped by a signal",
     ),
     "a_child_that_never_answers": Deadlock(
         program="""
         child = python(
-            "import time; from tandem.runtime.watchdog import dumps_stacks; dumps_stacks(); print('ready', flush=True)\\n"
+            "import time; from tandem.runtime.watchdog import dump_stacks_on_signal\\n"
+            "dump_stacks_on_signal(); print('ready', flush=True)\\n"
             "def never_answers(): time.sleep(10**6)\\n"
             "never_answers()"
         )
-        assert child.stdout.readline() == b"ready\\n"
+        assert first_line(child) == b"ready\\n"
         witness()
-        with waits(of="rollout workers", what="a completion"): child.stdout.readline()
+        with waiting_for("rollout workers", "a completion"): child.stdout.readline()
         """,
-        culprit=r"`trainer` waits for `rollout workers` \(a completion\), outside of the threads here",
+        culprit=r"`trainer` waits for `rollout workers` \(a completion\), "
+        "outside of the threads here",
         also=r"in never_answers",
     ),
     "a_child_that_waits_for_its_input": Deadlock(
         program="""
         child = python("import sys; sys.stdin.read()", stdin=subprocess.PIPE)
         witness()
-        with waits(of="environments", what="the exit of a tool"): child.wait()
+        with waiting_for("environments", "the exit of a tool"): child.wait()
         """,
-        culprit=r"`trainer` waits for `environments` \(the exit of a tool\), outside of the threads here",
+        culprit=r"`trainer` waits for `environments` \(the exit of a tool\), "
+        "outside of the threads here",
         also=r"sys.stdin.read\(\): ",
     ),
     "a_condition_that_nobody_notifies": Deadlock(
@@ -221,40 +239,46 @@ DEADLOCKS = {
         changed = threading.Condition()
         def forget():
             with changed: pass  # and does not notify
-            with waits(of="reward workers", what="a score"): threading.Event().wait()
+            with waiting_for("reward workers", "a score"): threading.Event().wait()
         changed.acquire()
         thread("rollouts", forget)
         witness()
-        with waits(of="rollouts", what="a change"): changed.wait()
+        with waiting_for("rollouts", "a change"): changed.wait()
         """,
-        culprit=r"`trainer` waits for `rollouts` \(a change\), which waits for `reward workers` \(a score\), outside",
+        culprit=r"`trainer` waits for `rollouts` \(a change\), "
+        r"which waits for `reward workers` \(a score\), outside",
     ),
     "a_barrier_without_its_last_party": Deadlock(
         program="""
         barrier = threading.Barrier(3)
         def meet():
-            with waits(of="learner", what="the barrier"): barrier.wait()
+            with waiting_for("learner", "the barrier"): barrier.wait()
         def raises():
-            beat()
+            heartbeat()
             sys.exit()
         thread("rollouts", meet)
         third = thread("learner", raises)
         third.join()
         while barrier.n_waiting < 1: time.sleep(0.01)
         witness()
-        with waits(of="learner", what="the barrier"): barrier.wait()
+        with waiting_for("learner", "the barrier"): barrier.wait()
         """,
-        culprit=r"`(trainer|rollouts)` waits for `learner` \(the barrier\), (whose thread has ended|outside)",
+        culprit=r"`(trainer|rollouts)` waits for `learner` \(the barrier\), "
+        "(whose thread has ended|outside)",
     ),
     "a_file_lock_that_another_process_holds": Deadlock(
         program="""
-        held = "import fcntl, time; f = open('lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); time.sleep(10**6)"
-        child = python(held)
-        child.stdout.readline()
+        child = python(
+            "import fcntl, time; f = open('lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+            "print(1, flush=True); time.sleep(10**6)"
+        )
+        first_line(child)
         witness()
-        with waits(of="disk", what="the lock of the run folder"), open("lock") as file: fcntl.flock(file, fcntl.LOCK_EX)
+        with waiting_for("disk", "the lock of the run folder"), open("lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
         """,
-        culprit=r"`trainer` waits for `disk` \(the lock of the run folder\), outside of the threads here",
+        culprit=r"`trainer` waits for `disk` \(the lock of the run folder\), "
+        "outside of the threads here",
         also=r"`trainer`: last sign of life .*trap.py:\d+",
     ),
     "a_coroutine_that_blocks_the_event_loop": Deadlock(
@@ -267,15 +291,16 @@ DEADLOCKS = {
         async def answers(): return 1
         asyncio.run_coroutine_threadsafe(blocks(), loop)
         answer = asyncio.run_coroutine_threadsafe(answers(), loop)
-        with waits(of="environments", what="an observation"): answer.result()
+        with waiting_for("environments", "an observation"): answer.result()
         """,
-        culprit=r"`trainer` waits for `environments` \(an observation\), which is at .*trap.py:\d+, blocks",
+        culprit=r"`trainer` waits for `environments` \(an observation\), "
+        r"which is at .*trap.py:\d+, blocks",
     ),
 }
 
 
 def run(name: str, folder: Path) -> Outcome:
-    """Run a deadlock in the folder, which is empty, to its end."""
+    """Run a deadlock to its end, in an empty folder."""
     watched = f"with watchdog.watching({DEADLINE_S}, log=Path('log.txt')):\n"
     body = textwrap.indent(textwrap.dedent(DEADLOCKS[name].program), "    ")
     (folder / "trap.py").write_text(PRELUDE + watched + body + ENDING)
@@ -286,16 +311,16 @@ def run(name: str, folder: Path) -> Outcome:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, MARK: mark, "PYTHONPATH": str(Path(watchdog.__file__).parent.parent)},
+        env={**os.environ, MARK: mark, "PYTHONPATH": str(ROOT)},
     )
-    told: list[str] = []
-    listener = threading.Thread(target=lambda: told.append(process.stderr.read()))
+    errors: list[str] = []
+    listener = threading.Thread(target=lambda: errors.append(process.stderr.read()))
     listener.start()
     killer = threading.Timer(GIVE_UP_S, process.kill)
     killer.start()
     first = process.stdout.readline()
     shut = time.monotonic()
-    said = first + process.stdout.read()
+    stdout = first + process.stdout.read()
     code, end = process.wait(), time.monotonic()
     killer.cancel()
     left = survivors(mark)
@@ -303,39 +328,38 @@ def run(name: str, folder: Path) -> Outcome:
     log = folder / "log.txt"
     return Outcome(
         code=code,
-        said=said,
-        told="".join(told),
+        stdout=stdout,
+        stderr="".join(errors),
         log=log.read_text() if log.exists() else "",
         seconds=end - shut if first == "witness\n" else -1.0,
-        left=left,
+        survivors=left,
     )
 
 
 def faults(deadlock: Deadlock, outcome: Outcome) -> list[str]:
-    """What is wrong with the outcome; nothing, where the culprit was named in time and nothing is
-    left."""
+    """List what is wrong with the outcome: the culprit, the time, the exit code, survivors."""
     checks = {
-        "no witness": outcome.said == "witness\n",
+        "no witness": outcome.stdout == "witness\n",
         f"exit code {outcome.code}": outcome.code == watchdog.EXIT_CODE,
-        f"accused: {outcome.accusation}": bool(re.search(deadlock.culprit, outcome.accusation)),
-        f"not told: {deadlock.also}": bool(re.search(deadlock.also, outcome.told)),
-        "the log does not say so": bool(outcome.accusation) and outcome.accusation in outcome.log,
-        "not told how to go on": "the same command resumes" in outcome.told,
+        f"found: {outcome.finding}": bool(re.search(deadlock.culprit, outcome.finding)),
+        f"not told: {deadlock.also}": bool(re.search(deadlock.also, outcome.stderr)),
+        "the log does not say so": bool(outcome.finding) and outcome.finding in outcome.log,
+        "not told how to go on": "the same command resumes" in outcome.stderr,
         f"ended {outcome.seconds:.1f} s after the witness": 0 <= outcome.seconds <= NAMED_S,
-        f"left: {outcome.left}": not outcome.left,
+        f"left: {outcome.survivors}": not outcome.survivors,
     }
     return [fault for fault, holds in checks.items() if not holds]
 
 
 def section() -> list[Result]:
-    """For `make chaos`: all of them, one after the other."""
+    """Run all deadlocks, one after the other, for `make chaos`."""
 
     def cases() -> Iterator[Case]:
         for name, deadlock in DEADLOCKS.items():
             with tempfile.TemporaryDirectory() as folder:
                 outcome = run(name, Path(folder))
-            found = faults(deadlock, outcome)
-            yield outcome.seconds >= 0, f"{name}: {'; '.join(found)}" if found else ""
+            wrong = faults(deadlock, outcome)
+            yield outcome.seconds >= 0, f"{name}: {'; '.join(wrong)}" if wrong else ""
 
     return [
         tally(
@@ -347,35 +371,24 @@ def section() -> list[Result]:
 
 
 def survivors(mark: str, within_s: float = 10.0) -> list[str]:
-    """Processes with the mark that are still there after a while, which they need to end."""
+    """List the processes with the mark that do not end within a while."""
     until = time.monotonic() + within_s
-    while (found := marked(mark)) and time.monotonic() < until:
+    while (alive := processes_with(f"{MARK}={mark}")) and time.monotonic() < until:
         time.sleep(0.05)
-    return found
-
-
-def marked(mark: str) -> list[str]:
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes()!r}")
-        except OSError:  # it has ended, or is not ours
-            continue
-    return found
+    return [process.describe().strip() for process in alive]
 
 
 def main() -> int:
-    """python -m chaos.deadlocks [NAME]: run all of them, or one, one after the other."""
+    """Run `python -m chaos.deadlocks [NAME]`: all deadlocks, or one."""
     names, wrong = sys.argv[1:] or list(DEADLOCKS), 0
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             outcome = run(name, Path(folder))
-        found = faults(DEADLOCKS[name], outcome)
-        wrong += bool(found)
-        print(f"{name}: {outcome.seconds:.1f} s, {'; '.join(found) or outcome.accusation}")
-        if found and sys.argv[1:]:
-            print(outcome.told)
+        faulty = faults(DEADLOCKS[name], outcome)
+        wrong += bool(faulty)
+        print(f"{name}: {outcome.seconds:.1f} s, {'; '.join(faulty) or outcome.finding}")
+        if faulty and sys.argv[1:]:
+            print(outcome.stderr)
     print(f"{len(names) - wrong} of {len(names)} deadlocks named, and ended")
     return wrong
 

@@ -1,11 +1,11 @@
-"""Runs a section of the chaos harness in a process of its own, with a deadline, and looks for what
-it leaves behind.
+"""Runs a section of the chaos harness in a process of its own, with a deadline, and looks for
+leftovers.
 
     harness (adopts orphans)                    a fork for each section, TMPDIR of its own
     ------------------------                    ------------------------------------------
     wait until it ends, at most deadline_s      section() -> rows.json, exit
-    end what is past the deadline
-    what is left? a process that lives, a file in TMPDIR, shared memory with a name: a bar missed, then removed
+    kill what is past the deadline
+    a process, a file in TMPDIR or shared memory is left: a bar missed; then it is removed
 
 No process, no port. It does not know what the faults are. Only for a process that has no other
 children.
@@ -24,20 +24,22 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from chaos.leftovers import shared_memory
 from chaos.results import Result
-from tandem.runtime.processes import ENDED, Process, descendants, end_descendants
+from tandem.runtime.processes import ZOMBIE, Process, descendants, kill_descendants
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 10.0  # for what ends by itself when its parent has ended
-# Prefixes of what Python, torch and this project would put there; others' files come and go.
-SHARED_MEMORY, PREFIXES = Path("/dev/shm"), ("psm_", "sem.", "torch_", "tandem")
 # the socket of the forkserver from which sections start runs; a killed one leaves its folder
-OURS = "pymp-"
+FORKSERVER = "pymp-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """Example: Section(name="checkpoints", run=checkpoints.section, deadline_s=600)"""
+    """A group of faults, with its deadline.
+
+    Example: Section(name="checkpoints", run=checkpoints.section, deadline_s=600)
+    """
 
     name: str
     run: Callable[[], list[Result]]
@@ -46,7 +48,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a section ended; problem and left are empty when all is well."""
+    """How a section ended; problem and left (behind) are empty when all is well."""
 
     rows: list[Result]
     problem: str = ""
@@ -64,31 +66,35 @@ class Outcome:
 
 
 def run_section(section: Section, grace_s: float = GRACE_S) -> Outcome:
-    """Whatever the section does, nothing of it lives on when this returns."""
+    """Run a section; nothing of it lives on when this returns."""
     _prctl(_PR_SET_CHILD_SUBREAPER)
-    start, shared = time.monotonic(), _shared_memory()
+    start, shared = time.monotonic(), shared_memory()
     place = Path(tempfile.mkdtemp(prefix="tandem-chaos-"))
-    answer = place / "rows.json"
+    rows_file = place / "rows.json"
     (temporary := place / "tmp").mkdir()
     harness = os.getpid()
     try:
         child = os.fork()
         if child == 0:
-            _answer(section, answer, temporary, harness)
+            _run_child(section, rows_file, temporary, harness)
         problem = _problem(_exit_code(child, section.deadline_s), section.deadline_s)
-        left = _what_is_left(temporary, shared, grace_s) if not problem else []
-        rows = [Result(**row) for row in json.loads(answer.read_text())] if answer.exists() else []
+        left = _leftovers(temporary, shared, grace_s) if not problem else []
+        rows = (
+            [Result(**row) for row in json.loads(rows_file.read_text())]
+            if rows_file.exists()
+            else []
+        )
         return Outcome(rows=rows, problem=problem, left=left, seconds=time.monotonic() - start)
     finally:
-        end_descendants(os.getpid())
+        kill_descendants(os.getpid())
         with suppress(ChildProcessError):  # there are no more
             while True:
                 os.waitpid(-1, 0)
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _answer(section: Section, answer: Path, temporary: Path, harness: int) -> None:
-    """In the child, which ends here."""
+def _run_child(section: Section, rows_file: Path, temporary: Path, harness: int) -> None:
+    """Run the section in the child, which ends here."""
     code = 1
     try:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -96,7 +102,7 @@ def _answer(section: Section, answer: Path, temporary: Path, harness: int) -> No
             os._exit(1)
         os.environ["TMPDIR"] = str(temporary)
         tempfile.tempdir = None  # so that TMPDIR is looked up again
-        answer.write_text(json.dumps([asdict(row) for row in section.run()]))
+        rows_file.write_text(json.dumps([asdict(row) for row in section.run()]))
         code = 0
     except BaseException:  # a fork must not return into its parent's code
         traceback.print_exc()
@@ -105,8 +111,7 @@ def _answer(section: Section, answer: Path, temporary: Path, harness: int) -> No
 
 
 def _exit_code(child: int, deadline_s: float) -> int | None:
-    """None: past the deadline. The child is a zombie until it is asked for, so its number stays its
-    own."""
+    """Wait for the exit code; None past the deadline. Until then the child's pid stays its own."""
     until = time.monotonic() + deadline_s
     while time.monotonic() < until:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -122,19 +127,19 @@ def _problem(code: int | None, deadline_s: float) -> str:
     return f"ended with exit code {code}, see above" if code else ""
 
 
-def _what_is_left(temporary: Path, shared: set[str], grace_s: float) -> list[str]:
+def _leftovers(temporary: Path, shared: set[str], grace_s: float) -> list[str]:
     left = [f"process {process.pid}: {process.command[:100]}" for process in _living(grace_s)]
     names = sorted(path.name for path in temporary.iterdir())
-    left += [f"file {name} in TMPDIR" for name in names if not name.startswith(OURS)]
-    return left + [f"shared memory {name}" for name in sorted(_shared_memory() - shared)]
+    left += [f"file {name} in TMPDIR" for name in names if not name.startswith(FORKSERVER)]
+    return left + [f"shared memory {name}" for name in sorted(shared_memory() - shared)]
 
 
 def _living(grace_s: float) -> list[Process]:
-    """Processes that do not end by themselves."""
+    """List the processes that do not end by themselves."""
     until = time.monotonic() + grace_s
     while True:
         _reap()
-        alive = [process for process in descendants(os.getpid()) if process.state != ENDED]
+        alive = [process for process in descendants(os.getpid()) if process.state != ZOMBIE]
         if not alive or time.monotonic() > until:
             return alive
         time.sleep(0.02)
@@ -146,12 +151,6 @@ def _reap() -> None:
             pass
     except ChildProcessError:
         pass
-
-
-def _shared_memory() -> set[str]:
-    if not SHARED_MEMORY.is_dir():
-        return set()
-    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith(PREFIXES)}
 
 
 def _prctl(option: int, value: int = 1) -> None:

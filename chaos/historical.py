@@ -1,12 +1,13 @@
 """Bugs that the field has had, each handed into a small real training run as a wrong part; what
 stops it, and in which step.
 
-A wrong part stands where the right one would: an engine, a sync, a renderer, a reward, a learner,
-an optimizer, what restores a run, what lies between rollouts and learning, a file, a config. Model,
-engine, journal, checkpoints and driver are real.
+A wrong part stands where the right one would: an engine, a sync, a renderer, a reward, an observer
+of the loss, an optimizer, what restores a run, what lies between rollouts and learning, a file, a
+config. Model, engine, journal, checkpoints and driver are real.
 
     fired    the first step in which the wrong part did something wrong, seen by a Witness
-    stopped  the step in which the run ended; the weights must then still be those of the last good step
+    stopped  the step in which the run ended; the weights must then still be those of the last good
+             step
 
 docs/tripwires.md has the table. It does not know how the tripwires work.
 """
@@ -18,7 +19,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,27 +31,29 @@ from chaos.results import Case, Result, tally
 from tandem.config.recipe import load_config
 from tandem.config.schema import ALGORITHMS, Config
 from tandem.engine.engine import Engine
-from tandem.jobs.commands import _restore
-from tandem.jobs.parts import input_hashes
+from tandem.jobs.inputs import input_hashes
+from tandem.jobs.rl import AsyncRLJob, RLJob
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora
 from tandem.rewards.pool.pool import RewardPool
-from tandem.rollout.episodes import EnvPool
+from tandem.rollout.collect import RolloutBatch, step_metrics
+from tandem.rollout.env_pool import EnvPool
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
-from tandem.step import RolloutBatch, Stages, train_step, update
-from tandem.step_async import open_prefetcher, train_step_async
-from tandem.train.learn import Models
+from tandem.runtime.timer import Timer
+from tandem.step import Stages, StepResult, learn_step, rollout_step
+from tandem.step_async import RolloutPrefetcher
+from tandem.train.batch import Models, pack_batch
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
-from tandem.train_loop import TrainJob, run_training
+from tandem.train_loop import run_training
 from tandem.types import Env, Observation, Problem, SamplingParams, Score
 from tandem.weights.hashing import weight_hash
 from tandem.weights.in_process import InlineSync
 from tests.support.scripted import DigitRenderer, ScriptedReward
+from tests.support.stages import PARAMS, config, stages_in, with_runner, without_evaluation
 from tests.support.tiny import exact_model, stock_model, tiny_config, value_twins
-from tests.test_step import PARAMS, config, stages_in
 
 # of a run; the step, counted from 0, from which a part is wrong where it can be right before
 STEPS, AT = 5, 2
@@ -126,7 +129,7 @@ def last_step(folder: Path) -> int:
 
 
 # A small run
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------
 
 
 class TextReward(ScriptedReward):
@@ -140,56 +143,75 @@ def as_it_is(stages: Stages, witness: Witness) -> Stages:
     return stages
 
 
+Learn = Callable[[Stages, RolloutBatch], dict[str, float]]
+
+
+class WitnessedJob:
+    """A job of jobs/rl.py that tells the witness of its steps, with another learn_step or another
+    restore in place of its own where they are given. rows: metrics of the steps of this start."""
+
+    def __init__(self, job: RLJob, witness: Witness, learn: Learn | None, restore: Callable | None):
+        self.job, self.witness, self.learn, self.restore_with = job, witness, learn, restore
+        self.rows: list[dict[str, float]] = []
+
+    def __getattr__(self, name: str):
+        return getattr(self.job, name)
+
+    def step(self, done: int) -> StepResult:
+        self.witness.now = done
+        result = self.job.step(done) if self.learn is None else self.split_step(done, self.learn)
+        self.rows.append(result.metrics)
+        return result
+
+    def split_step(self, done: int, learn: Learn) -> StepResult:
+        """A step by its parts, with another learn_step."""
+        stages = self.job.stages
+        if isinstance(self.job, AsyncRLJob):
+            batch, _ = self.job.prefetcher.get(done)
+        else:
+            batch = rollout_step(stages, done, Timer())
+        metrics = step_metrics(batch, learn(stages, batch), stages.config)
+        publish = getattr(self.job, "prefetcher", stages.sync).publish
+        publish(done + 1)
+        return StepResult(metrics=metrics, timings={}, state=batch.state)
+
+    def restore(self, done: int, state: dict) -> None:
+        if self.restore_with is None:
+            self.job.restore(done, state)
+        else:
+            self.restore_with(self.job, done, state)
+
+
 def train(
     folder: Path,
     witness: Witness,
     change: Change = as_it_is,
     *,
-    how: Config | None = None,
-    learn: Callable = update,
-    restore: Callable = _restore,
-    params: SamplingParams = PARAMS,
+    settings: Config | None = None,
+    learn: Learn | None = None,
+    restore: Callable | None = None,
+    sampling: SamplingParams = PARAMS,
     steps: int = STEPS,
     data: dict[str, str] | None = None,
 ) -> list[dict[str, float]]:
     """A run up to that many steps, or on with the one in the folder; returns the metrics of the
     steps of this start."""
-    how, rows = how or config(), []
-    with open_run(folder, how, fresh=False, command="train") as run, ExitStack() as stack:
-        stages = stages_in(run.episodes, how, reward=TextReward())
-        stages = change(replace(stages, params=params), witness)
+    settings = settings or config()
+    with open_run(folder, settings, fresh=False, command="train") as run:
+        stages = stages_in(run.episodes, settings, reward=TextReward(), sampling=sampling)
+        stages = change(stages, witness)
         witness.model = stages.models.policy.model
-        ahead = (
-            stack.enter_context(open_prefetcher(stages, steps)) if how.rollout.staleness else None
-        )
-
-        def step(done: int):
-            witness.now = done
-            ended = (
-                train_step_async(ahead, done, learn) if ahead else train_step(stages, done, learn)
-            )
-            rows.append(ended[0])
-            return ended
-
-        critic = {"critic": stages.models.critic} if stages.models.critic else {}
-        job = TrainJob(
-            learners={"policy": stages.models.policy, **critic},
-            steps=steps,
-            eval_every=0,
-            step=step,
-            evaluate=lambda done: {},
-            publish=stages.sync.publish,
-            data=data or {},
-            restore=lambda done, state: restore(stages, done, state),
-            **({"begin": ahead.begin, "settled": ahead.wait_until_durable} if ahead else {}),
-        )
-        run_training(run, job, lambda done, metrics, timings: None)
-    return rows
+        with closing(RolloutPrefetcher(stages, steps)) as prefetcher:
+            job = RLJob(stages, without_evaluation, data or {})
+            if settings.rollout.staleness:
+                job = AsyncRLJob(stages, without_evaluation, data or {}, prefetcher)
+            job.steps, job.eval_every = steps, 0
+            witnessed = WitnessedJob(job, witness, learn, restore)
+            run_training(run, witnessed, lambda done, metrics, timings: None)
+    return witnessed.rows
 
 
-def learner_of(
-    model: ExactModel, optimizer: type[Optimizer] = Optimizer, learner: type[Learner] = Learner
-) -> Learner:
+def learner_of(model: ExactModel, optimizer: type[Optimizer] = Optimizer) -> Learner:
     made = optimizer(
         model.trainable(),
         learning_rate=1e-4,
@@ -200,16 +222,18 @@ def learner_of(
         betas=(0.9, 0.95),
         max_grad_norm=1.0,
     )
-    return learner(model, made)
+    return Learner(model, made)
 
 
 def with_policy(stages: Stages, policy: Learner) -> Stages:
     """With its engine, which runs the policy's own tensors."""
     engine = engine_of(policy.model)
-    player = replace(stages.player, engine=engine)
-    return replace(
-        stages, models=replace(stages.models, policy=policy), player=player, sync=InlineSync(engine)
-    )
+    stages = replace(stages, models=replace(stages.models, policy=policy))
+    return with_engine(stages, engine)
+
+
+def with_engine(stages: Stages, engine: Engine, sync: InlineSync | None = None) -> Stages:
+    return replace(with_runner(stages, engine=engine), sync=sync or InlineSync(engine))
 
 
 def engine_of(model: ExactModel, kind: type[Engine] = Engine) -> Engine:
@@ -262,8 +286,7 @@ class Relay:
 
 def relayed(change: Callable) -> Change:
     def make(stages: Stages, witness: Witness) -> Stages:
-        relay = Relay(stages.player.engine, witness, change)
-        return replace(stages, player=replace(stages.player, engine=relay), sync=InlineSync(relay))
+        return with_engine(stages, Relay(stages.collector.runner.engine, witness, change))
 
     return make
 
@@ -333,9 +356,7 @@ def other_copy(which: Callable[[dict, int], dict], since: int = 0) -> Change:
             witness.fire()
             return which(weights)
 
-        return replace(
-            stages, player=replace(stages.player, engine=engine), sync=OtherCopySync(engine, load)
-        )
+        return with_engine(stages, engine, OtherCopySync(engine, load))
 
     return make
 
@@ -366,14 +387,10 @@ def stale_cache(stages: Stages, witness: Witness) -> Stages:
     engine.witness = witness
     problems = [
         replace(p, messages=({"role": "user", "content": LONG + p.uid[1:]},))
-        for p in stages.problems
+        for p in stages.collector.problems
     ]
-    return replace(
-        stages,
-        problems=problems,
-        player=replace(stages.player, engine=engine),
-        sync=InlineSync(engine),
-    )
+    stages = replace(stages, collector=replace(stages.collector, problems=problems))
+    return with_engine(stages, engine)
 
 
 class Padded(ExactModel):
@@ -395,7 +412,7 @@ def padded_positions(stages: Stages, witness: Witness) -> Stages:
     policy = stages.models.policy.model
     engine = engine_of(Padded(policy.module))
     witness.fire()
-    return replace(stages, player=replace(stages.player, engine=engine), sync=InlineSync(engine))
+    return with_engine(stages, engine)
 
 
 def two_kernels(stages: Stages, witness: Witness) -> Stages:
@@ -423,23 +440,23 @@ def adapter_not_merged(stages: Stages, witness: Witness) -> Stages:
 
 
 def learning(folder: Path, witness: Witness, change: Callable, **more) -> None:
-    """A run whose learning gets `change(stages, rolled)` from step AT on."""
+    """A run whose learning gets `change(stages, batch)` from step AT on."""
 
-    def learn(stages, rolled):
-        if rolled.step < AT:
-            return update(stages, rolled)
+    def learn(stages, batch):
+        if batch.step < AT:
+            return learn_step(stages, batch)
         witness.fire()
-        return update(*change(stages, rolled))
+        return learn_step(*change(stages, batch))
 
     train(folder, witness, learn=learn, **more)
 
 
-def other_params(stages, rolled, **values):
-    return replace(stages, params=replace(stages.params, **values)), rolled
+def other_sampling(stages, batch, **values):
+    return replace(stages, sampling=replace(stages.sampling, **values)), batch
 
 
 def regrouped(change: Callable) -> Callable:
-    return lambda stages, rolled: (stages, replace(rolled, groups=change(rolled.groups)))
+    return lambda stages, batch: (stages, replace(batch, groups=change(batch.groups)))
 
 
 def mispaired(groups: list) -> list:
@@ -491,9 +508,7 @@ class TwoTurns(Env):
 
 def in_two_turns(stages: Stages, witness: Witness) -> Stages:
     limits = stages.config.env.model_copy(update={"name": "own"})
-    return replace(
-        stages, player=replace(stages.player, world=EnvPool(make=TwoTurns, limits=limits))
-    )
+    return with_runner(stages, envs=EnvPool(make=TwoTurns, limits=limits))
 
 
 class ForgetsTheEnd(DigitRenderer):
@@ -509,7 +524,7 @@ class ForgetsTheEnd(DigitRenderer):
 
 def separator_dropped(stages: Stages, witness: Witness) -> Stages:
     stages = in_two_turns(stages, witness)
-    return replace(stages, player=replace(stages.player, renderer=ForgetsTheEnd(witness)))
+    return with_runner(stages, renderer=ForgetsTheEnd(witness))
 
 
 def recycled_slots(stages: Stages, witness: Witness) -> Stages:
@@ -531,46 +546,35 @@ class WrongReward(TextReward):
 
 
 def rewarded(score: Score) -> Change:
-    return lambda stages, witness: replace(
-        stages, player=replace(stages.player, reward=WrongReward(witness, score))
-    )
+    return lambda stages, witness: with_runner(stages, rewards=WrongReward(witness, score))
 
 
 def hanging_verifier(folder: Path, witness: Witness) -> None:
     """A regular expression that never ends, in one C call, in a real worker process."""
     file = folder.with_suffix(".py")
     file.write_text(
-        'import re\ndef score(problem, completion):\n    return float(bool(re.match("(a+)+$", "a" * 60 + "b")))\n'
+        "import re\ndef score(problem, completion):\n"
+        '    return float(bool(re.match("(a+)+$", "a" * 60 + "b")))\n'
     )
     with RewardPool(f"{file}:score", timeout_s=0.3) as pool:
         witness.fire()
-        train(
-            folder,
-            witness,
-            lambda stages, _: replace(stages, player=replace(stages.player, reward=pool)),
-        )
+        train(folder, witness, lambda stages, _: with_runner(stages, rewards=pool))
 
 
-class ForgetsToDivide(Learner):
+def accumulation(folder: Path, witness: Witness) -> None:
     """Each microbatch's loss is a mean of its own, so that their number scales the gradient."""
 
-    witness: Witness
+    def learn(stages, batch):
+        [minibatch] = pack_batch(batch.trained, stages.config).minibatches
 
-    def update(self, batches, loss, *, count=0):
-        def scaled(index, batch):
-            value, metrics = loss(index, batch)
-            if len(batches) > 1 and self.witness.now >= AT:
-                self.witness.fire()
-                value = value * len(batches)
-            return value, metrics
+        def scale(microbatch, tokens, logprobs):
+            if len(minibatch) > 1 and batch.step >= AT:
+                witness.fire()
+                tokens.weights.mul_(len(minibatch))
 
-        return super().update(batches, scaled, count=count)
+        return learn_step(stages, batch, scale)
 
-
-def accumulation(stages: Stages, witness: Witness) -> Stages:
-    policy = learner_of(stages.models.policy.model, learner=ForgetsToDivide)
-    policy.witness = witness
-    return with_policy(stages, policy)
+    train(folder, witness, learn=learn, settings=config(train__tokens_per_microbatch=16))
 
 
 def reference_is_the_policy(stages: Stages, witness: Witness) -> Stages:
@@ -605,12 +609,12 @@ def resumed(
 ) -> None:
     """A clean run of `first` steps; then something happens, and the run is started again."""
     changes = more.pop("changes", {})
-    how = config(run__save_every=every, run__keep_checkpoints=2, **changes)
+    settings = config(run__save_every=every, run__keep_checkpoints=2, **changes)
     train(
         folder,
         Witness(),
         lambda s, _: with_policy(s, learner_of(s.models.policy.model)),
-        how=how,
+        settings=settings,
         steps=first,
         **more,
     )
@@ -619,7 +623,7 @@ def resumed(
     witness.fire()
     clean: Change = lambda s, _: with_policy(s, learner_of(s.models.policy.model))  # noqa: E731
     chosen = clean if change is as_it_is else change
-    train(folder, witness, chosen, how=how, steps=first + 2, **{**more, **(again or {})})
+    train(folder, witness, chosen, settings=settings, steps=first + 2, **{**more, **(again or {})})
 
 
 def loses(optimizer: type[Optimizer]) -> Change:
@@ -628,8 +632,9 @@ def loses(optimizer: type[Optimizer]) -> Change:
     )
 
 
-def skips_an_epoch(stages: Stages, done: int, state: dict) -> None:
-    _restore(stages, done, {**state, "batches": state["batches"] + len(stages.problems)})
+def skips_an_epoch(job: RLJob, done: int, state: dict) -> None:
+    epoch = len(job.stages.collector.problems)
+    job.restore(done, {**state, "batches": state["batches"] + epoch})
 
 
 def no_journal(folder: Path) -> None:
@@ -657,7 +662,7 @@ def unknown_key(folder: Path, witness: Witness) -> None:
 
 
 # The bugs
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------
 
 GAP = "engine and policy do not agree on the tokens just sampled"
 WHOLE = "a step would train other tokens than its own"
@@ -694,7 +699,7 @@ BUGS = (
     Bug(
         issue="NeMo-RL #4018",
         what="cached keys of old weights used under new ones",
-        inject=partial(train, change=stale_cache, how=config(rl__prompts_per_step=5)),
+        inject=partial(train, change=stale_cache, settings=config(rl__prompts_per_step=5)),
         stopped_by=GAP,
         after=1,
     ),
@@ -711,8 +716,8 @@ BUGS = (
         what="the trainer's log-probs without the temperature",
         inject=partial(
             learning,
-            change=partial(other_params, temperature=1.0),
-            params=replace(PARAMS, temperature=0.6),
+            change=partial(other_sampling, temperature=1.0),
+            sampling=replace(PARAMS, temperature=0.6),
         ),
         stopped_by=GAP,
     ),
@@ -720,7 +725,7 @@ BUGS = (
         issue="TRL #6789",
         what="the trainer's log-probs without top-p",
         inject=partial(
-            learning, change=partial(other_params, top_p=1.0), params=replace(PARAMS, top_p=0.8)
+            learning, change=partial(other_sampling, top_p=1.0), sampling=replace(PARAMS, top_p=0.8)
         ),
         stopped_by=GAP,
     ),
@@ -737,7 +742,7 @@ BUGS = (
     ),
     Bug(
         issue="OpenRLHF #238",
-        what="a completion that was cut ends in a token it did not sample",
+        what="a truncated completion ends in a token it did not sample",
         inject=partial(
             train, change=relayed(each(lambda c: replace(c, tokens=np.append(c.tokens[:-1], 91))))
         ),
@@ -769,7 +774,7 @@ BUGS = (
         inject=partial(
             learning,
             change=regrouped(end_not_trained),
-            params=replace(PARAMS, stop_token_ids=STOPS),
+            sampling=replace(PARAMS, stop_token_ids=STOPS),
         ),
         stopped_by=WHOLE,
     ),
@@ -777,14 +782,16 @@ BUGS = (
         issue="verl #6501",
         what="the separator dropped at a turn's end",
         inject=partial(
-            train, change=separator_dropped, params=replace(PARAMS, stop_token_ids=STOPS)
+            train, change=separator_dropped, sampling=replace(PARAMS, stop_token_ids=STOPS)
         ),
         stopped_by="a turn of the model would not be ended",
     ),
     Bug(
         issue="verl #7579",
         what="buffers used again while an episode stands on them",
-        inject=partial(train, change=recycled_slots, params=replace(PARAMS, stop_token_ids=STOPS)),
+        inject=partial(
+            train, change=recycled_slots, sampling=replace(PARAMS, stop_token_ids=STOPS)
+        ),
         stopped_by="a token of an episode has changed since it was sampled",
     ),
     Bug(
@@ -796,7 +803,7 @@ BUGS = (
     Bug(
         issue="open-instruct #1483",
         what="groups paired with other problems",
-        inject=partial(learning, change=regrouped(mispaired), how=config(data__shuffle=False)),
+        inject=partial(learning, change=regrouped(mispaired), settings=config(data__shuffle=False)),
         stopped_by="an episode is not of the problem it is trained for",
     ),
     Bug(
@@ -814,13 +821,13 @@ BUGS = (
     Bug(
         issue="TRL #2617",
         what="a gradient that grows with the number of microbatches",
-        inject=partial(train, change=accumulation, how=config(train__tokens_per_microbatch=16)),
+        inject=accumulation,
         stopped_by="the gradient of the loss is not that of the algorithm",
     ),
     Bug(
         issue="TRL #2046",
         what="a reference that is the policy itself",
-        inject=partial(train, change=reference_is_the_policy, how=config(rl__kl_coef=0.1)),
+        inject=partial(train, change=reference_is_the_policy, settings=config(rl__kl_coef=0.1)),
         stopped_by="the reference would be trained with the policy",
     ),
     Bug(
@@ -835,7 +842,7 @@ BUGS = (
         inject=partial(
             train,
             change=rewarded(Score(reward=float("nan"), parts={})),
-            how=config(train__max_bad_steps=0),
+            settings=config(train__max_bad_steps=0),
         ),
         stopped_by="training stops: NaN or infinity",
     ),
@@ -843,18 +850,20 @@ BUGS = (
         issue="TRL #3452",
         what="equal rewards in every group, for ever",
         inject=partial(
-            train, change=rewarded(Score(reward=0.0, parts={})), how=config(rl__max_flat_steps=1)
+            train,
+            change=rewarded(Score(reward=0.0, parts={})),
+            settings=config(rl__max_flat_steps=1),
         ),
         stopped_by="training stops: no episode has had an advantage",
     ),
     Bug(
         issue="TRL #5697",
-        what="nearly all completions cut",
+        what="nearly all completions truncated",
         inject=lambda folder, witness: (
             witness.fire(),
-            train(folder, witness, how=config(rl__max_truncated=0.9)),
+            train(folder, witness, settings=config(rl__max_truncated=0.9)),
         ),
-        stopped_by="too many completions were cut",
+        stopped_by="too many completions were truncated",
     ),
     Bug(
         issue="verl #4417",
@@ -933,16 +942,16 @@ def cases(bugs: tuple[Bug, ...] = BUGS) -> Iterator[Case]:
 
 
 # Clean steps
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clean:
     """A run in which nothing is wrong."""
 
-    how: Config
+    settings: Config
     change: Change = as_it_is
-    params: SamplingParams = field(default_factory=lambda: replace(PARAMS, stop_token_ids=STOPS))
+    sampling: SamplingParams = field(default_factory=lambda: replace(PARAMS, stop_token_ids=STOPS))
 
 
 def algorithm(name: str, **changes) -> Config:
@@ -978,29 +987,29 @@ SAMPLING = replace(
 LATE = {"rl__correction": "decoupled"}
 
 CLEAN = {
-    **{name: Clean(how=algorithm(name)) for name in ALGORITHMS if name != "ppo"},
-    "ppo": Clean(how=algorithm("ppo", critic__warmup_steps=1), change=with_critic),
-    "max_at_k": Clean(how=config(rl__advantage="max_at_k", rl__k=2)),
-    "minibatches and epochs": Clean(how=config(rl__minibatches=2, rl__epochs=2)),
-    "small microbatches": Clean(how=config(train__tokens_per_microbatch=16)),
-    "a reference in the loss": Clean(how=config(rl__kl_coef=0.1), change=with_reference),
+    **{name: Clean(settings=algorithm(name)) for name in ALGORITHMS if name != "ppo"},
+    "ppo": Clean(settings=algorithm("ppo", critic__warmup_steps=1), change=with_critic),
+    "max_at_k": Clean(settings=config(rl__advantage="max_at_k", rl__k=2)),
+    "minibatches and epochs": Clean(settings=config(rl__minibatches=2, rl__epochs=2)),
+    "small microbatches": Clean(settings=config(train__tokens_per_microbatch=16)),
+    "a reference in the loss": Clean(settings=config(rl__kl_coef=0.1), change=with_reference),
     "a reference in the reward": Clean(
-        how=config(rl__kl_coef=0.1, rl__kl_in="reward", rl__kl_estimator="k1"),
+        settings=config(rl__kl_coef=0.1, rl__kl_in="reward", rl__kl_estimator="k1"),
         change=with_reference,
     ),
-    "an adapter": Clean(how=config(rl__kl_coef=0.1), change=with_adapter),
-    "an entropy bonus": Clean(how=config(rl__entropy_coef=0.01)),
-    "tis": Clean(how=config(rl__correction="tis")),
-    "icepop": Clean(how=config(rl__correction="icepop", rl__max_logprob_error=4.0)),
-    "a curriculum": Clean(how=config(rl__curriculum=True)),
-    "all of sampling": Clean(how=config(), params=SAMPLING),
-    "masked truncated": Clean(how=config(rl__mask_truncated=True)),
-    "two turns": Clean(how=config(), change=in_two_turns),
-    "one step late": Clean(how=config(rollout__staleness=1, **LATE)),
-    "two steps late": Clean(how=config(rollout__staleness=2, rl__max_gen_batches=8, **LATE)),
-    "partial rollouts": Clean(how=config(rollout__token_budget=4, **LATE)),
+    "an adapter": Clean(settings=config(rl__kl_coef=0.1), change=with_adapter),
+    "an entropy bonus": Clean(settings=config(rl__entropy_coef=0.01)),
+    "tis": Clean(settings=config(rl__correction="tis")),
+    "icepop": Clean(settings=config(rl__correction="icepop", rl__max_logprob_error=4.0)),
+    "a curriculum": Clean(settings=config(rl__curriculum=True)),
+    "all of sampling": Clean(settings=config(), sampling=SAMPLING),
+    "masked truncated": Clean(settings=config(rl__mask_truncated=True)),
+    "two turns": Clean(settings=config(), change=in_two_turns),
+    "one step late": Clean(settings=config(rollout__staleness=1, **LATE)),
+    "two steps late": Clean(settings=config(rollout__staleness=2, rl__max_gen_batches=8, **LATE)),
+    "partial rollouts": Clean(settings=config(rollout__token_budget=4, **LATE)),
     "partial rollouts, late, two turns": Clean(
-        how=config(rollout__token_budget=4, rollout__staleness=1, **LATE), change=in_two_turns
+        settings=config(rollout__token_budget=4, rollout__staleness=1, **LATE), change=in_two_turns
     ),
 }
 
@@ -1012,21 +1021,21 @@ class Killed(Exception):
 def clean_run(folder: Path, clean: Clean, steps: int, counts: Counter) -> str:
     """A run of so many steps, ended and started again in its middle; what stopped it, or "".
     counts: how often a check looked."""
-    rl, middle = clean.how.rl, max(1, steps // 2)
-    how = clean.how.model_copy(
-        update={"run": clean.how.run.model_copy(update={"save_every": middle})}
+    rl, middle = clean.settings.rl, max(1, steps // 2)
+    settings = clean.settings.model_copy(
+        update={"run": clean.settings.run.model_copy(update={"save_every": middle})}
     )
     foretold = not rl.entropy_coef and not (rl.kl_coef and rl.kl_in == "loss")
 
-    def learn(last: int, stages: Stages, rolled: RolloutBatch) -> dict[str, float]:
-        if rolled.step == last:
+    def learn(last: int, stages: Stages, batch: RolloutBatch) -> dict[str, float]:
+        if batch.step == last:
             raise Killed
-        row = update(stages, rolled)
+        row = learn_step(stages, batch)
         counts["steps"] += 1
         counts["episodes whole, labelled, of their problem and version"] += sum(
-            len(g.episodes) for g in rolled.trained
+            len(g.episodes) for g in batch.trained
         )
-        counts["rollouts go on where they ended"] += rolled.step > 0
+        counts["rollouts go on where they ended"] += batch.step > 0
         counts["log-prob gap"] += "logprob_gap" in row
         counts["gradient"] += "logprob_gap" in row and foretold
         counts["reference frozen"] += stages.models.reference is not None
@@ -1043,9 +1052,9 @@ def clean_run(folder: Path, clean: Clean, steps: int, counts: Counter) -> str:
                 folder,
                 Witness(),
                 slowly,
-                how=how,
+                settings=settings,
                 learn=partial(learn, last),
-                params=clean.params,
+                sampling=clean.sampling,
                 steps=steps,
             )
         except Killed:
@@ -1068,7 +1077,8 @@ def clean_steps(steps: int = CLEAN_STEPS) -> Result:
         f"{what} {count:,}" for what, count in sorted(counts.items()) if what != "steps"
     )
     return Result(
-        what="clean steps over the algorithms and schedules, each run started again once: none stops",
+        what="clean steps over the algorithms and schedules, each run started again once: none "
+        "stops",
         injected=steps,
         witnessed=counts["steps"],
         survived=0 if alarms else counts["steps"],

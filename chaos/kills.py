@@ -1,15 +1,15 @@
 """Chaos for whole runs: kill -9 of the driver at random moments, then the same command again; and
-what is left, byte by byte.
+the files compared byte by byte.
 
-    lane (adopts orphans)                        fork of a server that has imported Tandem: the driver
-    ---------------------                        -------------------------------------------------------
-    an undisturbed run gives bytes and seconds   leads a session; SIGUSR2 writes the stacks of all threads to a file
+    lane (adopts orphans)                         driver: a fork of a process with Tandem imported
+    ---------------------                         ------------------------------------------------
+    an undisturbed run gives bytes and seconds    leads a session; SIGUSR2 writes its stacks
     at a moment uniform over these seconds:
-      SIGUSR2, stacks: which phases were under way
-      SIGKILL, to the driver or to its group     rollout workers, reward processes and guard end by themselves
+      SIGUSR2, stacks: the phases under way
+      SIGKILL, to the driver or to its group      its workers and helper processes end by themselves
     within LEAVE_S no process of it lives
     the same command; every other run is killed a second time; then it ends
-    same bytes, nothing half written; begun with the default thread count, 1 or 2, and gone on with another one
+    same bytes, nothing half written; begun with one thread count, and gone on with another one
 
 Right is: weights, optimizer, metrics, ledger, every file of episodes and the exported model are
 those of the undisturbed run. A kill counts when the exit code of a process that was alive is -9.
@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 
 from chaos.results import Case, Result, tally
-from tandem.runtime.processes import ENDED, Process, catches, descendants
+from tandem.runtime.processes import ZOMBIE, Process, catches, descendants
 from tests.support.runs import Forks, end_with_parent, fingerprint, output, prepare
 
 ROOT = Path(__file__).parents[1]
@@ -65,23 +65,23 @@ MIXES: dict[str, list[tuple[str, list[str]]]] = {
 # A thread is in the first phase of which its stack has a line; one that is in none waits, or is not
 # the run's.
 PHASES = (
-    ("save", r'saver\.py", line \d+ in (run|_snapshot)'),
-    ("journal written", r"in write_episodes|recall\.py\", line \d+ in _write"),
-    ("journal read", r'recall\.py", line \d+ in (read|_read|clean)'),
-    ("eval", r"tandem/evaluate\.py"),
-    ("sync", r"in (publish|bring|apply)\b"),
-    ("learn", r"tandem/train/\w+\.py|in update\b"),
-    ("metrics row", r"in _tell\b"),
-    ("resume", r"in (resume|load_checkpoint)\b"),
-    ("rollout", r"in (collect|play)\b"),
+    ("save", r'async_save\.py", line \d+ in (run|_snapshot)'),
+    ("journal written", r"in write_episodes|journal\.py\", line \d+ in _write"),
+    ("journal read", r'journal\.py", line \d+ in (read|_read|clean)'),
+    ("eval", r"rollout/evaluate\.py"),
+    ("sync", r"in (publish|sync_to|apply)\b"),
+    ("learn", r"tandem/train/\w+\.py|in learn_step\b"),
+    ("metrics row", r'train_loop\.py", line \d+ in _log\b'),
+    ("resume", r"in (resumable|load_checkpoint)\b"),
+    ("rollout", r"tandem/rollout/\w+\.py"),
     ("export", r"in export\w*"),
-    ("start", r'tandem/(jobs|build|recipe)\.py", line \d+ in (?!<lambda>)'),
+    ("start", r"tandem/(jobs|config)/\w+\.py"),
 )
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def section(runs: int = RUNS, lanes: int = LANES) -> list[Result]:
-    """lanes 1: in this process, which then adopts orphans."""
+    """Kill runs of every mix; one lane is this process, which then adopts orphans."""
     if lanes == 1:
         return [lane(name, runs) for name in MIXES]
     with ProcessPoolExecutor(
@@ -91,19 +91,18 @@ def section(runs: int = RUNS, lanes: int = LANES) -> list[Result]:
 
 
 def lane(name: str, runs: int) -> Result:
-    """All runs of a mix, one after the other."""
+    """Make all runs of a mix, one after the other."""
     with tempfile.TemporaryDirectory() as place:
         killer = Killer(name, Path(place))
         row = tally(
             f"kill -9 of the driver at a random moment: {name}", killer.cases(runs), at_least=runs
         )
-    return replace(row, note=f"{killer.told()}{'; ' * bool(row.note)}{row.note}")
+    return replace(row, note=f"{killer.summary()}{'; ' * bool(row.note)}{row.note}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """An undisturbed run: the command of it and of those that are killed, its bytes, and how long
-    it took."""
+class Undisturbed:
+    """An undisturbed run: its command, its bytes, and how long it took."""
 
     command: list[str]
     bytes: dict[str, str]
@@ -112,13 +111,15 @@ class Whole:
 
 @dataclass
 class Killer:
-    """The runs of one mix. phases: how often each was under way when a driver was killed; again:
-    second kills."""
+    """The runs of one mix.
+
+    phases: how often each was under way when a driver was killed; second_kills: of a run.
+    """
 
     name: str
     place: Path
     kills: int = 0
-    again: int = 0
+    second_kills: int = 0
     phases: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -126,22 +127,27 @@ class Killer:
 
     def cases(self, runs: int) -> Iterator[Case]:
         mix = MIXES[self.name]
-        wholes = [self.whole(number, kind, changes) for number, (kind, changes) in enumerate(mix)]
+        undisturbed = [
+            self.undisturbed(number, kind, changes) for number, (kind, changes) in enumerate(mix)
+        ]
         for number in range(runs):
             start = time.monotonic()
-            fired, wrong = self.case(number, wholes[number % len(mix)])
+            fired, wrong = self.case(number, undisturbed[number % len(mix)])
+            seconds = time.monotonic() - start
             print(
-                f"{self.name} {number + 1} of {runs}, {time.monotonic() - start:.0f} s: {wrong or 'equal'}",
+                f"{self.name} {number + 1} of {runs}, {seconds:.0f} s: {wrong or 'equal'}",
                 flush=True,
             )
             yield fired, wrong and f"{self.name}, run {number}: {wrong}"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         under_way = ", ".join(f"{phase} {count}" for phase, count in self.phases.most_common())
-        return f"{self.kills} kills, {self.again} of them second ones; under way: {under_way}"
+        return (
+            f"{self.kills} kills, {self.second_kills} of them second ones; under way: {under_way}"
+        )
 
-    def whole(self, number: int, kind: str, changes: Sequence[str]) -> Whole:
-        """Run twice: the first time fills the caches of the system."""
+    def undisturbed(self, number: int, kind: str, changes: Sequence[str]) -> Undisturbed:
+        """Run twice; the first run fills the caches of the system."""
         inputs = self.place / f"inputs_{number}"
         inputs.mkdir()
         command = [*prepare(inputs, steps=STEPS, command=kind), *SHORT, *changes]
@@ -152,19 +158,19 @@ class Killer:
                 raise RuntimeError(f"{kind}, undisturbed: {wrong}")
         seconds = time.monotonic() - start
         print(f"{self.name}: {kind} {' '.join(changes)} takes {seconds:.1f} s", flush=True)
-        return Whole(command=command, bytes=fingerprint(folder), seconds=seconds)
+        return Undisturbed(command=command, bytes=fingerprint(folder), seconds=seconds)
 
-    def case(self, number: int, whole: Whole) -> Case:
-        """One run, killed once or twice, and then to its end."""
+    def case(self, number: int, whole: Undisturbed) -> Case:
+        """Kill a run once or twice, then let it end."""
         random = np.random.default_rng([SEED, *self.name.encode(), number])
         folder = self.place / f"run_{number}"
         try:
-            begins, goes_on = (
+            first, then = (
                 replace(whole, command=[*whole.command, *THREADS[(number + n) % 3]]) for n in (0, 1)
             )
             for _ in range(TRIES):
                 if self.kill(
-                    begins, folder, random.uniform(0, whole.seconds), group=number % 2 == 0
+                    first, folder, random.uniform(0, whole.seconds), group=number % 2 == 0
                 ):
                     break
                 shutil.rmtree(folder)  # it had ended before
@@ -172,27 +178,28 @@ class Killer:
                 return False, f"no kill within {whole.seconds:.1f} s struck a live run"
             wrong = left(self.standing, None)
             if number % 2 and not wrong:
-                self.again += self.kill(
-                    goes_on, folder, random.uniform(0, whole.seconds), group=number % 4 == 1
+                self.second_kills += self.kill(
+                    then, folder, random.uniform(0, whole.seconds), group=number % 4 == 1
                 )
                 wrong = left(self.standing, None)
-            wrong = wrong or ended(self.forks.start(goes_on.command, folder), folder)
+            wrong = wrong or ended(self.forks.start(then.command, folder), folder)
             return True, wrong or left(self.standing, folder) or differs(
                 whole.bytes, fingerprint(folder)
             )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def kill(self, whole: Whole, folder: Path, after_s: float, group: bool) -> bool:
-        """Start it, and kill it after so many seconds; whether it lived until then."""
+    def kill(self, whole: Undisturbed, folder: Path, after_s: float, group: bool) -> bool:
+        """Start a run and kill it after so many seconds; False if it ended before."""
         stacks = self.place / "stacks"
         stacks.write_text("")
-        run = self.forks.start(whole.command, folder, _be_watched, str(stacks))
+        run = self.forks.start(whole.command, folder, _lead_session, str(stacks))
         run.join(after_s)
         if run.exitcode is not None:
             if run.exitcode != 0:
                 raise RuntimeError(
-                    f"{self.name}: exit code {run.exitcode} before it was killed\n{output(folder)[-2000:]}"
+                    f"{self.name}: exit code {run.exitcode} before it was killed\n"
+                    f"{output(folder)[-2000:]}"
                 )
             return False
         leads = _ask_for_stacks(run.pid or 0, stacks)
@@ -207,13 +214,13 @@ class Killer:
 
 
 def left(standing: Sequence[int], folder: Path | None) -> str:
-    """What is there that should not be: processes that do not stand since before, and where a run
-    has ended half files."""
+    """Describe what is left: processes besides those of before, and half files of an ended run."""
     until = time.monotonic() + LEAVE_S
     while (alive := _alive(standing)) and time.monotonic() < until:
         time.sleep(0.02)
     if alive:
-        return f"alive after {LEAVE_S:g} s: {'; '.join(process.describe().strip() for process in alive)}"
+        processes = "; ".join(process.describe().strip() for process in alive)
+        return f"alive after {LEAVE_S:g} s: {processes}"
     files = (
         []
         if folder is None
@@ -225,15 +232,17 @@ def left(standing: Sequence[int], folder: Path | None) -> str:
 def _alive(standing: Sequence[int]) -> list[Process]:
     ours = descendants(os.getpid(), standing)
     for process in ours:
-        if process.state == ENDED and process.parent == os.getpid():
+        if process.state == ZOMBIE and process.parent == os.getpid():
             with suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
-    return [process for process in ours if process.state != ENDED]
+    return [process for process in ours if process.state != ZOMBIE]
 
 
 def adopting_forks() -> tuple[Forks, list[int]]:
-    """What starts runs, and the processes that stand from now on. Orphans of a run become this
-    process's children."""
+    """Start a fork server; returns it and the processes that stay.
+
+    Orphans of a run become this process's children.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     forks = Forks()
@@ -249,24 +258,22 @@ def differs(expected: dict[str, str], found: dict[str, str]) -> str:
 
 
 def phases_of(stacks: str) -> set[str]:
-    """What the threads of a process were at, by their stacks, innermost call first; without any it
-    was starting."""
+    """Name the phases of a process by its stacks, innermost call first; "start" without any."""
     found = set()
     for stack in re.split(r"\n\s*\n", stacks):
         found |= {next((phase for phase, line in PHASES if re.search(line, stack)), "")}
     return found - {""} or {"elsewhere" if stacks else "start"}
 
 
-def _be_watched(stacks: str) -> None:
-    """In the driver, before anything else."""
+def _lead_session(stacks: str) -> None:
+    """Prepare the driver: it leads a session, and SIGUSR2 writes its stacks to the file."""
     os.setsid()
     file = os.open(stacks, os.O_WRONLY | os.O_APPEND)
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
 def _ask_for_stacks(pid: int, stacks: Path) -> bool:
-    """Have them written, which takes about a millisecond; whether the process was so far as to lead
-    its session."""
+    """Have the stacks written, in about a millisecond; False if it does not lead a session yet."""
     if not catches(pid, signal.SIGUSR2):
         return False
     with suppress(ProcessLookupError):
@@ -279,13 +286,13 @@ def _ask_for_stacks(pid: int, stacks: Path) -> bool:
 
 
 def ended(run: Fork, folder: Path) -> str:
-    """Wait for the end of a run that nobody disturbs; what is wrong with it."""
+    """Wait for the end of a run that nobody disturbs; return what is wrong with it."""
     run.join(HANG_S)
     if run.exitcode == 0:
         return ""
     run.kill()
-    what = "it hangs" if run.exitcode is None else f"exit code {run.exitcode}"
-    return f"{what}: {output(folder)[-1500:]}"
+    problem = "it hangs" if run.exitcode is None else f"exit code {run.exitcode}"
+    return f"{problem}: {output(folder)[-1500:]}"
 
 
 if __name__ == "__main__":

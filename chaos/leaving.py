@@ -1,9 +1,9 @@
-"""Runs that are told to leave: Ctrl-C and SIGTERM at random moments, a second one, a second run on
-a folder, a killed one.
+"""Runs that are interrupted: Ctrl-C and SIGTERM at random moments, a second one, a second run on a
+folder, a killed one.
 
 Right is: exit code 130 within EXIT_S, nothing left behind (no process, so no port; no temporary
-file, no shared memory, no half file in the run folder), the newest checkpoint is the last step that
-is told in metrics.jsonl (or the one after it, where its evaluation was cut), and the same command
+file, no shared memory, no half file in the run folder), the newest checkpoint is the last step in
+metrics.jsonl (or the one after it, where its evaluation was cut), and the same command
 ends with the bits of a run that was left alone. A signal that comes before the first step is done
 may find no checkpoint.
 
@@ -25,17 +25,17 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from chaos.leftovers import processes_with, shared_memory
 from chaos.results import Case, Result, tally
 from tandem.run_folder.checkpoint import find_damage
 from tandem.run_folder.metrics import read_metrics
-from tandem.runtime.processes import state_of
 from tandem.runtime.signals import AGAIN_S, EXIT_S
 from tests.support.faults import memory_folder
 from tests.support.runs import fingerprint, prepare
 
 SIGNALS = 20  # of each kind of run
 TWO_RUNS = 20
-AGAIN = 20
+TWO_SIGNALS = 20
 STEPS = 12
 GIVE_UP_S = 300.0
 ENDS_S = 30.0  # for what ends by itself with its parent, on a busy machine
@@ -67,39 +67,42 @@ class Chat(Env):
 def section(
     signals: int = SIGNALS,
     two_runs: int = TWO_RUNS,
-    again: int = AGAIN,
+    two_signals: int = TWO_SIGNALS,
     kinds: tuple[str, ...] = tuple(KINDS),
 ) -> list[Result]:
-    """Smaller numbers are for trials."""
+    """Interrupt runs of each kind; smaller numbers are for trials."""
     rng, results = random.Random(6), []
     with memory_folder() as folder:
         for kind in kinds:
             (place := folder / kind.replace(" ", "-")).mkdir()
-            left = Left(place, kind)
+            runs = InterruptedRuns(place, kind)
             for what, count, cases in (
-                ("Ctrl-C or SIGTERM at a random moment", signals, left.signalled(signals, rng)),
+                ("Ctrl-C or SIGTERM at a random moment", signals, runs.signalled(signals, rng)),
                 (
                     "a second run on the folder; then kill -9, and the lock is taken over",
                     two_runs,
-                    left.doubled(two_runs),
+                    runs.doubled(two_runs),
                 ),
-                ("a second Ctrl-C while the first hangs", again, left.again(again)),
+                (
+                    "a second Ctrl-C while the first hangs",
+                    two_signals,
+                    runs.signalled_twice(two_signals),
+                ),
             ):
-                found = tally(f"{kind}: {what}", cases, at_least=count)
-                results.append(left.with_notes(found))
+                row = tally(f"{kind}: {what}", cases, at_least=count)
+                results.append(runs.with_notes(row))
                 print(results[-1], flush=True)
     return results
 
 
 class Started:
-    """A run, its output, and where its temporary files go. Nothing of it may be there when it has
-    ended."""
+    """A run, its output, and its folder for temporary files. Nothing of it may outlive it."""
 
     def __init__(self, command: list[str], folder: Path):
         self.folder, self.mark = folder, f"{folder}/{time.monotonic_ns()}"
         self.temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix="temporary-"))
         self.out = self.temporary.with_suffix(".out")
-        self.shared = _shared_memory()
+        self.shared = shared_memory()
         self.process: BaseProcess = _context().Process(
             target=_run, args=(command, folder, self.out, self.temporary, self.mark)
         )
@@ -109,16 +112,16 @@ class Started:
     def rows(self) -> int:
         return _rows(self.folder)
 
-    def told(self) -> str:
+    def output(self) -> str:
         return self.out.read_text(errors="replace") if self.out.exists() else ""
 
     def send(self, number: int) -> None:
-        """As a terminal sends Ctrl-C: to the session. Anything else to the process."""
+        """Send SIGINT to the session, as a terminal does, and another signal to the process."""
         with suppress(ProcessLookupError):
             (os.killpg if number == signal.SIGINT else os.kill)(self._pid, number)
 
     def wait_for(self, holds: Callable[[], bool]) -> bool:
-        """False where the run ends before."""
+        """Wait for a condition; False if the run ends before."""
         until = time.monotonic() + GIVE_UP_S
         while not holds() and self.process.is_alive() and time.monotonic() < until:
             time.sleep(0.005)
@@ -131,20 +134,22 @@ class Started:
         return self.process.exitcode
 
     def left(self, killed: bool = False) -> list[str]:
-        """What is still there a while after the end; processes are ended. A half file of a killed
-        run is the next start's."""
+        """List what is there a while after the end, and kill processes.
+
+        A half file of a killed run is left to the next start.
+        """
         until = time.monotonic() + ENDS_S
-        while (alive := _marked(self.mark)) and time.monotonic() < until:
+        while (alive := processes_with(f"{MARK}={self.mark}")) and time.monotonic() < until:
             time.sleep(0.02)
-        for pid in alive:
+        for process in alive:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
         halves = [] if killed else list(self.folder.rglob(".tmp-*"))
         files = [path.name for path in [*self.temporary.iterdir(), *halves]]
         return [
-            *(f"process {pid}" for pid in alive),
+            *(f"process {process.pid}" for process in alive),
             *files,
-            *sorted(_shared_memory() - self.shared),
+            *sorted(shared_memory() - self.shared),
         ]
 
     @property
@@ -153,9 +158,8 @@ class Started:
         return self.process.pid
 
 
-class Left:
-    """One kind of run, left in every way. rolled: the run that was left alone, whose bits are
-    right."""
+class InterruptedRuns:
+    """Runs of one kind, interrupted in every way. right: the bits of an undisturbed run."""
 
     def __init__(self, folder: Path, kind: str, steps: int = STEPS):
         self.folder = folder
@@ -166,7 +170,7 @@ class Left:
         inline = ["rollout.workers=0"] if AHEAD[0] in changes else []  # the same bits, sooner
         whole = Started([*self.command, *inline], folder / "whole")
         code = whole.end()
-        assert code == 0 and not whole.left(), whole.told()
+        assert code == 0 and not whole.left(), whole.output()
         self.seconds, self.right = time.monotonic() - start, fingerprint(folder / "whole")
         self._number, self._notes = 0, dict[str, float]()
 
@@ -185,8 +189,7 @@ class Left:
             yield self.one_signal((signal.SIGINT, signal.SIGTERM)[number % 2], rng)
 
     def one_signal(self, number: int, rng: random.Random) -> Case:
-        """A run that is over before its moment is no case: it is made again, with an earlier
-        one."""
+        """Signal a run at a random moment; if it is over before, try an earlier moment."""
         moment = rng.uniform(0.1, 0.9) * self.seconds
         for attempt in range(5):
             run = Started(self.command, self._next())
@@ -199,10 +202,10 @@ class Left:
         return False, "the run was always over before its signal"
 
     def signal_after(self, rows: int, number: int) -> Case:
-        """Once the run has that many rows."""
+        """Signal a run once it has that many rows."""
         run = Started(self.command, self._next())
         if not run.wait_for(lambda: run.rows >= rows):
-            return False, f"over before it had {rows} rows: {run.told()[-1500:]}"
+            return False, f"over before it had {rows} rows: {run.output()[-1500:]}"
         return self._after(run, number)
 
     def _after(self, run: Started, number: int) -> Case:
@@ -222,7 +225,7 @@ class Left:
             max(self._notes.get("longest exit, s", 0.0), seconds), 1
         )
         problems = [
-            f"exit code {code}: {run.told()[-1500:]}" * (code != 130),
+            f"exit code {code}: {run.output()[-1500:]}" * (code != 130),
             f"{seconds:.1f} s" * (seconds > EXIT_S + 1),
             left_by(run),
             ""
@@ -230,12 +233,12 @@ class Left:
             else f"checkpoint {saved} after {rows} rows",
             self._resumed(run.folder),
         ]
-        return True, _told(f"{signal.Signals(number).name} after {rows} rows", problems)
+        return True, _case(f"{signal.Signals(number).name} after {rows} rows", problems)
 
     def _resumed(self, folder: Path) -> str:
         run = Started(self.command, folder)
         if (code := run.end()) != 0:
-            return f"the same command ended with {code}: {run.told()[-1500:]}"
+            return f"the same command ended with {code}: {run.output()[-1500:]}"
         if halves := [path.name for path in folder.rglob(".tmp-*")]:
             return f"half files are left after a resume: {halves}"
         return (
@@ -255,11 +258,11 @@ class Left:
     def one_double(self) -> Case:
         first = Started(self.command, self._next())
         if not first.wait_for(lambda: first.rows > 2):
-            return False, f"the first run ended: {first.told()[-1500:]}"
+            return False, f"the first run ended: {first.output()[-1500:]}"
         # it holds its lock, and does not end before the second run has asked
         first.send(signal.SIGSTOP)
         second = Started(self.command, first.folder)
-        code, told = second.end(), second.told()
+        code, told = second.end(), second.output()
         named = re.search(rf"the run folder is in use.*pid {first.process.pid} on", told, re.S)
         alive = first.process.is_alive()
         first.send(signal.SIGKILL)
@@ -276,23 +279,23 @@ class Left:
                 not in self._log(first)
             ),
         ]
-        return alive, _told("two runs", problems)
+        return alive, _case("two runs", problems)
 
     def _log(self, run: Started) -> str:
         return (run.folder / "log.txt").read_text()
 
     # ---- two signals
 
-    def again(self, count: int) -> Iterator[Case]:
+    def signalled_twice(self, count: int) -> Iterator[Case]:
         return (
             self.two_signals((signal.SIGINT, signal.SIGTERM)[number % 2]) for number in range(count)
         )
 
     def two_signals(self, number: int) -> Case:
-        """The first one cannot end the run before EXIT_S: a thread of the user's own hangs."""
+        """Signal twice a run that the first signal cannot end: a thread of the user's own hangs."""
         hanging = [f"env.name={self.folder / 'hanging.py'}:Chat", "reward.function=env"]
         run = Started([*self.command, *hanging], self._next())
-        run.wait_for(lambda: "hanging" in run.told())
+        run.wait_for(lambda: "hanging" in run.output())
         run.send(number)
         time.sleep(2 * AGAIN_S)
         waiting = run.process.is_alive()
@@ -303,11 +306,11 @@ class Left:
             max(self._notes.get("longest exit, s", 0.0), seconds), 2
         )
         problems = [
-            f"exit code {code}: {run.told()[-1500:]}" * (code != 130),
+            f"exit code {code}: {run.output()[-1500:]}" * (code != 130),
             f"{seconds:.1f} s" * (seconds > AT_ONCE_S),
             left_by(run),
         ]
-        return waiting and "a second signal" in run.told(), _told("again", problems)
+        return waiting and "a second signal" in run.output(), _case("two signals", problems)
 
     def _next(self) -> Path:
         self._number += 1
@@ -319,7 +322,7 @@ class Left:
 
 
 def newest(folder: Path) -> int:
-    """The step of the newest checkpoint, which must be whole; -1 where there is none."""
+    """Read the step of the newest checkpoint, which must be undamaged; -1 if there is none."""
     paths = sorted((folder / "checkpoints").glob("step_*"))
     if paths and (damage := find_damage(paths[-1])):
         raise AssertionError(f"{paths[-1]}: {damage}")
@@ -339,7 +342,7 @@ def different(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return sorted(name for name in {**one, **other} if one.get(name) != other.get(name))[:5]
 
 
-def _told(what: str, problems: list[str]) -> str:
+def _case(what: str, problems: list[str]) -> str:
     wrong = "; ".join(filter(None, problems))
     return f"{what}: {wrong}" if wrong else ""
 
@@ -348,27 +351,7 @@ def _rows(folder: Path) -> int:
     return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
-def _shared_memory() -> set[str]:
-    place = Path("/dev/shm")
-    names = {path.name for path in place.iterdir()} if place.is_dir() else set()
-    return {name for name in names if name.startswith(("psm_", "sem.", "torch_", "tandem"))}
-
-
-def _marked(mark: str) -> list[int]:
-    """Processes that a run has started, by their environment."""
-    found = []
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with suppress(OSError):  # it has ended, or is not ours
-            if (
-                f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-                and state_of(pid) != "Z"
-            ):
-                found.append(pid)
-    return found
-
-
-# The process that is forked
-# ------------------------------------------------------------------------------------------
+# ---- the process that is forked
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
@@ -385,7 +368,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
 
 
 def _run(command: list[str], folder: Path, out: Path, temporary: Path, mark: str) -> None:
-    """The command line as `tandem` takes it, in a session of its own."""
+    """Run the command line in a session of its own."""
     import sys
 
     from tandem.cli.main import run as entry

@@ -1,5 +1,5 @@
-"""What a section of the chaos harness hands back: a `Result` is one row of docs/chaos.md, and
-`tally` counts cases into one.
+"""The results of the chaos harness: a `Result` is a row of docs/chaos.md; `tally` counts cases into
+one.
 
 A case is (was the fault seen to fire, what is wrong afterwards or ""); a bar is met when every
 fault fired and all survived.
@@ -14,11 +14,13 @@ Case = tuple[bool, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Example: Result(what="kill -9 in a run", injected=25, witnessed=25, survived=25, expected=25,
-    seconds=80.1)
+    """One row of docs/chaos.md.
 
     injected: faults; witnessed: of these, those seen to have fired; survived: cases with the right
-    end, of which expected is the least; note: what else must be told, and the first wrong cases.
+    end, of which expected is the least; note: other findings, and the first wrong cases.
+
+    Example: Result(what="kill -9 in a run", injected=25, witnessed=25, survived=25, expected=25,
+    seconds=80.1)
     """
 
     what: str
@@ -35,7 +37,7 @@ class Result:
 
 
 def tally(what: str, cases: Iterable[Case], at_least: int = 1) -> Result:
-    """Run through the cases and count them; fewer than at_least is a bar missed."""
+    """Run the cases and count them; fewer than at_least is a bar missed."""
     start = time.perf_counter()
     ended = list(cases)
     wrong = [problem for _, problem in ended if problem]

@@ -1,9 +1,12 @@
-"""Chaos for the order of things: sleeping workers, and other numbers of them, must not change a
-bit; and what order costs.
+"""Chaos for schedules: sleeping workers, and other numbers of them, must not change a bit; and what
+order costs.
 
-asleep      an async run, whose workers sleep between passes (odd_worker.py) and are stopped and go on at random: five times
-workers     the same run inline, with 1, 2 and 4 workers; and with 1, then 4, then 2, ended by SIGTERM and kill -9
-the cost    the same work against a queue that trains what ends first (unordered.py), in alternating rounds
+sleeps      async runs whose workers sleep between passes (faulty_worker.py), and are stopped and
+            go on at random
+workers     the same run inline, with 1, 2 and 4 workers; and with 1, then 4, then 2, ended by
+            SIGTERM and kill -9
+cost        the same work against a queue that trains what ends first (unordered.py), in
+            alternating rounds
 
 python -m chaos.schedules 2 1      two sleeping runs, one round of the cost
 """
@@ -27,17 +30,17 @@ from typing import Any
 
 import numpy as np
 
+from chaos.faulty_worker import COMMAND, SLEEP_S
 from chaos.kills import HANG_S, adopting_forks, differs, ended, left
-from chaos.odd_worker import COMMAND, SLEEP_S
 from chaos.results import Case, Result, tally
-from chaos.unordered import time_ordered, time_unordered
+from chaos.unordered import measure_ordered, measure_unordered
 from tandem.engine.worker_pool.pool import Workers
 from tests.support.runs import fingerprint, output, prepare
 
-ASLEEP = 5  # runs of each kind
+SLEEPING = 5  # runs of each kind
 ROUNDS = 3  # of ordered and unordered; the median counts
-MOST = 1.10  # ordered / unordered
-COUNTS = (1, 2, 4)
+MOST_RATIO = 1.10  # ordered / unordered
+WORKERS = (1, 2, 4)
 KINDS = ("one-step-off", "partial")  # of tests/support/runs.py
 SEED = 0
 STEPS = 10
@@ -65,31 +68,33 @@ COST = [
 COST_SCHEDULES = {"partial rollouts": ["rollout.token_budget=12"], "whole episodes, no bar": []}
 
 
-def section(asleep: int = ASLEEP, rounds: int = ROUNDS) -> list[Result]:
+def section(sleeping: int = SLEEPING, rounds: int = ROUNDS) -> list[Result]:
     with tempfile.TemporaryDirectory() as place:
-        player = RolloutRunner(Path(place))
+        schedules = Schedules(Path(place))
         return [
             tally(
                 "workers that sleep and stop at random: the same bits",
-                player.asleep(asleep),
-                at_least=asleep * len(KINDS),
+                schedules.sleeping(sleeping),
+                at_least=sleeping * len(KINDS),
             ),
             tally(
-                f"inline, and with {COUNTS} workers: the same bits",
-                player.counts(),
-                at_least=len(COUNTS),
+                f"inline, and with {WORKERS} workers: the same bits",
+                schedules.worker_counts(),
+                at_least=len(WORKERS),
             ),
             tally(
                 "1 -> 4 -> 2 workers in a run, ended by SIGTERM and by kill -9: the same bits",
-                player.changes(),
+                schedules.changing_workers(),
                 at_least=2,
             ),
-            *(player.cost(name, rounds) for name in COST_SCHEDULES),
+            *(schedules.cost(name, rounds) for name in COST_SCHEDULES),
         ]
 
 
 @dataclass
-class RolloutRunner:
+class Schedules:
+    """Runs of the same command on other schedules, in a folder."""
+
     place: Path
 
     def __post_init__(self) -> None:
@@ -108,7 +113,7 @@ class RolloutRunner:
     def finish(
         self, kind: str, name: str, *changes: str, first: Any = None, args: tuple[Any, ...] = ()
     ) -> str:
-        """A run to its end; what is wrong with it."""
+        """Make a run to its end; return what is wrong with it."""
         start, folder = time.monotonic(), self.place / f"{kind} {name}"
         wrong = ended(
             self.forks.start([*self.commands[kind], *changes], folder, first, *args), folder
@@ -119,29 +124,29 @@ class RolloutRunner:
     def differs(self, kind: str, name: str) -> str:
         return differs(self.expected[kind], fingerprint(self.place / f"{kind} {name}"))
 
-    def asleep(self, runs: int) -> Iterator[Case]:
-        """Each with other sleeps, and the inline run's equal; so they are each other's."""
+    def sleeping(self, runs: int) -> Iterator[Case]:
+        """Make runs with other sleeps each; all must equal the inline run."""
         for kind, number in product(KINDS, range(runs)):
-            told, name = self.place / "told", f"asleep {number}"
-            told.write_bytes(b"")
+            stops, name = self.place / "stops", f"sleeping {number}"
+            stops.write_bytes(b"")
             wrong = self.finish(
                 kind,
                 name,
                 "rollout.workers=2",
                 *THREADS[number % 3],
-                first=be_disturbed,
-                args=(number, str(told)),
+                first=use_disturbed_workers,
+                args=(number, str(stops)),
             )
-            yield bool(told.stat().st_size), wrong or self.differs(kind, name)
+            yield bool(stops.stat().st_size), wrong or self.differs(kind, name)
 
-    def counts(self) -> Iterator[Case]:
-        for number, count in enumerate(COUNTS):
+    def worker_counts(self) -> Iterator[Case]:
+        for number, count in enumerate(WORKERS):
             name = f"with {count}"
             wrong = self.finish(KINDS[0], name, f"rollout.workers={count}", *THREADS[number])
             yield True, wrong or self.differs(KINDS[0], name)
 
-    def changes(self) -> Iterator[Case]:
-        """Ended twice, at random rows of the metrics; the ends in either order."""
+    def changing_workers(self) -> Iterator[Case]:
+        """End a run twice, at random rows of the metrics, the ends in either order."""
         for kind, ends in zip(
             KINDS, [(signal.SIGTERM, signal.SIGKILL), (signal.SIGKILL, signal.SIGTERM)], strict=True
         ):
@@ -156,8 +161,7 @@ class RolloutRunner:
             yield fired, wrong or self.differs(kind, "changing")
 
     def end_at(self, row: int, number: int, kind: str, *changes: str) -> bool:
-        """Start it, and signal it when its metrics have that many rows; whether it was under
-        way."""
+        """Start a run and signal it at that row of its metrics; return whether it still ran."""
         folder = self.place / f"{kind} changing"
         run, metrics = (
             self.forks.start([*self.commands[kind], *changes], folder),
@@ -176,40 +180,45 @@ class RolloutRunner:
         return run.exitcode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
 
     def cost(self, name: str, rounds: int) -> Result:
-        """Ordered and unordered in turns; equal work is a check on the comparison."""
-        start, ratios, told = time.perf_counter(), list[float](), list[str]()
+        """Measure ordered and unordered in turns, for the same work."""
+        start, ratios, rounds_text = time.perf_counter(), list[float](), list[str]()
         for number in range(rounds):
-            pair = [time_ordered, time_unordered] if number % 2 else [time_unordered, time_ordered]
+            order = [measure_ordered, measure_unordered]
+            pair = order if number % 2 else order[::-1]
             seen = {first: self.timed(name, first) for first in pair}
-            (ordered, tokens), (unordered, others) = seen[time_ordered], seen[time_unordered]
+            (ordered, tokens), (unordered, others) = seen[measure_ordered], seen[measure_unordered]
             ratios.append(ordered / tokens / (unordered / others))
-            told.append(f"{ordered:.2f} s for {tokens:,} tokens, {unordered:.2f} s for {others:,}")
+            rounds_text.append(
+                f"{ordered:.2f} s for {tokens:,} tokens, {unordered:.2f} s for {others:,}"
+            )
         ratio = statistics.median(ratios)
         each = ", ".join(f"{r:.3f}" for r in sorted(ratios))
-        note = f"seconds a token, ordered / unordered: median {ratio:.3f} of {each} ({'; '.join(told)})"
+        note = (
+            f"seconds a token, ordered / unordered: median {ratio:.3f} of {each} "
+            f"({'; '.join(rounds_text)})"
+        )
         return Result(
-            what=f"ordered at most {MOST:.2f} times the time of an unordered queue: {name}",
+            what=f"ordered at most {MOST_RATIO:.2f} times the time of an unordered queue: {name}",
             injected=rounds,
             witnessed=rounds,
-            survived=int(ratio <= MOST),
+            survived=int(ratio <= MOST_RATIO),
             expected=int("no bar" not in name),
             seconds=time.perf_counter() - start,
             note=note,
         )
 
     def timed(self, name: str, first: Any) -> tuple[float, int]:
-        """(seconds, tokens) of a run, both with sleeping workers. An unordered queue has whole
-        episodes always."""
-        inputs, folder, told = self.place / "cost", self.place / "timed", self.place / "seconds"
+        """Measure (seconds, tokens) of a run with sleeping workers; unordered ones never pause."""
+        inputs, folder, file = self.place / "cost", self.place / "timed", self.place / "seconds"
         inputs.mkdir(exist_ok=True)
-        changes = [] if first is time_unordered else COST_SCHEDULES[name]
+        changes = [] if first is measure_unordered else COST_SCHEDULES[name]
         command = [*prepare(inputs, steps=COST_STEPS, command="one-step-off"), *COST, *changes]
         if wrong := ended(
-            self.forks.start(command, folder, timed_asleep, first, str(told)), folder
+            self.forks.start(command, folder, use_sleeping_workers, first, str(file)), folder
         ):
             raise RuntimeError(wrong)
         shutil.rmtree(folder)
-        seen = json.loads(told.read_text())
+        seen = json.loads(file.read_text())
         print(
             f"{name}, {first.__name__}: {seen['seconds']:.2f} s, {seen['tokens']} tokens",
             flush=True,
@@ -217,50 +226,54 @@ class RolloutRunner:
         return seen["seconds"], seen["tokens"]
 
 
-# In the driver
-# -------------------------------------------------------------------------------------------------------
+# ---- in the driver
 
 
-def be_disturbed(seed: int, told: str) -> None:
-    """Before the run: its workers will sleep between passes, and be stopped and go on."""
-    from tandem.jobs.commands import parts
-
-    os.environ[SLEEP_S] = str(PASS_S)
-    Disturbed.random, Disturbed.told = random.Random(seed), Path(told)
-    parts.Workers = Disturbed  # type: ignore[attr-defined, misc]
-
-
-def timed_asleep(first: Any, told: str) -> None:
-    from tandem.jobs.commands import parts
+def use_disturbed_workers(seed: int, stops: str) -> None:
+    """Give the run workers that sleep between passes, and are stopped and go on."""
+    from tandem.jobs import engines
 
     os.environ[SLEEP_S] = str(PASS_S)
-    parts.Workers = Odd  # type: ignore[attr-defined, misc]
-    first(told)
+    Disturbed.random, Disturbed.stops = random.Random(seed), Path(stops)
+    engines.Workers = Disturbed  # type: ignore[attr-defined, misc]
 
 
-class Odd(Workers):
-    """Workers by odd_worker.py."""
+def use_sleeping_workers(measure: Any, file: str) -> None:
+    """Give the run workers that sleep between passes, and measure it."""
+    from tandem.jobs import engines
 
-    def __init__(self, **how: Any):
-        super().__init__(**{**how, "command": COMMAND})
+    os.environ[SLEEP_S] = str(PASS_S)
+    engines.Workers = Sleeping  # type: ignore[attr-defined, misc]
+    measure(file)
 
 
-class Disturbed(Odd):
-    """And a thread that stops them for a while, one after the other; it writes a byte for each that
-    was under way."""
+class Sleeping(Workers):
+    """Workers by faulty_worker.py."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{**options, "command": COMMAND})
+
+
+class Disturbed(Sleeping):
+    """Sleeping workers, and a thread that stops one after the other for a while.
+
+    stops: a file that gets a byte for each stop.
+    """
 
     random: random.Random
-    told: Path
+    stops: Path
 
-    def __init__(self, **how: Any):
-        super().__init__(**how)
+    def __init__(self, **options: Any):
+        super().__init__(**options)
         threading.Thread(target=self._disturb, daemon=True).start()
 
     def _disturb(self) -> None:
         while not self._closed:
             time.sleep(self.random.uniform(*GAP_S))
             up = [
-                worker for worker in self.status() if worker.state in ("idle", "syncing", "serving")
+                worker
+                for worker in list(self._workers.values())
+                if worker.state in ("idle", "syncing", "serving")
             ]
             if up and not self._closed:
                 self._stop(self.random.choice(up).pid)
@@ -270,7 +283,7 @@ class Disturbed(Odd):
             os.kill(pid, signal.SIGSTOP)
             time.sleep(self.random.uniform(*STOP_S))
             os.kill(pid, signal.SIGCONT)
-            with self.told.open("ab") as file:
+            with self.stops.open("ab") as file:
                 file.write(b".")
 
 

@@ -1,5 +1,4 @@
-"""A long run under faults: every ~20 s something is killed, stopped, filled up or slowed down, and
-the run goes on.
+"""A long run under faults: every ~20 s something is killed, stopped, filled up or slowed down.
 
     python -m chaos.soak 90        that many seconds, for a trial; the section itself takes LENGTH_S
 
@@ -38,15 +37,15 @@ from tests.support.runs import prepare
 
 LENGTH_S = 30 * 60.0
 EVERY_S = 20.0
-DRIVER_LIVES_FROM = 0.6  # of the length: from there on the driver is left alive
+DRIVER_SPARED_FROM = 0.6  # of the length: from there on the driver is left alive
 SAMPLE_S, WARM_S, LONG_S = 5.0, 30.0, 120.0
 FLAT, FLAT_MB, FLAT_FILES = 0.05, 8.0, 2  # of the first third's median, at least
 EFFECTIVE = 0.9
 PATIENCE_S = 120.0  # for a driver to notice a fault, on a busy machine
 STALL_S = 30.0  # a stopped worker is replaced after at most half of that
 DISK = "400m"
-OF_THE_DRIVER = ("kill -9 of the driver", "SIGTERM of the driver", "disk full for a moment")
-OF_OTHERS = (
+DRIVER_FAULTS = ("kill -9 of the driver", "SIGTERM of the driver", "disk full for a moment")
+OTHER_FAULTS = (
     "kill -9 of a rollout worker",
     "SIGSTOP of a rollout worker",
     "crash of a rollout worker",
@@ -82,7 +81,7 @@ class Chat(Env):
 
 
 def section(length_s: float = LENGTH_S, every_s: float = EVERY_S, seed: int = 6) -> list[Result]:
-    """Smaller numbers are for trials."""
+    """Run the soak; smaller numbers are for trials."""
     with tempfile.TemporaryDirectory() as place, small_disk(Path(place) / "disk", DISK) as own_disk:
         soak = Soak(Path(place), own_disk, random.Random(seed))
         try:
@@ -97,30 +96,31 @@ def section(length_s: float = LENGTH_S, every_s: float = EVERY_S, seed: int = 6)
 
 @dataclass
 class Life:
-    """Of one process: samples of (MiB, descriptors), after it has warmed up."""
+    """One process: samples of (MiB, descriptors), after it has warmed up."""
 
-    what: str
+    name: str
     samples: list[tuple[float, int]] = field(default_factory=list)
 
-    def thirds(self, which: int) -> tuple[float, float]:
-        """(first, last) median."""
-        values = [sample[which] for sample in self.samples]
+    def thirds(self, column: int) -> tuple[float, float]:
+        """Compute the (first, last) third's median of a column."""
+        values = [sample[column] for sample in self.samples]
         third = len(values) // 3
         return statistics.median(values[:third]), statistics.median(values[-third:])
 
-    def wrong(self) -> str:
+    def growth(self) -> str:
+        """Describe what has grown, or ""."""
         (mb, last_mb), (files, last_files) = self.thirds(0), self.thirds(1)
-        told = ""
+        grown = ""
         if last_mb > mb + max(FLAT * mb, FLAT_MB):
-            told = f"{self.what}: {mb:.0f} -> {last_mb:.0f} MiB"
+            grown = f"{self.name}: {mb:.0f} -> {last_mb:.0f} MiB"
         if last_files > files + FLAT_FILES:
-            told += f" {self.what}: {files:.0f} -> {last_files:.0f} descriptors"
-        return told
+            grown += f" {self.name}: {files:.0f} -> {last_files:.0f} descriptors"
+        return grown
 
 
 @dataclass
 class Count:
-    """Of one kind of fault."""
+    """Counts of one kind of fault."""
 
     injected: int = 0
     witnessed: int = 0
@@ -130,7 +130,7 @@ class Count:
 
 
 class Soak:
-    """One run, from its first start to the end of the harness's patience with it."""
+    """One run under faults, from its first start to its last end."""
 
     def __init__(self, place: Path, own_disk: bool, rng: random.Random):
         self.place, self.own_disk, self.rng = place, own_disk, rng
@@ -148,9 +148,9 @@ class Soak:
             "rollout.restarts=100000",
             "rl.max_gen_batches=50",
         ]
-        self.counts = {name: Count() for name in (*OF_THE_DRIVER, *OF_OTHERS)}
+        self.counts = {name: Count() for name in (*DRIVER_FAULTS, *OTHER_FAULTS)}
         self.lives: dict[int, Life] = {}
-        self.born: dict[int, float] = {}
+        self.first_seen: dict[int, float] = {}
         self.computed = self.deaths = self.seen = 0
         self.next_sample = 0.0
         self.start()
@@ -158,7 +158,7 @@ class Soak:
     # ---- the driver
 
     def start(self) -> None:
-        """The same command, again."""
+        """Start the same command."""
         self.process = self._popen(self.folder, "rollout.workers=2")
 
     def _popen(self, folder: Path, *more: str) -> subprocess.Popen[bytes]:
@@ -173,22 +173,22 @@ class Soak:
     def rows(self) -> int:
         return rows(self.folder / "metrics.jsonl")
 
-    def ended(self) -> int:
-        """Count the step that was under way when the driver ended; returns the exit code."""
+    def wait_for_end(self) -> int:
+        """Wait for the driver's end and count the step under way; returns the exit code."""
         code = self.process.wait(PATIENCE_S)
         self.count_rows()
         self.computed += 1
         self.deaths += 1
         return code
 
-    def again(self) -> str:
-        """Start it again and wait until it is further than it was; what is wrong, or nothing."""
+    def restart(self) -> str:
+        """Start again and wait for a step more than before; return what is wrong, or ""."""
         before = self.rows
         self.start()
         return self.until(lambda: self.rows > before, "a new step")
 
     def count_rows(self) -> None:
-        """A start cuts off the rows of what it computes again, seconds before it writes one."""
+        """Count new rows; a start cuts off those of the steps that it computes again."""
         count = self.rows
         self.computed += max(0, count - self.seen)
         self.seen = count
@@ -206,70 +206,77 @@ class Soak:
             self.look()
 
     def until(self, holds: Callable[[], object], what: str) -> str:
-        """Wait for it; what is wrong where it never comes."""
+        """Wait for a condition; return what is wrong if it never holds, or ""."""
         end = time.monotonic() + PATIENCE_S
         while not holds():
             if time.monotonic() > end:
                 return f"no {what} within {PATIENCE_S:.0f} s"
             if self.process.poll() is not None:
-                return f"the driver ended with {self.process.returncode} before {what}: {tail(self.out)}"
+                code = self.process.returncode
+                return f"the driver ended with {code} before {what}: {tail(self.out)}"
             time.sleep(0.05)
             self.look()
         return ""
 
     def look(self) -> None:
-        """Rows that are new, and now and then a sample of every process."""
+        """Count new rows, and now and then sample every process."""
         self.count_rows()
         if time.monotonic() < self.next_sample:
             return
         self.next_sample = time.monotonic() + SAMPLE_S
         workers = [("worker", worker.pid) for worker in self.workers()]
-        for what, pid in [("driver", self.process.pid), *workers]:
-            born = self.born.setdefault(pid, time.monotonic())
-            if time.monotonic() - born > WARM_S and (sample := measured(pid)):
-                self.lives.setdefault(pid, Life(f"{what} {pid}")).samples.append(sample)
+        for name, pid in [("driver", self.process.pid), *workers]:
+            born = self.first_seen.setdefault(pid, time.monotonic())
+            if time.monotonic() - born > WARM_S and (sample := usage(pid)):
+                self.lives.setdefault(pid, Life(f"{name} {pid}")).samples.append(sample)
 
-    def workers(self, of: str = "tandem.engine.worker_pool.worker") -> list[Process]:
-        found = [
-            p for p in descendants(self.process.pid) if of in p.command and p.state not in "ZTt"
+    def workers(self, module: str = "tandem.engine.worker_pool.worker") -> list[Process]:
+        return [
+            process
+            for process in descendants(self.process.pid)
+            if process.parent == self.process.pid
+            and module in process.command
+            and process.state not in "ZTt"
         ]
-        return [p for p in found if p.parent == self.process.pid]
 
     # ---- faults
 
     def run(self, length_s: float, every_s: float) -> list[Result]:
-        first = self.until(lambda: self.rows > 2, "a first step")
-        if first:
-            raise RuntimeError(first)
+        problem = self.until(lambda: self.rows > 2, "a first step")
+        if problem:
+            raise RuntimeError(problem)
         start = time.monotonic()
-        while (passed := time.monotonic() - start) < length_s and not first:
+        while (passed := time.monotonic() - start) < length_s and not problem:
             name = self.draw(passed / length_s)
             begun = time.monotonic()
-            first = self.strike(name)
-            print(f"{passed:5.0f} s, {self.rows} rows: {name}: {first or 'got over'}", flush=True)
+            problem = self.strike(name)
+            print(f"{passed:5.0f} s, {self.rows} rows: {name}: {problem or 'got over'}", flush=True)
             self.pass_time(
                 max(1.0, every_s * self.rng.uniform(0.6, 1.4) - (time.monotonic() - begun))
             )
         seconds = time.monotonic() - start
         self.process.send_signal(signal.SIGTERM)
-        code = self.ended()
+        code = self.wait_for_end()
         self.computed -= 1  # nothing was under way that a fault has cost
         steps = self.rows - 1
         print(
-            f"{first}\n{seconds:.0f} s, {steps} steps, {self.deaths - 1} ends of the driver; now the same run undisturbed",
+            f"{problem}\n{seconds:.0f} s, {steps} steps, {self.deaths - 1} ends of the driver; "
+            "now the same run undisturbed",
             flush=True,
         )
         return [
             *self.results(),
-            self.effective(steps, seconds, first),
+            self.effective(steps, seconds, problem),
             self.flat(),
             self.same(steps, code),
         ]
 
     def draw(self, passed: float) -> str:
-        """Every kind comes up, the driver's at a third of all faults while they may."""
+        """Draw a fault of the kind seen least, a third of them the driver's until it is spared."""
         names: tuple[str, ...] = (
-            OF_THE_DRIVER if passed < DRIVER_LIVES_FROM and self.rng.random() < 1 / 3 else OF_OTHERS
+            DRIVER_FAULTS
+            if passed < DRIVER_SPARED_FROM and self.rng.random() < 1 / 3
+            else OTHER_FAULTS
         )
         if not self.own_disk:
             names = tuple(name for name in names if "disk" not in name)
@@ -297,13 +304,12 @@ class Soak:
 
     def end_driver(self, number: int, expected: int) -> tuple[bool, str]:
         self.process.send_signal(number)
-        code = self.ended()
+        code = self.wait_for_end()
         wrong = f"exit code {code}: {tail(self.out)}; " if code != expected else ""
-        return True, wrong + self.again()
+        return True, wrong + self.restart()
 
     def fill(self) -> tuple[bool, str]:
-        """The run stops with an error, nothing is lost but the step under way, and with room it
-        goes on."""
+        """Fill the disk: the run must stop with an error, and go on once there is room."""
         filler = self.place / "disk" / "filler"
         with suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
@@ -312,13 +318,15 @@ class Soak:
             while True:
                 file.write(bytes(64))
         try:
-            code = self.ended()
+            code = self.wait_for_end()
         except subprocess.TimeoutExpired:
             return False, f"the driver did not end: {tail(self.out)}"
         finally:
             filler.unlink()
         fired = "No space left" in tail(self.out) or "disk" in tail(self.out)
-        return fired, (f"exit code {code}: {tail(self.out)}; " if code != 2 else "") + self.again()
+        return fired, (
+            f"exit code {code}: {tail(self.out)}; " if code != 2 else ""
+        ) + self.restart()
 
     def strike_worker(self, number: int) -> tuple[bool, str]:
         if problem := self.until(self.workers, "a rollout worker"):
@@ -326,7 +334,7 @@ class Soak:
         victim, rows_before = self.rng.choice(self.workers()).pid, self.rows
         os.kill(victim, number)
         lost = self.until(
-            lambda: f"(process {victim}) was lost" in self.log(), f"word of the loss of {victim}"
+            lambda: f"(process {victim}) was lost" in self.log(), f"report of the loss of {victim}"
         )
         return not lost, lost or self.until(lambda: self.rows > rows_before + 1, "a new step")
 
@@ -368,7 +376,10 @@ class Soak:
 
     def effective(self, steps: int, seconds: float, problem: str) -> Result:
         share = steps / max(self.computed, 1)
-        note = f"{steps} of {self.computed} steps that were computed: {share:.1%}; {self.deaths - 1} ends of the driver"
+        note = (
+            f"{steps} of {self.computed} steps that were computed: {share:.1%}; "
+            f"{self.deaths - 1} ends of the driver"
+        )
         return Result(
             what=f"steps that count in the end, at least {EFFECTIVE:.0%}",
             injected=1,
@@ -380,23 +391,21 @@ class Soak:
         )
 
     def flat(self) -> Result:
-        """Of every life that is long; the longest is told."""
+        """Check that every long life is flat; the note has the longest ones."""
         long = [
             life for life in self.lives.values() if len(life.samples) * SAMPLE_S >= LONG_S - WARM_S
         ]
-        wrong = [told for life in long if (told := life.wrong())]
+        wrong = [growth for life in long if (growth := life.growth())]
         notes = []
-        for what in ("driver", "worker"):
-            of = max(
-                (life for life in long if life.what.startswith(what)),
-                key=lambda life: len(life.samples),
-                default=None,
-            )
-            if of is not None:
-                (mb, last_mb), (files, last_files) = of.thirds(0), of.thirds(1)
-                seconds = len(of.samples) * SAMPLE_S + WARM_S
+        for name in ("driver", "worker"):
+            lives = [life for life in long if life.name.startswith(name)]
+            if lives:
+                longest = max(lives, key=lambda life: len(life.samples))
+                (mb, last_mb), (files, last_files) = longest.thirds(0), longest.thirds(1)
+                seconds = len(longest.samples) * SAMPLE_S + WARM_S
                 notes += [
-                    f"{what} of {seconds:.0f} s: {mb:.0f} -> {last_mb:.0f} MiB, {files:g} -> {last_files:g} descriptors"
+                    f"{name} of {seconds:.0f} s: {mb:.0f} -> {last_mb:.0f} MiB, "
+                    f"{files:g} -> {last_files:g} descriptors"
                 ]
         return Result(
             what=f"lives of more than {LONG_S:.0f} s: memory and descriptors flat",
@@ -409,19 +418,18 @@ class Soak:
         )
 
     def same(self, steps: int, code: int) -> Result:
-        """The same steps undisturbed, compared by ledger and metrics: hashes of weights and
-        episodes, row by row."""
-        start, whole = time.monotonic(), self.place / "whole"
+        """Make the same steps undisturbed, and compare ledger and metrics row by row."""
+        start, undisturbed = time.monotonic(), self.place / "whole"
         (self.place / "quick").touch()
-        process = self._popen(whole)
-        while rows(whole / "metrics.jsonl") < steps + 1 and process.poll() is None:
+        process = self._popen(undisturbed)
+        while rows(undisturbed / "metrics.jsonl") < steps + 1 and process.poll() is None:
             time.sleep(0.2)
         process.kill()
         process.wait()
         wrong = [f"the last SIGTERM gave {code}"] * (code != 130)
         for name in ("ledger.jsonl", "metrics.jsonl"):
             mine, theirs = (
-                (folder / name).read_bytes().splitlines() for folder in (self.folder, whole)
+                (folder / name).read_bytes().splitlines() for folder in (self.folder, undisturbed)
             )
             part = next((n for n in range(steps + 1) if mine[n : n + 1] != theirs[n : n + 1]), None)
             wrong += [] if part is None else [f"{name} differs from line {part + 1} on"]
@@ -448,8 +456,8 @@ def tail(path: Path) -> str:
     return path.read_text(errors="replace")[-1500:]
 
 
-def measured(pid: int) -> tuple[float, int] | None:
-    """(resident MiB, descriptors)"""
+def usage(pid: int) -> tuple[float, int] | None:
+    """Measure (resident MiB, descriptors); None if the process has ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), len(os.listdir(f"/proc/{pid}/fd"))

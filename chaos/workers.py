@@ -1,11 +1,11 @@
 """Chaos for rollout workers: killed, stopped, crashed or babbling while they start, sync, idle or
 serve, in real runs.
 
-    driver (a fork; Struck takes the place of Workers)          worker processes (odd_worker.py), two
-    ----------------------------------------------------        --------------------------------------
-    the next fault of the plan is due when a worker is in
-      its state; the state is exact, as the driver's own
-      thread looks and strikes                          --->    SIGKILL, SIGSTOP, SIGHUP: exception, SIGALRM: garbage
+    driver (a fork; Struck takes the place of Workers)    two worker processes (faulty_worker.py)
+    --------------------------------------------------    ---------------------------------------
+    the next fault of the plan is due when a worker is    SIGKILL, SIGSTOP,
+      in its state; the state is exact, as the driver's   SIGHUP: an exception,
+      own thread looks and strikes                    ->  SIGALRM: garbage
     step() waits until the loss was noticed: a witness
     the next fault
 
@@ -32,11 +32,11 @@ from typing import Any
 
 import numpy as np
 
+from chaos.faulty_worker import COMMAND
 from chaos.kills import adopting_forks, differs, ended, left
-from chaos.odd_worker import COMMAND
 from chaos.results import Case, Result, tally
 from tandem.engine.worker_pool.pool import Workers
-from tandem.engine.worker_pool.process import Handed, Process
+from tandem.engine.worker_pool.process import Ticket, WorkerProcess
 from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.processes import catches
 from tests.support.runs import fingerprint, prepare
@@ -71,8 +71,7 @@ def section(faults: int = FAULTS) -> list[Result]:
 
 @dataclass
 class Striker:
-    """Runs whose workers are struck. told: what the driver said when it had noticed, of each
-    way."""
+    """Runs whose workers are struck. lost: how often the driver noticed each kind of fault."""
 
     place: Path
     lost: dict[str, int] = field(default_factory=dict)
@@ -108,10 +107,10 @@ class Striker:
     def run(
         self, name: str, command: list[str], plan: list[Fault], expected: dict[str, str]
     ) -> Iterator[Case]:
-        """One run with these faults, one after the other."""
-        folder, told, start = self.place / "run", self.place / "told.jsonl", time.monotonic()
-        told.write_text("")
-        wrong = ended(self.forks.start(command, folder, strike, plan, str(told)), folder)
+        """Make one run with these faults, one after the other."""
+        folder, log, start = self.place / "run", self.place / "lost.jsonl", time.monotonic()
+        log.write_text("")
+        wrong = ended(self.forks.start(command, folder, use_struck_workers, plan, str(log)), folder)
         wrong = (
             wrong
             or left(self.standing, folder)
@@ -119,19 +118,17 @@ class Striker:
             or stale(folder, command)
         )
         shutil.rmtree(folder, ignore_errors=True)
-        said = [json.loads(line) for line in told.read_text().splitlines()]
+        losses = [json.loads(line) for line in log.read_text().splitlines()]
         print(f"{name}, {time.monotonic() - start:.0f} s: {wrong or 'equal'}", flush=True)
         for number, (state, way) in enumerate(plan):
-            fired = any(
-                event["fault"] == number and WAYS[way][1] in event["lost"] for event in said
-            )
+            fired = any(loss["fault"] == number and WAYS[way][1] in loss["lost"] for loss in losses)
             what = f"{state}: {way}"
             self.lost[what] = self.lost.get(what, 0) + fired
             yield fired, wrong and f"{name}: {wrong}"
 
 
 def planned(name: str, faults: int) -> list[Fault]:
-    """Every way in every state, shuffled, as often as it takes."""
+    """Plan every way in every state, shuffled, as often as it takes."""
     source = random.Random(f"{SEED} {name}")
     plan: list[Fault] = []
     while len(plan) < faults:
@@ -141,8 +138,7 @@ def planned(name: str, faults: int) -> list[Fault]:
 
 
 def stale(folder: Path, command: Sequence[str]) -> str:
-    """Tokens by other weights than the schedule's: step s (from 0) is sampled by version max(0, s -
-    staleness)."""
+    """Describe tokens of wrong weights: version max(0, s - staleness) samples step s (from 0)."""
     staleness, partial = (
         int("rollout.staleness=1" in command),
         any("token_budget" in text for text in command),
@@ -151,44 +147,41 @@ def stale(folder: Path, command: Sequence[str]) -> str:
     for step, file in enumerate(files):
         turn = max(0, step - staleness)
         episodes = [episode.weight_versions[episode.loss_mask] for episode in read_episodes(file)]
-        found = {int(version) for versions in episodes for version in versions}
-        if (max(found) if partial else found) != (turn if partial else {turn}):
-            return f"step {step + 1} has tokens of versions {sorted(found)}, its turn is {turn}"
+        seen = {int(version) for versions in episodes for version in versions}
+        if (max(seen) if partial else seen) != (turn if partial else {turn}):
+            return f"step {step + 1} has tokens of versions {sorted(seen)}, its turn is {turn}"
         if any((np.diff(versions) < 0).any() for versions in episodes):
             return f"step {step + 1} has an episode that went on with older weights"
     return "" if len(files) == STEPS else f"{len(files)} files of episodes"
 
 
-# In the driver
-# -------------------------------------------------------------------------------------------------------
+# ---- in the driver
 
 
-def strike(plan: list[Fault], told: str) -> None:
-    """Before the run: its workers will be struck."""
-    from tandem.jobs.commands import parts
+def use_struck_workers(plan: list[Fault], log: str) -> None:
+    """Give the run workers that will be struck."""
+    from tandem.jobs import engines
 
-    Struck.plan, Struck.told, Struck.random = plan, Path(told), random.Random(len(plan))
-    parts.Workers = Struck  # type: ignore[attr-defined, misc]
+    Struck.plan, Struck.log, Struck.random = plan, Path(log), random.Random(len(plan))
+    engines.Workers = Struck  # type: ignore[attr-defined, misc]
 
 
 class Struck(Workers):
-    """Workers that are struck by a plan, and otherwise as they are."""
+    """Real workers, struck by a plan. log: a file of the losses."""
 
     plan: list[Fault]
-    told: Path
+    log: Path
     random: random.Random
 
-    def __init__(self, **how: Any):
-        self._fault, self._at, self._wait = (
-            0,
-            -1,
-            0,
-        )  # the next one, the process that was struck, opportunities left out
-        super().__init__(**{**how, "command": COMMAND})
+    def __init__(self, **options: Any):
+        self._fault = 0  # the next one
+        self._struck = -1  # the process that was struck, until its loss is noticed
+        self._skip = 0  # opportunities to leave out
+        super().__init__(**{**options, "command": COMMAND})
 
-    def step(self) -> list[Handed]:
-        while self._at >= 0:
-            super()._listen()
+    def step(self) -> list[Ticket]:
+        while self._struck >= 0:
+            super()._poll()
         done = super().step()
         if not self._todo and all(
             worker.state in ("idle", "starting") for worker in self._workers.values()
@@ -196,45 +189,44 @@ class Struck(Workers):
             self._strike("idle", 2)
         return done
 
-    def _listen(self) -> None:
+    def _poll(self) -> None:
         self._strike("serving", 4)
         self._strike("starting", 20)
-        super()._listen()
+        super()._poll()
 
-    def _sync(self, worker: Process) -> None:
+    def _sync(self, worker: WorkerProcess) -> None:
         super()._sync(worker)
         self._strike("syncing", 3)
 
     def _strike(self, state: str, patience: int) -> None:
-        """Strike a worker that is in this state, if that is the next fault's, after passing over a
-        few opportunities."""
-        if self._at >= 0 or self._fault == len(self.plan) or self.plan[self._fault][0] != state:
+        """Strike a worker in this state, if that is the next fault's, after a few opportunities."""
+        if self._struck >= 0 or self._fault == len(self.plan) or self.plan[self._fault][0] != state:
             return
         number, _ = WAYS[self.plan[self._fault][1]]
-        there = [
+        candidates = [
             worker
             for worker in self._workers.values()
-            if worker.state == state and _hears(worker, number)
+            if worker.state == state and _can_receive(worker, number)
         ]
-        if not there:
+        if not candidates:
             return
-        self._wait = self._wait or self.random.randint(1, patience)
-        self._wait -= 1
-        if not self._wait:
-            self._at = self.random.choice(there).pid
-            os.kill(self._at, number)
+        self._skip = self._skip or self.random.randint(1, patience)
+        self._skip -= 1
+        if not self._skip:
+            self._struck = self.random.choice(candidates).pid
+            os.kill(self._struck, number)
 
-    def _lose(self, worker: Process, why: str) -> None:
-        if worker.pid == self._at:
-            with self.told.open("a") as file:
+    def _replace(self, worker: WorkerProcess, reason: str) -> None:
+        if worker.pid == self._struck:
+            with self.log.open("a") as file:
                 file.write(
-                    json.dumps({"fault": self._fault, "state": worker.state, "lost": why}) + "\n"
+                    json.dumps({"fault": self._fault, "state": worker.state, "lost": reason}) + "\n"
                 )
-            self._fault, self._at = self._fault + 1, -1
-        super()._lose(worker, why)
+            self._fault, self._struck = self._fault + 1, -1
+        super()._replace(worker, reason)
 
 
-def _hears(worker: Process, number: int) -> bool:
+def _can_receive(worker: WorkerProcess, number: int) -> bool:
     return number in (signal.SIGKILL, signal.SIGSTOP) or catches(worker.pid, number)
 
 

@@ -78,7 +78,8 @@ def recipe(folder: Path, seed: int, command: str, model: Path) -> list[str]:
 
 
 def make_inputs(folder: Path, seed: int) -> None:
-    from tandem.tasks.algebra import write_dataset
+    from tandem.tasks import algebra
+    from tandem.tasks.registry import write_rows
 
     mark = folder / "seed"
     if mark.exists() and mark.read_text() != str(seed):
@@ -94,15 +95,10 @@ def make_inputs(folder: Path, seed: int) -> None:
         mark.write_text(str(seed))
     if not (folder / "data" / "warm.jsonl").exists():
         say(f"data: eight templates of school algebra -> {folder}/data")
-        write_dataset(
-            folder / "data",
-            "easy",
-            num_train=400,
-            num_test=64,
-            num_warm=16000,
-            seed=seed,
-            careless=0.5,
-        )
+        data = folder / "data"
+        write_rows(data / "train.jsonl", algebra.rows("train", 400, seed, difficulty=1))
+        write_rows(data / "test.jsonl", algebra.rows("test", 64, seed, difficulty=1))
+        write_rows(data / "warm.jsonl", algebra.warm_start(16000, seed, difficulty=1, careless=0.5))
     if not (folder / "model" / "tokenizer.json").exists():
         say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")
         from tandem.model.tiny import make_tiny

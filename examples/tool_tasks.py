@@ -184,7 +184,7 @@ def counting(problem: Problem, draw: np.random.Generator) -> RolloutRunner:
 
 
 def calling(problem: Problem, draw: np.random.Generator) -> RolloutRunner:
-    result = yield write_calls([the_call(problem)], "hermes")
+    result = yield write_calls([the_call(problem)])
     yield f"Answer: {result}"
 
 
@@ -196,7 +196,7 @@ def guessing(problem: Problem, draw: np.random.Generator) -> RolloutRunner:
 
 def stumbling(problem: Problem, draw: np.random.Generator) -> RolloutRunner:
     """Calls with a slip of the pen, and then does not look it up again."""
-    text = write_calls([the_call(problem)], "hermes")
+    text = write_calls([the_call(problem)])
     yield text.replace("}}", "}") if draw.random() < 0.5 else text.removesuffix("\n</tool_call>")
     yield from guessing(problem, draw)
 

@@ -1,8 +1,8 @@
 """One RL step on one page. READ THIS FIRST: `train_step`.
 
-    rollout_step   problems -> episodes -> rewards -> journal     data, envs, engine, rewards, run_folder
-    learn_step     pack -> log-probs -> advantages -> updates     train, rl, model
-    publish        the engines run the new weights                weights
+    rollout_step   problems -> episodes -> rewards -> journal   data, envs, engine, rollout, rewards
+    learn_step     pack -> log-probs -> advantages -> updates   train, rl, model
+    publish        the engines run the new weights              weights
 
 train_loop.py repeats it, with resume, metrics, evaluation and checkpoints; step_async.py runs the
 same two halves side by side. A step is a pure function of the config, the seed, the data, the
@@ -78,7 +78,7 @@ def rollout_step(stages: Stages, step: int, timer: Timer) -> RolloutBatch:
         groups, state = recorded
         progress.restore(state, groups)
     else:
-        with signals.interruptible():
+        with signals.allow_interrupts():
             stages.sync.sync_to(max(0, step - stages.config.rollout.staleness))
             groups = stages.collector.collect(step, timer)
             if stages.exact:

@@ -120,8 +120,8 @@ class RolloutPrefetcher:
 
     def _wait_for(self, step: int, until_deadline: bool = False) -> None:
         """Wait until the batch of a step is rolled out. Raises what the rollouts raised."""
-        waits = watchdog.waits(of="rollouts", what=f"the episodes of step {step + 1}")
-        with signals.interruptible(), self._change, waits:
+        waits = watchdog.waiting_for("rollouts", f"the episodes of step {step + 1}")
+        with signals.allow_interrupts(), self._change, waits:
             while self._next <= step and self._error is None:
                 if until_deadline and time.monotonic() > self._deadline:
                     break
@@ -143,7 +143,7 @@ class RolloutPrefetcher:
     def _wait_for_weights(self) -> bool:
         """Wait for the weights of the next rollout; return False if the run is over first."""
         version = max(0, self._next - self.staleness)
-        waits = watchdog.waits(of="trainer", what=f"the weights of version {version}")
+        waits = watchdog.waiting_for("trainer", f"the weights of version {version}")
         with self._change, waits:
             self._change.wait_for(lambda: self._version >= version or self._closed)
             return not self._closed

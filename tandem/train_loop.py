@@ -1,5 +1,5 @@
-"""Repeats a step in a run folder: resume, evaluate, step, log, save. The same for every command that
-trains.
+"""Repeats a step in a run folder: resume, evaluate, step, log, save. The same for every command
+that trains.
 
 A kill anywhere loses at most the updates since the last checkpoint; the same command makes them
 again with the same bits. Ctrl-C and SIGTERM save first.
@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tandem.config.checks import GROUP_RELATIVE
 from tandem.config.recipe import to_toml
-from tandem.config.schema import Config
+from tandem.config.schema import GROUP_RELATIVE, Config
 from tandem.model.load import ExactModel
 from tandem.run_folder.async_save import Saver
 from tandem.run_folder.checkpoint import (
@@ -86,15 +85,15 @@ def run_training(run: RunFolder, job: TrainJob, show: Show, report: Report | Non
     show: called with every row of metrics; report: with lines for the user, by default run.log.
     """
     log = run.path / "log.txt"
-    with watchdog.watching(run.config.run.stall_s, log=log), signals.on_signals():
+    with watchdog.watching(run.config.run.stall_s, log=log), signals.handle_signals():
         loop = _TrainLoop(run, job, show, report or run.log)
         with loop.writing(), loop.saving_on_interrupt():
             job.start(loop.done)
             if loop.pending_metrics is not None:
-                with signals.held():
+                with signals.defer_interrupts():
                     loop.finish_step(loop.pending_metrics, {})
             while loop.done < job.steps:
-                with signals.held():
+                with signals.defer_interrupts():
                     result = job.step(loop.done)
                     loop.count_step(result)
                     loop.finish_step(result.metrics, result.timings)
@@ -187,7 +186,7 @@ class _TrainLoop:
         evaluates = is_end or bool(every and self.done % every == 0)
         if evaluates:
             start = time.perf_counter()
-            with signals.interruptible():
+            with signals.allow_interrupts():
                 metrics = metrics | self.job.evaluate(self.done)
             timings = timings | {"eval_s": time.perf_counter() - start}
         self._log(metrics, timings)

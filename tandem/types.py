@@ -1,4 +1,4 @@
-"""The nouns that cross a stage, and the Protocols between stages.
+"""The nouns that cross rooms, and the Protocols between them.
 
 A problem becomes G episodes (a group), each episode a flat training sample, and samples are packed
 into microbatches. This file knows numpy and nothing else: no torch, no model, no file format.
@@ -52,26 +52,36 @@ class Problem:
     answer: str  # ground truth, as the reward function wants it
     category: str = ""  # evaluation is also reported by category
     metadata: dict[str, Any] = field(default_factory=dict)
-    # its row's prompt was messages, not text: TRL's reward functions are told alike
-    conversational: bool = True
+    conversational: bool = True  # prompt of messages, not of text (for TRL's reward functions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How one request is sampled. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
-    repetition_penalty 1 are off.
+class SamplingDistribution:
+    """How logits become the distribution sampled from: repetition penalty, temperature, top-k,
+    top-p, min-p, in this order.
 
-    Example: SamplingParams(max_new_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(),
-    stop_token_ids=(2,))
+    Temperature 0 is greedy: its log-probs are those at temperature 1 without the filters, which
+    would leave one token. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off. Example:
+    SamplingDistribution(temperature=0.7, top_p=0.9)
     """
 
-    max_new_tokens: int
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0  # keep tokens at least this share of the likeliest one's probability
     # divides positive logits of tokens seen before, multiplies negative ones
     repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(SamplingDistribution):
+    """How one request is sampled: the distribution of each token, and where sampling ends.
+
+    Example: SamplingParams(max_new_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(),
+    stop_token_ids=(2,))
+    """
+
+    max_new_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int = 0  # also report the likeliest tokens of each position
@@ -85,20 +95,21 @@ class Request:
     params=SamplingParams(...))
     """
 
-    # 64-bit address of its random draws (draws.address); position t draws uniform(key, drawn + t)
+    # 64-bit address of its random draws (rng.address); position t draws uniform(key,
+    # num_sampled + t)
     key: int
     prompt: Array  # int64 [T]
     params: SamplingParams
-    drawn: int = 0  # tokens sampled under this key before, in earlier turns
-    # what was sampled of this very turn before it paused, under whatever weights
-    begun: "Completion | None" = None
+    num_sampled: int = 0  # tokens sampled under this key before, in earlier turns
+    # what was sampled of this very turn before it paused, by weights of any version
+    resume_from: "Completion | None" = None
     # tokens sampled now after which it pauses (stop reason "paused"); 0: never
     max_tokens_now: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine returns for a request, what had begun of it included.
+    """What the engine returns for a request, Request.resume_from included.
 
     Example: Completion(tokens=np.array([7, 2]), logprobs=np.array([-0.3, -0.01], np.float32),
     weight_versions=np.array([4, 4], np.int32), text="3", stop_reason="stop")
@@ -133,15 +144,13 @@ class Episode:
     # float32 [T]; what the environment found wrong with the turn a token is of, 0 for nothing
     penalties: Array
     num_prompt_tokens: int  # tokens[:num_prompt_tokens] are equal in all episodes of the group
-    # the chat behind the prompt: completions as the assistant's, and what answered them
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # the chat behind the prompt: the model's turns and the answers
     stop_reason: EpisodeStop
     key: int = 0  # 64-bit address of its random draws, Request.key of all its turns
-    # the chat that the environment began with; empty: the problem's
-    opening: tuple[Message, ...] = ()
+    opening: tuple[Message, ...] = ()  # the chat that the environment began with, or ()
     tools: tuple[Tool, ...] = ()  # what it showed the model besides
     # what the environment gave: "env", and its parts
-    given: dict[str, float] = field(default_factory=dict)
+    env_rewards: dict[str, float] = field(default_factory=dict)
     env_error: str = ""  # how the environment failed
     masked: bool = False  # it failed and carries no loss (env.on_error)
     reward: float = 0.0
@@ -150,7 +159,7 @@ class Episode:
 
     @property
     def trainable(self) -> bool:
-        """Whether any token of it carries loss."""
+        """True if any token carries loss."""
         return not self.masked and bool(self.loss_mask.any())
 
     @property
@@ -180,7 +189,7 @@ class Episode:
             opening=self.opening,
             stop_reason=self.stop_reason,
             tokens=tuple(self.tokens[self.num_prompt_tokens :].tolist()),
-            given=self.given,
+            env_rewards=self.env_rewards,
         )
 
 
@@ -194,9 +203,8 @@ class Group:
 
     @property
     def rewards(self) -> Array:
-        """float64 [G]; a masked episode counts as an average one of its group, so it moves no
-        baseline of a group. (What is divided by the group's size or spread sees a full group: RLOO
-        and the std are those of G episodes.)"""
+        """Rewards of the episodes, float64 [G]. A masked episode gets the mean of the others, so it
+        moves no baseline; RLOO and the std still see G episodes."""
         rewards = np.array([episode.reward for episode in self.episodes], np.float64)
         valid = self.valid
         if not valid.all():
@@ -208,22 +216,20 @@ class Group:
 
     @property
     def valid(self) -> Array:
-        """bool [G]: which episodes are not masked."""
+        """Which episodes are not masked, bool [G]."""
         return np.array([not episode.masked for episode in self.episodes], bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A flat sequence to train on. What a loss needs besides (log-probs, advantages) is a column:
-    see train/pack.py.
+    """A flat sequence to train on; what a loss needs besides is in train/batch.py.
 
     Example: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1], prefix 3, group 0
     """
 
     tokens: Array  # int64 [T]
     loss_mask: Array  # bool [T]
-    # tokens[:prefix] are equal in all samples of the group, so they are trained once
-    prefix: int = 0
+    prefix: int = 0  # tokens[:prefix] are equal in all samples of the group, and trained once
     group: int = 0
 
 
@@ -247,16 +253,15 @@ class Microbatch:
 
 
 class Ticket(Protocol):
-    """A request on its way; `completion` is None until it has ended."""
+    """A request on its way."""
 
-    completion: Completion | None
+    completion: Completion | None  # None until it has ended
 
 
 class Generate(Protocol):
-    """The engine, as environments and publication see it. weight_version: the version of the
-    weights it runs now."""
+    """The engine, as environments and publication see it."""
 
-    weight_version: int
+    weight_version: int  # of the weights that it runs
 
     @property
     def longest(self) -> int:
@@ -264,17 +269,15 @@ class Generate(Protocol):
         ...
 
     def apply(self, version: int) -> None:
-        """The weights in its memory are now those of that version: nothing computed with others is
-        used again."""
+        """Take the weights in memory as that version; drop what others computed."""
         ...
 
     def submit(self, request: Request) -> Ticket:
-        """Take a request; what it returns depends on the request and the weights only."""
+        """Take a request; its completion depends on the request and the weights only."""
         ...
 
     def step(self) -> Sequence[Ticket]:
-        """Do some work; returns those that got further, with `completion` set on those that
-        ended."""
+        """Do some work; return the tickets that got further or ended."""
         ...
 
     def cancel(self, ticket: Any) -> None:
@@ -286,50 +289,47 @@ class RolloutEngine(Generate, Protocol):
     """The engine that samples for training."""
 
     def logprob_gap(self) -> float:
-        """Compare a completion that it has just sampled with the trainer's packed pass over it, by
-        the weights that it runs: the largest difference of log-probs in nats; 0 where there is
-        none."""
+        """Compare a completion just sampled with the trainer's packed pass over it: the largest
+        difference of log-probs, nats; 0 without a completion."""
         ...
 
 
 class Sync(Protocol):
-    """Brings the trainer's weights to what generates. An engine runs a version whole, never what is
-    between two."""
+    """Brings the trainer's weights to the engines. An engine runs one version at a time."""
 
     def publish(self, version: int) -> None:
-        """The trainer's weights are now those of that version."""
+        """Publish the trainer's weights as that version."""
         ...
 
     def sync_to(self, version: int) -> None:
-        """The engine of the rollouts runs that version, which was published, from now on. Raises
-        UserError if it is gone."""
+        """Have the rollouts' engine run a published version. Raises UserError if it is gone."""
         ...
 
     def logprob_gap(self) -> float:
-        """RolloutEngine.logprob_gap of the engine of the rollouts."""
+        """Return RolloutEngine.logprob_gap of the rollouts' engine."""
         ...
 
 
 class Renderer(Protocol):
-    """Turns chats into tokens; text for a person comes back."""
+    """Turns chats into tokens."""
 
     stop_token_ids: tuple[int, ...]
 
     def prompts(
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
     ) -> list[Array]:
-        """int64 [T] for each chat: the chat and the header of the assistant's turn."""
+        """Return int64 [T] for each chat: the chat, and the header of the assistant's turn."""
         ...
 
     def turn(self, messages: Sequence[Message]) -> Array:
-        """int64 [T]: what follows an assistant's text when these messages answer it: the stop token
-        that ends its turn, the messages, and the header of the assistant's next turn."""
+        """Return int64 [T], the tokens that follow an assistant's text: the stop token of its turn,
+        the messages that answer it, and the header of its next turn."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """How an environment answers a turn of the model.
+    """An environment's answer to a turn of the model.
 
     Example: Observation(messages=({"role": "user", "content": "higher"},)), and in the end
     Observation(done=True, reward=1.0, parts={"turns": 3.0})
@@ -340,42 +340,36 @@ class Observation:
     reward: float = 0.0  # added to what the environment gave before
     # reported beside the reward; later ones replace earlier ones
     parts: dict[str, float] = field(default_factory=dict)
-    penalty: float = (
-        # at least 0: what is wrong with the turn itself; lowers its tokens' advantage
-        # (env.penalty_mode)
-        0.0
-    )
+    # at least 0, for a flaw of the turn; lowers its tokens' advantage (env.penalty_mode)
+    penalty: float = 0.0
 
 
 class Env:
     """The world of one episode; an instance is made for each. As it stands: a single turn.
 
-    A subclass overrides what it needs. Its methods may be `async def`, and then wait for others as
-    long as they like; plain ones run in a thread of their own, so they may block. Randomness comes
-    from the problem: all episodes of a problem must begin alike. What a method raises costs its own
-    episode only (env.on_error).
+    A subclass overrides what it needs. Its methods may be `async def`; plain ones run in a thread
+    of their own, so they may block. Randomness comes from the problem: all episodes of a problem
+    must begin alike. An error costs its own episode only (env.on_error).
     """
 
-    # JSON schemas that the chat template shows the model, known after reset
-    tools: Sequence[Tool] = ()
-    # steps leave nothing behind, so an episode that is taken up anew need not repeat them
-    stateless: bool = False
+    tools: Sequence[Tool] = ()  # JSON schemas for the chat template, known after reset
+    stateless: bool = False  # steps leave nothing behind: a resumed episode need not repeat them
 
     async def reset(self, problem: Problem) -> Sequence[Message]:
-        """The chat that the episode starts with."""
+        """Return the chat that the episode starts with."""
         return problem.messages
 
     async def step(self, text: str) -> Observation:
-        """The answer to what the model said."""
+        """Answer a turn of the model."""
         return Observation(done=True)
 
     async def close(self) -> None:
-        """The episode is over, however it ended."""
+        """Give back what the episode holds; called however it ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What a reward function can know of an episode.
+    """An episode as a reward function sees it.
 
     Example: Attempt(text="Answer: 3", messages=({"role": "assistant", "content": "Answer: 3"},))
     """
@@ -386,21 +380,20 @@ class Attempt:
     stop_reason: EpisodeStop = "stop"
     tokens: tuple[int, ...] = ()  # the ids of all tokens behind the prompt
     # Rewards that are known already, by function: "env", and its parts.
-    given: dict[str, float] = field(default_factory=dict)
+    env_rewards: dict[str, float] = field(default_factory=dict)
 
 
 class Reward(Protocol):
-    """Scores attempts, in the background; never raises for a bad one, but says so in the score's
-    error."""
+    """Scores attempts in the background; a failure is in the score's error."""
 
     def submit(self, problem: Problem, attempt: Attempt) -> "Future[Score]":
-        """The score, in time."""
+        """Return a future of the score."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The verdict on one attempt. Example: Score(reward=1.0, parts={"answer": 1.0}, error="")"""
+    """A reward with its parts. Example: Score(reward=1.0, parts={"answer": 1.0}, error="")"""
 
     reward: float
     parts: dict[str, float]

@@ -28,10 +28,10 @@ ROOMS = {  # room -> the other rooms that it may import; none of them leads back
     "tasks": {"data"},
     "engine": {"model", "weights"},
     "serve": {"engine", "model"},
-    "envs": {"config", "model", "tasks"},
+    "envs": {"config", "model", "serve", "tasks"},  # of serve, the parts of OpenAI's API
     "rewards": {"config", "tasks"},
     "run_folder": {"config", "model", "weights"},
-    "rollout": {"config", "envs", "rl", "run_folder"},
+    "rollout": {"config", "data", "envs", "rl", "run_folder"},
     "train": {"config", "model", "rl"},
 }
 KNOWS_EVERYONE = [
@@ -107,6 +107,16 @@ def test_a_room_imports_only_the_rooms_below_it(room):
     allowed = ROOMS[room] | DOOR | {"runtime"}
     for path in (PACKAGE / room).rglob("*.py"):
         assert rooms_of(path) <= allowed, f"{name(path)} imports {sorted(rooms_of(path) - allowed)}"
+
+
+def test_environments_and_the_server_share_openai_api_alone():
+    """It brings neither an engine nor an HTTP server with it."""
+    used = set().union(*(imported(path) for path in (PACKAGE / "envs").rglob("*.py")))
+    assert {module for module in used if module.startswith("tandem.serve")} == {
+        "tandem.serve.openai_api"
+    }
+    shared = imported(PACKAGE / "serve" / "openai_api.py")
+    assert {module for module in shared if module.startswith("tandem.")} == {"tandem.types"}
 
 
 def test_no_room_can_be_reached_from_a_room_that_it_imports():

@@ -3,21 +3,35 @@ pauses change a bit."""
 
 import threading
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from tandem.config.schema import Config
+from tandem.model.forward import batch_logprobs
+from tandem.rollout.collect import Progress
+from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.episodes import EnvPool, run_episodes
-from tandem.run_folder.episode_files import read_episodes, read_groups
-from tandem.runtime.errors import UserError
-from tandem.step import Progress, update
-from tandem.step import train_step as whole_step
-from tandem.step_async import open_prefetcher, train_step_async
-from tandem.types import Env, Observation
-from tests.test_step import BY_UID, AddressedEngine, KeyReward, config, stages_in, weights_of
+from tandem.rollout.episodes import run_episodes
+from tandem.run_folder.episode_files import read_episodes
+from tandem.runtime.errors import InvariantError, UserError
+from tandem.step import train_step
+from tandem.step_async import RolloutPrefetcher, train_step_async
+from tandem.train.pack import pack
+from tandem.types import Env, Observation, Sample
+from tests.support.stages import (
+    PARAMS,
+    AddressedEngine,
+    KeyReward,
+    config,
+    groups_of_step,
+    stages_in,
+    weights_of,
+    with_runner,
+)
 
 STEPS = 6
 
@@ -36,34 +50,34 @@ class VersionedEngine(AddressedEngine):
 
 
 class SlowSync:
-    """Publishes numbers only, and brings those that have been published; the engine is another one
-    than the trainer's."""
+    """Publishes numbers only, and syncs to those that have been published; the engine is another
+    one than the trainer's."""
 
     def __init__(self, engine):
-        self.engine, self.published, self.brought = engine, [], []
+        self.engine, self.published, self.synced = engine, [], []
 
     def publish(self, version):
         self.published.append(version)
 
     def sync_to(self, version):
         assert version in self.published
-        self.brought.append((version, threading.current_thread().name))
+        self.synced.append((version, threading.current_thread().name))
         self.engine.apply(version)
 
 
 def ran(folder, staleness, workers, **changes):
     """Stages after STEPS steps, with the metrics; the rollouts' engine is scripted, in a thread
     where workers is 1."""
-    how = config(rollout__staleness=staleness, rollout__workers=workers, **changes)
-    stages = stages_in(folder, how, engine=VersionedEngine(), reward=KeyReward())
-    stages = replace(stages, sync=SlowSync(stages.player.engine))
+    settings = config(rollout__staleness=staleness, rollout__workers=workers, **changes)
+    stages = stages_in(folder, settings, engine=VersionedEngine(), reward=KeyReward())
+    stages = replace(stages, sync=SlowSync(stages.collector.runner.engine))
     rows = []
-    with open_prefetcher(stages, STEPS) as ahead:
+    with closing(RolloutPrefetcher(stages, STEPS)) as prefetcher:
         stages.sync.publish(0)
-        ahead.begin(0)
+        prefetcher.start(0)
         for step in range(STEPS):
-            rows.append(train_step_async(ahead, step, update)[0])
-            ahead.wait_until_durable(step + 1)
+            rows.append(train_step_async(prefetcher, step).metrics)
+            prefetcher.wait_until_durable(step + 1)
     return stages, rows
 
 
@@ -77,23 +91,21 @@ def versions(folder, step):
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 7])
-def test_every_step_is_sampled_by_the_weights_that_its_turn_is_and_by_no_others(
-    staleness, tmp_path
-):
+def test_step_is_sampled_by_weights_of_its_staleness_only(staleness, tmp_path):
     stages, _ = ran(tmp_path, staleness, 1)
     assert [versions(tmp_path, step) for step in range(STEPS)] == [
         {max(0, t - staleness)} for t in range(STEPS)
     ]
-    assert [version for version, _ in stages.sync.brought] == [
+    assert [version for version, _ in stages.sync.synced] == [
         max(0, t - staleness) for t in range(STEPS)
     ]
-    assert {thread for _, thread in stages.sync.brought} == {"rollouts"}
+    assert {thread for _, thread in stages.sync.synced} == {"rollouts"}
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"rl__max_gen_batches": 50}, {"rl__curriculum": True}], ids=str
 )
-def test_with_a_thread_and_without_the_same_bits_come_out(changes, tmp_path):
+def test_thread_or_not_the_same_bits_come_out(changes, tmp_path):
     inline, rows = ran(tmp_path / "inline", 2, 0, **changes)
     threaded, others = ran(tmp_path / "threaded", 2, 1, **changes)
     assert rows == others and weights_of(inline) == weights_of(threaded)
@@ -105,11 +117,11 @@ def test_with_a_thread_and_without_the_same_bits_come_out(changes, tmp_path):
     )
 
 
-def test_with_staleness_0_it_is_the_synchronous_loop(tmp_path):
-    ahead, rows = ran(tmp_path / "ahead", 0, 0)
+def test_staleness_0_is_the_synchronous_step(tmp_path):
+    stages_ahead, rows = ran(tmp_path / "ahead", 0, 0)
     stages = stages_in(tmp_path / "sync", config(), engine=VersionedEngine(), reward=KeyReward())
-    assert rows == [whole_step(stages, step, update)[0] for step in range(STEPS)]
-    assert weights_of(ahead) == weights_of(stages)
+    assert rows == [train_step(stages, step).metrics for step in range(STEPS)]
+    assert weights_of(stages_ahead) == weights_of(stages)
 
 
 class GappySync(SlowSync):
@@ -123,40 +135,38 @@ class GappySync(SlowSync):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("gap", [1e-7, float("nan")])
-def test_in_every_step_what_was_sampled_is_held_against_the_trainers_pass_before_it_is_kept(
-    gap, workers, tmp_path
-):
-    how = config(rollout__staleness=1, rollout__workers=workers)
-    stages = stages_in(tmp_path, how, engine=VersionedEngine(), reward=KeyReward())
-    sync = GappySync(stages.player.engine)
+def test_sampled_logprobs_are_checked_before_they_are_kept(gap, workers, tmp_path):
+    settings = config(rollout__staleness=1, rollout__workers=workers)
+    stages = stages_in(tmp_path, settings, engine=VersionedEngine(), reward=KeyReward())
+    sync = GappySync(stages.collector.runner.engine)
     sync.gap = gap
-    with open_prefetcher(replace(stages, sync=sync, exact=True, models=None), STEPS) as ahead:
+    stages = replace(stages, sync=sync, exact=True, models=None)
+    with closing(RolloutPrefetcher(stages, STEPS)) as prefetcher:
         sync.publish(0)
-        ahead.begin(0)
+        prefetcher.start(0)
         for version in (1, 2):  # nothing is learned: the scripted log-probs are no model's
-            ahead.take(version - 1)
-            ahead.publish(version)
+            prefetcher.get(version - 1)
+            prefetcher.publish(version)
         with pytest.raises(
-            UserError, match=r"(?s)do not agree on a completion just sampled.*rollouts of step 4"
+            InvariantError,
+            match=r"(?s)do not agree on a completion just sampled.*rollouts of step 4",
         ):
             for step in (2, 3):
-                ahead.take(step)
+                prefetcher.get(step)
     assert len(list(tmp_path.glob("train_step_*.parquet"))) == 3  # those before it
 
 
-def test_an_error_of_the_rollouts_reaches_whoever_waits_for_them(tmp_path):
-    with pytest.raises(UserError, match="every episode could not be scored"):
-        stages = stages_in(
-            tmp_path,
-            config(rollout__staleness=1, rollout__workers=1),
-            engine=VersionedEngine(),
-            reward=Failing(),
-        )
-        stages = replace(stages, sync=SlowSync(stages.player.engine))
-        with open_prefetcher(stages, STEPS) as ahead:
-            stages.sync.publish(0)
-            ahead.begin(0)
-            train_step_async(ahead, 0, update)
+def test_error_of_the_rollouts_reaches_the_trainer(tmp_path):
+    settings = config(rollout__staleness=1, rollout__workers=1)
+    stages = stages_in(tmp_path, settings, engine=VersionedEngine(), reward=Failing())
+    stages = replace(stages, sync=SlowSync(stages.collector.runner.engine))
+    with (
+        closing(RolloutPrefetcher(stages, STEPS)) as prefetcher,
+        pytest.raises(UserError, match="every episode could not be scored"),
+    ):
+        stages.sync.publish(0)
+        prefetcher.start(0)
+        train_step_async(prefetcher, 0)
 
 
 class Failing(KeyReward):
@@ -164,34 +174,34 @@ class Failing(KeyReward):
         return replace(super().score(problem, attempt), error="no")
 
 
-def test_a_rollout_by_weights_that_are_gone_is_refused(tmp_path):
+def test_rollout_by_weights_that_are_gone_is_refused(tmp_path):
     stages = stages_in(tmp_path, config(rollout__staleness=1))
     stages.sync.publish(3)
     with (
-        open_prefetcher(stages, STEPS) as ahead,
+        closing(RolloutPrefetcher(stages, STEPS)) as prefetcher,
         pytest.raises(UserError, match="the weights of a rollout are gone"),
     ):
-        ahead.begin(3)  # the journal of step 4, sampled by version 2, is not there
-        ahead.take(3)
+        prefetcher.start(3)  # the journal of step 4, sampled by version 2, is not there
+        prefetcher.get(3)
 
 
 # Partial rollouts
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------
 
 
-def partial_stages(folder, budget, **changes):
-    how = config(
+def partial_stages(folder, budget, sampling=PARAMS, **changes):
+    settings = config(
         rollout__token_budget=budget, rollout__max_new_tokens=6, rl__correction="tis", **changes
     )
-    return stages_in(folder, how)
+    return stages_in(folder, settings, sampling=sampling)
 
 
-def test_a_partial_rollout_carries_the_version_of_every_token_and_trains_every_group_once(tmp_path):
+def test_partial_rollout_has_each_tokens_version_trains_once(tmp_path):
     stages = partial_stages(tmp_path, 4)
     seen, mixed = {}, 0
     for step in range(STEPS):
-        whole_step(stages, step, update)
-        groups = read_groups(tmp_path / f"train_step_{step + 1:06d}.parquet", BY_UID)
+        train_step(stages, step)
+        groups = groups_of_step(tmp_path, step)
         assert sum(g.outcome == "train" for g in groups) == stages.config.rl.prompts_per_step
         for group in groups:
             keys = tuple(e.key for e in group.episodes)
@@ -209,14 +219,14 @@ def test_a_partial_rollout_carries_the_version_of_every_token_and_trains_every_g
     )
 
 
-def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_weights_that_sampled_it(tmp_path):
+def test_partial_rollout_token_has_logprob_of_its_own_weights(tmp_path):
     """Paused after each budget and gone on with under other weights, against one go under each of
     those weights."""
     stages = partial_stages(tmp_path, 2)
     models = {}
     for step in range(4):
         models[step] = {n: w.clone() for n, w in stages.models.policy.model.named_weights().items()}
-        whole_step(stages, step, update)
+        train_step(stages, step)
     checked = 0
     for episode in read_episodes(tmp_path / "train_step_000004.parquet"):
         for version in set(episode.weight_versions[episode.loss_mask].tolist()):
@@ -229,34 +239,31 @@ def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_weights_that_sa
 
 
 def logprobs_under(stages, episode):
-    from tandem.model.forward import batch_logprobs
-    from tandem.model.logprobs import SamplingDistribution
-    from tandem.train.pack import pack
-    from tandem.types import Sample
-
     [batch] = pack([Sample(tokens=episode.tokens, loss_mask=episode.loss_mask)], 1000)
-    return (
-        batch_logprobs(stages.models.policy.model, batch, SamplingDistribution.of(stages.params))[0]
-        .detach()
-        .numpy()
+    with torch.no_grad():
+        distribution = PARAMS
+        return batch_logprobs(stages.models.policy.model, batch, distribution)[0].numpy()
+
+
+def run(stages, groups, envs, budget, sampling=PARAMS):
+    runner = stages.collector.runner
+    return run_episodes(
+        groups,
+        engine=runner.engine,
+        renderer=runner.renderer,
+        envs=envs,
+        sampling=sampling,
+        token_budget=budget,
     )
 
 
 def test_pauses_change_nothing_while_the_weights_stay(tmp_path):
     """The same groups, whole and paused after every token or two."""
     stages = partial_stages(tmp_path, 1)
-    player = stages.player
-    groups = new_groups(stages.problems, 3, ("test",))
+    groups = new_groups(stages.collector.problems, 3, ("test",))
 
     def played(groups, budget):
-        episodes = run_episodes(
-            groups,
-            engine=player.engine,
-            renderer=player.renderer,
-            world=player.world,
-            params=stages.params,
-            budget=budget,
-        )
+        episodes = run(stages, groups, stages.collector.runner.envs, budget)
         return [replace(group, episodes=e) for group, e in zip(groups, episodes, strict=True)]
 
     whole = played(groups, 0)
@@ -267,13 +274,13 @@ def test_pauses_change_nothing_while_the_weights_stay(tmp_path):
         assert repr(paused) == repr(whole) and pauses == -(-6 // budget)
 
 
-def test_progress_comes_back_from_its_state_and_the_groups_of_the_step(tmp_path):
+def test_progress_comes_back_from_its_state_and_groups(tmp_path):
     stages = partial_stages(tmp_path, 4)
     for step in range(3):
-        _, _, state = whole_step(stages, step, update)
+        state = train_step(stages, step).state
     again = Progress()
-    again.restore(state, read_groups(tmp_path / "train_step_000003.parquet", BY_UID))
-    assert repr(again) == repr(stages.progress) and again.unfinished
+    again.restore(state, groups_of_step(tmp_path, 2))
+    assert repr(again) == repr(stages.collector.progress) and again.unfinished
 
 
 @pytest.mark.parametrize(
@@ -304,22 +311,20 @@ class Falling(Env):
         )
 
 
-def test_episodes_that_fail_at_once_do_not_stop_those_that_have_paused(tmp_path):
+def test_episodes_that_fail_at_once_do_not_stop_paused_ones(tmp_path):
     """The first tick ends with two episodes, both of which failed."""
     stages = partial_stages(
         tmp_path,
         2,
+        replace(PARAMS, max_new_tokens=5, stop_token_ids=(91,)),
         rl__prompts_per_step=5,
         rl__group_size=2,
         reward__function="env",
         env__name="x.py:X",
     )
-    player = replace(stages.player, world=EnvPool(make=Falling, limits=stages.config.env))
-    stages = replace(
-        stages, player=player, params=replace(stages.params, max_new_tokens=5, stop_token_ids=(91,))
-    )
+    stages = with_runner(stages, envs=EnvPool(make=Falling, limits=stages.config.env))
     for step in range(3):
-        whole_step(stages, step, update)
+        train_step(stages, step)
     failed = [e for e in read_episodes(tmp_path / "train_step_000001.parquet") if e.env_error]
     assert len(failed) >= 2 and all("it fell" in e.env_error for e in failed)
 
@@ -347,25 +352,19 @@ class Counting(Env):
 def continued(stages, make, budget, anew):
     """Two episodes of three turns, a few tokens at a time; anew: as after a kill, with no
     environment left."""
-    world = EnvPool(make=make, limits=stages.config.env)
-    groups = new_groups(stages.problems[:1], 2, ("test",))
+    envs = EnvPool(make=make, limits=stages.config.env)
+    groups = new_groups(stages.collector.problems[:1], 2, ("test",))
+    sampling = replace(PARAMS, stop_token_ids=tuple(range(0, 90, 3)))
     while any(e.stop_reason == "paused" for e in groups[0].episodes):
-        episodes = run_episodes(
-            groups,
-            engine=stages.player.engine,
-            renderer=stages.player.renderer,
-            world=world,
-            budget=budget,
-            params=replace(stages.params, stop_token_ids=tuple(range(0, 90, 3))),
-        )
+        episodes = run(stages, groups, envs, budget, sampling)
         groups = [replace(groups[0], episodes=episodes[0])]
         if anew:
-            world.close()
-            assert not world.alive
+            envs.close()
+            assert not envs.paused
     return groups
 
 
-def test_an_episode_that_paused_goes_on_in_a_new_environment_as_in_its_own(tmp_path):
+def test_paused_episode_goes_on_in_a_new_environment_alike(tmp_path):
     stages = partial_stages(tmp_path, 1)
     whole = continued(stages, Counting, 0, anew=False)
     assert any(e.num_turns > 1 for e in whole[0].episodes)
@@ -381,7 +380,7 @@ def test_an_episode_that_paused_goes_on_in_a_new_environment_as_in_its_own(tmp_p
         assert again["reset"] > kept["reset"] and again["step"] > kept["step"]
 
 
-def test_steps_that_leave_nothing_behind_are_not_made_again(tmp_path):
+def test_stateless_environment_steps_are_not_repeated(tmp_path):
     stages = partial_stages(tmp_path, 1)
     calls = []
     for anew in (False, True):

@@ -12,9 +12,10 @@ from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
+from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
-from tandem.train_loop import TrainJob, run_training
+from tandem.train_loop import run_training
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
@@ -29,6 +30,8 @@ class ScriptedJob:
     """Step n has the metrics script[n] ("." good, "x" bad, "K" a kill before it, "^" Ctrl-C); a
     good one adds 1 to a weight."""
 
+    eval_every = 2
+
     def __init__(self, script, interrupted=None):
         self.interrupted = interrupted  # the step whose evaluation is
         model = exact_model("llama", num_hidden_layers=1, hidden_size=12, intermediate_size=8)
@@ -42,13 +45,14 @@ class ScriptedJob:
             betas=(0.9, 0.95),
             max_grad_norm=1.0,
         )
-        self.script, self.learner, self.memory, self.restored = (
-            script,
-            Learner(model, optimizer),
-            [],
-            None,
-        )
+        self.learner = Learner(model, optimizer)
+        self.learners, self.data = {"policy": self.learner}, {"data.train": "0"}
+        self.steps = len(script)
+        self.script, self.memory, self.restored = script, [], None
         self.published, self.evaluated = [], []
+
+    def start(self, done):
+        self.published.append(done)
 
     def step(self, done):
         match self.script[done]:
@@ -58,11 +62,14 @@ class ScriptedJob:
                 raise KeyboardInterrupt
             case "x":
                 self.memory.append(f"bad {done}")
-                return dict(BAD), {}, {"memory": list(self.memory)}
+                return self.result(BAD)
         self.memory.append(f"good {done}")
         with torch.no_grad():
             next(iter(self.learner.model.trainable().values())).add_(1.0)
-        return dict(GOOD), {}, {"memory": list(self.memory)}
+        return self.result(GOOD)
+
+    def result(self, metrics):
+        return StepResult(metrics=dict(metrics), timings={}, state={"memory": list(self.memory)})
 
     def restore(self, done, state):
         self.restored, self.memory = (done, state), list(state["memory"])
@@ -73,17 +80,11 @@ class ScriptedJob:
         self.evaluated.append(done)
         return {"eval/x": float(done)}
 
-    def job(self):
-        return TrainJob(
-            learners={"policy": self.learner},
-            steps=len(self.script),
-            eval_every=2,
-            step=self.step,
-            evaluate=self.evaluate,
-            publish=self.published.append,
-            data={"data.train": "0"},
-            restore=self.restore,
-        )
+    def wait_until_durable(self, done):
+        pass
+
+    def stop_soon(self):
+        pass
 
 
 @contextmanager
@@ -101,15 +102,15 @@ def ran(folder, script, *, max_bad_steps=2, save_every=1, shown=None, interrupte
     with opened(folder, max_bad_steps, save_every) as run:
         run_training(
             run,
-            scripted.job(),
+            scripted,
             lambda done, metrics, timings: None if shown is None else shown.append(done),
         )
     return scripted
 
 
-def stopped(folder, script, **how):
+def stopped(folder, script, **settings):
     with pytest.raises(UserError, match="training stops") as caught:
-        ran(folder, script, **how)
+        ran(folder, script, **settings)
     return caught.value
 
 
@@ -117,16 +118,14 @@ def checkpoints(folder):
     return sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
 
 
-def test_as_many_bad_steps_in_a_row_as_allowed_cost_nothing_but_themselves(tmp_path):
+def test_bad_steps_in_a_row_up_to_the_limit_go_on(tmp_path):
     ran(tmp_path, ".xx.xx.")
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == list(range(8))
     assert [row["step"] for row in rows if "bad/loss" in row] == [2, 3, 5, 6]
 
 
-def test_one_bad_step_more_stops_the_run_and_names_what_was_not_finite_and_the_last_checkpoint(
-    tmp_path,
-):
+def test_one_bad_step_too_many_stops_and_names_the_checkpoint(tmp_path):
     error = stopped(tmp_path, ".xxx....")
     assert error.found == "not finite: gradient, loss"
     assert error.where == "step 4 and the 2 before it" and "(train.max_bad_steps)" in error.expected
@@ -135,29 +134,27 @@ def test_one_bad_step_more_stops_the_run_and_names_what_was_not_finite_and_the_l
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
 
 
-def test_a_run_that_is_bad_before_its_first_checkpoint_says_that_there_is_none(tmp_path):
+def test_bad_run_before_its_first_checkpoint_says_none_yet(tmp_path):
     assert "none yet" in stopped(tmp_path, "xxx.", save_every=LONG).next
 
 
-def test_with_none_allowed_the_first_bad_step_stops_the_run(tmp_path):
+def test_first_bad_step_stops_the_run_if_none_is_allowed(tmp_path):
     assert stopped(tmp_path, "..x.", max_bad_steps=0).where == "step 3 and the 0 before it"
 
 
-def test_a_clean_step_resets_the_count(tmp_path):
+def test_good_step_resets_the_count_of_bad_steps(tmp_path):
     assert stopped(tmp_path, "xx.xx.xx.xxx").where.startswith("step 12 ")
 
 
 @pytest.mark.parametrize("killed_at", [2, 3])
-def test_the_count_survives_a_resume(killed_at, tmp_path):
+def test_count_of_bad_steps_survives_a_resume(killed_at, tmp_path):
     script = ".xxx...."
     with pytest.raises(Killed):
         ran(tmp_path, script[:killed_at] + "K" + script[killed_at + 1 :])
     assert stopped(tmp_path, script).where.startswith("step 4 ")
 
 
-def test_the_run_that_stopped_makes_the_steps_since_its_checkpoint_again_and_stops_at_the_same_one(
-    tmp_path,
-):
+def test_stopped_run_started_again_stops_at_the_same_step(tmp_path):
     first = stopped(tmp_path, "..x.xxx..", save_every=2)
     rows = (tmp_path / "metrics.jsonl").read_bytes()
     again = stopped(tmp_path, "..x.xxx..", save_every=2)
@@ -167,7 +164,7 @@ def test_the_run_that_stopped_makes_the_steps_since_its_checkpoint_again_and_sto
     ran(tmp_path, "..x.xx...", save_every=2)  # whatever was mended outside of the config
 
 
-def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint_and_comes_back_with_it(tmp_path):
+def test_state_of_a_step_comes_back_with_the_checkpoint(tmp_path):
     whole = ran(tmp_path / "whole", "..x..", save_every=2)
     with pytest.raises(Killed):
         ran(tmp_path / "killed", "..xK.", save_every=2)
@@ -182,7 +179,7 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint_and_comes_back_with
     ).read_bytes()
 
 
-def test_evaluation_comes_before_the_first_step_when_due_and_at_the_end(tmp_path):
+def test_evaluation_is_before_first_step_when_due_and_at_end(tmp_path):
     assert ran(tmp_path, ".....").evaluated == [0, 2, 4, 5]
     assert [row["step"] for row in read_metrics(tmp_path) if "eval/x" in row] == [0, 2, 4, 5]
 
@@ -192,9 +189,7 @@ def test_evaluation_comes_before_the_first_step_when_due_and_at_the_end(tmp_path
     [("...^..", None), (".x....", 0), (".x....", 2), (".x....", 6)],
     ids=str,
 )
-def test_ctrl_c_saves_the_last_step_that_is_done_and_the_run_goes_on_from_it(
-    script, interrupted, tmp_path
-):
+def test_ctrl_c_saves_the_last_step_and_the_run_resumes_from_it(script, interrupted, tmp_path):
     whole = ran(tmp_path / "whole", script.replace("^", "."), save_every=100)
     with pytest.raises(KeyboardInterrupt):
         ran(tmp_path / "run", script, save_every=100, interrupted=interrupted)
@@ -221,7 +216,7 @@ def kept(folder, step):
     return path
 
 
-def test_a_resume_refuses_a_changed_row_of_an_earlier_step_and_names_it(tmp_path):
+def test_resume_refuses_a_changed_row_of_metrics(tmp_path):
     with pytest.raises(Killed):
         ran(tmp_path, "...K..")
     metrics = tmp_path / "metrics.jsonl"
@@ -236,7 +231,7 @@ def test_a_resume_refuses_a_changed_row_of_an_earlier_step_and_names_it(tmp_path
     assert metrics.read_text() == text
 
 
-def test_a_resume_refuses_changed_episodes_and_tells_of_missing_ones(tmp_path):
+def test_resume_refuses_changed_episodes_and_reports_missing(tmp_path):
     with pytest.raises(Killed):
         ran(tmp_path, "...K..")
     path = kept(tmp_path, 2)

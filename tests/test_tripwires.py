@@ -21,8 +21,8 @@ from chaos.historical import (
     relayed,
     train,
 )
-from tandem.step import update
-from tests.test_step import config
+from tandem.step import learn_step
+from tests.support.stages import config
 
 # One of each kind of tripwire, and of those that only a run shows; the section `historical` has
 # all.
@@ -43,24 +43,24 @@ QUICK = (
 
 
 @pytest.mark.parametrize("issue", QUICK)
-def test_a_bug_of_the_field_is_stopped_in_its_step_with_its_cause(issue, tmp_path):
+def test_bug_of_the_field_is_stopped_in_its_step_with_its_cause(issue, tmp_path):
     [bug] = [bug for bug in BUGS if bug.issue == issue]
     ended = outcome(bug, tmp_path / "run")
     assert ended.problem == "" and ended.fired >= 0
 
 
-def test_there_are_at_least_25_bugs_each_under_a_name_of_its_own():
+def test_at_least_25_bugs_have_names_of_their_own():
     assert len({bug.issue for bug in BUGS}) == len(BUGS) >= 25
 
 
-def test_what_stops_nothing_is_told(tmp_path):
+def test_bug_that_nothing_stops_is_reported(tmp_path):
     harmless = Bug(
         issue="none", what="nothing", inject=partial(train, steps=2), stopped_by="something"
     )
     assert outcome(harmless, tmp_path / "run").problem == "nothing stopped it"
 
 
-def test_a_bug_that_something_else_stops_is_told(tmp_path):
+def test_bug_that_something_else_stops_is_reported(tmp_path):
     late = relayed(each(lambda c: replace(c, logprobs=np.roll(c.logprobs, 1))))
     bug = Bug(
         issue="none", what="", inject=lambda f, w: train(f, w, late), stopped_by="the journal"
@@ -69,7 +69,7 @@ def test_a_bug_that_something_else_stops_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["small microbatches", "partial rollouts, late, two turns"])
-def test_a_clean_run_is_not_stopped_and_the_checks_have_looked(name, tmp_path):
+def test_clean_run_is_not_stopped_and_checks_have_looked(name, tmp_path):
     counts: Counter = Counter()
     assert clean_run(tmp_path / "run", CLEAN[name], 4, counts) == ""
     assert (
@@ -79,15 +79,15 @@ def test_a_clean_run_is_not_stopped_and_the_checks_have_looked(name, tmp_path):
     assert counts["what was loaded is what was saved"] == 1
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path):
-    def killed(stages, rolled):
-        if rolled.step == 2:
+def test_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
+    def killed(stages, batch):
+        if batch.step == 2:
             raise Killed
-        return update(stages, rolled)
+        return learn_step(stages, batch)
 
-    how = config(run__save_every=3)
+    settings = config(run__save_every=3)
     with pytest.raises(Killed):
-        train(tmp_path / "run", Witness(), how=how, learn=killed)
+        train(tmp_path / "run", Witness(), settings=settings, learn=killed)
     assert last_step(tmp_path / "run") == 2
-    train(tmp_path / "run", Witness(), how=how)
+    train(tmp_path / "run", Witness(), settings=settings)
     assert last_step(tmp_path / "run") == 5

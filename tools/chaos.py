@@ -1,12 +1,11 @@
-"""`make chaos`: faults injected for real, section by section; results in docs/chaos.json, and
-docs/chaos.md from it.
+"""`make chaos`: inject real faults, section by section; write docs/chaos.json and docs/chaos.md.
 
     make chaos                              every section
     make chaos only="checkpoints kills"     these; the results of the others stay as they are
 
 A section is a function of chaos/ that returns rows (chaos/results.py), here with a deadline; it
-runs in a process of its own, and what it leaves behind is a bar missed (chaos/harness.py). Exit
-code 1 when a section that ran misses its bar.
+runs in a process of its own, and misses its bar if it leaves anything behind (chaos/harness.py).
+Exit code 1 when a section that ran misses its bar.
 """
 
 import json
@@ -42,9 +41,8 @@ JSON, PAGE = ROOT / "docs" / "chaos.json", ROOT / "docs" / "chaos.md"
 
 def main(only: list[str]) -> int:
     if unknown := sorted(set(only) - {section.name for section in SECTIONS}):
-        print(
-            f"unknown section: {', '.join(unknown)}; there are {', '.join(section.name for section in SECTIONS)}"
-        )
+        names = ", ".join(section.name for section in SECTIONS)
+        print(f"unknown section: {', '.join(unknown)}; there are {names}")
         return 2
     missed = []
     for section in SECTIONS:
@@ -52,7 +50,7 @@ def main(only: list[str]) -> int:
             print(f"{section.name}: at most {section.deadline_s / 60:g} minutes", flush=True)
             outcome = run_section(section)
             keep(section.name, outcome)
-            print("\n".join(table(section.name, told(section.name))), flush=True)
+            print("\n".join(table(section.name, read_all()[section.name])), flush=True)
             missed += [section.name] * (not outcome.met)
     PAGE.write_text(page())
     print(f"missed: {', '.join(missed)}" if missed else "every bar is met")
@@ -60,7 +58,7 @@ def main(only: list[str]) -> int:
 
 
 def keep(name: str, outcome: Outcome) -> None:
-    """Put what a section gave into docs/chaos.json, in the place of what it gave before."""
+    """Write the outcome of a section into docs/chaos.json, over the one before."""
     entry = {
         "command": f"make chaos only={name}",
         "date": str(date.today()),
@@ -71,29 +69,25 @@ def keep(name: str, outcome: Outcome) -> None:
         "seconds": round(outcome.seconds),
         "rows": [asdict(row) for row in outcome.rows],
     }
-    JSON.write_text(json.dumps({**everything(), name: entry}, indent=1, ensure_ascii=False) + "\n")
+    JSON.write_text(json.dumps({**read_all(), name: entry}, indent=1, ensure_ascii=False) + "\n")
 
 
-def everything() -> dict[str, Any]:
+def read_all() -> dict[str, Any]:
     return json.loads(JSON.read_text()) if JSON.exists() else {}
 
 
-def told(name: str) -> dict[str, Any]:
-    return everything()[name]
-
-
 def page() -> str:
+    entries = read_all()
     lines = [
         "# Chaos",
         "",
-        "Written by `make chaos`, section by section: faults that were injected, how many of them were seen to",
-    ]
-    lines += [
-        "fire, and how often the end was the right one. Nothing may be left behind: no process, file or shared memory."
+        "Written by `make chaos`, section by section: the faults that were injected, how many of",
+        "them were seen to fire, and how often the end was the right one. Nothing may be left",
+        "behind: no process, file or shared memory.",
     ]
     for section in SECTIONS:
-        if section.name in everything():
-            lines += ["", *table(section.name, told(section.name))]
+        if section.name in entries:
+            lines += ["", *table(section.name, entries[section.name])]
     return "\n".join(lines) + "\n"
 
 
@@ -103,7 +97,8 @@ def table(name: str, entry: dict[str, Any]) -> list[str]:
     lines = [
         f"## {name}",
         "",
-        f"{verdict}. `{entry['command']}`, {entry['date']}, {entry['seconds']} s; {entry['machine']}.",
+        f"{verdict}. `{entry['command']}`, {entry['date']}, {entry['seconds']} s; "
+        f"{entry['machine']}.",
     ]
     lines += [f"**{entry['problem']}**"] if entry["problem"] else []
     lines += [f"**left behind: {'; '.join(entry['left'])}**"] if entry["left"] else []
@@ -113,8 +108,8 @@ def table(name: str, entry: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     return lines + [
-        f"| {row.what} | {row.injected:,} | {row.witnessed:,} | {row.survived:,} | {row.expected:,} | {row.seconds:.1f} "
-        f"| {row.note if row.met else f'**missed** {row.note}'} |"
+        f"| {row.what} | {row.injected:,} | {row.witnessed:,} | {row.survived:,} "
+        f"| {row.expected:,} | {row.seconds:.1f} | {'' if row.met else '**missed** '}{row.note} |"
         for row in rows
     ]
 

@@ -1,8 +1,9 @@
-"""Write docs/config.md: every configuration key with its default and meaning, made from config.py.
+"""Write docs/config.md: every configuration key with its default and meaning, made from the schema.
 
 python tools/config_page.py
 """
 
+import inspect
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -13,16 +14,17 @@ PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 PIPE = r"\|"
 HEAD = """# Configuration
 
-Made from `tandem/config/schema.py` by `python tools/config_page.py`. A recipe is a TOML file with these sections; any key can also
-be given on the command line as `section.key=value`, where the value is TOML and a bare word is text:
+Made from `tandem/config/` by `python tools/config_page.py`. A recipe is a TOML file with these
+sections; any key can also be given on the command line as `section.key=value`, where the value is
+TOML and a bare word is text:
 
 ```
 tandem train my.toml rl.group_size=8 data.shuffle=false 'data.train=["a.jsonl", "b.jsonl"]'
 ```
 
 A key of no section, in a file or on the command line, is short for a longer one: {shorthands}.
-`tandem plan RECIPE` shows which keys of a recipe differ from the defaults; `rl.algorithm` sets several at once
-([algorithms.md](algorithms.md)).
+`tandem plan RECIPE` shows which keys of a recipe differ from the defaults; `rl.algorithm` sets
+several at once ([algorithms.md](algorithms.md)).
 """
 
 
@@ -35,9 +37,7 @@ def page() -> str:
         name, _, field = key.partition(".")
         if name != section:
             section = name
-            about = (
-                (Config.model_fields[name].annotation.__doc__ or "").strip().replace("\n    ", "\n")
-            )
+            about = inspect.getdoc(Config.model_fields[name].annotation) or ""
             lines += [f"\n## [{name}]\n", about, "", "| key | default | meaning |", "|---|---|---|"]
         cells = [f"`{field}`", f"`{default}`", meaning.replace("<", "&lt;") + _choices(name, field)]
         lines.append(f"| {' | '.join(cell.replace('|', PIPE) for cell in cells)} |")
@@ -45,13 +45,11 @@ def page() -> str:
 
 
 def _choices(section: str, field: str) -> str:
-    """The values of a key that has few, e.g. ": `error`, `drop`"; empty for others."""
+    """The values of a key that has few, e.g. "; one of `error`, `drop`"; empty for others."""
     kind = Config.model_fields[section].annotation.model_fields[field].annotation
-    return (
-        f"; one of {', '.join(f'`{value}`' for value in get_args(kind))}"
-        if get_origin(kind) is Literal
-        else ""
-    )
+    if get_origin(kind) is not Literal:
+        return ""
+    return f"; one of {', '.join(f'`{value}`' for value in get_args(kind))}"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 # Beside entries the hashes that depend on names are left out: what they are hashes of is compared.
 RENAMED_METRICS: dict[str, str] = {}
 # Columns of the journal; also keys of its notes, of the ledger and of state.json.
-RENAMED_COLUMNS: dict[str, str] = {}
+RENAMED_COLUMNS: dict[str, str] = {"given": "env_rewards"}
 # "rl.old": "rl.new", or "rl.old": "" for one that only one of the revisions has.
 RENAMED_SETTINGS: dict[str, str] = {}
 
@@ -66,10 +66,7 @@ RUNS = {
         settings="rl.algorithm=ppo rl.epochs=2 critic.warmup_steps=1",
         shows="a critic that begins a step before the policy, and ratios other than 1",
         seen=lambda left: all(
-            [
-                left.updates == {"critic": 2 * STEPS, "policy": 2 * STEPS - 2},
-                left.most("ratio") > 1,
-            ]
+            [left.updates == {"critic": 2 * STEPS, "policy": 2 * STEPS - 2}, left.most("ratio") > 1]
         ),
     ),
     "lora": Run(

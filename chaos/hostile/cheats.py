@@ -63,7 +63,8 @@ def look():
         search(repr(frame.f_code.co_consts)); frame = frame.f_back
     for thing in gc.get_objects():
         if type(thing) in (list, tuple, dict): search(repr(thing)[:1000])
-    for path in ['/proc/self/cmdline', '/proc/self/environ', *glob.glob('/tmp/*'), *glob.glob(os.getcwd() + '/*')]:
+    paths = ['/proc/self/cmdline', '/proc/self/environ', *glob.glob('/tmp/*')]
+    for path in [*paths, *glob.glob(os.getcwd() + '/*')]:
         if 'solution' not in path and not path.endswith('/main.py'):
             try: search(open(path, errors='replace').read())
             except OSError: pass
@@ -119,7 +120,8 @@ add(1, 2)
         name="replaces builtins",
         code="""
 import builtins
-for name in ('all', 'any', 'len', 'isinstance', 'abs', 'eval', 'exec', 'compile', 'repr', 'print', 'open', 'range', 'zip'):
+for name in ('all', 'any', 'len', 'isinstance', 'abs', 'eval', 'exec', 'compile', 'repr', 'print',
+             'open', 'range', 'zip'):
     setattr(builtins, name, lambda *a, **k: True)
 builtins.AssertionError = builtins.Exception = BaseException
 def add(a, b): return 0
@@ -154,7 +156,8 @@ print('3')
 import sys
 main = sys.modules['__main__']
 for name in list(vars(main)):
-    if callable(getattr(main, name)) and not name.startswith('__'): setattr(main, name, lambda *a, **k: '{"value": true}')
+    if callable(getattr(main, name)) and not name.startswith('__'):
+        setattr(main, name, lambda *a, **k: '{"value": true}')
 def add(a, b): return True
 """,
     ),

@@ -51,7 +51,7 @@ time.sleep(10**6)
 
 READING = [
     reads("read a secret file", "$SECRET"),
-    reads("read the repository", "$REPOSITORY/tandem/sandbox/__init__.py"),
+    reads("read the repository", "$REPOSITORY/tandem/runtime/sandbox/__init__.py"),
     reads("read the repository's git", "$REPOSITORY/.git/HEAD", open=""),
     reads("read the shadow file", "/etc/shadow", open="root"),
     reads("read the users", "/etc/passwd"),
@@ -106,7 +106,8 @@ for pid in filter(str.isdigit, os.listdir('/proc')):
     for fd in fds:
         try: target = os.readlink(f'/proc/{pid}/fd/{fd}')
         except OSError: continue
-        if target.startswith('/') and not target.startswith(('/dev/null', '/memfd:')): escaped((pid, fd, target))
+        if target.startswith('/') and not target.startswith(('/dev/null', '/memfd:')):
+            escaped((pid, fd, target))
 """,
     ),
     Hostile(
@@ -114,14 +115,16 @@ for pid in filter(str.isdigit, os.listdir('/proc')):
         code="""
 import stat
 for name in os.listdir('/dev'):
-    if stat.S_ISBLK(os.stat('/dev/' + name).st_mode): open('/dev/' + name, 'rb').read(512); escaped(name)
+    if stat.S_ISBLK(os.stat('/dev/' + name).st_mode):
+        open('/dev/' + name, 'rb').read(512); escaped(name)
 """,
     ),
     Hostile(
         name="make a block device",
         code="""
 import stat
-for major in (8, 254, 259): os.mknod(f'disk{major}', 0o600 | stat.S_IFBLK, os.makedev(major, 0)); escaped(major)
+for major in (8, 254, 259):
+    os.mknod(f'disk{major}', 0o600 | stat.S_IFBLK, os.makedev(major, 0)); escaped(major)
 """,
         open="perhaps",
     ),
@@ -137,7 +140,8 @@ WRITING = [
     Hostile(
         name="write to the system",
         code="""
-for folder in ('/', '/usr', '/usr/bin', '/usr/lib', '/etc', '/bin', '/dev', '/proc', '/var', '/lib'):
+for folder in ('/', '/usr', '/usr/bin', '/usr/lib', '/etc', '/bin', '/dev', '/proc', '/var',
+               '/lib'):
     try: open(folder + '/tandem-mark', 'w').close(); escaped(folder)
     except OSError: pass
 """,
@@ -202,7 +206,7 @@ out.sendto(b'\\0' * 12, ('8.8.8.8', 53)); escaped('sent')
     ),
     Hostile(
         name="any interface but the loop",
-        code="if [name for _, name in socket.if_nameindex() if name != 'lo']: escaped('interfaces')",
+        code="if [n for _, n in socket.if_nameindex() if n != 'lo']: escaped('interfaces')",
     ),
     Hostile(
         name="the hypervisor's socket",
@@ -307,7 +311,8 @@ for name in os.listdir('/usr/bin'):
         name="hold a capability",
         code="""
 lines = dict(line.split(':', 1) for line in open('/proc/self/status'))
-if any(int(lines[name], 16) for name in ('CapEff', 'CapPrm', 'CapBnd', 'CapAmb')): escaped('capabilities')
+if any(int(lines[name], 16) for name in ('CapEff', 'CapPrm', 'CapBnd', 'CapAmb')):
+    escaped('capabilities')
 if lines['NoNewPrivs'].strip() != '1' or lines['Seccomp'].strip() == '0': escaped('privileges')
 """,
         open="root",
@@ -395,7 +400,8 @@ finally:
         code="""
 threads = threading.stack_size(65536)
 try:
-    while threads < 40: threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); threads += 1
+    while threads < 40:
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); threads += 1
 finally:
     if threads > 16: escaped(threads)
 """,
@@ -571,7 +577,8 @@ os.symlink('/proc/self/exe', 'main.py')
 import fcntl
 held = []
 while True:
-    held.append(os.pipe()); fcntl.fcntl(held[-1][1], 1031, 2**20); os.write(held[-1][1], b'x' * 2**20)
+    held.append(os.pipe())
+    fcntl.fcntl(held[-1][1], 1031, 2**20); os.write(held[-1][1], b'x' * 2**20)
 """,
         stops=("exit", "timeout"),
         limits=QUICK,

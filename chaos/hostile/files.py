@@ -20,7 +20,8 @@ DEEP = '{"a": ' * 100_000
 
 WITNESS = """
 from pathlib import Path
-from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
+from transformers import LlamaConfig as Config, LlamaForCausalLM as Model
+from transformers import PreTrainedTokenizerFast as Tokenizer
 Path({witness!r}).write_text("code of the model directory has run")
 """
 
@@ -150,7 +151,8 @@ MODELS = {
     "a pickle for weights": pickled,
     "an adapter that names a module": written(
         "adapter_config.json",
-        '{"peft_type": "LORA", "base_model_name_or_path": "/nowhere", "megatron_core": "this", "megatron_config": {}}',
+        '{"peft_type": "LORA", "base_model_name_or_path": "/nowhere", '
+        '"megatron_core": "this", "megatron_config": {}}',
     ),
     "quantized": config(quantization_config={"quant_method": "awq", "bits": 4}),
     "quantized by nobody": config(quantization_config={"quant_method": "x_of_elsewhere"}),
@@ -526,7 +528,8 @@ TEMPLATES = {
     "slice": "{{ [1] | slice(10**9) | list | length }}",
     "round": "{{ 1.5 | round(10**9, 'ceil') }}",
     "power": "{{ (10 ** (10 ** 10)) is odd }}",
-    "power of powers": "{% set n = namespace(x=2) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "power of powers": "{% set n = namespace(x=2) %}{% for i in range(99) %}"
+    "{% set n.x = n.x * n.x %}{% endfor %}",
     "list times": "{{ ([1] * 10**9) | length }}",
     "lists that double": DOUBLING + "{{ n.x }}",
     "lists that double in text": DOUBLING + "{{ (n.x ~ '') | length }}",
@@ -545,18 +548,19 @@ TEMPLATES = {
     "arguments that double": "{% macro m() %}{{ m(varargs, varargs) }}{% endmacro %}{{ m(1) }}",
     "a namespace in itself": "{% set n = namespace() %}{% set n.x = [n] %}{{ n.x }}",
     "a namespace that is printed": "{% set n = namespace() %}{% set n.x = n %}{{ n }}",
-    "a list in a list in a list": "{% set n = namespace(x=1) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}"
-    "{{ n.x }}",
+    "a list in a list in a list": "{% set n = namespace(x=1) %}{% for i in range(9999) %}"
+    "{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
     "JSON with an indent": "{{ [1] | tojson(indent=10**9) | length }}",
     "JSON with long separators": BIG
     + "{{ (range(9999) | list) | tojson(separators=(b, b)) | length }}",
-    "deep JSON with an indent": "{% set n = namespace(x=range(9999) | list) %}{% for i in range(400) %}{% set n.x = [n.x] %}"
-    "{% endfor %}{{ n.x | tojson(indent=100) | length }}",
+    "deep JSON with an indent": "{% set n = namespace(x=range(9999) | list) %}"
+    "{% for i in range(400) %}{% set n.x = [n.x] %}{% endfor %}"
+    "{{ n.x | tojson(indent=100) | length }}",
     "lipsum": "{{ lipsum(n=10**7) | length }}",
     "loops in loops": MILLIONS.replace("CODE", ""),
     "loops in loops with an empty text": MILLIONS.replace("CODE", "{{ '' }}"),
-    "loops with a condition that is never so": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}"
-    "{% endfor %}",
+    "loops with a condition that is never so": "{% for a in range(99999) %}"
+    "{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
     "loops of calls": MILLIONS.replace("CODE", "{% set x = 'a'.upper() %}"),
     "loops of copies": BIG + MILLIONS.replace("CODE", "{% set x = b[1:] %}"),
     "loops of lists": "{% set b = [1] * 99999 %}" + MILLIONS.replace("CODE", "{% set x = b[1:] %}"),
@@ -566,13 +570,15 @@ TEMPLATES = {
     + MILLIONS.replace("CODE", "{% if b ~ 'x' == c ~ 'x' %}{% endif %}"),
     "loops of tests": BIG + MILLIONS.replace("CODE", "{% if b is upper %}{% endif %}"),
     "loops of filters": BIG + MILLIONS.replace("CODE", "{% set x = b | lower %}"),
-    "filters of filters": "{{ range(99999) | map('string') | map('center', 4000) | map('length') | sum }}",
+    "filters of filters": "{{ range(99999) | map('string') | map('center', 4000) "
+    "| map('length') | sum }}",
     "a text stripped of a text": "{{ ('a' * 4000000).strip('b' * 3999999 ~ 'a') }}",
     "a text searched from behind": "{{ ('a' * 4000000).rfind('b' ~ 'a' * 1000000) }}",
     "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "a macro that calls itself twice": "{% macro m(n) %}{{ m(n - 1) if n }}{{ m(n - 1) if n }}{% endmacro %}{{ m(60) }}",
-    "a loop that calls itself twice": "{% for x in [[1]] recursive %}{% if loop.depth < 60 %}{{ loop([x]) }}{{ loop([x]) }}"
-    "{% endif %}{% endfor %}",
+    "a macro that calls itself twice": "{% macro m(n) %}{{ m(n - 1) if n }}{{ m(n - 1) if n }}"
+    "{% endmacro %}{{ m(60) }}",
+    "a loop that calls itself twice": "{% for x in [[1]] recursive %}{% if loop.depth < 60 %}"
+    "{{ loop([x]) }}{{ loop([x]) }}{% endif %}{% endfor %}",
     "a block that calls itself twice": "{% block x %}{{ self.x() }}{{ self.x() }}{% endblock %}",
     "many texts that are kept": BIG + "".join(f"{{% set b{i} = b ~ '{i}' %}}" for i in range(3000)),
     "an endless generator": "{{ [1] | map('center', 10**9) | list }}",

@@ -1,5 +1,4 @@
-"""An environment: a letter a turn, until the word (the problem's answer) is found or there were too
-many misses."""
+"""An environment: guess the problem's answer, a word, letter by letter, with at most six misses."""
 
 from tandem.types import Env, Observation
 

@@ -1,5 +1,4 @@
-"""A reward: 1 if the completion ends with the answer, less for every character. `reward =
-".../reward.py:score"`"""
+"""A reward: 1 if the completion ends with the answer, less for every character."""
 
 
 def score(problem, completion):

@@ -1,5 +1,4 @@
-"""A tool task: buy a list of things with the right money. Prices and list are the problem's
-metadata."""
+"""A tool task: buy things with the right money. Prices and list are the problem's metadata."""
 
 from dataclasses import replace
 

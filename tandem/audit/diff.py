@@ -1,25 +1,24 @@
-"""Where two runs part: the first step, and in it the first episode and token, or the first number
-of learning.
+"""The first step in which two runs differ, and in it the first episode and token, or the first
+number of learning.
 
-    config.toml, inputs     what was asked of them; told, not judged
+    config.toml, inputs     listed, not judged: many settings change no bit
     ledger.jsonl            weights; and whether the files of each run are still those that it wrote
-    episodes/, metrics      of the first step where they are not: who, where, both values
+    episodes/, metrics      of the first step where they are not equal: who, where, both values
 
-Reads two run folders, also of runs in progress and of different length. It does not know why:
-`tandem why` and `replay` do.
+Reads two run folders, also of runs in progress and of different length. It does not know the cause:
+`tandem why` and `replay` find it.
 
     tandem diff runs/a runs/b
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain, zip_longest
 
 import numpy as np
 
-from tandem.config.schema import Config
-from tandem.run_folder.past_run import Altered, PastRun, altered, read_step
+from tandem.audit.divergence import ABSENT, Divergence, compare, compare_items
+from tandem.run_folder.past_run import Altered, PastRun, altered, read_step, without_evaluation
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.types import Array, Episode, Group
@@ -31,213 +30,153 @@ _ARRAYS = {
     "engine_logprobs": "log-prob",
     "penalties": "penalty",
 }
-_OTHERS = (
-    "num_prompt_tokens",
-    "opening",
-    "tools",
-    "messages",
-    "stop_reason",
-    "given",
-    "env_error",
-    "masked",
-    "reward",
-    "reward_parts",
-    "reward_error",
-)
-_NONE = "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parting:
-    """Something with two values. In a step, what learning or an episode has first otherwise."""
-
-    what: str
-    a: str
-    b: str
+_OTHER_FIELDS = [
+    field.name
+    for field in fields(Episode)
+    if field.name not in (*_ARRAYS, "uid", "sample_index", "key")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of two runs; `parted` is None where all `steps` both have are equal."""
+    """Two runs compared. `divergence` is None where all `steps` that both have are equal."""
 
-    config: list[Parting]
-    inputs: list[Parting]
-    steps: int  # compared, up to the one where they part
+    config: list[Divergence]
+    inputs: list[Divergence]
+    steps: int  # compared, up to the divergence
     last: tuple[int, int]  # step of each run
-    step: int  # where they part, else the last that both have
-    parted: Parting | None
-    altered: list[tuple[str, Altered]]  # what is not as a run wrote it, of run "A" or "B"
-    # steps whose files hold equal episodes in other bytes: they name the run's settings too
+    step: int  # of the divergence, else the last that both have
+    divergence: Divergence | None
+    altered: list[tuple[str, Altered]]  # files and rows not as run "A" or "B" wrote them
+    # steps whose journal files hold equal episodes in other bytes: they name the run's settings too
     other_bytes: list[int]
 
 
-def compare(a: PastRun, b: PastRun) -> Comparison:
-    """Raises UserError where there is no step to compare, or a file of one is damaged."""
+def compare_runs(a: PastRun, b: PastRun) -> Comparison:
+    """Compare all steps that both runs have. Raises UserError where there is none, or a file of one
+    is damaged."""
     both = sorted(set(a.metrics) & set(b.metrics))
     if not both:
-        raise UserError(
-            "there is nothing to compare yet",
-            where=f"{a.folder}, {b.folder}",
-            found="no step that both have ended",
-            expected="a row in both of metrics.jsonl",
-            next="wait for them",
-        )
+        raise _no_common_step(a, b)
     other_bytes: list[int] = []
-    parted, step = None, both[-1]
-    for step in both:
-        parted = (
-            _episodes_part(a, b, step, other_bytes)
-            or _metrics_part(a, b, step)
-            or _weights_part(a, b, step)
-        )
-        if parted:
-            break
-    else:  # an evaluation leaves nothing to the steps after it
-        for step in both:
-            if parted := _evaluations_part(a, b, step):
-                break
+    differing = chain(
+        ((step, one) for step in both for one in _compare_step(a, b, step, other_bytes)),
+        # last, as an evaluation leaves nothing to the steps after it
+        ((step, one) for step in both for one in _compare_evaluations(a, b, step)),
+    )
+    step, divergence = next(differing, (both[-1], None))
     return Comparison(
-        config=_changes(_leaves(a), _leaves(b)),
-        inputs=_changes(a.inputs() or b.inputs() or {}, b.inputs() or a.inputs() or {}),
+        config=list(compare_items(_config_values(a), _config_values(b))),
+        inputs=list(compare_items(a.inputs() or b.inputs() or {}, b.inputs() or a.inputs() or {})),
         steps=sum(0 < s <= step for s in both),
         last=(max(a.metrics), max(b.metrics)),
         step=step,
-        parted=parted,
+        divergence=divergence,
         other_bytes=other_bytes,
         altered=[
             (name, one)
             for name, past in (("A", a), ("B", b))
             for one in altered(past.folder, both[-1])
-            # of episodes that are gone the hash is left
+            # the hash is enough where episodes have been removed
             if one.found or not one.what.startswith("episodes/")
         ],
     )
 
 
-def _leaves(past: PastRun) -> dict[str, Any]:
-    """Where the runs lie is no difference."""
-    config: Config = past.config
-    tree = {
-        f"{section}.{name}": value
-        for section, fields in config.model_dump().items()
+def _config_values(past: PastRun) -> dict[str, str]:
+    """Every key with its value as text. Where the runs lie is no difference."""
+    values = {
+        f"{section}.{name}": repr(value)
+        for section, fields in past.config.model_dump().items()
         for name, value in fields.items()
     }
-    return {
-        "command": past.command,
-        **{key: value for key, value in tree.items() if key != "run.folder"},
-    }
+    del values["run.folder"]
+    return {"command": repr(past.command), **values}
 
 
-def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[Parting]:
-    return [
-        Parting(
-            what=key, a=repr(a[key]) if key in a else _NONE, b=repr(b[key]) if key in b else _NONE
-        )
-        for key in {**a, **b}
-        if key not in a or key not in b or a[key] != b[key]
-    ]
-
-
-# One step
-# -------------------------------------------------------------------------------------------------------------
-
-
-def _weights_part(a: PastRun, b: PastRun, step: int) -> Parting | None:
-    pair = [str(past.ledger[step]["weights"]) if step in past.ledger else "" for past in (a, b)]
-    if "" in pair or pair[0] == pair[1]:
-        return None
-    return Parting(
-        what="weights after the step" if step else "starting weights", a=pair[0], b=pair[1]
-    )
-
-
-def _metrics_part(a: PastRun, b: PastRun, step: int) -> Parting | None:
-    """The first metric of the step itself."""
-    return _rows_part(
-        *(
-            {k: v for k, v in past.metrics[step].items() if not k.startswith("eval/")}
-            for past in (a, b)
-        )
-    )
-
-
-def _evaluations_part(a: PastRun, b: PastRun, step: int) -> Parting | None:
-    """Of evaluations, which need not fall on the same steps, what both have."""
-    x, y = a.metrics[step], b.metrics[step]
-    return _rows_part(
-        *({k: row[k] for k in x if k.startswith("eval/") and k in y} for row in (x, y))
-    )
-
-
-def _rows_part(x: dict[str, Any], y: dict[str, Any]) -> Parting | None:
-    return next(iter(_changes(x, y)), None)
-
-
-def _episodes_part(a: PastRun, b: PastRun, step: int, other_bytes: list[int]) -> Parting | None:
-    """The first episode, and what of it; None where the files, or all that they say of episodes,
-    are equal."""
-    hashes = [_journal_hash(past, step) for past in (a, b)]
-    if hashes[0] == hashes[1]:
-        return None
-    if "" in hashes:
-        return Parting(what="episodes", a=hashes[0] or _NONE, b=hashes[1] or _NONE)
-    parted = groups_part(read_step(a.journal(step)), read_step(b.journal(step)))
-    if parted is None:
+def _compare_step(
+    a: PastRun, b: PastRun, step: int, other_bytes: list[int]
+) -> Iterator[Divergence]:
+    """Compare episodes, metrics and the weights after the step, in this order. Adds the step to
+    other_bytes if its journal files differ in nothing but bytes."""
+    files = [_journal_hash(past, step) for past in (a, b)]
+    if files[0] != files[1]:
+        if "" in files:
+            yield from compare("episodes", *(file or ABSENT for file in files))
+        groups = (read_step(past.journal(step)) for past in (a, b))
+        divergence = next(_compare_groups(*groups), None)
+        if divergence is not None:
+            yield divergence
         other_bytes.append(step)
-    return parted
+    yield from compare_items(
+        without_evaluation(a.metrics[step]), without_evaluation(b.metrics[step])
+    )
+    if step in a.ledger and step in b.ledger:
+        what = "weights after the step" if step else "starting weights"
+        yield from compare(what, a.ledger[step]["weights"], b.ledger[step]["weights"])
+
+
+def _compare_evaluations(a: PastRun, b: PastRun, step: int) -> Iterator[Divergence]:
+    """Compare the figures that both have: evaluations need not fall on the same steps."""
+    x, y = a.metrics[step], b.metrics[step]
+    names = [name for name in x if name.startswith("eval/") and name in y]
+    yield from compare_items({name: x[name] for name in names}, {name: y[name] for name in names})
 
 
 def _journal_hash(past: PastRun, step: int) -> str:
-    """Hash the journal file of a step; where it is gone, return the ledger's hash of it."""
+    """Hash the journal file of a step; return the ledger's hash of it where it was removed."""
     if past.journal(step).is_file():
         return file_hash(past.journal(step))
     return str(past.ledger[step]["episodes"]) if step in past.ledger else ""
 
 
-def groups_part(a: Sequence[Group], b: Sequence[Group]) -> Parting | None:
-    """The first difference of two steps' groups, in their order."""
+def _compare_groups(a: Sequence[Group], b: Sequence[Group]) -> Iterator[Divergence]:
+    """Compare the groups of a step in their order."""
     for number, (x, y) in enumerate(zip_longest(a, b)):
-        names = [_NONE if group is None else group.problem.uid for group in (x, y)]
-        if names[0] != names[1]:
-            return Parting(what=f"problem of group {number}", a=names[0], b=names[1])
-        for mine, other in zip_longest(x.episodes, y.episodes):
-            if mine is None or other is None:
-                return Parting(
-                    what=f"episodes of {names[0]}", a=str(len(x.episodes)), b=str(len(y.episodes))
-                )
-            if parted := episode_part(mine, other):
-                return parted
-        if x.outcome != y.outcome:
-            return Parting(what=f"outcome of the group of {names[0]}", a=x.outcome, b=y.outcome)
-    return None
+        uids = [ABSENT if group is None else group.problem.uid for group in (x, y)]
+        yield from compare(f"problem of group {number}", *uids)
+        for one, other in zip(x.episodes, y.episodes, strict=False):
+            yield from compare_episodes(one, other)
+        yield from compare(f"episodes of {uids[0]}", len(x.episodes), len(y.episodes))
+        yield from compare(f"outcome of the group of {uids[0]}", x.outcome, y.outcome)
 
 
-def episode_part(a: Episode, b: Episode) -> Parting | None:
-    """The first token where two attempts at a problem part, else the first other thing."""
-    who = f"episode {a.uid}:{a.sample_index}"
-    if a.sample_index != b.sample_index:
-        return Parting(what=f"sample_index of {who}", a=str(a.sample_index), b=str(b.sample_index))
-    firsts = {name: _first(getattr(a, name), getattr(b, name)) for name in _ARRAYS}
-    parted = {name: at for name, at in firsts.items() if at is not None}
-    if parted:
-        at = min(parted.values())
-        name = next(name for name, place in parted.items() if place == at)
-        pair = [_entry(getattr(side, name), at) for side in (a, b)]
-        return Parting(what=f"{who}, position {at}: {_ARRAYS[name]}", a=pair[0], b=pair[1])
-    for name in _OTHERS:
-        mine, other = repr(getattr(a, name)), repr(getattr(b, name))
-        if mine != other:
-            return Parting(what=f"{who}: {name}", a=mine, b=other)
-    return None
+def compare_episodes(a: Episode, b: Episode) -> Iterator[Divergence]:
+    """Compare two attempts at a problem: the first position where any array differs, then the other
+    fields."""
+    name = f"episode {a.uid}:{a.sample_index}"
+    yield from compare(f"sample_index of {name}", a.sample_index, b.sample_index)
+    places = {
+        field: place
+        for field in _ARRAYS
+        if (place := _first_difference(getattr(a, field), getattr(b, field))) is not None
+    }
+    if places:
+        field = min(places, key=lambda field: places[field])
+        values = [_entry(getattr(episode, field), places[field]) for episode in (a, b)]
+        what = f"{name}, position {places[field]}: {_ARRAYS[field]}"
+        yield Divergence(what=what, a=values[0], b=values[1])
+    for field in _OTHER_FIELDS:
+        yield from compare(f"{name}: {field}", repr(getattr(a, field)), repr(getattr(b, field)))
 
 
-def _first(a: Array, b: Array) -> int | None:
-    """The first place where the bits are not the same, or where one ends."""
+def _first_difference(a: Array, b: Array) -> int | None:
+    """The first place where the bits are not the same, or where one array ends."""
     shorter = min(len(a), len(b))
     bits = [np.ascontiguousarray(side[:shorter]).view(f"V{side.dtype.itemsize}") for side in (a, b)]
     differing = np.flatnonzero(bits[0] != bits[1])
     return int(differing[0]) if len(differing) else None if len(a) == len(b) else shorter
 
 
-def _entry(column: Array, at: int) -> str:
-    return repr(column[at].item()) if at < len(column) else "its end"
+def _entry(array: Array, place: int) -> str:
+    return repr(array[place].item()) if place < len(array) else "its end"
+
+
+def _no_common_step(a: PastRun, b: PastRun) -> UserError:
+    return UserError(
+        "there is nothing to compare yet",
+        where=f"{a.folder}, {b.folder}",
+        found="no step that both have ended",
+        expected="a row in both of metrics.jsonl",
+        next="wait for them",
+    )

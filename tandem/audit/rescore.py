@@ -1,15 +1,16 @@
 """Score the episodes of a journal file again, with the run's reward functions, and compare with
 what was recorded.
 
-What cannot be repeated is read back instead: the word of a judge, what an environment or a reward
+What cannot be repeated is read back instead: the score of a judge, what an environment or a reward
 model gave (the reward function reads it in the episode, so the rest of the reward is repeated), and
 episodes whose scoring failed, as that may have been a matter of time. It does not know how a step
 learns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tandem.audit.divergence import Divergence, compare
 from tandem.config.schema import Config
 from tandem.jobs.engines import build_reward_pool
 from tandem.jobs.inputs import read_data
@@ -19,114 +20,85 @@ from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group
 
 JUDGE = "judge"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """The first thing that is not as the run recorded it."""
-
-    what: str
-    recorded: str
-    found: str
-    also: str = ""
+_READ_BACK = {
+    JUDGE: "the judge's score is read back",
+    "env": "what the environment gave is read back",
+    "reward_model": "the reward model's score is read back",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How many episodes were scored again, what was read back instead, and the first that came out
-    otherwise."""
+    """The number of episodes that were scored again, what was read back instead, and the first
+    score that differs."""
 
     episodes: int
     notes: list[str]
-    difference: Difference | None
+    divergence: Divergence | None
 
 
-def rescored(config: Config, groups: Sequence[Group], step: int) -> Scoring:
+def rescore(config: Config, groups: Sequence[Group], step: int) -> Scoring:
     """Score all episodes of step `step` again, up to the first whose reward, parts or error
     differ."""
     functions = config.reward.functions
-    notes = _read_back(config)
+    notes = [note for name, note in _READ_BACK.items() if name in functions]
     if functions == [JUDGE]:
-        return Scoring(episodes=0, notes=notes, difference=None)
-    everyone = [e for group in groups for e in group.episodes if e.stop_reason != "paused"]
-    failed = sum(bool(e.reward_error) for e in everyone)
-    if failed:
+        return Scoring(episodes=0, notes=notes, divergence=None)
+    ended = [e for group in groups for e in group.episodes if e.stop_reason != "paused"]
+    episodes = [e for e in ended if not e.reward_error]
+    if failed := len(ended) - len(episodes):
         notes.append(f"episodes whose scoring failed are read back: {failed}")
-    again = [e for e in everyone if not e.reward_error]
-    whole = JUDGE not in functions
     problems = {problem.uid: problem for problem in read_data(config, "data.train")}
-    if missing := [e.uid for e in again if e.uid not in problems]:
-        raise UserError(
-            "a problem of the step is not in the data",
-            where="data.train",
-            found=f"no {missing[0]}",
-            expected="the data that the run began with",
-            next="restore it",
+    if missing := [e.uid for e in episodes if e.uid not in problems]:
+        raise _no_such_problem(missing[0])
+    with build_reward_pool(_without_judge(config) if JUDGE in functions else config) as pool:
+        scores = [pool.submit(problems[e.uid], e.attempt()) for e in episodes]
+        pairs = (
+            (e, with_reward(e, score.result(), config.reward, config.rollout.max_new_tokens))
+            for e, score in zip(episodes, scores, strict=True)
         )
-    with build_reward_pool(config if whole else _without_judge(config)) as pool:
-        verdicts = [pool.submit(problems[e.uid], e.attempt()) for e in again]
-        for episode, verdict in zip(again, verdicts, strict=True):
-            found = with_reward(
-                episode, verdict.result(), config.reward, config.rollout.max_new_tokens
-            )
-            if otherwise := _compare(episode, found, config, step, whole):
-                return Scoring(episodes=len(again), notes=notes, difference=otherwise)
-    return Scoring(episodes=len(again), notes=notes, difference=None)
-
-
-def _read_back(config: Config) -> list[str]:
-    functions = config.reward.functions
-    told = {
-        JUDGE: "the judge's word is read back",
-        "env": "what the environment gave is read back",
-        "reward_model": "the reward model's word is read back",
-    }
-    return [text for name, text in told.items() if name in functions]
+        differing = (one for pair in pairs for one in _compare_scores(*pair, config, step))
+        return Scoring(episodes=len(episodes), notes=notes, divergence=next(differing, None))
 
 
 def _without_judge(config: Config) -> Config:
-    """The other functions; with weights, so that each one's reward is a part under its own name."""
-    how = config.reward
-    kept = [
-        (f, w)
-        for f, w in zip(how.functions, how.weights or [1.0] * len(how.functions), strict=True)
-        if f != JUDGE
-    ]
-    return config.model_copy(
-        update={
-            "reward": how.model_copy(
-                update={
-                    "function": [f for f, _ in kept],
-                    "weights": [w for _, w in kept],
-                    "options": {
-                        name: value for name, value in how.options.items() if name != JUDGE
-                    },
-                }
-            )
-        }
+    """Leave the other functions; with weights, so that each one's reward is a part under its own
+    name."""
+    reward = config.reward
+    weights = reward.weights or [1.0] * len(reward.functions)
+    kept = {f: w for f, w in zip(reward.functions, weights, strict=True) if f != JUDGE}
+    others = {
+        "function": list(kept),
+        "weights": list(kept.values()),
+        "options": {name: value for name, value in reward.options.items() if name != JUDGE},
+    }
+    return config.model_copy(update={"reward": reward.model_copy(update=others)})
+
+
+def _compare_scores(
+    recorded: Episode, computed: Episode, config: Config, step: int
+) -> Iterator[Divergence]:
+    """Compare an episode's reward and parts; with a judge the parts of the other functions only."""
+    name = f"episode {step}:{recorded.uid}:{recorded.sample_index}"
+    if computed.reward_error:
+        reward = f"{recorded.reward!r}, without an error"
+        yield Divergence(what=f"score of {name}", a=reward, b=computed.reward_error)
+    functions = config.reward.functions
+    if JUDGE in functions:
+        parts = [part_name(function) for function in functions if function != JUDGE]
+    else:
+        yield from compare(f"reward of {name}", recorded.reward, computed.reward)
+        parts = list({**recorded.reward_parts, **computed.reward_parts})
+    for part in parts:
+        pair = [episode.reward_parts.get(part) for episode in (recorded, computed)]
+        yield from compare(f"reward part {part} of {name}", *pair)
+
+
+def _no_such_problem(uid: str) -> UserError:
+    return UserError(
+        "a problem of the step is not in the data",
+        where="data.train",
+        found=f"no {uid}",
+        expected="the data that the run began with",
+        next="restore it",
     )
-
-
-def _compare(
-    recorded: Episode, found: Episode, config: Config, step: int, whole: bool
-) -> Difference | None:
-    who = f"episode {step}:{recorded.uid}:{recorded.sample_index}"
-    if found.reward_error:
-        return Difference(
-            what=f"score of {who}",
-            recorded=f"{recorded.reward!r}, without an error",
-            found=found.reward_error,
-        )
-    if whole and recorded.reward != found.reward:
-        return Difference(
-            what=f"reward of {who}", recorded=repr(recorded.reward), found=repr(found.reward)
-        )
-    own = [part_name(function) for function in config.reward.functions if function != JUDGE]
-    names = {**recorded.reward_parts, **found.reward_parts} if whole else own
-    for name in names:
-        pair = [side.reward_parts.get(name) for side in (recorded, found)]
-        if pair[0] != pair[1]:
-            return Difference(
-                what=f"reward part {name} of {who}", recorded=repr(pair[0]), found=repr(pair[1])
-            )
-    return None

@@ -1,24 +1,27 @@
-"""What happened to an episode and to each of its tokens, from the run folder.
+"""The history of an episode and of each of its tokens, from the run folder.
 
-    episodes/train_step_*.parquet --> who sampled it, how it ended, what it was paid, which step trained it or why none did
-    audit/replay.py, watching            --> advantage, ratio, clipping and weight of each token in the last update on it
+    episodes/train_step_*.parquet  --> the weights that sampled it, how it ended, its reward,
+                                       the step that trained it or why none did
+    audit/replay.py, observed      --> advantage, ratio, clipping and weight of each token
+                                       in the last update on it
 
 An episode is named STEP:UID:SAMPLE, the columns `step`, `uid` and `sample_index` of the journal, or
-by its `key` where a step has a problem twice. It does not judge: that is `tandem replay`.
+by its `key` where a step has a problem twice. It does not check the run: that is `tandem replay`.
 
     tandem why runs/demo --episode 12:algebra/17:3      --episode 12 lists those of step 12
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tandem.audit.divergence import Divergence
 from tandem.audit.replay import replay
-from tandem.audit.rescore import Difference
 from tandem.config.schema import RL
 from tandem.jobs.engines import Report
 from tandem.model.tokenizer import load_tokenizer
@@ -26,12 +29,12 @@ from tandem.run_folder.past_run import PastRun, holds, read_step
 from tandem.runtime.errors import UserError
 from tandem.train.batch import TokenTensors, pack_batch
 from tandem.train.learn import policy_loss
-from tandem.types import Array, Episode, Group, Microbatch, Outcome
+from tandem.types import Episode, Group, Microbatch, Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """One token; what learning made of it is None where it was read, or was not learned from."""
+    """One token. The columns of learning are None where it was read, or not learned from."""
 
     position: int
     token: int
@@ -45,19 +48,19 @@ class Token:
     clipped: bool | None = None  # in the last update
     # of its loss in the last update, the off-policy correction included
     weight: float | None = None
-    masked: str = ""  # by what it carries no loss
+    masked: str = ""  # the setting by which it carries no loss
 
 
-@dataclass(kw_only=True)
-class Found:
-    """An episode in the journal file of a step: the `place`-th of group `row`."""
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRef:
+    """An episode in the journal file of a step: number `place` of group `row`."""
 
     step: int
     row: int
     place: int
     group: Group
     # (step, outcome) of each file that has it, ascending
-    fate: list[tuple[int, Outcome]] = field(default_factory=list)
+    history: list[tuple[int, Outcome]] = field(default_factory=list)
 
     @property
     def episode(self) -> Episode:
@@ -69,51 +72,48 @@ class Found:
 
     @property
     def trained_in(self) -> int | None:
-        """The step that had it among those to learn from."""
-        return next((step for step, outcome in self.fate if outcome == "train"), None)
+        """The step that learned from it."""
+        return next((step for step, outcome in self.history if outcome == "train"), None)
 
 
 @dataclass(kw_only=True)
-class Learned:
-    """What the last update of a step had of one episode, an entry a loss token."""
+class EpisodeUpdate:
+    """The last update of a step, of one episode; an entry a loss token."""
 
     columns: TokenTensors | None = None
     logprobs: Tensor | None = None
-    difference: Difference | None = None  # of the replay from the run
+    divergence: Divergence | None = None  # of the replay from the run
 
 
-def find(past: PastRun, name: str) -> list[Found]:
-    """The episodes that a name means, each once: STEP:UID:SAMPLE, or less of it, the journal's key,
-    or a step's number for all that it had. A number is read as a uid first. Raises UserError where
-    there is none."""
+def find_episodes(past: PastRun, name: str) -> list[EpisodeRef]:
+    """Find the episodes that a name means, each once. name: STEP:UID:SAMPLE, or less of it, the
+    journal's key, or a step's number for all that it had; a number is read as a uid first.
+
+    Raises UserError where there is none.
+    """
+    steps = past.journaled()
     for step, uid, sample in _readings(name):
-        steps = [
-            s for s in past.journaled() if step in (None, s) and holds(past.journal(s), "uid", uid)
-        ]
-        found = [f for s in steps for f in _of_file(past, s) if f.episode.uid == uid]
-        if found := [f for f in found if sample is None or f.episode.sample_index == sample]:
-            return list({f.episode.key: f for f in found}.values())
-    if name.isdecimal() and int(name) in past.journaled():
-        return _of_file(past, int(name))
+        refs = {
+            ref.episode.key: ref
+            for s in steps
+            if step in (None, s) and holds(past.journal(s), "uid", uid)
+            for ref in _refs_of_step(past, s)
+            if ref.episode.uid == uid and sample in (None, ref.episode.sample_index)
+        }
+        if refs:
+            return list(refs.values())
     if name.isdecimal():
-        steps = [s for s in past.journaled() if holds(past.journal(s), "key", int(name))]
-        if found := [
-            f for s in steps[-1:] for f in _of_file(past, s) if f.episode.key == int(name)
-        ]:
-            return found
-    last = past.journaled()[-1:]
-    example = next((f.name for s in last for f in _of_file(past, s)), "12:algebra/17:3")
-    raise UserError(
-        "the journal has no such episode",
-        where=str(past.episodes),
-        found=name or "nothing",
-        expected=f"STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. {example}",
-        next=f"tandem why {past.folder} --episode STEP lists those of a step",
-    )
+        if int(name) in steps:
+            return _refs_of_step(past, int(name))
+        having = [s for s in steps if holds(past.journal(s), "key", int(name))]
+        if having:
+            refs_of_last = _refs_of_step(past, having[-1])
+            return [ref for ref in refs_of_last if ref.episode.key == int(name)]
+    raise _no_such_episode(past, name)
 
 
 def _readings(name: str) -> Iterator[tuple[int | None, str, int | None]]:
-    """(step, uid, sample) in the ways that a name can be read: a uid may hold colons."""
+    """Yield (step, uid, sample) in the ways that a name can be read: a uid may hold colons."""
     if match := re.fullmatch(r"(\d+):(.+):(\d+)", name):
         yield int(match[1]), match[2], int(match[3])
     if match := re.fullmatch(r"(\d+):(.+)", name):
@@ -123,127 +123,121 @@ def _readings(name: str) -> Iterator[tuple[int | None, str, int | None]]:
     yield None, name, None
 
 
-def _of_file(past: PastRun, step: int) -> list[Found]:
+def _refs_of_step(past: PastRun, step: int) -> list[EpisodeRef]:
     return [
-        Found(step=step, row=row, place=place, group=group)
+        EpisodeRef(step=step, row=row, place=place, group=group)
         for row, group in enumerate(read_step(past.journal(step)))
         for place in range(len(group.episodes))
     ]
 
 
-def follow(past: PastRun, found: Found) -> Found:
-    """The same with its fate: the file of each step that had it, before and after, until one
-    trained it or left it out."""
-    fate = [(found.step, found.group.outcome)]
-    here = found
-    while before := [
-        f for f in _around(past, here, -1) if f.group.outcome in ("carry", "unfinished")
-    ]:
-        here = before[0]
-        fate.insert(0, (here.step, here.group.outcome))
-    here = found
-    while here.group.outcome in ("carry", "unfinished") and (after := _around(past, here, 1)):
-        here = after[0]
-        fate.append((here.step, here.group.outcome))
-    return replace(found, fate=fate)
+def with_history(past: PastRun, ref: EpisodeRef) -> EpisodeRef:
+    """Add the history of an episode: each step whose file has it, before and after this one, until
+    a step trained it or left it out."""
+    history = [(ref.step, ref.group.outcome)]
+    before = _same_episode(past, ref, ref.step - 1)
+    while before and _goes_on(before):
+        history.insert(0, (before.step, before.group.outcome))
+        before = _same_episode(past, ref, before.step - 1)
+    here: EpisodeRef | None = ref
+    while here and _goes_on(here):
+        here = _same_episode(past, ref, here.step + 1)
+        if here:
+            history.append((here.step, here.group.outcome))
+    return replace(ref, history=history)
 
 
-def _around(past: PastRun, found: Found, way: int) -> list[Found]:
-    """The same episode in the next file, or the one before; a paused one has grown in between."""
-    step = found.step + way
+def _goes_on(ref: EpisodeRef) -> bool:
+    return ref.group.outcome in ("carry", "unfinished")
+
+
+def _same_episode(past: PastRun, ref: EpisodeRef, step: int) -> EpisodeRef | None:
+    """Find the episode in the file of another step; a paused one has grown in between."""
     if not past.journal(step).is_file():
-        return []
-    return [f for f in _of_file(past, step) if f.episode.key == found.episode.key]
+        return None
+    refs = _refs_of_step(past, step)
+    return next((other for other in refs if other.episode.key == ref.episode.key), None)
 
 
 # What learning made of it
-# ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 
 
-def watch(past: PastRun, found: Found, report: Report) -> Learned:
-    """Replay the step that trained it and keep what its last update had of the episode; empty where
-    none had."""
-    seen = Learned()
-    step = found.trained_in
+def trace_updates(past: PastRun, ref: EpisodeRef, report: Report) -> EpisodeUpdate:
+    """Replay the step that trained an episode and keep its part of the last update; empty where no
+    step has."""
+    traced = EpisodeUpdate()
+    step = ref.trained_in
     if step is None or step not in past.metrics:
-        return seen
-    at = (
-        found
-        if step == found.step
-        else next(f for f in _of_file(past, step) if f.episode.key == found.episode.key)
-    )
+        return traced
+    trained = ref if step == ref.step else _same_episode(past, ref, step)
+    assert trained is not None  # its history has it there
     groups = [
         (row, group)
         for row, group in enumerate(read_step(past.journal(step)))
         if group.outcome == "train"
     ]
-    number = [row for row, _ in groups].index(at.row)
+    number = [row for row, _ in groups].index(trained.row)
     places = pack_batch([group for _, group in groups], past.config).sample_index
-    sample = places.index((number, at.place)) if (number, at.place) in places else None
+    place = (number, trained.place)
+    sample = places.index(place) if place in places else None
 
     def observe(batch: Microbatch, columns: TokenTensors, logprobs: Tensor) -> None:
         if sample is not None and sample in batch.samples:
             own = columns.sequences == int((batch.samples == sample).argmax())
-            seen.columns, seen.logprobs = _part(columns, own), logprobs[own]
+            traced.columns, traced.logprobs = _part(columns, own), logprobs[own]
 
-    seen.difference = replay(past, step, report, observe, score=False).difference
-    return seen
+    traced.divergence = replay(past, step, report, observe, score=False).divergence
+    return traced
 
 
 def _part(columns: TokenTensors, which: Tensor | slice) -> TokenTensors:
-    """Of some tokens, as those of one sequence."""
-    reference = columns.reference
-    return TokenTensors(
-        engine=columns.engine[which],
-        proximal=columns.proximal[which],
-        advantages=columns.advantages[which],
-        weights=columns.weights[which],
-        corrections=columns.corrections[which],
-        fresh=columns.fresh[which],
-        sequences=torch.zeros_like(columns.sequences[which]),
-        reference=None if reference is None else reference[which],
-    )
+    """Take some of the tokens, as those of one sequence."""
+    values = {one.name: getattr(columns, one.name) for one in fields(columns)}
+    picked: dict[str, Any] = {
+        name: None if value is None else value[which] for name, value in values.items()
+    }
+    return TokenTensors(**picked | {"sequences": torch.zeros_like(columns.sequences[which])})
 
 
-def tokens(past: PastRun, found: Found, learned: Learned | None) -> list[Token]:
-    """Every token of the episode; learned: None where that was not asked for."""
-    episode = found.episode
-    pieces = _pieces(past.kept_model, episode.tokens)
-    made = _made_of(past, found, learned)
+def tokens(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> list[Token]:
+    """List every token of the episode; update: None to leave learning out."""
+    episode = ref.episode
+    tokenizer = load_tokenizer(past.kept_model)
+    learned = _learned(past, ref, update)
     rows = []
-    for at in range(len(episode.tokens)):
-        sampled = bool(episode.loss_mask[at])
-        plain = Token(position=at, token=int(episode.tokens[at]), text=pieces[at], sampled=sampled)
-        if sampled:
-            plain = replace(
-                plain,
-                version=int(episode.weight_versions[at]),
-                engine_logprob=float(episode.engine_logprobs[at]),
-                penalty=float(episode.penalties[at]),
-                **next(made),
+    for place, token in enumerate(episode.tokens.tolist()):
+        text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        row = Token(position=place, token=token, text=text, sampled=bool(episode.loss_mask[place]))
+        if row.sampled:
+            row = replace(
+                row,
+                version=int(episode.weight_versions[place]),
+                engine_logprob=float(episode.engine_logprobs[place]),
+                penalty=float(episode.penalties[place]),
+                **next(learned),
             )
-        rows.append(plain)
+        rows.append(row)
     return rows
 
 
-def _made_of(past: PastRun, found: Found, learned: Learned | None) -> Iterator[dict[str, Any]]:
-    """The learning columns of each loss token."""
-    count = int(found.episode.loss_mask.sum())
-    if learned is None or learned.columns is None or learned.logprobs is None:
-        reason = "" if learned is None else not_learned(past, found, learned)
-        yield from ({"masked": reason} for _ in range(count))
+def _learned(
+    past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None
+) -> Iterator[dict[str, Any]]:
+    """The fields of learning of each loss token."""
+    if update is None or update.columns is None or update.logprobs is None:
+        reason = "" if update is None else why_not_learned(past, ref, update)
+        yield from repeat({"masked": reason})
         return
-    columns, rl = learned.columns, past.config.rl
+    columns, rl = update.columns, past.config.rl
     weights = columns.weights * columns.corrections
-    for n in range(count):
-        ratio, clipped = _ratio(rl, columns, learned.logprobs, n)
-        masked = (
-            ""
-            if weights[n]
-            else "rl.max_logprob_error"
-            if not columns.weights[n]
-            else f"rl.correction={rl.correction}"
-        )
+    for n in range(len(weights)):
+        masked = ""
+        if not weights[n]:
+            masked = f"rl.correction={rl.correction}"
+            if not columns.weights[n]:
+                masked = "rl.max_logprob_error"
+        ratio, clipped = _ratio(rl, columns, update.logprobs, n)
         yield {
             "advantage": float(columns.advantages[n]),
             "ratio": ratio,
@@ -253,12 +247,13 @@ def _made_of(past: PastRun, found: Found, learned: Learned | None) -> Iterator[d
         }
 
 
-def not_learned(past: PastRun, found: Found, learned: Learned) -> str:
-    """Why no update had the episode."""
-    config, episode, step = past.config, found.episode, found.trained_in
+def why_not_learned(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate) -> str:
+    """The reason why no update had the episode."""
+    config, episode, step = past.config, ref.episode, ref.trained_in
     if step is None:
+        outcome = ref.history[-1][1]
         return {"no_signal": "no signal", "carry": "waits for a step", "unfinished": "goes on"}[
-            found.fate[-1][1]
+            outcome
         ]
     if step not in past.metrics:
         return "the step that trains it is not made yet"
@@ -270,14 +265,14 @@ def not_learned(past: PastRun, found: Found, learned: Learned) -> str:
         return "rl.mask_truncated"
     if config.rl.advantage == "gae" and step <= config.critic.warmup_steps:
         return "critic.warmup_steps"
-    return "the replay stopped before" if learned.difference else "no policy loss of single tokens"
+    return "the replay stopped before" if update.divergence else "no policy loss of single tokens"
 
 
 def _ratio(
     rl: RL, columns: TokenTensors, logprobs: Tensor, n: int
 ) -> tuple[float | None, bool | None]:
-    """Of one token, by the loss itself; gspo's ratio is that of the sequence, so there the others
-    stand beside it."""
+    """Compute (ratio, clipped) of one token by the loss itself. gspo's ratio is that of the
+    sequence, so there the other tokens stand beside it."""
     which = slice(None) if rl.loss == "gspo" else slice(n, n + 1)
     part = _part(columns, which)
     alone = replace(part, advantages=torch.full_like(part.advantages, float(columns.advantages[n])))
@@ -286,6 +281,13 @@ def _ratio(
     return (sums["ratio"] / size, sums["clip_share"] == size) if "ratio" in sums else (None, None)
 
 
-def _pieces(model: str, ids: Array) -> Sequence[str]:
-    tokenizer = load_tokenizer(model)
-    return [str(tokenizer.decode([i], clean_up_tokenization_spaces=False)) for i in ids.tolist()]
+def _no_such_episode(past: PastRun, name: str) -> UserError:
+    refs = [ref for step in past.journaled()[-1:] for ref in _refs_of_step(past, step)]
+    example = refs[0].name if refs else "12:algebra/17:3"
+    return UserError(
+        "the journal has no such episode",
+        where=str(past.episodes),
+        found=name or "nothing",
+        expected=f"STEP:UID:SAMPLE, UID:SAMPLE, UID, STEP or KEY, e.g. {example}",
+        next=f"tandem why {past.folder} --episode STEP lists those of a step",
+    )

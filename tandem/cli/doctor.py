@@ -1,5 +1,5 @@
-"""`tandem doctor`: is this machine fit for an exact run? Exit code 0 when every check passes, else
-1."""
+"""`tandem doctor`: check whether this machine can make an exact run. Exit code 0 when every check
+passes, else 1."""
 
 import platform
 import shutil
@@ -34,13 +34,11 @@ def doctor() -> int:
 def _torch() -> tuple[bool, str]:
     import torch
 
-    place = (
-        "CUDA is available, but the exact engine runs on the CPU for now"
-        if torch.cuda.is_available()
-        else "CPU"
-    )
-    detail = f"{torch.__version__}, {torch.get_num_threads()} threads on {numerics.cores()} cores, {numerics.processor()}"
-    return True, f"{detail}, {place}"
+    device = "CPU"
+    if torch.cuda.is_available():
+        device = "CUDA is available, but the exact engine runs on the CPU for now"
+    threads = f"{torch.get_num_threads()} threads on {numerics.cores()} cores"
+    return True, f"{torch.__version__}, {threads}, {numerics.processor()}, {device}"
 
 
 def _transformers() -> tuple[bool, str]:
@@ -50,7 +48,7 @@ def _transformers() -> tuple[bool, str]:
 
 
 def _exactness() -> tuple[bool, str]:
-    """The probe of model/probe.py on a random model with the shapes of a 0.5B Qwen layer."""
+    """Run model/probe.py on a random model with the shapes of a 0.5B Qwen layer."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -68,15 +66,11 @@ def _exactness() -> tuple[bool, str]:
     with torch.random.fork_rng(devices=[]):
         found = probe(make_exact(AutoModelForCausalLM.from_config(config).float()))
     if found.parity:
-        return (
-            False,
-            f"not exact on this machine: {'; '.join(found.parity)}; set rl.correction in recipes",
-        )
-    threads = (
-        f"; bits depend on the thread count: {'; '.join(found.thread_dependent)}"
-        if found.thread_dependent
-        else ", with any number of threads"
-    )
+        operators = "; ".join(found.parity)
+        return False, f"not exact on this machine: {operators}; set rl.correction in recipes"
+    threads = ", with any number of threads"
+    if found.thread_dependent:
+        threads = f"; bits depend on the thread count: {'; '.join(found.thread_dependent)}"
     return True, f"engine = trainer, bit for bit{threads}"
 
 
@@ -94,7 +88,7 @@ def _rewards() -> tuple[bool, str]:
 
 
 def _sandbox() -> tuple[bool, str]:
-    """Only code of a model needs it, so nothing fails without."""
+    """Describe the sandbox. Only code of a model needs it, so nothing fails without."""
     from tandem.config.schema import Sandbox
     from tandem.runtime.sandbox import sandbox_state
 

@@ -3,9 +3,7 @@
 import json
 from pathlib import Path
 
-from rich.table import Table
-
-from tandem.cli.progress import console
+from tandem.cli.progress import console, print_table
 from tandem.config.schema import Config
 from tandem.data.renderer import load_renderer
 from tandem.jobs.engines import (
@@ -15,7 +13,7 @@ from tandem.jobs.engines import (
     prepare_process,
 )
 from tandem.jobs.inputs import read_data
-from tandem.model.load import check_model
+from tandem.model.config_file import check_model
 from tandem.rollout.evaluate import Evaluator
 from tandem.rollout.score import RolloutRunner
 from tandem.runtime.errors import UserError
@@ -49,14 +47,13 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
             rewards=rewards,
             reward_model=load_reward_model(config),
         )
-        stop_token_ids = renderer.stop_token_ids
-        metrics = Evaluator(
-            config=config, problems=problems, runner=runner, stop_token_ids=stop_token_ids
-        )(0)
-    table = Table("metric", "value", title=f"{config.model.path} on {len(problems)} problems")
-    for name, value in metrics.items():
-        table.add_row(name.removeprefix("eval/"), f"{value:.3f}")
-    console.print(table)
+        evaluator = Evaluator(
+            config=config, problems=problems, runner=runner, stop_token_ids=renderer.stop_token_ids
+        )
+        metrics = evaluator(0)
+    rows = [(name.removeprefix("eval/"), f"{value:.3f}") for name, value in metrics.items()]
+    title = f"{config.model.path} on {len(problems)} problems"
+    print_table(("metric", "value"), rows, title)
     if out is not None:
         out.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     return metrics

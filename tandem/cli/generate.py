@@ -1,7 +1,6 @@
-"""`tandem generate`: a generated task as a JSONL file of problems.
+"""`tandem generate`: a generated task as a JSONL file of problems, without torch.
 
-Knows which tasks there are and where a file goes. Does not know what is in the rows; nothing of it
-needs torch.
+It does not know what is in the rows.
 """
 
 from pathlib import Path
@@ -26,8 +25,8 @@ def generate(
     weights: str,
     force: bool,
 ) -> None:
-    """Write count problems of a task to out: one of TASKS, reasoning_gym:NAME,NAME with weights for
-    them, or verifiers:ID."""
+    """Write count problems of a task to out. task: one of TASKS, reasoning_gym:NAME,NAME with
+    weights for them, or verifiers:ID."""
     if out.suffix != ".jsonl":
         raise UserError(
             "the problems are written as JSONL",
@@ -99,7 +98,8 @@ def _rows(
 
 
 def _refuse_draws(task: str, split: str, seed: int, difficulty: int | None) -> None:
-    """What chooses among problems that are drawn has no meaning where a list of them is copied."""
+    """Raise UserError for options that choose among drawn problems: here a list of them is
+    copied."""
     options = {"--split": (split, "train"), "--difficulty": (difficulty, None), "--seed": (seed, 0)}
     given = " ".join(
         f"{option} {value}" for option, (value, default) in options.items() if value != default

@@ -1,12 +1,12 @@
-"""`tandem plan`: whether a run could start here, without loading weights: changed keys, data,
+"""`tandem plan`: check whether a run could start here, without loading weights: changed keys, data,
 memory, disk, and the verdict.
 
-    tandem plan my.toml                    of `tandem train`; exit code 0 where it could start, else 2
-    tandem plan my.toml --for sft          of another command that trains
+    tandem plan my.toml                of `tandem train`; exit code 0 where it could start, else 2
+    tandem plan my.toml --for sft      of another command that trains
 
-What is checked is what the run itself checks before its weights (jobs/inputs.py,
-run_folder/folder.py, train_loop.py). Memory is arithmetic over the shapes; what one step computes
-comes on top. It does not know whether anything is learned.
+It checks what the run itself checks before its weights (jobs/inputs.py, run_folder/folder.py,
+train_loop.py). Memory is arithmetic over the shapes; the tensors of one step come on top. It does
+not know whether anything is learned.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.inputs import INPUTS, KEYS, input_hashes
-from tandem.jobs.needs import Machine, Need, disk, memory, model_sizes
+from tandem.jobs.resources import Machine, Need, disk, memory, model_sizes
 from tandem.run_folder.folder import check_run
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -49,9 +49,8 @@ class _Plan:
             self._data()
         with self._checked():
             if self.command != "rm":  # a reward model plays no episodes
-                with open_envs_and_rewards(
-                    self.config
-                ):  # environment and reward functions can be loaded
+                # environment and reward functions can be loaded
+                with open_envs_and_rewards(self.config):
                     pass
         with self._checked():
             sizes = model_sizes(self.config, self.command)
@@ -75,7 +74,7 @@ class _Plan:
 
     @contextmanager
     def _checked(self) -> Iterator[None]:
-        """A UserError inside is told, and the plan goes on."""
+        """Print a UserError raised inside, and let the plan go on."""
         try:
             yield
         except UserError as error:
@@ -87,22 +86,21 @@ class _Plan:
     def _data(self) -> None:
         inputs = INPUTS[self.command](self.config)
         for key, count in inputs.counts.items():
-            what = "prompt" if count.unit == "problems" else "text"
+            text = "prompt" if count.unit == "problems" else "text"
             _say(
-                f"  {key:<18}{count.number:,} {count.unit}, longest {what} {count.longest:,} tokens"
+                f"  {key:<18}{count.number:,} {count.unit}, longest {text} {count.longest:,} tokens"
             )
         prompts = [count.longest for count in inputs.counts.values() if count.unit == "problems"]
         places = f"of {inputs.shape.max_position_embeddings:,} that the model can place"
         if prompts:
-            _say(
-                f"  {'longest sequence':<18}{max(prompts)} + {self.config.rollout.max_new_tokens} tokens, {places}"
-            )
+            length = f"{max(prompts)} + {self.config.rollout.max_new_tokens} tokens"
+            _say(f"  {'longest sequence':<18}{length}, {places}")
 
     def _need(self, title: str, rows: list[Need], there: int, where: str) -> None:
         needed = sum(count for _, count, _ in rows)
         _say(title)
-        for name, count, how in rows:
-            _say(f"  {name:<17}{human_bytes(count):>10}  {how}")
+        for name, count, formula in rows:
+            _say(f"  {name:<17}{human_bytes(count):>10}  {formula}")
         _say(f"  {'sum':<17}{human_bytes(needed):>10}  of {human_bytes(there)} {where}")
         if needed > there:
             self.reasons.append(
@@ -114,8 +112,10 @@ class _Plan:
         if not check_run(self.folder, self.config, self.command) or self.reasons:
             return "a new run"
         hashes = input_hashes(self.config, *KEYS[self.command])
-        found = resumable(self.folder, self.config, hashes, lambda line: _say(f"  {line}"))
-        return "a run to begin again" if found is None else f"resumed from {found[0].name}"
+        checkpoint = resumable(self.folder, self.config, hashes, lambda line: _say(f"  {line}"))
+        if checkpoint is None:
+            return "a run to begin again"
+        return f"resumed from {checkpoint[0].name}"
 
 
 def _say(text: str) -> None:
@@ -129,8 +129,9 @@ def work(config: Config, command: str) -> str:
         episodes = rl.prompts_per_step * rl.group_size * max(1, rl.max_gen_batches)
         bound = "at most " if rl.max_gen_batches else ""
         updates = rl.minibatches * rl.epochs
+        tokens = episodes * config.rollout.max_new_tokens
         return (
-            f"{config.run.steps} steps of {bound}{episodes} episodes, {episodes * config.rollout.max_new_tokens:,} "
+            f"{config.run.steps} steps of {bound}{episodes} episodes, {tokens:,} "
             f"sampled tokens at most and {updates} update{'s' * (updates > 1)} each"
         )
     settings, unit = (config.sft, "chats") if command == "sft" else (config.preference, "pairs")

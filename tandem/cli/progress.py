@@ -1,5 +1,5 @@
-"""What a person sees of a run: a live line on a terminal, a line now and then elsewhere and in
-log.txt, and warnings.
+"""The terminal: lines and tables, and the progress of a run: a live line on a terminal, a line now
+and then elsewhere and in log.txt, and warnings.
 
     step 12/100  reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 4 min 31 s
 
@@ -9,17 +9,34 @@ besides. It does not know what a step does.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from tandem.types import Row
 
 console = Console(highlight=False, soft_wrap=True)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines as they are: nothing in them is markup."""
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    """Print a table with a frame."""
+    table = Table(*columns, title=title or None)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
 WINDOW = 5  # steps that the moving average of the reward looks back
 RECENT = 9  # steps whose median is the time of the next one
 LINES = 20  # step lines of a run of fast steps
@@ -27,8 +44,8 @@ LINE_S = 10.0  # seconds after which slower steps get a line each
 
 
 class StepProgress:
-    """Call it with (steps done, metrics, timings) after each step. log gets every line, output is
-    where they are shown."""
+    """The progress of a run; call it with (steps done, metrics, timings) after each step. log gets
+    every line, output shows them."""
 
     def __init__(
         self,
@@ -80,20 +97,15 @@ class StepProgress:
         self.bar.update(self.task, completed=done, text=fitting(parts, self.room), refresh=True)
         step = f"step {done:{len(str(self.steps))}d}/{self.steps}  "
         if parts and (held_out or self._is_due(done)):
-            left = (
-                f"  left {duration(seconds)}"
-                if (seconds := self.time_left()) and done < self.steps
-                else ""
-            )
-            self._tell(
-                step + "  ".join(parts) + left, shown=bool(held_out) or not self.output.is_terminal
-            )
+            left = self.time_left() if done < self.steps else None
+            line = step + "  ".join(parts) + (f"  left {duration(left)}" if left else "")
+            self._print(line, shown=bool(held_out) or not self.output.is_terminal)
         if held_out:
-            self._tell(step + held_out)
+            self._print(step + held_out)
         for warning in self._warnings(metrics):
             if warning not in self.warned:
                 self.warned.add(warning)
-                self._tell(f"warning at step {done}: {warning}", style="yellow")
+                self._print(f"warning at step {done}: {warning}", style="yellow")
 
     def _is_due(self, done: int) -> bool:
         """Decide whether a step gets a line: the first one, 20 of a run, and all that end long
@@ -103,50 +115,38 @@ class StepProgress:
         self.last_line = self.clock() if due else self.last_line
         return due
 
-    def _tell(self, line: str, *, shown: bool = True, style: str | None = None) -> None:
+    def _print(self, line: str, *, shown: bool = True, style: str | None = None) -> None:
         self.log(line)
         if shown:
             self.output.print(line, style=style, markup=False)
 
     def _warnings(self, metrics: Row) -> list[str]:
         bad = sorted(name.removeprefix("bad/") for name in metrics if name.startswith("bad/"))
-        broken = [(bool(bad), f"an update was skipped, not finite: {', '.join(bad)}")]
+        warnings = [f"an update was skipped, not finite: {', '.join(bad)}"] if bad else []
         if "reward" not in metrics:
-            return [text for hit, text in broken if hit]
+            return warnings
         self.recent.append(metrics["reward"])
         average = sum(self.recent) / len(self.recent)
         self.best = max(self.best, average) if len(self.recent) == WINDOW else self.best
+        flat, unscored = metrics["groups_without_signal"], metrics["reward_errors"]
         failed = metrics.get("env_errors", 0) + metrics.get("env_timeouts", 0)
-        checks = [
-            *broken,
-            (
-                metrics.get("logprob_gap", 0) != 0,
-                "engine and trainer disagree: logprob_gap is not 0",
-            ),
-            (
-                average < self.best - 0.2,
-                "the reward is falling: a lower train.learning_rate or more rl.prompts_per_step may help",
-            ),
-            (
-                metrics["groups_without_signal"] > 0.9,
-                "over 90% of the groups have equal rewards: nothing to learn from them",
-            ),
-            (metrics["truncated"] > 0.5, "over half of the completions hit rollout.max_new_tokens"),
-            (
-                metrics["reward_errors"] > 0,
-                f"{metrics['reward_errors']:.0f} episodes could not be scored; see reward_error in episodes/",
-            ),
-            (
-                failed > 0,
-                f"{failed:.0f} episodes failed in their environment; see env_error in episodes/",
-            ),
-        ]
-        return [text for hit, text in checks if hit]
+        checks = {
+            "engine and trainer disagree: logprob_gap is not 0": metrics.get("logprob_gap", 0) != 0,
+            "the reward is falling: a lower train.learning_rate or more rl.prompts_per_step "
+            "may help": average < self.best - 0.2,
+            "over 90% of the groups have equal rewards: nothing to learn from them": flat > 0.9,
+            "over half of the completions hit rollout.max_new_tokens": metrics["truncated"] > 0.5,
+            f"{unscored:.0f} episodes could not be scored; see reward_error in episodes/": unscored
+            > 0,
+            f"{failed:.0f} episodes failed in their environment; see env_error in episodes/": failed
+            > 0,
+        }
+        return warnings + [text for text, applies in checks.items() if applies]
 
 
 class TimeLeft:
-    """The seconds that a run still needs, from the times of its steps; None before the first. The
-    live line's thread calls it while another one adds."""
+    """The seconds that a run still needs, from the times of its steps; None before the first step.
+    The live line's thread calls it while another one adds."""
 
     def __init__(self, steps: int, eval_every: int, clock: Callable[[], float]):
         self.steps, self.eval_every, self.clock = steps, eval_every or steps, clock
@@ -167,7 +167,7 @@ class TimeLeft:
             self.end = self.clock() + (self.steps - done) * self.step_s + evaluations * self.eval_s
 
     def __call__(self) -> float | None:
-        """The seconds from now on."""
+        """Estimate the seconds from now on."""
         return None if self.end is None else max(0.0, self.end - self.clock())
 
 
@@ -184,14 +184,14 @@ class _LeftColumn(ProgressColumn):
 
 
 def duration(seconds: float) -> str:
-    """271.4 -> "4 min 31 s": the two largest units."""
-    whole = round(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    """Write the two largest units of a time: 271.4 -> "4 min 31 s"."""
+    total = round(seconds)
+    minutes, hours, days = total // 60, total // 3600, total // 86400
     if days:
         return f"{days} d {hours % 24} h"
     if hours:
         return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+    return f"{minutes} min {total % 60} s" if minutes else f"{total} s"
 
 
 def fitting(parts: Sequence[str], room: int) -> str:
@@ -206,7 +206,7 @@ def fitting(parts: Sequence[str], room: int) -> str:
 
 
 def summary(metrics: Row, timings: Row, step_s: float | None) -> list[str]:
-    """The figures of a step, most wanted first; step_s: seconds of a step."""
+    """Write the figures of a step, the most wanted first; step_s: seconds of a step."""
     rewards = [("reward", "reward {:.3f}"), ("nll", "nll {:.3f}"), ("loss", "loss {:.3f}")]
     others = [
         ("accuracy", "accuracy {:.3f}"),
@@ -224,16 +224,14 @@ def summary(metrics: Row, timings: Row, step_s: float | None) -> list[str]:
 
 
 def evaluation(metrics: Row) -> str:
-    """The held-out figures of a row in one line; empty where it has none."""
+    """Write the held-out figures of a row in a line; empty where it has none."""
     parts = []
     if "eval/accuracy" in metrics:
-        parts.append(
-            f"held-out pairs: accuracy {metrics['eval/accuracy']:.3f}, loss {metrics['eval/loss']:.3f}"
-        )
+        accuracy, loss = metrics["eval/accuracy"], metrics["eval/loss"]
+        parts.append(f"held-out pairs: accuracy {accuracy:.3f}, loss {loss:.3f}")
     if "eval/sampled" in metrics:
-        parts.append(
-            f"held-out reward: sampled {metrics['eval/sampled']:.3f} ± {metrics['eval/sampled_interval']:.3f}"
-        )
+        reward, interval = metrics["eval/sampled"], metrics["eval/sampled_interval"]
+        parts.append(f"held-out reward: sampled {reward:.3f} ± {interval:.3f}")
     if "eval/greedy" in metrics:
         parts.append(f"greedy {metrics['eval/greedy']:.3f}")
     return ", ".join(parts)

@@ -1,56 +1,46 @@
-"""`tandem replay`: a step learned again from the run folder, and whether every number comes out as
-it was."""
+"""`tandem replay`: learn a step again from the run folder, and say whether every number is as it
+was."""
 
 from pathlib import Path
 
-from tandem.audit.replay import Verdict, replay
-from tandem.cli.progress import console
+from tandem.audit.replay import ReplayReport, replay
+from tandem.cli.progress import console, print_lines
 from tandem.run_folder.past_run import entered
 
 _SHOWN = ("reward", "policy_loss", "nll", "loss", "teacher_kl", "grad_norm", "critic/grad_norm")
 
 
 def replay_step(folder: Path, step: int) -> int:
-    """Print the verdict; returns the exit code, 1 where something is not equal."""
+    """Print the report of a replay; returns the exit code, 1 where something is not equal."""
     with entered(folder) as past:
-        verdict = replay(past, step, console.print)
-    for line in lines(verdict, str(folder)):
-        console.print(line, markup=False)
-    return int(verdict.difference is not None)
+        report = replay(past, step, console.print)
+    print_lines(lines(report, str(folder)))
+    return int(report.divergence is not None)
 
 
-def lines(verdict: Verdict, folder: str) -> list[str]:
-    """What a person reads."""
-    title = f"step {verdict.step} of {folder}, from {verdict.begun}"
-    notes = [f"  note: {note}" for note in verdict.notes]
-    if found := verdict.difference:
-        also = [f"  {found.also}"] if found.also else []
+def lines(report: ReplayReport, folder: str) -> list[str]:
+    """Describe the replay of a step of the run in `folder`."""
+    title = f"step {report.step} of {folder}, from {report.start}"
+    notes = [f"  note: {note}" for note in report.notes]
+    if first := report.divergence:
         return [
             f"NOT equal: {title}",
-            f"  first difference: {found.what}",
-            f"    recorded  {found.recorded}",
-            f"    replayed  {found.found}",
-            *also,
+            f"  first difference: {first.what}",
+            f"    recorded  {first.a}",
+            f"    replayed  {first.b}",
+            *([f"  {first.also}"] if first.also else []),
             *notes,
         ]
-    named = ", ".join(
-        f"{name} {verdict.metrics[name]:.6g}" for name in _SHOWN if name in verdict.metrics
-    )
-    rows = {
-        "rewards": f"{verdict.episodes} episodes scored again" if verdict.episodes else "",
-        "log-probs": f"{verdict.tokens} tokens, by the weights that sampled them"
-        if verdict.tokens
+    metrics = report.metrics
+    shown = ", ".join(f"{name} {metrics[name]:.6g}" for name in _SHOWN if name in metrics)
+    compared = {
+        "rewards": f"{report.episodes} episodes scored again" if report.episodes else "",
+        "log-probs": f"{report.tokens} tokens, by the weights that sampled them"
+        if report.tokens
         else "",
-        "metrics": f"{len(verdict.metrics)}, among them {named}"
-        if named
-        else f"{len(verdict.metrics)}",
-        "weights": f"{verdict.weights}"
-        if verdict.weights
-        else "not compared: no row in the ledger",
-        "checkpoint": verdict.checkpoint or "none of this step to compare with",
+        "metrics": f"{len(metrics)}, among them {shown}" if shown else f"{len(metrics)}",
+        "weights": report.weights or "not compared: no row in the ledger",
+        "checkpoint": report.checkpoint or "none of this step to compare with",
     }
-    return [
-        f"equal: {title}",
-        *(f"  {name:<11}{text}" for name, text in rows.items() if text),
-        *notes,
-    ]
+    rows = [f"  {name:<11}{text}" for name, text in compared.items() if text]
+    return [f"equal: {title}", *rows, *notes]

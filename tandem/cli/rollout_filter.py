@@ -3,8 +3,8 @@ file to train on.
 
     tandem rollout my.toml --out runs/rollout --keep 0.2:0.8      writes runs/rollout.kept.jsonl
 
-What counts is the mean reward of a problem's episodes, of which those whose environment failed are
-left out; rows keep all they had and gain `mean_reward`.
+A problem's mean reward decides, over its episodes whose environment did not fail; rows keep all
+they had and gain `mean_reward`.
 """
 
 import json
@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 
 from tandem.config.schema import Data
+from tandem.run_folder.episode_files import read_columns
 from tandem.runtime.disk import write_atomic
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
-BESIDE = ".kept.jsonl"
+KEPT = ".kept.jsonl"
 
 
 def parse_range(text: str) -> tuple[float, float]:
-    """ "0.2:0.8" -> (0.2, 0.8). Raises UserError."""
+    """Read "0.2:0.8" as (0.2, 0.8). Raises UserError."""
     low, sign, high = text.partition(":")
     try:
         bounds = float(low), float(high)
@@ -40,15 +41,13 @@ def parse_range(text: str) -> tuple[float, float]:
     return bounds
 
 
-def kept_path(out: Path) -> Path:
-    return out.with_name(out.name.removesuffix(".jsonl") + BESIDE)
-
-
-def mean_rewards(scores: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Mean reward by uid."""
+def mean_rewards(files: Iterable[Path]) -> dict[str, float]:
+    """Compute the mean reward by uid, of the episodes whose environment did not fail."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
-    for uid, reward in scores:
-        rewards[uid].append(reward)
+    for file in files:
+        for row in read_columns(file, ["uid", "reward", "env_error"]):
+            if not row["env_error"]:
+                rewards[row["uid"]].append(row["reward"])
     return {uid: float(np.mean(values)) for uid, values in rewards.items()}
 
 
@@ -59,35 +58,39 @@ def keep(
     path: Path,
     columns: Data,
 ) -> str:
-    """Write the problems whose mean reward lies within the bounds, both included; returns what to
-    tell. Raises UserError."""
-    kept = [problem for problem in problems if bounds[0] <= rates[problem.uid] <= bounds[1]]
+    """Write the problems whose mean reward lies within the bounds, both included; returns a line
+    for the user. Raises UserError where there is none."""
+    low, high = bounds
+    kept = [problem for problem in problems if low <= rates[problem.uid] <= high]
     if not kept:
-        spread = np.quantile(list(rates.values()), [0.0, 0.25, 0.5, 0.75, 1.0])
-        raise UserError(
-            "no problem has a mean reward in that range",
-            where=f"--keep {bounds[0]:g}:{bounds[1]:g}",
-            found="mean rewards with quartiles " + ", ".join(f"{rate:.2f}" for rate in spread),
-            expected="a range that some of them lie in",
-            next="choose other bounds",
-        )
+        raise _none_kept(rates, bounds)
     lines = [
-        json.dumps(
-            as_row(problem, columns) | {"mean_reward": rates[problem.uid]}, ensure_ascii=False
-        )
-        for problem in kept
+        json.dumps(as_row(p, columns) | {"mean_reward": rates[p.uid]}, ensure_ascii=False)
+        for p in kept
     ]
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
-    easy, hard = (
-        sum(rate > bounds[1] for rate in rates.values()),
-        sum(rate < bounds[0] for rate in rates.values()),
+    easy = sum(rate > high for rate in rates.values())
+    hard = sum(rate < low for rate in rates.values())
+    return (
+        f"kept {len(kept):,} of {len(problems):,} problems in {path} "
+        f"({easy:,} too easy, {hard:,} too hard)"
     )
-    return f"kept {len(kept):,} of {len(problems):,} problems in {path} ({easy:,} too easy, {hard:,} too hard)"
 
 
 def as_row(problem: Problem, columns: Data) -> dict[str, Any]:
-    """A row that reads back as the same problem under the same column names."""
+    """Make a row that reads back as the same problem under the same column names."""
     prompt = list(problem.messages) if problem.conversational else problem.messages[-1]["content"]
     category = {columns.category_column: problem.category} if problem.category else {}
     named = {columns.prompt_column: prompt, columns.answer_column: problem.answer}
     return {**problem.metadata, "uid": problem.uid, **named, **category}
+
+
+def _none_kept(rates: Mapping[str, float], bounds: tuple[float, float]) -> UserError:
+    spread = np.quantile(list(rates.values()), [0.0, 0.25, 0.5, 0.75, 1.0])
+    return UserError(
+        "no problem has a mean reward in that range",
+        where=f"--keep {bounds[0]:g}:{bounds[1]:g}",
+        found="mean rewards with quartiles " + ", ".join(f"{rate:.2f}" for rate in spread),
+        expected="a range that some of them lie in",
+        next="choose other bounds",
+    )

@@ -1,5 +1,5 @@
-"""`tandem serve`: a model directory behind an OpenAI-compatible server. Cheapest check first,
-weights last."""
+"""`tandem serve`: a model directory behind an OpenAI-compatible server. The cheapest check comes
+first, the weights last."""
 
 import gc
 import re
@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # torch, transformers and the server come after the checks th
     from tandem.serve.server import Server
 
 OPTIONAL = ("starlette", "uvicorn")
-# digits, the least that Python knows: a body full of longer ones is long in parsing
+# digits, the smallest limit of Python: longer numbers make a request slow to parse
 LONGEST_INTEGER = 640
-CHUNK_TOKENS = 256  # of a pass: a long prompt holds up those who stream by so much and no more
+CHUNK_TOKENS = 256  # of a pass: how long a prompt may hold up the streams of other requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Options:
 
 
 def serve(options: Options) -> None:
-    """Until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM."""
     check_key(options)
     make_server = _server_class()
     with _bound(options.host, options.port) as sock:
@@ -61,7 +61,7 @@ def serve(options: Options) -> None:
 
 
 def check_key(options: Options) -> None:
-    """Whoever can reach the port can use the model, so other machines need a key."""
+    """Raise UserError for a port that other machines reach without a key."""
     if not options.api_key and not is_loopback(options.host):
         raise UserError(
             "a server that other machines can reach needs an API key",
@@ -88,11 +88,11 @@ def _server_class() -> "Callable[..., Server]":
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """The port, taken now and not after minutes of loading; connections are refused until the
-    server listens."""
+    """Take the port now, not after minutes of loading; connections are refused until the server
+    listens."""
     with _address_errors(host, port), ExitStack() as undo:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
         sock = undo.enter_context(socket.socket(family, kind, protocol))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -128,7 +128,8 @@ def _url(sock: socket.socket) -> str:
 def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     from tandem.data.renderer import load_renderer
     from tandem.jobs.engines import build_engine, prepare_process, probe_exactness
-    from tandem.model.load import check_model, load_model
+    from tandem.model.config_file import check_model
+    from tandem.model.load import load_model
 
     config = Config(
         model=Model(path=options.model),
@@ -137,10 +138,8 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     prepare_process(config)
     check_model(options.model)
     renderer = load_renderer(options.model)
-    model, sizes = (
-        load_model(options.model),
-        {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS},
-    )
+    model = load_model(options.model)
+    sizes = {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
     probe_exactness(config, model, lambda line: print(line, file=sys.stderr))
     return build_engine(config, model, renderer, **sizes), renderer
 
@@ -167,7 +166,7 @@ def served(options: Options, engine: "Engine", texts: "RendererTexts") -> Served
 
 
 class RendererTexts:
-    """A ChatRenderer as the server wants it. Implements openai_api.Texts."""
+    """A ChatRenderer for the server. Implements serve.openai_requests.ChatTokenizer."""
 
     def __init__(self, renderer: "ChatRenderer"):
         tokenizer: Any = renderer.tokenizer
@@ -182,12 +181,12 @@ class RendererTexts:
         self._texts: dict[int, str] = {}
 
     def encode(self, text: str) -> Array:
-        """int64 [T]: plain text as the tokenizer has it, with the beginning of a text where it
-        writes one."""
+        """Encode plain text as int64 [T], with the token that begins a text if the tokenizer writes
+        one."""
         return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return self._renderer.prompt_text(messages, tools)
+        return self._renderer.prompt_texts([messages], tools)[0]
 
     def encode_chat(self, text: str) -> Array:
         return self._renderer.encode(text)
@@ -196,8 +195,7 @@ class RendererTexts:
         return self._renderer.decode(tokens)
 
     def token_text(self, token: int) -> str:
-        """The text of one token, special ones too, as it stands inside a text: a leading space is
-        kept."""
+        """Decode one token, special ones too, as inside a text: a leading space is kept."""
         if token not in self._texts:
             once, twice = (
                 self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)

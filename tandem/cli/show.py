@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tandem.cli.progress import console
+from tandem.cli.progress import console, print_lines
 from tandem.run_folder.past_run import PastRun, open_past
 from tandem.run_folder.samples import page, read_samples, sample_file
 from tandem.runtime.errors import UserError
@@ -21,14 +21,14 @@ def show(
     path = _file(past, step, held_out)
     samples = read_samples(path)
     if best or worst:
-        samples.sort(key=lambda shown: shown.reward, reverse=best)
-    mean = sum(shown.reward for shown in samples) / len(samples)
+        samples.sort(key=lambda sample: sample.reward, reverse=best)
+    mean = sum(sample.reward for sample in samples) / len(samples)
     order = ", best first" if best else ", worst first" if worst else ""
-    some = f"{min(count, len(samples))} of them{order}"
-    console.print(f"{path}: {len(samples)} episodes, mean reward {mean:.3f}; {some}", markup=False)
-    for shown in samples[:count]:
+    number = f"{min(count, len(samples))} of them{order}"
+    print_lines([f"{path}: {len(samples)} episodes, mean reward {mean:.3f}; {number}"])
+    for sample in samples[:count]:
         console.rule(style="dim")
-        console.print(page(shown), markup=False)
+        console.print(page(sample), markup=False)
 
 
 def _file(past: PastRun, step: int | None, held_out: bool) -> Path:

@@ -1,17 +1,16 @@
-"""`tandem tiny`: a tiny random model of one's own, whose tokens are characters; `tandem sft` and
-`tandem train` take it at once.
+"""`tandem tiny`: a tiny random model, whose tokens are characters; `tandem sft` and `tandem train`
+take it at once.
 
     tandem tiny models/mine --from problems.jsonl --from chats.jsonl
 
-Knows where the characters come from and where the model goes. Does not know its architecture: that
-is model/tiny.py.
+It does not know the model's architecture: that is model/tiny.py.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.progress import console
+from tandem.cli.progress import print_lines
 from tandem.data.readers.rows import read_rows
 from tandem.model.tiny import CHARACTERS, make_tiny
 from tandem.runtime.disk import DISK, disk_errors
@@ -19,8 +18,8 @@ from tandem.runtime.errors import UserError
 
 
 def tiny(folder: Path, *, sources: Sequence[str], vocab: str, **sizes: int) -> None:
-    """Write a model with the characters of data sets and of vocab; of printable ASCII where neither
-    is given. sizes as make_tiny's."""
+    """Write a model with the characters of data sets and of vocab, or printable ASCII where neither
+    is given; sizes as make_tiny's."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             "there is something at the model's place",
@@ -37,15 +36,13 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, **sizes: int) -> N
             DISK.remove(unfinished)
         parameters = make_tiny(unfinished, characters=characters, **sizes)
         DISK.rename(unfinished, folder)
-    console.print(
-        f"a Qwen3 of {parameters:,} random parameters over {len(characters)} characters -> {folder}",
-        markup=False,
-    )
-    console.print(f"next: tandem sft RECIPE model.path={folder} sft.train=CHATS", markup=False)
+    size = f"{parameters:,} random parameters over {len(characters)} characters"
+    next_command = f"tandem sft RECIPE model.path={folder} sft.train=CHATS"
+    print_lines([f"a Qwen3 of {size} -> {folder}", f"next: {next_command}"])
 
 
 def characters_of(sources: Sequence[str], vocab: str) -> list[str]:
-    """Every character of vocab and of the values in the rows of data sets, in order."""
+    """Collect every character of vocab and of the values in the rows of data sets, in order."""
     found = set(vocab)
     for source in sources:
         for characters in read_rows(

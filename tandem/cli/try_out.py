@@ -1,22 +1,21 @@
 """`tandem try`: a reward function or an environment on a few rows, before a training step is spent
 on it.
 
-    tandem try my_reward.py:score --data FILE --answer "Answer: 7"     what is typed, or given, is scored
-    tandem try my_env.py:Shop --data FILE                              you are the model: type its turns
-    tandem try my_env.py:Shop --data FILE --model DIR                  a model plays
+    tandem try my_reward.py:score --data FILE --answer "Answer: 7"     score an answer
+    tandem try my_env.py:Shop --data FILE                              type the turns of the model
+    tandem try my_env.py:Shop --data FILE --model DIR                  let a model play
 
-It goes the way of training: the same loop plays the episodes (rollout/episodes.py) and the same
-workers score them.
+As in training, rollout/episodes.py plays the episodes and reward workers score them.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from tandem.cli.progress import console
+from tandem.cli.progress import console, print_lines
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.envs.load import BUILT_IN
@@ -27,7 +26,7 @@ from tandem.jobs.engines import (
     prepare_process,
 )
 from tandem.jobs.inputs import read_data
-from tandem.model.load import check_model
+from tandem.model.config_file import check_model
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.rollout.evaluate import sampling_params
@@ -51,20 +50,18 @@ from tandem.types import (
 END = 0  # the token that ends a typed turn; the others are code points
 
 
-def setting(what: str) -> list[str]:
-    """What the first argument stands for: a class, and a built-in of that name, is an environment;
-    else a reward."""
-    is_env = what in BUILT_IN or what.rpartition(":")[2][:1].isupper()
-    return (
-        [f"env.name={what}", "reward.function=env"]
-        if is_env and what != "single_turn"
-        else [f"reward.function={what}"]
-    )
+def overrides_of(name: str) -> list[str]:
+    """Make the config overrides for the first argument: a class, or a built-in of that name, is an
+    environment; else it is a reward."""
+    is_env = name in BUILT_IN or name.rpartition(":")[2][:1].isupper()
+    if is_env and name != "single_turn":
+        return [f"env.name={name}", "reward.function=env"]
+    return [f"reward.function={name}"]
 
 
 def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
-    """Play and score the first rows of data.train, with model.path if there is one and else with
-    what a person types.
+    """Play and score the first rows of data.train, with model.path if there is one, else with
+    typed answers.
 
     Returns how many rows failed in their environment or their reward function.
     """
@@ -91,7 +88,7 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
                 shaping=config.reward,
                 timer=Timer(),
             )
-            tell(group, time.perf_counter() - start, renderer)
+            print_episode(group, time.perf_counter() - start, renderer)
             failed += any(episode.env_error or episode.reward_error for episode in group.episodes)
     return failed
 
@@ -112,7 +109,7 @@ def _check_openings(runner: RolloutRunner, problems: Sequence[Problem]) -> None:
 def _model_or_typist(
     config: Config, problems: Sequence[Problem], answers: Sequence[str]
 ) -> tuple[Generate, Renderer, SamplingParams]:
-    """Return what answers: the model, if model.path names one, else a person or `answers`."""
+    """Load the model if model.path names one; else take typed answers, or `answers`."""
     if not config.model.path:
         return Typist(answers), PlainRenderer(), SamplingParams(max_new_tokens=1 << 20)
     check_model(config.model.path)
@@ -121,26 +118,19 @@ def _model_or_typist(
     return engine, renderer, sampling_params(config.rollout, renderer.stop_token_ids)
 
 
-def tell(group: Group, seconds: float, renderer: Renderer) -> None:
-    """One episode: what was said, what it is worth and why, and how long it took."""
+def print_episode(group: Group, seconds: float, renderer: Renderer) -> None:
+    """Print an episode: the conversation, the reward and its parts, how it ended, and the time."""
     [episode] = group.episodes
     console.rule(group.problem.uid)
-    for message in episode.chat(group.problem):
-        console.print(f"{message['role']}: {message['content']}", markup=False)
-    # 0 says nothing
-    given = {name: value for name, value in episode.given.items() if value or name != "env"}
-    parts = ", ".join(
-        f"{name} {value:g}" for name, value in {**given, **episode.reward_parts}.items()
-    )
-    console.print(
-        f"reward {episode.reward:g}" + f" ({parts})" * bool(parts), markup=False, style="bold"
-    )
-    for name, text in _remarks(group.problem, episode, renderer):
-        console.print(f"{name}: {text}", markup=False)
-    console.print(
-        f"{episode.num_turns} turn(s), ended by {episode.stop_reason}, {seconds:.2f} s",
-        markup=False,
-    )
+    print_lines(f"{m['role']}: {m['content']}" for m in episode.chat(group.problem))
+    # an env reward of 0 says nothing
+    given = {name: value for name, value in episode.env_rewards.items() if value or name != "env"}
+    parts = {**given, **episode.reward_parts}
+    text = f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})" if parts else ""
+    console.print(f"reward {episode.reward:g}{text}", markup=False, style="bold")
+    print_lines(f"{name}: {remark}" for name, remark in _remarks(group.problem, episode, renderer))
+    end = f"{episode.num_turns} turn(s), ended by {episode.stop_reason}, {seconds:.2f} s"
+    print_lines([end])
 
 
 def _remarks(problem: Problem, episode: Episode, renderer: Renderer) -> Iterator[tuple[str, str]]:
@@ -160,7 +150,7 @@ def _remarks(problem: Problem, episode: Episode, renderer: Renderer) -> Iterator
 
 
 # You are the model
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -170,36 +160,36 @@ class Typed:
 
 
 class Typist:
-    """A person, or given answers, as the engine. Implements types.Generate; tokens are code
+    """An engine whose completions are typed, or given. Implements types.Generate; tokens are code
     points."""
 
     weight_version, longest = 0, 1 << 24
 
     def __init__(self, answers: Sequence[str]):
         self._given, self._answers = answers, _ask()
-        self._asked: list[Typed] = []
-        self._told = 0  # tokens of the episode under way that were shown
+        self._waiting: list[Typed] = []
+        self._shown = 0  # tokens of the episode under way that were printed
 
     def apply(self, version: int) -> None:
         self.weight_version = version
 
     def submit(self, request: Request) -> Typed:
-        self._asked.append(Typed(request))
-        return self._asked[-1]
+        self._waiting.append(Typed(request))
+        return self._waiting[-1]
 
     def cancel(self, ticket: Any) -> None:
         pass
 
     def step(self) -> list[Typed]:
-        asked, self._asked = self._asked, []
-        for typed in asked:
+        waiting, self._waiting = self._waiting, []
+        for typed in waiting:
             typed.completion = self._answer(typed.request)
-        return asked
+        return waiting
 
     def _answer(self, request: Request) -> Completion:
-        if self._given and not request.drawn:
+        if self._given and not request.num_sampled:
             self._answers = iter(self._given)  # the same for every row
-        shown = self._told if request.drawn else 0
+        shown = self._shown if request.num_sampled else 0
         console.print(_text(request.prompt[shown:]).strip("\n\0"), markup=False)
         text = next(self._answers, None)
         if text is None:
@@ -209,29 +199,27 @@ class Typist:
                 expected="one for each turn",
                 next="add --answer TEXT, or --model DIR",
             )
-        tokens = np.array([*map(ord, text), END], np.int64)
-        self._told = len(request.prompt) + len(tokens)
-        return Completion(
-            tokens=tokens,
-            logprobs=np.zeros(len(tokens), np.float32),
-            weight_versions=np.zeros(len(tokens), np.int32),
-            text=text,
-            stop_reason="stop",
-        )
+        self._shown = len(request.prompt) + len(text) + 1
+        return _completion(text, "stop")
 
 
 class Mute(Typist):
-    """An engine whose every completion is cut before its first word, which ends the episode."""
+    """An engine whose every completion is truncated before its first word, which ends the
+    episode."""
 
     def _answer(self, request: Request) -> Completion:
-        end = np.array([END], np.int64)
-        return Completion(
-            tokens=end,
-            logprobs=np.zeros(1, np.float32),
-            weight_versions=np.zeros(1, np.int32),
-            text="",
-            stop_reason="length",
-        )
+        return _completion("", "length")
+
+
+def _completion(text: str, stop_reason: Literal["stop", "length"]) -> Completion:
+    tokens = np.array([*map(ord, text), END], np.int64)
+    return Completion(
+        tokens=tokens,
+        logprobs=np.zeros(len(tokens), np.float32),
+        weight_versions=np.zeros(len(tokens), np.int32),
+        text=text,
+        stop_reason=stop_reason,
+    )
 
 
 def _ask() -> Iterator[str]:
@@ -243,7 +231,7 @@ def _ask() -> Iterator[str]:
 
 
 class PlainRenderer:
-    """A chat as a person reads it. Implements types.Renderer; tokens are code points."""
+    """Chats as plain text. Implements types.Renderer; tokens are code points."""
 
     stop_token_ids: tuple[int, ...] = (END,)
 
@@ -257,13 +245,12 @@ class PlainRenderer:
 
 
 def _plain(chat: Sequence[Message], tools: Sequence[Tool]) -> str:
-    told = [
+    shown = [
         f"tool {tool['function']['name']}: {tool['function'].get('description', '')}"
         for tool in tools
     ]
-    return "\n".join(
-        ["", *told, *(f"{message['role']}: {message['content']}" for message in chat), ""]
-    )
+    shown += [f"{message['role']}: {message['content']}" for message in chat]
+    return "\n".join(["", *shown, ""])
 
 
 def _text(tokens: Array) -> str:

@@ -1,4 +1,4 @@
-"""`tandem why`: what happened to an episode, and to each of its tokens."""
+"""`tandem why`: the history of an episode, and of each of its tokens."""
 
 import json
 from collections.abc import Sequence
@@ -7,8 +7,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tandem.audit.why import Found, Learned, Token, find, follow, not_learned, tokens, watch
-from tandem.cli.progress import console
+from tandem.audit.why import (
+    EpisodeRef,
+    EpisodeUpdate,
+    Token,
+    find_episodes,
+    tokens,
+    trace_updates,
+    why_not_learned,
+    with_history,
+)
+from tandem.cli.progress import console, print_lines
 from tandem.run_folder.past_run import PastRun, entered
 from tandem.runtime.disk import write_atomic
 
@@ -18,90 +27,85 @@ _OUTCOMES = {
     "no_signal": "left out: no signal in its group",
     "unfinished": "not finished, goes on",
 }
-_LISTED = 40
+_LISTED = 40  # episodes of a list, unless it is that of a step
+_COLUMNS = ("position", "token", "version", "log-prob", "advantage", "ratio", "weight")
+_WIDTHS = (8, 7, 7, 10, 10, 9, 10)
 
 
 def why(folder: Path, name: str, *, learning: bool, out: Path | None) -> None:
     """Explain the episode that a name means; where it means several, list them."""
     target = out and out.absolute()
     with entered(folder) as past:
-        _explain(past, name, learning, target)
+        refs = find_episodes(past, name)
+        if len(refs) == 1:
+            _explain(past, with_history(past, refs[0]), learning, target)
+        else:
+            _list(refs, len(refs) if name == str(refs[0].step) else _LISTED)
 
 
-def _explain(past: PastRun, name: str, learning: bool, out: Path | None) -> None:
-    found = find(past, name)
-    if len(found) > 1:
-        # those of a step are all to choose from
-        listed = found if name == str(found[0].step) else found[:_LISTED]
-        _print([f"{len(found)} episodes; ask for one of them:", *map(_line, listed)])
-        _print([f"  and {len(found) - len(listed)} more"] * (len(found) > len(listed)))
-        return
-    it = follow(past, found[0])
-    learned = watch(past, it, console.print) if learning and past.command == "train" else None
-    rows = tokens(past, it, learned)
-    _print([*_account(past, it, learned), *table(rows)])
-    if out is not None:
-        write_atomic(
-            out, json.dumps(_everything(it, learned, rows), indent=1, default=str).encode() + b"\n"
-        )
-        console.print(f"all of it in {out}")
+def _list(refs: Sequence[EpisodeRef], count: int) -> None:
+    print_lines([f"{len(refs)} episodes; ask for one of them:", *map(_line, refs[:count])])
+    if len(refs) > count:
+        print_lines([f"  and {len(refs) - count} more"])
 
 
-def _print(lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False)
+def _line(ref: EpisodeRef) -> str:
+    episode = ref.episode
+    text = f"reward {episode.reward:g}, {_size(ref)}, {episode.stop_reason}, {ref.group.outcome}"
+    return f"  {ref.name}  {text}; key {episode.key}"
 
 
-def _line(found: Found) -> str:
-    episode = found.episode
-    told = (
-        f"reward {episode.reward:g}, {_size(found)}, {episode.stop_reason}, {found.group.outcome}"
-    )
-    return f"  {found.name}  {told}; key {episode.key}"
-
-
-def _size(found: Found) -> str:
-    episode = found.episode
+def _size(ref: EpisodeRef) -> str:
+    episode = ref.episode
     turns = f" in {episode.num_turns} turns" if episode.num_turns > 1 else ""
     return f"{int(episode.loss_mask.sum())} tokens sampled{turns}, {len(episode.tokens)} in all"
 
 
-def _account(past: PastRun, found: Found, learned: Learned | None) -> list[str]:
-    episode, problem = found.episode, found.group.problem
+def _explain(past: PastRun, ref: EpisodeRef, learning: bool, out: Path | None) -> None:
+    replays = learning and past.command == "train"
+    update = trace_updates(past, ref, console.print) if replays else None
+    rows = tokens(past, ref, update)
+    print_lines([*_account(past, ref, update), *table(rows)])
+    if out is not None:
+        text = json.dumps(_as_json(ref, update, rows), indent=1, default=str)
+        write_atomic(out, text.encode() + b"\n")
+        console.print(f"all of it in {out}")
+
+
+def _account(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> list[str]:
+    episode, problem = ref.episode, ref.group.problem
+    category = f" ({problem.category})" if problem.category else ""
     versions = sorted({int(v) for v in episode.weight_versions[episode.loss_mask]})
     parts = ", ".join(f"{name} {value:g}" for name, value in episode.reward_parts.items())
+    group_mean = f"mean of its group {ref.group.rewards.mean():g}"
+    penalties = [f"{value:g}" for value, _ in groupby(episode.penalties.tolist()) if value]
+    not_learned = update is not None and update.columns is None
     rows = {
-        "problem": f"{problem.uid}{f' ({problem.category})' if problem.category else ''}: {problem.messages[-1]['content']!r}",
+        "problem": f"{problem.uid}{category}: {problem.messages[-1]['content']!r}",
         "answer": repr(problem.answer) if problem.answer else "",
-        "sampled": f"{_size(found)}, by weights {', '.join(map(str, versions)) or 'none'}",
+        "sampled": f"{_size(ref)}, by weights {', '.join(map(str, versions)) or 'none'}",
         "text": repr(episode.text),
         "ended": episode.stop_reason,
-        "reward": f"{episode.reward!r}{f' of {parts}' if parts else ''}; mean of its group {found.group.rewards.mean():g}",
-        "given": ", ".join(f"{name} {value:g}" for name, value in episode.given.items()),
+        "reward": f"{episode.reward!r}{f' of {parts}' if parts else ''}; {group_mean}",
+        "given": ", ".join(f"{name} {value:g}" for name, value in episode.env_rewards.items()),
         "scoring": episode.reward_error,
         "failure": episode.env_error,
-        "penalties": ", ".join(
-            f"{value:g}" for value, _ in groupby(episode.penalties.tolist()) if value
-        ),
-        "fate": "; ".join(f"step {step}: {_OUTCOMES[outcome]}" for step, outcome in found.fate),
-        "no loss": not_learned(past, found, learned) if learned and learned.columns is None else "",
+        "penalties": ", ".join(penalties),
+        "history": "; ".join(f"step {step}: {_OUTCOMES[outcome]}" for step, outcome in ref.history),
+        "no loss": why_not_learned(past, ref, update) if update and not_learned else "",
     }
-    lines = [
-        f"episode {found.name} of {past.folder}",
-        *(f"  {name:<10}{text}" for name, text in rows.items() if text),
-    ]
-    if learned and (wrong := learned.difference):
+    lines = [f"  {name:<10}{text}" for name, text in rows.items() if text]
+    if update and update.divergence:
         lines.append(
-            f"  WARNING: the replay is not equal to the run, see tandem replay: {wrong.what}"
+            "  WARNING: the replay is not equal to the run, see tandem replay: "
+            + update.divergence.what
         )
-    return lines
+    return [f"episode {ref.name} of {past.folder}", *lines]
 
 
 def table(rows: Sequence[Token]) -> list[str]:
-    """A line a sampled token, and one for each stretch that was read."""
-    lines = [
-        f"{'position':>8} {'token':>7} {'version':>7} {'log-prob':>10} {'advantage':>10} {'ratio':>9} {'weight':>10}  text"
-    ]
+    """Write a line for each sampled token, and one for each stretch that was read."""
+    lines = [f"{_cells(_COLUMNS)}  text"]
     for sampled, stretch in groupby(rows, key=lambda row: row.sampled):
         part = list(stretch)
         if sampled:
@@ -114,38 +118,37 @@ def table(rows: Sequence[Token]) -> list[str]:
 
 
 def _row(token: Token) -> str:
-    said = [
-        name
-        for name, is_so in (("clipped", token.clipped), (f"masked by {token.masked}", token.masked))
-        if is_so
-    ]
-    said += [f"penalty {token.penalty:g}"] * bool(token.penalty)
-    return (
-        f"{token.position:>8} {token.token:>7} {_number(token.version):>7} {_number(token.engine_logprob):>10} "
-        f"{_number(token.advantage):>10} {_number(token.ratio):>9} {_number(token.weight):>10}  {token.text!r}"
-        f"{'  ' + ', '.join(said) if said else ''}"
-    )
+    numbers = (token.version, token.engine_logprob, token.advantage, token.ratio, token.weight)
+    texts = ["-" if number is None else f"{number:.5g}" for number in numbers]
+    remarks = ["clipped"] * bool(token.clipped)
+    remarks += [f"masked by {token.masked}"] * bool(token.masked)
+    remarks += [f"penalty {token.penalty:g}"] * bool(token.penalty)
+    line = f"{_cells([str(token.position), str(token.token), *texts])}  {token.text!r}"
+    return f"{line}  {', '.join(remarks)}" if remarks else line
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5g}"
+def _cells(texts: Sequence[str]) -> str:
+    return " ".join(f"{text:>{width}}" for text, width in zip(texts, _WIDTHS, strict=True))
 
 
-def _everything(found: Found, learned: Learned | None, rows: Sequence[Token]) -> dict[str, Any]:
-    """As JSON: what the journal has of the episode, and the tokens."""
-    episode = found.episode
+def _as_json(
+    ref: EpisodeRef, update: EpisodeUpdate | None, rows: Sequence[Token]
+) -> dict[str, Any]:
+    """Collect what the journal has of the episode, and the tokens."""
+    episode = ref.episode
+    # the tokens say it
     arrays = ("tokens", "loss_mask", "engine_logprobs", "weight_versions", "penalties")
-    plain = {
-        name: getattr(episode, name) for name in episode.__dataclass_fields__ if name not in arrays
-    }  # the tokens say it
+    replayed = update is not None and ref.trained_in is not None
     return {
-        "episode": found.name,
-        "step": found.step,
-        "fate": found.fate,
-        "problem": asdict(found.group.problem),
-        **plain,
-        "replay_is_equal": None
-        if learned is None or found.trained_in is None
-        else learned.difference is None,
+        "episode": ref.name,
+        "step": ref.step,
+        "history": ref.history,
+        "problem": asdict(ref.group.problem),
+        **{
+            name: getattr(episode, name)
+            for name in episode.__dataclass_fields__
+            if name not in arrays
+        },
+        "replay_is_equal": update.divergence is None if update and replayed else None,
         "tokens": [asdict(row) for row in rows],
     }

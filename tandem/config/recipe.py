@@ -1,7 +1,7 @@
-"""Recipes: TOML over the defaults of config.py, with `key=value` overrides; and the tree written
+"""Recipes: TOML over the defaults of schema.py, with `key=value` overrides; and the tree written
 back as TOML.
 
-All mistakes are reported together, each with its key and file, an unknown key with the nearest real
+Reports all mistakes together, each with its key and file, and an unknown key with the nearest real
 one.
 """
 
@@ -21,11 +21,10 @@ MAX_DEPTH = 20  # of tables and lists in a recipe
 
 
 def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
-    """Read a TOML recipe (None: an empty one), apply `key=value` overrides, validate. Raises
-    UserError naming every mistake.
+    """Read a TOML recipe (None: an empty one), apply `key=value` overrides, and validate.
 
-    An override of rl.algorithm takes the place of all that the file sets of an algorithm: one value
-    changes it.
+    An override of rl.algorithm also replaces the keys of an algorithm that the file sets, so that
+    one value changes the algorithm. Raises UserError with every mistake.
     """
     tree = {} if recipe is None else _read(Path(recipe))
     source = str(recipe or "command line")
@@ -38,7 +37,6 @@ def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
     in_file = set(tree["rl"]) if isinstance(tree.get("rl"), dict) else set()
     for text in overrides:
         _apply(tree, text, origin)
-    # an algorithm named later replaces what the file says of another one
     if "rl.algorithm" in origin:
         for name in in_file & {name for values in ALGORITHMS.values() for name in values}:
             if f"rl.{name}" not in origin:
@@ -76,8 +74,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
-    """Raises UserError for what cannot be written back, or name a file: texts that are not UTF-8,
-    and tables without end."""
+    """Raise UserError for a value that cannot be written back: text that is not UTF-8, or tables
+    that are too deep."""
     rest = [(tree, "", 0)]
     while rest:
         value, key, depth = rest.pop()
@@ -99,14 +97,14 @@ def _refuse_bad_texts(tree: dict[str, Any], source: str) -> None:
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, as a shell makes of other bytes
+    except UnicodeEncodeError:  # a lone surrogate: Python's form of a shell's other bytes
         return False
     return True
 
 
 def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
-    """Put one `section.field=value` into the tree; the value is TOML, and a bare word is a string.
-    A field that holds a table is reached into: env.options.limit=3."""
+    """Put one `section.field=value` into the tree. The value is TOML, and a bare word is a string.
+    A key may reach into a table: env.options.limit=3."""
     key, sign, raw = text.partition("=")
     key = f"{key}.{SHORTHANDS[key]}" if key in SHORTHANDS else key
     section, _, field = key.partition(".")
@@ -158,19 +156,18 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
 
 
 def _takes_list(section: str, field: str) -> bool:
-    """Whether a key may be a list or a table, for which text in brackets is meant."""
-    known = Config.model_fields.get(section)
-    fields = _section(section).model_fields if known else {}
-    return field in fields and any(
-        kind in str(fields[field].annotation) for kind in ("list", "dict")
-    )
+    """Whether the key may hold a list or a table, so that text in brackets is meant as one."""
+    fields = _section(section).model_fields if section in Config.model_fields else {}
+    kind = str(fields[field].annotation) if field in fields else ""
+    return "list" in kind or "dict" in kind
 
 
 def _quoted(raw: str) -> str:
-    """A list with the quotes that its texts lack: [a.jsonl, 1] as ["a.jsonl", 1]."""
-    items = [item.strip().strip("'\"") for item in raw.strip("[]").split(",")]
-    numbers = re.compile(r"-?[0-9]+(\.[0-9]+)?")
-    return f"[{', '.join(item if numbers.fullmatch(item) else _toml_value(item) for item in items if item)}]"
+    """Put quotes around the texts of a list: [a.jsonl, 1] becomes ["a.jsonl", 1]."""
+    items = filter(None, (item.strip().strip("'\"") for item in raw.strip("[]").split(",")))
+    number = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+    quoted = [item if number.fullmatch(item) else _toml_value(item) for item in items]
+    return f"[{', '.join(quoted)}]"
 
 
 def _section(name: str) -> type[Section]:
@@ -180,27 +177,19 @@ def _section(name: str) -> type[Section]:
 def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserError:
     lines = list[str]()
     for mistake in error.errors():
-        either = mistake["loc"][2:3] in (
-            ("str",),
-            ("list[str]",),
-        )  # of a key that takes both, pydantic tells both mistakes
-        key = ".".join(str(part) for part in mistake["loc"][: 2 if either else None])
-        where = origin.get(key, path)
+        # Of a key that takes a text or a list, pydantic reports a mistake for each.
+        is_union = mistake["loc"][2:3] in (("str",), ("list[str]",))
+        key = ".".join(str(part) for part in mistake["loc"][: 2 if is_union else None])
+        place, found = f"{key} ({origin.get(key, path)})", f"found {mistake['input']!r}"
         if mistake["type"] == "extra_forbidden":
-            lines.append(f"{key} ({where}): unknown key{_nearest(key)}")
-        elif either:
-            lines.append(
-                f"{key} ({where}): found {mistake['input']!r}, expected text or a list of texts"
-            )
+            lines.append(f"{place}: unknown key{_nearest(key)}")
+        elif is_union:
+            lines.append(f"{place}: {found}, expected text or a list of texts")
         elif not key:
-            lines += [
-                f"{line} ({path})"
-                for line in mistake["msg"].removeprefix("Value error, ").splitlines()
-            ]
+            reasons = mistake["msg"].removeprefix("Value error, ").splitlines()
+            lines += [f"{reason} ({path})" for reason in reasons]
         else:
-            lines.append(
-                f"{key} ({where}): found {mistake['input']!r}, {_expected(mistake['type'], key, mistake)}"
-            )
+            lines.append(f"{place}: {found}, {_expected(key, mistake)}")
     lines = list(dict.fromkeys(lines))
     return UserError(
         f"the configuration has {len(lines)} mistake{'s' * (len(lines) > 1)}\n"
@@ -209,11 +198,12 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
     )
 
 
-def _expected(kind: str, key: str, mistake: ErrorDetails) -> str:
+def _expected(key: str, mistake: ErrorDetails) -> str:
     found = mistake["input"]
-    match kind:
+    match mistake["type"]:
         case "bool_type":
-            return f"expected true or false{f'; write {key}={found.lower()}' if str(found) in ('True', 'False') else ''}"
+            advice = f"; write {key}={found.lower()}" if str(found) in ("True", "False") else ""
+            return f"expected true or false{advice}"
         case "int_type":
             return "expected a whole number"
         case "string_type":
@@ -221,33 +211,28 @@ def _expected(kind: str, key: str, mistake: ErrorDetails) -> str:
         case "list_type":
             return f"expected a list; write {key}='{_quoted(str(found))}'"
         case "literal_error":
-            known = re.findall(r"'([^']*)'", mistake["msg"])
-            near = difflib.get_close_matches(str(found), known, 1, 0.5)
-            return (
-                f"expected one of {', '.join(known)}{f'; did you mean {near[0]}?' if near else ''}"
-            )
+            choices = re.findall(r"'([^']*)'", mistake["msg"])
+            near = difflib.get_close_matches(str(found), choices, 1, 0.5)
+            advice = f"; did you mean {near[0]}?" if near else ""
+            return f"expected one of {', '.join(choices)}{advice}"
     return mistake["msg"][0].lower() + mistake["msg"][1:]
 
 
 def _nearest(key: str) -> str:
     section, _, field = key.partition(".")
-    known = [f"{s}.{f}" for s in Config.model_fields for f in _section(s).model_fields]
-    if not field:
-        close = difflib.get_close_matches(section, Config.model_fields, 1, 0.5)
-        close = close or [k for k in known if k.endswith("." + section)][:1]
+    keys = [f"{s}.{f}" for s in Config.model_fields for f in _section(s).model_fields]
+    of_that_name = [k for k in keys if k.endswith(f".{field or section}")][:1]
+    if field:
+        near = of_that_name or difflib.get_close_matches(key, keys, 1, 0.5)
     else:
-        close = [k for k in known if k.endswith("." + field)][:1] or difflib.get_close_matches(
-            key, known, 1, 0.5
-        )
-    return (
-        f"; did you mean {close[0]}?"
-        if close
-        else f"; sections are {', '.join(Config.model_fields)}"
-    )
+        near = difflib.get_close_matches(section, Config.model_fields, 1, 0.5) or of_that_name
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; sections are {', '.join(Config.model_fields)}"
 
 
 def to_toml(config: Config) -> str:
-    """The resolved tree, every leaf, as TOML that load_config reads back to an equal Config."""
+    """Write every leaf of the tree as TOML that load_config reads back to an equal Config."""
     lines = []
     for section, fields in config.model_dump().items():
         lines.append(f"[{section}]")
@@ -263,11 +248,8 @@ def _toml_value(value: Any) -> str:
         case str():
             return '"' + "".join(_escape(c) for c in value) + '"'
         case dict():
-            return (
-                "{"
-                + ", ".join(f"{_toml_value(str(k))} = {_toml_value(v)}" for k, v in value.items())
-                + "}"
-            )
+            pairs = [f"{_toml_value(str(k))} = {_toml_value(v)}" for k, v in value.items()]
+            return "{" + ", ".join(pairs) + "}"
         case list():
             return "[" + ", ".join(_toml_value(v) for v in value) + "]"
         case _:
@@ -281,7 +263,7 @@ def _escape(char: str) -> str:
 
 
 def changed(config: Config) -> list[tuple[str, str, str]]:
-    """(key, value, default) of every leaf that has another value than its default, in order."""
+    """(key, value, default) of every leaf that differs from its default, in order."""
     defaults, tree = Config().model_dump(), config.model_dump()
     return [
         (f"{section}.{name}", _toml_value(value), _toml_value(defaults[section][name]))

@@ -1,8 +1,9 @@
-"""Chat messages as rows of a file hold them, checked.
+"""Chat messages as rows of a file hold them.
 
-Knows roles and text. Does not know files, nor which of the roles a model's chat template can write.
+Knows roles and text. Does not know files, nor which roles a model's chat template can write.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from tandem.data.readers.row_errors import RowError, show
@@ -13,7 +14,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "
 
 
 def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
-    """A prompt: the user's text, or messages of which the last is the user's."""
+    """A prompt: the user's text, or messages that end with the user's. Raises RowError."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     messages = chat_messages(value, field=field)
@@ -27,10 +28,9 @@ def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
 
 
 def chat_messages(value: Any, *, field: str) -> tuple[Message, ...]:
-    """Messages with a known role and text; further keys are kept for the chat template where they
-    are text.
+    """Messages with a known role and text; other keys with text are kept for the chat template.
 
-    ShareGPT's {from, value} are read too, and OpenAI's content in parts where all of them are text.
+    Reads ShareGPT's {from, value} and OpenAI's content in parts of text, too. Raises RowError.
     """
     if not isinstance(value, list):
         raise RowError(show(value), "a list of messages {role, content}", field=field)
@@ -39,18 +39,23 @@ def chat_messages(value: Any, *, field: str) -> tuple[Message, ...]:
     return tuple([_message(message, f"{field}[{i}]") for i, message in enumerate(value)])
 
 
+def require_user_first(messages: Sequence[Message], *, field: str) -> None:
+    """Raise RowError where the assistant speaks before any user."""
+    roles = [message["role"] for message in messages]
+    if "user" not in roles[: roles.index("assistant")]:
+        raise RowError(
+            "an assistant's message before any user's", "a user's message first", field=field
+        )
+
+
 def _message(value: Any, field: str) -> Message:
     if not isinstance(value, dict):
         raise RowError(show(value), "a message {role, content}", field=field)
     # Parquet fills absent keys with null
     message = {name: text for name, text in value.items() if text is not None}
     if message.keys() >= {"from", "value"} and "role" not in message:
-        role = message.pop("from")
-        message = {
-            "role": _SHAREGPT_ROLES.get(role, role),
-            "content": message.pop("value"),
-            **message,
-        }
+        role, content = message.pop("from"), message.pop("value")
+        message = {"role": _SHAREGPT_ROLES.get(role, role), "content": content, **message}
     if isinstance(message.get("content"), list):
         message["content"] = _text_of_parts(message["content"], f"{field}.content")
     for name in ("role", "content"):
@@ -67,18 +72,13 @@ def _message(value: Any, field: str) -> Message:
 
 
 def _text_of_parts(parts: list[Any], field: str) -> str:
-    """OpenAI's content in parts, [{"type": "text", "text": "..."}]: their text, one after the
-    other."""
+    """The joined text of OpenAI's content in parts: [{"type": "text", "text": "..."}]."""
     texts = list[str]()
     for number, part in enumerate(parts):
-        text = (
-            part.get("text")
-            if isinstance(part, dict) and part.get("type", "text") == "text"
-            else None
-        )
+        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+        text = part.get("text") if is_text else None
         if not isinstance(text, str):
-            raise RowError(
-                show(part), 'a part {"type": "text", "text": ...}', field=f"{field}[{number}]"
-            )
+            expected = 'a part {"type": "text", "text": ...}'
+            raise RowError(show(part), expected, field=f"{field}[{number}]")
         texts.append(text)
     return "".join(texts)

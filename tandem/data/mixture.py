@@ -1,8 +1,7 @@
-"""Which items a step takes, of one list or of several in fixed shares: a function of (seed, step)
-alone.
+"""The items that a step takes, from one list or from several in fixed shares.
 
-So the step's number is the whole data cursor, and a resume cannot skip or repeat data. Knows
-numbers and lists. Does not know what the items are, nor where they come from.
+They depend on (seed, step) alone: the step's number is the whole data cursor, and a resume cannot
+skip or repeat data. Does not know what the items are, nor where they come from.
 """
 
 from collections.abc import Sequence
@@ -16,15 +15,15 @@ from tandem.runtime import rng
 from tandem.runtime.errors import UserError
 from tandem.types import Array
 
-T = TypeVar("T")  # a problem, or whatever else a step takes from a list
+T = TypeVar("T")  # a problem, or another item that a step takes
 
 
 class Mixture(Sequence[T]):
-    """Several lists, of which each has its share of what steps take; read as a sequence, one behind
+    """Several lists that each have a share in the items of a step. As a sequence: one list after
     the other.
 
-    Example: Mixture([few, many], weights=[1, 3], names=["few.jsonl", "many.jsonl"]): of any four
-    items in a row that steps take, one is of `few`, and each list goes through epochs of its own.
+    Example: Mixture([few, many], weights=[1, 3], names=["few.jsonl", "many.jsonl"]). Of any four
+    consecutive items one is from `few`, and each list has its own epochs.
     """
 
     def __init__(
@@ -45,8 +44,7 @@ class Mixture(Sequence[T]):
         return self._items[place]
 
     def only(self, kept: Sequence[T]) -> "Mixture[T]":
-        """The mixture of those of its items that were kept. Raises UserError where nothing is left
-        of a part."""
+        """The mixture of the items that were kept. Raises UserError where a part keeps none."""
         chosen = {id(item) for item in kept}
         parts = [[item for item in part if id(item) in chosen] for part in self.parts]
         for name, part in zip(self.names, parts, strict=True):
@@ -62,19 +60,19 @@ class Mixture(Sequence[T]):
 
 
 def only(items: Sequence[T], kept: Sequence[T]) -> Sequence[T]:
-    """kept, which is some of items in their order, as what items were: a mixture stays one."""
+    """The items that were kept, in their order; of a mixture, a mixture."""
     return items.only(kept) if isinstance(items, Mixture) else kept
 
 
 def problems_of_step(
     problems: Sequence[T], step: int, per_step: int, seed: int, shuffle: bool
 ) -> list[T]:
-    """The problems of a step, counted from 0. Epochs follow each other without a gap, also inside a
+    """The problems of a step, counted from 0. Epochs follow each other without a gap, also within a
     step.
 
-    A problem can come twice in one step: always when per_step exceeds the number of problems, and
-    where a step spans the end of an epoch, because the next epoch has its own shuffle. In a mixture
-    this holds of each part, and the parts alternate inside the step.
+    A problem comes twice in one step if per_step exceeds the number of problems, and may come twice
+    where the step spans the end of an epoch, because each epoch has its own shuffle. In a mixture
+    this holds for each part, and the parts alternate within the step.
     """
     first, end = step * per_step, (step + 1) * per_step
     if not isinstance(problems, Mixture):
@@ -88,7 +86,7 @@ def problems_of_step(
 
 
 def _visits(size: int, first: int, end: int, seed: int, shuffle: bool, part: int) -> list[int]:
-    """The indices that visits first to end - 1 of a list's endless epochs go to."""
+    """The indices of visits first to end - 1 in a list's endless epochs."""
     chosen: list[int] = []
     for epoch in range(first // size, -(-end // size)):
         order = epoch_order(size, seed, epoch, shuffle, part)
@@ -97,19 +95,18 @@ def _visits(size: int, first: int, end: int, seed: int, shuffle: bool, part: int
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool, part: int = 0) -> Array:
-    """int64 [size]: the indices in the order in which the epoch visits them. Parts of equal size
-    differ in it."""
+    """int64 [size]: the indices in the order of the epoch. Parts of equal size have different
+    orders."""
     if not shuffle:
         return np.arange(size, dtype=np.int64)
     return rng.permutation(size, seed, "epoch order", epoch, *([part] if part else []))
 
 
 def taken_by(slots: int, weights: Sequence[Fraction]) -> list[int]:
-    """How many of the first `slots` items each part has: its share of what the parts before it
-    leave, rounded down.
+    """How many of the first `slots` items each part has: its share of what earlier parts leave,
+    rounded down.
 
-    Each count grows by 0 or 1 from one slot to the next, so a step can begin anywhere without
-    counting from 0.
+    Each count grows by 0 or 1 from one slot to the next, so a step can begin anywhere.
     """
     counts, left, rest = [], slots, sum(weights)
     for weight in weights:
@@ -119,7 +116,7 @@ def taken_by(slots: int, weights: Sequence[Fraction]) -> list[int]:
 
 
 def owners(taken: Sequence[Sequence[int]]) -> list[int]:
-    """The part that each slot is of: the one whose count grows."""
+    """The part of each slot: the one whose count grows."""
     return [
         next(part for part, (a, b) in enumerate(zip(before, after, strict=True)) if b > a)
         for before, after in pairwise(taken)

@@ -1,4 +1,4 @@
-"""Preferences from a file: of two continuations of one prompt, the chosen and the rejected one.
+"""Rows of preferences: read_rows(path, parse_preference, key="preference.train").
 
 A row holds `prompt`, `chosen` and `rejected`, or `chosen` and `rejected` as whole chats whose
 common start is the prompt (docs/data.md). Does not know tokens, chat templates or losses.
@@ -7,9 +7,9 @@ common start is the prompt (docs/data.md). Does not know tokens, chat templates 
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.messages import chat_messages
+from tandem.data.messages import chat_messages, require_user_first
 from tandem.data.readers.row_errors import RowError, show
-from tandem.data.readers.rows import Row, column, read_rows
+from tandem.data.readers.rows import Row, column
 from tandem.types import Message
 
 Messages = tuple[Message, ...]
@@ -29,22 +29,14 @@ class Preference:
     rejected: Messages  # likewise
 
 
-def read_preferences(path: str, *, key: str) -> list[Preference]:
-    """The preferences of a JSONL or Parquet file, in file order.
-
-    key: the config key that names the file, e.g. "preference.train". Raises UserError with up to
-    ten mistakes.
-    """
-    return read_rows(path, _preference, key=key)
-
-
-def _preference(row: Row) -> Preference:
+def parse_preference(row: Row) -> Preference:
+    """The row's preference. Raises RowError."""
     chosen = column(row, "chosen", rename="rename {} to chosen")
     rejected = column(row, "rejected", rename="rename {} to rejected")
     if row.values.get("prompt") is None and not isinstance(chosen, str):
-        whole = _messages(chosen, field="chosen"), _messages(rejected, field="rejected")
-        prompt = _common_prompt(*whole)
-        chosen, rejected = (chat[len(prompt) :] for chat in whole)
+        chats = _messages(chosen, field="chosen"), _messages(rejected, field="rejected")
+        prompt = _common_prompt(*chats)
+        chosen, rejected = (chat[len(prompt) :] for chat in chats)
     else:
         prompt = _prompt(column(row, "prompt", rename="rename {} to prompt"))
         chosen = _continuation(chosen, prompt, field="chosen")
@@ -72,33 +64,30 @@ def _prompt(value: Any) -> Messages:
         )
     if not prompt[-1]["content"].strip():
         raise RowError("an empty message", "a message with text", field="prompt")
-    return _asked(prompt, field="prompt")
+    require_user_first((*prompt, {"role": "assistant"}), field="prompt")
+    return prompt
 
 
 def _continuation(value: Any, prompt: Messages, *, field: str) -> Messages:
-    """What follows the prompt: the assistant's text, messages, or messages of which the prompt is
-    the start."""
-    if not isinstance(value, str | list):
-        raise RowError(
-            show(value), "the assistant's text, or a list of messages {role, content}", field=field
-        )
-    messages = _messages(
-        [{"role": "assistant", "content": value}] if isinstance(value, str) else value, field=field
-    )
+    """What follows the prompt: the assistant's text, or messages, which may begin with the
+    prompt."""
+    if isinstance(value, str):
+        value = [{"role": "assistant", "content": value}]
+    if not isinstance(value, list):
+        expected = "the assistant's text, or a list of messages {role, content}"
+        raise RowError(show(value), expected, field=field)
+    messages = _messages(value, field=field)
     if messages[: len(prompt)] == prompt:
         messages = messages[len(prompt) :]
     if messages[0]["role"] != "assistant":
         found = f"a first message from {messages[0]['role']!r} that is not the prompt's"
-        raise RowError(
-            found,
-            "the assistant's message, or a whole chat that starts with the prompt",
-            field=field,
-        )
+        expected = "the assistant's message, or a whole chat that starts with the prompt"
+        raise RowError(found, expected, field=field)
     return messages
 
 
 def _messages(value: Any, *, field: str) -> Messages:
-    """Messages that end with something that the assistant says."""
+    """Messages that end with a text of the assistant."""
     messages = chat_messages(value, field=field)
     if messages[-1]["role"] != "assistant":
         found = f"a last message from {messages[-1]['role']!r}"
@@ -109,9 +98,8 @@ def _messages(value: Any, *, field: str) -> Messages:
 
 
 def _common_prompt(chosen: Messages, rejected: Messages) -> Messages:
-    """The longest common start of two chats that the assistant goes on from in both."""
+    """The longest common start of two chats that the assistant continues in both."""
     shorter = min(len(chosen), len(rejected))
-    # messages in common
     same = next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter)
     starts = [
         i
@@ -124,26 +112,15 @@ def _common_prompt(chosen: Messages, rejected: Messages) -> Messages:
             f"{show(chat[place]['content'])} from {chat[place]['role']!r}"
             for chat in (chosen, rejected)
         )
-        found = f"no common prompt: message {place + 1} is {first} in chosen, {second} in rejected"
-        expected = "two chats with the same messages up to one of the assistant's"
         raise RowError(
-            found,
-            expected,
+            f"no common prompt: message {place + 1} is {first} in chosen, {second} in rejected",
+            "two chats with the same messages up to one of the assistant's",
             field="rejected",
             next="name the prompt in a column prompt, or remove the row",
         )
-    return _asked(chosen[: starts[-1]], field="chosen")
+    require_user_first(chosen, field="chosen")
+    return chosen[: starts[-1]]
 
 
 def _answered(chat: Messages, i: int) -> bool:
     return chat[i]["role"] == "assistant" != chat[i - 1]["role"]
-
-
-def _asked(prompt: Messages, *, field: str) -> Messages:
-    """The prompt, if a user asks in it before the assistant speaks."""
-    roles = [message["role"] for message in (*prompt, {"role": "assistant"})]
-    if "user" not in roles[: roles.index("assistant")]:
-        raise RowError(
-            "an assistant's message before any user's", "a user's message first", field=field
-        )
-    return prompt

@@ -1,6 +1,6 @@
-"""Problems from files: whatever a row calls its prompt and its answer becomes a Problem.
+"""Problems from files: a row's prompt and answer, by the columns of [data], become a Problem.
 
-Reads Tandem's own rows and verl's (docs/data.md). Does not know file formats (sources.py), tokens,
+Reads Tandem's own rows and verl's (docs/data.md). Does not know file formats (readers/), tokens,
 templates or models.
 """
 
@@ -21,10 +21,8 @@ from tandem.types import Message, Problem
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default
 VERL_ANSWER = ("reward_model", "ground_truth")
-RAW_ANSWER = (
-    # in the metadata, where the row's answer was no text: its value, for TRL's and verl's functions
-    "raw_answer"
-)
+# in the metadata, where the row's answer was no text: its value, for TRL's and verl's functions
+RAW_ANSWER = "raw_answer"
 
 Uids = dict[str, int]  # of a source: uid -> row
 
@@ -32,11 +30,10 @@ Uids = dict[str, int]  # of a source: uid -> row
 def read_problems(
     source: str | Sequence[str], config: Data, *, key: str, weights: Sequence[float] = ()
 ) -> Sequence[Problem]:
-    """The problems of a source, or of several in turn, in their order; with weights a Mixture of
-    them.
+    """The problems of one source or several, in order; with weights, a Mixture of them.
 
     key: the config key that names them, e.g. "data.train". Raises UserError with every kind of
-    mistake in a source, up to ten, and for a uid that comes twice in all of them.
+    mistake in a source, up to ten, and for a uid that comes twice.
     """
     names = [source] if isinstance(source, str) else list(source)
     _check_weights(names, weights, key)
@@ -47,11 +44,9 @@ def read_problems(
         build = partial(_problem, config=config, prefix=prefix, uids=uids, earlier=dict(earlier))
         parts.append(read_rows(name, build, key=key))
         earlier[name] = uids
-    return (
-        Mixture(parts, weights, names)
-        if weights
-        else [problem for part in parts for problem in part]
-    )
+    if weights:
+        return Mixture(parts, weights, names)
+    return [problem for part in parts for problem in part]
 
 
 def _check_weights(names: Sequence[str], weights: Sequence[float], key: str) -> None:
@@ -60,15 +55,10 @@ def _check_weights(names: Sequence[str], weights: Sequence[float], key: str) -> 
             f"{key} names no file", where=key, found="an empty list", expected="at least one source"
         )
     if weights and (len(weights) != len(names) or min(weights) <= 0):
-        found = (
-            f"{len(weights)} for {len(names)} sources"
-            if len(weights) != len(names)
-            else str(list(weights))
-        )
         raise UserError(
             "the weights do not fit the sources",
             where="data.weights",
-            found=found,
+            found=f"{list(weights)} for {len(names)} sources",
             expected="a number above 0 for each source, or none",
         )
 
@@ -87,23 +77,23 @@ def _problem(
         metadata=_metadata(row, config, answer_path),
         conversational=not isinstance(prompt, str),
     )
-    _refuse_known_uid(problem.uid, row.number, uids, earlier)
+    _require_new_uid(problem.uid, row.number, uids, earlier)
     return problem
 
 
-def _refuse_known_uid(uid: str, number: int, uids: Uids, earlier: dict[str, Uids]) -> None:
-    """A uid addresses the random draws of its problem: two problems with one uid would be sampled
-    alike."""
+def _require_new_uid(uid: str, number: int, uids: Uids, earlier: dict[str, Uids]) -> None:
+    """Raise RowError for a uid that another row has: it addresses the random draws of its problem,
+    so that both would be sampled alike."""
     first = uids.setdefault(uid, number)
     place = "" if first == number else f"row {first}"
-    for name, known in earlier.items():
-        place = f"row {known[uid]} of {name}" if uid in known else place
+    for name, rows in earlier.items():
+        place = f"row {rows[uid]} of {name}" if uid in rows else place
     if place:
         raise RowError(f"{show(uid)}, as in {place}", "a uid that no other row has", field="uid")
 
 
 def _answer_path(row: Row, name: str) -> tuple[str, ...]:
-    """Find the row's answer: the answer column, or verl's place for it where the config names no
+    """The place of the row's answer: the answer column, or verl's place where the config names no
     column; () for none."""
     if not name:
         return ()
@@ -146,20 +136,19 @@ def _category(row: Row, name: str) -> str:
     return _text(column(row, name, rename="set data.category_column={}"), field=name)
 
 
-def _uid(row: Row, stem: str) -> str:
+def _uid(row: Row, prefix: str) -> str:
     if row.values.get("uid") is not None:
         return _text(row.values["uid"], field="uid")
     extra = row.values.get("extra_info")
     if isinstance(extra, dict) and extra.get("uid") is not None:
         return _text(extra["uid"], field="extra_info.uid")
-    return f"{stem}/{row.number}"
+    return f"{prefix}/{row.number}"
 
 
 def _text(value: Any, *, field: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise RowError(
-            "empty text" if value == "" else show(value), "text or a whole number", field=field
-        )
+        found = "empty text" if value == "" else show(value)
+        raise RowError(found, "text or a whole number", field=field)
     return str(value)
 
 
@@ -170,20 +159,19 @@ def _with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, .
 
 
 def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str, Any]:
-    """Every column that has no other place, so that a reward function finds all of its row; an
-    answer or a category whose column the config names stays here too, for functions that ask for
-    columns by name. And the answer's value, where Problem.answer is only its text."""
-    placed = {config.prompt_column, "uid"}
-    placed |= {DEFAULT_ANSWER} if answer_path == (DEFAULT_ANSWER,) else set()
-    placed |= {DEFAULT_CATEGORY} if config.category_column == DEFAULT_CATEGORY else set()
-    rest = {name: value for name, value in row.values.items() if name not in placed}
+    """The columns that are nowhere else in the Problem, so that a reward function finds its whole
+    row.
+
+    An answer or category of a column that the config names is here as well, for functions that ask
+    for columns by name; so is the answer's value where Problem.answer is its text.
+    """
+    elsewhere = {config.prompt_column, "uid"}
+    elsewhere |= {DEFAULT_ANSWER} if answer_path == (DEFAULT_ANSWER,) else set()
+    elsewhere |= {DEFAULT_CATEGORY} if config.category_column == DEFAULT_CATEGORY else set()
+    rest = {name: value for name, value in row.values.items() if name not in elsewhere}
     if answer_path == VERL_ANSWER:
-        reward_model = {
-            name: value
-            for name, value in row.values["reward_model"].items()
-            if name != "ground_truth"
-        }
-        del rest["reward_model"]
+        reward_model = dict(rest.pop("reward_model"))
+        del reward_model["ground_truth"]
         rest |= {"reward_model": reward_model} if reward_model else {}
     raw = _value(row, answer_path) if answer_path else ""
     return rest if isinstance(raw, str) else {RAW_ANSWER: raw, **rest}

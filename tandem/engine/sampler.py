@@ -1,19 +1,19 @@
-"""Draw the next token of each row by inverse CDF from one addressed uniform. Knows nothing of
-requests or caches."""
+"""The next token of each row, by inverse CDF from one addressed uniform. Does not know requests or
+caches."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.model.logprobs import SamplingDistribution, SeenTokens, log_distribution, penalize
+from tandem.model.logprobs import SeenTokens, log_distribution, penalize
+from tandem.types import SamplingDistribution
 
 BLOCK = 128  # tokens of the vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens(NamedTuple):
     """tokens int64 [B] and their log-probs float32 [B]; the likeliest tokens int64 [B, k] and
     theirs float32 [B, k]."""
 
@@ -25,41 +25,40 @@ class Drawn:
 
 def sample(
     logits: Tensor,
-    how: SamplingDistribution,
+    sampling: SamplingDistribution,
     uniform: Tensor,
     seen: SeenTokens | None = None,
     top: int = 0,
-) -> Drawn:
-    """logits [B, V] (overwritten), uniform float32 [B] in [0, 1) -> what was drawn, with its
-    log-probs in nats.
+) -> SampledTokens:
+    """Sample a token from each row of logits [B, V] (overwritten) by uniform float32 [B] in [0, 1);
+    log-probs are in nats.
 
     Temperature 0 takes the likeliest token. seen is needed with a repetition penalty.
     """
     logits = logits.float()
-    if how.repetition_penalty != 1.0:
+    if sampling.repetition_penalty != 1.0:
         assert seen is not None, "a repetition penalty needs the tokens seen before"
-        penalize(logits, how.repetition_penalty, seen)
-    table = log_distribution(logits, how)
-    tokens = table.argmax(-1) if how.temperature == 0 else _inverse_cdf(table, uniform)
+        penalize(logits, sampling.repetition_penalty, seen)
+    table = log_distribution(logits, sampling)
+    tokens = table.argmax(-1) if sampling.temperature == 0 else _inverse_cdf(table, uniform)
     likeliest = table.topk(top, -1)
-    return Drawn(
-        tokens, table.gather(1, tokens[:, None])[:, 0], likeliest.indices, likeliest.values
-    )
+    logprobs = table.gather(1, tokens[:, None])[:, 0]
+    return SampledTokens(tokens, logprobs, likeliest.indices, likeliest.values)
 
 
 def _inverse_cdf(table: Tensor, uniform: Tensor) -> Tensor:
-    """In two levels, block of the vocabulary and token in it: a running sum over all of it takes
-    three times as long."""
+    """Tokens int64 [B]. Searched in two levels, block of the vocabulary and token in it: a running
+    sum over all of it takes three times as long."""
     probs = F.pad(table.exp(), (0, -table.shape[1] % BLOCK)).view(len(table), -1, BLOCK)
     cdf = probs.sum(-1).cumsum(-1)
-    block, rest = _find(cdf, uniform * cdf[:, -1])
-    token, _ = _find(probs[torch.arange(len(table), device=table.device), block].cumsum(-1), rest)
+    block, rest = _search(cdf, uniform * cdf[:, -1])
+    token, _ = _search(probs[torch.arange(len(table), device=table.device), block].cumsum(-1), rest)
     return block * BLOCK + token
 
 
-def _find(cdf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """cdf [B, n], target [B] -> the first place whose cdf is above the target int64 [B], and how
-    far into it [B]."""
+def _search(cdf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Find target [B] in cdf [B, n]: the first index whose cdf is above it, int64 [B], and how far
+    into it [B]."""
     total = cdf[:, -1]
     # strictly below the total, so that what is found has positive probability
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

@@ -1,24 +1,26 @@
-"""Who runs in the next forward pass: first come, first served, within the page budget.
+"""Which sequences run in the next forward pass: first come, first served, within the page budget.
 
-    submit --> waiting --admit: pages for all its known tokens--> running --end or cancel--> gone
-                  ^                                                  |
-                  +--preempt: the youngest gives up its pages -------+
+    submit --> waiting --admit: pages for all its tokens--> running --end or cancel--> gone
+                  ^                                            |
+                  +--preempt: the youngest gives up its pages -+
 
 Every running sequence gets its next token, or the next chunk of its prompt, in each pass. The
-oldest is never preempted, and whoever waits is older than all who come later, so nobody starves. A
-preempted sequence keeps its tokens and computes their keys and values again. It does not know the
-model.
+oldest is never preempted, and a waiting sequence is older than all that come later, so none
+starves. A preempted sequence keeps its tokens and computes their keys and values again. It does not
+know the model.
 """
 
 from bisect import insort
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 
-from tandem.engine.page_cache import BEGINNING, Match, PageCache, past_after
-from tandem.model.logprobs import SamplingDistribution
+from tandem.engine.page_cache import EMPTY_PREFIX, Match, PageCache, hash_page
 from tandem.model.paged_attention import PAGE
 from tandem.types import Completion, Request
+
+_ARRIVAL = attrgetter("arrival")
 
 
 class QueueFull(RuntimeError):
@@ -31,7 +33,6 @@ class RunningSequence:
 
     request: Request
     arrival: int
-    how: SamplingDistribution
     pause_at: int = 0  # tokens at which it pauses; 0: never
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)  # nats, float32 values
@@ -39,45 +40,49 @@ class RunningSequence:
     # likeliest tokens, if asked for
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     completion: Completion | None = None
-    pages: list[int] = field(default_factory=list)
-    cached: int = 0  # tokens whose keys and values are in its pages
+    page_table: list[int] = field(default_factory=list)
+    num_cached: int = 0  # tokens whose keys and values are in its pages
 
     @classmethod
     def of(cls, request: Request, arrival: int) -> "RunningSequence":
-        """One that goes on from what had begun is as if it had been preempted there."""
-        new, begun = (
-            cls(request=request, arrival=arrival, how=SamplingDistribution.of(request.params)),
-            request.begun,
-        )
-        if begun is not None:
-            new.tokens, new.logprobs = begun.tokens.tolist(), begun.logprobs.tolist()
-            new.weight_versions = begun.weight_versions.tolist()
-            new.top = list(zip(begun.top_tokens.tolist(), begun.top_logprobs.tolist(), strict=True))
-        new.pause_at = len(new.tokens) + request.max_tokens_now if request.max_tokens_now else 0
-        return new
+        """Start a request, from the tokens of `resume_from` as if it had been preempted there."""
+        sequence = cls(request=request, arrival=arrival)
+        if (paused := request.resume_from) is not None:
+            sequence.tokens, sequence.logprobs = paused.tokens.tolist(), paused.logprobs.tolist()
+            sequence.weight_versions = paused.weight_versions.tolist()
+            top_tokens, top_logprobs = paused.top_tokens.tolist(), paused.top_logprobs.tolist()
+            sequence.top = list(zip(top_tokens, top_logprobs, strict=True))
+        if request.max_tokens_now:
+            sequence.pause_at = len(sequence.tokens) + request.max_tokens_now
+        return sequence
 
     @property
     def length(self) -> int:
         return len(self.request.prompt) + len(self.tokens)
 
-    def known(self) -> np.ndarray:
+    def all_tokens(self) -> np.ndarray:
         """int64 [T]: the prompt and what was sampled."""
         return np.concatenate([self.request.prompt, np.array(self.tokens, np.int64)])
 
     def next_tokens(self, count: int) -> list[int]:
-        """The known tokens that come after those in the cache."""
-        before = len(self.request.prompt)
-        if self.cached >= before:
-            return self.tokens[self.cached - before : self.cached - before + count]
-        return self.known()[self.cached : self.cached + count].tolist()
+        """The tokens that come after those in the cache."""
+        start = self.num_cached - len(self.request.prompt)
+        if start >= 0:
+            return self.tokens[start : start + count]
+        return self.all_tokens()[self.num_cached : self.num_cached + count].tolist()
+
+    def restart(self) -> None:
+        """Drop what was sampled."""
+        for column in (self.tokens, self.logprobs, self.weight_versions, self.top):
+            column.clear()
 
 
 Work = list[tuple[RunningSequence, int]]  # a sequence and how many of its tokens run
 
 
 class Scheduler:
-    """Admits, preempts and shares; chunk_tokens bounds the prompt tokens of a pass, max_queue those
-    who wait."""
+    """Admits, preempts and shares; chunk_tokens bounds the prompt tokens of a pass, max_queue the
+    waiting sequences."""
 
     def __init__(self, cache: PageCache, *, max_batch: int, max_queue: int, chunk_tokens: int):
         self.cache = cache
@@ -91,10 +96,10 @@ class Scheduler:
             raise QueueFull(
                 f"{len(self.waiting)} requests are waiting, at most {self.max_queue} may"
             )
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=_ARRIVAL)
 
     def remove(self, sequence: RunningSequence) -> None:
-        """It has ended or was cancelled: its pages are free for others at once."""
+        """Drop a sequence that has ended or was cancelled; its pages are free at once."""
         if sequence in self.running:
             self._give_up_pages(sequence)
             self.running.remove(sequence)
@@ -105,20 +110,20 @@ class Scheduler:
         """The next pass. only_started: admit none but those that have sampled before."""
         work: Work = []
         budget, preempted, at = self.chunk_tokens, self.preemptions, 0
-        while at < len(self.running):  # whom _grow preempts stands behind
+        while at < len(self.running):  # _grow preempts from the end
             sequence = self.running[at]
             if self._grow(sequence):
-                count = min(sequence.length - sequence.cached, max(budget, 1))
+                count = min(sequence.length - sequence.num_cached, max(budget, 1))
                 work.append((sequence, count))
                 budget -= count - 1
                 at += 1
-        # room was short a moment ago: let those who run come first
+        # room was short a moment ago: running sequences come first
         if preempted == self.preemptions:
             work += self._admit(budget, only_started)
         return work
 
     def preempt_all(self) -> None:
-        """Back to the queue with every running sequence, its tokens kept: its keys and values are
+        """Put every running sequence back into the queue with its tokens: its keys and values are
         out of date."""
         for sequence in list(self.running):
             self._preempt(sequence)
@@ -130,67 +135,65 @@ class Scheduler:
                 break
             if only_started and not sequence.tokens:
                 continue
-            known = sequence.known()
-            match = self.cache.match(known)
-            if 2 * (match.coming - match.length) > len(known) - match.length:
-                continue  # another one is computing most of what it needs: take it from there
-            if not self._place(sequence, known, match) and not self._place(
-                sequence, known, replace(match, tail_length=0)
+            tokens = sequence.all_tokens()
+            match = self.cache.match(tokens)
+            if 2 * (match.will_be_cached - match.length) > len(tokens) - match.length:
+                continue  # another sequence is computing most of what it needs: share that
+            if not self._place(sequence, tokens, match) and not self._place(
+                sequence, tokens, replace(match, tail_length=0)
             ):
                 break
             self.waiting.remove(sequence)
-            insort(self.running, sequence, key=_arrival)
+            insort(self.running, sequence, key=_ARRIVAL)
             if not sequence.tokens:
-                self.prompt_tokens += len(known)
-                self.prompt_tokens_cached += sequence.cached
-            count = min(len(known) - sequence.cached, budget)
+                self.prompt_tokens += len(tokens)
+                self.prompt_tokens_cached += sequence.num_cached
+            count = min(len(tokens) - sequence.num_cached, budget)
             budget -= count
             work.append((sequence, count))
         return work
 
-    def _place(self, sequence: RunningSequence, known: np.ndarray, match: Match) -> bool:
-        """Give it pages for all it knows, the shared ones held and the rest new; False when there
-        are too few."""
+    def _place(self, sequence: RunningSequence, tokens: np.ndarray, match: Match) -> bool:
+        """Give a sequence pages for all its tokens, shared ones and new ones; False when there are
+        too few."""
         cache, shared, tail_length = self.cache, match.pages, match.tail_length
-        needed = -(-len(known) // PAGE) - len(shared)
+        needed = -(-len(tokens) // PAGE) - len(shared)
         source = [match.tail] if tail_length else []
-        cache.hold([*shared, *source])  # so that taking new pages evicts none of them
+        cache.retain([*shared, *source])  # so that no allocation evicts them
         enough = cache.available >= needed
         if enough:
-            sequence.pages, sequence.cached = list(shared), len(shared) * PAGE + tail_length
-            past = cache.past_of_next(shared[-1]) if shared else BEGINNING
-            for at in range(len(shared) * PAGE, len(known), PAGE):
-                sequence.pages.append(cache.take(past))
-                past = past_after(past, known[at : at + PAGE])
+            sequence.page_table = list(shared)
+            sequence.num_cached = len(shared) * PAGE + tail_length
+            prefix_hash = cache.next_prefix_hash(shared[-1]) if shared else EMPTY_PREFIX
+            for at in range(len(shared) * PAGE, len(tokens), PAGE):
+                sequence.page_table.append(cache.allocate(prefix_hash))
+                prefix_hash = hash_page(prefix_hash, tokens[at : at + PAGE])
             if tail_length:
-                cache.copy(match.tail, sequence.pages[len(shared)], tail_length)
-            cache.plan(sequence.pages, known, len(shared) * PAGE)
+                cache.copy(match.tail, sequence.page_table[len(shared)], tail_length)
+            cache.reserve(sequence.page_table, tokens, len(shared) * PAGE)
         cache.release(source if enough else [*shared, *source])
         return enough
 
     def _grow(self, sequence: RunningSequence) -> bool:
-        """A page for its next token, taken from the youngest if need be; False when it was itself
-        the youngest."""
-        if sequence.length <= len(sequence.pages) * PAGE:
+        """Give a sequence a page for its next token, taken from the youngest if need be; False when
+        it was itself the youngest."""
+        if sequence.length <= len(sequence.page_table) * PAGE:
             return True
         while not self.cache.available:
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        sequence.pages.append(self.cache.take(self.cache.past_of_next(sequence.pages[-1])))
+        prefix_hash = self.cache.next_prefix_hash(sequence.page_table[-1])
+        sequence.page_table.append(self.cache.allocate(prefix_hash))
         return True
 
     def _preempt(self, sequence: RunningSequence) -> None:
         self.preemptions += 1
         self._give_up_pages(sequence)
         self.running.remove(sequence)
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=_ARRIVAL)
 
     def _give_up_pages(self, sequence: RunningSequence) -> None:
-        self.cache.release(sequence.pages)
-        sequence.pages, sequence.cached = [], 0
-
-
-def _arrival(sequence: RunningSequence) -> int:
-    return sequence.arrival
+        self.cache.release(sequence.page_table)
+        sequence.page_table, sequence.num_cached = [], 0

@@ -1,12 +1,14 @@
 """The environment `gymnasium`: a text environment of the gymnasium package, by its id. Needs the
 extra `gymnasium`.
 
-    env = {name = "gymnasium", options = {id = "FrozenLake-v1", actions = ["left", "down", "right", "up"]}}
+    [env]
+    name = "gymnasium"
+    options = {id = "FrozenLake-v1", actions = ["left", "down", "right", "up"]}
 
-The problem's messages say what the task is; the first observation is appended to the last of them,
-and every later one is a user's message. The model's turn is the action: as it is where the action
-space is Text; a choice where it is Discrete, the last one that the turn names, by number or by
-`actions`. Knows no tokens and no task.
+The problem's messages state the task; the first observation is appended to the last of them, and
+every later one is a user's message. The model's turn is the action: the whole turn where the action
+space is Text; where it is Discrete, the last choice that the turn names, by number or by `actions`.
+Knows no tokens and no task.
 """
 
 import json
@@ -16,6 +18,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from tandem.envs.tools import negative_penalty
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.types import Env, Message, Observation, Problem
@@ -27,11 +30,11 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class GymEnv(Env):
-    """One episode. It begins with the `seed` of the problem's metadata, or one made of its uid: all
-    samples begin alike.
+    """One episode of a gymnasium environment.
 
-    The reward is the sum of all rewards. Parts: `turns`, and `bad_actions` of them that name no
-    action: the world then stands still.
+    All samples of a problem begin alike: with the `seed` of its metadata, or one made of its uid.
+    The reward is the sum of all rewards. Parts: `turns`, and `bad_actions`, turns that name no
+    action; such a turn changes nothing.
     """
 
     def __init__(
@@ -43,21 +46,19 @@ class GymEnv(Env):
         render: bool | None = None,
         invalid_action_penalty: float = 0.0,
     ):
-        """id, kwargs: as gymnasium.make takes them; `my_module:My-v0` imports the module first.
-        actions: names of a Discrete space's actions, in order; without them they are called by
-        their numbers. render: show the ansi picture and not the observation; left out: where there
-        is one and the observation is no text. invalid_action_penalty: of a turn that names no
-        action."""
+        """Take the options.
+
+        id, kwargs: as gymnasium.make takes them; `my_module:My-v0` imports the module first.
+        actions: names of a Discrete space's actions, in order; without them, their numbers.
+        render: show the ansi picture and not the observation; left out: where there is a picture
+            and the observation is not text.
+        invalid_action_penalty: of a turn that names no action.
+        """
         if invalid_action_penalty < 0:
-            raise UserError(
-                "a penalty below 0",
-                where="env.options.invalid_action_penalty",
-                found=str(invalid_action_penalty),
-                expected="at least 0: it is subtracted",
-            )
+            raise negative_penalty("invalid_action_penalty", invalid_action_penalty)
         self.invalid_action_penalty, self.turns, self.bad_actions = invalid_action_penalty, 0, 0
         self._id, self._kwargs = id, dict(kwargs or {})
-        self._draws, self._choices = _looked_at(
+        self._draws, self._choices = _inspect_env(
             id, json.dumps(self._kwargs), tuple(actions), render
         )
         self._world: Any = None
@@ -102,10 +103,8 @@ class GymEnv(Env):
         return self._choices[found[-1]] if found else None
 
     def _help(self) -> str:
-        one = (
-            f"one of {', '.join(self._choices)}" if self._choices else str(self._world.action_space)
-        )
-        return f"That is no action. An action is {one}."
+        choices = f"one of {', '.join(self._choices)}" if self._choices else ""
+        return f"That is no action. An action is {choices or self._world.action_space}."
 
     def _shown(self, observation: Any) -> str:
         return plain(str(self._world.render())) if self._draws else str(observation)
@@ -115,7 +114,7 @@ class GymEnv(Env):
 
 
 def plain(picture: str) -> str:
-    """An ansi picture without escapes: what is coloured is named, "[red S]FFF"."""
+    """An ansi picture without escapes; colours are named, "[red S]FFF"."""
     named = _COLOURED.sub(lambda m: f"[{COLOURS[int(m[1])]} {m[2]}]" if m[1] else m[2], picture)
     return _ESCAPE.sub("", named).strip("\n")
 
@@ -143,12 +142,12 @@ def _gymnasium() -> ModuleType:
     return gymnasium
 
 
-@cache  # one is made to look at; the others are made for episodes
-def _looked_at(
+@cache  # one environment is made to look at; the others are made for episodes
+def _inspect_env(
     id: str, kwargs: str, actions: tuple[str, ...], render: bool | None
 ) -> tuple[bool, dict[str, Any]]:
-    """Whether it is shown as a picture, and its choices: {"left": 0}; none where actions are text.
-    Raises UserError."""
+    """Tell whether it is shown as a picture, and its choices, {"left": 0}; none where actions are
+    text. Raises UserError."""
     gymnasium = _gymnasium()
     try:
         world = gymnasium.make(id, **json.loads(kwargs))
@@ -170,11 +169,9 @@ def _looked_at(
             expected="the render mode ansi",
             next="leave render out",
         )
-    choices = (
-        {}
-        if isinstance(world.action_space, spaces.Text)
-        else _choices(id, world.action_space, actions, spaces)
-    )
+    choices = {}
+    if not isinstance(world.action_space, spaces.Text):
+        choices = _choices(id, world.action_space, actions, spaces)
     world.close()
     return has_picture and not is_text if render is None else render, choices
 

@@ -1,5 +1,5 @@
 """The built-in environment `python`: the model writes code, which runs in the sandbox, and reads
-what it printed.
+its output.
 
     [env]
     name = "python"
@@ -7,8 +7,8 @@ what it printed.
 
 Code is a call of the tool `python`, or a fenced block marked `python` or `py` (several of a turn
 are one program). A turn without code is the final answer and ends the episode; rewards score it.
-Every run is a fresh process: nothing is kept from one to the next. How code is kept in is the
-sandbox's matter.
+Every run is a fresh process: nothing is kept from one to the next. Isolation is the sandbox's
+matter.
 """
 
 import math
@@ -20,7 +20,7 @@ from tandem.config.schema import Sandbox as SandboxConfig
 from tandem.envs.calls import in_thread
 from tandem.envs.tools import ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Format
-from tandem.runtime.sandbox import Limits, Result, SandboxFailed, opened, run_python
+from tandem.runtime.sandbox import Limits, Result, SandboxFailed, open_sandbox_once, run_python
 from tandem.types import Observation
 
 _FENCED = re.compile(
@@ -32,11 +32,10 @@ _RUNS = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 class PythonEnv(ToolEnv):
-    """A fenced block is answered in the user's role, which every chat template knows; a tool call
+    """Answers a fenced block in the user's role, which every chat template knows, and a tool call
     in the role `tool`.
 
-    Parts: `runs`, and `failed_runs` of them that did not end with exit code 0; and those of
-    ToolEnv.
+    Parts: `runs`, `failed_runs` (exit code not 0), and those of ToolEnv.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class PythonEnv(ToolEnv):
         invalid_call_penalty: float = 0.0,
         max_result_chars: int = 2000,
     ):
-        """seconds, memory_mb: limits of a run. The others are ToolEnv's."""
+        """Take the options. seconds, memory_mb: limits of a run; the others are ToolEnv's."""
         super().__init__(
             self.python,
             format=format,
@@ -58,7 +57,7 @@ class PythonEnv(ToolEnv):
             invalid_call_penalty=invalid_call_penalty,
             max_result_chars=max_result_chars,
         )
-        self._sandbox = opened(sandbox)
+        self._sandbox = open_sandbox_once(sandbox)
         self._limits = Limits(wall_s=seconds, cpu_s=math.ceil(seconds), memory_mb=memory_mb)
         self.num_runs = self.num_failed = 0
 
@@ -94,7 +93,7 @@ class PythonEnv(ToolEnv):
 
 
 def fenced_code(text: str) -> str:
-    """The fenced blocks of Python after a text's thoughts, as one program; empty if there is none.
+    """The fenced blocks of Python after a text's thoughts, as one program; empty without one.
 
     A prompt may have opened the <think>, so the last </think> ends the thoughts.
     """
@@ -102,8 +101,8 @@ def fenced_code(text: str) -> str:
 
 
 def report(result: Result, longest: int) -> str:
-    """What the model reads of a run: the start of what it printed and the end of its errors, at
-    most longest characters in all, and how it ended if not well."""
+    """Tell the model of a run: the start of its output and the end of its errors, at most `longest`
+    characters in all, and how it ended if not well."""
     out, errors = result.stdout.strip("\n"), result.stderr.strip("\n")
     room = longest // 2 if errors else longest
     out = out if len(out) <= room else f"{out[:room]}... ({len(out) - room} more characters)"

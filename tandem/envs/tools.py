@@ -1,38 +1,39 @@
-"""Tool use: plain Python functions that a model calls, and whose results it reads. The built-in
-environment `tools`.
+"""Tool use, the built-in environment `tools`: Python functions that a model calls, whose results it
+reads.
 
     [env]
     name = "tools"
     options = {tools = ["calculator", "my_tools.py:add"], format = "hermes"}
 
 A function's type hints and docstring become its JSON schema; the arguments of a call are checked
-against the hints, and strictly: "8" is no int. What is wrong with a call (unreadable, unknown,
-wrong arguments, an exception) is told to the model as the tool's answer. A turn without a call is
-the final answer and ends the episode; rewards score it.
+against the hints, and strictly: "8" is no int. A mistake in a call (unreadable, unknown, wrong
+arguments, an exception) is the tool's answer to the model. A turn without a call is the final
+answer and ends the episode; rewards score it.
 
-A call's text is read by tool_calls.py. Knows neither tokens nor chat templates: those show the
-schemas to the model.
+model/tool_calls.py reads the text of a call. Knows neither tokens nor chat templates: those show
+the schemas to the model.
 """
 
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, get_args, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from tandem.envs.calculator import calculator
 from tandem.envs.calls import in_thread
 from tandem.model.tool_calls import BadCall, Call, Format, Reading, read_calls
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import load_user_object
+from tandem.tasks.registry import TASKS
 from tandem.types import Env, Message, Observation, Tool
 
 # may be `async def`; a plain one runs in a thread of its own, so it may block
 ToolFunction = Callable[..., Any]
 
+BUILT_IN = {name: task.tool for name, task in TASKS.items() if task.tool is not None}
 MAX_CALLS = 16  # of a turn
 MAX_ERROR_CHARS = 200
 VARIADIC = (
@@ -43,16 +44,15 @@ VARIADIC = (
 
 
 class ToolUnavailable(Exception):
-    """A tool cannot do its work, and the model has no part in it: raised by a tool, it costs the
+    """A tool cannot do its work, through no fault of the model; raised by a tool, it costs the
     episode (env.on_error)."""
 
 
 class ToolEnv(Env):
-    """Calls are run in their order, and answered by one message each, of the role `tool`.
+    """Runs calls in their order, and answers each with a message of the role `tool`.
 
-    Its own tools a subclass names in code, methods too: super().__init__(tools=[self.price, add]).
-    The parts of an episode are `tool_calls`, those that were answered, and `bad_calls`, those that
-    were not.
+    A subclass names its own tools, methods too: super().__init__(tools=[self.price, add]). The
+    parts of an episode are `tool_calls`, those that were answered, and `bad_calls`, the others.
     """
 
     def __init__(
@@ -64,16 +64,17 @@ class ToolEnv(Env):
         invalid_call_penalty: float = 0.0,
         max_result_chars: int = 2000,
     ):
-        """tools: functions, `file.py:function`, `module:function` or `calculator`. format: how the
-        model writes a call. show_tools: tell the model about the tools, through the chat template;
-        one may know them from its training. invalid_call_penalty: of a turn with a call that could
-        not be answered. max_result_chars: what is longer is cut before the model reads it."""
-        self._described = _describe_all(
-            [tools] if isinstance(tools, str) or callable(tools) else list(tools)
-        )
-        self.tools = (
-            [described.schema() for described in self._described.values()] if show_tools else ()
-        )
+        """Take the options.
+
+        tools: functions, `file.py:function`, `module:function` or `calculator`.
+        format: how the model writes a call.
+        show_tools: describe the tools in the chat template; a model may know them from training.
+        invalid_call_penalty: of a turn with a call that could not be answered.
+        max_result_chars: a longer result is truncated before the model reads it.
+        """
+        alone = isinstance(tools, str) or callable(tools)
+        self._tools = _read_tools([tools] if alone else tools)  # type: ignore[list-item, arg-type]
+        self.tools = [_schema(tool.plain) for tool in self._tools.values()] if show_tools else ()
         if format not in get_args(Format):
             raise UserError(
                 "there is no such format of tool calls",
@@ -82,34 +83,20 @@ class ToolEnv(Env):
                 expected=", ".join(get_args(Format)),
             )
         if invalid_call_penalty < 0:
-            raise UserError(
-                "a penalty below 0",
-                where="env.options.invalid_call_penalty",
-                found=str(invalid_call_penalty),
-                expected="at least 0: it is subtracted",
-            )
-        self.format, self.invalid_call_penalty, self.max_result_chars = (
-            format,
-            invalid_call_penalty,
-            max_result_chars,
-        )
+            raise negative_penalty("invalid_call_penalty", invalid_call_penalty)
+        self.format, self.invalid_call_penalty = format, invalid_call_penalty
+        self.max_result_chars = max_result_chars
         self.num_calls = self.num_bad_calls = 0
 
     def read(self, text: str) -> Reading:
         """The text's calls."""
-        return read_calls(text, self.format, self._described)
+        return read_calls(text, self.format, self._tools)
 
     async def step(self, text: str) -> Observation:
-        calls = self.read(text).calls
-        messages, bad = [], self.num_bad_calls
-        for call in calls[:MAX_CALLS]:
-            messages.append(await self._answer(call))
-        if len(calls) > MAX_CALLS:
-            messages.append(
-                self._refuse(
-                    f"at most {MAX_CALLS} calls a turn, {len(calls) - MAX_CALLS} were not run"
-                )
-            )
+        calls, bad = self.read(text).calls, self.num_bad_calls
+        messages = [await self._answer(call) for call in calls[:MAX_CALLS]]
+        if (more := len(calls) - MAX_CALLS) > 0:
+            messages.append(self._refuse(f"at most {MAX_CALLS} calls a turn, {more} were not run"))
         penalty = self.invalid_call_penalty if self.num_bad_calls > bad else 0.0
         return Observation(messages=messages, done=not calls, parts=self.parts(), penalty=penalty)
 
@@ -119,37 +106,35 @@ class ToolEnv(Env):
     async def _answer(self, call: Call | BadCall) -> Message:
         if isinstance(call, BadCall):
             return self._refuse(call.reason)
-        tool = self._described.get(call.name)
+        tool = self._tools.get(call.name)
         if tool is None:
-            return self._refuse(f"no tool {call.name!r}; there is {', '.join(self._described)}")
+            return self._refuse(f"no tool {call.name!r}; there is {', '.join(self._tools)}")
         try:
             text = _text(await tool.call(call))
         except ToolUnavailable:
             raise
         except (Exception, SystemExit) as error:  # recovery is the feature: the model is told
-            words = isinstance(error, ValueError) and str(error)
-            return self._refuse(words or f"{type(error).__name__}: {error}")
+            reason = str(error) if isinstance(error, ValueError) else ""
+            return self._refuse(reason or f"{type(error).__name__}: {error}")
         self.num_calls += 1
-        return {"role": "tool", "name": call.name, "content": _cut(text, self.max_result_chars)}
+        content = _truncated(text, self.max_result_chars)
+        return {"role": "tool", "name": call.name, "content": content}
 
     def _refuse(self, reason: str) -> Message:
         self.num_bad_calls += 1
-        return {"role": "tool", "content": _cut(f"error: {reason}", MAX_ERROR_CHARS)}
+        return {"role": "tool", "content": _truncated(f"error: {reason}", MAX_ERROR_CHARS)}
 
 
 def _text(result: Any) -> str:
-    return (
-        result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-    )
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)
 
 
-def _cut(text: str, longest: int) -> str:
+def _truncated(text: str, limit: int) -> str:
     text = text.encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair has no tokens
-    return (
-        text
-        if len(text) <= longest
-        else f"{text[:longest]}... ({len(text) - longest} more characters)"
-    )
+    rest = len(text) - limit
+    return text if rest <= 0 else f"{text[:limit]}... ({rest} more characters)"
 
 
 # ---------------------------------------------------------------- functions
@@ -157,25 +142,20 @@ def _cut(text: str, longest: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parameters:
-    """What a function takes. Example: add(a: int, b: int = 0) has `required` {"a"} and `text` "(a:
-    int, b: int = 0)"."""
+    """A function's parameters. Example: add(a: int, b: int = 0) has `required` {"a"} and `text`
+    "(a: int, b: int = 0)"."""
 
     text: str
-    types: Mapping[str, TypeAdapter[Any]] = field(default_factory=dict)
-    required: frozenset[str] = frozenset()
+    types: Mapping[str, TypeAdapter[Any]]
+    required: frozenset[str]
 
     def read(self, call: Call) -> dict[str, Any]:
         """The arguments in the types of the hints; raises ValueError in the model's terms."""
-        missing, unknown = (
-            self.required - call.arguments.keys(),
-            call.arguments.keys() - self.types.keys(),
-        )
+        missing = self.required - call.arguments.keys()
+        unknown = call.arguments.keys() - self.types.keys()
         if missing or unknown:
-            problem = (
-                f"no argument {min(unknown)!r}"
-                if unknown
-                else f"argument {min(missing)!r} is missing"
-            )
+            problem = f"argument {min(missing)!r} is missing" if missing else ""
+            problem = f"no argument {min(unknown)!r}" if unknown else problem
             raise ValueError(f"{problem}; it is {call.name}{self.text}")
         return {
             name: _value(name, self.types[name], value, call.typed)
@@ -188,7 +168,7 @@ def _value(name: str, type_: TypeAdapter[Any], value: Any, typed: bool) -> Any:
         # as JSON, where a list may be a tuple
         return type_.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        if not typed:  # text that is not wanted as text is JSON
+        if not typed:  # text where the hint wants something else is JSON
             try:
                 return type_.validate_json(value, strict=True)
             except ValidationError:
@@ -200,14 +180,9 @@ def _value(name: str, type_: TypeAdapter[Any], value: Any, typed: bool) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Described:
-    """A tool: the function as it is called, and what is known of it."""
-
+class _Tool:
     function: ToolFunction  # bound to its environment if it is a method
     plain: ToolFunction  # not bound
-
-    def schema(self) -> Tool:
-        return _schema(self.plain)
 
     async def call(self, call: Call) -> Any:
         arguments = _parameters(self.plain).read(call)
@@ -216,8 +191,9 @@ class _Described:
         return await in_thread(partial(self.function, **arguments))
 
 
-def _describe_all(tools: Sequence[str | ToolFunction]) -> dict[str, _Described]:
-    described: dict[str, _Described] = {}
+def _read_tools(tools: Sequence[str | ToolFunction]) -> dict[str, _Tool]:
+    """The tools by name. Raises UserError for one that a model could not call."""
+    by_name: dict[str, _Tool] = {}
     for tool in tools:
         function = _load(tool) if isinstance(tool, str) else tool
         plain = function.__func__ if inspect.ismethod(function) else function
@@ -228,7 +204,7 @@ def _describe_all(tools: Sequence[str | ToolFunction]) -> dict[str, _Described]:
                 found=repr(tool),
                 expected="a function or a method, plain or `async def`",
             )
-        if plain.__name__ in described:
+        if plain.__name__ in by_name:
             raise UserError(
                 "two tools have the same name",
                 where="env.options.tools",
@@ -237,23 +213,22 @@ def _describe_all(tools: Sequence[str | ToolFunction]) -> dict[str, _Described]:
                 next="rename one of the functions",
             )
         _parameters(plain)
-        described[plain.__name__] = _Described(function=function, plain=plain)
-    if not described:
+        by_name[plain.__name__] = _Tool(function=function, plain=plain)
+    if not by_name:
         raise UserError(
             "the environment has no tools",
             where="env.options.tools",
             next='env.options.tools="calculator"',
             expected="`calculator`, file.py:function, module:function, or a list of them",
         )
-    return described
+    return by_name
 
 
 def _load(name: str) -> ToolFunction:
-    match name:
-        case "calculator":
-            return calculator
-        case _ if ":" in name:
-            return load_user_object(name, key="env.options.tools")
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ":" in name:
+        return load_user_object(name, key="env.options.tools")
     raise UserError(
         "there is no such built-in tool",
         where="env.options.tools",
@@ -269,28 +244,21 @@ def _parameters(function: ToolFunction) -> _Parameters:
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:  # a hint is any expression
-        raise _unfit(
-            function, f"type hints that cannot be read: {error}", "type hints that Python can read"
-        ) from None
+        found = f"type hints that cannot be read: {error}"
+        raise _not_a_tool(function, found, "type hints that Python can read") from None
     types: dict[str, TypeAdapter[Any]] = {}
     taken = [p for at, p in enumerate(signature.parameters.values()) if at or p.name != "self"]
     for parameter in taken:
+        found = f"argument {str(parameter)!r}"
         if parameter.kind in VARIADIC:
-            raise _unfit(
-                function, f"argument {str(parameter)!r}", "arguments that can be given by name"
-            )
+            raise _not_a_tool(function, found, "arguments that can be given by name")
         if parameter.name not in hints:
-            raise _unfit(
-                function,
-                f"argument {parameter.name!r} without a type hint",
-                "a type hint for every argument",
-            )
+            found = f"argument {parameter.name!r} without a type hint"
+            raise _not_a_tool(function, found, "a type hint for every argument")
         try:
             types[parameter.name] = TypeAdapter(hints[parameter.name])
         except PydanticUserError:
-            raise _unfit(
-                function, f"argument {str(parameter)!r}", "types that JSON can carry"
-            ) from None
+            raise _not_a_tool(function, found, "types that JSON can carry") from None
     text = str(signature.replace(parameters=taken, return_annotation=inspect.Signature.empty))
     required = frozenset(p.name for p in taken if p.default is inspect.Parameter.empty)
     return _Parameters(text=text, types=types, required=required)
@@ -298,8 +266,8 @@ def _parameters(function: ToolFunction) -> _Parameters:
 
 @cache
 def _schema(function: ToolFunction) -> Tool:
-    """What the chat template shows of it, as transformers writes it; raises UserError. Imports
-    torch, which that asks for."""
+    """The JSON schema that the chat template shows, as transformers writes it. Imports torch with
+    it. Raises UserError."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -309,24 +277,32 @@ def _schema(function: ToolFunction) -> Tool:
     try:
         return get_json_schema(function)
     except DocstringParsingException as error:
-        reason, expected = (
-            str(error),
-            "a docstring with an `Args:` section that has a line `name: what it is` for each",
-        )
+        found = str(error)
+        expected = "a docstring with an `Args:` section that has a line `name: what it is` for each"
     except (TypeHintParsingException, ValueError) as error:
-        reason, expected = (
-            str(error).splitlines()[0],
-            "int, float, str, bool, Literal, Enum, or list, dict and Optional of them",
-        )
-    raise _unfit(function, reason, expected)
+        found = str(error).splitlines()[0]
+        expected = "int, float, str, bool, Literal, Enum, or list, dict and Optional of them"
+    raise _not_a_tool(function, found, expected)
 
 
-def _unfit(function: ToolFunction, found: str, expected: str) -> UserError:
-    where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}, {function.__qualname__}"
+# ---------------------------------------------------------------- errors
+
+
+def _not_a_tool(function: ToolFunction, found: str, expected: str) -> UserError:
+    code = function.__code__
     return UserError(
         "a function cannot be a tool",
-        where=where,
+        where=f"{code.co_filename}:{code.co_firstlineno}, {function.__qualname__}",
         found=found,
         expected=expected,
         next="mend its signature",
+    )
+
+
+def negative_penalty(option: str, found: float) -> UserError:
+    return UserError(
+        "a penalty below 0",
+        where=f"env.options.{option}",
+        found=str(found),
+        expected="at least 0: it is subtracted",
     )

@@ -16,7 +16,8 @@ from tandem.engine.page_cache import page_bytes
 from tandem.engine.worker_pool.pool import Workers
 from tandem.envs.load import load_env
 from tandem.jobs.models import check_tokenizer
-from tandem.model.load import ExactModel, check_model, load_model
+from tandem.model.config_file import check_model
+from tandem.model.load import ExactModel, load_model
 from tandem.model.probe import Exactness, probe
 from tandem.rewards.pool.pool import RewardPool
 from tandem.rollout.env_pool import EnvPool
@@ -225,4 +226,4 @@ def load_reward_model(config: Config) -> RewardModel | None:
 def _with_score(episode: Episode, score: float | None) -> Episode:
     if score is None:
         return episode
-    return replace(episode, given={**episode.given, "reward_model": score})
+    return replace(episode, env_rewards={**episode.env_rewards, "reward_model": score})

@@ -1,10 +1,10 @@
-"""What a command that trains reads and checks before any weights are loaded: data, models by their
-configs, lengths.
+"""Inputs of a command that trains, read and checked before any weights are loaded: data, models by
+their configs, lengths.
 
     training_inputs   distill_inputs   sft_inputs   dpo_inputs   rm_inputs
 
-The jobs begin with them, and `tandem plan` asks them whether a run could start. They do
-not know weights, engines or run folders.
+The jobs begin with them, and `tandem plan` uses them to tell whether a run could start. They know
+no weights, engines or run folders.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.schema import Config
-from tandem.data.chats import read_chats
+from tandem.data.chats import parse_chat
 from tandem.data.mixture import only
-from tandem.data.preferences import read_preferences
+from tandem.data.preferences import parse_preference
 from tandem.data.problems import read_problems
+from tandem.data.readers.rows import read_rows
 from tandem.data.readers.sources import source_files
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.envs.load import source_files as env_files
@@ -34,7 +35,7 @@ Pairs = list[list[Sample]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """How much a data key holds. Example: Count(number=400, unit="problems", longest=41)"""
+    """Size of the data behind a key. Example: Count(number=400, unit="problems", longest=41)"""
 
     number: int
     unit: str
@@ -43,7 +44,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a command has read and checked."""
+    """Inputs that every command has."""
 
     shape: Any  # transformers config of model.path
     renderer: ChatRenderer
@@ -53,28 +54,28 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemInputs(Inputs):
-    """Of `tandem train` and `tandem distill`."""
+    """Inputs of `tandem train` and `tandem distill`."""
 
     problems: Sequence[Problem]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatInputs(Inputs):
-    """Of `tandem sft`."""
+    """Inputs of `tandem sft`."""
 
     samples: list[Sample]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairInputs(Inputs):
-    """Of `tandem dpo` and `tandem rm`."""
+    """Inputs of `tandem dpo` and `tandem rm`."""
 
     train: Pairs
     test: Pairs  # held out; empty without preference.test
 
 
 def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequence[Problem]:
-    """The problems that a key names; an eval set that is not configured is empty."""
+    """Read the problems that a key names; without eval.data there are none."""
     source, weights = (
         (config.data.train, config.data.weights) if key == "data.train" else (config.eval.data, [])
     )
@@ -89,8 +90,8 @@ def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequen
 
 
 def input_hashes(config: Config, *keys: str) -> dict[str, str]:
-    """SHA-256 by key of what a run is a function of: the data files that these keys name, the files
-    of reward functions and environment, and the weights in local model directories."""
+    """Hash what a run is a function of: the data files that these keys name, the files of reward
+    functions and environment, and the weights in local model directories. SHA-256 by key."""
     models = {
         "model.path": config.model.path,
         "model.reference": config.model.reference,
@@ -154,13 +155,7 @@ def distill_inputs(config: Config) -> ProblemInputs:
             "no teacher is named", "distill.teacher", "a Hugging Face directory or hub name"
         )
     if config.rl.kl_coef or config.rl.max_gen_batches:
-        raise UserError(
-            "distillation has no reference and no groups to choose from",
-            where="tandem distill",
-            found=f"rl.kl_coef = {config.rl.kl_coef}, rl.max_gen_batches = {config.rl.max_gen_batches}",
-            expected="0 for both",
-            next="add rl.kl_coef=0 rl.max_gen_batches=0",
-        )
+        raise _no_reference_in_distillation(config)
     check_models(config, "distill.teacher")
     if (
         load_tokenizer(config.distill.teacher).get_vocab()
@@ -177,8 +172,7 @@ def distill_inputs(config: Config) -> ProblemInputs:
 
 
 def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
-    """Problems, for jobs whose episodes are sampled on the way; others: further keys that name
-    models."""
+    """Read and check problems. others: further keys that name models."""
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     shape = check_models(config, *others)
     renderer = load_renderer(config.model.path)
@@ -208,12 +202,13 @@ def sft_inputs(config: Config) -> ChatInputs:
     """Read and check what `tandem sft` needs."""
     if not config.sft.train:
         raise _missing("no chats are named", "sft.train", "a JSONL or Parquet file of chats")
-    chats, held_out = read_chats(config.sft.train, key="sft.train"), read_data(config, "eval.data")
+    chats = read_rows(config.sft.train, parse_chat, key="sft.train")
+    held_out = read_data(config, "eval.data")
     shape, renderer = check_models(config), load_renderer(config.model.path)
     check_tokenizer(config, shape, renderer)
     samples = [
         Sample(tokens=t, loss_mask=mask)
-        for t, mask in renderer.trainings(chats, loss=config.sft.loss_on)
+        for t, mask in renderer.training_samples(chats, loss=config.sft.loss_on)
     ]
     longest = _check_fit(samples, shape, "a chat", "sft.train, chat")
     counts = {"sft.train": Count(number=len(samples), unit="chats", longest=longest)}
@@ -240,7 +235,8 @@ def rm_inputs(config: Config) -> PairInputs:
         int(sample.tokens[-2]) for pair in [*inputs.train, *inputs.test] for sample in pair
     }:
         raise UserError(
-            "the chat template ends with the padding token, so transformers would read a score one token early",
+            "the chat template ends with the padding token, so transformers would read a score "
+            "one token early",
             where=f"tokenizer of {config.model.path}",
             found=repr(tokenizer.pad_token),
             expected="a padding token of its own",
@@ -252,8 +248,8 @@ def rm_inputs(config: Config) -> PairInputs:
 def _pair_inputs(
     config: Config, make: Callable[..., list[Sample]], held_out: Sequence[Problem], *others: str
 ) -> PairInputs:
-    """Pairs to train on and held-out ones; `make` makes the samples of a pair, others are further
-    keys that name models."""
+    """Read and check pairs, to train on and held out. make: makes the samples of a pair; others:
+    further keys that name models."""
     paths = {"preference.train": config.preference.train, "preference.test": config.preference.test}
     if not config.preference.train:
         raise _missing(
@@ -261,7 +257,10 @@ def _pair_inputs(
             "preference.train",
             "a JSONL or Parquet file of prompt, chosen, rejected",
         )
-    read = {key: read_preferences(path, key=key) if path else [] for key, path in paths.items()}
+    read = {
+        key: read_rows(path, parse_preference, key=key) if path else []
+        for key, path in paths.items()
+    }
     shape = check_models(config, *others, head="value" if make is scored_pair else "tokens")
     renderer = load_renderer(config.model.path)
     check_tokenizer(config, shape, renderer)
@@ -271,7 +270,7 @@ def _pair_inputs(
         chats = [
             (*pair.prompt, *answer) for pair in pairs for answer in (pair.chosen, pair.rejected)
         ]
-        rendered = renderer.trainings(chats, loss="last")
+        rendered = renderer.training_samples(chats, loss="last")
         made.append(
             [make(number, *rendered[2 * number : 2 * number + 2]) for number in range(len(pairs))]
         )
@@ -292,7 +291,7 @@ def _pair_inputs(
 def _held_out(
     config: Config, problems: Sequence[Problem], shape: Any, renderer: ChatRenderer
 ) -> tuple[Sequence[Problem], dict[str, Count]]:
-    """The held-out problems whose prompts are short enough, and their count."""
+    """Return the held-out problems whose prompts are short enough, and their count."""
     if not problems:
         return [], {}
     fitting = renderer.check_lengths(
@@ -304,7 +303,7 @@ def _held_out(
 
 
 def _room(config: Config, shape: Any) -> int:
-    """Tokens that the model can place before a completion."""
+    """Return how many tokens the model can place before a completion."""
     return int(shape.max_position_embeddings) - config.rollout.max_new_tokens
 
 
@@ -316,7 +315,7 @@ def _count_problems(problems: Sequence[Problem], renderer: ChatRenderer) -> Coun
 
 
 def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> int:
-    """Refuse what the model has no positions for; nothing follows the last token, so it needs none.
+    """Raise UserError for a sample that the model has no positions for; the last token needs none.
     Returns the tokens of the longest."""
     limit = shape.max_position_embeddings + 1
     longest = max(range(len(samples)), key=lambda i: len(samples[i].tokens), default=0)
@@ -330,6 +329,17 @@ def _check_fit(samples: Sequence[Sample], shape: Any, what: str, where: str) -> 
             next="shorten or drop it",
         )
     return size
+
+
+def _no_reference_in_distillation(config: Config) -> UserError:
+    rl = config.rl
+    return UserError(
+        "distillation has no reference and no groups to choose from",
+        where="tandem distill",
+        found=f"rl.kl_coef = {rl.kl_coef}, rl.max_gen_batches = {rl.max_gen_batches}",
+        expected="0 for both",
+        next="add rl.kl_coef=0 rl.max_gen_batches=0",
+    )
 
 
 def _missing(what: str, key: str, expected: str) -> UserError:

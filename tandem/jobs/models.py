@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from tandem.config.schema import SFT, Config, Preference, Train
 from tandem.data.renderer import ChatRenderer
-from tandem.model.load import ExactModel, check_model, load_model
+from tandem.model.config_file import check_model
+from tandem.model.load import ExactModel, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.weight_files import check_weights
 from tandem.runtime.errors import UserError

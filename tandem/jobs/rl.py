@@ -126,7 +126,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
             stages = Stages(
                 config=config,
                 models=models,
-                sampling_params=sampling,
+                sampling=sampling,
                 exact=exact,
                 collector=Collector(
                     config=config,

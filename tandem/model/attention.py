@@ -1,14 +1,15 @@
-"""Exact attention: a token's output has the same bits in a packed training pass and in one-token
-decode.
+"""Exact attention: a token's output has the same bits in a packed training pass and in decode.
 
 Four rules make it so (fp32, CPU; `probe` checks them on the machine at hand):
-  1. the query rows of a key/value head (new tokens x GQA group) are padded to a multiple of 4, keys to one of 16;
+  1. the query rows of a key/value head (new tokens x GQA group) are padded to a multiple of 4,
+     keys to a multiple of 16;
   2. softmax runs over the padded row, where masked keys add exact zeros;
-  3. probabilities x values are summed over blocks of 128 keys counted from position 0, because one long matmul
-     splits its sum by length;
-  4. the keys of queries x keys lie by token on both sides (`query_key`), and MKL is in its strict mode (`numerics`).
-A layer finds what to do in the plan it is handed: `PackedPlan` for packed segments,
-`paged.PagedPlan` in the engine. Nothing here knows sampling, losses or schedules.
+  3. probabilities x values are summed over blocks of 128 keys counted from position 0, because one
+     long matmul splits its sum by length;
+  4. the keys of queries x keys are stored by token on both sides (`query_key`), and MKL is in its
+     strict mode (`numerics`).
+A layer attends by the plan it is given: `PackedPlan` for packed segments,
+`paged_attention.PagedPlan` in the engine. Nothing here knows sampling, losses or schedules.
 """
 
 from collections import defaultdict
@@ -21,7 +22,7 @@ from torch import Tensor
 
 KEY_BLOCK = 128
 QUERY_BLOCK = 256
-# scores held at once; attention memory is bounded by it and not by the packed length
+# Scores held at once: the bound of attention memory at any packed length.
 BUCKET_BYTES = 1 << 26
 # Padded sizes of a bucket: few enough that short segments share a batched matmul, close enough to
 # waste little.
@@ -29,34 +30,46 @@ _SIZES = np.array([4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256])
 
 
 def query_key(query: Tensor, keys: Tensor) -> Tensor:
-    """Attention scores [n, K, M, L] of queries [n, K, M, E] with keys [n, K, L, E].
+    """Compute attention scores [n, K, M, L] of queries [n, K, M, E] with keys [n, K, L, E].
 
-    Trainer and engine both come here with keys stored by token: of keys stored by element MKL makes
-    another product.
+    Trainer and engine both pass keys stored by token; MKL multiplies keys stored by element in
+    another order.
     """
     return torch.matmul(query, keys.transpose(-1, -2))
 
 
 def weigh(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Masked softmax in place: scores [n, K, R, g, L], mask bool [n, 1, R, 1, L] true where
-    hidden."""
+    """Turn scores [n, K, R, g, L] into probabilities, in place but for the softmax.
+
+    mask bool [n, 1, R, 1, L] is true where a key is hidden.
+    """
     return scores.mul_(scale).masked_fill_(mask, float("-inf")).softmax(-1)
 
 
 def combine(probs: Tensor, values: Tensor) -> Tensor:
-    """probs [n, K, M, L] x values [n, K, L, E] -> [n, K, M, E], summed by fixed key blocks (rule
-    3)."""
+    """Sum probs [n, K, M, L] x values [n, K, L, E] by fixed key blocks (rule 3) to [n, K, M, E]."""
     out = torch.matmul(probs[..., :KEY_BLOCK], values[:, :, :KEY_BLOCK])
     for start in range(KEY_BLOCK, values.shape[2], KEY_BLOCK):
-        out += torch.matmul(
-            probs[..., start : start + KEY_BLOCK], values[:, :, start : start + KEY_BLOCK]
-        )
+        block = slice(start, start + KEY_BLOCK)
+        out += torch.matmul(probs[..., block], values[:, :, block])
     return out
 
 
+def hidden_keys(positions: Tensor, keys: int, window: int | None) -> Tensor:
+    """Mark the keys hidden from queries at positions int64 [n, R]: bool [n, 1, R, 1, keys].
+
+    A query sees the keys up to its own position, with a window only the last `window` of them.
+    """
+    key, position = torch.arange(keys), positions[:, :, None]
+    hidden = key > position
+    if window is not None:
+        hidden |= key <= position - window
+    return hidden[:, None, :, None]
+
+
 class Plan(Protocol):
-    """What a layer does with its queries [T, H, E], keys and values [T, K, E]; returns [T, H,
-    E]."""
+    """Attention of one pass, the same for all layers: queries [T, H, E], keys and values [T, K, E]
+    to [T, H, E]."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -74,20 +87,14 @@ class Bucket:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
-        """bool [n, 1, R, 1, L], true where a key is hidden; made once for all layers."""
+        """Look up `hidden_keys` [n, 1, R, 1, L], made once for all layers."""
         if window not in self.masks:
-            key = torch.arange(self.keys.shape[1])
-            position = self.query_positions[:, :, None]
-            hidden = key > position
-            if window is not None:
-                hidden = hidden | (key <= position - window)
-            self.masks[window] = hidden[:, None, :, None]
+            self.masks[window] = hidden_keys(self.query_positions, self.keys.shape[1], window)
         return self.masks[window]
 
 
 class PackedPlan:
-    """Attention of packed segments (types.Microbatch.segments), each seeing itself causally and its
-    prefix."""
+    """Attention of packed segments (types.Microbatch.segments): causal, and over the prefix."""
 
     def __init__(self, segments: np.ndarray, *, group: int, kv_heads: int):
         self.buckets = _buckets(segments, group * kv_heads)
@@ -117,21 +124,21 @@ def _buckets(segments: np.ndarray, heads: int) -> list[Bucket]:
 
 
 def ladder(size: int, multiple: int) -> int:
-    """The padded size that holds size: a multiple of the one given."""
+    """Round size up to one of few padded sizes, a multiple of `multiple`."""
     padded = _SIZES[np.searchsorted(_SIZES, size)] if size <= _SIZES[-1] else size + -size % 128
     return int(padded + -padded % multiple)
 
 
 def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
-    """parts int64 [n, 5]: first row of the segment, first query in it, queries, first prefix row,
-    prefix rows."""
+    """Make a bucket of parts int64 [n, 5].
+
+    Columns: first row of the segment, first query in it, queries, first prefix row, prefix rows.
+    """
     first, start, count, prefix_first, prefix = (column[:, None] for column in parts.T)
     query = np.minimum(np.arange(rows)[None], count - 1)
     key = np.arange(keys)[None]
-    own = first + key - prefix
-    key_rows = np.where(
-        key < prefix, prefix_first + key, np.where(key < prefix + start + count, own, 0)
-    )
+    own = np.where(key < prefix + start + count, first + key - prefix, 0)
+    key_rows = np.where(key < prefix, prefix_first + key, own)
     return Bucket(
         queries=torch.from_numpy(first + start + query),
         keys=torch.from_numpy(key_rows),
@@ -140,19 +147,19 @@ def _bucket(parts: np.ndarray, rows: int, keys: int) -> Bucket:
     )
 
 
-def heads_first(picked: Tensor, run: int, heads: int) -> Tensor:
-    """[n * R, heads * g, E] -> [n, heads, R * g, E]"""
-    split = picked.reshape(-1, run, heads, picked.shape[1] // heads, picked.shape[-1])
-    return split.transpose(1, 2).reshape(len(split), heads, -1, picked.shape[-1])
+def heads_first(rows: Tensor, run: int, heads: int) -> Tensor:
+    """Reorder rows [n * R, heads * g, E] to [n, heads, R * g, E]."""
+    split = rows.reshape(-1, run, heads, rows.shape[1] // heads, rows.shape[-1])
+    return split.transpose(1, 2).reshape(len(split), heads, -1, rows.shape[-1])
 
 
-def _picked(t: Tensor, index: Tensor, heads: int) -> Tensor:
-    """Rows of t [T, heads * g, E] picked by index [n, R] -> [n, heads, R * g, E]."""
+def _gather(t: Tensor, index: Tensor, heads: int) -> Tensor:
+    """Pick rows of t [T, heads * g, E] by index [n, R] into [n, heads, R * g, E]."""
     return heads_first(t.index_select(0, index.reshape(-1)), index.shape[1], heads)
 
 
 def rows_first(t: Tensor, run: int, heads: int) -> Tensor:
-    """The inverse of heads_first: [n, K, R * g, E] -> [n * R, H, E]."""
+    """Reorder [n, K, R * g, E] to [n * R, H, E], the inverse of heads_first."""
     n, kv_heads, _, width = t.shape
     split = t.reshape(n, kv_heads, run, heads // kv_heads, width)
     return split.transpose(1, 2).reshape(-1, heads, width)
@@ -173,16 +180,15 @@ def _forward(
     heads, kv_heads = q.shape[1], k.shape[1]
     out = torch.zeros(q.shape)  # rows in no segment are padding
     for bucket in buckets:
-        keys, values = (_picked(t, bucket.keys, kv_heads) for t in (k, v))
-        probs = _probabilities(_picked(q, bucket.queries, kv_heads), keys, bucket, scale, window)
+        keys, values = (_gather(t, bucket.keys, kv_heads) for t in (k, v))
+        probs = _probabilities(_gather(q, bucket.queries, kv_heads), keys, bucket, scale, window)
         rows = rows_first(combine(probs, values), bucket.queries.shape[1], heads)
         out.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
     return out
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Saves q, k, v only; probabilities are computed again, bucket by bucket, in the backward
-    pass."""
+    """Saves q, k, v only; the backward pass computes probabilities again, bucket by bucket."""
 
     @staticmethod
     def forward(
@@ -218,9 +224,9 @@ def _bucket_backward(
 ) -> None:
     (q, k, v), (grad_q, grad_k, grad_v) = saved, out
     heads, kv_heads = q.shape[1], k.shape[1]
-    query = _picked(q, bucket.queries, kv_heads)
-    key, value = (_picked(t, bucket.keys, kv_heads) for t in (k, v))
-    above = _picked(grad, bucket.queries, kv_heads)
+    query = _gather(q, bucket.queries, kv_heads)
+    key, value = (_gather(t, bucket.keys, kv_heads) for t in (k, v))
+    above = _gather(grad, bucket.queries, kv_heads)
     padding = ~bucket.valid.view(bucket.queries.shape)
     above.view(*above.shape[:2], padding.shape[1], -1).masked_fill_(padding[:, None, :, None], 0.0)
     probs = _probabilities(query, key, bucket, scale, window)

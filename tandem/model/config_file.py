@@ -1,25 +1,30 @@
-"""A model directory's config.json read as data: nothing that it says can run code, and its numbers
-are plausible.
+"""Read a model directory's config.json as data, and refuse a model that cannot run exactly.
 
 transformers takes many keys of that file as instructions: Python files to import (auto_map),
 attention kernels to fetch, quantizers, other weight files. So the file is read here, its model type
-must be one that Tandem knows, and of its keys only the fields that this type's config declares are
-handed on. It does not know weights, nor what can run exactly (load.py).
+must be one that Tandem knows, its numbers must be plausible, and only the fields that the type's
+config class declares are passed on. Nothing here knows weights.
 """
 
 import dataclasses
 import json
+import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tandem.runtime.errors import UserError
 
+logger = logging.getLogger(__name__)
+
+HeadKind = Literal["tokens", "value"]
+EXACT_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_BYTES = 16 << 20
-# of anything that config.json counts; the largest vocabulary has a million tokens
+# Limits of the counts in config.json; the largest vocabulary has a million tokens.
 MAX_LAYERS, MAX_SIZE = 4096, 1 << 24
-# Keys that transformers still reads although the config's class does not declare them.
+# Keys that transformers still reads although no config class declares them.
 OLDER_NAMES = {
     "head_dim",
     "rope_theta",
@@ -49,57 +54,76 @@ _COUNTS = (
 )
 
 
-def read_config(path: str, key: str, architectures: tuple[str, ...]) -> Any:
-    """The transformers config of a model directory or hub name; key: the config key that names it.
+def check_model(path: str, key: str = "model.path", *, head: HeadKind = "tokens") -> Any:
+    """Read a model's transformers config, without its weights.
 
-    Raises UserError for a file that cannot be read, and for a model that is not of one of the
-    architectures.
+    key: the config key that names the model. head: as in load_model; a value model may start from a
+    language model, but not the reverse. Raises UserError for a model that is missing or not exact.
     """
-    where = f"{key} = {path}"
+    if not path:
+        raise UserError(
+            "no model is named",
+            where=key,
+            expected="a Hugging Face directory or hub name",
+            next="tandem train RECIPE model.path=DIR",
+        )
+    folder = Path(path)
+    looks_local = folder.exists() or path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and not (folder / "config.json").is_file():
+        raise _no_model(path, key)
+    if not folder.is_dir():
+        logger.warning("looking for %s on the Hugging Face hub", path)
+    config = _read_config(path, f"{key} = {path}")
+    if head == "tokens" and (config.architectures or [""])[0].endswith("ForSequenceClassification"):
+        raise UserError(
+            "this is a reward model, which has no tokens to say",
+            where=f"{key} = {path}",
+            found=config.architectures[0],
+            expected="a causal language model",
+            next="a reward model can be the critic: critic.path",
+        )
+    if reasons := why_not_exact(config):
+        raise _not_exact(f"{key} = {path}", reasons)
+    return config
+
+
+def _read_config(path: str, where: str) -> Any:
+    """Make the transformers config of an exact architecture from the declared fields."""
     values = read_json(path, CONFIG, where)
     if values is None:
-        here = (
-            "no config.json in it"
-            if Path(path).is_dir()
-            else "nothing: no such model on the hub, or no way to it from here"
-        )
-        raise _unreadable(where, here)
-    kind = values.get("model_type")
-    if kind not in architectures or (kind == "mistral" and "layer_types" in values):
-        found = f"architecture {'ministral' if kind == 'mistral' else str(kind)[:60]}"
-        raise cannot_run(where, [found], architectures)
+        missing = "nothing: no such model on the hub, or no way to it from here"
+        raise _unreadable(where, "no config.json in it" if Path(path).is_dir() else missing)
+    model_type = values.get("model_type")
+    if model_type not in EXACT_ARCHITECTURES or (
+        model_type == "mistral" and "layer_types" in values
+    ):
+        name = "ministral" if model_type == "mistral" else str(model_type)[:60]
+        raise _not_exact(where, [f"architecture {name}"])
     reasons = [f"{name}: {why}" for name, why in REFUSED.items() if values.get(name) is not None]
     if reasons:
-        raise cannot_run(where, reasons, architectures)
+        raise _not_exact(where, reasons)
     from transformers import CONFIG_MAPPING
 
-    made = CONFIG_MAPPING[kind]
-    names = {field.name for field in dataclasses.fields(made)} | OLDER_NAMES
-    names |= made.attribute_map.keys() | set(made.attribute_map.values())
+    config_class = CONFIG_MAPPING[model_type]
+    names = {field.name for field in dataclasses.fields(config_class)} | OLDER_NAMES
+    names |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
     try:
-        config = made.from_dict({name: value for name, value in values.items() if name in names})
-        mistakes = _implausible(config)
-    except Exception as error:  # transformers trips over a wrong value wherever it first meets it
+        config = config_class.from_dict({k: v for k, v in values.items() if k in names})
+        mistakes = _implausible_values(config)
+    except Exception as error:  # transformers raises wherever it first uses a wrong value
         raise _unreadable(where, first_line(error)) from None
     if mistakes:
         raise _unreadable(where, "; ".join(mistakes))
     return config
 
 
-def cannot_run(where: str, reasons: list[str], architectures: tuple[str, ...]) -> UserError:
-    return UserError(
-        "this model cannot run exactly",
-        where=where,
-        found="; ".join(reasons),
-        expected=f"one of {', '.join(architectures)} with float weights, SiLU and a static rotary embedding",
-    )
-
-
 def read_json(
     path: str, name: str, where: str, what: str = "model's config"
 ) -> dict[str, Any] | None:
-    """The JSON object in a file of a model directory or hub name; None where there is no such file.
-    Raises UserError."""
+    """Read the JSON object in a file of a model directory or hub name; None without such a file.
+
+    Raises UserError for a file that cannot be read; what: its name in the message.
+    """
     try:
         file = _find(path, name)
         if file is None:
@@ -117,20 +141,25 @@ def read_json(
 
 
 def refuse_adapter(path: str, where: str) -> None:
-    """Raises UserError for a model with an adapter beside it: transformers would load and merge it,
-    and import what it names."""
+    """Raise UserError for an adapter beside the model.
+
+    transformers would load and merge it, and import what it names.
+    """
     if _find(path, ADAPTER) is not None:
         raise UserError(
             "the model has an adapter beside its weights",
             where=f"{where}, {ADAPTER}",
             expected="plain weights",
-            next="merge the adapter into the weights with PEFT, or move its files out of the directory",
+            next="merge the adapter into the weights with PEFT, "
+            "or move its files out of the directory",
         )
 
 
 def _find(path: str, name: str) -> Path | None:
-    """The file of a local directory, or of a hub name in the local cache, where it is fetched to.
-    Raises OSError."""
+    """Find a file of a local directory, or of a hub name, fetched to the local cache.
+
+    Raises OSError.
+    """
     if Path(path).is_dir():
         file = Path(path) / name
         return file if file.is_file() else None
@@ -146,21 +175,12 @@ def _find(path: str, name: str) -> Path | None:
 
 
 def first_line(error: Exception) -> str:
+    """Describe an error in one line, e.g. "KeyError: 'vocab'"."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:500]
 
 
-def _unreadable(where: str, found: str, what: str = "model's config") -> UserError:
-    return UserError(
-        f"the {what} cannot be read",
-        where=where,
-        found=found,
-        expected="a file as transformers writes it, or a hub name that can be reached from here",
-        next="name a model directory; or, of a hub name, fetch it where there is a network and set HF_HUB_OFFLINE=1 here",
-    )
-
-
-def _implausible(config: Any) -> list[str]:
-    """List what no model can have, e.g. ["0 num_attention_heads"]."""
+def _implausible_values(config: Any) -> list[str]:
+    """List values that no model can have, e.g. ["0 num_attention_heads"]."""
     import torch
 
     values = config.to_dict()
@@ -172,31 +192,57 @@ def _implausible(config: Any) -> list[str]:
     ]
     if mistakes:
         return mistakes
-    heads, groups, layers = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.num_hidden_layers,
-    )
-    if heads % groups:
-        mistakes.append(f"{heads} query heads for {groups} key/value heads")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        mistakes.append(f"{heads} query heads for {kv_heads} key/value heads")
     if config.dtype is not None and not isinstance(config.dtype, torch.dtype):
         mistakes.append(f"dtype {config.dtype!r:.60}")
-    if not (config.architectures is None or _is_list_of(str, config.architectures)):
-        mistakes.append(f"architectures {config.architectures!r:.60}")
+    names = config.architectures
+    if not (names is None or (isinstance(names, list) and all(isinstance(n, str) for n in names))):
+        mistakes.append(f"architectures {names!r:.60}")
     rope = values.get("rope_parameters") or {}
     if not all(_is_positive(rope[name]) for name in ("rope_theta", "factor") if name in rope):
         mistakes.append(f"rope_parameters {rope!r:.60}")
     if any(isinstance(value, dict) for value in rope.values()):
         mistakes.append("rope_parameters for kinds of layers")
-    kinds = values.get("layer_types")
-    if kinds is not None and (
-        len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}
+    types, layers = values.get("layer_types"), config.num_hidden_layers
+    if types is not None and (
+        len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}
     ):
-        mistakes.append(f"layer_types {str(kinds)[:60]} for {layers} layers")
+        mistakes.append(f"layer_types {str(types)[:60]} for {layers} layers")
     window = values.get("sliding_window")
     if window is not None and not _is_count(window, MAX_SIZE):
         mistakes.append(f"sliding_window {window!r:.60}")
     return mistakes
+
+
+def why_not_exact(config: Any) -> list[str]:
+    """List why the exact engine cannot run this transformers config; empty when it can."""
+    if config.model_type not in EXACT_ARCHITECTURES:
+        return [f"architecture {config.model_type}"]
+    reasons = []
+    if config.hidden_act != "silu":
+        reasons.append(f"activation {config.hidden_act}")
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope not in STATIC_ROPE:
+        reasons.append(f"rotary embedding {rope}, which depends on the length of the batch")
+    if head_size(config) < 8:
+        reasons.append(
+            f"head size {head_size(config)} (at least 8: smaller matmuls take another kernel)"
+        )
+    return reasons
+
+
+def head_size(config: Any) -> int:
+    """Return the width of an attention head; some transformers configs leave it out."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Return the sliding window of a layer; None where it sees every token before."""
+    types = getattr(config, "layer_types", None)
+    full = types is not None and types[layer] != "sliding_attention"
+    return None if full else getattr(config, "sliding_window", None)
 
 
 def _is_count(value: Any, most: int) -> bool:
@@ -207,5 +253,57 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and 0 < value < math.inf
 
 
-def _is_list_of(kind: type, values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+def _no_model(path: str, key: str) -> UserError:
+    """Say what lies at path instead of a model directory, and the command that leads to one."""
+    folder = Path(path)
+    next_command = "tandem tiny DIR makes a tiny model; or give a hub name such as Qwen/Qwen3-0.6B"
+    if folder.is_file():
+        found, next_command = "a file", f"{key}={folder.parent}, if the model's files are beside it"
+    elif str(folder).startswith("~"):
+        found, next_command = "a path that no shell has expanded", f"{key}={folder.expanduser()}"
+    elif not folder.is_dir():
+        found = "no such directory"
+    elif (folder / "config.toml").is_file():
+        newest = max(folder.glob("hf/step_*"), default=None)
+        found, next_command = (
+            "a run folder",
+            f"{key}={newest}" if newest else f"tandem export {folder}",
+        )
+    elif (folder / "state.json").is_file():
+        found, next_command = (
+            "a checkpoint of a run",
+            f"tandem export {folder.parent.parent} --step {folder.name[5:].lstrip('0')}",
+        )
+    else:
+        names = sorted(file.name for file in folder.iterdir())[:5]
+        found = f"a directory without config.json: {', '.join(names) or 'empty'}"
+    return UserError(
+        "the model directory does not exist"
+        if found == "no such directory"
+        else "this is not a model directory",
+        where=f"{key} = {path}",
+        found=found,
+        expected="a Hugging Face model directory (config.json, model.safetensors, tokenizer.json)",
+        next=next_command,
+    )
+
+
+def _not_exact(where: str, reasons: list[str]) -> UserError:
+    architectures = ", ".join(EXACT_ARCHITECTURES)
+    return UserError(
+        "this model cannot run exactly",
+        where=where,
+        found="; ".join(reasons),
+        expected=f"one of {architectures} with float weights, SiLU and a static rotary embedding",
+    )
+
+
+def _unreadable(where: str, found: str, what: str = "model's config") -> UserError:
+    return UserError(
+        f"the {what} cannot be read",
+        where=where,
+        found=found,
+        expected="a file as transformers writes it, or a hub name that can be reached from here",
+        next="name a model directory; or, of a hub name, fetch it where there is a network "
+        "and set HF_HUB_OFFLINE=1 here",
+    )

@@ -1,5 +1,7 @@
-"""A divergence between two models' distributions over the vocabulary, chunk by chunk: [N, V] never
-exists."""
+"""A divergence between two models' distributions over the vocabulary, chunk by chunk.
+
+[N, V] never exists. Which divergence it is (KL, Jensen-Shannon) the caller says.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tandem.model.linear import multiply
-from tandem.model.logprobs import SamplingDistribution, chunks, log_distribution
+from tandem.model.logprobs import chunks, log_distribution
+from tandem.types import SamplingDistribution
 
 Head = tuple[Tensor, Tensor, Tensor]  # hidden states [N, D], output projection [V, D], its pack
 # Log-probs of student and teacher, [n, V] each -> (nats [n], their slope [n, V] in the student's
@@ -17,11 +20,12 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def divergences(student: Head, teacher: Head, temperature: float, divergence: Divergence) -> Tensor:
-    """The divergence of the student's and the teacher's tempered distributions at each of N
-    positions, float32 [N], nats; differentiable in the student's hidden states and projection."""
-    return _Divergences.apply(
-        *student, *teacher, SamplingDistribution(temperature=temperature), divergence
-    )  # type: ignore[no-any-return]
+    """Compute the divergence of two tempered distributions at N positions: float32 [N], nats.
+
+    It is differentiable in the student's hidden states and projection.
+    """
+    sampling = SamplingDistribution(temperature=temperature)
+    return _Divergences.apply(*student, *teacher, sampling, divergence)  # type: ignore[no-any-return]
 
 
 class _Divergences(torch.autograd.Function):
@@ -29,13 +33,13 @@ class _Divergences(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, ctx.how, ctx.divergence = arguments
+        *tensors, ctx.sampling, ctx.divergence = arguments
         hidden, weight, *_ = tensors
-        found = hidden.new_empty(len(hidden))
+        values = hidden.new_empty(len(hidden))
         for rows in chunks(len(hidden), len(weight)):
-            found[rows], _ = ctx.divergence(*_tables(tensors, rows, ctx.how))
+            values[rows], _ = ctx.divergence(*_tables(tensors, rows, ctx.sampling))
         ctx.save_for_backward(*tensors)
-        return found
+        return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -44,16 +48,18 @@ class _Divergences(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in chunks(len(hidden), len(weight)):
-            _, slope = ctx.divergence(*_tables(tensors, rows, ctx.how))
-            slope.mul_(grads[0][rows, None] / ctx.how.temperature)
+            _, slope = ctx.divergence(*_tables(tensors, rows, ctx.sampling))
+            slope.mul_(grads[0][rows, None] / ctx.sampling.temperature)
             grad_hidden[rows] = slope @ weight
             if grad_weight is not None:
                 grad_weight.addmm_(slope.t(), hidden[rows])
         return grad_hidden, grad_weight, *(None for _ in range(6))
 
 
-def _tables(tensors: list[Tensor], rows: slice, how: SamplingDistribution) -> tuple[Tensor, Tensor]:
-    """The log-probs of student and teacher, each [n, V]"""
+def _tables(
+    tensors: list[Tensor], rows: slice, sampling: SamplingDistribution
+) -> tuple[Tensor, Tensor]:
+    """Compute the log-probs of student and teacher, each [n, V]."""
     hidden, _, packed, teacher_hidden, _, teacher_packed = tensors
-    own = log_distribution(multiply(hidden[rows], packed), how)
-    return own, log_distribution(multiply(teacher_hidden[rows], teacher_packed), how)
+    student = log_distribution(multiply(hidden[rows], packed), sampling)
+    return student, log_distribution(multiply(teacher_hidden[rows], teacher_packed), sampling)

@@ -1,8 +1,7 @@
-"""Exact mixture of experts: transformers' router and experts on the exact linear, one expert at a
-time.
+"""Exact mixture of experts: transformers' router and experts on the exact linear.
 
-A token's output is the sum over its experts in the order of their numbers, whatever other tokens
-chose. No load-balancing loss is added.
+One expert runs at a time, so a token's output is the sum over its experts in the order of their
+numbers and does not depend on what other tokens chose. No load-balancing loss is added.
 """
 
 from typing import Any
@@ -15,22 +14,19 @@ from tandem.model.linear import PackedWeight, linear, swiglu
 
 
 class ExactRouter(nn.Module):
-    """Qwen3MoeTopKRouter with the exact linear; it takes over the parameter."""
+    """Qwen3MoeTopKRouter with the exact linear, in place of a router whose parameter it keeps."""
 
     def __init__(self, router: Any):
         super().__init__()
         self.weight = router.weight
-        self.top_k, self.norm_topk_prob, self.hidden_dim = (
-            router.top_k,
-            router.norm_topk_prob,
-            router.hidden_dim,
-        )
+        self.top_k, self.norm_topk_prob = router.top_k, router.norm_topk_prob
+        self.hidden_dim = router.hidden_dim
         self.pack = PackedWeight()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = linear(
-            x.reshape(-1, self.hidden_dim), self.weight, None, self.pack.of(self.weight)
-        )
+        """Map x [..., D] to (logits [T, experts], scores [T, k], chosen experts int64 [T, k])."""
+        flat = x.reshape(-1, self.hidden_dim)
+        logits = linear(flat, self.weight, None, self.pack.of(self.weight))
         scores, experts = F.softmax(logits, -1).topk(self.top_k, -1)
         if self.norm_topk_prob:
             scores = scores / scores.sum(-1, keepdim=True)
@@ -38,7 +34,7 @@ class ExactRouter(nn.Module):
 
 
 class ExactExperts(nn.Module):
-    """Qwen3MoeExperts on the exact linear; it takes over the parameters."""
+    """Qwen3MoeExperts on the exact linear, in place of experts whose parameters it keeps."""
 
     def __init__(self, experts: Any):
         super().__init__()
@@ -47,7 +43,7 @@ class ExactExperts(nn.Module):
         self.packs = [(PackedWeight(), PackedWeight()) for _ in range(count)]
 
     def forward(self, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-        """x [T, D], chosen int64 [T, k], scores [T, k] -> [T, D]"""
+        """Map x [T, D] to [T, D]; chosen int64 [T, k] and scores [T, k] are the router's."""
         out = torch.zeros_like(x)
         weights = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), self.packs, strict=True)
         for number, (up_weight, down_weight, (up_pack, down_pack)) in enumerate(weights):
@@ -55,9 +51,6 @@ class ExactExperts(nn.Module):
             if not len(token):
                 continue
             inner = swiglu(linear(x[token], up_weight, None, up_pack.of(up_weight)))
-            value = (
-                linear(inner, down_weight, None, down_pack.of(down_weight))
-                * scores[token, place, None]
-            )
-            out = out.index_add(0, token, value)
+            value = linear(inner, down_weight, None, down_pack.of(down_weight))
+            out = out.index_add(0, token, value * scores[token, place, None])
         return out

@@ -1,5 +1,4 @@
-"""What the models say about a microbatch: log-probs, entropies, values, divergences. Each [N], one
-a loss token."""
+"""Log-probs, entropies, values and divergences of a microbatch: each [N], one for a loss token."""
 
 from functools import partial
 
@@ -9,37 +8,39 @@ from torch import Tensor
 
 from tandem.model.divergence import Divergence, Head, divergences
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import SamplingDistribution, SeenTokens, token_logprobs
-from tandem.types import Microbatch
+from tandem.model.logprobs import SeenTokens, token_logprobs
+from tandem.types import Microbatch, SamplingDistribution
 
 
 def batch_logprobs(
     model: ExactModel,
     batch: Microbatch,
-    how: SamplingDistribution,
+    sampling: SamplingDistribution,
     expected: Tensor | None = None,
     *,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropy) float32 [N] of the batch's targets under the model; the rest as in
-    token_logprobs."""
+    """Compute (log-probs, entropies), float32 [N], of the batch's targets under the model.
+
+    expected and entropy: as in token_logprobs.
+    """
     hidden, weight, packed = _head(model, batch)
     targets = torch.from_numpy(batch.targets).to(model.device)
-    seen = None if how.repetition_penalty == 1.0 else partial(_seen, batch, model.device)
-    return token_logprobs(hidden, weight, packed, targets, how, seen, expected, entropy)
+    seen = None if sampling.repetition_penalty == 1.0 else partial(_seen, batch, model.device)
+    return token_logprobs(hidden, weight, packed, targets, sampling, seen, expected, entropy)
 
 
 @torch.no_grad()
 def reference_logprobs(
-    reference: ExactModel, batch: Microbatch, how: SamplingDistribution
+    reference: ExactModel, batch: Microbatch, sampling: SamplingDistribution
 ) -> Tensor:
-    """float32 [N]; of a policy with adapters, the reference is the same model without them."""
+    """Compute log-probs float32 [N] of the targets under the model without its adapter, if any."""
     with reference.adapter_off():
-        return batch_logprobs(reference, batch, how, entropy=False)[0]
+        return batch_logprobs(reference, batch, sampling, entropy=False)[0]
 
 
 def batch_values(model: ExactModel, batch: Microbatch) -> Tensor:
-    """float32 [N]: a value model's value of the state before each target."""
+    """Compute a value model's value of the state before each target, float32 [N]."""
     return model.head(_hidden(model, batch))[:, 0]
 
 
@@ -50,10 +51,10 @@ def teacher_divergences(
     temperature: float,
     divergence: Divergence,
 ) -> Tensor:
-    """float32 [N]: the divergence over the vocabulary where each target was sampled."""
+    """Compute the divergence over the vocabulary where each target was sampled, float32 [N]."""
     with torch.no_grad():
-        fixed = _head(teacher, batch)
-    return divergences(_head(student, batch), fixed, temperature, divergence)
+        teacher_head = _head(teacher, batch)
+    return divergences(_head(student, batch), teacher_head, temperature, divergence)
 
 
 def _head(model: ExactModel, batch: Microbatch) -> Head:
@@ -61,15 +62,17 @@ def _head(model: ExactModel, batch: Microbatch) -> Head:
 
 
 def _hidden(model: ExactModel, batch: Microbatch) -> Tensor:
-    """float32 [N, D]: the states that predict the targets."""
+    """Compute the states that predict the targets, float32 [N, D]."""
     plan = model.packed_plan(batch.segments)
     hidden = model.hidden(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), plan)
     return hidden.index_select(0, torch.from_numpy(batch.rows).to(model.device))
 
 
 def _seen(batch: Microbatch, device: torch.device, start: int, stop: int) -> SeenTokens:
-    """The distinct tokens before targets start .. stop - 1: their segment's up to the row that
-    predicts, and its prefix's."""
+    """Collect the distinct tokens before each of the targets start .. stop - 1.
+
+    Those are the tokens of the target's segment up to the row that predicts it, and its prefix.
+    """
     first, _, prefix_first, prefix = batch.segments.T
     rows = batch.rows[start:stop]
     # segments are in the order of their rows

@@ -1,10 +1,9 @@
-"""The exact decoder layer: transformers' own parts, under their own names, run on rows [T, D]
-without a batch.
+"""The exact decoder layer: transformers' modules run on rows [T, D] without a batch dimension.
 
-Trainer and engine both pass here, so their bits cannot drift apart: they differ only in the plan
-that attends. Query, key and value projections run as one linear, and so do gate and up: at few rows
-the time of a linear is mostly its start. Sub-modules keep their names, so checkpoints, adapters and
-hooks on a layer see what they expect.
+Trainer and engine both run it, so their bits cannot drift apart: they differ only in the plan that
+attends. Query, key and value projections run as one linear, and so do gate and up, because at few
+rows the time of a linear is mostly its start. Sub-modules keep their names, so checkpoints,
+adapters and hooks find what they expect.
 """
 
 from typing import Any
@@ -20,17 +19,17 @@ Rotation = tuple[Tensor, Tensor]  # cosine and signed sine, each [T, 1, E]
 
 
 class ExactLayer(nn.Module):
-    """A pre-norm decoder layer (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), made of a transformers
-    layer's children."""
+    """A pre-norm decoder layer (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE).
+
+    It is made of the children of a transformers layer.
+    """
 
     def __init__(self, layer: Any, number: int, window: int | None):
         super().__init__()
         # in the order of the original, as the parameters are
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        self.input_layernorm, self.post_attention_layernorm = (
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-        )
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
         self.number, self.window = number, window
         attention = self.self_attn
         self.qkv = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -40,28 +39,21 @@ class ExactLayer(nn.Module):
         self.normed = type(attention).__name__ in ("Qwen3Attention", "Qwen3MoeAttention")
 
     def forward(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
-        """x [T, D] -> [T, D]"""
+        """Map x [T, D] to [T, D]."""
         x = x + self._attention(norm(self.input_layernorm, x), rotation, plan)
         return x + self._mlp(norm(self.post_attention_layernorm, x))
 
     def _attention(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
         attention, kv_heads = self.self_attn, self.kv_heads
         heads = self.qkv(x).view(len(x), -1, attention.head_dim)  # [T, H + 2K, E]
-        q, k, v = (
-            heads[:, : -2 * kv_heads],
-            heads[:, -2 * kv_heads : -kv_heads],
-            heads[:, -kv_heads:],
-        )
+        q, k, v = heads.tensor_split((-2 * kv_heads, -kv_heads), 1)
         if self.normed:
-            q, k = (
-                rotate(norm(attention.q_norm, q), rotation),
-                rotate(norm(attention.k_norm, k), rotation),
-            )
+            q = rotate(norm(attention.q_norm, q), rotation)
+            k = rotate(norm(attention.k_norm, k), rotation)
         else:
             q, k = rotate(heads[:, :-kv_heads], rotation).tensor_split((-kv_heads,), 1)
-        return attention.o_proj(
-            plan.attend(self.number, q, k, v, attention.scaling, self.window).reshape(len(x), -1)
-        )
+        out = plan.attend(self.number, q, k, v, attention.scaling, self.window)
+        return attention.o_proj(out.reshape(len(x), -1))
 
     def _mlp(self, x: Tensor) -> Tensor:
         if self.gate_up is None:
@@ -70,19 +62,21 @@ class ExactLayer(nn.Module):
 
 
 def norm(module: Any, x: Tensor) -> Tensor:
-    """transformers' RMSNorm in one call."""
+    """Run transformers' RMSNorm in one call."""
     return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
 
 
 def rotation_of(rotary: Any, x: Tensor, positions: Tensor) -> Rotation:
-    """Cosine and sine of x's type for positions int64 [T]; the first half of the sine is negated
-    for `rotate`."""
+    """Compute cosine and sine of x's dtype for positions int64 [T].
+
+    The first half of the sine is negated for `rotate`.
+    """
     cos, sin = (t[0, :, None] for t in rotary(x, positions[None]))
     half = sin.shape[-1] // 2
     return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary embedding of x [T, n, E]; the bits of x * cos + rotate_half(x) * sin."""
+    """Apply the rotary embedding to x [T, n, E]: the bits of x * cos + rotate_half(x) * sin."""
     cos, sin = rotation
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))

@@ -1,16 +1,15 @@
-"""The exact linear shared by engine and trainer: an output row has the same bits whatever rows
-surround it.
+"""The exact linear shared by engine and trainer: a row's output bits do not depend on other rows.
 
 Forward runs oneDNN on a prepacked weight, which keeps an output row independent of the number of
 rows for every count but one: with AVX-512 and more than 1,024 inputs a *single* row takes another
 kernel. oneDNN compiles and keeps a kernel for every row count it meets (about 0.5 ms and 1 MB
-each), so counts are rounded up to a ladder (`padded_rows`) that starts at 4: four rows are no
-slower than one.
+each), so counts are rounded up to few values (`padded_rows`), at least 4: four rows are no slower
+than one.
 
-Backward is plain matmul: gradients are deterministic, not batch-invariant, and made only for what
-wants one. The pack follows the version counters of the weight and of its adapter, so a stale pack
+Backward is plain matmul: gradients are deterministic, not batch-invariant, and made only where
+wanted. A pack is renewed by the version counters of the weight and of its adapter, so a stale one
 cannot be used. Where oneDNN's operators are missing, rows are padded to a multiple of 4 for plain
-`F.linear`; `probe` says whether that is exact on the machine at hand.
+`F.linear`; `probe` tells whether that is exact on the machine at hand. Nothing here knows layers.
 """
 
 from collections.abc import Sequence
@@ -30,20 +29,20 @@ _PACK_ROWS_HINT = 32
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight [O, I] reordered for `multiply`; itself where there is nothing to reorder."""
+    """Reorder the weight [O, I] for `multiply`, if the kernel at hand wants another order."""
     if not HAS_PREPACKED or triton_for(weight):
         return weight.detach()
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS_HINT)
 
 
 def padded_rows(rows: int) -> int:
-    """The count of the ladder that holds rows: multiples of 4, at most 1/16 too many beyond 64."""
+    """Round up to a multiple of 4, coarser for many rows: at most 1/16 too many beyond 64."""
     step = max(4, (1 << rows.bit_length()) // 32)
     return rows + -rows % step
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, I] -> [N, O]."""
+    """Multiply x [N, I] with a packed weight, without gradients, to [N, O]."""
     if triton := triton_for(x):
         return triton.matmul(x, packed, bias)  # type: ignore[no-any-return]
     rows = x.shape[0]
@@ -56,8 +55,10 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Adapter(NamedTuple):
-    """A low-rank update of a weight, scaling * b @ a, with a [r, I] and b [O, r] (LoRA, Hu et al.
-    2021, section 4.1)."""
+    """A low-rank update of a weight, scaling * b @ a (LoRA, Hu et al. 2021, section 4.1).
+
+    a is [r, I], b is [O, r].
+    """
 
     a: Tensor
     b: Tensor
@@ -65,44 +66,45 @@ class Adapter(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One linear among those that share an input: weight [O, I], bias [O], adapter; the last two
-    may be absent."""
+    """One linear among several of the same input: weight [O, I], bias [O], adapter."""
 
     weight: Tensor
     bias: Tensor | None = None
     adapter: Adapter | None = None
 
     def merged(self) -> Tensor:
-        """The weight [O, I] that is run, detached; the weight itself where there is no adapter."""
+        """Compute the weight [O, I] with its adapter, detached; without one it is not copied."""
         if self.adapter is None:
             return self.weight.detach()
         a, b, scaling = self.adapter
         return torch.addmm(self.weight.detach(), b.detach(), a.detach(), alpha=scaling)
 
     def version(self) -> tuple[int, ...]:
-        """The write counters of all that the merged weight is made of."""
+        """Collect PyTorch's version counters of the tensors behind the merged weight."""
         if self.adapter is None:
             return (self.weight._version,)
         return self.weight._version, self.adapter.a._version, self.adapter.b._version
 
 
 class PackedWeight:
-    """The pack of one weight, or of several stacked, renewed when one has changed in place (an
-    optimizer step, a load)."""
+    """The pack of one weight, or of several stacked.
+
+    It is renewed when a weight has changed in place (an optimizer step, a load).
+    """
 
     def __init__(self) -> None:
         self._versions: tuple[int, ...] = ()
         self._packed: Tensor | None = None
 
-    def of(self, *weights: Tensor) -> Tensor:
-        return self.of_parts([Part(weight) for weight in weights])
+    def of(self, weight: Tensor) -> Tensor:
+        return self.of_parts((Part(weight),))
 
     def of_parts(self, parts: Sequence[Part]) -> Tensor:
-        """The pack of the merged weights: an adapter costs a forward pass nothing, and no merged
-        weight is kept beside it."""
+        """Pack the merged weights: an adapter is free in a forward pass, and no merged weight is
+        kept beside the pack."""
         versions = tuple(version for part in parts for version in part.version())
         if self._packed is None or self._versions != versions:
-            # the old pack goes before the new one is made
+            # free the old pack before the new one is made
             self._packed, self._versions = None, versions
             merged = [part.merged() for part in parts]
             self._packed = pack(merged[0] if len(merged) == 1 else torch.cat(merged))
@@ -110,11 +112,10 @@ class PackedWeight:
 
 
 class ExactLinear(nn.Module):
-    """nn.Linear with the exact forward; it takes over the parameters, so names and ties stay.
+    """nn.Linear with the exact forward, on the same parameters, so names and ties stay.
 
-    With an adapter (lora_A, lora_B) it runs the merged weight; while `base_only` is set it runs the
-    base weight alone, from a pack of its own that is kept. `base_only` is for linears with an
-    adapter: the others have one pack.
+    With an adapter (lora_A, lora_B) it runs the merged weight. While `base_only` is set it runs the
+    base weight alone, from a second pack that is kept; set it only where there is an adapter.
     """
 
     def __init__(
@@ -132,55 +133,57 @@ class ExactLinear(nn.Module):
         self.base_only = False
 
     def forward(self, x: Tensor) -> Tensor:
-        flat, parts = x.reshape(-1, x.shape[-1]), (self.part(),)
+        flat, parts = x.reshape(-1, x.shape[-1]), (self.active_part(),)
         packed = (self.base_pack if self.base_only else self.pack).of_parts(parts)
-        return side_by_side(flat, parts, packed).view(*x.shape[:-1], -1)
+        return fused_linear(flat, parts, packed).view(*x.shape[:-1], -1)
 
-    def part(self) -> Part:
-        """What it runs now."""
-        return Part(self.weight, self.bias) if self.base_only else self.whole()
+    def active_part(self) -> Part:
+        """Return the tensors that a forward pass uses now."""
+        return Part(self.weight, self.bias) if self.base_only else self.adapted_part()
 
-    def whole(self) -> Part:
-        """What it runs with its adapter, if it has one."""
+    def adapted_part(self) -> Part:
+        """Return the tensors with the adapter, if there is one."""
         if self.lora_A is None or self.lora_B is None:
             return Part(self.weight, self.bias)
-        return Part(
-            self.weight, self.bias, Adapter(self.lora_A.weight, self.lora_B.weight, self.scaling)
-        )
+        adapter = Adapter(self.lora_A.weight, self.lora_B.weight, self.scaling)
+        return Part(self.weight, self.bias, adapter)
 
 
 class FusedLinear:
-    """Several ExactLinears of the same input as one: x [N, I] -> [N, sum of outputs]. The
-    parameters stay theirs."""
+    """Several ExactLinears of the same input run as one: x [N, I] to [N, sum of outputs].
+
+    It owns no parameter.
+    """
 
     def __init__(self, *parts: ExactLinear):
         self.parts = parts
         self.pack, self.base_pack = PackedWeight(), PackedWeight()
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = [linear.part() for linear in self.parts]
+        parts = [linear.active_part() for linear in self.parts]
         base_only = any(linear.base_only for linear in self.parts)
-        return side_by_side(x, parts, (self.base_pack if base_only else self.pack).of_parts(parts))
+        return fused_linear(x, parts, (self.base_pack if base_only else self.pack).of_parts(parts))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
-    """x [N, I], weight [O, I] -> [N, O]; differentiable when gradients are on, lean when they are
-    off."""
-    return side_by_side(x, (Part(weight, bias),), packed)
+    """Multiply x [N, I] with weight [O, I] to [N, O]; packed is the weight's pack."""
+    return fused_linear(x, (Part(weight, bias),), packed)
 
 
-def side_by_side(x: Tensor, parts: Sequence[Part], packed: Tensor) -> Tensor:
-    """x [N, I] -> [N, sum of O]: the parts' outputs, in their order; packed is the pack of their
-    merged weights."""
-    if torch.is_grad_enabled():
-        adapters = [part.adapter or (None, None, 0.0) for part in parts]
-        tensors = [
-            t
-            for part, (a, b, _) in zip(parts, adapters, strict=True)
-            for t in (part.weight, part.bias, a, b)
-        ]
-        return _SideBySide.apply(x, packed, [scaling for *_, scaling in adapters], *tensors)  # type: ignore[no-any-return]
-    return multiply(x, packed, _bias(parts))
+def fused_linear(x: Tensor, parts: Sequence[Part], packed: Tensor) -> Tensor:
+    """Map x [N, I] to the parts' outputs in their order, [N, sum of O].
+
+    packed is the pack of the parts' merged weights. Differentiable while gradients are on.
+    """
+    if not torch.is_grad_enabled():
+        return multiply(x, packed, _bias(parts))
+    tensors: list[Tensor | None] = []
+    scalings = []
+    for part in parts:
+        a, b, scaling = part.adapter or (None, None, 0.0)
+        tensors += [part.weight, part.bias, a, b]
+        scalings.append(scaling)
+    return _FusedLinear.apply(x, packed, scalings, *tensors)  # type: ignore[no-any-return]
 
 
 def _bias(parts: Sequence[Part]) -> Tensor | None:
@@ -188,15 +191,14 @@ def _bias(parts: Sequence[Part]) -> Tensor | None:
     return torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
 
 
-class _SideBySide(torch.autograd.Function):
-    """Takes the four tensors of each part one after another, and makes the gradients of those that
-    want one."""
+class _FusedLinear(torch.autograd.Function):
+    """The autograd function of `fused_linear`; its tensors are four for each part, in order."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, packed: Tensor, scalings: list[float], *tensors: Tensor | None
     ) -> Tensor:
-        # what is frozen does not hold the activations
+        # frozen parameters do not keep the activations alive
         ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *tensors)
         ctx.scalings = scalings
         return multiply(x, packed, _bias(_parts(tensors, scalings)))
@@ -216,7 +218,7 @@ class _SideBySide(torch.autograd.Function):
 
 
 def _parts(tensors: Sequence[Any], scalings: Sequence[float]) -> list[Part]:
-    """The parts again, of (weight, bias, a, b) one after another."""
+    """Make the parts from (weight, bias, a, b) of each, one after another."""
     parts = []
     for n, scaling in enumerate(scalings):
         weight, bias, a, b = tensors[4 * n : 4 * n + 4]
@@ -225,8 +227,10 @@ def _parts(tensors: Sequence[Any], scalings: Sequence[float]) -> list[Part]:
 
 
 def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """The gradient [N, I] from those of the outputs, [N, O] each: the sum of g W + scaling * (g B)
-    A, B A never formed."""
+    """Compute the gradient [N, I] from the outputs' gradients, [N, O] each.
+
+    It is the sum of g W + scaling * (g B) A; B A is never formed.
+    """
     total = above[0] @ parts[0].weight
     for grad, part in zip(above[1:], parts[1:], strict=True):
         total.addmm_(grad, part.weight)
@@ -239,8 +243,7 @@ def _input_gradient(above: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
 def _part_gradients(
     x: Tensor, grad: Tensor, part: Part, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of weight, bias, a and b, where wanted, from x [N, I] and the output's gradient [N,
-    O]."""
+    """Compute the wanted gradients of weight, bias, a and b from x [N, I] and grad [N, O]."""
     own = grad.t() @ x if wanted[0] else None, grad.sum(0) if wanted[1] else None
     if part.adapter is None:
         return *own, None, None
@@ -250,8 +253,7 @@ def _part_gradients(
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """x [N, 2I], gate and up side by side -> silu(gate) * up [N, I], from `exp`, add, divide and
-    multiply.
+    """Compute silu(gate) * up [N, I] of x [N, 2I] = (gate, up) by `exp`, add, divide and multiply.
 
     torch's own silu computes the last few elements of a chunk with another exp, so its bits depend
     on how many elements there are and on the thread count (measured: 1 element in 25 of a short

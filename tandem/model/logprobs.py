@@ -1,9 +1,10 @@
-"""Log-probabilities of tokens under the distribution they are sampled from, one definition for
-engine and trainer.
+"""Log-probabilities of tokens under their sampling distribution, defined once for engine and
+trainer.
 
-The engine calls `log_distribution` on the rows it decodes; the trainer calls `token_logprobs`,
-which goes through the same function chunk by chunk and never holds [N, V]. Equal logits therefore
-give equal log-probs, repetition penalty, temperature, top-k, top-p and min-p included.
+The engine calls `log_distribution` on the rows it decodes. The trainer calls `token_logprobs`,
+which runs the same function chunk by chunk and never holds [N, V]. Equal logits therefore give
+equal log-probs, with repetition penalty, temperature, top-k, top-p and min-p. Nothing here knows
+batches or losses.
 """
 
 import math
@@ -15,57 +16,31 @@ import torch
 from torch import Tensor
 
 from tandem.model.linear import multiply
-from tandem.types import SamplingParams
+from tandem.types import SamplingDistribution
 
 CHUNK_BYTES = 1 << 25  # logits held at once
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDistribution:
-    """How logits become the distribution sampled from: repetition penalty, temperature, top-k,
-    top-p, min-p, in this order.
-
-    Temperature 0 is greedy: its log-probs are those at temperature 1 without the filters, which
-    would leave one token. Example: Filter(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
-    repetition_penalty=1.0)
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    @staticmethod
-    def of(params: SamplingParams) -> "SamplingDistribution":
-        return SamplingDistribution(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """The tokens before each of N predictions, as pairs: tokens[i] comes before prediction rows[i];
-    both int64 [M]."""
+    """Pairs of N predictions and the tokens before them: tokens[i] comes before prediction rows[i].
+
+    Both are int64 [M].
+    """
 
     rows: Tensor
     tokens: Tensor
 
 
-# of predictions start .. stop - 1, made when they are computed
+# Makes the pairs of predictions start .. stop - 1 when their chunk is computed.
 SeenBefore = Callable[[int, int], SeenTokens]
 
 
 def penalize(logits: Tensor, penalty: float, seen: SeenTokens) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019, section 4.1) on logits [N, V], in place; returns its
-    slope [M].
+    """Apply the repetition penalty (Keskar et al. 2019, section 4.1) to logits [N, V] in place.
 
-    A positive logit of a token seen before is divided by it, a negative one multiplied. The slope
-    is d out / d in.
+    The positive logit of a token seen before is divided by the penalty, a negative one multiplied.
+    Returns the slope d out / d in [M].
     """
     values = logits[seen.rows, seen.tokens]
     slope = torch.where(values > 0, 1.0 / penalty, penalty)
@@ -74,37 +49,35 @@ def penalize(logits: Tensor, penalty: float, seen: SeenTokens) -> Tensor:
 
 
 def log_distribution(
-    logits: Tensor, how: SamplingDistribution, forced: Tensor | None = None
+    logits: Tensor, sampling: SamplingDistribution, forced: Tensor | None = None
 ) -> Tensor:
-    """Logits [N, V], penalized already -> log-probs [N, V] after temperature, top-k, top-p, min-p;
-    filtered ones -inf.
+    """Turn penalized logits [N, V] into log-probs [N, V] after temperature, top-k, top-p and min-p.
 
-    forced int64 [N]: tokens kept whatever the filters say. The engine never needs it (what it
-    sampled was kept); the trainer does, after an update has moved a sampled token out of the set:
-    its ratio stays finite and unbiased on the first pass, where the sets are equal. Ties at the
-    edge are all kept, so no sort order can matter. A row's bits depend on that row only:
-    log_softmax works row by row, unlike logsumexp of a single row.
+    Filtered tokens get -inf. forced int64 [N] names tokens that pass the filters in any case. The
+    engine never needs it, because it sampled from what was kept. The trainer does after an update
+    has moved a sampled token out of the set: the ratio stays finite, and unbiased on the first
+    pass, where the sets are equal. Ties at the edge are all kept, so no sort order matters. A row's
+    bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
     """
-    logprobs = (logits if how.temperature in (0.0, 1.0) else logits / how.temperature).log_softmax(
-        -1
-    )
-    if how.temperature == 0.0 or (not how.top_k and how.top_p >= 1.0 and not how.min_p):
+    tempered = logits if sampling.temperature in (0.0, 1.0) else logits / sampling.temperature
+    logprobs = tempered.log_softmax(-1)
+    filtered = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p
+    if sampling.temperature == 0.0 or not filtered:
         return logprobs
     keep = torch.ones_like(logprobs, dtype=torch.bool)
-    if 0 < how.top_k < logprobs.shape[-1]:
-        keep &= logprobs >= logprobs.topk(how.top_k, -1).values[:, -1:]
-    if how.top_p < 1.0:
-        keep &= logprobs >= _top_p_edge(logprobs.masked_fill(~keep, float("-inf")), how.top_p)
-    if how.min_p:
-        keep &= logprobs >= logprobs.amax(-1, keepdim=True) + math.log(how.min_p)
+    if 0 < sampling.top_k < logprobs.shape[-1]:
+        keep &= logprobs >= logprobs.topk(sampling.top_k, -1).values[:, -1:]
+    if sampling.top_p < 1.0:
+        keep &= logprobs >= _top_p_edge(logprobs.masked_fill(~keep, float("-inf")), sampling.top_p)
+    if sampling.min_p:
+        keep &= logprobs >= logprobs.amax(-1, keepdim=True) + math.log(sampling.min_p)
     if forced is not None:
         keep.scatter_(1, forced[:, None], True)
     return logprobs.masked_fill(~keep, float("-inf")).log_softmax(-1)
 
 
 def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
-    """[N, 1]: the smallest log-prob inside the least set of likeliest tokens whose share reaches
-    top_p."""
+    """Find the smallest log-prob [N, 1] in the least set of likeliest tokens that reaches top_p."""
     ranked = logprobs.sort(-1, descending=True).values
     probs = ranked.softmax(-1)
     before = probs.cumsum(-1) - probs
@@ -116,28 +89,27 @@ def token_logprobs(
     weight: Tensor,
     packed: Tensor,
     targets: Tensor,
-    how: SamplingDistribution,
+    sampling: SamplingDistribution,
     seen: SeenBefore | None = None,
     expected: Tensor | None = None,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs float32 [N], entropy float32 [N], both nats) of targets int64 [N] after hidden
-    states [N, D].
+    """Compute (log-probs [N], entropies [N]) of targets int64 [N] after hidden states [N, D].
 
-    The entropy is left at zero unless it is asked for: it takes three passes over the logits.
+    Both are float32, in nats and differentiable.
 
-    weight [V, D] is the output projection and packed its pack; seen is needed with a repetition
-    penalty. Both are differentiable. expected float32 [N] is the gradient that the log-probs are
-    going to receive, where the loss tells it beforehand: the gradients are then made with the
-    logits at hand, and the backward pass has nothing to compute again. If another one arrives, the
-    backward pass computes it as ever.
+    weight: the output projection [V, D]; packed: its pack.
+    seen: needed with a repetition penalty.
+    expected: float32 [N], the gradient that the log-probs will receive, where the loss knows it
+        beforehand. The gradients are then made while the logits are at hand. If another gradient
+        arrives, the backward pass computes the logits again.
+    entropy: whether to compute it, in three passes over the logits; it is zero otherwise.
     """
-    return _TokenLogprobs.apply(hidden, weight, packed, targets, how, seen, expected, entropy)  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(hidden, weight, packed, targets, sampling, seen, expected, entropy)  # type: ignore[no-any-return]
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Saves the hidden states; the backward pass computes each chunk's logits again, one matmul
-    more, unless `expected` held."""
+    """Saves hidden states only; unless `expected` held, the backward pass repeats the logits."""
 
     @staticmethod
     def forward(
@@ -146,29 +118,23 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         packed: Tensor,
         targets: Tensor,
-        how: SamplingDistribution,
+        sampling: SamplingDistribution,
         seen: SeenBefore | None,
         expected: Tensor | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.how, ctx.seen = how, seen
+        ctx.sampling, ctx.seen = sampling, seen
         logprobs, entropy = (hidden.new_zeros(len(targets), dtype=torch.float32) for _ in range(2))
         wanted = ctx.needs_input_grad if expected is not None else (False, False)
         grads = _Gradients(hidden, weight, wanted)
         for rows in chunks(len(targets), weight.shape[0]):
-            logits = multiply(hidden[rows], packed).float()
-            penalized = _penalize(logits, how, seen, rows)
-            table = log_distribution(logits, how, targets[rows])
+            table, penalized = _chunk_table(hidden, packed, targets, sampling, seen, rows)
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
             if with_entropy:
                 entropy[rows] = -row_sums(table.exp() * table.clamp_min(-1e4))
             if expected is not None and any(wanted):
-                grads.add(
-                    rows,
-                    _slope(table, targets[rows], entropy[rows], expected[rows, None], None),
-                    how,
-                    penalized,
-                )
+                slope = _slope(table, targets[rows], entropy[rows], expected[rows, None], None)
+                grads.add(rows, slope, sampling, penalized)
         ctx.save_for_backward(
             hidden, weight, packed, targets, entropy, expected, grads.hidden, grads.weight
         )
@@ -189,22 +155,15 @@ class _TokenLogprobs(torch.autograd.Function):
             return grad_hidden, grad_weight, *[None] * 6
         grads = _Gradients(hidden, weight, ctx.needs_input_grad)
         for rows in chunks(len(targets), weight.shape[0]):
-            logits = multiply(hidden[rows], packed).float()
-            penalized = _penalize(logits, ctx.how, ctx.seen, rows)
-            table = log_distribution(logits, ctx.how, targets[rows])
-            slope = _slope(
-                table,
-                targets[rows],
-                entropy[rows],
-                *(None if g is None else g[rows, None] for g in above),
-            )
-            grads.add(rows, slope, ctx.how, penalized)
+            table, penalized = _chunk_table(hidden, packed, targets, ctx.sampling, ctx.seen, rows)
+            parts = (None if grad is None else grad[rows, None] for grad in above)
+            slope = _slope(table, targets[rows], entropy[rows], *parts)
+            grads.add(rows, slope, ctx.sampling, penalized)
         return grads.hidden, grads.weight, *[None] * 6
 
 
 class _Gradients:
-    """Those of the hidden states [N, D] and of the output projection [V, D], as far as wanted,
-    chunk by chunk."""
+    """The wanted gradients of hidden states [N, D] and output projection [V, D], by chunks."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]):
         self.inputs = hidden, weight
@@ -215,13 +174,13 @@ class _Gradients:
         self,
         rows: slice,
         slope: Tensor,
-        how: SamplingDistribution,
+        sampling: SamplingDistribution,
         penalized: tuple[SeenTokens, Tensor] | None,
     ) -> None:
-        """slope [n, V]: d loss / d tempered logits of these rows; it is used up."""
+        """Add the part of these rows. slope [n, V], d loss / d tempered logits, is overwritten."""
         hidden, weight = self.inputs
-        if how.temperature not in (0.0, 1.0):
-            slope.div_(how.temperature)
+        if sampling.temperature not in (0.0, 1.0):
+            slope.div_(sampling.temperature)
         if penalized is not None:
             seen, factor = penalized
             slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
@@ -238,8 +197,7 @@ def _slope(
     above: Tensor | None,
     above_entropy: Tensor | None,
 ) -> Tensor:
-    """d loss / d tempered logits [N, V], from the gradients [N, 1] of the log-probs and of the
-    entropy.
+    """Compute d loss / d tempered logits [N, V] from the gradients [N, 1] of log-probs and entropy.
 
     d logprob = onehot - p and d entropy = -p (log p + entropy) on the kept set, 0 outside it.
     """
@@ -252,23 +210,33 @@ def _slope(
     return slope if above is None else slope.scatter_add_(1, targets[:, None], above)
 
 
-def _penalize(
-    logits: Tensor, how: SamplingDistribution, seen: SeenBefore | None, rows: slice
-) -> tuple[SeenTokens, Tensor] | None:
-    if how.repetition_penalty == 1.0:
-        return None
-    assert seen is not None, "a repetition penalty needs the tokens seen before"
-    part = seen(rows.start, rows.stop)
-    return part, penalize(logits, how.repetition_penalty, part)
+def _chunk_table(
+    hidden: Tensor,
+    packed: Tensor,
+    targets: Tensor,
+    sampling: SamplingDistribution,
+    seen: SeenBefore | None,
+    rows: slice,
+) -> tuple[Tensor, tuple[SeenTokens, Tensor] | None]:
+    """Compute log-probs [n, V] of these rows, and (tokens, slope) of a repetition penalty."""
+    logits = multiply(hidden[rows], packed).float()
+    penalized = None
+    if sampling.repetition_penalty != 1.0:
+        assert seen is not None, "a repetition penalty needs the tokens seen before"
+        tokens = seen(rows.start, rows.stop)
+        penalized = tokens, penalize(logits, sampling.repetition_penalty, tokens)
+    return log_distribution(logits, sampling, targets[rows]), penalized
 
 
 def row_sums(table: Tensor) -> Tensor:
-    """[n] of [n, V]. A single row would be summed by all threads, in an order that depends on their
-    number."""
+    """Sum each row of [n, V] in an order that does not depend on the thread count.
+
+    A single row alone would be split among all threads.
+    """
     return table.sum(-1) if len(table) > 1 else table.expand(2, -1).sum(-1)[:1]
 
 
 def chunks(rows: int, vocabulary: int) -> list[slice]:
-    """Runs of rows whose logits [n, V] fit CHUNK_BYTES."""
+    """Split rows into runs whose logits [n, V] fit CHUNK_BYTES."""
     size = max(16, CHUNK_BYTES // (4 * vocabulary))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -1,9 +1,7 @@
-"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): PEFT creates them and names what is on the
-disk, Tandem runs them.
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): made and saved with PEFT, run by Tandem.
 
-A PEFT layer lives only between `add_adapter` and `make_exact`, which takes its parameters over
-(`exact_adapted`). This is the only file that knows PEFT, and it imports it when an adapter is first
-wanted.
+A PEFT layer exists only between `add_adapter` and `make_exact`, where `exact_adapted` replaces it.
+No other file knows PEFT. It is imported when the first adapter is wanted.
 """
 
 from collections.abc import Sequence
@@ -23,11 +21,11 @@ _ADAPTER = "default"  # PEFT's name for the only one there is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Each target's weight becomes W + alpha / rank * B @ A; A is drawn from seed, B starts at
-    zero, W is frozen.
+    """An adapter: each target's weight becomes W + alpha / rank * B @ A.
 
-    Targets are names of linear modules or ends of them, or "all-linear": every linear of the
-    layers. Example: Lora(rank=16, alpha=32.0, targets=("q_proj", "v_proj"), seed=0)
+    A is drawn from seed, B starts at zero, W is frozen. Targets are names of linear modules or ends
+    of such names, or "all-linear": every linear of the layers.
+    Example: Lora(rank=16, alpha=32.0, targets=("q_proj", "v_proj"), seed=0)
     """
 
     rank: int
@@ -37,16 +35,15 @@ class Lora:
 
 
 def add_adapter(module: Any, lora: Lora) -> None:
-    """Let PEFT put its layers into a stock transformers module, in place; afterwards only they, and
-    a `score`, are trained.
+    """Put PEFT's layers into a stock transformers module, and freeze all else but a `score`.
 
-    The same seed gives the same bits, and no other random number is touched. Raises UserError for a
-    target that is not there.
+    The same seed gives the same bits, and no other random state changes. Raises UserError for a
+    target that the module lacks.
     """
     peft = require_peft()
-    there = _linear_names(module)
-    _check_targets(lora.targets, there)
-    config = _config(peft, lora, there)
+    linears = _linear_names(module)
+    _check_targets(lora.targets, linears)
+    config = _peft_config(peft, lora, linears)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(lora.seed)
         peft.inject_adapter_in_model(config, module)
@@ -55,39 +52,39 @@ def add_adapter(module: Any, lora: Lora) -> None:
 
 
 def exact_adapted(layer: Any) -> ExactLinear:
-    """PEFT's lora Linear, with the one adapter that `add_adapter` made, as ours; it takes over the
-    parameters."""
+    """Make an ExactLinear on the parameters of PEFT's lora Linear, as `add_adapter` made it."""
     base, lora_a, lora_b = layer.base_layer, layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
     return ExactLinear(base.weight, base.bias, lora_a, lora_b, layer.scaling[_ADAPTER])
 
 
-def _check_targets(targets: Sequence[str], there: Sequence[str]) -> None:
-    unknown = [target for target in targets if target != ALL_LINEAR and not _ends_of(there, target)]
+def _check_targets(targets: Sequence[str], linears: Sequence[str]) -> None:
+    unknown = [t for t in targets if t != ALL_LINEAR and not _matching(linears, t)]
     if unknown or not targets:
+        known = ", ".join(_last_names(linears))
         raise UserError(
             "LoRA targets are not in this model",
             where="lora.targets",
             found=", ".join(unknown) or "none",
-            expected=f"{ALL_LINEAR}, or some of its linear modules: {', '.join(_last_names(there))}",
+            expected=f"{ALL_LINEAR}, or some of its linear modules: {known}",
         )
 
 
 def chosen_linears(module: Any, targets: Sequence[str]) -> list[nn.Linear]:
-    """The linears of a stock transformers module that the targets name. Raises UserError for a
-    target that is not there."""
-    named = dict(module.named_modules())
-    there = _linear_names(module)
-    _check_targets(targets, there)
-    names = (
-        there
-        if ALL_LINEAR in targets
-        else [name for target in targets for name in _ends_of(there, target)]
-    )
-    return [named[name] for name in dict.fromkeys(names)]
+    """Find the linears of a stock transformers module that the targets name.
+
+    Raises UserError for a target that the module lacks.
+    """
+    linears = _linear_names(module)
+    _check_targets(targets, linears)
+    names = linears
+    if ALL_LINEAR not in targets:
+        names = [name for target in targets for name in _matching(linears, target)]
+    modules = dict(module.named_modules())
+    return [modules[name] for name in dict.fromkeys(names)]
 
 
-def _ends_of(names: Sequence[str], target: str) -> list[str]:
-    """The names that PEFT takes target for."""
+def _matching(names: Sequence[str], target: str) -> list[str]:
+    """Find the names that PEFT matches with target."""
     return [name for name in names if name == target or name.endswith(f".{target}")]
 
 
@@ -96,10 +93,10 @@ def _last_names(names: Sequence[str]) -> list[str]:
 
 
 def _linear_names(module: Any) -> list[str]:
-    """Every linear of the layers; heads are not among them.
+    """List every linear of the layers, without heads.
 
-    In a mixture of experts PEFT takes the names of a dense layer's MLP for those of the experts,
-    which are no linear modules: only attention has some.
+    In a mixture of experts only attention's are listed: PEFT would match the names of a dense
+    layer's MLP with the experts, which are not linear modules.
     """
     sparse = module.config.model_type == "qwen3_moe"
     return [
@@ -112,23 +109,22 @@ def _linear_names(module: Any) -> list[str]:
 def write_adapter_config(
     lora: Lora, adapted: Sequence[str], source: str, folder: Path, *, scored: bool
 ) -> None:
-    """adapter_config.json in PEFT's format.
+    """Write adapter_config.json in PEFT's format.
 
-    adapted are the names of the linears with an adapter, source is the base model, scored says that
-    a `score` was trained beside it.
+    adapted: names of the linears with an adapter; source: the base model; scored: whether a `score`
+    was trained beside the adapter.
     """
-    config = _config(require_peft(), lora, adapted)
+    config = _peft_config(require_peft(), lora, adapted)
     config.base_model_name_or_path, config.inference_mode = source, True
     if scored:
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
-    # PEFT keeps a set, whose order changes from process to process
+    # PEFT keeps a set, which has another order in each process
     config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)
 
 
-def _config(peft: Any, lora: Lora, linears: Sequence[str]) -> Any:
-    """PEFT's config; "all-linear" is spelt out, because PEFT's own would take experts and routers
-    in."""
+def _peft_config(peft: Any, lora: Lora, linears: Sequence[str]) -> Any:
+    """Make PEFT's config. "all-linear" is spelt out: PEFT's own includes experts and routers."""
     targets = _last_names(linears) if ALL_LINEAR in lora.targets else list(lora.targets)
     return peft.LoraConfig(
         r=lora.rank,
@@ -141,7 +137,7 @@ def _config(peft: Any, lora: Lora, linears: Sequence[str]) -> Any:
 
 
 def require_peft() -> Any:
-    """The package; raises UserError where it is not installed."""
+    """Import PEFT. Raises UserError where it is not installed."""
     try:
         import peft
     except ImportError:

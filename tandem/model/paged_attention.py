@@ -1,10 +1,9 @@
-"""Exact attention over a paged key/value cache: one token of many sequences, chunks of prompts, or
-both in one pass.
+"""Exact attention over a paged key/value cache: decode tokens, chunks of prompts, or both at once.
 
-A page is one key block of the exact scheme (`attention.KEY_BLOCK`), so that the sum over a page is
-the sum over a block and a token's output has the bits of the trainer's packed pass. Sequences of
-ragged lengths are attended page column by page column: each reads the pages it has and no more.
-Knows no request and no schedule.
+A page is one key block of the exact scheme (`attention.KEY_BLOCK`), so the sum over a page is the
+sum over a block, and a token's output has the bits of the trainer's packed pass. Sequences of
+different lengths are attended page column by page column: each reads only the pages it has. Knows
+no request and no schedule.
 """
 
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from tandem.model.attention import (
     KEY_BLOCK,
     QUERY_BLOCK,
     heads_first,
+    hidden_keys,
     ladder,
     query_key,
     rows_first,
@@ -32,37 +32,30 @@ PAGE = KEY_BLOCK
 
 @dataclass(kw_only=True)
 class Bucket:
-    """Runs of R query rows of several sequences, those with more pages first."""
+    """n runs of R query rows, each of another sequence, those with more pages first."""
 
     # int64 [n * R], padding repeats a run's last row; None: every row of the pass, in order
     rows: Tensor | None
-    kept: Tensor | None  # int64, which of the n * R are no padding; None: all
+    kept: Tensor | None  # int64, places of the n * R that are not padding; None: all
     positions: Tensor  # int64 [n, R]
     # for each page column: pages [m] of the first m sequences, keys used
     columns: list[tuple[slice | Tensor, int]]
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
-        """bool [n, 1, R, 1, L], true where a key is hidden; made once for all layers."""
+        """Look up `hidden_keys` [n, 1, R, 1, L], made once for all layers."""
         if window not in self.masks:
-            key, position = (
-                torch.arange(sum(used for _, used in self.columns)),
-                self.positions[:, :, None],
-            )
-            hidden = key > position
-            if window is not None:
-                hidden |= key <= position - window
-            self.masks[window] = hidden[:, None, :, None]
+            keys = sum(used for _, used in self.columns)
+            self.masks[window] = hidden_keys(self.positions, keys, window)
         return self.masks[window]
 
 
 class Runs:
-    """The new tokens of each sequence of a pass: counts[s] of them from position starts[s], in rows
-    that follow each other.
+    """The new tokens of each sequence in a pass, in consecutive rows.
 
-    tables[s] are the sequence's pages in order, with room for the new tokens. Made of it: table
-    int64 [S, M], firsts int64 [S] (first rows), and of each row positions, pages and offsets int64
-    [T].
+    Sequence s has counts[s] new tokens from position starts[s]. tables[s] lists its pages in order,
+    with room for the new tokens. Derived: table int64 [S, M]; firsts int64 [S], each sequence's
+    first row; positions, pages and offsets int64 [T], where each row's key goes.
     """
 
     def __init__(self, tables: Sequence[Sequence[int]], starts: np.ndarray, counts: np.ndarray):
@@ -111,7 +104,7 @@ class PagedPlan:
 
 
 def _rectangle(tables: Sequence[Sequence[int]]) -> np.ndarray:
-    """int64 [S, M], rows filled up with zeros."""
+    """Pad the tables with zeros to int64 [S, M]."""
     lengths = np.array([len(table) for table in tables])
     out = np.zeros((len(tables), lengths.max()), np.int64)
     out[np.arange(out.shape[1]) < lengths[:, None]] = np.fromiter(
@@ -123,7 +116,7 @@ def _rectangle(tables: Sequence[Sequence[int]]) -> np.ndarray:
 def _attend(
     bucket: Bucket, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """The bucket's own queries [n * R, H, E] -> [n * R, H, E]"""
+    """Attend the bucket's queries [n * R, H, E] over the cache, to [n * R, H, E]."""
     n, run = bucket.positions.shape
     heads, kv_heads = q.shape[1], keys.shape[1]
     query = heads_first(q, run, kv_heads)
@@ -133,32 +126,31 @@ def _attend(
     (first, first_used), *others = bucket.columns
     scores = query_key(query, _pages(keys[:, :, :first_used], first))
     if others:
-        whole = query.new_empty(*query.shape[:3], len(others) * PAGE + others[-1][1])
-        whole[..., :PAGE] = scores
+        first_scores = scores
+        scores = query.new_empty(*query.shape[:3], len(others) * PAGE + others[-1][1])
+        scores[..., :PAGE] = first_scores
         for at, (pages, used) in enumerate(others, 1):
-            held = _pages(keys[:, :, :used], pages)
-            whole[: len(held), :, :, at * PAGE : at * PAGE + used] = query_key(
-                query[: len(held)], held
-            )
-        scores = whole
-    probs = weigh(
-        scores.view(n, kv_heads, run, -1, scores.shape[-1]), bucket.mask(window), scale
-    ).view(scores.shape)
+            page_keys = _pages(keys[:, :, :used], pages)
+            columns = slice(at * PAGE, at * PAGE + used)
+            m = len(page_keys)
+            scores[:m, :, :, columns] = query_key(query[:m], page_keys)
+    split = scores.view(n, kv_heads, run, -1, scores.shape[-1])
+    probs = weigh(split, bucket.mask(window), scale).view(scores.shape)
     out = probs[..., :PAGE] @ _pages(values[:, :, :first_used], first)
     for at, (pages, used) in enumerate(others, 1):
-        held = _pages(values[:, :, :used], pages)
-        out[: len(held)] += probs[: len(held), :, :, at * PAGE : at * PAGE + used] @ held
+        page_values = _pages(values[:, :, :used], pages)
+        m = len(page_values)
+        out[:m] += probs[:m, :, :, at * PAGE : at * PAGE + used] @ page_values
     return rows_first(out[:, :, :rows], run, heads)
 
 
 def _pages(cache: Tensor, pages: slice | Tensor) -> Tensor:
-    """[m, K, ...]: pages that follow each other are read where they lie, others are gathered."""
+    """Read pages as [m, K, ...]: consecutive ones in place, others gathered."""
     return cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
 
 
 def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:
-    """Runs of at most QUERY_BLOCK queries, by padded size; a bucket's scores stay within
-    BUCKET_BYTES."""
+    """Group runs of at most QUERY_BLOCK queries by padded size, with scores within BUCKET_BYTES."""
     starts, counts, firsts = all_runs.starts, all_runs.counts, all_runs.firsts
     blocks = -(-counts // QUERY_BLOCK)
     owner = np.arange(len(counts)).repeat(blocks)
@@ -184,7 +176,10 @@ def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:
 
 
 def _bucket(size: int, runs: np.ndarray, table: np.ndarray) -> Bucket:
-    """runs int64 [n, 4]: first row, its position, rows, sequence; those with more pages first."""
+    """Make a bucket of runs int64 [n, 4]: first row, its position, rows, sequence.
+
+    Runs with more pages come first.
+    """
     first, start, count, owner = runs.T
     step = np.minimum(np.arange(size)[None], count[:, None] - 1)
     lengths = start + count

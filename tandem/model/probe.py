@@ -1,11 +1,11 @@
-"""Contract D7: exactness is tried on the machine at hand, at the model's own shapes, before it is
-relied on.
+"""Contract D7: test exactness on the machine at hand, at the model's own shapes, before a run.
 
-Two questions. *Parity*: has a token the same bits in the trainer's packed pass and in the engine's
-prefill and decode? *Threads*: have forward and backward pass the same bits with one thread and with
-several? Tried are every linear, SwiGLU, log-softmax and the attention of the model, at row counts
-that take different kernels somewhere, and a random model of the same shapes in a random schedule
-(trial.py). Each finding names itself. Under a second for 135M parameters on two cores.
+Two questions. *Parity*: does a token have the same bits in the trainer's packed pass and in the
+engine's prefill and decode? *Threads*: do forward and backward pass have the same bits with one
+thread and with several? The probe runs every linear, SwiGLU, log-softmax and the attention of the
+model, at row counts that take different kernels somewhere, and a random model of the same shapes in
+a random schedule (trial.py). It names each operator that differs, and takes under a second for 135M
+parameters on two cores.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,24 +20,27 @@ from tandem.model.attention import Plan
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import HAS_PREPACKED, ExactLinear, padded_rows, swiglu
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import SamplingDistribution, chunks, log_distribution
+from tandem.model.logprobs import chunks, log_distribution
 from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_model, threads_of
 from tandem.runtime import numerics
+from tandem.types import SamplingDistribution
 
-# counts at which kernels were seen to change, and those about a block of queries
+# Row counts at which kernels were seen to change, and those around a block of queries.
 ROWS = (*SHORT, *LONG)
-PACKED_ROWS = 640  # of a packed pass
-# of the output projection, where a row costs as much as a layer; and as many as a chunk has
+PACKED_ROWS = 640  # rows of a packed pass
+# Rows of the output projection, where a row costs as much as a layer; a chunk's rows are added.
 HEAD_ROWS = (4, 32)
 GRADIENT_ROWS, HEAD_GRADIENT_ROWS = 330, 37
-MANY_ROWS = 1100  # of the gradient of the smallest linear
+MANY_ROWS = 1100  # rows for the gradient of the smallest linear
 LENGTH = 400  # past three key blocks, with a partial fourth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exactness:
-    """Result of a probe. Example: Exactness(parity=["attention by pages: 4 rows"],
-    thread_dependent=[])"""
+    """Result of a probe.
+
+    Example: Exactness(parity=["attention by pages: 4 rows"], thread_dependent=[])
+    """
 
     # operators on which engine and trainer differ; empty: they agree to the last bit
     parity: list[str]
@@ -45,23 +48,18 @@ class Exactness:
 
 
 def probe(model: ExactModel, seed: int = 0, threads: Sequence[int] = ()) -> Exactness:
-    """Compare engine and trainer on the model's operators, and on a random model of its shapes in a
-    random schedule.
+    """Compare engine and trainer on the model's operators and on a random model of its shapes.
 
-    seed: of model and schedule; threads: thread counts to try besides 1 and the current one (2 at
-    least).
+    seed: of the random model and its schedule. threads: thread counts to try besides 1 and the
+    current one (2 at least).
     """
-    noise, counts = (
-        torch.Generator().manual_seed(seed),
-        sorted({1, max(2, torch.get_num_threads()), *threads}),
-    )
+    noise = torch.Generator().manual_seed(seed)
+    counts = sorted({1, max(2, torch.get_num_threads()), *threads})
     unfit, small = numerics.why_not_reproducible(), random_model(model, seed)
     with torch.no_grad():
-        parity = (
-            _linears_differ(model, noise)
-            + _rows_differ(model, noise)
-            + _attention_differs(small, noise)
-        )
+        parity = _linears_differ(model, noise)
+        parity += _rowwise_differ(model, noise)
+        parity += _attention_differs(small, noise)
     schedule, passes = Schedule(small, seed), []
     for count in counts:
         with threads_of(count):
@@ -69,23 +67,21 @@ def probe(model: ExactModel, seed: int = 0, threads: Sequence[int] = ()) -> Exac
     (logprobs, gradients), *others = passes
     if not torch.equal(schedule.paged(counts), logprobs):
         parity.append("a random model in a random schedule")
-    found = _gradients_differ(model, noise, counts)
-    for other, theirs in others:
-        found += ["log-probs of a random model"] * (not torch.equal(logprobs, other))
-        found += [
+    dependent = _gradients_differ(model, noise, counts)
+    for other_logprobs, other_gradients in others:
+        if not torch.equal(logprobs, other_logprobs):
+            dependent.append("log-probs of a random model")
+        dependent += [
             f"gradient of {name}"
-            for name, g in gradients.items()
-            if not torch.equal(g, theirs[name])
+            for name, gradient in gradients.items()
+            if not torch.equal(gradient, other_gradients[name])
         ]
-    return Exactness(parity=unfit + parity, thread_dependent=unfit + found)
-
-
-# The operators
-# ------------------------------------------------------------------------------------------------------
+    return Exactness(parity=unfit + parity, thread_dependent=unfit + dependent)
 
 
 def _linears_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
-    found = []
+    """Name the linears whose rows differ with the row count."""
+    differing = []
     for (outputs, inputs), linear in _linears(model).items():
         if linear is model.head:
             counts = [*HEAD_ROWS, min(chunks(PACKED_ROWS, outputs)[0].stop, PACKED_ROWS)]
@@ -95,12 +91,13 @@ def _linears_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
         if HAS_PREPACKED:  # what is rounded up to the same count is the same product
             counts = sorted({padded_rows(rows): rows for rows in counts}.values())
         x = torch.randn(counts[-1], inputs, generator=noise)
-        found += _told(f"linear {inputs} -> {outputs}", _rows_that_differ(linear, x, counts[:-1]))
-    return found
+        counts = _differing_counts(linear, x, counts[:-1])
+        differing += _findings(f"linear {inputs} -> {outputs}", counts)
+    return differing
 
 
-def _rows_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
-    """SwiGLU and log-softmax."""
+def _rowwise_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
+    """Name which of SwiGLU and log-softmax differ with the row count."""
     operators: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
         "SwiGLU": (swiglu, 2 * model.config.intermediate_size),
         "log-softmax": (
@@ -108,19 +105,20 @@ def _rows_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
             model.config.vocab_size,
         ),
     }
-    found = []
+    differing = []
     for name, (function, width) in operators.items():
-        found += _told(
-            name, _rows_that_differ(function, torch.randn(40, width, generator=noise), SHORT[:-1])
-        )
-    return found
+        x = torch.randn(40, width, generator=noise)
+        differing += _findings(name, _differing_counts(function, x, SHORT[:-1]))
+    return differing
 
 
-def _rows_that_differ(
+def _differing_counts(
     function: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int]
 ) -> list[int]:
-    """The counts at which rows of x alone, its first or its last ones, have other bits than among
-    all; few rows in turns with one thread, as a rollout worker has it, and with those at hand."""
+    """Find the counts at which the first or last rows of x alone have other bits than among all.
+
+    Few rows run by turns with one thread, as in a rollout worker, and with the current count.
+    """
     whole, differing = function(x), []
     for number, rows in enumerate(counts):
         part = slice(len(x) - rows, None) if number % 4 < 2 else slice(rows)
@@ -130,56 +128,50 @@ def _rows_that_differ(
     return differing
 
 
-def _told(name: str, counts: Sequence[int]) -> list[str]:
+def _findings(name: str, counts: Sequence[int]) -> list[str]:
     return [f"{name}: {' '.join(map(str, sorted(set(counts))))} rows"] if counts else []
 
 
 def _linears(model: ExactModel) -> dict[tuple[int, int], Callable[[Tensor], Tensor]]:
-    """One linear of each shape (outputs, inputs), as the layers run them."""
-    found: list[tuple[Any, Sequence[ExactLinear]]] = []
+    """Pick one linear of each shape (outputs, inputs), as the layers run them."""
+    runs: list[tuple[Any, Sequence[ExactLinear]]] = []
     for layer in model.module.model.layers:
         assert isinstance(layer, ExactLayer)
-        found += [(fused, fused.parts) for fused in (layer.qkv, layer.gate_up) if fused is not None]
-        found += [
-            (one, [one])
-            for one in [layer.self_attn.o_proj] + ([] if layer.sparse else [layer.mlp.down_proj])
-        ]
-    found.append((model.head, [model.head]))
+        runs += [(fused, fused.parts) for fused in (layer.qkv, layer.gate_up) if fused is not None]
+        single = [layer.self_attn.o_proj] + ([] if layer.sparse else [layer.mlp.down_proj])
+        runs += [(linear, [linear]) for linear in single]
+    runs.append((model.head, [model.head]))
     return {
         (sum(len(p.weight) for p in parts), parts[0].weight.shape[1]): linear
-        for linear, parts in found
+        for linear, parts in runs
     }
 
 
 def _gradients_differ(
     model: ExactModel, noise: torch.Generator, threads: Sequence[int]
 ) -> list[str]:
-    """The long sums of a backward pass: over the vocabulary, and over the rows of a pass."""
-    found, linears = [], _linears(model)
+    """Name the linears whose gradient, a long sum over vocabulary or rows, differs with threads."""
+    differing, linears = [], _linears(model)
+    smallest = min(outputs * inputs for outputs, inputs in linears)
     for (outputs, inputs), linear in linears.items():
         if linear is model.head:
-            left, right = (
-                torch.randn(HEAD_GRADIENT_ROWS, outputs, generator=noise),
-                model.head.weight.detach(),
-            )
+            left = torch.randn(HEAD_GRADIENT_ROWS, outputs, generator=noise)
+            right = model.head.weight.detach()
         else:
-            rows = (
-                MANY_ROWS if outputs * inputs == min(o * i for o, i in linears) else GRADIENT_ROWS
-            )
+            rows = MANY_ROWS if outputs * inputs == smallest else GRADIENT_ROWS
             left, right = (torch.randn(rows, width, generator=noise) for width in (outputs, inputs))
             left = left.t()
-        made = []
+        products = []
         for count in threads:
             with threads_of(count):
-                made.append(left @ right)
-        if not all(torch.equal(made[0], other) for other in made[1:]):
-            found.append(f"gradient of a linear {inputs} -> {outputs}")
-    return found
+                products.append(left @ right)
+        if not all(torch.equal(products[0], other) for other in products[1:]):
+            differing.append(f"gradient of a linear {inputs} -> {outputs}")
+    return differing
 
 
 def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
-    """One packed segment against segments behind a prefix, prefills by pages, and decode alone and
-    beside others."""
+    """Compare one packed segment with segments behind a prefix, paged prefill and paged decode."""
     heads, kv_heads, size = model.heads
     q, k, v = (
         torch.randn(LENGTH, count, size, generator=noise) for count in (heads, kv_heads, kv_heads)
@@ -203,8 +195,8 @@ def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
         )
         plan, _ = cache.plan([0], np.array([start]), np.array([rows]))
         paged = attended(plan, slice(start, start + rows))
-        for name, found in (("behind a prefix", packed[start:]), ("by pages", paged)):
-            if not torch.equal(found, whole[start : start + rows]):
+        for name, out in (("behind a prefix", packed[start:]), ("by pages", paged)):
+            if not torch.equal(out, whole[start : start + rows]):
                 differing[name].append(rows)
     for batch in (1, 3, 8):
         for position in (0, 100, 257, LENGTH - 1):
@@ -212,6 +204,7 @@ def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
             plan, _ = cache.plan(range(batch), places, np.ones(batch, np.int64))
             if not torch.equal(attended(plan, places.tolist())[-1], whole[position]):
                 differing["decode beside others"].append(batch)
-    return [
-        line for name, counts in differing.items() for line in _told(f"attention {name}", counts)
-    ]
+    findings = []
+    for name, counts in differing.items():
+        findings += _findings(f"attention {name}", counts)
+    return findings

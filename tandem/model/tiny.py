@@ -1,10 +1,10 @@
-"""A model small enough to train on a laptop in a minute: a random Qwen3 and its character
-tokenizer, on disk.
+"""Write a model small enough to train on a laptop in a minute: a random Qwen3 and a tokenizer.
 
     tandem tiny DIR
 
-Writes an ordinary Hugging Face directory, which `AutoModelForCausalLM` and `AutoTokenizer` load
-like any other. Knows nothing of data sets or training; imports torch, so it is imported late.
+The tokenizer is of characters. The directory is an ordinary Hugging Face one, which
+`AutoModelForCausalLM` and `AutoTokenizer` load like any other. Knows nothing of data sets or
+training.
 """
 
 import string
@@ -19,9 +19,9 @@ from tandem.runtime.errors import UserError
 
 PAD, END, UNKNOWN = "<pad>", "<|end|>", "<unk>"
 ROLES = ("user", "assistant", "system", "tool")
-# one token: it ends every response, and eight characters would be a third of a short one
+# One token: it is in every response, and eight characters would be a third of a short one.
 ANSWER = "Answer: "
-SMALLEST_HEAD = 8  # a smaller one is not exact, see model/load.py
+SMALLEST_HEAD = 8  # a smaller one is not exact, see config_file.why_not_exact
 CHARACTERS = sorted(set(string.printable) - set("\t\r\x0b\x0c"))  # printable ASCII and the newline
 
 TEMPLATE = (
@@ -48,13 +48,14 @@ def make_tiny(
     init_std: float = 0.06,
     seed: int = 0,
 ) -> int:
-    """Write a random model of about 0.9M parameters and its tokenizer; the same arguments give the
-    same bits. Returns the number of parameters, and raises UserError for a shape that the engine
-    cannot run.
+    """Write a random model of about 0.9M parameters and its tokenizer.
 
-    The shape was tuned for what a minute of supervised training on two cores reaches on easy
-    algebra: three wide layers pass four narrow ones at equal cost, and the customary init_std of
-    0.02 learns half as much at this width.
+    The same arguments give the same bits. Returns the number of parameters. Raises UserError for a
+    shape that the engine cannot run.
+
+    The shape was tuned on easy algebra, for a minute of supervised training on two cores: three
+    wide layers are better than four narrow ones at equal cost, and the usual init_std of 0.02
+    learns half as much at this width.
     """
     _check_shape(hidden, heads, kv_heads)
     tokenizer = make_tokenizer(max_tokens, characters)
@@ -89,7 +90,8 @@ def _check_shape(hidden: int, heads: int, kv_heads: int) -> None:
             "the heads do not fit the model",
             where="hidden, heads, kv_heads",
             found=f"{hidden}, {heads}, {kv_heads}",
-            expected=f"heads of equal, even size, at least {SMALLEST_HEAD}, and equally many of them for each of kv_heads",
+            expected=f"heads of equal, even size, at least {SMALLEST_HEAD}, "
+            "and equally many of them for each of kv_heads",
             next="e.g. --hidden 64 --heads 4 --kv-heads 2",
         )
 
@@ -97,8 +99,10 @@ def _check_shape(hidden: int, heads: int, kv_heads: int) -> None:
 def make_tokenizer(
     max_tokens: int = 256, characters: Sequence[str] = CHARACTERS
 ) -> PreTrainedTokenizerFast:
-    """One token a character, besides the roles, the end of a turn and the answer marker; `<unk>`
-    for all else."""
+    """Make a tokenizer of one token a character, a role, the end of a turn, and the answer marker.
+
+    Any other character is `<unk>`.
+    """
     special = [PAD, *(f"<|{role}|>" for role in ROLES), END, UNKNOWN]
     vocabulary = {token: i for i, token in enumerate([*special, ANSWER, *characters])}
     # BPE without merges splits a text into its characters, and unlike WordLevel needs no

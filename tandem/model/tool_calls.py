@@ -1,19 +1,21 @@
-"""Tool calls in a model's text: read in the formats of Qwen, Hermes, Llama and Mistral, and written
-in them.
+"""Read the tool calls in a model's text, in the formats of Qwen, Hermes, Llama and Mistral.
 
-    python -c "from tandem.model.tool_calls import read_calls; print(read_calls('<tool_call>{\"name\": \"f\"}</tool_call>'))"
+    hermes       <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>
+                 Hermes, Qwen2.5 and Qwen3
+    qwen3_coder  <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n
+                 </tool_call>
+    llama3       {"name": "add", "parameters": {"a": 1}}
+                 several with `;` between; may follow <|python_tag|>
+    pythonic     [add(a=1), add(a=2)]
+                 Llama 3.2 and 4
+    mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+                 the marker is a special token, which a decoded text lacks
+    auto         the format whose markers the text has; a call without one must name a known tool
 
-    hermes        <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>       Hermes, Qwen2.5, Qwen3
-    qwen3_coder   <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
-    llama3        {"name": "add", "parameters": {"a": 1}}, several with `;` between; may follow <|python_tag|>
-    pythonic      [add(a=1), add(a=2)]                                                    Llama 3.2 and 4
-    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], of which a decoded text lacks the special token
-    auto          whichever of them the text shows by its markers; what has none must name a tool that is known
-
-Nothing raises: a call that cannot be read is a BadCall with a reason that the model can be told.
-What a model thinks, up to the last </think>, is not looked at. Environments and the server read by
-it, so what is trained is what is served. Of tools it knows the names and, for arguments written as
-text, the types of the schema; nothing is evaluated.
+Nothing raises: a call that cannot be read is a BadCall with a reason for the model. Thoughts, up to
+the last </think>, are not read. Environments and the server share this reader, so what is trained
+is what is served. Of tools it knows the names and, for arguments written as text, the types of the
+schema; nothing is evaluated.
 """
 
 import ast
@@ -26,7 +28,6 @@ from typing import Any, Literal, NoReturn
 
 from tandem.types import Tool
 
-Style = Literal["hermes", "qwen3_coder", "llama3", "pythonic", "mistral"]
 Format = Literal["auto", "hermes", "qwen3_coder", "llama3", "pythonic", "mistral"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -36,60 +37,81 @@ NOT_CLOSED = f"the call is not closed by {CLOSE}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Example: Call(name="add", arguments={"a": 1, "b": 2})"""
+    """A call that could be read. Example: Call(name="add", arguments={"a": 1, "b": 2})"""
 
     name: str
     arguments: dict[str, Any]
-    # false (qwen3_coder): the values are text as written, and only the tool knows their types
+    # false (qwen3_coder): the values are text as written, whose types only the tool's schema knows
     typed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadCall:
-    """Example: BadCall(reason="the call is not closed by </tool_call>")"""
+    """A call that could not be read. Example: BadCall(reason="not a Python list of calls")"""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a text says and what it calls, in order. Example: Reading(before="Let me see.\\n",
-    calls=(Call(...),))"""
+    """A text and its calls, in order.
 
-    before: str  # the text up to the first call; all of it where there is none
+    Example: Reading(before="Let me see.\\n", calls=(Call(...),))
+    """
+
+    before: str  # the text up to the first call; the whole text if there is none
     calls: tuple[Call | BadCall, ...] = ()
-    after: str = ""  # what is said between and after the calls
+    after: str = ""  # the text between and after the calls
 
 
 def read_calls(text: str, format: Format = "auto", tools: Collection[str] = ()) -> Reading:
-    """The calls of a text. tools: names that are known, by which "auto" tells a bare call from an
-    answer in JSON."""
-    # the opening tag may stand in the prompt, by the template
-    thoughts, end, said = text.rpartition("</think>")
-    if said.lstrip().startswith("<think>"):
+    """Read the calls of a text.
+
+    tools: the known names, by which "auto" tells a bare call from an answer in JSON.
+    """
+    # the opening tag may be in the prompt, put there by the chat template
+    thoughts, end, spoken = text.rpartition("</think>")
+    if spoken.lstrip().startswith("<think>"):
         return Reading(before=text)
-    reading = _read(said, _recognized(said, tools) if format == "auto" else format)
+    reading = _read(spoken, _detect_format(spoken, tools) if format == "auto" else format)
     return replace(reading, before=thoughts + end + reading.before)
 
 
-def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
-    """Split a turn into its content and its calls, the arguments in the types of the tools'
-    schemas.
+def _read(text: str, format: Format) -> Reading:
+    match format:
+        case "hermes":
+            return _read_tagged(text, _json_body)
+        case "qwen3_coder":
+            return _read_tagged(text, _xml_body)
+        case "llama3":
+            return _read_llama3(text)
+        case "pythonic":
+            return _read_pythonic(text)
+        case "mistral":
+            return _read_mistral(text)
+        case "auto":  # no format was detected
+            return Reading(before=text)
 
-    Where a call cannot be read, or there is none, the content is the whole text.
+
+def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
+    """Split a turn into content and calls, with arguments in the types of the tools' schemas.
+
+    If there is no call, or one that cannot be read, the content is the whole text.
     """
-    types = {tool["function"]["name"]: _types(tool) for tool in tools}
+    types = {tool["function"]["name"]: _argument_types(tool) for tool in tools}
     reading = read_calls(text, tools=types) if types else Reading(before=text)
     calls = [
-        _typed(call, types.get(call.name, {})) for call in reading.calls if isinstance(call, Call)
+        _with_types(call, types.get(call.name, {}))
+        for call in reading.calls
+        if isinstance(call, Call)
     ]
     if not calls or len(calls) < len(reading.calls):
         return text, []
     return (reading.before + reading.after).strip(), calls
 
 
-def _types(tool: Tool) -> dict[str, object]:
-    """The JSON type of each of a tool's parameters, where its schema is as plain as that."""
+def _argument_types(tool: Tool) -> dict[str, object]:
+    """Look up the JSON type of each of a tool's parameters, where its schema names one."""
     match tool:
         case {"function": {"parameters": {"properties": dict(properties)}}}:
             return {
@@ -100,17 +122,18 @@ def _types(tool: Tool) -> dict[str, object]:
     return {}
 
 
-def _typed(call: Call, types: dict[str, object]) -> Call:
-    """The call with its arguments as JSON values; of those written as text, what is not wanted as
-    text is JSON."""
+def _with_types(call: Call, types: dict[str, object]) -> Call:
+    """Turn arguments written as text into JSON values, unless the schema wants text."""
     if call.typed:
         return call
-    arguments = {name: _value(text, types.get(name)) for name, text in call.arguments.items()}
+    arguments = {
+        name: _parse_argument(text, types.get(name)) for name, text in call.arguments.items()
+    }
     return Call(name=call.name, arguments=arguments)
 
 
-def _value(text: str, wanted: object) -> Any:
-    if wanted in (None, "string"):
+def _parse_argument(text: str, json_type: object) -> Any:
+    if json_type in (None, "string"):
         return text
     try:
         return json.loads(text)
@@ -118,72 +141,26 @@ def _value(text: str, wanted: object) -> Any:
         return text
 
 
-def write_calls(calls: Sequence[Call], style: Style) -> str:
-    """The calls as a model of that style writes them: read_calls of it gives them back."""
-    match style:
-        case "hermes":
-            return "\n".join(f"{OPEN}\n{_object(call, 'arguments')}\n{CLOSE}" for call in calls)
-        case "qwen3_coder":
-            return "\n".join(map(_xml, calls))
-        case "llama3":
-            return "; ".join(_object(call, "parameters") for call in calls)
-        case "pythonic":
-            listed = (
-                ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
-                for call in calls
-            )
-            return (
-                "["
-                + ", ".join(
-                    f"{call.name}({inner})" for call, inner in zip(calls, listed, strict=True)
-                )
-                + "]"
-            )
-        case "mistral":
-            return MISTRAL_TAG + "[" + ", ".join(_object(call, "arguments") for call in calls) + "]"
+def write_calls(calls: Sequence[Call]) -> str:
+    """Write calls in the hermes format; read_calls gives them back."""
+    return "\n".join(f"{OPEN}\n{_to_json(call)}\n{CLOSE}" for call in calls)
 
 
-def _object(call: Call, key: str) -> str:
-    return json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False)
-
-
-def _xml(call: Call) -> str:
-    texts = {
-        k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
-        for k, v in call.arguments.items()
-    }
-    parameters = "".join(
-        f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items()
-    )
-    return f"{OPEN}\n<function={call.name}>\n{parameters}</function>\n{CLOSE}"
-
-
-def _read(text: str, format: Format) -> Reading:
-    match format:
-        case "hermes":
-            return _tagged(text, _json_body)
-        case "qwen3_coder":
-            return _tagged(text, _xml_body)
-        case "llama3":
-            return _llama3(text)
-        case "pythonic":
-            return _pythonic(text)
-        case "mistral":
-            return _mistral(text)
-        case "auto":  # nothing was recognized
-            return Reading(before=text)
+def _to_json(call: Call) -> str:
+    return json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
 
 
 # ---------------------------------------------------------------- which format
 
 _BARE = re.compile(
-    r"""\s*(?: (?P<list>\[\s*)? \{ \s* (?:"type"\s*:\s*"function"\s*,\s*)? "name"\s*:\s*"(?P<json>[^"]*)"
+    r"""\s*(?: (?P<list>\[\s*)? \{ \s* (?:"type"\s*:\s*"function"\s*,\s*)?
+               "name"\s*:\s*"(?P<json>[^"]*)"
              | \[ \s* (?P<python>[A-Za-z_][\w.]*) \s* \( )""",
     re.VERBOSE,
 )
 
 
-def _recognized(text: str, tools: Collection[str]) -> Format:
+def _detect_format(text: str, tools: Collection[str]) -> Format:
     if OPEN in text or CLOSE in text:
         return "qwen3_coder" if re.search(OPEN + r"\s*<function=", text) else "hermes"
     if MISTRAL_TAG in text:
@@ -200,17 +177,16 @@ def _recognized(text: str, tools: Collection[str]) -> Format:
 
 # ---------------------------------------------------------------- between tags
 
-# what follows a tag -> (its call, what follows its closing tag)
+# Reads the text behind an opening tag into (call, text behind the closing tag).
 Body = Callable[[str], tuple[Call | BadCall, str]]
 
 
-def _tagged(text: str, body: Body) -> Reading:
+def _read_tagged(text: str, body: Body) -> Reading:
     before, tag, rest = text.partition(OPEN)
     if not tag and CLOSE in text:
         before, _, after = text.partition(CLOSE)
-        return Reading(
-            before=before, calls=(BadCall(reason=f"{CLOSE} without {OPEN} before it"),), after=after
-        )
+        unopened = BadCall(reason=f"{CLOSE} without {OPEN} before it")
+        return Reading(before=before, calls=(unopened,), after=after)
     calls, after = [], ""
     while tag:
         call, rest = body(rest)
@@ -222,22 +198,23 @@ def _tagged(text: str, body: Body) -> Reading:
 
 def _json_body(rest: str) -> tuple[Call | BadCall, str]:
     start = rest.lstrip()
-    _, closed, following = _until_close(start)
+    _, closed, following = _split_at_close(start)
     try:
         value, end = _DECODER.raw_decode(start)
     except (ValueError, RecursionError) as error:
-        return BadCall(reason=_broken(error) if closed else NOT_CLOSED), following
+        return BadCall(reason=_json_error(error) if closed else NOT_CLOSED), following
     behind = start[end:].lstrip()
-    if behind.startswith(CLOSE):  # not at the first closing tag if the JSON's own text has one
+    if behind.startswith(CLOSE):  # a closing tag inside the JSON's own text does not count
         return _call(value), behind[len(CLOSE) :]
-    return BadCall(
-        reason="there is text behind the JSON object" if closed else NOT_CLOSED
-    ), following
+    reason = "there is text behind the JSON object" if closed else NOT_CLOSED
+    return BadCall(reason=reason), following
 
 
-def _until_close(rest: str) -> tuple[str, bool, str]:
-    """(text of the call, whether it is closed, what follows it); a tag that opens another call ends
-    it too."""
+def _split_at_close(rest: str) -> tuple[str, bool, str]:
+    """Split into (text of the call, whether it is closed, text behind it).
+
+    A tag that opens another call ends this one.
+    """
     close, another = rest.find(CLOSE), rest.find(OPEN)
     if close >= 0 and not 0 <= another < close:
         return rest[:close], True, rest[close + len(CLOSE) :]
@@ -250,19 +227,18 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 
 
 def _xml_body(rest: str) -> tuple[Call | BadCall, str]:
-    inner, closed, following = _until_close(rest)
-    found = _FUNCTION.fullmatch(inner)
-    if not closed or found is None:
-        return BadCall(
-            reason=NOT_CLOSED if not closed else "not <function=NAME>...</function>"
-        ), following
-    pairs = _PARAMETER.findall(found[2])
-    if _PARAMETER.sub("", found[2]).strip() or len(dict(pairs)) < len(pairs):
-        return BadCall(
-            reason="not one <parameter=NAME>...</parameter> for each argument"
-        ), following
-    arguments = {name: text.removeprefix("\n").removesuffix("\n") for name, text in pairs}
-    return Call(name=found[1], arguments=arguments, typed=False), following
+    inner, closed, following = _split_at_close(rest)
+    function = _FUNCTION.fullmatch(inner)
+    if not closed or function is None:
+        reason = "not <function=NAME>...</function>" if closed else NOT_CLOSED
+        return BadCall(reason=reason), following
+    name, parameters = function.groups()
+    pairs = _PARAMETER.findall(parameters)
+    if _PARAMETER.sub("", parameters).strip() or len(dict(pairs)) < len(pairs):
+        reason = "not one <parameter=NAME>...</parameter> for each argument"
+        return BadCall(reason=reason), following
+    arguments = {key: text.removeprefix("\n").removesuffix("\n") for key, text in pairs}
+    return Call(name=name, arguments=arguments, typed=False), following
 
 
 # ---------------------------------------------------------------- bare JSON
@@ -270,7 +246,7 @@ def _xml_body(rest: str) -> tuple[Call | BadCall, str]:
 _BROKEN_CALL = re.compile(r'\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 
 
-def _llama3(text: str) -> Reading:
+def _read_llama3(text: str) -> Reading:
     before, tag, body = text.partition(PYTHON_TAG)
     if not tag:
         before, body = "", text
@@ -284,17 +260,17 @@ def _llama3(text: str) -> Reading:
         except (ValueError, RecursionError) as error:
             if not (tag or calls or _BROKEN_CALL.match(body)):
                 return Reading(before=text)
-            calls.append(BadCall(reason=_broken(error)))
+            calls.append(BadCall(reason=_json_error(error)))
             body = ""
             break
-        if not (tag or calls or _is_call(value)):
+        if not (tag or calls or _looks_like_call(value)):
             return Reading(before=text)  # an answer that happens to be JSON
         calls.append(_call(value))
         body = body[end:].lstrip(" \n;,")
     return Reading(before=before, calls=tuple(calls), after=body)
 
 
-def _mistral(text: str) -> Reading:
+def _read_mistral(text: str) -> Reading:
     before, tag, body = text.partition(MISTRAL_TAG)
     if not tag:
         before, body = "", text
@@ -304,15 +280,12 @@ def _mistral(text: str) -> Reading:
     except (ValueError, RecursionError) as error:
         if not (tag or (body.startswith("[") and _BROKEN_CALL.match(body))):
             return Reading(before=text)
-        return Reading(before=before, calls=(BadCall(reason=_broken(error)),))
+        return Reading(before=before, calls=(BadCall(reason=_json_error(error)),))
     listed = isinstance(values, list) and len(values) > 0
-    if not tag and not (listed and all(map(_is_call, values))):
+    if not tag and not (listed and all(map(_looks_like_call, values))):
         return Reading(before=text)
-    if not listed:
-        return Reading(
-            before=before, calls=(BadCall(reason="not a JSON list of calls"),), after=body[end:]
-        )
-    return Reading(before=before, calls=tuple(map(_call, values)), after=body[end:])
+    calls = tuple(map(_call, values)) if listed else (BadCall(reason="not a JSON list of calls"),)
+    return Reading(before=before, calls=calls, after=body[end:])
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -322,22 +295,17 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def _broken(error: Exception) -> str:
+def _json_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"broken JSON: {error.msg} at character {error.pos + 1}"
-    return (
-        "broken JSON: nested too deeply"
-        if isinstance(error, RecursionError)
-        else f"broken JSON: {error}"
-    )
+    return f"broken JSON: {'nested too deeply' if isinstance(error, RecursionError) else error}"
 
 
-def _is_call(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("name"), str)
-        and bool({"arguments", "parameters"} & value.keys())
-    )
+def _looks_like_call(value: Any) -> bool:
+    match value:
+        case {"name": str(), "arguments": _} | {"name": str(), "parameters": _}:
+            return True
+    return False
 
 
 def _call(value: Any) -> Call | BadCall:
@@ -351,7 +319,7 @@ def _call(value: Any) -> Call | BadCall:
         try:
             arguments = json.loads(arguments, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            return BadCall(reason=f"the arguments are {_broken(error)}")
+            return BadCall(reason=f"the arguments are {_json_error(error)}")
     if not isinstance(arguments, dict):
         return BadCall(reason="the arguments are not a JSON object")
     return Call(name=name, arguments=arguments)
@@ -359,14 +327,14 @@ def _call(value: Any) -> Call | BadCall:
 
 # ---------------------------------------------------------------- a Python list
 
-_JSON_NAMES = {"true": True, "false": False, "null": None}  # Llama 4 writes them at times
+_JSON_NAMES = {"true": True, "false": False, "null": None}  # Llama 4 sometimes writes them
 
 
 class _NotLiteral(Exception):
-    """An argument that is no plain value."""
+    """An argument that is more than a plain value."""
 
 
-def _pythonic(text: str) -> Reading:
+def _read_pythonic(text: str) -> Reading:
     body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     bare = _BARE.match(body)
     if bare is None or not bare["python"]:
@@ -374,7 +342,7 @@ def _pythonic(text: str) -> Reading:
     try:
         tree = ast.parse(body, mode="eval").body
         calls = tuple(map(_python_call, tree.elts)) if isinstance(tree, ast.List) else ()
-    # the parser's own words for too deep a nesting
+    # too deep a nesting raises any of them
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         calls = ()
     return Reading(before="", calls=calls or (BadCall(reason="not a Python list of calls"),))

@@ -1,8 +1,7 @@
-"""A random model in a random schedule: the trainer's packed pass and the engine's passes over
-pages, for `probe` to compare.
+"""A random model in a random schedule, as the trainer packs it and as the engine pages it.
 
-Only the arithmetic is tried: no request, no scheduler. What those do with it is checked in every
-step of a run.
+`probe` compares the two. Only the arithmetic is tested, without request or scheduler; those are
+checked in every step of a run.
 """
 
 import copy
@@ -18,25 +17,30 @@ from transformers import AutoModelForCausalLM
 
 from tandem.model.attention import Plan
 from tandem.model.load import ExactModel, make_exact
-from tandem.model.logprobs import SamplingDistribution, log_distribution, token_logprobs
+from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
+from tandem.types import SamplingDistribution
 
 VOCABULARY, EXPERTS = 512, 8
-# tokens of a sequence behind its prefix
+# Tokens of a sequence behind its prefix.
 SHORT, LONG = (*range(1, 9), 20, 28, 32, 64), range(255, 261)
 CHUNKS = (1, 1, 2, 7, 33, 130, 400)  # new tokens of a sequence in a pass of the engine
 
 
 def random_model(model: ExactModel, seed: int) -> ExactModel:
-    """A layer of each kind that a model has (with and without a window, dense and of experts), of
-    its shapes, with a small vocabulary and few experts."""
-    config = _few_layers(model)
+    """Make a random model of one layer of each kind in `model`, with its shapes.
+
+    Kinds are layers with and without a window, dense ones and mixtures of experts. The vocabulary
+    is small, and experts are few.
+    """
+    config = _one_layer_of_each_kind(model)
     config.vocab_size, config.pad_token_id = VOCABULARY, None
     noise = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config).float()
     module.to_empty(device="cpu")
-    module.model.rotary_emb = type(module.model.rotary_emb)(config)  # its buffers are no parameters
+    # the buffers of a rotary embedding are not parameters
+    module.model.rotary_emb = type(module.model.rotary_emb)(config)
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=noise)
         weight.data.copy_(
@@ -45,8 +49,8 @@ def random_model(model: ExactModel, seed: int) -> ExactModel:
     return make_exact(module)
 
 
-def _few_layers(model: ExactModel) -> Any:
-    """The transformers config of a model of the first layer of each kind."""
+def _one_layer_of_each_kind(model: ExactModel) -> Any:
+    """Make the transformers config of a model of the first layer of each kind."""
     config = copy.deepcopy(model.config)
     firsts: dict[tuple[int | None, bool], int] = {}
     for number, layer in enumerate(model.module.model.layers):
@@ -63,7 +67,7 @@ def _few_layers(model: ExactModel) -> Any:
 
 @contextmanager
 def threads_of(count: int) -> Iterator[None]:
-    """Compute with that many threads."""
+    """Set torch's number of threads for a while."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -73,7 +77,7 @@ def threads_of(count: int) -> Iterator[None]:
 
 
 class Cache:
-    """Pages, in random order, for sequences of these lengths in every layer of a model."""
+    """Pages in random order for sequences of the given lengths, in every layer of a model."""
 
     def __init__(self, model: ExactModel, lengths: Sequence[int], random: np.random.Generator):
         self.model, self._ends = model, np.cumsum([-(-length // PAGE) for length in lengths])
@@ -84,8 +88,7 @@ class Cache:
         self.keys, self.values = torch.zeros(2, layers, len(order), kv_heads, PAGE, size).unbind()
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Put the keys and values [T, K, E] of a sequence into the pages of all, in the first
-        layer."""
+        """Write keys and values [T, K, E] into the pages of every sequence, in the first layer."""
         for table in self.tables:
             for side, t in ((self.keys, k), (self.values, v)):
                 padded = F.pad(t, (0, 0, 0, 0, 0, len(table) * PAGE - len(t)))
@@ -94,15 +97,16 @@ class Cache:
     def plan(
         self, members: Sequence[int], starts: np.ndarray, counts: np.ndarray
     ) -> tuple[Plan, np.ndarray]:
-        """(the engine's plan for new tokens of these sequences, their positions); those with more
-        pages come first."""
+        """Make (the engine's plan for new tokens of these sequences, their positions).
+
+        Sequences with more pages must come first.
+        """
         runs = Runs([self.tables[member] for member in members], starts, counts)
         return self.model.paged_plan(self.keys.unbind(), self.values.unbind(), runs), runs.positions
 
 
 class Schedule:
-    """Random sequences that begin alike, their next tokens and the gradients that arrive at
-    them."""
+    """Random sequences with a common prefix, their targets and the gradients of their log-probs."""
 
     def __init__(self, model: ExactModel, seed: int):
         self.model, self.random = model, np.random.default_rng(seed)
@@ -116,25 +120,19 @@ class Schedule:
         self.above = torch.from_numpy(self.random.standard_normal(sum(self.own), np.float32))
 
     def packed(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The trainer's way, the prefix once: log-probs [N] of the targets, and the gradients of
-        all weights."""
-        model, prefix, firsts = (
-            self.model,
-            self.prefix,
-            self.prefix + np.cumsum([0, *self.own[:-1]]),
-        )
-        segments = [
-            (0, prefix, 0, 0),
-            *((int(f), n, 0, prefix) for f, n in zip(firsts, self.own, strict=True)),
-        ]
+        """Run the trainer's pass, the prefix once: (log-probs [N], gradients of all weights)."""
+        model, prefix = self.model, self.prefix
+        firsts = (prefix + np.cumsum([0, *self.own[:-1]])).tolist()
+        segments = [(0, prefix, 0, 0)]
+        segments += [(first, n, 0, prefix) for first, n in zip(firsts, self.own, strict=True)]
         tokens = np.concatenate(
             [self.sequences[0][:prefix], *(sequence[prefix:] for sequence in self.sequences)]
         )
-        places = np.concatenate(
+        positions = np.concatenate(
             [np.arange(prefix), *(np.arange(prefix, prefix + n) for n in self.own)]
         )
         plan = model.packed_plan(np.array(segments))
-        hidden = model.hidden(torch.from_numpy(tokens), torch.from_numpy(places), plan)[prefix:]
+        hidden = model.hidden(torch.from_numpy(tokens), torch.from_numpy(positions), plan)[prefix:]
         weight = model.head.weight
         logprobs, _ = token_logprobs(
             hidden, weight, model.head.pack.of(weight), self.targets, SamplingDistribution()
@@ -148,12 +146,14 @@ class Schedule:
 
     @torch.no_grad()
     def paged(self, threads: Sequence[int]) -> Tensor:
-        """The engine's way, in chunks, an order and a thread count that are drawn for each pass:
-        the log-probs [N] again."""
+        """Run the engine's passes over the same tokens: log-probs [N].
+
+        Each pass draws its sequences, their order, chunk sizes and thread count.
+        """
         lengths = np.array([len(sequence) for sequence in self.sequences])
         cache, done = Cache(self.model, lengths.tolist(), self.random), np.zeros_like(lengths)
         targets = self.targets.split(self.own)
-        found = [torch.zeros(n) for n in self.own]
+        logprobs = [torch.zeros(n) for n in self.own]
         while (left := np.flatnonzero(done < lengths)).size:
             members = self.random.permutation(left)[: int(self.random.integers(1, len(left) + 1))]
             counts = np.minimum(self.random.choice(CHUNKS, len(members)), (lengths - done)[members])
@@ -170,11 +170,9 @@ class Schedule:
             for member, rows, start in zip(
                 members, table.split(counts.tolist()), done[members], strict=True
             ):
-                own = slice(max(self.prefix - start, 0), None)  # of a prefix nothing is asked
+                part = rows[max(self.prefix - start, 0) :]  # the prefix has no targets
                 first = max(int(start) - self.prefix, 0)
-                part = rows[own]
-                found[member][first : first + len(part)] = part.gather(
-                    1, targets[member][first : first + len(part), None]
-                )[:, 0]
+                own = slice(first, first + len(part))
+                logprobs[member][own] = part.gather(1, targets[member][own, None])[:, 0]
             done[members] += counts
-        return torch.cat(found)
+        return torch.cat(logprobs)

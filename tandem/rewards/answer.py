@@ -1,11 +1,11 @@
 r"""The `answer` verifier: is the completion's final answer the ground truth? 1.0 or 0.0.
 
-The final answer is what follows the last `Answer:`, or the content of the last `\boxed{...}`,
-whichever comes last; a number that merely stands in the prose is never taken, nor is an answer that
-is taken back afterwards. answer_compare.py compares.
+The final answer is the text behind the last `Answer:`, or the content of the last `\boxed{...}`,
+whichever comes last; a mere number in the prose never counts, nor does an answer that is taken back
+afterwards. answer_compare.py compares.
 
-It knows neither problems nor processes, and Math-Verify can run forever inside one C call: score
-untrusted text through RewardPool, whose clock is outside.
+Knows neither problems nor processes. Math-Verify can run forever inside one C call: score untrusted
+text through RewardPool, whose clock is outside.
 
     python -c "from tandem.rewards.answer import score; print(score('so 3/6. Answer: 0.5', '1/2'))"
 """
@@ -21,8 +21,8 @@ TEXT_CHARS = 2_000  # the final answer is near the end; a longer tail only costs
 def score(text: str, answer: str, loading: Loading = ignore_loading) -> float:
     """1.0 if the final answer of text equals answer, else 0.0.
 
-    loading(True) is called before Math-Verify is imported (0.5 s once, more on a cold disk) and
-    loading(False) after, so that a caller who holds a clock can allow for it.
+    loading: called with True before Math-Verify is imported (0.5 s once, more on a cold disk) and
+    with False after, so that a caller with a time limit can allow for it.
     """
     found = extract(text)
     return float(found is not None and equal(found, answer, loading))
@@ -34,27 +34,31 @@ _ANSWER = re.compile(r"(?<![a-z])answer(?:[ \t]+is)?[ \t*_`]*[:：]", re.IGNOREC
 _IT = r"(?:that|this|it|which|answer|result|above)"
 _WRONG = r"(?:wrong|incorrect|mistaken|not (?:right|correct)|an error)"
 _TAKEN_BACK = re.compile(
-    rf"\b(?:{_IT}(?:'s| is| was| seems| looks)? (?:clearly |actually )?{_WRONG}|(?:that|answer|result)(?:'s| is) impossible"
-    rf"|{_IT} (?:isn't|wasn't|can't be|cannot be|can not be) (?:right|correct|true)|(?:this|that|which) contradicts"
+    rf"\b(?:{_IT}(?:'s| is| was| seems| looks)? (?:clearly |actually )?{_WRONG}"
+    r"|(?:that|answer|result)(?:'s| is) impossible"
+    rf"|{_IT} (?:isn't|wasn't|can't be|cannot be|can not be) (?:right|correct|true)"
+    r"|(?:this|that|which) contradicts"
     r"|(?:is|was) (?:the )?(?:wrong|incorrect)|(?:is not|isn't|was not) the (?:\w+ )?answer"
-    r"|i (?:was|am|'m) (?:wrong|mistaken)|i(?:'ve)? (?:made|see) (?:an?|my) (?:\w+ )?(?:mistake|error)|(?:scratch|scrap) that"
-    r"|i (?:take|took) (?:that|it|this) back|(?:be|is) (?:discarded|withdrawn)|(?:ignore|disregard|discard) (?:that|this)"
-    r"|on second thought|hold on|no,? wait|wait,? no|(?:no|wait|hmm|sorry|oops)[,.!—:]? *actually|correction:"
-    r"|actually,? (?:it|the|that|no|wait)|should (?:be|have been)(?= *(?:\$|\\|-?[0-9])))",
+    r"|i (?:was|am|'m) (?:wrong|mistaken)"
+    r"|i(?:'ve)? (?:made|see) (?:an?|my) (?:\w+ )?(?:mistake|error)|(?:scratch|scrap) that"
+    r"|i (?:take|took) (?:that|it|this) back|(?:be|is) (?:discarded|withdrawn)"
+    r"|(?:ignore|disregard|discard) (?:that|this)|on second thought|hold on|no,? wait|wait,? no"
+    r"|(?:no|wait|hmm|sorry|oops)[,.!—:]? *actually|correction:|actually,? (?:it|the|that|no|wait)"
+    r"|should (?:be|have been)(?= *(?:\$|\\|-?[0-9])))",
     re.IGNORECASE,
 )
 _BETWEEN_BOXES = re.compile(
-    r"[\s$.]*(?:[,;]|\\text\{ ?(?:and|or) ?\}|\b(?:and|or)\b)(?!.*\b(?:rather|actually|not|no|wait)\b)"
+    r"[\s$.]*(?:[,;]|\\text\{ ?(?:and|or) ?\}|\b(?:and|or)\b)"
+    r"(?!.*\b(?:rather|actually|not|no|wait)\b)"
     r"(?:[\s$,]|\\q?quad|\b(?:and|or)\b)*(?:[A-Za-z(\\][^=.]{0,40}=[\s$]*)?"
 )
 
 
 def extract(text: str) -> str | None:
-    r"""The final answer as written, e.g. "**Answer:** $5$." gives "$5$."; None where there is none
-    or it is taken back.
+    r"""The final answer as written; None without one, or if it is taken back.
 
-    Boxes with nothing but commas, "and" or "or" between them are one answer: "\boxed{2} and
-    \boxed{3}" gives "2, 3".
+    Example: "**Answer:** $5$." gives "$5$.". Boxes with nothing but commas, "and" or "or" between
+    them are one answer: "\boxed{2} and \boxed{3}" gives "2, 3".
     """
     text = text[-TEXT_CHARS:]
     found = _last_boxed(text)
@@ -71,10 +75,10 @@ _BOX = re.compile(r"\\f?boxed\s*\{([^{}]*)\}")
 
 
 def _last_boxed(text: str) -> tuple[str, int] | None:
-    r"""The content of the last complete \boxed{...}, or of those that belong together, and where
-    the first of them begins.
+    r"""The content of the last complete \boxed{...}, or of the last ones that belong together, and
+    the place of the first of them.
 
-    A cut one at the very end does not hide the one before.
+    A truncated box at the very end does not hide the one before.
     """
     starts = list(re.finditer(r"\\f?boxed\s*\{", text))
     boxes, before = list[str](), 0
@@ -93,7 +97,7 @@ def _last_boxed(text: str) -> tuple[str, int] | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    r"""Where the brace opened just before start closes; \{ and \} are characters, not braces."""
+    r"""The place of the brace that closes the one before start; \{ and \} are not braces."""
     depth = 1
     for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match[0], 0)

@@ -1,13 +1,14 @@
-r"""Are two answers the same? As text, as a choice, as numbers, or as formulas; lists, sets and
-tuples member by member.
+r"""Compares two answers: as text, as a choice, as numbers, or as formulas; lists, sets and tuples
+member by member.
 
 Numbers are compared exactly as fractions, with their units, and nothing is evaluated: when the
 truth is a number, `2+3` is not 5, because paying for arithmetic left undone pays for repeating the
 question. Only formulas are left to Math-Verify (sympy), imported at the first of them.
 
-It knows no completions.
+Knows no completions.
 
-    python -c "from tandem.rewards.answer_compare import equal; print(equal('x = 3 or x = -5', r'\{-5, 3\}'))"
+    python -c "from tandem.rewards.answer_compare import equal; \
+        print(equal('x = 3 or x = -5', r'\{-5, 3\}'))"
 """
 
 import re
@@ -34,23 +35,27 @@ def ignore_loading(_: bool) -> None:
     pass
 
 
-_DOUBT = r"(?:or|not|no|maybe|mod|actually|wrong|incorrect|correct|right|but|instead|rather|except|unless|approx\w*|about|times)"
+_DOUBT = (
+    r"(?:or|not|no|maybe|mod|actually|wrong|incorrect|correct|right|but|instead|rather|except"
+    r"|unless|approx\w*|about|times)"
+)
 _REMARK = re.compile(
-    rf"(?<=\S)\s+(?:\\text\{{)?\((?![^()]*\b{_DOUBT}\b)[^()]*[A-Za-z]{{3}}[^()]*\)\}}?[\s$.*]*$",
+    rf"(?<=\S)\s+(?:\\text\{{)?\((?![^()]*\b{_DOUBT}\b)[^()]*[A-Za-z]{{3}}[^()]*\)\}}?"
+    r"[\s$.*]*$",
     re.IGNORECASE,
 )
 _LEAD = re.compile(
-    r"(?!no\b|not\b|none\b|never\b|nothing\b)[A-Za-z][A-Za-z' $-]{0,60} (?:is|are|equals|be)(?: equal to| at| in)?:?"
+    r"(?!no\b|not\b|none\b|never\b|nothing\b)[A-Za-z][A-Za-z' $-]{0,60}"
+    r" (?:is|are|equals|be)(?: equal to| at| in)?:?"
     r"(?: (?:a|an|the)(?: line| set| point)?)?(?: (?!not\b)|(?=[(\\]))"
     r"|(?:all )?real (?:numbers )?(?=[a-z])",
     re.IGNORECASE,
 )
 _ANOTHER_CHOICE = re.compile(r"^(?:or|and|,|/)|\([A-J]\)|\b[B-H](?![a-z'])\b|\bA\b(?! [a-z])")
 _CHOICE = re.compile(
-    r"(?:the )?(?:(?:correct )?(?:option|choice|answer)(?: is)?:? ?)?(?:\(([A-Ja-j])\)|([A-J])(?=[).:]|$))[).:]* ?(.*)"
+    r"(?:the )?(?:(?:correct )?(?:option|choice|answer)(?: is)?:? ?)?"
+    r"(?:\(([A-Ja-j])\)|([A-J])(?=[).:]|$))[).:]* ?(.*)"
 )
-
-
 _VERDICTS = {"yes", "no", "true", "false"}
 
 
@@ -66,34 +71,33 @@ def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
     if max(len(one), len(other)) > NUMBER_CHARS:
         return False
     if _key(other) in _VERDICTS:
-        said = re.findall(r"[a-z]+", _key(one))
-        return (
-            said[:1] == [_key(other)]
-            and _VERDICTS.isdisjoint(said[1:])
-            and _key(one)[len(said[0])] in ",;:."
-        )
+        return _same_verdict(_key(one), _key(other))
     if _CHOICE.fullmatch(without_fonts(other)):
         return _same_choice(without_fonts(one).strip(" ."), without_fonts(other), loading)
     return _same(_LEAD.sub("", one, count=1), other, loading)
 
 
 def _key(text: str) -> str:
-    """What is compared as a string: words in any case and without their article, a choice without
-    its parentheses."""
+    """The form to compare as a string: words in any case and without their article, a choice
+    without its parentheses."""
     text = re.sub(r" ?([,;]) ?", r"\1", without_fonts(text)).strip(" .")
     text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)
-    return (
-        text if re.search(r"[0-9\\]", text) else re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
-    )
+    if re.search(r"[0-9\\]", text):
+        return text
+    return re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
+
+
+def _same_verdict(one: str, other: str) -> bool:
+    """Compare yes, no, true or false with a text that begins with it, "yes, because ..."."""
+    words = re.findall(r"[a-z]+", one)
+    return words[:1] == [other] and _VERDICTS.isdisjoint(words[1:]) and one[len(words[0])] in ",;:."
 
 
 def _same_choice(one: str, other: str, loading: Loading) -> bool:
     """Compare two choices by their letters; a choice's text counts where the other names no
     letter."""
-    guess, truth = (
-        _CHOICE.fullmatch(one) or _CHOICE.fullmatch(_LEAD.sub("", one, count=1)),
-        _CHOICE.fullmatch(other),
-    )
+    guess = _CHOICE.fullmatch(one) or _CHOICE.fullmatch(_LEAD.sub("", one, count=1))
+    truth = _CHOICE.fullmatch(other)
     assert truth is not None
     if guess is None:
         return bool(truth[3]) and _same(one, normal(truth[3]), loading)
@@ -101,12 +105,11 @@ def _same_choice(one: str, other: str, loading: Loading) -> bool:
     return same and _ANOTHER_CHOICE.search(guess[3]) is None
 
 
-# ---------------------------------------------------------------- lists, sets, tuples, intervals,
-# matrices
+# ---------------------------------------------------------------- lists, sets, tuples, matrices
 
 
 class Bracketed(NamedTuple):
-    """Items in brackets whose order counts: a tuple, a point, an interval, the rows of a matrix."""
+    """Items in brackets, in order: a tuple, a point, an interval, the rows of a matrix."""
 
     opening: str
     items: list[str]
@@ -124,12 +127,9 @@ def _same(one: str, other: str, loading: Loading) -> bool:
     if guess is None or truth is None:
         comparable = guess is truth is None or ("matrix" in one and "matrix" in other)
         return _key(one) == _key(other) or (comparable and _same_value(one, other, loading))
-    brackets = (guess.opening, guess.closing, len(guess.items)) == (
-        truth.opening,
-        truth.closing,
-        len(truth.items),
-    )
-    return brackets and all(
+    if (guess.opening, guess.closing) != (truth.opening, truth.closing):
+        return False
+    return len(guess.items) == len(truth.items) and all(
         _same(a, b, loading) for a, b in zip(guess.items, truth.items, strict=True)
     )
 
@@ -138,23 +138,26 @@ def _matched(ones: list[str], others: list[str], loading: Loading) -> bool:
     """Pair each of ones with another of others, in any order; False where one has no partner."""
     left = list(others)
     for one in ones:
-        same = next((k for k, other in enumerate(left) if _same(one, other, loading)), None)
-        if same is None:
+        partner = next((other for other in left if _same(one, other, loading)), None)
+        if partner is None:
             return False
-        del left[same]
+        left.remove(partner)
     return True
 
 
 def _by_name(items: list[str]) -> list[str]:
-    """The point whose coordinates are named one by one, ["(3,-1)"] for x=3 and y=-1; other lists as
-    they are."""
+    """The point of coordinates that are named one by one, ["(3,-1)"] for x=3 and y=-1; any other
+    list unchanged."""
     named = sorted(split_name(item) for item in items)
     names = {name for name, _ in named}
     point = "" not in names and len(names) == len(items)
     return [f"({','.join(value for _, value in named)})"] if point else items
 
 
-_SEPARATOR = r"[,;]|\\(?:cup|lor|vee)(?![A-Za-z])|\\text\{ ?,? ?(?:and|or) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+_SEPARATOR = (
+    r"[,;]|\\(?:cup|lor|vee)(?![A-Za-z])|\\text\{ ?,? ?(?:and|or) ?\}"
+    r"|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+)
 _TOKEN = re.compile(rf"\\(?:begin|end)\{{[a-z]+\*?\}}|\\[{{}}]|[(){{}}\[\]]|{_SEPARATOR}")
 _THOUSANDS = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 _DOLLARS = re.compile(r"\$ *(,|;|and|or|, and|, or) *\$")
@@ -163,10 +166,9 @@ _BRACES = re.compile(r"\\\{(.*)\\\}|\{(.*,.*)\}")
 
 
 def _members(text: str) -> list[str]:
-    r"""The members of a set or of a list without brackets, the parts of a union; else the text
-    alone.
+    r"""The members of a set, of a list without brackets, of a union; else the text alone.
 
-    "\pm" makes two of one; what stands before "\in" or before the equals sign of a set is left out.
+    "\pm" makes two members. A name before "\in" or before the equals sign of a set is left out.
     """
     text = _DOLLARS.sub(r" \1 ", text).strip()
     element = _ELEMENT.fullmatch(text)
@@ -187,8 +189,7 @@ def _signs(item: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Text cut at the separators that stand in no brackets, a single item where the brackets do not
-    close."""
+    """Split a text at the separators outside of brackets; not at all if brackets do not close."""
     items, depth, start = list[str](), 0, 0
     for match in _TOKEN.finditer(text):
         token = match[0]
@@ -219,22 +220,20 @@ _TWO_SIDED = re.compile(
 
 
 def _as_interval(text: str) -> str:
-    r"""An inequality of one variable as the interval that it describes: "1<x\le 2" as "(1,2]";
-    anything else as it is."""
+    r"""An inequality of one variable as its interval, "1<x\le 2" as "(1,2]"; any other text
+    unchanged."""
     text = re.sub(r"\s*(\\[lg]e)(?![A-Za-z])\s*", r"\1 ", text)
     if match := _TWO_SIDED.fullmatch(text):
         low, left, right, high = match.groups()[:4] if match[1] else match.groups()[:3:-1]
     elif match := _ONE_SIDED.fullmatch(text):
         sign, side = (match[2], match[3]) if match[1] else (match[5], match[4])
         above = ("<" in sign or "le" in sign) == bool(match[1])  # the side is the upper end
-        low, left, right, high = (
-            (r"-\infty", "<", sign, side) if above else (side, sign, "<", r"\infty")
-        )
+        ends = (r"-\infty", "<", sign, side) if above else (side, sign, "<", r"\infty")
+        low, left, right, high = ends
     else:
         return text
-    return (
-        f"{'[' if 'e' in left else '('}{low.strip()},{high.strip()}{']' if 'e' in right else ')'}"
-    )
+    opening, closing = "[" if "e" in left else "(", "]" if "e" in right else ")"
+    return f"{opening}{low.strip()},{high.strip()}{closing}"
 
 
 _MATRIX = re.compile(
@@ -243,15 +242,14 @@ _MATRIX = re.compile(
 
 
 def _as_rows(text: str) -> str:
-    r"""A matrix as its rows, "[[1,2],[3,4]]", and a column as "[1,2]"; anything else as it is."""
+    r"""A matrix as its rows, "[[1,2],[3,4]]", a column as "[1,2]"; any other text unchanged."""
     match = _MATRIX.fullmatch(text)
     if match is None:
         return text
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1]) if row.strip()]
     cells = [",".join(cell.strip() for cell in row.split("&")) for row in rows]
-    return (
-        f"[{','.join(f'[{row}]' for row in cells)}]" if "&" in match[1] else f"[{','.join(cells)}]"
-    )
+    cells = [f"[{row}]" for row in cells] if "&" in match[1] else cells
+    return f"[{','.join(cells)}]"
 
 
 # ---------------------------------------------------------------- numbers and formulas
@@ -282,8 +280,7 @@ _MEASURED = re.compile(r"(.*[0-9)}a-z°!]) ([A-Za-z/^0-9 ]+)")
 
 
 def _without_unit(formula: str) -> tuple[str, str]:
-    r"""A formula and the unit behind it, e.g. "2\pi" and "cm" of "2\pi\text{ cm}"; no unit is
-    ""."""
+    r"""A formula and the unit behind it: "2\pi" and "cm" of "2\pi\text{ cm}"; no unit is ""."""
     match = _MEASURED.fullmatch(re.sub(" +", " ", without_fonts(formula, r" \1 ")).strip())
     unit = parse_unit(match[2]) if match and "=" not in formula else None
     return (match[1], unit) if match and unit and not unit.isdigit() else (formula, "")
@@ -296,9 +293,11 @@ _FUNCTIONS = re.compile(
 
 
 def _is_math(text: str) -> bool:
-    r"""Tell whether Math-Verify may see a text. It multiplies letters, so that "seat" equals
-    "east", and it picks a number out of prose; words, unbalanced braces and inner dollar signs (two
-    formulas, two guesses) never reach it."""
+    r"""Tell whether Math-Verify may see a text.
+
+    It multiplies letters, so that "seat" equals "east", and picks a number out of prose. So words,
+    unbalanced braces and inner dollar signs (two formulas, two guesses) never reach it.
+    """
     letters = _FUNCTIONS.sub(" ", text)
     opened, closed = (len(re.findall(rf"(?<!\\)\{brace}", text)) for brace in "{}")
     wordless = not re.search(r"[A-Za-z]{3}", letters) and bool(re.search(r"[0-9\\^*/+=-]", text))
@@ -306,8 +305,7 @@ def _is_math(text: str) -> bool:
 
 
 def _math_verify(found: str, truth: str, loading: Loading) -> bool:
-    """Math-Verify's verdict, with its own alarms off: they need the main thread and cannot stop a C
-    call."""
+    """Math-Verify's verdict, without its alarms: they need the main thread, and cannot stop C."""
     first = "math_verify" not in sys.modules
     if first:
         loading(True)

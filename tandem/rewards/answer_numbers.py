@@ -1,10 +1,10 @@
-r"""Numbers and units as answers write them: one spelling for each answer, exact values, units under
-one name.
+r"""Parses numbers and units as answers write them: exact values, one name for each unit.
 
-Nothing is evaluated: `2+3` is no number. `3\times 10^8` is one, as it is how a number of that size
-is written. It knows neither completions nor which answer is the right one.
+Nothing is evaluated: `2+3` is no number, while `3\times 10^8`, the way to write a large one, is.
+Knows neither completions nor the right answer.
 
-    python -c "from tandem.rewards.answer_numbers import parse_number; print(parse_number(r'v = 1\frac{1}{2} m/s'))"
+    python -c "from tandem.rewards.answer_numbers import parse_number; \
+        print(parse_number(r'v = 1\frac{1}{2} m/s'))"
 """
 
 import re
@@ -68,50 +68,34 @@ _NAMES = {
 }
 _UNITS = {word: unit for unit, words in _NAMES.items() for word in (unit, *words.split())}
 _BEFORE = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
-_AFTER = {
-    "squared": "^2",
-    "cubed": "^3",
-    "per": "/",
-    "/": "/",
-    "^": "^",
-    "2": "2",
-    "3": "3",
-    "-1": "-1",
-    "-2": "-2",
-}
-# Words that say something else than a unit: a second guess, a doubt, arithmetic, another number.
+_AFTER = {"squared": "^2", "cubed": "^3", "per": "/"}
+_AFTER |= {sign: sign for sign in ("/", "^", "2", "3", "-1", "-2")}
+# Words that are not units: a second guess, a doubt, arithmetic, another number.
 _NO_UNIT = re.compile(
-    "a|am|an|and|answer|approximately|as|at|be|because|but|by|dozen|each|either|else|equals?|even|for|from|hence|hundred|i|if|into|"
-    "is|it|less|maybe|minus|mod|modulo|more|nor|not|odd|of|off|or|over|perhaps|pi|plus|possibly|since|so|sqrt|than|that|then|"
-    "therefore|times?|to|too|was|were|which|with|wrong|thousand|[mbtr]+illion|zero|one|two|three|four|five|six|seven|eight|nine|ten|"
-    "eleven|twelve|half|halves|thirds?|quarters?|twice|double|dozens?|pairs?|scores?|gross|factorial|choose|remainder|rem|lakhs?|"
+    "a|am|an|and|answer|approximately|as|at|be|because|but|by|dozen|each|either|else|equals?|"
+    "even|for|from|hence|hundred|i|if|into|is|it|less|maybe|minus|mod|modulo|more|nor|not|odd|of|"
+    "off|or|over|perhaps|pi|plus|possibly|since|so|sqrt|than|that|then|therefore|times?|to|too|"
+    "was|were|which|with|wrong|thousand|[mbtr]+illion|zero|one|two|three|four|five|six|seven|"
+    "eight|nine|ten|eleven|twelve|half|halves|thirds?|quarters?|twice|double|dozens?|pairs?|"
+    "scores?|gross|factorial|choose|remainder|rem|lakhs?|"
     r"crores?|power|root|squared|cubed|\w+(?:th|ths)"
 )
 _MAGNITUDES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SCALES = {
-    "mm": ("m", Fraction(1, 1000)),
-    "cm": ("m", Fraction(1, 100)),
-    "m": ("m", Fraction(1)),
-    "km": ("m", Fraction(1000)),
-    "mg": ("g", Fraction(1, 1000)),
-    "g": ("g", Fraction(1)),
-    "kg": ("g", Fraction(1000)),
-    "ml": ("l", Fraction(1, 1000)),
-    "l": ("l", Fraction(1)),
-    "s": ("s", Fraction(1)),
-    "min": ("s", Fraction(60)),
-    "h": ("s", Fraction(3600)),
-    "cent": ("dollar", Fraction(1, 100)),
-    "dollar": ("dollar", Fraction(1)),
+_SCALES = {  # quantity -> its units, in multiples of a common one
+    "length": {"mm": 1, "cm": 10, "m": 1000, "km": 1000**2},
+    "mass": {"mg": 1, "g": 1000, "kg": 1000**2},
+    "volume": {"ml": 1, "l": 1000},
+    "time": {"s": 1, "min": 60, "h": 3600},
+    "money": {"cent": 1, "dollar": 100},
 }
 _UNIT_WORD = re.compile(r"[A-Za-zµ°%$€£¢]+|\\\$|[/^]|[23]|-[12](?![0-9])")
 
 
 def parse_unit(text: str, spaced: bool = True) -> str | None:
-    """The unit that text names, e.g. "km/h" for "kilometers per hour"; None where it is no unit.
+    """The unit that text names, e.g. "km/h" for "kilometers per hour"; None for any other text.
 
-    spaced: it stands apart from its number. Only then one letter is a unit, and a longer word that
-    no table knows: "5 apples".
+    spaced: it stands apart from its number. Only then may a unit be one letter, or a longer word
+    that no table has: "5 apples".
     """
     words = _UNIT_WORD.findall(text := re.sub(r"\\cdot|[{}.\s]+", " ", text))
     if not words or len(words) > 6 or _UNIT_WORD.sub("", text).strip():
@@ -123,25 +107,17 @@ def parse_unit(text: str, spaced: bool = True) -> str | None:
         elif word in _AFTER and parts:
             parts.append(_AFTER[word])
         else:
-            known = next(
-                (
-                    form
-                    for form in (word, word.removesuffix("s"), word.removesuffix("es"))
-                    if form in _UNITS
-                ),
-                "",
-            )
+            forms = (word, word.removesuffix("s"), word.removesuffix("es"))
+            known = next((form for form in forms if form in _UNITS), "")
             if not known and (not spaced or _NO_UNIT.fullmatch(word) or len(word) < 3):
                 return None
             if known and not spaced and len(word) == 1 and word.isalpha():
                 return None
             parts.append((_UNITS[known] if known else word.removesuffix("s")) + power)
             power = ""
-    return re.sub(
-        r"(\w+) \^ -([12])",
-        lambda match: f"/{match[1]}" + ("^2" if match[2] == "2" else ""),
-        " ".join(parts),
-    ).replace(" ", "")
+    unit = " ".join(parts)
+    unit = re.sub(r"(\w+) \^ -([12])", lambda m: f"/{m[1]}{'^2' * (m[2] == '2')}", unit)
+    return unit.replace(" ", "")
 
 
 # ---------------------------------------------------------------- numbers
@@ -168,7 +144,8 @@ _POWER_OF_TEN = re.compile(
 _REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]{0,20})\\(?:overline|bar)\{([0-9]{1,20})\}")
 _LETTERS = r"(?:[A-Za-z]'{0,2}|\\[a-z]+)(?:_?\{?[A-Za-z0-9]{1,16}\}?)?"
 _NAME = re.compile(
-    rf"({_LETTERS}(?:\([a-z]\))?|\({_LETTERS}(?:, ?{_LETTERS})+\)|\\(?:vec|hat|bar|overline)\{{\w+\}})=(.+)"
+    rf"({_LETTERS}(?:\([a-z]\))?|\({_LETTERS}(?:, ?{_LETTERS})+\)"
+    r"|\\(?:vec|hat|bar|overline)\{\w+\})=(.+)"
 )
 # behind a name: "10/2=5"
 _CHAIN = re.compile(r"(?:\\(?:frac|times|cdot|sqrt)|[^A-Za-z,;])*=([^=]+)")
@@ -177,14 +154,13 @@ _CURRENCY = re.compile(r"([+-]?)(\\\$|[$€£]|USD|US\\\$) ?([+-]?[0-9.].*)")
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """The name before an equals sign and what follows, e.g. "x" and "5" of "x=5"; no name is ""."""
+    """The name before an equals sign and the rest, e.g. "x" and "5" of "x=5"; no name is ""."""
     match = _NAME.fullmatch(text)
     return (match[1], match[2]) if match else ("", text)
 
 
 def parse_number(text: str) -> Number | None:
-    r"""The number that text writes, None if it writes anything else. Nothing is evaluated; 256
-    characters are the most.
+    r"""The number that text writes; None for any other text, or more than NUMBER_CHARS.
 
     Integers, decimals, `1,000`, `1e-5`, `3\times 10^8`, `a/b`, `\frac{a}{b}`, `1\frac{1}{2}`,
     `0.\overline{3}`, with a sign, parentheses, `%`, `x =`, a currency before it, a unit behind it.
@@ -209,9 +185,8 @@ def _unwrapped(text: str) -> str:
 
 def _split_unit(text: str) -> tuple[str, str]:
     if match := _CURRENCY.fullmatch(text):
-        return _UNITS[match[2].lower().removeprefix("us") if match[2] != "USD" else "usd"], match[
-            1
-        ] + match[3]
+        currency = match[2].lower() if match[2] == "USD" else match[2].lower().removeprefix("us")
+        return _UNITS[currency], match[1] + match[3]
     match = _MEASURED.fullmatch(text)
     if match is None:
         return "", text
@@ -228,8 +203,7 @@ _IN_PROSE = re.compile(rf"(?<![\w.,/])[+-]?{_UNSIGNED}(?:/{_UNSIGNED})?%?")
 
 
 def written_numbers(text: str) -> list[str]:
-    """The numbers that stand in a text, for parse_number: "2 cats and -3.5 dogs." has "2" and
-    "-3.5"."""
+    """The numbers in a text, for parse_number: "2" and "-3.5" of "2 cats and -3.5 dogs."."""
     return _IN_PROSE.findall(re.sub(r"[−–]", "-", text))
 
 
@@ -246,10 +220,8 @@ def _fraction(text: str) -> Fraction | None:
     if match := _POWER_OF_TEN.fullmatch(text):
         return _sign(match[1]) * _decimal(match[2] or "1") * Fraction(10) ** int(match[3])
     if match := _REPEATING.fullmatch(text):
-        fixed, repeated = (
-            Fraction(f"{match[2] or 0}.{match[3] or 0}"),
-            Fraction(int(match[4]), 10 ** len(match[4]) - 1),
-        )
+        fixed = Fraction(f"{match[2] or 0}.{match[3] or 0}")
+        repeated = Fraction(int(match[4]), 10 ** len(match[4]) - 1)
         return _sign(match[1]) * (fixed + repeated / 10 ** len(match[3]))
     return None
 
@@ -268,8 +240,7 @@ def _ratio(sign: str, above: str, below: str) -> Fraction | None:
 
 
 def same_number(one: Number, other: Number) -> bool:
-    """Equal values; a name or a unit may be left out, but two different names or quantities are two
-    different answers.
+    """Compare values. A name or a unit may be left out, but not differ, nor may quantities.
 
     50% is 0.5, and is 50 where the question asked for a percentage. 0.5% is not 0.5, which may be a
     share.
@@ -277,11 +248,12 @@ def same_number(one: Number, other: Number) -> bool:
     if one.name and other.name and one.name != other.name:
         return False
     if one.unit and other.unit and one.unit != other.unit:
-        (base, scale), (other_base, other_scale) = (
-            _SCALES.get(one.unit, ("", 1)),
-            _SCALES.get(other.unit, ("", 1)),
+        return any(
+            one.unit in units
+            and other.unit in units
+            and one.value * units[one.unit] == other.value * units[other.unit]
+            for units in _SCALES.values()
         )
-        return bool(base) and base == other_base and one.value * scale == other.value * other_scale
     if one.percent == other.percent:
         return one.value == other.value
     percent, plain = (one.value, other.value) if one.percent else (other.value, one.value)
@@ -290,36 +262,20 @@ def same_number(one: Number, other: Number) -> bool:
 
 # ---------------------------------------------------------------- other bases
 
-_BASES = {
-    "two": 2,
-    "three": 3,
-    "four": 4,
-    "five": 5,
-    "six": 6,
-    "seven": 7,
-    "eight": 8,
-    "nine": 9,
-    "ten": 10,
-    "twelve": 12,
-}
-_BASES |= {"sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16}
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
+_BASES |= {"ten": 10, "twelve": 12, "sixteen": 16}
+_BASES |= {"binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16}
 _BASED = re.compile(
     r"(-?)\(?(0x)?([0-9A-Fa-f]+)\)?(?:_\{?(\w+)\}?| ?\(?(?:in )?(?:base[- ])?(\w+)\)?)?"
 )
 
 
 def parse_based(text: str) -> tuple[str, int] | None:
-    """Digits and base of a number that names its base, e.g. ("-1f", 16) for "-1F_{16}"; a base of 0
-    is not named."""
+    """Digits and base of a number, e.g. ("-1f", 16) for "-1F_{16}"; the base is 0 if not named."""
     match = _BASED.fullmatch(without_fonts(normal(text)).replace("{", "").replace("}", ""))
     if match is None:
         return None
     named = (match[4] or match[5] or "").lower()
-    base = (
-        16
-        if match[2]
-        else int(named)
-        if named.isdigit() and len(named) < 3
-        else _BASES.get(named, 0)
-    )
+    base = int(named) if named.isdigit() and len(named) < 3 else _BASES.get(named, 0)
+    base = 16 if match[2] else base
     return (match[1] + match[3].lower(), base) if base or not named else None

@@ -1,9 +1,10 @@
 r"""One spelling for each answer: LaTeX, Unicode and plain text written alike, so that answers can
 be compared as text.
 
-It computes nothing and knows neither numbers nor completions.
+Computes nothing, and knows neither numbers nor completions.
 
-    python -c "from tandem.rewards.answer_spelling import normal; print(normal(r'$\left( \tfrac12,\; x \right)$.'))"
+    python -c "from tandem.rewards.answer_spelling import normal; \
+        print(normal(r'$\left( \tfrac12,\; x \right)$.'))"
 """
 
 import re
@@ -77,8 +78,8 @@ _NO_NUMBERS = {"nan", "inf", "infinity"}
 
 
 def normal(text: str) -> str:
-    """One spelling of an answer, "" where it cannot be one: no markup around it, ASCII signs,
-    spaces and fractions alike."""
+    """One spelling of an answer, without markup, in ASCII, with equal spaces and fractions; "" if
+    it cannot be an answer."""
     text = text.translate(_CHARACTERS).strip(MARKUP + "$").rstrip(".").strip(MARKUP + "$")
     text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)
     for pattern, replacement in _REWRITES:
@@ -93,6 +94,6 @@ _WRAPPED = re.compile(
 
 
 def without_fonts(text: str, put: str = r"\1") -> str:
-    r"""Text without `\text{...}` and its like around words; put says what stays, with `\1` for the
-    words."""
+    r"""Text without `\text{...}` and its like around words. put: the replacement, where `\1` are
+    the words."""
     return _WRAPPED.sub(put, text)

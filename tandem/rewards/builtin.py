@@ -1,88 +1,54 @@
-"""The built-in reward functions by name, and those of them that are short. docs/rewards.md shows
-each.
+"""The built-in reward functions by name, and the short ones among them; docs/rewards.md shows each.
 
 Each is a Tandem reward function: score(problem, completion), some with `attempt`, options as
-keyword arguments. They run in killable workers, so a user's pattern or schema may take forever. It
-knows neither processes nor weights.
+keyword arguments. They run in killable workers, so a user's pattern or schema may take forever.
+Knows neither processes nor weights.
 
     python -c "from tandem.rewards.builtin import numeric; from tandem.types import Problem; \
         print(numeric(Problem(uid='', messages=(), answer='3.14'), 'about 3.1', tolerance=0.1))"
 """
 
 import difflib
-import importlib
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from functools import wraps
+from typing import Any
 
-from tandem.rewards import answer as verifier
-from tandem.rewards import answer_numbers as numbers
+from tandem.rewards.answer import TEXT_CHARS, extract, score
 from tandem.rewards.answer_compare import Loading, ignore_loading
-from tandem.rewards.countdown import countdown
+from tandem.rewards.answer_numbers import Number, parse_number, written_numbers
 from tandem.rewards.parts import BadFunction, BadValue
 from tandem.rewards.schema import check_schema, json_schema
+from tandem.tasks.registry import TASKS
 from tandem.types import Attempt, Problem
 
-Name = Literal[
-    "answer",
-    "choice",
-    "code",
-    "countdown",
-    "env",
-    "exact",
-    "format",
-    "json_schema",
-    "judge",
-    "length",
-    "numeric",
-    "reasoning_gym",
-    "regex",
-    "reward_model",
-]
+Function = Callable[..., Any]
 
 
-def find(name: str) -> Callable[..., Any]:
-    """The function of that name; raises BadFunction. What an extra is needed for is imported
-    here."""
+def find(name: str) -> Function:
+    """The function of that name; raises BadFunction. Those that import much are imported here."""
     match name:
-        case "answer":
-            return answer
-        case "choice":
-            return choice
         case "code":
-            return code
-        case "countdown":
-            return countdown
-        case "env":
-            return env
-        case "exact":
-            return exact
-        case "format":
-            return format_of_tags
-        case "json_schema":
-            return json_schema
+            from tandem.rewards.code import code_reward
+
+            return code_reward
         case "judge":
-            from tandem.rewards.judge import judge  # with it comes the network
+            from tandem.rewards.judge import judge
 
             return judge
-        case "length":
-            return length
-        case "numeric":
-            return numeric
         case "reasoning_gym":
-            return reasoning_gym()
-        case "regex":
-            return regex
-        case "reward_model":
-            return reward_model
+            from tandem.tasks import reasoning_gym
+
+            return reasoning_gym.score
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
     if name.endswith(".py"):
         raise BadFunction(f"{name!r} names a file and no function in it, as {name}:score does")
-    near = difflib.get_close_matches(name, get_args(Name), 1, 0.5)
+    near = difflib.get_close_matches(name, NAMES, 1, 0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise BadFunction(
-        f"no built-in {name!r}{hint} The built-in ones are {', '.join(get_args(Name))}"
-    )
+    raise BadFunction(f"no built-in {name!r}{hint} The built-in ones are {', '.join(NAMES)}")
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
@@ -104,57 +70,71 @@ def check(name: str, options: Mapping[str, Any]) -> None:
             check_judge(options)
 
 
+def from_checker(name: str, checker: Function) -> Function:
+    """Make a reward function of a task's own checker, with `extract` handed in.
+
+    checker(problem, completion, extract, **options); its ValueError is a row that it cannot read.
+    """
+
+    @wraps(checker)
+    def reward(problem: Problem, completion: str, **options: Any) -> float:
+        try:
+            return float(checker(problem, completion, extract, **options))
+        except ValueError as error:
+            raise BadValue(f"{name}: {error}") from None
+
+    signature = inspect.signature(checker)
+    kept = [p for p in signature.parameters.values() if p.name != "extract"]
+    reward.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return reward
+
+
 # ---------------------------------------------------------------- is it the answer?
 
 
 def answer(problem: Problem, completion: str, loading: Loading = ignore_loading) -> float:
     """1 if the final answer is the ground truth, as number, list, text, choice or formula
     (answer.py)."""
-    return verifier.score(completion, problem.answer, loading)
+    return score(completion, problem.answer, loading)
 
 
 def exact(
     problem: Problem, completion: str, *, strip: bool = True, casefold: bool = False
 ) -> float:
     """1 if the whole completion is the ground truth."""
-    one, other = completion, problem.answer
-    if strip:
-        one, other = one.strip(), other.strip()
-    return float(one.casefold() == other.casefold() if casefold else one == other)
+    texts = [completion, problem.answer]
+    texts = [text.strip() for text in texts] if strip else texts
+    one, other = [text.casefold() for text in texts] if casefold else texts
+    return float(one == other)
 
 
 def numeric(
     problem: Problem, completion: str, *, tolerance: float = 1e-6, relative: float = 0.0
 ) -> float:
-    """1 if the final answer, or else the last number of the completion, is within a tolerance of
-    the ground truth:
-    |number - truth| <= max(tolerance, relative x |truth|). 50% is 0.5. Compared exactly, as fractions."""
-    truth = numbers.parse_number(problem.answer)
-    if truth is None:
-        raise BadValue(
-            f"the answer {problem.answer[:100]!r} of problem {problem.uid!r} is not a number"
-        )
-    number = _number(completion)
+    """1 if the final answer, else the last number of the completion, is near the ground truth:
+    |number - truth| <= max(tolerance, relative x |truth|). 50% is 0.5. Compared as fractions."""
+    parsed = parse_number(problem.answer)
+    if parsed is None:
+        raise _bad_answer(problem, "a number")
+    number, truth = _number(completion), _value(parsed)
     if number is None:
         return 0.0
-    wrong = abs(_value(number) - _value(truth))
-    return float(
-        wrong <= max(Fraction(str(tolerance)), Fraction(str(relative)) * abs(_value(truth)))
-    )
+    allowed = max(Fraction(str(tolerance)), Fraction(str(relative)) * abs(truth))
+    return float(abs(_value(number) - truth) <= allowed)
 
 
-def _number(completion: str) -> numbers.Number | None:
-    """The final answer's; of an answer with words around it ("about 3.1 cm") the only one, as two
-    are two guesses."""
-    final = verifier.extract(completion)
+def _number(completion: str) -> Number | None:
+    """The number of the final answer; in an answer with words ("about 3.1 cm") the only number, as
+    two are two guesses."""
+    final = extract(completion)
     if final is None:
-        written = numbers.written_numbers(completion[-verifier.TEXT_CHARS :])[-1:]
+        written = written_numbers(completion[-TEXT_CHARS:])[-1:]
     else:
-        written = [final] if numbers.parse_number(final) else numbers.written_numbers(final)
-    return numbers.parse_number(written[0]) if len(written) == 1 else None
+        written = [final] if parse_number(final) else written_numbers(final)
+    return parse_number(written[0]) if len(written) == 1 else None
 
 
-def _value(number: numbers.Number) -> Fraction:
+def _value(number: Number) -> Fraction:
     return number.value / 100 if number.percent else number.value
 
 
@@ -162,18 +142,16 @@ _CHOICE = re.compile(r"[(\[]?([A-Za-z])(?:[)\].:,]|\s|$)")
 
 
 def choice(problem: Problem, completion: str) -> float:
-    """1 if the letter chosen is the ground truth's: that of the final answer ("Answer: (B) 12"),
-    else the last letter in parentheses, else a letter alone in the last line."""
+    """1 if the chosen letter is the ground truth's: the letter of the final answer ("Answer: (B)
+    12"), else the last one in parentheses, else one alone in the last line."""
     truth = _CHOICE.match(problem.answer.strip())
     if truth is None:
-        raise BadValue(
-            f"the answer {problem.answer[:100]!r} of problem {problem.uid!r} is not a letter"
-        )
-    return float(_letter(completion[-verifier.TEXT_CHARS :]) == truth[1].upper())
+        raise _bad_answer(problem, "a letter")
+    return float(_letter(completion[-TEXT_CHARS:]) == truth[1].upper())
 
 
 def _letter(text: str) -> str:
-    final = verifier.extract(text)
+    final = extract(text)
     if final is not None:
         chosen = _CHOICE.match(re.sub(r"\\(?:text|mathrm|textbf)\{|[}$*_`]", "", final).strip())
         return chosen[1].upper() if chosen else ""
@@ -185,11 +163,18 @@ def _letter(text: str) -> str:
 
 
 def regex(problem: Problem, completion: str, *, pattern: str = "", full: bool = False) -> float:
-    """1 if the pattern is found (full: matches the whole, stripped). It is the option, else
-    metadata["pattern"], else the answer."""
+    """1 if the pattern is found (full: matches all of the stripped completion).
+
+    The pattern is the option, else metadata["pattern"], else the answer.
+    """
     wanted = pattern or problem.metadata.get("pattern") or problem.answer
-    return float(
-        bool(re.fullmatch(wanted, completion.strip()) if full else re.search(wanted, completion))
+    match = re.fullmatch(wanted, completion.strip()) if full else re.search(wanted, completion)
+    return float(match is not None)
+
+
+def _bad_answer(problem: Problem, expected: str) -> BadValue:
+    return BadValue(
+        f"the answer {problem.answer[:100]!r} of problem {problem.uid!r} is not {expected}"
     )
 
 
@@ -204,9 +189,11 @@ def format_of_tags(
     opened: bool = False,
     rest: bool = True,
 ) -> float:
-    """1 if the completion is <think>...</think> and then text: each of `tags` once, in order, not
-    empty, nothing before or between them. opened: the prompt has opened the first one already.
-    rest: text must follow the last; else none may."""
+    """1 if the completion is <think>...</think> and then text.
+
+    tags: each once, in order, not empty, with nothing before or between them. opened: the prompt
+    has opened the first one. rest: text must follow the last; else none may.
+    """
     text = f"<{tags[0]}>{completion}" if opened and tags else completion
     if any(text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1 for tag in tags):
         return 0.0
@@ -221,15 +208,11 @@ def format_of_tags(
 def length(
     problem: Problem, completion: str, *, target: int = 0, limit: int = 0, unit: str = "characters"
 ) -> float:
-    """1 up to `target` characters (or words), falling evenly to 0 at `limit`. Use a weight to make
-    it a penalty."""
-    match unit:
-        case "characters":
-            size = len(completion)
-        case "words":
-            size = len(completion.split())
-        case _:
-            raise BadValue(f"length: unit is {unit!r}, expected characters or words")
+    """1 up to `target` characters (or words), falling evenly to 0 at `limit`; a negative weight
+    makes it a penalty."""
+    if unit not in ("characters", "words"):
+        raise BadValue(f"length: unit is {unit!r}, expected characters or words")
+    size = len(completion) if unit == "characters" else len(completion.split())
     return min(1.0, max(0.0, (limit - size) / (limit - target)))
 
 
@@ -237,57 +220,38 @@ def length(
 
 
 def env(problem: Problem, completion: str, attempt: Attempt) -> dict[str, float]:
-    """What the environment gave, in the sum of all turns; what else it told is parts."""
-    others = {
-        name: value for name, value in attempt.given.items() if name not in ("env", "reward_model")
-    }
-    return {
-        **others,
-        "reward": _given(attempt, "env", "this environment gives no reward: set env.name"),
-    }
+    """The environment's reward, the sum of all turns; its other numbers are parts."""
+    reward = _given(attempt, "env", "this environment gives no reward: set env.name")
+    others = attempt.env_rewards.items()
+    return {**{k: v for k, v in others if k not in ("env", "reward_model")}, "reward": reward}
 
 
 def reward_model(problem: Problem, completion: str, attempt: Attempt) -> float:
-    """What the reward model of reward.model said; the trainer has asked it."""
+    """The score of reward.model, which the trainer has asked."""
     return _given(attempt, "reward_model", "no reward model was asked: set reward.model")
 
 
 def _given(attempt: Attempt, name: str, why: str) -> float:
-    if name not in attempt.given:
+    if name not in attempt.env_rewards:
         raise BadValue(why)
-    return attempt.given[name]
+    return attempt.env_rewards[name]
 
 
-def reasoning_gym() -> Callable[..., Any]:
-    """The package's own scorer of the row's task. By name, as the file that makes those rows also
-    has the scorer."""
-    score: Callable[..., Any] = importlib.import_module("tandem.tasks.reasoning_gym").score
-    return score
-
-
-def code(
-    problem: Problem,
-    completion: str,
-    *,
-    sandbox: dict[str, Any] = {},  # noqa: B006
-    timeout_s: float = 4.0,
-    test_timeout_s: float = 2.0,
-    memory_mb: int = 512,
-    all_or_nothing: bool = False,
-    tolerance: float = 0.0,
-) -> dict[str, float]:
-    """The share of the problem's tests that the completion's program passes (code.py); sandbox: the
-    config's section."""
-    from tandem.config.schema import Sandbox
-    from tandem.rewards.code import code_reward
-
-    return code_reward(
-        problem,
-        completion,
-        sandbox=Sandbox(**sandbox),
-        timeout_s=timeout_s,
-        test_timeout_s=test_timeout_s,
-        memory_mb=memory_mb,
-        all_or_nothing=all_or_nothing,
-        tolerance=tolerance,
-    )
+FUNCTIONS: dict[str, Function] = {
+    "answer": answer,
+    "choice": choice,
+    "env": env,
+    "exact": exact,
+    "format": format_of_tags,
+    "json_schema": json_schema,
+    "length": length,
+    "numeric": numeric,
+    "regex": regex,
+    "reward_model": reward_model,
+}
+FUNCTIONS |= {
+    name: from_checker(name, task.checker)
+    for name, task in TASKS.items()
+    if task.checker is not None
+}
+NAMES = sorted([*FUNCTIONS, "code", "judge", "reasoning_gym"])

@@ -1,11 +1,10 @@
-"""Reads test scripts: which of them are nothing but asserts of `call == constant`, and which names
-they need.
+"""Reads test scripts: finds those of nothing but asserts of `call == constant`, and needed names.
 
 Such an assert is taken apart here, so that the call goes to the solution and the constant does not.
-A script is taken apart as a whole or not at all, and only where it is certain that a call holds
-nothing of what is expected: no comparison, no name that the script itself has made.
+A script is taken apart as a whole or not at all, and only where a call certainly holds nothing of
+the expected value: no comparison, no name that the script itself has made.
 
-It runs nothing, and knows neither sandboxes nor scores.
+Runs nothing, and knows neither sandboxes nor scores.
 
     python -c "from tandem.rewards.code_asserts import calls; print(calls('assert f([1]) == 2'))"
 """
@@ -29,51 +28,19 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "len": len,
     "str": str,
 }
-# What makes plain data of an iterator or an object; it is asked of the solution's side, as an
-# iterator is no value.
-AT_ONCE = {
-    "set": "list",
-    "frozenset": "list",
-    "sorted": "list",
-    "list": "list",
-    "tuple": "list",
-    "str": "str",
-}
-MAKERS = {
-    "set",
-    "frozenset",
-    "list",
-    "tuple",
-    "dict",
-    "float",
-    "int",
-    "str",
-    "bytes",
-    "complex",
-    "range",
-}
-PLAIN = (
-    ast.Call,
-    ast.Name,
-    ast.Attribute,
-    ast.Constant,
-    ast.List,
-    ast.Tuple,
-    ast.Set,
-    ast.Dict,
-    ast.UnaryOp,
-    ast.BinOp,
-    ast.operator,
-    ast.unaryop,
-    ast.keyword,
-    ast.Starred,
-    ast.expr_context,
-)
+# Applied on the solution's side before the wrapper: makes plain data of an iterator or an object.
+INNER = {**dict.fromkeys(("set", "frozenset", "sorted", "list", "tuple"), "list"), "str": "str"}
+# Built-ins that a call's arguments may use.
+MAKERS = {"set", "frozenset", "list", "tuple", "dict", "float", "int", "str", "bytes"}
+MAKERS |= {"complex", "range"}
+PLAIN: tuple[type[ast.AST], ...] = (ast.Call, ast.Name, ast.Attribute, ast.Constant, ast.List)
+PLAIN += (ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop)
+PLAIN += (ast.keyword, ast.Starred, ast.expr_context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
-    """A call of the solution, and the value it should give.
+    """A call of the solution, and its expected value.
 
     Example: `assert set(f([1])) == {2}` is CallTest(expression="f([1])", expected=({2},),
     wrapper="set")
@@ -81,27 +48,22 @@ class CallTest:
 
     expression: str
     expected: tuple[Any, ...]  # any of them will do
-    wrapper: str = ""  # applied to the value before it is compared
+    wrapper: str = ""  # applied to the value before the comparison
     # json: tuples are lists, keys are strings
-    how: Literal["equal", "is", "truth", "json"] = "equal"
+    compare: Literal["equal", "is", "truth", "json"] = "equal"
 
 
 def calls(script: str, entry_point: str = "", before: Sequence[str] = ()) -> list[CallTest]:
-    """The asserts of a script; none if it is anything more.
+    """The asserts of a script; none if there is anything else in it.
 
-    entry_point: whom HumanEval's `check(candidate)` is about; with one, no other call is the
-    solution's. before: statements that make names for the script.
+    entry_point: the function that HumanEval's `check(candidate)` tests; with one, no other call is
+    the solution's. before: statements that make names for the script.
     """
     tree = ast.parse(script)
     of_solution = _imported(tree)
     made = (bound(tree) | bound(ast.parse("\n".join(before))) | set(modules(script))) - of_solution
     if entry_point or of_solution:
-        made |= (
-            {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-            - {_root(entry_point)}
-            - of_solution
-            - MAKERS
-        )
+        made |= _names(tree) - {_root(entry_point)} - of_solution - MAKERS
     found = []
     for statement in _statements(tree.body, entry_point):
         match statement:
@@ -120,7 +82,7 @@ def calls(script: str, entry_point: str = "", before: Sequence[str] = ()) -> lis
 
 
 def _is_metadata(statement: ast.stmt) -> bool:
-    """HumanEval's `METADATA = {...}`."""
+    """Recognize HumanEval's `METADATA = {...}`."""
     match statement:
         case ast.Assign([ast.Name(name)]):
             return name.isupper()
@@ -128,8 +90,7 @@ def _is_metadata(statement: ast.stmt) -> bool:
 
 
 def _statements(body: list[ast.stmt], entry_point: str) -> Iterator[ast.stmt]:
-    """The statements of a script, with those of `check` about the entry point in its place, and
-    without a call of it."""
+    """The statements of a script, with the body of `check` in its place, and without its call."""
     for statement in body:
         match statement:
             case ast.FunctionDef("check", ast.arguments([], [ast.arg(name)], None)) if entry_point:
@@ -151,31 +112,27 @@ class _Renamed(ast.NodeTransformer):
 
 
 def _condition(node: ast.expr, made: set[str]) -> CallTest | None:
-    """The test that an assert's condition is, if it is one of a call and a constant."""
+    """The test in an assert's condition; None unless it is of a call and a constant."""
     match node:
         case ast.Compare(left, [ast.Eq()], [right]):
             return _comparison(left, right, made) or _comparison(right, left, made)
         case ast.Compare(left, [ast.Is()], [ast.Constant(None | True | False as value)]):
             source = _call(left, made)
-            return CallTest(expression=source, expected=(value,), how="is") if source else None
+            return CallTest(expression=source, expected=(value,), compare="is") if source else None
         case ast.UnaryOp(ast.Not(), inner):
             return _truth(inner, made, False)
     return _truth(node, made, True)
 
 
 def _truth(node: ast.expr, made: set[str], expected: bool) -> CallTest | None:
-    """A call whose own truth counts. One around another call, `same(f(1), 2)`, could hold what is
-    expected, and is none."""
-    source = (
-        ""
-        if any(_root_name(call) not in MAKERS for call in _calls_in_arguments(node))
-        else _call(node, made)
-    )
-    return (
-        CallTest(expression=f"bool({source})", expected=(expected,), how="truth")
-        if source
-        else None
-    )
+    """The test of a call's own truth. A call around another, `same(f(1), 2)`, could hold the
+    expected value, and is refused."""
+    if any(_root_name(call) not in MAKERS for call in _calls_in_arguments(node)):
+        return None
+    source = _call(node, made)
+    if not source:
+        return None
+    return CallTest(expression=f"bool({source})", expected=(expected,), compare="truth")
 
 
 def _comparison(call: ast.expr, constant: ast.expr, made: set[str]) -> CallTest | None:
@@ -187,12 +144,9 @@ def _comparison(call: ast.expr, constant: ast.expr, made: set[str]) -> CallTest 
         expected = _constant(constant, made)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    at_once = AT_ONCE.get(wrapper)
-    return CallTest(
-        expression=f"{at_once}({source})" if at_once else source,
-        expected=(expected,),
-        wrapper=wrapper,
-    )
+    if wrapper in INNER:
+        source = f"{INNER[wrapper]}({source})"
+    return CallTest(expression=source, expected=(expected,), wrapper=wrapper)
 
 
 def _unwrapped(node: ast.expr, made: set[str]) -> tuple[str, ast.expr]:
@@ -210,13 +164,11 @@ def _constant(node: ast.expr, made: set[str]) -> Any:
 
 
 def _call(node: ast.expr, made: set[str]) -> str:
-    """The source of a call of something that only the solution can have made; empty for any other
-    expression."""
+    """The source of a call of something that only the solution can have made, or ""."""
     root = _root_name(node)
     if not isinstance(node, ast.Call) or not root or root in vars(builtins):
         return ""
-    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    foreign = names & (made | (vars(builtins).keys() - MAKERS))
+    foreign = _names(node) & (made | (vars(builtins).keys() - MAKERS))
     plain = all(isinstance(part, PLAIN) for part in ast.walk(node))
     return ast.unparse(node) if plain and not foreign else ""
 
@@ -224,16 +176,13 @@ def _call(node: ast.expr, made: set[str]) -> str:
 def _calls_in_arguments(node: ast.expr) -> Iterator[ast.Call]:
     while isinstance(node, ast.Call | ast.Attribute):
         if isinstance(node, ast.Call):
-            inside = (
-                part for argument in (*node.args, *node.keywords) for part in ast.walk(argument)
-            )
-            yield from (part for part in inside if isinstance(part, ast.Call))
+            for argument in (*node.args, *node.keywords):
+                yield from (part for part in ast.walk(argument) if isinstance(part, ast.Call))
         node = node.func if isinstance(node, ast.Call) else node.value
 
 
 def _root_name(node: ast.expr) -> str:
-    """The name that a chain of calls and attributes begins with: "Solution" of `Solution().f(1)`;
-    empty where there is none."""
+    """The first name of a chain of calls and attributes, "Solution" of `Solution().f(1)`, or ""."""
     while isinstance(node, ast.Call | ast.Attribute):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -244,8 +193,7 @@ def _root(entry_point: str) -> str:
 
 
 def _imported(tree: ast.AST) -> set[str]:
-    """The names that a script imports from the module `solution`, or reads from it, as pytest's
-    files do."""
+    """The names that a script imports from the module `solution`, or reads from it."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -257,7 +205,7 @@ def _imported(tree: ast.AST) -> set[str]:
 
 
 def bound(tree: ast.AST) -> set[str]:
-    """Every name that a script gives a meaning to, anywhere in it."""
+    """Every name that a script assigns, defines or imports, anywhere in it."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -277,12 +225,11 @@ def bound(tree: ast.AST) -> set[str]:
 
 
 def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> set[str]:
-    """The names of a script that are the solution's: those that it imports from it, or the entry
-    point, or what it calls and nobody else makes.
+    """The names of a script that the solution makes: its imports from it, else the entry point,
+    else the names that it reads and nothing else makes.
 
-    Not among them: constants, Python's own names and modules, what the problem's text defines, and
-    what an assert calls around a call, `same(f(1), 2)`. A solution cannot stand in for any of
-    these.
+    A solution cannot stand in for constants, Python's own names and modules, names of the problem's
+    text, and functions that an assert calls around a call, `same(f(1), 2)`.
     """
     tree = ast.parse(script)
     if imported := _imported(tree):
@@ -300,32 +247,24 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
         | vars(builtins).keys()
         | set(modules(script))
     )
-    called = {
-        node.func.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    constants = {name for name in read - called if name.isupper()}
+    constants = {name for name in read - _called(tree) if name.isupper()}
     free = {name for name in read - foreign - constants if not name.startswith("__")}
     around, other = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and isinstance(node.test, ast.Call):
-            inner = {
-                part.id
-                for given in node.test.args
-                for part in ast.walk(given)
-                if isinstance(part, ast.Name)
-            } & free
+            inner = _names(*node.test.args) & free
             (around if inner else other).add(_root_name(node.test))
             other |= inner
     return free - (around - other)
 
 
 def is_missing(script: str, name: str) -> bool:
-    """Tell whether a name that was not there is the script's mistake: one that it never makes
-    itself, and needs whatever the solution answers. One that it does make, in a loop over an empty
-    answer for instance, is missing because of the solution, and so is one that only a branch reads,
-    `if f(1) != 2: fail()`."""
+    """Tell whether a missing name is the script's mistake: it never makes the name, and needs it
+    whatever the solution answers.
+
+    A name that it does make, in a loop over an empty answer for instance, is missing because of the
+    solution, and so is one that only a branch reads, `if f(1) != 2: fail()`.
+    """
     tree = ast.parse(script)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     sources = {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
@@ -339,25 +278,17 @@ def _always_read(node: ast.AST) -> Iterator[str]:
     """The names that are read outside of branches, error handlers and the messages of asserts."""
     if isinstance(node, ast.Name):
         yield node.id
-    skipped = (
-        ("body", "orelse")
-        if isinstance(node, ast.If | ast.IfExp)
-        else ("msg",)
-        if isinstance(node, ast.Assert)
-        else ()
-    )
+    skipped = {ast.If: ("body", "orelse"), ast.IfExp: ("body", "orelse"), ast.Assert: ("msg",)}
     for field, value in ast.iter_fields(node):
+        if field in skipped.get(type(node), ()):
+            continue
         for part in value if isinstance(value, list) else [value]:
-            if (
-                field not in skipped
-                and isinstance(part, ast.AST)
-                and not isinstance(part, ast.ExceptHandler)
-            ):
+            if isinstance(part, ast.AST) and not isinstance(part, ast.ExceptHandler):
                 yield from _always_read(part)
 
 
 def free(program: str) -> set[str]:
-    """The names that a program reads and does not make; none of one that is no Python."""
+    """The names that a program reads and does not make; none if it cannot be parsed."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -373,17 +304,12 @@ def modules(script: str) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    called = {
-        node.func.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    return sorted((used - called - bound(tree)) & sys.stdlib_module_names)
+    return sorted((used - _called(tree) - bound(tree)) & sys.stdlib_module_names)
 
 
 def with_copies(script: str) -> str:
-    """The script, where a call gets a copy of an argument that the same comparison, or the call
-    around it, reads again: else `f(a) == sorted(a)` would hold of a solution that empties a."""
+    """The script, with a copy for a call whose argument the same comparison, or the call around it,
+    reads again: else `f(a) == sorted(a)` would hold for a solution that empties a."""
     tree, found = ast.parse(script), dict[int, ast.Call]()
     for node in ast.walk(tree):
         parts: list[ast.AST] = []
@@ -398,6 +324,14 @@ def with_copies(script: str) -> str:
     for call in found.values():
         call.func = ast.Call(ast.Name(COPY, ast.Load()), [call.func], [])
     return ast.unparse(tree) if found else script
+
+
+def _called(tree: ast.AST) -> set[str]:
+    return {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
 
 
 def _names(*nodes: ast.AST) -> set[str]:

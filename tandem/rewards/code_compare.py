@@ -1,9 +1,8 @@
-"""Compares what a program printed, or a function returned, with what a test expects, outside any
-sandbox.
+"""Compares a program's output, or a function's result, with a test's, outside any sandbox.
 
-It believes of a reply only that it is text, or plain data in the JSON of code_inside.py.
+Trusts a reply to be text, or plain data in the JSON of code_inside.py, and no more.
 
-    python -c "from tandem.rewards.code_compare import same_output; print(same_output('1 \\n', '1'))"
+    python -c "from tandem.rewards.code_compare import same_output as s; print(s('1 \\n', '1'))"
 """
 
 import json
@@ -15,7 +14,7 @@ from tandem.rewards.code_inside import decode
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Equal lines, without spaces at their ends and empty lines at the end; with a tolerance, equal
+    """Compare lines, without spaces at their ends and empty lines at the end; with a tolerance,
     words."""
     one, other = (
         [line.rstrip() for line in text.rstrip().split("\n")] for text in (found, expected)
@@ -24,35 +23,35 @@ def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
         return one == other
     words, wanted = found.split(), expected.split()
     return len(words) == len(wanted) and all(
-        map(lambda a, b: _same_word(a, b, tolerance), words, wanted)
+        _same_word(a, b, tolerance) for a, b in zip(words, wanted, strict=True)
     )
 
 
 def _same_word(found: str, expected: str, tolerance: float) -> bool:
     try:
-        return found == expected or math.isclose(
-            float(found), float(expected), rel_tol=tolerance, abs_tol=tolerance
-        )
+        return found == expected or _close(float(found), float(expected), tolerance)
     except ValueError:
         return False
 
 
+def _close(found: float, expected: float, tolerance: float) -> bool:
+    return math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance)
+
+
 def holds(test: CallTest, reply: str, tolerance: float = 0.0) -> bool:
-    """Compare a reply of code_inside.py with what the test expects."""
+    """Compare a reply of code_inside.py with the test's expected value."""
     try:
         value = WRAPPERS[test.wrapper](decode(json.loads(reply)["value"], _no_object))
-        match test.how:
+        match test.compare:
             case "truth":
                 return bool(value) is test.expected[0]
             case "is":
                 return type(value) is type(test.expected[0]) and value == test.expected[0]
             case "json":
-                return any(
-                    _same(_as_json(value), _as_json(expected), tolerance)
-                    for expected in test.expected
-                )
+                found = _as_json(value)
+                return any(_same(found, _as_json(item), tolerance) for item in test.expected)
             case "equal":
-                return any(_same(value, expected, tolerance) for expected in test.expected)
+                return any(_same(value, item, tolerance) for item in test.expected)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
         return False
 
@@ -62,14 +61,13 @@ def _no_object(number: int) -> Any:
 
 
 def _same(found: Any, expected: Any, tolerance: float) -> bool:
-    """Equality of plain data, as Python has it, but NaN equals NaN; a tolerance is for numbers,
-    however deep."""
+    """Compare plain data as Python does, but NaN equals NaN; numbers, however deep, within the
+    tolerance."""
     if isinstance(expected, float | int) and isinstance(found, float | int):
         both_nan = expected != expected and found != found
-        close = tolerance > 0 and math.isclose(
-            found, expected, rel_tol=tolerance, abs_tol=tolerance
+        return (
+            both_nan or found == expected or (tolerance > 0 and _close(found, expected, tolerance))
         )
-        return both_nan or found == expected or close
     if type(found) is type(expected) and isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(
             _same(a, b, tolerance) for a, b in zip(found, expected, strict=True)

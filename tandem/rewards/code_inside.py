@@ -1,18 +1,17 @@
-"""What runs inside the sandbox beside a model's code, or beside a data set's tests: it is a
-program, not a module.
+"""A program inside the sandbox, beside a model's code or a data set's tests.
 
-    python code_inside.py solve    loads solution.py, then answers each line of stdin, an expression in quotes, with a
-                                   line of JSON: {"value": ...} or {"error": [name, text]}
-    python code_inside.py test     runs the scripts of tests.json; a name that is the solution's is a stand-in, whose
-                                   calls go to stdout and come back on stdin; the verdicts go to stderr
+    python code_inside.py solve    loads solution.py, then answers each line of stdin, an expression
+                                   in quotes, with JSON: {"value": ...} or {"error": [name, text]}
+    python code_inside.py test     runs the scripts of tests.json; a stand-in for each name of the
+                                   solution sends calls to stdout and reads results from stdin; the
+                                   verdicts go to stderr
 
     tester [sandbox 1] -- stdout: 'f([1, 2])' --> [sandbox 2] solution
                        <-- stdin: {"value": 3} --
 
-Only plain data comes back, so nothing of the solution is ever where an expected value or a verdict
-is: it has no frames, no checker and no exit code to reach, and an object that equals everything
-arrives as a stand-in that equals nothing. What `solve` does is all in the solution's hands; whoever
-reads its lines believes only that these are values.
+Only plain data comes back, so the solution can reach no expected value, verdict, frame, checker or
+exit code, and an object that equals everything arrives as a stand-in that equals nothing. The
+solution controls all of `solve`; its lines are trusted to be values, and no more.
 """
 
 import builtins
@@ -24,21 +23,19 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-Make = Callable[[int], Any]
 INVOKE, OBJECTS, COPY = "__invoke__", "__objects__", "__on_a_copy__"
 
 
-# ---------------------------------------------------------------- values as JSON, by hand: `import
-# json` costs 6 ms
+# ---------------------------------------------------------------- values as JSON
+# By hand: `import json` costs 6 ms.
 
 
 def encode(value: Any, objects: list[Any]) -> str:
-    """JSON of plain data; anything else becomes its number in objects. What JSON lacks is a dict of
-    one entry.
+    """JSON of plain data, else its number in objects; a kind that JSON lacks is a dict of one item.
 
     Example: encode([1, (2.5, None)], []) gives '[1, {"tuple": [2.5, null]}]'
     """
-    if value is None or value is True or value is False:
+    if value is None or type(value) is bool:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
         from _json import encode_basestring_ascii
@@ -46,29 +43,27 @@ def encode(value: Any, objects: list[Any]) -> str:
         return encode_basestring_ascii(str.__str__(value))
     if isinstance(value, (int, float, complex, bytes)):
         return _encode_number(value)
-    kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
-    for kind in kinds:
+    for kind in (list, *COLLECTIONS.values()):
         if isinstance(value, kind):
             text = f"[{', '.join(encode(item, objects) for item in kind.__iter__(value))}]"
             return text if kind is list else f'{{"{kind.__name__}": {text}}}'
     if isinstance(value, dict):
-        pairs = [
-            f"[{encode(key, objects)}, {encode(item, objects)}]" for key, item in dict.items(value)
-        ]
+        pairs = [f"[{encode(k, objects)}, {encode(v, objects)}]" for k, v in dict.items(value)]
         return f'{{"dict": [{", ".join(pairs)}]}}'
     kind_of = f"{type(value).__module__}.{type(value).__qualname__}"
     if kind_of in STANDARD:
         return f'{{"{kind_of}": {encode([*STANDARD[kind_of](value)], objects)}}}'
-    known = [number for number, item in enumerate(objects) if item is value]
-    if not known:
-        objects.append(value)
-    return f'{{"object": {known[0] if known else len(objects) - 1}}}'
+    for number, item in enumerate(objects):
+        if item is value:
+            return f'{{"object": {number}}}'
+    objects.append(value)
+    return f'{{"object": {len(objects) - 1}}}'
 
 
 def _encode_number(value: Any) -> str:
     if isinstance(value, int):
-        small = -(2**63) <= value < 2**63
-        return int.__repr__(value) if small else f'{{"int": "{value:x}"}}'
+        fits = -(2**63) <= value < 2**63
+        return int.__repr__(value) if fits else f'{{"int": "{value:x}"}}'
     if isinstance(value, float):
         text = float.__repr__(value)
         return f'{{"float": "{text}"}}' if text in ("nan", "inf", "-inf") else text
@@ -77,7 +72,7 @@ def _encode_number(value: Any) -> str:
     return f'{{"complex": [{_encode_number(value.real)}, {_encode_number(value.imag)}]}}'
 
 
-# Values of standard classes, as what makes them again.
+# Arguments that make a value of a standard class again.
 STANDARD: dict[str, Callable[[Any], Any]] = {
     "builtins.range": lambda value: (value.start, value.stop, value.step),
     "builtins.bytearray": lambda value: (bytes(value),),
@@ -89,8 +84,8 @@ STANDARD: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def decode(value: Any, make: Make) -> Any:
-    """The data behind parsed JSON of `encode`; raises ValueError or TypeError for any other.
+def decode(value: Any, make: Callable[[int], Any]) -> Any:
+    """The data behind parsed JSON of `encode`; raises ValueError or TypeError for other JSON.
     make(n): object n."""
     if isinstance(value, list):
         return [decode(item, make) for item in value]
@@ -99,10 +94,8 @@ def decode(value: Any, make: Make) -> Any:
     if len(value) != 1:
         raise ValueError("a value's dict has one entry")
     ((kind, held),) = value.items()
-    if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](
-            decode(item, make) for item in held
-        )
+    if kind in COLLECTIONS:
+        return COLLECTIONS[kind](decode(item, make) for item in held)
     if kind == "dict":
         return {decode(key, make): decode(item, make) for key, item in held}
     if kind == "complex":
@@ -120,12 +113,9 @@ def decode(value: Any, make: Make) -> Any:
     return READERS[kind](held)
 
 
-def _hexadecimal(text: str) -> int:
-    return int(text, 16)  # decimal digits are limited, and slow
-
-
+COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 READERS: dict[str, Callable[[Any], Any]] = {
-    "int": _hexadecimal,
+    "int": lambda digits: int(digits, 16),  # decimal digits are limited, and slow
     "float": float,
     "bytes": bytes.fromhex,
 }
@@ -135,18 +125,17 @@ READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def solve() -> None:
-    """Answer expressions about the solution until there are no more; its own input is empty, its
-    output goes nowhere."""
+    """Answer expressions about the solution until there are no more. The solution's own input is
+    empty, its output discarded."""
     requests, replies = _private_streams()
     objects: list[Any] = []
     namespace: dict[str, Any] = {"__name__": "solution", OBJECTS: objects, INVOKE: _invoke}
     setattr(builtins, "exit", sys.exit)  # noqa: B010 - python -S has neither; mypy knows both
     setattr(builtins, "quit", sys.exit)  # noqa: B010
-    # what the problem defines, for a solution that relies on it
-    with open("before.txt", encoding="utf-8") as before:
-        for line in before:
-            with contextlib.suppress(BaseException):
-                exec(eval(line), namespace)
+    # definitions of the problem, for a solution that relies on them
+    for line in _read("before.txt").splitlines():
+        with contextlib.suppress(BaseException):
+            exec(eval(line), namespace)
     failed = _attempt(lambda: exec(_solution(), namespace), [])
     for line in requests:
         expression = str(eval(line))
@@ -156,12 +145,11 @@ def solve() -> None:
 
 
 def _value(expression: str, namespace: dict[str, Any]) -> Any:
-    """What it gives; a function that is missing may be a method of the class Solution, as on
-    LeetCode and in APPS."""
+    """Evaluate; a missing name may be a method of `Solution`, as on LeetCode and in APPS."""
     try:
         return eval(expression, namespace)
     except NameError as error:
-        name = getattr(error, "name", "")  # since Python 3.10
+        name = error.name
         if not name or name in namespace or "Solution" not in namespace:
             raise
         namespace[name] = getattr(namespace["Solution"](), name)
@@ -169,8 +157,12 @@ def _value(expression: str, namespace: dict[str, Any]) -> Any:
 
 
 def _solution() -> Any:
-    with open("solution.py", encoding="utf-8") as file:
-        return compile(file.read(), "solution.py", "exec")
+    return compile(_read("solution.py"), "solution.py", "exec")
+
+
+def _read(name: str) -> str:
+    with open(name, encoding="utf-8") as file:
+        return file.read()
 
 
 def _attempt(act: Callable[[], Any], objects: list[Any]) -> str:
@@ -178,19 +170,18 @@ def _attempt(act: Callable[[], Any], objects: list[Any]) -> str:
         return f'{{"value": {encode(act(), objects)}}}'
     except BaseException as error:  # a solution may raise anything
         with contextlib.suppress(BaseException):
-            return (
-                f'{{"error": [{encode(type(error).__name__, [])}, {encode(str(error)[:500], [])}]}}'
-            )
+            name, text = encode(type(error).__name__, []), encode(str(error)[:500], [])
+            return f'{{"error": [{name}, {text}]}}'
         return '{"error": ["Exception", ""]}'
 
 
 def _invoke(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a call, and its arguments as it left them."""
+    """The result of a call, and its arguments after it."""
     return [function(*args, **kwargs), args]
 
 
 def _private_streams() -> tuple[Any, Any]:
-    """stdin and stdout under other numbers; 0 and 1 are then /dev/null."""
+    """Move stdin and stdout to other numbers; 0 and 1 are then /dev/null."""
     lines, out = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -202,12 +193,16 @@ def _private_streams() -> tuple[Any, Any]:
 
 
 class SolutionError(Exception):
-    """The solution's process is gone, or what it sent is no value."""
+    """The solution's process is gone, or it sent an invalid value."""
+
+
+# A loop of the test would end at one of these, and not notice the failure.
+ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class Remote:
     """A stand-in for an object of the solution. It can be called, indexed, measured and read, and
-    not compared: whether it equals a value would be the solution's word."""
+    not compared: equality would be the solution's claim."""
 
     def __init__(self, line: "Line", source: str):
         self.__dict__.update(_line=line, _source=source)
@@ -221,9 +216,7 @@ class Remote:
     def __eq__(self, other: object) -> bool:
         if other is None:
             return False
-        raise SolutionError(
-            "an object of the solution is no value, and cannot be compared with one"
-        )
+        raise SolutionError("an object of the solution cannot be compared with a value")
 
     __hash__ = object.__hash__
 
@@ -231,9 +224,9 @@ class Remote:
         return self._call(args, kwargs, keep=True)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> Any:
-        """keep: let the test's own lists and dicts become what the solution made of them."""
-        words = self._line.source([*args]), self._line.source(kwargs)
-        reply = self._line.ask(f"{INVOKE}({self._source}, {words[0]}, {words[1]})")
+        """keep: change the test's own lists and dicts as the solution changed them."""
+        sources = f"{self._source}, {self._line.source([*args])}, {self._line.source(kwargs)}"
+        reply = self._line.ask(f"{INVOKE}({sources})")
         if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
             raise SolutionError("a call came back as something else")
         for mine, theirs in zip(args, reply[1] if keep else ()):  # noqa: B905 - a lying solution may send fewer
@@ -262,13 +255,8 @@ class Remote:
         return iter([*self._line.ask(f"list({self._source})")])
 
 
-# A loop of the test would end at one of these, and take no note of the failure.
-ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-
-
 def on_a_copy(function: Any) -> Any:
-    """The function, or if it is the solution's, one that leaves its arguments as they are
-    (code_asserts.with_copies)."""
+    """Make a function leave its arguments unchanged, if it is the solution's (with_copies)."""
     if not isinstance(function, Remote):
         return function
     return lambda *args, **kwargs: function._call(args, kwargs, keep=False)
@@ -282,7 +270,7 @@ class Line:
         self.asked = 0
 
     def ask(self, expression: str) -> Any:
-        import json
+        import json  # solve, which must start fast, never gets here
 
         self.asked += 1
         try:
@@ -294,21 +282,19 @@ class Line:
             name, text = (str(word) for word in reply["error"])
         except Exception as problem:
             raise SolutionError(f"no value came back: {problem}") from None
-        kind = vars(builtins).get(name)
-        known = (
-            isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS)
-        )
-        error: Any = (kind if kind and known else SolutionError)(text[:500])
+        kind: Any = vars(builtins).get(name)
+        if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, ENDS):
+            kind = SolutionError
+        error = kind(text[:500])
         error.of_solution = True
         raise error
 
     def _remote(self, number: int) -> Remote:
-        # another one each time: lists take one object for equal to itself
+        # a new one each time: lists take one object for equal to itself
         return Remote(self, f"{OBJECTS}[{number}]")
 
     def source(self, value: Any) -> str:
-        """An expression that gives the solution this value; raises TypeError for what cannot be
-        sent."""
+        """An expression that gives the solution this value; raises TypeError if there is none."""
         if isinstance(value, Remote):
             return str(value._source)
         if value is None or type(value) in (bool, int, str, bytes):
@@ -318,11 +304,13 @@ class Line:
         if type(value) in (list, tuple, set, frozenset):
             return f"{type(value).__name__}([{', '.join(map(self.source, value))}])"
         if type(value) is dict:
-            return f"dict([{', '.join(f'({self.source(k)}, {self.source(v)})' for k, v in value.items())}])"
+            pairs = [f"({self.source(key)}, {self.source(item)})" for key, item in value.items()]
+            return f"dict([{', '.join(pairs)}])"
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if kind in STANDARD:
             module, _, name = kind.rpartition(".")
-            return f"__import__({module!r}).{name}({', '.join(map(self.source, STANDARD[kind](value)))})"
+            arguments = ", ".join(map(self.source, STANDARD[kind](value)))
+            return f"__import__({module!r}).{name}({arguments})"
         raise TypeError(f"a {type(value).__name__} of the test cannot be sent to the solution")
 
 
@@ -330,7 +318,7 @@ def test() -> None:
     """Run every script of tests.json in a namespace of its own; the verdicts go to stderr.
 
     tests.json: {"scripts": [...], "before": [...], "names": [...], "entry_point": ""}. before:
-    statements that make names for the scripts; names: those that are the solution's.
+    statements that make names for the scripts; names: those that the solution makes.
     """
     import json
 
@@ -338,15 +326,13 @@ def test() -> None:
     verdicts = os.dup(2)
     os.dup2(1, 2)
     line = Line(replies, requests)
-    with open("tests.json", encoding="utf-8") as file:
-        tests = json.load(file)
+    tests = json.loads(_read("tests.json"))
     reports = [_verdict(line, script, tests) for script in tests["scripts"]]
     os.write(verdicts, json.dumps(reports).encode())
 
 
 def _verdict(line: Line, script: str, tests: dict[str, Any]) -> list[str]:
-    """[] if a script passed, else [why it failed, the name or module that the script itself lacked
-    or ""]."""
+    """[] if a script passed, else [reason, the name or module that the script itself lacked]."""
     try:
         given = {name: line.ask(name) for name in tests["names"]}
         before = line.asked
@@ -355,15 +341,14 @@ def _verdict(line: Line, script: str, tests: dict[str, Any]) -> list[str]:
         return [f"exit with {error.code}"[:200], ""]
     except BaseException as error:  # nor did this one
         own = isinstance(error, (ImportError, NameError)) and not hasattr(error, "of_solution")
-        lacked = getattr(error, "name", "") if own else ""  # since Python 3.10
+        lacked = getattr(error, "name", "") if own else ""
         return [f"{type(error).__name__}: {error}"[:200], lacked or ""]
     idle = line.asked == before and all(isinstance(value, Remote) for value in given.values())
     return ["the script never used the solution", ""] if idle else []
 
 
 def _run_script(script: str, given: dict[str, Any], tests: dict[str, Any]) -> None:
-    """Run a test script, then what it defines: HumanEval's `check(candidate)`, cases of unittest,
-    tests of pytest."""
+    """Run a test script, then its HumanEval `check`, cases of unittest, tests of pytest."""
     # unittest.main looks for its cases in the first
     module, solution = ModuleType("__main__"), ModuleType("solution")
     sys.modules["__main__"], sys.modules["solution"] = module, solution
@@ -384,18 +369,20 @@ def _run_script(script: str, given: dict[str, Any], tests: dict[str, Any]) -> No
     for name, value in own.items():
         if name.startswith("test_") and callable(value):
             _run_test(value)
-        # unittest's have it
         elif name.startswith("Test") and isinstance(value, type) and not hasattr(value, "run"):
-            for method in [name for name in dir(value) if name.startswith("test")]:
-                case = value()
-                if setup := getattr(case, "setup_method", None):
-                    # pytest gives it the method, if it takes one
-                    setup(*[None] * (setup.__code__.co_argcount - 1))
-                _run_test(getattr(case, method))
+            _run_class(value)  # unittest's classes have `run`
+
+
+def _run_class(cases: type) -> None:
+    for method in [name for name in dir(cases) if name.startswith("test")]:
+        case = cases()
+        if setup := getattr(case, "setup_method", None):
+            setup(*[None] * (setup.__code__.co_argcount - 1))  # pytest gives the method, if wanted
+        _run_test(getattr(case, method))
 
 
 def _run_test(test: Any) -> None:
-    """Call a test function, once for each of the values that `pytest.mark.parametrize` gave it."""
+    """Call a test function, once for each row of its `pytest.mark.parametrize`."""
     for arguments in getattr(test, "cases", [{}]):
         test(**arguments)
 

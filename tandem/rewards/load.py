@@ -1,29 +1,27 @@
-"""Finds the reward function that a name names, and calls it the way it wants to be called.
+"""Finds the reward function of a name, and calls it by its signature.
 
 A FUNCTION is a built-in (builtin.py), `module:function` or `path/file.py:function`. Plain or
 `async`, a user's function has one of three signatures, told apart by the names of its parameters;
 any other is refused:
 
-    score(problem, completion)  or  score(problem, completion, attempt)  -> float | dict of parts       Tandem's
-    reward(completions, completion_ids, **columns) -> list[float | None]                                TRL's
-    compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict             verl's
-                               (or predict_str, or model_output)
+    Tandem  score(problem, completion)  or  score(problem, completion, attempt) -> float | dict
+    TRL     reward(completions, completion_ids, **columns) -> list[float | None]
+    verl    compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
+            (or predict_str, or model_output)
 
 A float is the reward. A dict holds the reward's parts: the reward is the value of "reward" (verl's:
 "score") if that key is there, else the sum of the values. Further keyword arguments come from
-reward.options. It knows no process.
+reward.options. Knows no process.
 
     python -c "from tandem.rewards.load import load; print(load('my_reward.py:score', {}))"
 """
 
-import importlib
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
-from pathlib import Path
-from typing import Any, get_origin
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 import numpy as np
 
@@ -38,30 +36,33 @@ from tandem.rewards.parts import (
     part_name,
     read_value,
 )
-from tandem.runtime.user_code import load_file
+from tandem.runtime.errors import UserError
+from tandem.runtime.user_code import find_user_object
 from tandem.types import Attempt, Problem
 
 Function = Callable[..., Any]
+Arguments = Mapping[str, Any]
 # None: the function does not apply to this problem
 Scorer = Callable[[Problem, Attempt, Loading], Result | None]
-Given = Mapping[str, Any]  # the options of one function
 
 RAW_ANSWER = "raw_answer"  # in a problem's metadata: the row's own answer where it was no text
 # verl's names for the completion's text
 _VERL_TEXTS = ("solution_str", "predict_str", "model_output")
+_VERL_FORM = "(data_source, solution_str, ground_truth, extra_info)"
 # the names of the first two parameters; a leading underscore is let pass
 _OWN = ("problem", "completion")
-_KNOWN_FORMS = "(problem, completion), or TRL's (completions, ...), or verl's (solution_str, ground_truth, ...)"
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_OWN_FORM = "(problem, completion)"
+_FORMS = f"{_OWN_FORM}, or TRL's (completions, ...), or verl's (solution_str, ground_truth, ...)"
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 
 
 def load_all(
     functions: Sequence[str], options: Options, announce: Callable[[int], None], alone: bool
 ) -> dict[str, Scorer]:
-    """The scorers by their names: "score" of "my.py:score". Raises what load raises.
+    """Load the scorers, by name: "score" of "my.py:score". Raises what load raises.
 
-    announce: which one comes next. alone: a lone float is a part; else weigh makes it one.
+    announce: called with the index of each function after the first, before it is loaded.
+    alone: a lone float is a part; else weigh makes it one.
     """
     loaded = {}
     for at, function in enumerate(functions):
@@ -72,195 +73,158 @@ def load_all(
     return loaded
 
 
-def load(function: str, options: Given, part: str = "") -> Scorer:
-    """The scorer that FUNCTION names. Raises BadFunction, or whatever importing the user's module
-    raises.
+def load(name: str, options: Arguments, part: str = "") -> Scorer:
+    """Load the scorer that FUNCTION `name` names. Raises BadFunction, and what importing the user's
+    module raises.
 
-    part: what a lone float is called among the parts; empty: it is none.
+    part: the name of a lone float among the parts; empty: it is not a part.
     """
-    source, colon, name = function.rpartition(":")
-    if not colon:
-        found = builtin.find(function)
-        _check_types(found, function, options)
-        scorer = _adapted(found, part, function, options)
-        builtin.check(function, options)
+    if ":" not in name:
+        function = builtin.find(name)
+        _check_types(function, name, options)
+        scorer = _adapt(function, part, name, options)
+        builtin.check(name, options)
         return scorer
-    if not (source and name):
-        raise BadFunction(
-            f"cannot read {function!r}: expected `module:function` or `file.py:function`"
-        )
-    if not source.endswith(".py"):
-        return _adapted(
-            _member(importlib.import_module(source), name, source), part, function, options
-        )
-    if not Path(source).is_file():
-        raise BadFunction(f"no file {source!r} in {os.getcwd()}")
-    module = load_file(Path(source))
-    return _adapted(_member(module, name, source), part, function, options)
-
-
-def _member(module: Any, name: str, source: str) -> Function:
     try:
-        # not vars(): a package may import its members when they are asked for
-        found = getattr(module, name)
-    except AttributeError:
-        found = None
-    if not callable(found):
-        functions = [value for value in vars(module).values() if inspect.isfunction(value)]
-        known = [value.__name__ for value in functions if value.__module__ == module.__name__]
-        raise BadFunction(f"no function {name!r} in {source}; it has {', '.join(known) or 'none'}")
-    return found
+        function = find_user_object(name, key="reward.function")
+    except UserError as error:
+        found = f", found {error.found}" if error.found else ""
+        raise BadFunction(f"{error.what}{found}") from None
+    if not callable(function):
+        raise BadFunction(f"{name} is not a function, found {function!r}")
+    return _adapt(function, part, name, options)
 
 
 # ---------------------------------------------------------------- how a function is called
 
 
-def _adapted(function: Function, part: str, name: str, options: Given) -> Scorer:
-    """The function behind one signature."""
+def _adapt(function: Function, part: str, name: str, options: Arguments) -> Scorer:
+    """Make a scorer of a function by its signature. Raises BadFunction for an unknown one."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
-        return partial(_own, function, part, (), dict(options))
+        return partial(_call_own, function, part, (), options)
     parameters = signature.parameters
     if "completions" in parameters or "completion_ids" in parameters:
         names = _names(signature, name, options, expected="(completions, prompts)")
-        return partial(_trl, function, part, names, dict(options))
+        return partial(_call_trl, function, part, names, options)
     if not parameters.keys().isdisjoint(_VERL_TEXTS):
-        names = _names(
-            signature,
-            name,
-            options,
-            expected="(data_source, solution_str, ground_truth, extra_info)",
-        )
-        _require_known(signature, name, options)
-        return partial(_verl, function, part, names, dict(options))
+        names = _names(signature, name, options, expected=_VERL_FORM)
+        known = {*_VERL_TEXTS, "data_source", "ground_truth", "extra_info", *options}
+        for p in parameters.values():
+            named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            if named and p.default is p.empty and p.name not in known:
+                raise _bad_signature(name, signature, options, _VERL_FORM)
+        return partial(_call_verl, function, part, names, options)
     positional = [
         p.name
         for p in parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     if any(found.strip("_") not in ("", own) for found, own in zip(positional, _OWN, strict=False)):
-        raise BadFunction(_unfit(name, signature, options, _KNOWN_FORMS))
+        raise _bad_signature(name, signature, options, _FORMS)
     extras = tuple(extra for extra in ("attempt", "loading") if extra in parameters)
     try:
         signature.bind(None, None, **dict.fromkeys(extras), **options)
     except TypeError:
-        raise BadFunction(_unfit(name, signature, options, "(problem, completion)")) from None
-    return partial(_own, function, part, extras, dict(options))
+        raise _bad_signature(name, signature, options, _OWN_FORM) from None
+    return partial(_call_own, function, part, extras, options)
 
 
 def _names(
-    signature: inspect.Signature, name: str, options: Given, expected: str
+    signature: inspect.Signature, name: str, options: Arguments, expected: str
 ) -> frozenset[str] | None:
-    """Which keyword arguments the function takes; None for any. Refuses options that it does not
-    take."""
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds:
+    """The keyword arguments that a function takes; None for any. Refuses unknown options."""
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return None
     if not set(options) <= set(signature.parameters):
-        raise BadFunction(_unfit(name, signature, options, expected))
+        raise _bad_signature(name, signature, options, expected)
     return frozenset(signature.parameters)
 
 
-def _require_known(signature: inspect.Signature, name: str, options: Given) -> None:
-    """Refuse a verl function with a parameter that it needs and nobody gives."""
-    known = {*_VERL_TEXTS, "data_source", "ground_truth", "extra_info", *options}
-    needed = [
-        p.name for p in signature.parameters.values() if p.default is p.empty and p.kind in _NAMED
-    ]
-    if not known.issuperset(needed):
-        raise BadFunction(
-            _unfit(
-                name, signature, options, "(data_source, solution_str, ground_truth, extra_info)"
-            )
-        )
-
-
-def _unfit(name: str, signature: inspect.Signature, options: Given, expected: str) -> str:
+def _bad_signature(
+    name: str, signature: inspect.Signature, options: Arguments, expected: str
+) -> BadFunction:
     given = f" and the options {', '.join(options)}" if options else ""
-    return f"{name} takes ({', '.join(signature.parameters)}), expected {expected}{given}"
+    return BadFunction(
+        f"{name} takes ({', '.join(signature.parameters)}), expected {expected}{given}"
+    )
 
 
-def _check_types(function: Function, name: str, options: Given) -> None:
-    """Options of a built-in are of the type of its annotation, so that a mistake shows before the
-    first item."""
+def _check_types(function: Function, name: str, options: Arguments) -> None:
+    """Refuse a built-in's options of another type than its annotations, before the first item."""
     hints = inspect.get_annotations(function, eval_str=True)
     for option, value in options.items():
-        hint: Any = hints.get(option, object)  # what it does not take at all shows when it is bound
-        kind = get_origin(hint) or hint
-        wanted = (int, float) if kind is float else kind
-        if not isinstance(value, wanted) or (isinstance(value, bool) and kind in (int, float)):
-            raise BadFunction(f"option {option!r} of {name} is {value!r}, expected {kind.__name__}")
+        hint: Any = hints.get(option, object)  # binding the signature refuses unknown options
+        alternatives = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = [get_origin(kind) or kind for kind in alternatives]
+        is_number = kinds[0] in (int, float)
+        wanted = (int, float) if kinds == [float] else tuple(kinds)
+        if not isinstance(value, wanted) or (isinstance(value, bool) and is_number):
+            expected = kinds[0].__name__
+            raise BadFunction(f"option {option!r} of {name} is {value!r}, expected {expected}")
 
 
-def _own(
+def _call_own(
     function: Function,
     part: str,
     extras: tuple[str, ...],
-    options: Given,
+    options: Arguments,
     problem: Problem,
     attempt: Attempt,
     loading: Loading,
 ) -> Result:
-    given = {"attempt": attempt, "loading": loading}
-    value = _finished(
-        function(problem, attempt.text, **{extra: given[extra] for extra in extras}, **options)
-    )
-    return read_value(value, part)
+    known = {"attempt": attempt, "loading": loading}
+    given = {extra: known[extra] for extra in extras}
+    return read_value(_finished(function(problem, attempt.text, **given, **options)), part)
 
 
-def _trl(
+def _call_trl(
     function: Function,
     part: str,
     names: frozenset[str] | None,
-    options: Given,
+    options: Arguments,
     problem: Problem,
     attempt: Attempt,
     _: Loading,
 ) -> Result | None:
-    """A batch of one, as GRPOTrainer gives it: every column a list, messages only where the prompt
-    was messages.
+    """Call with a batch of one, as GRPOTrainer does: every column a list, and messages only where
+    the prompt was messages.
 
-    None for this completion: the function does not apply. What it logs with log_metric is a part.
+    A None for this completion: the function does not apply. Values of log_metric are parts.
     """
     metrics: dict[str, Any] = {}
     truth = _truth(problem)
-    # the second is TRL's own name for it
+    # "solution" is TRL's own name for the answer
     row = {"answer": truth, "solution": truth, **_columns(problem)}
     columns = {key: [value] for key, value in row.items() if key not in _NOT_COLUMNS}
-    talk = problem.conversational
-    columns["prompts"] = [list(problem.messages) if talk else problem.messages[-1]["content"]]
-    columns["completions"] = [list(attempt.messages) if talk else attempt.text]
+    chat = problem.conversational
+    columns["prompts"] = [list(problem.messages) if chat else problem.messages[-1]["content"]]
+    columns["completions"] = [list(attempt.messages) if chat else attempt.text]
     columns["completion_ids"] = [list(attempt.tokens)]
     logs = {"log_extra": lambda column, values: None, "log_metric": metrics.__setitem__}
     values = _finished(function(**_wanted({**columns, **logs, **options}, names)))
-    if not isinstance(values, (list, tuple)) or len(values) != 1:
-        found = (
-            f"{len(values)} values"
-            if isinstance(values, (list, tuple))
-            else f"a {type(values).__name__}"
-        )
+    is_list = isinstance(values, (list, tuple))
+    if not is_list or len(values) != 1:
+        found = f"{len(values)} values" if is_list else f"a {type(values).__name__}"
         raise BadValue(f"expected a list with one reward for one completion, found {found}")
     if values[0] is None:
         return None
     reward, parts = read_value(values[0], part)
-    return reward, {
-        **{key: number(value, f"part {key!r}") for key, value in metrics.items()},
-        **parts,
-    }
+    logged = {key: number(value, f"part {key!r}") for key, value in metrics.items()}
+    return reward, {**logged, **parts}
 
 
-def _verl(
+def _call_verl(
     function: Function,
     part: str,
     names: frozenset[str] | None,
-    options: Given,
+    options: Arguments,
     problem: Problem,
     attempt: Attempt,
     _: Loading,
 ) -> Result:
-    """As verl's reward managers call it. Of a dict, "score" is the reward, other numbers are
-    parts."""
+    """Call as verl's reward managers do. In a dict, "score" is the reward, other numbers parts."""
     arguments = {
         "data_source": problem.category,
         **dict.fromkeys(_VERL_TEXTS, attempt.text),
@@ -269,18 +233,14 @@ def _verl(
         "extra_info": problem.metadata.get("extra_info", _columns(problem)),
     }
     value = _finished(function(**_wanted({**arguments, **options}, names)))
-    if isinstance(value, dict):
-        if "score" not in value:
-            raise BadValue(
-                f"expected a dict with `score`, found {', '.join(map(str, value)) or 'none'}"
-            )
-        numbers = {
-            key: given
-            for key, given in value.items()
-            if isinstance(given, (Real, np.bool_)) and key != "score"
-        }
-        return read_value({**numbers, "reward": value["score"]}, part)
-    return read_value(value, part)
+    if not isinstance(value, dict):
+        return read_value(value, part)
+    if "score" not in value:
+        found = ", ".join(map(str, value)) or "none"
+        raise BadValue(f"expected a dict with `score`, found {found}")
+    numbers = {key: item for key, item in value.items() if isinstance(item, (Real, np.bool_))}
+    numbers.pop("score", None)
+    return read_value({**numbers, "reward": value["score"]}, part)
 
 
 def _truth(problem: Problem) -> Any:
@@ -294,11 +254,9 @@ def _columns(problem: Problem) -> dict[str, Any]:
 
 
 def _wanted(arguments: dict[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
-    return (
-        arguments
-        if names is None
-        else {name: value for name, value in arguments.items() if name in names}
-    )
+    if names is None:
+        return arguments
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _finished(value: Any) -> Any:

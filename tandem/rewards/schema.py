@@ -1,9 +1,9 @@
-"""The `json_schema` reward: is the last JSON value of a completion valid? Needs the extra `schema`
-(jsonschema).
+"""The reward `json_schema`: checks the last JSON value of a completion. Needs the extra `schema`.
 
-It knows one text and one schema.
+Knows one text and one schema.
 
-    python -c "from tandem.rewards.schema import last_json; print(last_json('first {} then ```json\\n[1, 2]\\n```'))"
+    python -c "from tandem.rewards.schema import last_json; \
+        print(last_json('first {} then ```json\\n[1, 2]\\n```'))"
 """
 
 import json
@@ -15,12 +15,12 @@ from tandem.rewards.parts import BadFunction, BadValue
 from tandem.types import Problem
 
 JSON_CHARS = 20_000  # of the end of a completion
-NOTHING = object()
+NOTHING = object()  # no JSON in a text
 
 
 def json_schema(problem: Problem, completion: str, *, schema: dict[str, Any] = {}) -> float:  # noqa: B006
-    """1 if the last JSON value of the completion is valid under the option's schema, else under
-    metadata["schema"]."""
+    """1 if the last JSON value of the completion is valid under the option `schema`, or, without
+    one, metadata["schema"]."""
     from jsonschema.validators import validator_for  # type: ignore[import-untyped]
 
     wanted = schema or problem.metadata.get("schema")
@@ -33,13 +33,13 @@ def json_schema(problem: Problem, completion: str, *, schema: dict[str, Any] = {
 
 
 def last_json(text: str) -> Any:
-    """The whole text as JSON, else the last fenced block that is, else the last object or list in
-    it, else NOTHING."""
+    """The whole text as JSON, else the last fenced block of JSON, else the last object or list in
+    the text, else NOTHING."""
     text = text[-JSON_CHARS:].strip()
     blocks = re.findall(r"```(?:json)?[ \t]*\n(.*?)```", text, re.DOTALL)
-    for whole in (text, *blocks[:-4:-1]):
+    for candidate in (text, *blocks[:-4:-1]):
         try:
-            return json.loads(whole, parse_constant=_refuse)
+            return json.loads(candidate, parse_constant=_refuse)
         except (ValueError, RecursionError):
             continue
     return _last_inside(text)
@@ -64,7 +64,7 @@ def _refuse(name: str) -> None:
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
-    """Refuse what is no schema, and a machine without jsonschema; raises BadFunction."""
+    """Refuse an invalid schema, and a machine without jsonschema; raises BadFunction."""
     try:
         from jsonschema import SchemaError  # type: ignore[import-untyped]
         from jsonschema.validators import validator_for

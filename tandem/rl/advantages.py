@@ -1,8 +1,7 @@
-"""How the rewards of a step become advantages, one function an idea. Rewards float64 [P, G], one
-row a problem.
+"""Advantages of episodes from the rewards of a step, one function an idea. Rewards float64 [P, G],
+one row a problem.
 
-What gives every token of an episode the same advantage is here; what looks at single tokens is in
-returns.py.
+Every token of an episode has the same advantage here; returns.py looks at single tokens.
 """
 
 from typing import Literal
@@ -15,15 +14,15 @@ GroupAdvantage = Literal[
 
 
 def grpo(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
-    """(r - mean) / (std + epsilon) in each group (GRPO, arXiv 2402.03300, section 4.1.2; std with G
-    in the denominator)."""
+    """Compute (r - mean) / (std + epsilon) in each group (GRPO, arXiv 2402.03300, section 4.1.2;
+    std with G in the denominator)."""
     gains = centred(rewards)
     return gains / (gains.std(1, keepdims=True) + epsilon)
 
 
 def centred(rewards: np.ndarray) -> np.ndarray:
-    """r - mean in each group (Dr.GRPO, arXiv 2503.20783, section 3.2: dividing by std favours
-    problems nearly solved).
+    """Compute r - mean in each group (Dr.GRPO, arXiv 2503.20783, section 3.2: dividing by std
+    favours problems nearly solved).
 
     Its expectation is (G - 1) / G of the policy gradient: the baseline holds the episode itself.
     Exactly 0 where all rewards of a group are equal, whatever they are.
@@ -33,22 +32,20 @@ def centred(rewards: np.ndarray) -> np.ndarray:
 
 
 def rloo(rewards: np.ndarray) -> np.ndarray:
-    """r minus the mean of the *other* episodes (RLOO, arXiv 2402.14740, eq. 7), G >= 2; unbiased.
-
-    That is G / (G - 1) times `centred`.
-    """
+    """Compute r minus the mean of the *other* episodes (RLOO, arXiv 2402.14740, eq. 7), G >= 2;
+    unbiased. It is G / (G - 1) times `centred`."""
     size = rewards.shape[1]
     return centred(rewards) * (size / (size - 1))
 
 
 def rloo_std(rewards: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
-    """`rloo` divided by the std of the group, as `grpo` is: G / (G - 1) times `grpo`."""
+    """Divide `rloo` by the std of the group: G / (G - 1) times `grpo`."""
     return rloo(rewards) / (centred(rewards).std(1, keepdims=True) + epsilon)
 
 
 def gdpo(parts: np.ndarray, weights: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
-    """The weighted sum of `grpo` of each reward by itself, then shifted and scaled by mean and std
-    over the step (GDPO, arXiv 2601.05242, section 3.1). parts float64 [K, P, G], weights [K].
+    """Sum `grpo` of each reward by itself, weighted, then shift and scale by mean and std over the
+    step (GDPO, arXiv 2601.05242, section 3.1). parts float64 [K, P, G], weights [K].
 
     Normalized together, episodes that earn different rewards of the same sum would have one
     advantage.
@@ -58,8 +55,8 @@ def gdpo(parts: np.ndarray, weights: np.ndarray, epsilon: float = 1e-6) -> np.nd
 
 
 def max_at_k(rewards: np.ndarray, k: int) -> np.ndarray:
-    """The gradient weights of E[max reward of k episodes], which is pass@k where rewards are 0 or 1
-    (PKPO, arXiv 2505.15201).
+    """Compute the gradient weights of E[max reward of k episodes], which is pass@k for rewards 0
+    and 1 (PKPO, arXiv 2505.15201).
 
     k times the mean, over all sets J of k - 1 other episodes, of max(r, max J) - max J: unbiased,
     with max J as the baseline. Needs 2 <= k <= G. Sets are not enumerated: of G - 1 sorted episodes
@@ -79,8 +76,8 @@ def max_at_k(rewards: np.ndarray, k: int) -> np.ndarray:
 
 
 def _chance_of_largest(count: int, size: int) -> np.ndarray:
-    """float64 [count]: the share of all subsets of that size in which the item of each rank (from
-    0) is the largest."""
+    """Return float64 [count]: the share of all subsets of that size in which the item of each rank
+    (from 0) is the largest."""
     share = np.zeros(count)
     share[-1] = size / count
     for rank in range(count - 2, size - 2, -1):  # C(rank, size - 1) / C(count, size), downwards
@@ -89,14 +86,13 @@ def _chance_of_largest(count: int, size: int) -> np.ndarray:
 
 
 def against(rewards: np.ndarray, baseline: float) -> np.ndarray:
-    """r - baseline, a number fixed before the step, e.g. a running mean of earlier rewards
+    """Compute r - baseline, a number fixed before the step, e.g. a running mean of earlier rewards
     (REINFORCE, Williams 1992)."""
     return rewards - baseline
 
 
 def running_mean(before: float | None, rewards: np.ndarray, decay: float) -> float:
-    """The exponential moving average of the mean reward after one more step; the first step's mean
-    starts it."""
+    """Update the exponential moving average of the mean reward; the first step's mean starts it."""
     mean = float(rewards.mean())
     return mean if before is None else decay * before + (1 - decay) * mean
 
@@ -104,8 +100,8 @@ def running_mean(before: float | None, rewards: np.ndarray, decay: float) -> flo
 def penalize(
     advantages: np.ndarray, penalties: np.ndarray, mode: Literal["lower", "set"]
 ) -> np.ndarray:
-    """[N]: tokens of a penalized turn (penalty > 0) get advantage - penalty, or -penalty whatever
-    they had."""
+    """Lower the advantages [N] of penalized turns (penalty > 0) by their penalty, or set them to
+    -penalty."""
     match mode:
         case "lower":
             return advantages - penalties
@@ -116,7 +112,8 @@ def penalize(
 def group_advantages(
     kind: GroupAdvantage, rewards: np.ndarray, *, k: int, baseline: float
 ) -> np.ndarray:
-    """[P, G] -> float64 [P, G]. k is that of max_at_k, baseline that of ema."""
+    """Compute the advantages of a kind, [P, G] -> float64 [P, G]. k: of max_at_k; baseline: of
+    ema."""
     exact = rewards.astype(np.float64)
     match kind:
         case "grpo":

@@ -1,5 +1,4 @@
-"""How the losses of tokens add up to one number: a weight for every token, fixed for the whole
-update beforehand.
+"""Weights by which the losses of tokens add up to one number, fixed for a whole update beforehand.
 
 Because a weight depends on the update and not on the microbatch, accumulation, packing and data
 parallelism add up to the same gradient.
@@ -13,12 +12,12 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 
 
 def sequence_weights(kind: Aggregation, lengths: np.ndarray, max_tokens: int) -> np.ndarray:
-    """float64 [B]: what each token of the update's sequences weighs, from their loss tokens int64
-    [B].
+    """Return the weight of each token of an update's sequences, float64 [B]. lengths: their loss
+    tokens, int64 [B].
 
-    token_mean     1 / all tokens                every token alike (DAPO, arXiv 2503.14476, eq. 12)
-    sequence_mean  1 / (B x tokens of its own)   every sequence alike (GRPO, arXiv 2402.03300, eq. 3)
-    fixed_length   1 / (B x max_tokens)          the sum of a sequence, scaled by a constant (Dr.GRPO, arXiv 2503.20783)
+    token_mean     1 / all tokens          every token alike (DAPO, arXiv 2503.14476, eq. 12)
+    sequence_mean  1 / (B x its tokens)    every sequence alike (GRPO, arXiv 2402.03300, eq. 3)
+    fixed_length   1 / (B x max_tokens)    a sequence's sum, scaled (Dr.GRPO, arXiv 2503.20783)
     """
     match kind:
         case "token_mean":

@@ -17,40 +17,43 @@ Correction = Literal["none", "decoupled", "tis", "tis_sequence", "icepop", "mis"
 
 
 def importance(log_ratio: Tensor) -> Tensor:
-    """r, as it is: with `ppo_clip` around the proximal policy this is decoupled PPO (arXiv
-    2110.00641, eq. 5; AReaL, arXiv 2505.24298, eq. 5). It corrects each token given its prefix;
-    prefixes and returns stay the engine's, so it is not unbiased beyond one token (docs/bias.md),
-    and its variance is unbounded."""
+    """Compute r, unchanged: with `ppo_clip` around the proximal policy this is decoupled PPO (arXiv
+    2110.00641, eq. 5; AReaL, arXiv 2505.24298, eq. 5).
+
+    It corrects each token given its prefix; prefixes and returns stay the engine's. So it is
+    biased beyond one token (docs/bias.md), and its variance is unbounded.
+    """
     return log_ratio.exp()
 
 
 def truncated(log_ratio: Tensor, cap: float) -> Tensor:
-    """min(r, cap) (truncated importance sampling, Ionides 2008; Yao et al. 2025 for engines)."""
+    """Compute min(r, cap) (truncated importance sampling, Ionides 2008; Yao et al. 2025 for
+    engines)."""
     return log_ratio.exp().clamp(max=cap)
 
 
 def truncated_sequence(log_ratio: Tensor, sequences: Tensor, cap: float) -> Tensor:
-    """min(product of r over the sequence, cap) for each of its tokens."""
+    """Compute min(product of r over the sequence, cap) for each of its tokens."""
     return sequence_sums(log_ratio, sequences).exp().clamp(max=cap)[sequences]
 
 
 def icepop(log_ratio: Tensor, low: float, high: float) -> Tensor:
-    """r inside [low, high], 0 outside: a token on which engine and trainer part is left out
+    """Keep r inside [low, high], else 0: tokens on which engine and trainer part are left out
     (IcePop, arXiv 2510.18855)."""
     ratio = log_ratio.exp()
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 def masked_sequence(log_ratio: Tensor, sequences: Tensor, cap: float) -> Tensor:
-    """product of r over the sequence, or 0 where that exceeds cap (MIS: sequences are masked, not
-    truncated)."""
+    """Compute the product of r over the sequence, or 0 if it exceeds cap (MIS: sequences are
+    masked, not truncated)."""
     ratio = sequence_sums(log_ratio, sequences).exp()
     return torch.where(ratio <= cap, ratio, 0.0)[sequences]
 
 
 def masked_geometric(log_ratio: Tensor, sequences: Tensor, low: float, high: float) -> Tensor:
-    """r where the geometric mean of r over the sequence is inside [low, high], 0 for the tokens of
-    any other sequence, whatever its length (verl's geometric rejection, NeMo-RL's seq-mask-tis)."""
+    """Keep r if the geometric mean of r over the sequence is inside [low, high], else 0 (verl's
+    geometric rejection, NeMo-RL's seq-mask-tis)."""
     mean = sequence_means(log_ratio, sequences).exp()
     return torch.where((mean >= low) & (mean <= high), 1.0, 0.0)[sequences] * log_ratio.exp()
 
@@ -64,7 +67,8 @@ def correction(
     low: float,
     cap: float,
 ) -> Tensor:
-    """[N] weights of each token's loss."""
+    """Compute the weight of each token's loss, [N]. low: of icepop and mis_geometric; cap: of all
+    but decoupled."""
     log_ratio = (proximal_logprobs - engine_logprobs).detach()
     match kind:
         case "none":
@@ -86,5 +90,5 @@ def correction(
 def sequence_errors(
     proximal_logprobs: Tensor, engine_logprobs: Tensor, sequences: Tensor
 ) -> Tensor:
-    """[S]: the mean over a sequence's tokens of exp|policy - engine|, 1 where the two agree."""
+    """Average exp|policy - engine| over each sequence's tokens, [S]; 1 if the two agree."""
     return sequence_means((proximal_logprobs - engine_logprobs).abs().exp(), sequences)

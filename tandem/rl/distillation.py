@@ -18,7 +18,7 @@ DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(student || teacher): the student seeks what the teacher thinks likeliest (MiniLLM, arXiv
+    """Compute KL(student || teacher): the student seeks the teacher's modes (MiniLLM, arXiv
     2306.08543)."""
     gap, p = student - teacher, student.exp()
     value = row_sums(p * gap)
@@ -26,14 +26,14 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(teacher || student): the student covers all that the teacher thinks likely (Hinton et al.
+    """Compute KL(teacher || student): the student covers the teacher's modes (Hinton et al.
     2015)."""
     q = teacher.exp()
     return row_sums(q * (teacher - student)), student.exp() - q
 
 
 def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta)
+    """Compute beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta)
     student (generalized Jensen-Shannon divergence, GKD, arXiv 2306.13649, eq. 1)."""
     gap = teacher - student
     # log m, and in this form log p itself where p = q
@@ -50,7 +50,7 @@ def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tenso
 def divergence(
     kind: DivergenceKind, student: Tensor, teacher: Tensor, *, beta: float, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """(nats [N], slope [N, V]); beta is that of jsd.
+    """Compute a divergence: (nats [N], slope [N, V]). beta: of jsd.
 
     top_k k > 0 looks at k + 1 outcomes, the teacher's k likeliest tokens and any other. These are
     distributions still, so the divergence is never negative, and at most that over all tokens.
@@ -58,8 +58,8 @@ def divergence(
     if not top_k:
         return _divergence(kind, student, teacher, beta)
     tokens = teacher.topk(min(top_k, teacher.shape[-1]), -1).indices
-    own, held = _grouped(student, tokens), _grouped(teacher, tokens)
-    value, slope = _divergence(kind, own, held, beta)
+    own, other = _grouped(student, tokens), _grouped(teacher, tokens)
+    value, slope = _divergence(kind, own, other, beta)
     # each of them has its share of the last outcome's slope
     others = student.exp().scatter(1, tokens, 0.0)
     return value, (others * (slope[:, -1:] / own[:, -1:].exp())).scatter(1, tokens, slope[:, :-1])
@@ -78,7 +78,8 @@ def _divergence(
 
 
 def _grouped(logprobs: Tensor, tokens: Tensor) -> Tensor:
-    """[N, V] -> [N, k + 1]. The last is summed up; 1 minus the others would cancel."""
+    """Group the vocabulary, [N, V] -> [N, k + 1]: the given tokens, and all others, which are
+    summed up, as 1 minus the rest would cancel."""
     rest = (
         row_sums(logprobs.exp().scatter(1, tokens, 0.0))
         .clamp_min(torch.finfo(logprobs.dtype).tiny)
@@ -88,7 +89,9 @@ def _grouped(logprobs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def sampled_advantages(student_logprobs: np.ndarray, teacher_logprobs: np.ndarray) -> np.ndarray:
-    """teacher - student at each sampled token, float32 [N]: with a policy loss, the score-function
-    estimator of the gradient of sum_t KL(student || teacher) where each token answers for its own
-    term only (discount 0)."""
+    """Compute teacher - student at each sampled token, float32 [N].
+
+    With a policy loss it is the score-function estimator of the gradient of sum_t KL(student ||
+    teacher) in which each token answers for its own term only (discount 0).
+    """
     return teacher_logprobs - student_logprobs

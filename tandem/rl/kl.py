@@ -9,12 +9,15 @@ from torch import Tensor
 def kl_estimate(
     kind: Literal["k1", "k2", "k3"], policy_logprobs: Tensor, reference_logprobs: Tensor
 ) -> Tensor:
-    """float32 [N] -> [N], exactly 0 where the two are equal.
+    """Estimate the KL at each token, float32 [N] -> [N]; exactly 0 if the two are equal.
 
     With d = policy - reference, at tokens that the policy sampled:
-    k1 = d                 unbiased. As a loss its gradient is zero in expectation; in the reward it is the one that is right.
+    k1 = d                 unbiased. As a loss its gradient is zero in expectation; in the reward it
+                           is the right one.
     k2 = d^2 / 2           biased. As a loss its gradient is that of each token's own KL.
-    k3 = exp(-d) - 1 + d   unbiased, never negative. As a loss its gradient is that of KL(reference || policy).
+    k3 = exp(-d) - 1 + d   unbiased, never negative. As a loss its gradient is that of
+                           KL(reference || policy).
+
     d of k3 is bounded to 20 nats, as beyond them exp overflows float32; outside there is no
     gradient. k2 and k3 in the reward give a gradient that can point away from the reference
     (tests/rl/test_expectation.py).

@@ -1,5 +1,4 @@
-"""Policy and value losses of single tokens, one function an idea; `aggregation` says how they add
-up.
+"""Policy and value losses of single tokens, one function an idea; aggregation.py adds them up.
 
 All inputs are float32 [N] and aligned, N loss tokens of whole sequences; `sequences` int64 [N]
 tells which one a token is of. A function returns the tokens' losses [N] and metrics as sums over
@@ -15,24 +14,24 @@ Metrics = dict[str, float]  # sums over tokens; the caller divides by the update
 
 
 def total(values: Tensor) -> float:
-    """The sum in float64 in one fixed order, whatever the number of threads."""
+    """Sum in float64 in one fixed order, whatever the number of threads."""
     return float(values.detach().to("cpu", torch.float64).numpy().sum(dtype=np.float64))
 
 
 def sequence_sums(values: Tensor, sequences: Tensor) -> Tensor:
-    """[N] -> [S]: the sum over each sequence's tokens; sequences ascend from 0 without a gap."""
+    """Sum over each sequence's tokens, [N] -> [S]; sequences ascend from 0 without a gap."""
     count = int(sequences[-1]) + 1 if len(sequences) else 0
     return values.new_zeros(count).index_add(0, sequences, values)
 
 
 def sequence_means(values: Tensor, sequences: Tensor) -> Tensor:
-    """[N] -> [S]: the mean over each sequence's tokens."""
+    """Average over each sequence's tokens, [N] -> [S]."""
     return sequence_sums(values, sequences) / sequence_sums(torch.ones_like(values), sequences)
 
 
 def reinforce(policy_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Metrics]:
-    """-A log p (REINFORCE, Williams 1992; RLOO, arXiv 2402.14740). On policy only: there is no
-    ratio."""
+    """Compute -A log p (REINFORCE, Williams 1992; RLOO, arXiv 2402.14740). On policy only: it has
+    no ratio."""
     terms = -advantages * policy_logprobs
     return terms, {"policy_loss": total(terms)}
 
@@ -46,8 +45,8 @@ def ppo_clip(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = policy / proximal (PPO, arXiv 1707.06347,
-    eq. 7).
+    """Compute -min(r A, clip(r, 1 - low, 1 + high) A), r = policy / proximal (PPO, arXiv
+    1707.06347, eq. 7).
 
     Bounds that differ are DAPO's clip-higher (arXiv 2503.14476, eq. 10). dual_clip c > 1 bounds the
     loss where A < 0 by -c A, so that a large ratio cannot blow it up (arXiv 1912.09729, eq. 5).
@@ -72,13 +71,13 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Metrics]:
-    """PPO's clip on the ratio of a sequence, the geometric *mean* of its tokens' ratios, in the
-    form of GSPO-token (GSPO, arXiv 2507.18071, eq. 5-7 and 13-17).
+    """Compute PPO's clip on the ratio of a sequence, the geometric *mean* of its tokens' ratios, in
+    the form of GSPO-token (GSPO, arXiv 2507.18071, eq. 5-7 and 13-17).
 
     Every token of a sequence has that ratio as its value, and passes the gradient of its own
-    log-prob only. Where the tokens of a sequence have one advantage, sequence_mean gives the
-    paper's sequence objective and its gradient; where a token has its own advantage or weight, that
-    pulls this token and no other. The sum in place of the mean would make a long sequence's ratio
+    log-prob only. If the tokens of a sequence have one advantage, sequence_mean gives the paper's
+    sequence objective and its gradient; an advantage or weight of a single token pulls this token
+    and no other. The sum in place of the mean would make a long sequence's ratio
     vanish (TRL #5814).
     """
     means = sequence_means((policy_logprobs - proximal_logprobs).detach(), sequences)
@@ -97,9 +96,12 @@ def off_policy_mask(
     *,
     most: float,
 ) -> Tensor:
-    """float32 [N]: 0 for the tokens with A < 0 of a sequence that the policy has left, 1 for all
-    others (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). It has left one where the mean over its
-    tokens of log engine - log policy is above `most`."""
+    """Return float32 [N]: 0 for the tokens with A < 0 of sequences that the policy has left, else 1
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+
+    The policy has left a sequence if the mean over its tokens of log engine - log policy is above
+    `most`.
+    """
     gap = sequence_means((engine_logprobs - policy_logprobs).detach(), sequences).index_select(
         0, sequences
     )
@@ -114,8 +116,8 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Metrics]:
-    """-clip(r) A log p with no gradient through clip(r): no token loses its gradient (CISPO, arXiv
-    2506.13585, eq. 4-5)."""
+    """Compute -clip(r) A log p without a gradient through clip(r): no token loses its gradient
+    (CISPO, arXiv 2506.13585, eq. 4-5)."""
     log_ratio = _bounded(policy_logprobs - proximal_logprobs).detach()
     ratio = log_ratio.exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -124,15 +126,15 @@ def cispo(
 
 
 def _bounded(log_ratio: Tensor) -> Tensor:
-    """Within 20 nats: beyond them exp overflows float32, and infinity times an advantage of 0 is
-    not a number."""
+    """Bound to 20 nats: beyond them exp overflows float32, and infinity times an advantage of 0 is
+    NaN."""
     return log_ratio.clamp(-20.0, 20.0)
 
 
 def _clipped(
     log_ratio: Tensor, advantages: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """(min(r A, clip(r) A), r A)"""
+    """Return (min(r A, clip(r) A), r A)."""
     ratio = log_ratio.exp()
     plain = ratio * advantages
     return torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantages), plain
@@ -150,11 +152,8 @@ def _ratio_metrics(terms: Tensor, log_ratio: Tensor, clipped: Tensor) -> Metrics
 def value_clip(
     values: Tensor, rollout_values: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, Metrics]:
-    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 (the value loss of PPO's code,
-    arXiv 2005.12729, section 3).
-
-    clip 0: (V - R)^2 / 2.
-    """
+    """Compute max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, the value loss of PPO's
+    code (arXiv 2005.12729, section 3); with clip 0, (V - R)^2 / 2."""
     error = (values - returns).square()
     if clip:
         near = rollout_values + (values - rollout_values).clamp(-clip, clip)
@@ -167,5 +166,5 @@ def value_clip(
 
 
 def negative_log_likelihood(policy_logprobs: Tensor) -> tuple[Tensor, Metrics]:
-    """Supervised fine-tuning: -log p."""
+    """Compute -log p, the loss of supervised fine-tuning."""
     return -policy_logprobs, {"nll": total(-policy_logprobs)}

@@ -12,16 +12,16 @@ import numpy as np
 
 
 def token_rewards(reward: float, kl: np.ndarray, kl_coef: float) -> np.ndarray:
-    """-kl_coef x KL at each token, and the episode's reward on top at the last (Ziegler et al.
-    2019, eq. 2)."""
+    """Spread a reward over tokens: -kl_coef x KL at each, and the episode's reward at the last
+    (Ziegler et al. 2019, eq. 2)."""
     rewards = -kl_coef * kl.astype(np.float64)
     rewards[-1] += reward
     return rewards
 
 
 def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
-    """G_t = r_t + gamma G_{t+1}; with `whiten` over a step's tokens this is REINFORCE++ (arXiv
-    2501.03262, eq. 5).
+    """Compute G_t = r_t + gamma G_{t+1}; with `whiten` over a step's tokens this is REINFORCE++
+    (arXiv 2501.03262, eq. 5).
 
     `whiten` of `advantages.centred`, the same at every token of an episode, is REINFORCE++-baseline
     (section 3.2).
@@ -36,11 +36,11 @@ def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
 def gae(
     rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages, returns): A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t
-    (arXiv 1506.02438, eq. 16).
+    """Compute (advantages, returns): A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma
+    V_{t+1} - V_t (arXiv 1506.02438, eq. 16).
 
-    values[t] is that of the state before token t; after the last token it is 0, as every episode
-    ends. The returns, which the critic learns, are A + V.
+    values[t]: of the state before token t; after the last token it is 0, as every episode ends.
+    The returns, which the critic learns, are A + V.
     """
     after = np.append(values[1:], 0.0)
     deltas = rewards + gamma * after - values
@@ -49,7 +49,7 @@ def gae(
 
 
 def whiten(arrays: Sequence[np.ndarray], epsilon: float = 1e-8) -> list[np.ndarray]:
-    """Every array, shifted and scaled by the mean and std of all tokens of the step together."""
+    """Shift and scale every array by the mean and std of all tokens of the step together."""
     together = np.concatenate(arrays)
     mean, std = together.mean(), together.std()
     return [(array - mean) / (std + epsilon) for array in arrays]

@@ -59,7 +59,7 @@ class EpisodeBuilder:
         """Take up a paused episode. The tokens of its last turn, if it paused within one, become
         `unfinished_turn`."""
         self.uid, self.sample, self.key = episode.uid, episode.sample_index, episode.key
-        self.messages, self.env_rewards = list(episode.messages), dict(episode.given)
+        self.messages, self.env_rewards = list(episode.messages), dict(episode.env_rewards)
         self.opening, self.tools = episode.opening, episode.tools
         self.num_prompt_tokens = episode.num_prompt_tokens
         self.length, self._digest = 0, hashlib.blake2b()
@@ -135,7 +135,7 @@ class EpisodeBuilder:
             stop_reason=stop_reason,
             opening=self.opening,
             tools=self.tools,
-            given=dict(self.env_rewards),
+            env_rewards=dict(self.env_rewards),
             env_error=error,
             masked=masked,
         )

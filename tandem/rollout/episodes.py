@@ -1,11 +1,11 @@
 """Runs episodes: problems in, token sequences out. Knows the engine as `Generate` and the chat as
 `Renderer` only.
 
-    environments' thread: an episode, a coroutine each   caller's thread: run_episodes
+    environments' thread: a coroutine for each episode   caller's thread: run_episodes
     --------------------------------------------------   -----------------------------
     env.reset -> the prompt's tokens
-    _generate: asks for a completion    -- inbox ->      engine.submit, engine.step(): one pass for all who generate
-    waits for it                        <- future --     set when it has ended
+    _generate: asks for a completion   -- inbox ->       engine.submit, engine.step(): one pass
+    waits for it                       <- future --      set when it has ended
     env.step(text) -> Observation, while others generate
     tokens += renderer.turn(messages), again from _generate; until done, or a limit
 
@@ -32,12 +32,13 @@ from typing import Any
 
 import numpy as np
 
-from tandem.envs.calls import Caller, EnvironmentFailed, describe, environment_loop, where_it_is
+from tandem.envs.calls import Caller, EnvironmentFailed, environment_loop, where_it_is
 from tandem.rollout.env_pool import ALIVE_S, CLOSE_S, EnvPool, close_env
 from tandem.rollout.episode_builder import EpisodeBuilder
 from tandem.rollout.observations import check_observation, check_opening, malformed_thinking
 from tandem.runtime import watchdog
 from tandem.runtime.errors import InvariantError, UserError
+from tandem.runtime.user_code import describe
 from tandem.types import (
     Array,
     Completion,
@@ -163,7 +164,7 @@ class _Rollout:
 
     def _wait_for_request(self) -> "_Asked | None":
         what = "a turn to generate, or the end of the last episode"
-        with watchdog.waits(of="environments", what=what):
+        with watchdog.waiting_for("environments", what):
             while True:
                 try:
                     return self._inbox.get(timeout=ALIVE_S)
@@ -306,8 +307,8 @@ class _Rollout:
             key=builder.key,
             prompt=builder.tokens(),
             params=replace(self.sampling, max_new_tokens=max_new_tokens),
-            drawn=builder.num_sampled,
-            begun=resumed,
+            num_sampled=builder.num_sampled,
+            resume_from=resumed,
             max_tokens_now=max_tokens_now,
         )
         future: asyncio.Future[Completion] = self._loop.create_future()

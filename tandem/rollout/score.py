@@ -131,7 +131,7 @@ class _Scoring:
     def results(self, generated: Sequence[tuple[Episode, ...]]) -> list[Group]:
         """Wait for the scores; return the groups, with the episodes that were not scored now as
         they were generated."""
-        with watchdog.waits(of="rewards", what="the last scores"):
+        with watchdog.waiting_for("rewards", "the last scores"):
             scored = {key: future.result() for key, future in self._futures.items()}
         return [
             replace(

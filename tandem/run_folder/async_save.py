@@ -1,5 +1,4 @@
-"""Saves checkpoints beside training: what is saved is the moment of `save`, whatever training does
-meanwhile.
+"""Saves checkpoints while training goes on, as of the moment of `save`.
 
     trainer                                thread "saver", one for each save
     -------                                ---------------------------------
@@ -7,11 +6,12 @@ meanwhile.
       wait()   <- no save under way
       snapshot: clone tensors and state
       start    --------------------------> write and fsync tensors and state
-    train step 13 ...                      before_write()   <- blocks until what the caller asks is durable
+    train step 13 ...                      before_write()  <- blocks until the caller's part
+                                                              is durable
     train step 14 ...                      manifest, fsync, rename, fsync, prune older ones
     save(step 20)
-      wait()   <-------------------------- ends, durable or with an error, which wait() raises here, once
-      snapshot ...
+      wait()   <-------------------------- ends, durable or with an error,
+      snapshot ...                         which wait() raises once
 
 The trainer waits only for the save before, the saver only for before_write; neither waits for the
 other while it holds anything. A snapshot costs the memory of what is saved until it is written. The
@@ -29,12 +29,12 @@ from typing import Any, Self
 
 from tandem.run_folder.checkpoint import Tensors, plain_state, save_checkpoint
 from tandem.runtime.disk import DISK, Disk
-from tandem.runtime.watchdog import waits
+from tandem.runtime.watchdog import waiting_for
 
 
 class Saver:
-    """At most one save is under way. A context manager: leaving it finishes what was begun,
-    whatever was raised inside.
+    """The saves of a run, one at a time. A context manager: leaving it finishes the save under way,
+    also on an error.
 
     with Saver() as saver:
         saver.save(folder, 12, {"policy": weights}, {"step": 12}, keep=2, config=to_toml(config))
@@ -42,7 +42,7 @@ class Saver:
 
     def __init__(self, disk: Disk = DISK):
         self._disk = disk
-        self._begun: _Save | None = None
+        self._under_way: _Save | None = None
 
     def save(
         self,
@@ -55,37 +55,35 @@ class Saver:
         config: str,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """save_checkpoint of a snapshot taken now; waits for the save before, and raises its error
-        if it failed.
+        """Save a snapshot taken now, as save_checkpoint does; wait for the save before, and raise
+        its error if it failed.
 
         before_write runs in the saver's thread, after the tensors are written and before anyone can
         see the checkpoint.
         """
         self.wait()
-        self._begun = _Save(
+        write = partial(
+            save_checkpoint,
+            folder,
             step,
-            partial(
-                save_checkpoint,
-                folder,
-                step,
-                _snapshot(tensors),
-                plain_state(state),
-                keep,
-                config=config,
-                before_write=before_write,
-                disk=self._disk,
-            ),
+            _snapshot(tensors),
+            plain_state(state),
+            keep,
+            config=config,
+            before_write=before_write,
+            disk=self._disk,
         )
-        self._begun.start()
+        self._under_way = _Save(step, write)
+        self._under_way.start()
 
     def wait(self) -> None:
-        """Until what was begun is durable. Raises its UserError (disk full ...) once: the
+        """Wait until the save under way is durable. Raises its UserError (disk full ...) once: the
         checkpoint before is intact."""
-        if self._begun is None:
+        if self._under_way is None:
             return
-        with waits(of="saver", what=f"the checkpoint of step {self._begun.step}"):
-            self._begun.join()
-        ended, self._begun = self._begun, None
+        with waiting_for("saver", f"the checkpoint of step {self._under_way.step}"):
+            self._under_way.join()
+        ended, self._under_way = self._under_way, None
         ended.raise_error()
 
     def close(self) -> None:
@@ -102,9 +100,8 @@ class Saver:
         except Exception as unsaved:
             if error is None:
                 raise
-            error.add_note(
-                f"and the checkpoint under way was not saved: {unsaved}"
-            )  # the first cause is the one to tell
+            # the error to raise is the first cause
+            error.add_note(f"and the checkpoint under way was not saved: {unsaved}")
 
 
 class _Save(Thread):
@@ -126,7 +123,7 @@ class _Save(Thread):
     def raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-        if not self._durable:  # what is no Exception, a panic of a library; Python has printed it
+        if not self._durable:  # by a panic of a library, which Python has printed
             raise RuntimeError(f"the thread that saved step {self.step} died")
 
 

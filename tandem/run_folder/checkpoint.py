@@ -1,14 +1,15 @@
 """Checkpoints: safetensors and JSON in `checkpoints/step_000012/`, proved whole by a manifest that
 is written last.
 
-    .tmp-step_000012/                policy.safetensors  optimizer.safetensors  state.json   each fsynced
-                                     manifest.json (step, versions, SHA-256 of the config, size and SHA-256 of each
-                                     file), fsynced
-    .tmp-step_000012 -> step_000012  one atomic rename, then fsync of the parent, then older ones are pruned
+    .tmp-step_000012/                policy.safetensors  optimizer.safetensors  state.json,
+                                     each fsynced; then manifest.json: step, versions, SHA-256
+                                     of the config, size and SHA-256 of each file; fsynced
+    .tmp-step_000012 -> step_000012  one atomic rename, then fsync of the parent, then older
+                                     ones are pruned
 
-A kill leaves a `.tmp-` folder, which nobody reads, or a whole checkpoint. SHA-256, so that
-`sha256sum` checks one too. async_save.py does this beside training. It does not know what the
-tensors and the state mean. No pickle is read or written.
+A kill leaves a `.tmp-` folder, which nobody reads, or a whole checkpoint. `sha256sum` checks one
+too. async_save.py does this beside training. It does not know what the tensors and the state mean.
+No pickle is read or written.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ import platform
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tandem import __version__
+from tandem.run_folder.errors import RESTORE_OR_FRESH
 from tandem.runtime.disk import (
     DISK,
     Disk,
@@ -35,10 +38,10 @@ from tandem.runtime.disk import (
     human_bytes,
     make_folder,
     os_error,
-    read_plain,
+    read_regular_file,
 )
 from tandem.runtime.errors import UserError
-from tandem.runtime.watchdog import beat
+from tandem.runtime.watchdog import heartbeat
 
 Tensors = dict[str, dict[str, torch.Tensor]]  # file stem -> name -> tensor
 
@@ -80,7 +83,7 @@ def save_checkpoint(
             before_write()
             _write_manifest(temporary, step, config, disk)
         except (OSError, UserError):
-            with suppress(OSError):  # the first error is the one to tell
+            with suppress(OSError):  # the error to raise is the first one
                 disk.remove(temporary)  # it takes the space that the user is about to look for
             raise
         _put_in_place(temporary, target, disk)
@@ -89,11 +92,11 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """The newest whole and verified checkpoint, or None where there is none at all; reads, never
+    """Find the newest whole and verified checkpoint, None where there is none at all; reads, never
     writes.
 
     A damaged one is told to report and the one before it is tried. Raises UserError when there are
-    some and none verifies: to train from scratch must be asked for.
+    some and none verifies: the user must ask for a training from scratch.
     """
     damaged = []
     for path in _newest_first(folder):
@@ -102,20 +105,14 @@ def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | Non
             return path
         damaged += [f"{path.name}/{line}" for line in damage]
         report(f"checkpoint {path.name} is damaged, trying the one before: {'; '.join(damage)}")
-    if not damaged:
-        return None
-    raise UserError(
-        "every checkpoint of the run is damaged",
-        where=str(folder),
-        found="; ".join(damaged),
-        expected="one whose files have the sizes and hashes of its manifest.json",
-        next="restore the folder from a copy, or start over with --fresh (the old run is kept beside it)",
-    )
+    if damaged:
+        raise _all_damaged(folder, damaged)
+    return None
 
 
 def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[str, Any]]:
-    """(tensors, state), as saved. verify=False only for a path just returned by latest_checkpoint,
-    which verified it.
+    """Read (tensors, state), as saved. verify=False only for a path just returned by
+    latest_checkpoint, which verified it.
 
     The tensors are private maps of the files: read when touched, and a write does not reach the
     file.
@@ -128,12 +125,12 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[s
             found="; ".join(damage),
             next="take another step_N",
         )
-    _, files = _read_manifest(path)  # whatever else lies in the folder has no hash
+    _, files = _read_manifest(path)  # other files of the folder have no hash
     try:
         tensors = {
             Path(name).stem: load_file(path / name) for name in sorted(files) if name != STATE
         }
-        return tensors, dict(json.loads(read_plain(path / STATE)))
+        return tensors, dict(json.loads(read_regular_file(path / STATE)))
     except _UNREADABLE as error:  # its hashes are right, so it was not Tandem that wrote it
         raise UserError(
             "the checkpoint is not one of Tandem's",
@@ -144,12 +141,12 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[s
         ) from None
 
 
-def find_damage(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line a file with what was expected and found; empty when
-    it is whole."""
+def find_damage(path: Path, *, hashed: bool = True) -> list[str]:
+    """Describe what is wrong with a checkpoint, one line a file with what was expected and found;
+    empty when it is whole. hashed=False checks the sizes only."""
     damage, files = _read_manifest(path)
     return damage or [
-        line for name, entry in files.items() for line in _file_damage(path / name, entry)
+        line for name, entry in files.items() for line in _file_damage(path / name, entry, hashed)
     ]
 
 
@@ -164,79 +161,63 @@ def step_name(step: int) -> str:
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A deep copy, as it will be read back. Raises TypeError or ValueError for what JSON would
+    """Copy a state as it will be read back. Raises TypeError or ValueError for what JSON would
     change in silence (tuples, integer keys, NaN): a resumed run must read what was saved."""
     copy: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
     if copy != state:
         raise TypeError(
-            "the state of a checkpoint does not survive JSON: use lists, string keys and plain numbers"
+            "the state of a checkpoint does not survive JSON: "
+            "use lists, string keys and plain numbers"
         )
     return copy
 
 
 def _check_space(folder: Path, tensors: Tensors, state_bytes: int, disk: Disk) -> None:
-    needed = (
-        sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
-        + state_bytes
-        + _HEADROOM
-    )
-    free = disk.free_bytes(folder)
+    needed, free = state_bytes + _HEADROOM, disk.free_bytes(folder)
+    needed += sum(t.numel() * t.element_size() for part in tensors.values() for t in part.values())
     if free < needed:
-        raise UserError(
-            "not enough space for a checkpoint",
-            where=str(folder),
-            found=f"{human_bytes(free)} free",
-            expected=f"{human_bytes(needed)}",
-            next="free space; the same command again goes on from the last checkpoint",
-        )
+        raise _no_space(folder, free, needed)
 
 
 def _write_files(temporary: Path, tensors: Tensors, state_text: bytes, disk: Disk) -> None:
     temporary.mkdir()
     for stem, named in tensors.items():
-        disk.write(temporary / f"{stem}.safetensors", _tensor_writer(named))
-        beat()
-    disk.write(temporary / STATE, _bytes_writer(state_text))
+        disk.write(temporary / f"{stem}.safetensors", partial(_save_tensors, named))
+        heartbeat()
+    disk.write(temporary / STATE, partial(_save_bytes, state_text))
     for file in sorted(temporary.iterdir()):
         disk.fsync(file)
-        beat()
+        heartbeat()
 
 
 def _write_manifest(temporary: Path, step: int, config: str, disk: Disk) -> None:
-    """The hashes are of the files as they can be read back, and the manifest says so only once they
-    are durable."""
-    disk.write(
-        temporary / MANIFEST, _bytes_writer(_manifest(step, config, sorted(temporary.iterdir())))
-    )
+    """Hash the files as they can be read back, now that they are durable, and write the
+    manifest."""
+    manifest = _manifest(step, config, sorted(temporary.iterdir()))
+    disk.write(temporary / MANIFEST, partial(_save_bytes, manifest))
     disk.fsync(temporary / MANIFEST)
     disk.fsync(temporary)
 
 
-def _tensor_writer(named: dict[str, torch.Tensor]) -> Callable[[Path], None]:
-    def save(path: Path) -> None:
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-        try:
-            save_file(plain, path)
-        except SafetensorError as error:
-            if (cause := os_error(error, path)) is None:
-                raise
-            raise cause from error
-        # safetensors makes files that only their owner can read
-        path.chmod(path.parent.stat().st_mode & 0o666)
-
-    return save
+def _save_tensors(named: dict[str, torch.Tensor], path: Path) -> None:
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    try:
+        save_file(plain, path)
+    except SafetensorError as error:
+        if (cause := os_error(error, path)) is None:
+            raise
+        raise cause from error
+    # safetensors makes files that only their owner can read
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-def _bytes_writer(data: bytes) -> Callable[[Path], None]:
-    def save(path: Path) -> None:
-        path.write_bytes(data)
-
-    return save
+def _save_bytes(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
 
 
 def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
-    """Rename; a target that is there already (a resumed run saves a step again) steps aside, and
-    counts until then."""
+    """Rename. A target that is there already (a resumed run saves a step again) steps aside, and is
+    the checkpoint until then."""
     aside = target.with_name(f".aside-{target.name}")
     if target.exists():
         disk.rename(target, aside)
@@ -254,14 +235,14 @@ def _prune(folder: Path, step: int, keep: int, disk: Disk) -> None:
     it again.
     """
     older = [path for path in _newest_first(folder) if checkpoint_step(path) <= step]
-    intact = [path for path in older if not _size_damage(path)]
+    intact = [path for path in older if not find_damage(path, hashed=False)]
     if len(intact) >= keep:
         for path in older[older.index(intact[keep - 1]) + 1 :]:
             _discard(path, disk)
 
 
 def _discard(path: Path, disk: Disk) -> None:
-    """Out of sight first, so that a kill in the middle does not leave what looks like a damaged
+    """Rename and remove: a kill in between does not leave what looks like a damaged
     checkpoint."""
     gone = path.with_name(f".tmp-gone-{path.name}")
     disk.rename(path, gone)
@@ -269,8 +250,8 @@ def _discard(path: Path, disk: Disk) -> None:
 
 
 def _sweep(folder: Path, disk: Disk) -> None:
-    """What a killed save left: unfinished folders go, a checkpoint that stepped aside for nothing
-    comes back."""
+    """Remove the unfinished folders of a killed save; bring back a checkpoint that stepped aside
+    for nothing."""
     for path in folder.glob(".tmp-*"):
         disk.remove(path)
     for aside in folder.glob(".aside-step_*"):
@@ -284,7 +265,7 @@ def _sweep(folder: Path, disk: Disk) -> None:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Checkpoints by falling step, and with them any that a killed save had moved aside."""
+    """List the checkpoints by falling step, with any that a killed save had moved aside."""
     names = [path for path in folder.glob("*") if re.fullmatch(r"(\.aside-)?step_\d+", path.name)]
     return sorted(names, key=lambda path: (checkpoint_step(path), path.name), reverse=True)
 
@@ -304,28 +285,27 @@ def _manifest(step: int, config: str, files: list[Path]) -> bytes:
 
 
 def _sealed(body: dict[str, Any]) -> bytes:
-    """The manifest's only spelling, with its own hash: one changed byte anywhere in it is found."""
+    """Write the manifest with its own hash, so that one changed byte anywhere in it is found."""
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return (
-        json.dumps({**body, "sha256_of_the_rest": seal}, sort_keys=True, indent=1).encode() + b"\n"
-    )
+    sealed = {**body, "sha256_of_the_rest": seal}
+    return json.dumps(sealed, sort_keys=True, indent=1).encode() + b"\n"
 
 
 def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """(damage, name -> size and hash)."""
+    """Read (damage, name -> size and hash)."""
     try:
-        data = read_plain(path / MANIFEST)
+        data = read_regular_file(path / MANIFEST)
         body = json.loads(data)
         del body["sha256_of_the_rest"]
-        whole = _sealed(body) == data and _is_manifest(body)
+        intact = _sealed(body) == data and _is_manifest(body)
     except FileNotFoundError:
         return [f"{MANIFEST}: found none, expected one"], {}
     except OSError as error:
         return [f"{MANIFEST}: found {error.strerror}, expected a readable file"], {}
     # not JSON, not UTF-8, or another shape
     except (ValueError, TypeError, KeyError, RecursionError):
-        whole = False
-    if not whole:
+        intact = False
+    if not intact:
         return [f"{MANIFEST}: found other bytes, expected those its own hash was made of"], {}
     if body["step"] != checkpoint_step(path):
         return [f"{MANIFEST}: found step {body['step']}, expected {checkpoint_step(path)}"], {}
@@ -333,7 +313,8 @@ def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
 
 
 def _is_manifest(body: dict[str, Any]) -> bool:
-    """Check that it names files of its own folder only, STATE among them, with size and hash."""
+    """Check that a manifest names files of its own folder only, STATE among them, with size and
+    hash."""
     match body:
         case {"step": int(), "files": dict(files)} if STATE in files:
             return all(
@@ -345,40 +326,41 @@ def _is_manifest(body: dict[str, Any]) -> bool:
     return False
 
 
-def _file_damage(file: Path, entry: dict[str, Any]) -> list[str]:
-    wrong_size = _file_size_damage(file, entry)
-    if wrong_size:
-        return wrong_size
+def _file_damage(file: Path, entry: dict[str, Any], hashed: bool) -> list[str]:
+    if not file.is_file():
+        return [f"{file.name}: found none, expected {entry['size']} bytes"]
+    if (size := os.path.getsize(file)) != entry["size"]:
+        return [f"{file.name}: found {size} bytes, expected {entry['size']}"]
     try:
-        digest = _file_hash(file)
+        digest = _file_hash(file) if hashed else entry["sha256"]
     # a bad sector: the checkpoint before this one is the way out, so it counts as damage
     except OSError as error:
         return [f"{file.name}: found {error.strerror}, expected sha256 {entry['sha256']}"]
-    return (
-        []
-        if digest == entry["sha256"]
-        else [f"{file.name}: found sha256 {digest}, expected {entry['sha256']}"]
-    )
-
-
-def _size_damage(path: Path) -> list[str]:
-    damage, files = _read_manifest(path)
-    return damage or [
-        line for name, entry in files.items() for line in _file_size_damage(path / name, entry)
-    ]
-
-
-def _file_size_damage(file: Path, entry: dict[str, Any]) -> list[str]:
-    if not file.is_file():
-        return [f"{file.name}: found none, expected {entry['size']} bytes"]
-    size = os.path.getsize(file)
-    return (
-        []
-        if size == entry["size"]
-        else [f"{file.name}: found {size} bytes, expected {entry['size']}"]
-    )
+    if digest != entry["sha256"]:
+        return [f"{file.name}: found sha256 {digest}, expected {entry['sha256']}"]
+    return []
 
 
 def _file_hash(file: Path) -> str:
-    beat()
+    heartbeat()
     return file_hash(file)
+
+
+def _all_damaged(folder: Path, damaged: list[str]) -> UserError:
+    return UserError(
+        "every checkpoint of the run is damaged",
+        where=str(folder),
+        found="; ".join(damaged),
+        expected="one whose files have the sizes and hashes of its manifest.json",
+        next=RESTORE_OR_FRESH,
+    )
+
+
+def _no_space(folder: Path, free: int, needed: int) -> UserError:
+    return UserError(
+        "not enough space for a checkpoint",
+        where=str(folder),
+        found=f"{human_bytes(free)} free",
+        expected=f"{human_bytes(needed)}",
+        next="free space; the same command again goes on from the last checkpoint",
+    )

@@ -1,19 +1,19 @@
 """The journal: every episode of a step in one Parquet file, one row an episode, written before it
 is trained on.
 
-    episodes/train_step_000012.parquet      import pyarrow.parquet; or in DuckDB: select uid, reward, text from it
+    episodes/train_step_000012.parquet      import pyarrow.parquet
+                                            or in DuckDB: select uid, reward, text from it
 
 Columns are plain: arrays are lists, chats and metadata are JSON text. The same episodes give the
-same bytes, in Parquet and as lines of JSON. A `note` of whoever writes stands in the file's
-metadata. It does not know how an episode came about or what it is used for; recall.py reads a run's
-own files back.
+same bytes, in Parquet and as lines of JSON. The file's metadata holds a `note` of its writer. It
+does not know how an episode came about or what it is used for; journal.py reads a run's own files
+back.
 """
 
 import json
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,27 +42,26 @@ _SCALARS = {
     "reward": pa.float64(),
     "reward_error": pa.string(),
 }
-# follow from the others; for whoever reads the file
-_SEEN = {"text": pa.string(), "num_turns": pa.int64()}
+# follow from the others; for people who read the file
+_DERIVED = {"text": pa.string(), "num_turns": pa.int64()}
 _NOTE = b"tandem"
-_MAPS = ("reward_parts", "given")
+_MAPS = ("reward_parts", "env_rewards")
 _JSON = ("messages", "metadata", "opening", "tools", "transcript")
+_PROBLEM = ("uid", "category", "answer", "messages", "metadata")
 
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("group", pa.int64()),  # place of the problem in the step
-        (
-            "outcome",
-            pa.string(),
-        ),  # Group.outcome: trained here, carried to the next step, without signal, or unfinished
+        # Group.outcome: trained here, carried to the next step, without signal, or unfinished
+        ("outcome", pa.string()),
         ("uid", pa.string()),
         ("sample_index", pa.int64()),
         ("category", pa.string()),
         ("answer", pa.string()),
         *((name, pa.string()) for name in _JSON),  # transcript: Episode.messages
         *_SCALARS.items(),
-        *_SEEN.items(),
+        *_DERIVED.items(),
         *((name, pa.map_(pa.string(), pa.float64())) for name in _MAPS),
         *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, kind in _ARRAYS.items()),
     ]
@@ -119,57 +118,74 @@ def episode_file(folder: Path, step: int, kind: str = "train", part: str = "") -
     return folder / f"{kind}_step_{step:06d}{part}.parquet"
 
 
-def episode_lines(step: int, groups: Sequence[Group]) -> bytes:
-    """The journal's columns as JSONL, an object an episode; chats, metadata and reward parts are
-    objects, not text.
+def json_lines(path: Path) -> Iterator[bytes]:
+    """Yield each episode of a file as a line of JSONL with the same columns; chats, metadata and
+    maps are objects, not text. Raises UserError for a damaged file.
 
     A float32 is written as the double of its value, and what JSON has no number for (NaN,
     infinities) as null.
     """
-    rows = (_plain(row) for row in _table(step, groups).to_pylist())
-    return b"".join(
-        json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in rows
-    )
+    for row in _read(path).to_pylist():
+        logprobs = [value if math.isfinite(value) else None for value in row["engine_logprobs"]]
+        plain = {
+            **row,
+            **{name: json.loads(row[name]) for name in _JSON},
+            **{name: dict(row[name]) for name in _MAPS},
+            "engine_logprobs": logprobs,
+        }
+        yield json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def read_episodes(path: Path) -> list[Episode]:
-    """The episodes as they were written, to the bit, in their order. Raises UserError for a damaged
-    file."""
+    """Read the episodes as they were written, to the bit, in their order. Raises UserError for a
+    damaged file."""
     return _episodes(_read(path))
 
 
-def read_groups(path: Path, problems: Mapping[str, Problem]) -> list[Group]:
-    """The groups of a file, in their order. Raises UserError for a damaged file, and for one of
-    other problems."""
-    members: dict[int, list[Episode]] = defaultdict(list)
-    outcomes: dict[int, str] = {}
-    for group, outcome, episode in read_numbered(path):
-        members[group].append(episode)
-        outcomes[group] = outcome
-    if unknown := {e[0].uid for e in members.values()} - problems.keys():
-        raise UserError(
-            "the episodes are of problems that the data does not have",
-            where=str(path),
-            found=", ".join(sorted(unknown)[:3]),
-            expected="problems of the run's data",
-            next="restore the run's data",
-        )
+def read_groups(path: Path, problems: Mapping[str, Problem] | None = None) -> list[Group]:
+    """Read the groups of a file, in their order; problems: those of the run's data by uid, None for
+    the problems as the file has them.
+
+    Raises UserError for a damaged file, and for one of other problems.
+    """
+    table = _read(path)
+    rows = table.select(["group", "outcome", *_PROBLEM]).to_pylist()
+    groups: dict[int, tuple[dict[str, Any], list[Episode]]] = {}
+    for row, episode in zip(rows, _episodes(table), strict=True):
+        groups.setdefault(row["group"], (row, []))[1].append(episode)
+    if problems is not None and (
+        unknown := {row["uid"] for row, _ in groups.values()} - problems.keys()
+    ):
+        raise _other_problems(path, sorted(unknown))
     return [
-        Group(problem=problems[e[0].uid], episodes=tuple(e), outcome=outcomes[g])
-        for g, e in members.items()
+        Group(
+            problem=_problem(row) if problems is None else problems[row["uid"]],
+            episodes=tuple(episodes),
+            outcome=row["outcome"],
+        )
+        for row, episodes in groups.values()
     ]
 
 
-def read_numbered(path: Path) -> list[tuple[int, str, Episode]]:
-    """(number of the group, its outcome, episode) in their order. Raises UserError for a damaged
+def _problem(row: dict[str, Any]) -> Problem:
+    return Problem(
+        uid=row["uid"],
+        messages=tuple(json.loads(row["messages"])),
+        answer=row["answer"],
+        category=row["category"],
+        metadata=json.loads(row["metadata"]),
+    )
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Read some columns of each episode of a file, in its order. Raises UserError for a damaged
     file."""
-    table = _read(path)
-    places = (table.column(name).to_pylist() for name in ("group", "outcome"))
-    return list(zip(*places, _episodes(table), strict=True))
+    rows: list[dict[str, Any]] = _read(path, columns).to_pylist()
+    return rows
 
 
 def read_note(path: Path) -> Any:
-    """What its writer noted in the file; None where there is no such file, or no note in it."""
+    """Read the note of a file's writer; None where there is no such file, or no note in it."""
     if not path.exists():
         return None
     try:
@@ -180,26 +196,24 @@ def read_note(path: Path) -> Any:
 
 
 def _episodes(table: pa.Table) -> list[Episode]:
-    columns: dict[str, list[Any]] = {
-        **{name: table.column(name).to_pylist() for name in ("uid", "sample_index", *_SCALARS)},
-        **{
-            name: _split(table.column(name).combine_chunks(), kind)
-            for name, kind in _ARRAYS.items()
-        },
-        **{name: [dict(row) for row in table.column(name).to_pylist()] for name in _MAPS},
-        **{
-            field: [tuple(json.loads(text)) for text in table.column(name).to_pylist()]
-            for field, name in (
-                ("messages", "transcript"),
-                ("opening", "opening"),
-                ("tools", "tools"),
-            )
-        },
+    arrays = {
+        name: _split(table.column(name).combine_chunks(), kind) for name, kind in _ARRAYS.items()
     }
-    return [
-        Episode(**{name: values[row] for name, values in columns.items()})
-        for row in range(table.num_rows)
-    ]
+    plain = table.select(
+        ["uid", "sample_index", "opening", "tools", "transcript", *_SCALARS, *_MAPS]
+    )
+    episodes = []
+    for number, row in enumerate(plain.to_pylist()):
+        fields: dict[str, Any] = {
+            **row,
+            **{name: dict(row[name]) for name in _MAPS},
+            **{name: tuple(json.loads(row[name])) for name in ("opening", "tools")},
+            **{name: column[number] for name, column in arrays.items()},
+            "messages": tuple(json.loads(row["transcript"])),
+        }
+        del fields["transcript"]
+        episodes.append(Episode(**fields))
+    return episodes
 
 
 def cut_episodes(folder: Path, after_step: int) -> list[Path]:
@@ -223,54 +237,43 @@ def _step(path: Path) -> int:
 
 
 def _table(step: int, groups: Sequence[Group]) -> pa.Table:
+    episodes = [episode for group in groups for episode in group.episodes]
     rows = [
-        (index, group.problem, episode)
-        for index, group in enumerate(groups)
+        _row(step, number, group, episode)
+        for number, group in enumerate(groups)
         for episode in group.episodes
     ]
-    for _, problem, episode in rows:
-        if episode.uid != problem.uid:
-            raise ValueError(
-                f"an episode of problem {episode.uid} stands in the group of problem {problem.uid}"
-            )
     columns = {
-        "step": [step] * len(rows),
-        "group": [index for index, _, _ in rows],
-        "outcome": [groups[index].outcome for index, _, _ in rows],
-        **{
-            name: [getattr(problem, name) for _, problem, _ in rows]
-            for name in ("uid", "category", "answer")
-        },
-        "messages": [json.dumps(list(problem.messages)) for _, problem, _ in rows],
-        "metadata": [json.dumps(problem.metadata, default=str) for _, problem, _ in rows],
-        "transcript": [json.dumps(list(episode.messages)) for _, _, episode in rows],
-        **{
-            name: [json.dumps(list(getattr(e, name))) for _, _, e in rows]
-            for name in ("opening", "tools")
-        },
-        **{
-            name: [list(getattr(episode, name).items()) for _, _, episode in rows] for name in _MAPS
-        },
-        **{
-            name: [getattr(episode, name) for _, _, episode in rows]
-            for name in ("sample_index", *_SCALARS, *_SEEN)
-        },
+        field.name: _lists([getattr(e, field.name) for e in episodes], _ARRAYS[field.name])
+        if field.name in _ARRAYS
+        else pa.array([row[field.name] for row in rows], field.type)
+        for field in SCHEMA
     }
-    arrays = {
-        name: _lists([getattr(e, name) for _, _, e in rows], kind) for name, kind in _ARRAYS.items()
-    }
-    plain = {name: pa.array(values, SCHEMA.field(name).type) for name, values in columns.items()}
-    return pa.table({name: {**plain, **arrays}[name] for name in SCHEMA.names}, schema=SCHEMA)
+    return pa.table(columns, schema=SCHEMA)
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    texts = {name: json.loads(row[name]) for name in _JSON}
-    logprobs = [value if math.isfinite(value) else None for value in row["engine_logprobs"]]
+def _row(step: int, number: int, group: Group, episode: Episode) -> dict[str, Any]:
+    """The columns of an episode but for its arrays."""
+    problem = group.problem
+    if episode.uid != problem.uid:
+        raise ValueError(
+            f"an episode of problem {episode.uid} stands in the group of problem {problem.uid}"
+        )
     return {
-        **row,
-        **texts,
-        **{name: dict(row[name]) for name in _MAPS},
-        "engine_logprobs": logprobs,
+        "step": step,
+        "group": number,
+        "outcome": group.outcome,
+        "uid": problem.uid,
+        "sample_index": episode.sample_index,
+        "category": problem.category,
+        "answer": problem.answer,
+        "messages": json.dumps(list(problem.messages)),
+        "metadata": json.dumps(problem.metadata, default=str),
+        "opening": json.dumps(list(episode.opening)),
+        "tools": json.dumps(list(episode.tools)),
+        "transcript": json.dumps(list(episode.messages)),
+        **{name: getattr(episode, name) for name in (*_SCALARS, *_DERIVED)},
+        **{name: list(getattr(episode, name).items()) for name in _MAPS},
     }
 
 
@@ -295,12 +298,22 @@ def _split(column: pa.ListArray, kind: type[np.generic]) -> list[Array]:
     return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
-def _read(path: Path) -> pa.Table:
+def _read(path: Path, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
     try:
-        table = pq.ParquetFile(path, page_checksum_verification=True).read(use_threads=False)
-        return table.select(SCHEMA.names)
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        return file.read(columns=list(columns), use_threads=False).select(columns)
     except (OSError, KeyError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
+
+
+def _other_problems(path: Path, unknown: list[str]) -> UserError:
+    return UserError(
+        "the episodes are of problems that the data does not have",
+        where=str(path),
+        found=", ".join(unknown[:3]),
+        expected="problems of the run's data",
+        next="restore the run's data",
+    )
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
@@ -309,5 +322,6 @@ def _unreadable(path: Path, error: Exception) -> UserError:
         where=str(path),
         found=str(error).splitlines()[0],
         expected="the Parquet file as Tandem wrote it",
-        next="restore it; or, without rollout.staleness, remove it if it is after the last checkpoint: its step is made again",
+        next="restore it; or, without rollout.staleness, remove it if it is after the last "
+        "checkpoint: its step is made again",
     )

@@ -1,6 +1,5 @@
 """A checkpoint as a Hugging Face directory that stock transformers and vLLM load: weights, config,
-tokenizer, card, and their SHA-256 (`sha256sum -c SHA256SUMS`), which `load_model` holds the weights
-against.
+tokenizer, card, and their SHA-256 (`sha256sum -c SHA256SUMS`), which `load_model` checks.
 
 An adapter is merged into it, or exported by itself in PEFT's format.
 """
@@ -14,16 +13,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tandem import __version__
-from tandem.model.load import SUMS, ExactModel
+from tandem.model.load import ExactModel
 from tandem.model.lora import write_adapter_config
 from tandem.model.tokenizer import load_tokenizer
+from tandem.model.weight_files import SUMS
 from tandem.runtime.disk import disk_errors, file_hash, os_error
 from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash
 
 
 def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
-    """Write model, and the tokenizer at `source`, into folder; it appears whole or not at all.
+    """Write model, and the tokenizer at `source`, into folder, which appears whole or not at all.
 
     An adapter is merged into the weights.
     """
@@ -32,11 +32,11 @@ def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
         model.module.save_pretrained(folder, state_dict=model.merged_weights())
         load_tokenizer(source).save_pretrained(folder)
 
-    return _appear(folder, write, card)
+    return _write_folder(folder, write, card)
 
 
 def keep_model(model: ExactModel, source: str, folder: Path) -> None:
-    """Write config and tokenizer of a run's model into folder, so that checkpoints are of use
+    """Write config and tokenizer of a run's model into folder, so that checkpoints can be loaded
     without the model at `source`."""
 
     def write(folder: Path) -> None:
@@ -46,18 +46,15 @@ def keep_model(model: ExactModel, source: str, folder: Path) -> None:
         load_tokenizer(source).save_pretrained(folder)
 
     if not folder.exists():
-        _appear(
-            folder,
-            write,
-            f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n",
-        )
+        card = f"# Config and tokenizer of {source}; the weights are in ../checkpoints\n"
+        _write_folder(folder, write, card)
 
 
 def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> Path:
     """Write the adapter alone, as `peft.PeftModel.from_pretrained(stock model of source, folder)`
     reads it; whole or not at all.
 
-    Of a value model the score goes with it. Raises UserError for a model without an adapter.
+    The score of a value model goes with it. Raises UserError for a model without an adapter.
     """
     lora = model.lora
     if lora is None:
@@ -79,12 +76,12 @@ def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> P
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         write_adapter_config(lora, list(model.adapted), source, folder, scored=scored)
 
-    return _appear(folder, write, card)
+    return _write_folder(folder, write, card)
 
 
-def _appear(folder: Path, write: Callable[[Path], None], card: str) -> Path:
-    """Let write fill a directory, add the card, and put it at folder; what was there is
-    replaced."""
+def _write_folder(folder: Path, write: Callable[[Path], None], card: str) -> Path:
+    """Let write fill a directory, add card and SHA-256 sums, and put it at folder, in place of what
+    was there."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     with disk_errors(folder):
         try:
@@ -115,7 +112,7 @@ def _fill(folder: Path, write: Callable[[Path], None], card: str) -> None:
 def model_card(
     model: ExactModel, *, base: str, command: str, step: int, metrics: dict[str, object]
 ) -> str:
-    """The README.md of an exported model: where it comes from and what was measured."""
+    """Write the README.md of an exported model: where it comes from and what was measured."""
     task, method = (
         ("text-classification", "reward-model") if command == "rm" else ("text-generation", command)
     )
@@ -125,6 +122,7 @@ def model_card(
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags: [tandem, {method}]\n---\n"
         f"# {Path(base).name}, after `tandem {command}`\n\n"
-        f"Trained from `{base}` by Tandem {__version__}, {step} steps. Weight hash `{weight_hash(model.merged_weights())}`.\n\n"
+        f"Trained from `{base}` by Tandem {__version__}, {step} steps. "
+        f"Weight hash `{weight_hash(model.merged_weights())}`.\n\n"
         f"Last metrics of the run:\n```json\n{numbers}\n```\n"
     )

@@ -1,18 +1,19 @@
-"""A run's own journal read back: what was rolled out, scored or evaluated before a kill is not paid
-for again.
+"""A run's journal, written and read back: no episode that ended before a kill is rolled out, scored
+or evaluated again.
 
-    scoring threads                        the journal's thread                   files in episodes/
-    ---------------                        --------------------                   ------------------
-    Parts.add(row, episode)  -> list ->    every PART_S: what has come since ->   part_step_000012_0_3.parquet
-                                           close: the rest, unless Journal.write follows at once
-    Journal.write (the step is complete)                                          train_step_000012.parquet, parts removed
+    scoring threads                 the journal's thread            files in episodes/
+    ---------------                 --------------------            ------------------
+    Parts.add(row, episode)  ->     every PART_S: what is new  ->   part_step_000012_0_3.parquet
+                                    close: the rest, unless
+                                    Journal.write follows at once
+    Journal.write (the step is complete)                            train_step_000012.parquet,
+                                                                    parts removed
 
-A file counts only if it was written by the same run: its note has the hash of the config and of the
-inputs. So what cannot be repeated (a tool, a judge) stays what it was. It does not know what a step
-or its state mean.
+A file counts only if the same run wrote it: its note has the hash of the config and of the inputs.
+So what cannot be repeated (a tool, a judge) stays what it was. It does not know what a step or its
+state mean.
 """
 
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,9 +22,9 @@ from typing import Any
 
 from tandem.run_folder.episode_files import (
     episode_file,
+    read_episodes,
     read_groups,
     read_note,
-    read_numbered,
     write_episodes,
 )
 from tandem.runtime import watchdog
@@ -37,8 +38,8 @@ Ended = dict[int, Episode]  # by the key of its draws
 
 
 class Journal:
-    """The episodes of one run. run: the hash of everything it is a function of; problems: those it
-    may speak of."""
+    """The episodes of one run. run: the hash of everything it is a function of; problems: those of
+    its data."""
 
     def __init__(self, folder: Path, run: str, problems: Sequence[Problem]):
         self.folder, self.run = folder, run
@@ -47,13 +48,14 @@ class Journal:
     def write(
         self, step: int, groups: Sequence[Group], kind: str = "train", state: Any = None
     ) -> None:
-        """Durable on return; state is what the step leaves to the next, as JSON."""
+        """Write the groups of a step, durable on return; state: what it leaves to the next, as
+        JSON."""
         write_episodes(self.folder, step, groups, kind, note={"run": self.run, "state": state})
         if kind == "train":
             self._remove(self.folder.glob(f"part_step_{step:06d}_*.parquet"))
 
     def read(self, step: int, kind: str = "train") -> tuple[list[Group], Any] | None:
-        """(groups, state) as they were written by this very run; None where they were not."""
+        """Read (groups, state) of a step; None where this run has not written them."""
         path = episode_file(self.folder, step, kind)
         note = read_note(path)
         if note is None or note["run"] != self.run:
@@ -64,26 +66,27 @@ class Journal:
     def parts(
         self, step: int, tick: int, problems: Sequence[Problem], last: bool
     ) -> Iterator["Parts"]:
-        """For the episodes of a step under way; `ended` has those that an earlier start of the run
-        saw end. last: the step's own file follows at once."""
+        """Collect the episodes of a step under way; `ended` has those of an earlier start of the
+        run. last: the step's own file follows at once."""
         parts = Parts(self, step, tick, problems)
-        whole = False
+        complete = False
         try:
             yield parts
-            whole = last
+            complete = last
         finally:
-            parts.close(write_rest=not whole)
+            parts.close(write_rest=not complete)
 
     def clean(self) -> None:
         """Remove what a kill left behind: half files, and parts of steps that are complete."""
-        mine = [path for path in self.folder.glob("train_step_*.parquet") if self._is_mine(path)]
-        whole = {path.stem.rpartition("_")[2] for path in mine}
+        own = [path for path in self.folder.glob("train_step_*.parquet") if self.is_own(path)]
+        complete = {path.stem.rpartition("_")[2] for path in own}
         parts = list(self.folder.glob("part_step_*.parquet"))
-        self._remove(path for path in parts if path.stem.split("_")[2] in whole)
+        self._remove(path for path in parts if path.stem.split("_")[2] in complete)
         self._remove(self.folder.glob(".tmp-*"))
 
-    def _is_mine(self, path: Path) -> bool:
-        with suppress(UserError):
+    def is_own(self, path: Path) -> bool:
+        """Check whether this run wrote a file."""
+        with suppress(UserError):  # a damaged file
             return bool((read_note(path) or {}).get("run") == self.run)
         return False
 
@@ -94,8 +97,8 @@ class Journal:
 
 
 class Parts:
-    """Collects episodes from any thread and makes them durable. An error of the disk is raised by
-    `close`."""
+    """A part of a step's episodes, added from any thread and made durable by one. `close` raises an
+    error of the disk."""
 
     def __init__(self, journal: Journal, step: int, tick: int, problems: Sequence[Problem]):
         self._journal, self._step, self._tick, self._problems = journal, step, tick, problems
@@ -113,7 +116,7 @@ class Parts:
     def close(self, write_rest: bool) -> None:
         self._rest = write_rest
         self._over.set()
-        with watchdog.waits(of="journal", what="a part of the step's episodes"):
+        with watchdog.waiting_for("journal", "a part of the step's episodes"):
             self._thread.join()
         if self._error:
             raise self._error[0]
@@ -136,26 +139,18 @@ class Parts:
             Group(problem=problem, episodes=tuple(e for place, e in new if place == row))
             for row, problem in enumerate(self._problems)
         ]
-        part = f"_{self._tick}_{self._count}"
-        write_episodes(
-            self._journal.folder,
-            self._step,
-            groups,
-            "part",
-            note={"run": self._journal.run},
-            part=part,
-        )
+        note, part = {"run": self._journal.run}, f"_{self._tick}_{self._count}"
+        write_episodes(self._journal.folder, self._step, groups, "part", note=note, part=part)
         self._count += 1
 
     def _read(self) -> tuple[Ended, int]:
-        """(what earlier starts saw end in this tick, the number of the next part)."""
+        """Read what ended in this tick in earlier starts; returns it and the number of the next
+        part."""
         ended: Ended = {}
-        pattern = f"part_step_{self._step:06d}_{self._tick}_*.parquet"
-        paths = sorted(
-            self._journal.folder.glob(pattern), key=lambda path: int(re.split("_", path.stem)[-1])
-        )
-        for path in paths:
+        paths = self._journal.folder.glob(f"part_step_{self._step:06d}_{self._tick}_*.parquet")
+        parts = {int(path.stem.rpartition("_")[2]): path for path in paths}
+        for _, path in sorted(parts.items()):
             with suppress(UserError):  # a damaged one: its episodes are played again
-                if (read_note(path) or {}).get("run") == self._journal.run:
-                    ended |= {episode.key: episode for _, _, episode in read_numbered(path)}
-        return ended, int(paths[-1].stem.rpartition("_")[2]) + 1 if paths else 0
+                if self._journal.is_own(path):
+                    ended |= {episode.key: episode for episode in read_episodes(path)}
+        return ended, max(parts, default=-1) + 1

@@ -2,8 +2,8 @@
 TensorBoard; and hashes of what the step left in ledger.jsonl.
 
 metrics.jsonl holds nothing that differs between two runs of one config, so a resumed run leaves the
-same bytes as one that was never stopped; what does differ (seconds, memory) stands beside it. It
-does not know what a metric means.
+same bytes as one that was never stopped; seconds and memory do differ, so they have their own file.
+It does not know what a metric means.
 """
 
 import hashlib
@@ -18,35 +18,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tandem.runtime.disk import append_line, disk_errors, open_plain, read_plain, write_atomic
+from tandem.run_folder.errors import RESTORE_OR_FRESH
+from tandem.runtime.disk import (
+    append_line,
+    disk_errors,
+    open_regular_file,
+    read_regular_file,
+    write_atomic,
+)
 from tandem.runtime.errors import UserError
 
 Metrics = dict[str, Any]  # name -> float | int | None | Metrics
 
 
 class MetricsWriter:
-    """Appends rows, each durable before write returns. The order at a step: write its row, then
-    save its checkpoint.
+    """The files of a run's numbers; a row is durable before write returns. The order at a step:
+    write its row, then save its checkpoint.
 
-    Opening it at resume_step cuts the later rows off, as those steps are going to be run again.
-    Raises UserError when the row of resume_step is not there, and when the disk is full.
+    Opening them at resume_step cuts the later rows off, as those steps are run again. Raises
+    UserError when the row of resume_step is not there, and when the disk is full.
     """
 
     def __init__(self, run_folder: Path, resume_step: int):
-        metrics, timings, ledger = (
-            run_folder / f"{name}.jsonl" for name in ("metrics", "timings", "ledger")
-        )
-        last = _cut(metrics, resume_step)
-        if resume_step > 0 and last != resume_step:
-            raise _missing(metrics, last, resume_step)
-        _cut(timings, resume_step)
-        _cut(ledger, resume_step)
-        self._last_step: int | None = last
-        self._metrics, self._timings, self._ledger = (
-            _Lines(metrics),
-            _Lines(timings),
-            _Lines(ledger),
-        )
+        paths = [run_folder / f"{name}.jsonl" for name in ("metrics", "timings", "ledger")]
+        self._last_step = _cut(paths[0], resume_step)
+        if resume_step > 0 and self._last_step != resume_step:
+            raise _missing(paths[0], self._last_step, resume_step)
+        for path in paths[1:]:
+            _cut(path, resume_step)
+        self._metrics, self._timings, self._ledger = map(_Lines, paths)
         self._events = _EventFile(run_folder / "tensorboard", resume_step + 1)
 
     def write(
@@ -56,22 +56,18 @@ class MetricsWriter:
         timings: dict[str, float],
         ledger: dict[str, str] | None = None,
     ) -> None:
-        """Steps must rise. NaN and infinities are written as null and named under "non_finite".
-        ledger: hashes by name."""
+        """Append the rows of a step, which must rise. NaN and infinities are written as null and
+        named under "non_finite". ledger: hashes by name."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
-        row = metrics_row(step, metrics)
-        timing_row = metrics_row(step, timings)
+        row, timing_row = metrics_row(step, metrics), metrics_row(step, timings)
         self._timings.append(timing_row)
         if ledger is not None:
-            self._ledger.append(
-                {"step": step, **ledger, "metrics": hashlib.sha256(_line(row)).hexdigest()}
-            )
-        # last: a kill before it leaves others that the next start cuts off
+            row_hash = hashlib.sha256(_line(row)).hexdigest()
+            self._ledger.append({"step": step, **ledger, "metrics": row_hash})
+        # last: the next start cuts the other rows off where a kill came before it
         self._metrics.append(row)
-        self._events.append(
-            step, {**_flat(metrics), **{f"timings/{k}": v for k, v in _flat(timings).items()}}
-        )
+        self._events.append(step, _flat(metrics) | _flat(timings, "timings/"))
         self._last_step = step
 
     def write_text(self, step: int, tag: str, text: str) -> None:
@@ -79,10 +75,8 @@ class MetricsWriter:
         self._events.append_text(step, tag, text)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._timings.close()
-        self._ledger.close()
-        self._events.close()
+        for file in (self._metrics, self._timings, self._ledger, self._events):
+            file.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -92,13 +86,13 @@ class MetricsWriter:
 
 
 def read_metrics(run_folder: Path, name: str = "metrics.jsonl") -> list[Metrics]:
-    """The rows by step; name="timings.jsonl" for the times. Reads the file of a run in progress as
-    well."""
+    """Read the rows in order of their steps; name="timings.jsonl" for the times. Reads the file of
+    a run in progress as well."""
     return [row for _, row in _read_rows(run_folder / name)]
 
 
 def read_lines(run_folder: Path) -> dict[int, bytes]:
-    """The lines of metrics.jsonl by step, as they stand there."""
+    """Read the lines of metrics.jsonl by step, as bytes."""
     return {row["step"]: line for line, row in _read_rows(run_folder / "metrics.jsonl")}
 
 
@@ -114,7 +108,7 @@ class _Lines:
     def __init__(self, path: Path):
         self._path = path
         with disk_errors(path):
-            self._descriptor = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._descriptor = open_regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def append(self, row: Metrics) -> None:
         append_line(self._descriptor, _line(row), self._path)
@@ -128,7 +122,7 @@ def _line(row: Metrics) -> bytes:
 
 
 def metrics_row(step: int, metrics: Metrics) -> Metrics:
-    """As it is written, and read back."""
+    """Make the row of a step as it is written, and read back."""
     non_finite: dict[str, str] = {}
     row = {"step": step, **_finite(metrics, "", non_finite)}
     return {**row, "non_finite": non_finite} if non_finite else row
@@ -168,7 +162,7 @@ def _flat(metrics: Metrics, prefix: str = "") -> dict[str, float]:
 
 
 def _cut(path: Path, last_step: int) -> int | None:
-    """Leave the rows up to last_step, their bytes untouched; returns the last step that is left."""
+    """Keep the rows up to last_step, their bytes untouched; returns the last step that is left."""
     rows = [(line, row["step"]) for line, row in _read_rows(path) if row["step"] <= last_step]
     kept = b"".join(line for line, _ in rows)
     if path.exists() and path.stat().st_size != len(kept):
@@ -177,10 +171,10 @@ def _cut(path: Path, last_step: int) -> int | None:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[bytes, Metrics]]:
-    """(line, row); a torn last line, which a kill leaves, is dropped, and a broken one elsewhere is
-    an error."""
+    """Yield (line, row). Drops a torn last line, which a kill leaves; raises UserError for a broken
+    one elsewhere."""
     with disk_errors(path):
-        lines = read_plain(path).splitlines(keepends=True) if path.exists() else []
+        lines = read_regular_file(path).splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -199,7 +193,7 @@ def _broken(path: Path, number: int, line: bytes) -> UserError:
         where=f"{path}:{number}",
         found=repr(line[:80]),
         expected="a JSON object with a step, as Tandem wrote it",
-        next="restore the file from a copy, or start over with --fresh (the old run is kept beside it)",
+        next=RESTORE_OR_FRESH,
     )
 
 
@@ -209,7 +203,7 @@ def _missing(path: Path, last: int | None, resume_step: int) -> UserError:
         where=str(path),
         found="no row" if last is None else f"step {last} as the last row up to there",
         expected=f"the row of step {resume_step}, which the run resumes from",
-        next="restore the file from a copy, or start over with --fresh (the old run is kept beside it)",
+        next=RESTORE_OR_FRESH,
     )
 
 
@@ -221,24 +215,18 @@ class _EventFile:
     """
 
     def __init__(self, folder: Path, purge_step: int):
-        # Imported here because it takes as long as the rest of this module's imports several times
-        # over.
+        # Imported here because it takes several times as long as the other imports.
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._tensor, self._types = (
-            event_pb2,
-            summary_pb2,
-            tensor_pb2,
-            types_pb2,
-        )
+        self._event, self._summary = event_pb2, summary_pb2
+        self._tensor, self._types = tensor_pb2, types_pb2
         self._folder = folder
         with disk_errors(folder):
             folder.mkdir(exist_ok=True)
             # TensorBoard reads the files by name: numbered, as a clock can step back.
-            self._file: IO[bytes] = (
-                folder / f"events.out.tfevents.{len(list(folder.iterdir())):010d}"
-            ).open("xb")
+            name = f"events.out.tfevents.{len(list(folder.iterdir())):010d}"
+            self._file: IO[bytes] = (folder / name).open("xb")
         self._records = RecordWriter(self._file)
         self._put(event_pb2.Event(file_version="brain.Event:2"))
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

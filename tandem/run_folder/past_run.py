@@ -1,11 +1,13 @@
 """A run folder, read: its rows by step, the episodes of a step, its checkpoints, and what the
 ledger says of each step.
 
-    ledger.jsonl    {"step": 12, "weights": "<hash of the weights after it>", "episodes": "<SHA-256 of its journal file>",
-                     "eval_greedy": "<of the file of its evaluation>", ..., "metrics": "<of its line in metrics.jsonl>"}
+    ledger.jsonl    {"step": 12, "weights": "<hash of the weights after it>",
+                     "episodes": "<SHA-256 of its journal file>",
+                     "eval_greedy": "<of the file of its evaluation>", ...,
+                     "metrics": "<of its line in metrics.jsonl>"}
 
-`altered` holds the folder against it. Reading changes nothing and works while the run goes on. It
-does not know how a step is made: that is audit/replay.py.
+`altered` compares the folder with it. Reading changes nothing and works while the run goes on. It
+does not know how a step is made: that is audit/replay_run.py.
 """
 
 import hashlib
@@ -15,24 +17,20 @@ from collections.abc import Iterator
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
-from tandem.run_folder.episode_files import episode_file, read_numbered
+from tandem.run_folder.episode_files import episode_file, read_columns, read_groups
+from tandem.run_folder.errors import unreadable_file
 from tandem.run_folder.metrics import Metrics, read_lines, read_metrics
-from tandem.runtime.disk import file_hash, read_plain
+from tandem.runtime.disk import file_hash, read_regular_file
 from tandem.runtime.errors import UserError
-from tandem.types import Group, Problem
+from tandem.types import Group
 
 LEDGER = "ledger.jsonl"
 KEPT_MODEL = "model"  # in a run folder: config and tokenizer of its model
-_ABOUT = ["uid", "category", "answer", "messages", "metadata"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class PastRun:
 
     @property
     def kept_model(self) -> str:
-        """Directory with the model's config and tokenizer: the run's own copy, else (of an older
-        run) model.path."""
+        """The directory with the model's config and tokenizer: the run's own copy, else (of an
+        older run) model.path."""
         kept = self.folder / KEPT_MODEL
         return str(kept) if kept.is_dir() else self.config.model.path
 
@@ -59,7 +57,7 @@ class PastRun:
 
     @cached_property
     def ledger(self) -> dict[int, Metrics]:
-        """The rows of the ledger of steps whose metrics are told."""
+        """The rows of the ledger, of steps that have a row of metrics."""
         return {
             row["step"]: row
             for row in read_metrics(self.folder, LEDGER)
@@ -75,7 +73,7 @@ class PastRun:
         return self.folder / "episodes"
 
     def journal(self, step: int) -> Path:
-        """The file of the episodes that step `step` had, counted from 1."""
+        """The file of the episodes of step `step`, counted from 1."""
         return episode_file(self.episodes, step)
 
     def journaled(self, kind: str = "train") -> list[int]:
@@ -91,45 +89,27 @@ class PastRun:
         checkpoint has them; None where none can be read."""
         for path in sorted(self.checkpoints.glob("step_*/state.json"), reverse=True):
             with suppress(UserError, KeyError):  # damaged, or pruned by the run just now
-                found: dict[str, str] = _json(path)["data"]
-                return found
+                inputs: dict[str, str] = _read_json(path)["data"]
+                return inputs
         return None
 
 
 def open_past(folder: Path) -> PastRun:
-    """Raises UserError for what is not a run folder, or one whose config this version does not
-    read."""
+    """Read what a run folder says of itself. Raises UserError for what is not one, or whose config
+    this version does not read."""
     if not (folder / "config.toml").is_file():
-        raise UserError(
-            "this is not a run folder",
-            where=str(folder),
-            found="no config.toml",
-            expected="a folder made by a command that trains",
-            next="ls runs/",
-        )
-    about = _about(folder)
+        raise _not_a_run(folder)
+    about = _read_json(folder / "run.json")
+    if not (isinstance(about, dict) and isinstance(about.get("command"), str)):
+        raise unreadable_file(folder / "run.json", str(about)[:80])
     directory = str(about.get("directory", ""))  # runs of older versions have none
     config = load_config(folder / "config.toml", [])
     return PastRun(folder, config, about["command"], directory if os.path.isdir(directory) else "")
 
 
-def _about(folder: Path) -> dict[str, Any]:
-    """What run.json says; its "command" is text. Raises UserError."""
-    about = _json(folder / "run.json")
-    if not (isinstance(about, dict) and isinstance(about.get("command"), str)):
-        raise UserError(
-            "a file of the run folder cannot be read",
-            where=str(folder / "run.json"),
-            found=str(about)[:80],
-            expected="the file as Tandem wrote it",
-            next="restore it from a copy",
-        )
-    return about
-
-
 @contextmanager
 def entered(folder: Path) -> Iterator[PastRun]:
-    """The run of a folder, with its directory as the working directory, so that the config's
+    """Open the run of a folder, with its directory as the working directory, so that the config's
     relative paths are the run's."""
     past = open_past(folder.absolute())
     with chdir(past.directory or "."):
@@ -146,54 +126,41 @@ class Altered:
     found: str  # empty: it is not there
 
     def __str__(self) -> str:
-        return f"{self.what}: {f'SHA-256 is {self.found[:16]}' if self.found else 'it is not there'}, was {self.recorded[:16]}"
+        now = f"SHA-256 is {self.found[:16]}" if self.found else "it is not there"
+        return f"{self.what}: {now}, was {self.recorded[:16]}"
 
 
 def altered(folder: Path, up_to: int) -> list[Altered]:
     """Hash the files and rows of all steps up to `up_to` and return those whose hash is not the
     ledger's. Steps before the ledger's first row are not checked."""
     lines, rows = read_lines(folder), {row["step"]: row for row in read_metrics(folder, LEDGER)}
-    pairs: list[tuple[int, str, str, str]] = []
+    checked: list[Altered] = []
     for step in range(min(rows, default=up_to + 1), up_to + 1):
-        if step not in rows:
-            pairs += [(step, f"the row of step {step} in {LEDGER}", "a row", "")] * (step in lines)
-            continue
-        for kind, recorded in rows[step].items():
-            if kind == "metrics":
-                pairs.append(
-                    (
-                        step,
-                        f"the row of step {step} in metrics.jsonl",
-                        recorded,
-                        _line_hash(lines, step),
-                    )
-                )
-            elif kind not in ("step", "weights") and recorded:
-                path = episode_file(
-                    folder / "episodes", step, "train" if kind == "episodes" else kind
-                )
-                pairs.append(
-                    (
-                        step,
-                        f"episodes/{path.name}",
-                        recorded,
-                        file_hash(path) if path.is_file() else "",
-                    )
-                )
-    return [
-        Altered(step=s, what=what, recorded=was, found=now)
-        for s, what, was, now in pairs
-        if was != now
-    ]
+        if step in rows:
+            checked += _check_row(folder, rows[step], lines.get(step))
+        elif step in lines:
+            what = f"the row of step {step} in {LEDGER}"
+            checked.append(Altered(step=step, what=what, recorded="a row", found=""))
+    return [one for one in checked if one.recorded != one.found]
 
 
-def _line_hash(lines: dict[int, bytes], step: int) -> str:
-    """SHA-256 of a step's line; empty where there is none."""
-    return hashlib.sha256(lines[step]).hexdigest() if step in lines else ""
+def _check_row(folder: Path, row: Metrics, line: bytes | None) -> Iterator[Altered]:
+    """Hash what a row of the ledger has the hashes of; line: of metrics.jsonl."""
+    step = row["step"]
+    for kind, recorded in row.items():
+        if kind == "metrics":
+            what = f"the row of step {step} in metrics.jsonl"
+            found = "" if line is None else hashlib.sha256(line).hexdigest()
+            yield Altered(step=step, what=what, recorded=recorded, found=found)
+        elif kind not in ("step", "weights") and recorded:
+            file_kind = "train" if kind == "episodes" else kind
+            path = episode_file(folder / "episodes", step, file_kind)
+            found = file_hash(path) if path.is_file() else ""
+            yield Altered(step=step, what=f"episodes/{path.name}", recorded=recorded, found=found)
 
 
 def require_step(past: PastRun, step: int) -> None:
-    """Raises UserError for a step that the run has not told."""
+    """Raise UserError for a step that the run has not ended."""
     last = max(past.metrics, default=0)
     if not 1 <= step <= last or step not in past.metrics:
         raise UserError(
@@ -205,10 +172,16 @@ def require_step(past: PastRun, step: int) -> None:
         )
 
 
-def read_step(path: Path) -> list[Group]:
-    """Every group of a journal file, in its order. Raises UserError for a damaged or absent one.
+def without_evaluation(row: Metrics) -> Metrics:
+    """Take the metrics of the step itself from a row: neither its number nor its evaluation."""
+    return {k: value for k, value in row.items() if k != "step" and not k.startswith("eval/")}
 
-    The problems are as the journal has them: what JSON has no word for is text in their metadata.
+
+def read_step(path: Path) -> list[Group]:
+    """Read every group of a journal file, in its order. Raises UserError for a damaged or absent
+    one.
+
+    The problems are as the journal has them: their metadata is what was left of it as JSON.
     """
     if not path.is_file():
         raise UserError(
@@ -218,57 +191,27 @@ def read_step(path: Path) -> list[Group]:
             expected="the journal file as Tandem wrote it",
             next="restore the folder from a copy",
         )
-    rows = zip(read_columns(path, _ABOUT), read_numbered(path), strict=True)
-    members = [list(group) for _, group in groupby(rows, key=lambda row: row[1][0])]
-    return [
-        Group(
-            problem=_problem(group[0][0]),
-            episodes=tuple(e for _, (_, _, e) in group),
-            outcome=group[0][1][1],
-        )
-        for group in members
-    ]
+    return read_groups(path)
 
 
 def holds(path: Path, column: str, value: str | int) -> bool:
-    """Whether some episode of a journal file has this uid, or this key. Raises UserError for a
-    damaged file."""
+    """Check whether some episode of a journal file has this uid, or this key. Raises UserError for
+    a damaged file."""
     return any(row[column] == value for row in read_columns(path, [column]))
 
 
-def read_columns(path: Path, columns: list[str]) -> list[dict[str, Any]]:
-    """Some columns of each episode of a journal file, in its order. Raises UserError for a damaged
-    file."""
+def _read_json(path: Path) -> Any:
     try:
-        return list(pq.read_table(path, columns=columns, use_threads=False).to_pylist())
-    except (OSError, KeyError, pa.ArrowException) as error:
-        raise UserError(
-            "the episodes of a step cannot be read",
-            where=str(path),
-            found=str(error).splitlines()[0],
-            expected="the Parquet file as Tandem wrote it",
-            next="restore it from a copy",
-        ) from error
-
-
-def _problem(row: dict[str, Any]) -> Problem:
-    return Problem(
-        uid=row["uid"],
-        messages=tuple(json.loads(row["messages"])),
-        answer=row["answer"],
-        category=row["category"],
-        metadata=json.loads(row["metadata"]),
-    )
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(read_plain(path))
+        return json.loads(read_regular_file(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            "a file of the run folder cannot be read",
-            where=str(path),
-            found=f"{type(error).__name__}: {error}",
-            expected="the file as Tandem wrote it",
-            next="restore it from a copy",
-        ) from error
+        raise unreadable_file(path, error) from error
+
+
+def _not_a_run(folder: Path) -> UserError:
+    return UserError(
+        "this is not a run folder",
+        where=str(folder),
+        found="no config.toml",
+        expected="a folder made by a command that trains",
+        next="ls runs/",
+    )

@@ -1,5 +1,5 @@
 """Durable writing: a kill leaves the old file or the new one under a real name, never a half; a
-full disk is told.
+full disk is a UserError.
 
 Checkpoints, journal, metrics and the run folder write through these few operations. It does not
 know what it writes. Tests hand in a Disk that dies at its n-th operation.
@@ -17,47 +17,37 @@ from pathlib import Path
 
 from tandem.runtime.errors import UserError
 
-_AGAIN = "the same command again goes on from the last checkpoint"
-# error numbers, what, expected, next. EFBIG is a file size limit (ulimit -f) or a small file
-# system.
+_RESUME = "the same command again goes on from the last checkpoint"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: ulimit -f, or a small file system
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+_BAD_PATH = {
+    *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL),
+}
+# error numbers, what, expected, next
 _CAUSES = (
+    (_FULL, "the disk is full", "space for this file", f"free space; {_RESUME}"),
     (
-        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-        "the disk is full",
-        "space for this file",
-        f"free space; {_AGAIN}",
-    ),
-    (
-        (errno.EROFS, errno.EACCES, errno.EPERM),
+        _READ_ONLY,
         "the disk refuses to be written",
         "a folder this user may write to",
-        f"allow writing; {_AGAIN}",
+        f"allow writing; {_RESUME}",
     ),
     (
-        (
-            errno.ENOTDIR,
-            errno.EEXIST,
-            errno.EISDIR,
-            errno.ENAMETOOLONG,
-            errno.ENOENT,
-            errno.ELOOP,
-            errno.ENXIO,
-            errno.EINVAL,
-        ),
+        _BAD_PATH,
         "the path cannot be written",
         "a path that can be created, or a plain file, which is no link and no pipe",
         "choose another run.folder",
     ),
-    ((errno.EIO,), "the disk fails", "a working disk", f"check the disk; {_AGAIN}"),
+    ({errno.EIO}, "the disk fails", "a working disk", f"check the disk; {_RESUME}"),
 )
 
 
 class Disk:
-    """The operations between which a kill can fall. Paths are created whole and made durable one by
-    one."""
+    """The operations between which a kill can fall."""
 
     def write(self, path: Path, save: Callable[[Path], None]) -> None:
-        """Let save make the file."""
+        """Let `save` make the file."""
         save(path)
 
     def fsync(self, path: Path) -> None:
@@ -69,18 +59,18 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomic; a target that is a file or an empty folder is replaced."""
+        """Rename atomically, over a target that is a file or an empty folder."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
-        """A file, or a folder with all it holds; a kill can leave a part of it."""
+        """Remove a file, or a folder with all it holds, of which a kill can leave a part."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
     def free_bytes(self, folder: Path) -> int:
-        """What this user may still write there."""
+        """The bytes that this user may still write there."""
         return shutil.disk_usage(folder).free
 
 
@@ -88,15 +78,17 @@ DISK = Disk()
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256, as `sha256sum` has it."""
+    """Compute the SHA-256, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_plain(path: Path, flags: int) -> int:
-    """Open a file of a run folder to write in it. A link is not followed, as its target may be
-    anybody's; a pipe is not waited for. Raises OSError for those and for whatever else is not a
-    plain file."""
+def open_regular_file(path: Path, flags: int) -> int:
+    """Open a file of a run folder for writing.
+
+    Neither follows a link, whose target may be anybody's, nor waits for a pipe: raises OSError for
+    all that is not a regular file.
+    """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -104,17 +96,15 @@ def open_plain(path: Path, flags: int) -> int:
     return descriptor
 
 
-def read_plain(path: Path) -> bytes:
-    """The content of a plain file, or of one that a link names. Raises OSError for anything
-    else."""
+def read_regular_file(path: Path) -> bytes:
+    """Read a regular file, or one that a link names; raises OSError for anything else."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "Not a plain file", str(path))
     return path.read_bytes()
 
 
 def make_folder(folder: Path, disk: Disk = DISK) -> None:
-    """With the parents it lacks, each durable in its own parent: what is durable in a folder needs
-    the folder."""
+    """Make a folder and its missing parents, each durable in its own parent."""
     if not folder.is_dir():
         make_folder(folder.parent, disk)
         folder.mkdir(exist_ok=True)
@@ -122,8 +112,7 @@ def make_folder(folder: Path, disk: Disk = DISK) -> None:
 
 
 def write_atomic(path: Path, data: bytes, disk: Disk = DISK) -> None:
-    """Put data at path, durable on return; until the rename the old content stays. Raises UserError
-    on a full disk."""
+    """Replace the content of path by data, durably and at once. Raises UserError on a full disk."""
     temporary = path.with_name(f".tmp-{path.name}")
     with disk_errors(path):
         disk.write(temporary, lambda target: _write_bytes(target, data))
@@ -133,13 +122,12 @@ def write_atomic(path: Path, data: bytes, disk: Disk = DISK) -> None:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    with open(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+    with open(open_regular_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(data)
 
 
 def append_line(descriptor: int, line: bytes, path: Path) -> None:
-    """One line at the end of an open file, durable on return; os.write so that nothing waits in a
-    buffer."""
+    """Append one line to an open file, durably; os.write so that nothing waits in a buffer."""
     with disk_errors(path):
         rest = memoryview(line)
         while rest:
@@ -153,34 +141,27 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = _told(error, path)
-        if told is None:
-            raise
-        raise told from error
-
-
-def _told(error: OSError, path: Path) -> UserError | None:
-    where = str(path if error.filename is None else error.filename)
-    found = f"{error.strerror}; {human_bytes(_free_bytes_near(path))} free"
-    for numbers, what, expected, next_step in _CAUSES:
-        if error.errno in numbers:
-            return UserError(what, where=where, found=found, expected=expected, next=next_step)
-    return None
+        for numbers, what, expected, next_step in _CAUSES:
+            if error.errno in numbers:
+                free = human_bytes(DISK.free_bytes(existing_parent(path)))
+                raise UserError(
+                    what,
+                    where=str(path if error.filename is None else error.filename),
+                    found=f"{error.strerror}; {free} free",
+                    expected=expected,
+                    next=next_step,
+                ) from error
+        raise
 
 
 def os_error(error: Exception, path: Path) -> OSError | None:
-    """The system's error inside one of a Rust library, which tells it only as text: "... (os error
-    28)"."""
+    """Parse the system's error out of a Rust library's, which has it as text: "(os error 28)"."""
     match = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(match[1]), os.strerror(int(match[1])), str(path)) if match else None
 
 
-def _free_bytes_near(path: Path) -> int:
-    return DISK.free_bytes(existing_parent(path))
-
-
 def existing_parent(path: Path) -> Path:
-    """The nearest folder that exists: the path itself, or one that it would lie in."""
+    """Find the nearest folder that exists: the path itself, or one that it would lie in."""
     path = path.absolute()
     # Path.is_dir raises for a name that is too long
     while not os.path.isdir(path) and path != path.parent:
@@ -189,7 +170,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def human_bytes(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Format a size: 1536 is "1.5 KiB"."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -1,12 +1,12 @@
-"""The one error a user sees: what, where, found, expected, and the next command.
+"""The error that a user sees (what, where, found, expected, next command), and its form for a bug.
 
-The command line prints it and exits with code 2; anything else that escapes is a bug, keeps its
-traceback and exits with 1.
+The command line prints a UserError and exits with code 2; anything else that escapes is a bug,
+keeps its traceback and exits with 1.
 """
 
 
 class UserError(Exception):
-    """A mistake in the user's input or surroundings, told in full.
+    """A mistake in the user's input or surroundings, with all that is needed to mend it.
 
     Example:
         UserError("the model directory does not exist", where="model.path (demo.toml)",
@@ -18,24 +18,14 @@ class UserError(Exception):
         self, what: str, *, where: str = "", found: str = "", expected: str = "", next: str = ""
     ):
         super().__init__(what)
-        self.what, self.where, self.found, self.expected, self.next = (
-            what,
-            where,
-            found,
-            expected,
-            next,
-        )
+        self.what, self.where, self.found = what, where, found
+        self.expected, self.next = expected, next
 
     def __str__(self) -> str:
-        rows = [
-            ("where", self.where),
-            ("found", self.found),
-            ("expected", self.expected),
-            ("next", self.next),
-        ]
+        names = ("where", "found", "expected", "next")
+        rows = [(name, getattr(self, name)) for name in names]
         return "\n".join([self.what, *(f"  {name + ':':<10}{text}" for name, text in rows if text)])
 
 
 class InvariantError(UserError):
-    """An invariant of Tandem's own that does not hold: told in full as well, but as the bug that it
-    is, with its traceback."""
+    """A broken invariant of Tandem's own: a bug, which keeps its traceback."""

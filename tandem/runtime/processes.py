@@ -1,9 +1,8 @@
-"""What is known of this machine's processes from outside: descendants, what they do, and how they
-are ended.
+"""Looks at this machine's processes from outside: descendants, what they do, how they are killed.
 
-The watchdog, its guard and the second Ctrl-C need it. It does not know what any process is for, and
-imports little, as the guard starts with every run. Without /proc (macOS) it asks `ps`, and knows
-less.
+The watchdog, its second process and the second Ctrl-C need it. It does not know what any process
+is for, and imports little, because the watchdog's process starts with every run. Without /proc
+(macOS) it asks `ps`, and knows less.
 """
 
 import os
@@ -13,15 +12,14 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Collection
+import traceback
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 WRITE_S = 1.0  # for a report to a terminal, a pipe or a disk that may be what hangs
-# of each report
-NEXT = "next: the same command resumes from the last checkpoint; run.stall_s is the deadline\n"
-STOPPED, ENDED = "Tt", "Z"
+STOPPED, ZOMBIE = "Tt", "Z"
 STATES = {
     "R": "running",
     "S": "sleeping",
@@ -34,8 +32,10 @@ STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """Example: Process(pid=4711, parent=4700, state="T", command="python -m
-    tandem.rewards.pool.fork_server answer")"""
+    """A process of this machine, as it was when it was listed.
+
+    Example: Process(pid=4711, parent=4700, state="T", command="python -m pytest tests")
+    """
 
     pid: int
     parent: int
@@ -43,31 +43,32 @@ class Process:
     command: str
 
     @property
-    def position(self) -> str:
-        """What it does, as far as one can tell from outside."""
-        where = _read(f"/proc/{self.pid}/wchan")
-        return STATES.get(self.state, self.state) + (
-            f", in {where}" if where not in ("", "0") else ""
-        )
+    def activity(self) -> str:
+        """Its state, and the kernel's function it waits in where that can be read."""
+        function = _read(f"/proc/{self.pid}/wchan")
+        state = STATES.get(self.state, self.state)
+        return state if function in ("", "0") else f"{state}, in {function}"
 
     def describe(self) -> str:
-        return f"  {self.pid} {self.command[:120]}: {self.position}"
+        return f"  {self.pid} {self.command[:120]}: {self.activity}"
 
 
-def descendants(of: int, besides: Collection[int] = ()) -> list[Process]:
-    """Children first, then theirs; those that have ended and were not collected are among them."""
-    everyone, found = _everyone(), [of]
-    for pid in found:
-        found += [
-            p.pid for p in everyone.values() if p.parent == pid and p.pid not in (*besides, *found)
+def descendants(pid: int, excluded: Collection[int] = ()) -> list[Process]:
+    """List the children of a process, then theirs, zombies included."""
+    processes, pids = _all_processes(), [pid]
+    for parent in pids:
+        pids += [
+            process.pid
+            for process in processes.values()
+            if process.parent == parent and process.pid not in (*excluded, *pids)
         ]
-    return [everyone[pid] for pid in found[1:]]
+    return [processes[pid] for pid in pids[1:]]
 
 
-def end_descendants(of: int, besides: Collection[int] = ()) -> None:
-    """SIGKILL to all of them, and once more to those that were born meanwhile."""
+def kill_descendants(pid: int, excluded: Collection[int] = ()) -> None:
+    """Send SIGKILL to all descendants, up to three times for those that were born meanwhile."""
     for _ in range(3):
-        alive = [process for process in descendants(of, besides) if process.state != ENDED]
+        alive = [process for process in descendants(pid, excluded) if process.state != ZOMBIE]
         for process in alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -76,37 +77,48 @@ def end_descendants(of: int, besides: Collection[int] = ()) -> None:
 
 
 def state_of(pid: int, thread: int = 0) -> str:
-    """A letter of STATES; empty where that is not known."""
+    """Read the state of a process or one of its threads: a letter of STATES, or "" if unknown."""
     return _stat(f"/proc/{pid}/task/{thread or pid}/stat")[0]
 
 
-def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal; false where that is not known."""
+def catches(pid: int, signal_number: int) -> bool:
+    """Tell if the process has a handler for the signal; False if that cannot be read."""
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+            return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
     return False
 
 
-def is_ours(file: str) -> bool:
-    """Whether a line of Python is of the program or a package, not of the standard library: there
-    is the cause."""
+def innermost_line(stack: Iterable[tuple[str, int | str, str]]) -> str:
+    """Find the first line that is not the standard library's, as "file:line, function", or "".
+
+    stack: (file, line, function) of each call, the innermost first. The standard library only
+    waits; the cause is in the program or a package.
+    """
     packages = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    return not file.startswith("<frozen") and (
-        file.startswith(packages) or not file.startswith(sysconfig.get_path("stdlib"))
-    )
+    library = ("<frozen", sysconfig.get_path("stdlib"))
+    for file, line, function in stack:
+        if file.startswith(packages) or not file.startswith(library):
+            return f"{file}:{line}, {function}"
+    return ""
 
 
-def tell(text: str, log: Path | None) -> None:
-    """Write to stderr and to the end of the log; whichever hangs is left behind, and what fails is
-    passed over."""
-    within(WRITE_S, lambda: os.write(2, text.encode(errors="replace")))
+def line_of_thread(thread: threading.Thread) -> str:
+    """Find the innermost_line that a thread of this process is at, or ""."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    frames = traceback.walk_stack(frame) if frame is not None else ()
+    return innermost_line((f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames)
+
+
+def write_report(text: str, log: Path | None) -> None:
+    """Write to stderr and to the end of the log. Gives up on one that hangs, passes over errors."""
+    _within(WRITE_S, lambda: os.write(2, text.encode(errors="replace")))
     if log is not None:
-        within(WRITE_S, lambda: _append(log, text))
+        _within(WRITE_S, lambda: _append(log, text))
 
 
-def within(seconds: float, action: Callable[[], object]) -> None:
-    """Do it in a thread that may hang without harm."""
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """Run the action in a thread, which may hang without harm."""
 
     def run() -> None:
         with suppress(OSError):
@@ -122,33 +134,33 @@ def _append(log: Path, text: str) -> None:
         file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
 
 
-def _everyone() -> dict[int, Process]:
+def _all_processes() -> dict[int, Process]:
     if not Path("/proc/self/stat").exists():
-        return _by_ps()
-    found = {}
+        return _all_by_ps()
+    processes = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         state, parent = _stat(f"/proc/{pid}/stat")
         if state:
             command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
-            found[pid] = Process(pid=pid, parent=parent, state=state, command=command)
-    return found
+            processes[pid] = Process(pid=pid, parent=parent, state=state, command=command)
+    return processes
 
 
-def _by_ps() -> dict[int, Process]:
+def _all_by_ps() -> dict[int, Process]:
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True, timeout=5
     )
-    rows = [line.split(None, 3) for line in listed.stdout.splitlines()]
-    return {
-        int(pid): Process(
+    processes = {}
+    for line in listed.stdout.splitlines():
+        pid, parent, state, *command = line.split(None, 3)
+        processes[int(pid)] = Process(
             pid=int(pid), parent=int(parent), state=state[0], command=" ".join(command)
         )
-        for pid, parent, state, *command in rows
-    }
+    return processes
 
 
 def _stat(path: str) -> tuple[str, int]:
-    """(state, parent); the name before them is in brackets and may hold anything."""
+    """Read (state, parent); the name before them stands in brackets and may hold anything."""
     fields = _read(path).rpartition(")")[2].split()
     return (fields[0], int(fields[1])) if fields else ("", 0)
 
@@ -158,5 +170,5 @@ def _read(path: str) -> str:
         return ""
     try:
         return Path(path).read_text(errors="replace")
-    except OSError:  # it is gone, or not ours to know
+    except OSError:  # the process is gone, or another user's
         return ""

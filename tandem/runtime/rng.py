@@ -1,5 +1,5 @@
-"""Addressed randomness (contract D1): every draw is a hash of where it is used, never the next of a
-stream.
+"""Addressed randomness (contract D1): a draw is a hash of the place that uses it, never the next of
+a stream.
 
 No generator has state, so no draw depends on what else ran, in which order, or on a restart.
 """
@@ -12,20 +12,21 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def address(*parts: int | str) -> int:
-    """A 64-bit key for a place, e.g. address(seed, "sample", problem.uid, sample_index, turn)."""
+    """Hash a place to 64 bits, e.g. address(seed, "sample", problem.uid, sample_index, turn)."""
     # the separator is doubled inside a part and followed by a letter between parts, so no two
     # places share a text
-    words = [
+    text = "\x1f".join(
         f"str:{p}".replace("\x1f", "\x1f\x1f") if isinstance(p, str) else f"int:{int(p)}"
         for p in parts
-    ]
-    text = "\x1f".join(words)
+    )
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float32 [B] in [0, 1) with 24 bits, one for each (key uint64 [B], position int64 [B]);
-    splitmix64."""
+    """Draw float32 [B] in [0, 1) of 24 bits from keys, uint64 [B], and positions, int64 [B].
+
+    By splitmix64.
+    """
     with np.errstate(over="ignore"):
         z = keys.astype(np.uint64) + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1))
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -35,5 +36,5 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def permutation(size: int, *parts: int | str) -> np.ndarray:
-    """int64 [size], a shuffle addressed by parts."""
+    """Shuffle range(size), int64 [size], by the address of parts."""
     return np.random.Generator(np.random.Philox(key=address(*parts))).permutation(size)

@@ -1,9 +1,8 @@
-"""Loads a user's own Python: reward functions, environments and tools, named `file.py:NAME` or
+"""A user's own Python: reward functions, environments and tools, named `file.py:NAME` or
 `module:NAME`.
 
 A file is found from the working directory, loaded once in a process, and may import its neighbours.
-`load_user_object` turns whatever goes wrong into a UserError; `load_file` raises what the file
-raises. Knows neither rewards nor environments.
+Knows neither rewards nor environments.
 """
 
 import importlib
@@ -19,14 +18,64 @@ from typing import Any
 
 from tandem.runtime.errors import UserError
 
+ERROR_CHARS = 500
+
+
+def load_user_object(spec: str, *, key: str) -> Any:
+    """Load the object that spec names. Raises UserError, whatever the user's module raises.
+
+    key: the config key that holds spec, e.g. "env.name".
+    """
+    try:
+        return find_user_object(spec, key=key)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        source, line = spec.rpartition(":")[0], user_line(error)
+        raise UserError(
+            f"{source} cannot be loaded",
+            where=f"{key} = {spec}" + (f" ({line})" if line else ""),
+            found=f"{type(error).__name__}: {error}",
+            next=run_by_hand(source),
+        ) from error
+
+
+def find_user_object(spec: str, *, key: str) -> Any:
+    """Load the object that spec names. Raises UserError if there is none, and what its module
+    raises."""
+    source, colon, name = spec.rpartition(":")
+    if not (colon and source and name):
+        raise UserError(
+            "nothing can be loaded by this name",
+            where=key,
+            found=repr(spec),
+            expected="file.py:NAME or module:NAME",
+        )
+    if not source.endswith(".py"):
+        module = importlib.import_module(source)
+    elif Path(source).is_file():
+        module = load_file(Path(source))
+    else:
+        raise UserError(
+            f"there is no file {source}",
+            where=f"{key} = {spec}",
+            found=f"the working directory {os.getcwd()}",
+            expected="a Python file, named from there",
+            next=f"ls {Path(source).parent}",
+        )
+    try:
+        return getattr(module, name)  # not vars(): a package may import its members on demand
+    except AttributeError:
+        raise _no_such_name(spec, module, key) from None
+
 
 @cache  # two functions of one file share its module, as those of a module do
 def load_file(path: Path) -> ModuleType:
-    """The module of a file that is there, executed once in a process. Raises whatever the file
+    """Execute an existing file, once in a process, and return its module. Raises what the file
     raises.
 
-    It may import its neighbours, and shadows nothing: a file that is named like a package, e.g.
-    math_verify.py, is a module of another name, so that the package is still found.
+    The file may import its neighbours, and shadows nothing: one that is named like a package, e.g.
+    math_verify.py, becomes a module of another name, so that the package is still found.
     """
     name = path.stem if _is_free(path) else f"{path.stem}_py"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -51,34 +100,8 @@ def _is_free(path: Path) -> bool:
     )
 
 
-def load_user_object(spec: str, *, key: str) -> Any:
-    """The object that spec names. key: the config key that says so, e.g. "env.name"."""
-    source, colon, name = spec.rpartition(":")
-    if not (colon and source and name):
-        raise UserError(
-            "nothing can be loaded by this name",
-            where=key,
-            found=repr(spec),
-            expected="file.py:NAME or module:NAME",
-        )
-    module = _load(source, spec, key)
-    if name not in vars(module):
-        own = [
-            n for n, value in vars(module).items() if callable(value) and _is_from(value, module)
-        ]
-        raise UserError(
-            f"no {name!r} in {source}",
-            where=f"{key} = {spec}",
-            found=", ".join(own) or "nothing to call",
-            expected="a name that is defined there",
-            next=_by_hand(source),
-        )
-    return vars(module)[name]
-
-
 def source_file(spec: str) -> Path | None:
-    """The file that spec is loaded from, if it can be told without loading it; None for a built-in
-    name."""
+    """The file that spec is loaded from, found without loading it; None for a built-in name."""
     source = spec.rpartition(":")[0]
     if not source or source.endswith(".py"):
         return Path(source) if source else None
@@ -89,8 +112,8 @@ def source_file(spec: str) -> Path | None:
     return Path(found.origin) if found is not None and found.origin and found.has_location else None
 
 
-def place(error: BaseException) -> str:
-    """file:line of the deepest frame of the user's own; empty if there is none."""
+def user_line(error: BaseException) -> str:
+    """file:line of the deepest frame outside of Tandem and the import system; empty without one."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
@@ -101,34 +124,32 @@ def _is_ours(file: str) -> bool:
     return file.startswith("<frozen") or Path(__file__).parents[1] in Path(file).parents
 
 
-def _is_from(value: Any, module: ModuleType) -> bool:
-    return (
-        inspect.isclass(value) or inspect.isfunction(value)
-    ) and value.__module__ == module.__name__
-
-
-def _load(source: str, spec: str, key: str) -> ModuleType:
-    if source.endswith(".py") and not Path(source).is_file():
-        raise UserError(
-            f"there is no file {source}",
-            where=f"{key} = {spec}",
-            found=f"the working directory {os.getcwd()}",
-            expected="a Python file, named from there",
-            next=f"ls {Path(source).parent}",
-        )
+def describe(error: BaseException) -> str:
+    """Type and text of an error, such as can be written down."""
     try:
-        return (
-            load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-        )
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        at = place(error)
-        raise UserError(
-            f"{source} cannot be loaded",
-            where=f"{key} = {spec}" + (f" ({at})" if at else ""),
-            found=f"{type(error).__name__}: {error}",
-            next=_by_hand(source),
-        ) from error
+        text = str(error)
+    except Exception:  # a user's __str__
+        text = "(its text cannot be read)"
+    return f"{type(error).__name__}: {text}"[:ERROR_CHARS].encode(errors="replace").decode()
 
 
-def _by_hand(source: str) -> str:
+def run_by_hand(source: str) -> str:
+    """The command that shows the whole error of a file or module."""
     return f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'
+
+
+def _no_such_name(spec: str, module: ModuleType, key: str) -> UserError:
+    source, _, name = spec.rpartition(":")
+    own = [
+        n
+        for n, value in vars(module).items()
+        if (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == module.__name__
+    ]
+    return UserError(
+        f"no {name!r} in {source}",
+        where=f"{key} = {spec}",
+        found=", ".join(own) or "nothing to call",
+        expected="a name that is defined there",
+        next=run_by_hand(source),
+    )

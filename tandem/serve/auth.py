@@ -1,10 +1,10 @@
-"""Who may talk to the server: a key, or without one only this machine and no web page. Knows no
-HTTP server.
+"""Who may use the server: clients with the key or, without one, only this machine and no web page.
+Knows no HTTP server.
 
-A server without a key is still within reach of every page that a browser on this machine shows. So
-a POST must be JSON (which a page cannot send to another site without asking first, and nothing here
-answers such a question), a Host that is not this machine's is refused (a page whose own name was
-pointed here), and so is what a browser marks as cross-site.
+Every page in a browser on this machine can reach a server without a key. So a POST must be JSON (a
+page cannot send it to another site without asking first, and no such question is answered here), a
+Host that is not this machine's is refused (a page may have its own name point here), and so is what
+a browser marks as cross-site.
 """
 
 import hmac
@@ -12,10 +12,10 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from tandem.serve.openai_requests import ApiError
+from tandem.serve.openai_api import ApiError
 
 OPEN_PATHS = ("/health",)  # without a key
-MOST_HEADERS, LONGEST_HEADERS = 100, 16 << 10  # bytes, of all names and values together
+MAX_HEADERS, MAX_HEADER_BYTES = 100, 16 << 10  # of all names and values together
 
 
 def is_loopback(host: str) -> bool:
@@ -30,13 +30,11 @@ def is_loopback(host: str) -> bool:
 
 def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
     """Raises ApiError 431."""
-    if (
-        len(headers) > MOST_HEADERS
-        or sum(len(name) + len(value) for name, value in headers) > LONGEST_HEADERS
-    ):
+    size = sum(len(name) + len(value) for name, value in headers)
+    if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         raise ApiError(
             431,
-            f"a request has at most {MOST_HEADERS} headers, and {LONGEST_HEADERS:,} bytes of them",
+            f"a request has at most {MAX_HEADERS} headers, and {MAX_HEADER_BYTES:,} bytes of them",
         )
 
 
@@ -65,7 +63,8 @@ def _check_local(headers: Mapping[str, str]) -> None:
     if not is_loopback(_name(host)):
         raise ApiError(
             403,
-            f"the Host header {host!r} is not this machine's; a server without an API key is for it alone",
+            f"the Host header {host!r} is not this machine's; a server without an API key is for "
+            "it alone",
         )
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise ApiError(403, "a web page of another site may not use a server without an API key")

@@ -1,7 +1,7 @@
-"""The text of a completion while it grows: what may be sent of it now.
+"""The text of a completion while it grows: the part that may be sent now.
 
-Never half a character, and never a beginning of a stop string: all that is sent stands at the start
-of the final text. Decodes a window of tokens, not the whole. Does not know requests.
+It never ends in half a character or in the beginning of a stop string, so the final text starts
+with all that was sent. Decodes a window of tokens, not the whole. Does not know requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,10 @@ REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character 
 
 
 class Detokenizer:
-    """decode turns token ids int64 [T] into text; byte_tokens are those that stand for one byte of
-    a character.
+    """Turns the tokens of one completion into pieces of text.
 
-    A decoder with byte tokens looks at a whole run of them at once, so their text is kept until the
-    run ends.
+    decode: token ids int64 [T] -> text; byte_tokens: tokens of one byte of a character. Decoders
+    read a whole run of byte tokens at once, so their text is held back until the run ends.
     """
 
     def __init__(
@@ -28,24 +27,26 @@ class Detokenizer:
         self._tokens: list[int] = []
         # tokens[start:read] are sent, and show how the next ones join on
         self._start = self._read = 0
-        self._held = ""  # complete text that could be the beginning of a stop string
+        self._pending = ""  # complete text that could be the beginning of a stop string
         self._sent = 0  # characters
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that the tokens of a running completion allow to send."""
+        """The text that may be sent after these tokens of a running completion."""
         self._tokens += tokens
-        self._held += self._complete()
-        size = len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        text, self._held = self._held[:size], self._held[size:]
+        self._pending += self._complete()
+        size = len(self._pending) - max(
+            (_overlap(self._pending, stop) for stop in self._stop), default=0
+        )
+        text, self._pending = self._pending[:size], self._pending[size:]
         self._sent += len(text)
         return text
 
     def end(self, text: str) -> str:
-        """What is left to send of a completion's text."""
+        """The rest of a completion's text."""
         return text[self._sent :]
 
     def _complete(self) -> str:
-        """The text of whole characters that came since the last call."""
+        """The whole characters since the last call."""
         if self._byte_tokens and self._in_byte_run():
             return ""
         before = self._decode(np.array(self._tokens[self._start : self._read], np.int64))
@@ -56,19 +57,13 @@ class Detokenizer:
         return text[len(before) :]
 
     def _in_byte_run(self) -> bool:
-        """A token without text, such as a special one, is left out before the decoder sees the run,
-        so it ends none."""
+        """Whether the last token leaves a run of byte tokens open; one without text, such as a
+        special one, never reaches the decoder and ends no run."""
         last = self._tokens[-1]
         return last in self._byte_tokens or not self._decode(np.array([last], np.int64))
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of text that is a beginning of stop, and not all of it."""
-    return next(
-        (
-            size
-            for size in range(min(len(text), len(stop) - 1), 0, -1)
-            if text.endswith(stop[:size])
-        ),
-        0,
-    )
+    """The length of the longest end of text that begins stop and is shorter than it."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)

@@ -1,14 +1,14 @@
-"""What the server answers: OpenAI's completions and chat completions over an EngineService, on
-starlette.
+"""The endpoints: OpenAI's completions and chat completions over an EngineService, on starlette.
 
-request --> _Gate: headers, key or loopback, JSON --> body --> lane: parse, render, tokenize, a slice at a time
-        --> service.submit --> updates --> slices of JSON, or server-sent events
-                                  ^
-            a client that leaves cancels its preparation and its generation, here and nowhere else
+    request --> _AccessCheck: headers, key or loopback, JSON
+            --> body --> lane: parse, render, tokenize, a slice at a time
+            --> service.submit --> updates --> slices of JSON, or server-sent events
+                                      ^
+                a client that leaves cancels its preparation and its generation, only here
 
-A lane is a thread, in which requests take turns. Small bodies have a lane of their own, so they
-wait for no large one. No piece of work, on the event loop or with the interpreter to itself, takes
-much longer than 0.1 s. Knows no sockets.
+A lane is a thread in which requests take turns. Small bodies have a lane of their own, so they do
+not wait for large ones. No piece of work, on the event loop or with the interpreter to itself,
+takes much longer than 0.1 s. Knows no sockets.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.engine.scheduler import QueueFull
 from tandem.runtime.errors import UserError
 from tandem.serve.auth import check_access, check_headers
+from tandem.serve.openai_api import DONE, ApiError, event, model_list
 from tandem.serve.openai_prompts import SLICE, DrawKeys, to_requests
 from tandem.serve.openai_requests import (
-    ApiError,
     Body,
     ChatBody,
+    ChatTokenizer,
     CompletionBody,
     Served,
-    Texts,
     parse,
 )
 from tandem.serve.openai_responses import Answer, new_answer
@@ -51,8 +51,8 @@ from tandem.types import Request
 
 SENT = 1 << 14  # characters of an answer that are sent in one piece, 1 ms of work
 PAUSE_S = 0.001  # after it: the engine needs the interpreter a hundred times a pass
-TRIMMED, TRIM_S = 1 << 20, 2.0  # bytes of a body, and seconds after which nobody holds any of it
-CLIENT_LEFT = 499  # nobody reads it; for the metrics
+TRIMMED, TRIM_S = 1 << 20, 2.0  # bytes of a body, and seconds after which no part of it is in use
+CLIENT_LEFT = 499  # never read; for the metrics
 
 T = TypeVar("T")
 
@@ -72,14 +72,17 @@ def make_app(api: "Endpoints", api_key: str) -> Starlette:
         exception_handlers=dict.fromkeys(errors, _error_response),
         middleware=[
             Middleware(
-                _Gate, api_key=api_key, counts=api.counts, paths={route.path for route in routes}
+                _AccessCheck,
+                api_key=api_key,
+                counts=api.counts,
+                paths={route.path for route in routes},
             )
         ],
     )
 
 
-class _Gate:
-    """ASGI middleware: access, and a count of every answer."""
+class _AccessCheck:
+    """ASGI middleware: checks access, and counts every answer."""
 
     def __init__(self, app: ASGIApp, *, api_key: str, counts: ServerMetrics, paths: set[str]):
         self._app, self._api_key, self._counts, self._paths = app, api_key, counts, paths
@@ -103,20 +106,18 @@ class _Gate:
 
 def _error_response(request: HttpRequest, error: Exception) -> Response:
     match error:
-        case ApiError():
-            return _error_answer(error)
         case ClientDisconnect():
             return Response(status_code=CLIENT_LEFT)
+        case ApiError():
+            answer = error
         case EngineStopped():
-            return _error_answer(ApiError(503, str(error)))
+            answer = ApiError(503, str(error))
         case HTTPException():
-            return _error_answer(
-                ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-            )
+            message = f"{request.method} {request.url.path}: {error.detail}"
+            answer = ApiError(error.status_code, message)
         case _:
-            return _error_answer(
-                ApiError(500, "the server failed on this request; its log says how")
-            )
+            answer = ApiError(500, "the server failed on this request; its log says how")
+    return _error_answer(answer)
 
 
 def _error_answer(error: ApiError) -> Response:
@@ -124,24 +125,20 @@ def _error_answer(error: ApiError) -> Response:
     return _JsonResponse(error.body(), error.status, headers)
 
 
-def _json(content: object) -> bytes:
-    # in ASCII, so half a surrogate pair that a client sent can be quoted
-    return json.dumps(content).encode()
-
-
 class _JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
-        return _json(content)
+        # in ASCII, so half a surrogate pair that a client sent can be quoted
+        return json.dumps(content).encode()
 
 
 class Endpoints:
-    """The endpoints."""
+    """Answers the requests that passed the access check."""
 
-    def __init__(self, service: EngineService, texts: Texts, served: Served):
+    def __init__(self, service: EngineService, tokenizer: ChatTokenizer, served: Served):
         self.counts = ServerMetrics()
-        self._service, self._texts, self._served = service, texts, served
+        self._service, self._tokenizer, self._served = service, tokenizer, served
         self._keys, self._created = DrawKeys(), int(time.time())
         self._small, self._large, self._hashing = (
             ThreadPoolExecutor(1, name) for name in ("small bodies", "large bodies", "hashing")
@@ -154,65 +151,54 @@ class Endpoints:
         return await self._generate(request, ChatBody)
 
     async def models(self, request: HttpRequest) -> Response:
-        model = {
-            "id": self._served.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "tandem",
-        }
-        return _JsonResponse(
-            {"object": "list", "data": [model | {"max_model_len": self._served.context}]}
-        )
+        served = self._served
+        return _JsonResponse(model_list(served.name, self._created, max_model_len=served.context))
 
     async def health(self, request: HttpRequest) -> Response:
         stopped = bool(self._service.stopped)
         return _JsonResponse({"status": "stopped" if stopped else "ok"}, 503 if stopped else 200)
 
     async def metrics(self, request: HttpRequest) -> Response:
-        stats = (
-            {} if self._service.stopped else await self._service.ask(lambda engine: engine.stats())
-        )
-        return PlainTextResponse(
-            self.counts.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        stopped = self._service.stopped
+        stats = {} if stopped else await self._service.ask(lambda engine: engine.stats())
+        media_type = "text/plain; version=0.0.4; charset=utf-8"
+        return PlainTextResponse(self.counts.text(stats), media_type=media_type)
 
     async def weights(self, request: HttpRequest) -> Response:
-        """Hash beside the engine, which goes on; weights that changed meanwhile are hashed
-        again."""
-        version, sha256, loop = -1, "", asyncio.get_running_loop()
+        """Hash the weights while the engine goes on, and again if they changed meanwhile."""
+        hashed, sha256, loop = -1, "", asyncio.get_running_loop()
         while True:
-            now, weight_hash = await self._service.ask(
+            version, weight_hash = await self._service.ask(
                 lambda engine: (engine.weight_version, engine.weight_hash)
             )
-            if now == version:
+            if version == hashed:
                 return _JsonResponse({"weight_version": version, "sha256": sha256})
-            version, sha256 = now, await loop.run_in_executor(self._hashing, weight_hash)
+            hashed, sha256 = version, await loop.run_in_executor(self._hashing, weight_hash)
 
     async def _generate(self, request: HttpRequest, kind: type[Body]) -> Response:
         arrival = time.monotonic()
-        begun = self._begin(kind, await _read_body(request, self._served.longest_body))
-        found = await _unless_gone(request.receive, begun)
-        if found is None:
-            return self._left()
-        body, generation = found
-        answer = new_answer(body, generation.requests, self._texts, self._served)
+        start = self._start(kind, await _read_body(request, self._served.longest_body))
+        started = await _unless_gone(request.receive, start)
+        if started is None:
+            return self._client_left()
+        body, generation = started
+        answer = new_answer(body, generation.requests, self._tokenizer, self._served)
         updates = self._timed(generation, arrival)
         if body.stream:
-            return _Stream(
-                generation, _events(answer, updates), "text/event-stream; charset=utf-8", self._left
-            )
+            events, media_type = _events(answer, updates), "text/event-stream; charset=utf-8"
+            return _Stream(generation, events, media_type, self._client_left)
         try:
-            if await _unless_gone(request.receive, _ended(answer, updates)) is None:
-                return self._left()
+            if await _unless_gone(request.receive, _collect(answer, updates)) is None:
+                return self._client_left()
         finally:
             generation.cancel()
-        return _Stream(generation, _slices(answer), "application/json", self._left)
+        return _Stream(generation, _slices(answer), "application/json", self._client_left)
 
-    def _left(self) -> Response:
+    def _client_left(self) -> Response:
         self.counts.disconnects += 1
         return Response(status_code=CLIENT_LEFT)
 
-    async def _begin(self, kind: type[Body], raw: bytes) -> tuple[Body, Generation]:
+    async def _start(self, kind: type[Body], raw: bytes) -> tuple[Body, Generation]:
         lane, large = self._small if len(raw) <= SLICE else self._large, len(raw) > TRIMMED
         work, loop = self._prepare(kind, raw), asyncio.get_running_loop()
         del raw
@@ -232,19 +218,18 @@ class Endpoints:
         del raw
         yield
         try:
-            return body, (yield from to_requests(body, self._texts, self._served, self._keys))
+            return body, (yield from to_requests(body, self._tokenizer, self._served, self._keys))
         except UserError as error:
-            raise _users_mistake(error, body.source()[0]) from None
+            raise _bad_request(error, body.source()[0]) from None
 
     async def _submit(self, requests: list[Request]) -> Generation:
         try:
             return await self._service.submit(requests)
         except QueueFull as error:
-            raise ApiError(
-                429, f"the server is busy: {error}", code="queue_full", retry_s=1
-            ) from None
+            message = f"the server is busy: {error}"
+            raise ApiError(429, message, code="queue_full", retry_s=1) from None
         except UserError as error:
-            raise _users_mistake(error, "max_tokens") from None
+            raise _bad_request(error, "max_tokens") from None
 
     async def _timed(self, generation: Generation, arrival: float) -> AsyncIterator[list[Update]]:
         first = True
@@ -253,17 +238,14 @@ class Endpoints:
                 self.counts.first_token.add(time.monotonic() - arrival)
                 first = False
             yield updates
-        self.counts.whole.add(time.monotonic() - arrival)
+        self.counts.request_time.add(time.monotonic() - arrival)
 
 
-def _users_mistake(error: UserError, param: str) -> ApiError:
-    """Without the error's place and advice, which are for whoever started the server."""
-    parts = [
-        error.what,
-        error.found and f"found {error.found}",
-        error.expected and f"expected {error.expected}",
-    ]
-    return ApiError(400, "; ".join(part for part in parts if part), param=param)
+def _bad_request(error: UserError, param: str) -> ApiError:
+    """The error without its `where` and `next`, which are for the owner of the server."""
+    found = f"; found {error.found}" if error.found else ""
+    expected = f"; expected {error.expected}" if error.expected else ""
+    return ApiError(400, error.what + found + expected, param=param)
 
 
 async def _read_body(request: HttpRequest, longest: int) -> bytes:
@@ -279,15 +261,15 @@ async def _read_body(request: HttpRequest, longest: int) -> bytes:
 
 
 def _trim_memory() -> None:
-    """Give freed memory back to the system: glibc's malloc keeps it, as it is told to for the sake
-    of tensors, and errors keep the bodies that they are about until their cycles are collected."""
+    """Give freed memory back to the system: glibc's malloc is told to keep it for tensors, and
+    errors keep their bodies until cycles are collected."""
     gc.collect()
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _next_slice(work: Generator[None, None, T]) -> T | None:
-    """Run work to its next yield; what it returns, when it has ended."""
+    """Run work to its next yield; returns its result once it has ended."""
     try:
         next(work)
     except StopIteration as end:
@@ -295,17 +277,17 @@ def _next_slice(work: Generator[None, None, T]) -> T | None:
     return None
 
 
-async def _ended(answer: Answer, updates: AsyncIterator[list[Update]]) -> bool:
+async def _collect(answer: Answer, updates: AsyncIterator[list[Update]]) -> bool:
     async for several in updates:
         for update in several:
-            answer.take(update)
+            answer.add(update)
     return True
 
 
 async def _slices(answer: Answer) -> AsyncIterator[str]:
-    """A whole answer, some kilobytes at a time; others have their turn in between."""
+    """A whole answer, some kilobytes at a time, with a pause for others in between."""
     text = ""
-    for part in answer.whole():
+    for part in answer.full():
         text += part
         if len(text) > SENT:
             yield text
@@ -315,41 +297,36 @@ async def _slices(answer: Answer) -> AsyncIterator[str]:
 
 
 async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> AsyncIterator[str]:
-    """Server-sent events, those of a pass together; an engine that stops is told in the last
-    one."""
+    """Server-sent events, those of a pass together; the last one reports an engine that stops."""
     try:
         async for several in updates:
-            if text := "".join(map(_event, answer.pieces(several))):
+            if text := "".join(map(event, answer.chunks(several))):
                 yield text
-        if (piece := answer.last_piece()) is not None:
-            yield _event(piece)
-        yield _event("[DONE]")
+        if (chunk := answer.usage_chunk()) is not None:
+            yield event(chunk)
+        yield DONE
     except EngineStopped as error:
-        yield _event(json.dumps(ApiError(503, str(error)).body()))
-
-
-def _event(data: str) -> str:
-    return f"data: {data}\n\n"
+        yield event(json.dumps(ApiError(503, str(error)).body()))
 
 
 class _Stream(Response):
-    """Sends the parts of an answer, and cancels its generation in the end, however that comes."""
+    """Sends the parts of an answer, and cancels its generation at the end in any case."""
 
     def __init__(
         self,
         generation: Generation,
         parts: AsyncIterator[str],
         content_type: str,
-        left: Callable[[], object],
+        client_left: Callable[[], object],
     ):
-        self._generation, self._parts, self._left = generation, parts, left
+        self._generation, self._parts, self._client_left = generation, parts, client_left
         self.status_code, self.background = 200, None
         self.init_headers({"content-type": content_type, "cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if await _unless_gone(receive, self._send_all(send)) is None:
-                self._left()
+                self._client_left()
         finally:
             self._generation.cancel()
 
@@ -362,8 +339,8 @@ class _Stream(Response):
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Await work; returns None, and cancels it, if the client leaves first."""
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    """Await work; cancel it and return None if the client leaves first."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].result() if tasks[0].done() else None
@@ -373,6 +350,6 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | No
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _gone(receive: Callable[[], Awaitable[Message]]) -> None:
+async def _disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,11 +1,11 @@
-"""Bodies as the engine's requests, in slices of work between which others have their turn.
+"""The engine's requests for a body, in slices of work between which others have their turn.
 
-    work = to_requests(body, ...)      a generator: each next() is one slice, at most one prompt or SLICE characters
+    work = to_requests(body, ...)   # a generator; a slice is at most one prompt or SLICE characters
 
-Everything that can be refused without the tokenizer is refused before the first token is made: the
-number of sequences, texts that cannot fit the context however they are tokenized, token ids. Of a
-long text the tokens are counted first, and it is given up as soon as they are too many. Knows no
-threads and no HTTP.
+What can be refused without the tokenizer is refused before the first token is made: the number of
+sequences, texts that cannot fit the context however they are tokenized, token ids. The tokens of a
+long text are counted first, and it is refused as soon as they are too many. Knows no threads and no
+HTTP.
 """
 
 import itertools
@@ -16,35 +16,40 @@ from functools import partial
 import numpy as np
 
 from tandem.runtime.rng import address
-from tandem.serve.openai_requests import ApiError, Body, Served, Texts
+from tandem.serve.openai_api import ApiError
+from tandem.serve.openai_requests import Body, ChatTokenizer, Served
 from tandem.types import Array, Request, SamplingParams
 
 SLICE = 1 << 16  # characters that are tokenized in one piece; 0.1 s at most
 
 
 class DrawKeys:
-    """Addresses of random draws: repeatable with a seed, and unlike all others without."""
+    """Addresses of random draws: the same for the same seed, and new ones without a seed."""
 
     def __init__(self) -> None:
         self._secret, self._count = secrets.token_hex(16), itertools.count()
 
-    def take(self, seed: int | None, choices: int) -> list[int]:
+    def next_keys(self, seed: int | None, choices: int) -> list[int]:
         if seed is None:
             return [address(self._secret, "serve", next(self._count)) for _ in range(choices)]
         return [address(seed, "serve", choice) for choice in range(choices)]
 
 
 def to_requests(
-    body: Body, texts: Texts, served: Served, keys: DrawKeys
+    body: Body, tokenizer: ChatTokenizer, served: Served, keys: DrawKeys
 ) -> Generator[None, None, list[Request]]:
     """Make n requests for each prompt, side by side. Raises ApiError and UserError for what cannot
     run."""
     field, count = body.source()
     if count * body.n > served.max_choices:
-        message = f"{count} prompts with n = {body.n} are more than {served.max_choices} sequences in one request"
-        raise ApiError(400, message, param="n" if body.n > 1 else field)
-    _require_known(body.stop_token_ids, "stop_token_ids", served)
-    prompts = body.prompts(texts)
+        raise ApiError(
+            400,
+            f"{count} prompts with n = {body.n} are more than {served.max_choices} sequences "
+            "in one request",
+            param="n" if body.n > 1 else field,
+        )
+    _require_in_vocabulary(body.stop_token_ids, "stop_token_ids", served)
+    prompts = body.prompts(tokenizer)
     for prompt in prompts:
         if isinstance(prompt, str):
             _require_text(prompt, field, served)
@@ -53,21 +58,21 @@ def to_requests(
     requests: list[Request] = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            prompt = yield from _tokenize(prompt, partial(body.encode, texts=texts), field, served)
+            prompt = yield from _tokenize(
+                prompt, partial(body.encode, tokenizer=tokenizer), field, served
+            )
             _require_tokens(prompt, field, served)
-        params = _params(body, prompt, texts, served)
-        requests += [
-            Request(key=key, prompt=prompt, params=params) for key in keys.take(body.seed, body.n)
-        ]
+        params = _params(body, prompt, tokenizer, served)
+        for key in keys.next_keys(body.seed, body.n):
+            requests.append(Request(key=key, prompt=prompt, params=params))
     return requests
 
 
 def _tokenize(
     text: str, encode: Callable[[str], Array], field: str, served: Served
 ) -> Generator[None, None, Array]:
-    """The tokens of a text, which may not be made piece by piece. Their number may: cuts add a few
-    tokens and no more, so what has twice as many as the context in pieces is too long as a
-    whole."""
+    """The tokens of a text, made in one piece. Their number is bounded before, in pieces: cuts add
+    only a few tokens, so a text with twice as many as the context in pieces is too long."""
     count = 0
     for at in range(0, len(text), SLICE) if len(text) > SLICE else ():
         yield
@@ -97,21 +102,26 @@ def _require_tokens(prompt: Array, field: str, served: Served) -> None:
         raise ApiError(400, f"{field}: the prompt has no tokens", param=field)
     if len(prompt) >= served.context:
         raise _too_long(f"{len(prompt)} tokens", field, served)
-    _require_known(prompt, field, served)
+    _require_in_vocabulary(prompt, field, served)
 
 
-def _require_known(tokens: Sequence[int] | Array, field: str, served: Served) -> None:
+def _require_in_vocabulary(tokens: Sequence[int] | Array, field: str, served: Served) -> None:
     if len(tokens) and np.max(tokens) >= served.vocabulary:
         raise ApiError(
             400, f"{field}: token ids are from 0 to {served.vocabulary - 1}", param=field
         )
 
 
-def _params(body: Body, prompt: Array, texts: Texts, served: Served) -> SamplingParams:
+def _params(body: Body, prompt: Array, tokenizer: ChatTokenizer, served: Served) -> SamplingParams:
     room = served.context - len(prompt)
     if body.max_tokens is not None and body.max_tokens > room:
-        message = f"max_tokens: {len(prompt)} tokens of prompt leave {room} of the context of {served.context}"
-        raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
+        raise ApiError(
+            400,
+            f"max_tokens: {len(prompt)} tokens of prompt leave {room} of the context of "
+            f"{served.context}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
     return SamplingParams(
         max_new_tokens=body.max_tokens or min(served.default_max_tokens, room),
         temperature=body.temperature,
@@ -120,6 +130,6 @@ def _params(body: Body, prompt: Array, texts: Texts, served: Served) -> Sampling
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         stop=tuple(body.stop),
-        stop_token_ids=tuple(sorted({*texts.stop_token_ids, *body.stop_token_ids})),
+        stop_token_ids=tuple(sorted({*tokenizer.stop_token_ids, *body.stop_token_ids})),
         top_logprobs=body.top_logprobs_wanted() or 0,
     )

@@ -1,9 +1,9 @@
-"""Answers in OpenAI's shape: whole, or in pieces as the tokens come. Knows no HTTP server and no
+"""Answers in OpenAI's shape: full, or in chunks as the tokens come. Knows no HTTP server and no
 engine.
 
-Both are made of the same updates: the pieces' texts, token ids and log-probs joined are those of
-the whole. A piece is of one choice, as OpenAI's are. A whole answer is written in slices, so that a
-large one holds up nobody.
+Both are made of the same updates: the texts, token ids and log-probs of the chunks, joined, are
+those of the full answer. A chunk is of one choice, as OpenAI's are. A full answer is written in
+slices, so that a large one holds up no other.
 """
 
 import json
@@ -12,38 +12,39 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
-from typing import Any
 
 from tandem.model.tool_calls import split_calls
 from tandem.serve.detokenizer import REPLACEMENT, Detokenizer
-from tandem.serve.openai_requests import Body, ChatBody, CompletionBody, Served, Texts
+from tandem.serve.openai_api import Json, ToolCall, assistant_message, call_deltas
+from tandem.serve.openai_requests import Body, ChatBody, ChatTokenizer, CompletionBody, Served
 from tandem.serve.service import Update
 from tandem.types import Request
 
-Json = dict[str, Any]
 # a token, its log-prob, and the likeliest ones with theirs, nats
-Sampled = tuple[int, float, dict[int, float]]
+SampledToken = tuple[int, float, dict[int, float]]
 
 LEAST_LOGPROB = -9999.0  # of filtered tokens: JSON has no infinity, and OpenAI writes this
-ROWS = 64  # of log-probs, written in one piece
+ROWS = 64  # of log-probs, written in one slice
 
 
-def new_answer(body: Body, requests: Sequence[Request], texts: Texts, served: Served) -> "Answer":
+def new_answer(
+    body: Body, requests: Sequence[Request], tokenizer: ChatTokenizer, served: Served
+) -> "Answer":
     match body:
         case ChatBody():
-            return _ChatAnswer(body, requests, texts, served)
+            return _ChatAnswer(body, requests, tokenizer, served)
         case CompletionBody():
-            return _CompletionAnswer(body, requests, texts, served)
+            return _CompletionAnswer(body, requests, tokenizer, served)
     raise TypeError(body)
 
 
 def write_json(value: object) -> Iterator[str]:
-    """Write JSON in small slices. An iterator becomes a list, and its items are made as they are
+    """Write JSON in small slices. An iterator becomes a list, its items made as they are
     written."""
     match value:
         case dict():
-            for place, (name, inner) in enumerate(value.items()):
-                yield f"{',' if place else '{'}{json.dumps(name)}:"
+            for index, (name, inner) in enumerate(value.items()):
+                yield f"{',' if index else '{'}{json.dumps(name)}:"
                 yield from write_json(inner)
             yield "}" if value else "{}"
         case Iterator():
@@ -57,46 +58,50 @@ def write_json(value: object) -> Iterator[str]:
 
 
 class _Choice:
-    """What one choice has got so far."""
+    """The tokens and the text of one choice so far."""
 
-    def __init__(self, request: Request, texts: Texts):
-        self.detokenizer = Detokenizer(texts.decode, request.params.stop, texts.byte_tokens)
+    def __init__(self, request: Request, tokenizer: ChatTokenizer):
+        self.detokenizer = Detokenizer(tokenizer.decode, request.params.stop, tokenizer.byte_tokens)
         self.tokens: list[int] = []
         self.weight_versions: list[int] = []
-        self.sampled: list[Sampled] = []  # what log-probs are to be written of
+        self.sampled: list[SampledToken] = []  # tokens whose log-probs are not written yet
         self.offset = 0  # of the first of them in the text of all tokens
-        self.text = ""  # when it has ended, as are the calls and finish_reason
-        self.calls: list[Json] = []
+        # set when it has ended, as are calls and finish_reason
+        self.text = ""
+        self.calls: list[ToolCall] = []
         self.finish_reason: str | None = None
-        self.begun = False  # a piece of it was sent
+        self.started = False  # a chunk of it was sent
 
 
 class Answer(ABC):
-    """One answer in the making. Take every update in, by `pieces` or by `take` and `whole`."""
+    """One answer in the making, fed with every update: by `chunks`, or by `add` and then
+    `full`."""
 
-    def __init__(self, body: Body, requests: Sequence[Request], texts: Texts, served: Served):
-        self._body, self._texts, self._model = body, texts, served.name
+    def __init__(
+        self, body: Body, requests: Sequence[Request], tokenizer: ChatTokenizer, served: Served
+    ):
+        self._body, self._tokenizer, self._model = body, tokenizer, served.name
         self._prompts = [request.prompt for request in requests[:: body.n]]
-        self._choices = [_Choice(request, texts) for request in requests]
+        self._choices = [_Choice(request, tokenizer) for request in requests]
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
         self._head_sent, self._version = False, -1  # the newest token's
 
     # ---- what the two endpoints do differently
 
     prefix: str
-    whole_object: str
-    piece_object: str
+    full_object: str
+    chunk_object: str
 
     @abstractmethod
-    def _whole_choice(self, choice: _Choice) -> Json:
+    def _full_choice(self, choice: _Choice) -> Json:
         """The text, and the log-probs under "logprobs"."""
 
     @abstractmethod
-    def _piece_choice(self, choice: _Choice, text: str) -> Json:
-        """The same for a piece."""
+    def _chunk_choice(self, choice: _Choice, text: str) -> Json:
+        """The same for a chunk, with the new text."""
 
     @abstractmethod
-    def _logprobs(self, sampled: Sequence[Sampled], offsets: Sequence[int]) -> Json:
+    def _logprobs(self, sampled: Sequence[SampledToken], offsets: Sequence[int]) -> Json:
         """Columns of rows, as iterators; offsets: where each token begins in the text."""
 
     def _end(self, choice: _Choice, text: str, reason: str) -> None:
@@ -108,9 +113,9 @@ class Answer(ABC):
             return choice.detokenizer.end(choice.text)
         return choice.detokenizer.add(update.tokens)
 
-    # ---- whole and in pieces
+    # ---- full and in chunks
 
-    def take(self, update: Update) -> None:
+    def add(self, update: Update) -> None:
         choice = self._choices[update.choice]
         choice.tokens += update.tokens
         choice.weight_versions += update.weight_versions
@@ -124,48 +129,40 @@ class Answer(ABC):
         if update.completion is not None:
             self._end(choice, update.completion.text, update.completion.stop_reason)
 
-    def whole(self) -> Iterator[str]:
+    def full(self) -> Iterator[str]:
         """The answer in slices, when every choice has ended."""
-        yield json.dumps(self._head(self.whole_object))[:-1] + ', "choices": ['
+        yield json.dumps(self._head(self.full_object))[:-1] + ', "choices": ['
         for index, choice in enumerate(self._choices):
             yield "," if index else ""
-            fields = self._whole_choice(choice) | {
-                "index": index,
-                "finish_reason": choice.finish_reason,
-            }
-            yield from write_json(fields | self._token_ids(choice.tokens, choice.weight_versions))
+            ending = {"index": index, "finish_reason": choice.finish_reason}
+            token_ids = self._token_ids(choice.tokens, choice.weight_versions)
+            yield from write_json(self._full_choice(choice) | ending | token_ids)
         yield f'], "usage": {json.dumps(self._usage())}}}'
 
-    def pieces(self, updates: Sequence[Update]) -> Iterator[str]:
-        """Pieces that the updates of a pass add, one piece a choice that has something to tell."""
+    def chunks(self, updates: Sequence[Update]) -> Iterator[str]:
+        """The chunks that the updates of a pass add, at most one a choice."""
         usage: Json = {"usage": None} if self._body.stream_options.include_usage else {}
         for update in updates:
-            if (fields := self._piece_of(update)) is not None:
-                choice = "".join(write_json(fields))
-                yield (
-                    json.dumps(self._head(self.piece_object) | usage)[:-1]
-                    + f', "choices": [{choice}]}}'
-                )
+            if (fields := self._chunk_of(update)) is not None:
+                head = json.dumps(self._head(self.chunk_object) | usage)[:-1]
+                yield f'{head}, "choices": [{"".join(write_json(fields))}]}}'
 
-    def last_piece(self) -> str | None:
+    def usage_chunk(self) -> str | None:
         """The usage, when it was asked for."""
         if not self._body.stream_options.include_usage:
             return None
-        return json.dumps(self._head(self.piece_object) | {"choices": [], "usage": self._usage()})
+        return json.dumps(self._head(self.chunk_object) | {"choices": [], "usage": self._usage()})
 
-    def _piece_of(self, update: Update) -> Json | None:
+    def _chunk_of(self, update: Update) -> Json | None:
         choice = self._choices[update.choice]
-        self.take(update)
+        self.add(update)
         text = self._next_text(choice, update)
-        extras = self._token_ids(update.tokens, update.weight_versions)
-        if choice.begun and not (text or update.completion or extras or choice.sampled):
+        token_ids = self._token_ids(update.tokens, update.weight_versions)
+        if choice.started and not (text or update.completion or token_ids or choice.sampled):
             return None
-        fields = self._piece_choice(choice, text) | {
-            "index": update.choice,
-            "finish_reason": choice.finish_reason,
-        }
-        choice.begun = True
-        return fields | extras
+        fields = self._chunk_choice(choice, text)
+        choice.started = True
+        return fields | {"index": update.choice, "finish_reason": choice.finish_reason} | token_ids
 
     def _head(self, kind: str) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -177,11 +174,9 @@ class Answer(ABC):
         return head
 
     def _token_ids(self, tokens: list[int], weight_versions: list[int]) -> Json:
-        return (
-            {"token_ids": tokens, "weight_versions": weight_versions}
-            if self._body.return_token_ids
-            else {}
-        )
+        if not self._body.return_token_ids:
+            return {}
+        return {"token_ids": tokens, "weight_versions": weight_versions}
 
     def _usage(self) -> Json:
         prompt = sum(len(prompt) for prompt in self._prompts)
@@ -193,84 +188,76 @@ class Answer(ABC):
         }
 
     def _logprobs_field(self, choice: _Choice) -> Json | None:
-        """The log-probs that were not written yet."""
+        """The log-probs that are not written yet."""
         if self._body.top_logprobs_wanted() is None:
             return None
         sampled, choice.sampled = choice.sampled, []
-        *offsets, choice.offset = accumulate(
-            (len(self._texts.token_text(token)) for token, _, _ in sampled), initial=choice.offset
-        )
+        lengths = (len(self._tokenizer.token_text(token)) for token, _, _ in sampled)
+        *offsets, choice.offset = accumulate(lengths, initial=choice.offset)
         return self._logprobs(sampled, offsets)
 
 
 class _CompletionAnswer(Answer):
-    prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
+    prefix, full_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def _whole_choice(self, choice: _Choice) -> Json:
-        return self._piece_choice(choice, choice.text)
+    def _full_choice(self, choice: _Choice) -> Json:
+        return self._chunk_choice(choice, choice.text)
 
-    def _piece_choice(self, choice: _Choice, text: str) -> Json:
+    def _chunk_choice(self, choice: _Choice, text: str) -> Json:
         return {"text": text, "logprobs": self._logprobs_field(choice)}
 
-    def _logprobs(self, sampled: Sequence[Sampled], offsets: Sequence[int]) -> Json:
+    def _logprobs(self, sampled: Sequence[SampledToken], offsets: Sequence[int]) -> Json:
         return {
-            "tokens": (self._texts.token_text(token) for token, _, _ in sampled),
+            "tokens": (self._tokenizer.token_text(token) for token, _, _ in sampled),
             "token_logprobs": (logprob for _, logprob, _ in sampled),
             "top_logprobs": (self._likeliest(*one) for one in sampled),
             "text_offset": iter(offsets),
         }
 
     def _likeliest(self, token: int, logprob: float, top: dict[int, float]) -> dict[str, float]:
-        """The sampled token is among the likeliest ones even where it is not one of them, as OpenAI
-        has it."""
+        """The likeliest tokens and, as OpenAI has it, the sampled one."""
         likeliest: dict[str, float] = {}
         for t, value in [*top.items(), (token, logprob)]:
             # tokens of half a character look alike: keep the likelier
-            likeliest.setdefault(self._texts.token_text(t), max(value, LEAST_LOGPROB))
+            likeliest.setdefault(self._tokenizer.token_text(t), max(value, LEAST_LOGPROB))
         return likeliest
 
 
 class _ChatAnswer(Answer):
-    prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, full_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, requests: Sequence[Request], texts: Texts, served: Served):
-        super().__init__(body, requests, texts, served)
+    def __init__(
+        self, body: ChatBody, requests: Sequence[Request], tokenizer: ChatTokenizer, served: Served
+    ):
+        super().__init__(body, requests, tokenizer, served)
         self._tools = body.callable_tools
 
     def _end(self, choice: _Choice, text: str, reason: str) -> None:
-        """A text that was cut may hold half a call, and none is read in it."""
+        """Read the calls of a text, unless it is truncated: it may hold half a call."""
         choice.text, choice.finish_reason = text, reason
         content, calls = split_calls(text, self._tools) if reason == "stop" else (text, [])
         if calls:
             choice.text, choice.finish_reason = content, "tool_calls"
-            functions = (
-                {"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls
-            )
             choice.calls = [
-                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-                for function in functions
+                ToolCall.of(f"call_{secrets.token_hex(12)}", call.name, call.arguments)
+                for call in calls
             ]
 
     def _next_text(self, choice: _Choice, update: Update) -> str:
-        """With tools all of it at the end: a text that may become a call cannot be sent as
-        content."""
+        """With tools the whole text at the end, as its beginning may become a call."""
         return choice.text if self._tools else super()._next_text(choice, update)
 
-    def _whole_choice(self, choice: _Choice) -> Json:
-        message: Json = {"role": "assistant", "content": choice.text}
-        if choice.calls:
-            message |= {"content": choice.text or None, "tool_calls": choice.calls}
+    def _full_choice(self, choice: _Choice) -> Json:
+        message = assistant_message(choice.text, choice.calls)
         return {"message": message, "logprobs": self._logprobs_field(choice)}
 
-    def _piece_choice(self, choice: _Choice, text: str) -> Json:
-        delta: Json = ({} if choice.begun else {"role": "assistant"}) | {"content": text}
+    def _chunk_choice(self, choice: _Choice, text: str) -> Json:
+        delta: Json = ({} if choice.started else {"role": "assistant"}) | {"content": text}
         if choice.calls:
-            delta |= {
-                "tool_calls": [{"index": index} | call for index, call in enumerate(choice.calls)]
-            }
+            delta["tool_calls"] = call_deltas(choice.calls)
         return {"delta": delta, "logprobs": self._logprobs_field(choice)}
 
-    def _logprobs(self, sampled: Sequence[Sampled], offsets: Sequence[int]) -> Json:
+    def _logprobs(self, sampled: Sequence[SampledToken], offsets: Sequence[int]) -> Json:
         entry = self._entry
         return {
             "content": (
@@ -280,7 +267,7 @@ class _ChatAnswer(Answer):
         }
 
     def _entry(self, token: int, logprob: float) -> Json:
-        text, logprob = self._texts.token_text(token), max(logprob, LEAST_LOGPROB)
+        text, logprob = self._tokenizer.token_text(token), max(logprob, LEAST_LOGPROB)
         return {
             "token": text,
             "logprob": logprob,

@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus text (exposition format 0.0.4). Knows no HTTP server."""
+"""The server's metrics, as Prometheus text (exposition format 0.0.4). Knows no HTTP server."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -30,7 +30,7 @@ class Histogram:
 
 
 class ServerMetrics:
-    """The server's own numbers; those of the engine are given when the text is made."""
+    """The server's own numbers; `text` adds those of the engine."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
@@ -38,33 +38,27 @@ class ServerMetrics:
         self.first_token = Histogram(
             "tandem_time_to_first_token_seconds", "From a request's arrival to its first token."
         )
-        self.whole = Histogram(
+        self.request_time = Histogram(
             "tandem_request_seconds", "From a request's arrival to its last token."
         )
 
     def text(self, stats: Mapping[str, float]) -> str:
-        """stats: of the engine; empty when it has stopped."""
+        """The exposition; stats: of the engine, empty when it has stopped."""
         name = "tandem_engine_up"
         lines = [*_header(name, "gauge", "Whether the engine runs."), f"{name} {int(bool(stats))}"]
         for name, value in stats.items():
-            kind, full = (
-                ("counter", f"tandem_{name}_total")
-                if name in COUNTERS
-                else ("gauge", f"tandem_{name}")
-            )
-            lines += [
-                *_header(full, kind, f"{name.replace('_', ' ').capitalize()} of the engine."),
-                f"{full} {value!r}",
-            ]
+            counts = name in COUNTERS
+            full = f"tandem_{name}_total" if counts else f"tandem_{name}"
+            meaning = f"{name.replace('_', ' ').capitalize()} of the engine."
+            lines += _header(full, "counter" if counts else "gauge", meaning)
+            lines.append(f"{full} {value!r}")
         lines += _header("tandem_requests_total", "counter", "Answered requests.")
         for (path, status), count in sorted(self.requests.items()):
             lines.append(f'tandem_requests_total{{path="{path}",status="{status}"}} {count}')
         name = "tandem_disconnects_total"
-        lines += [
-            *_header(name, "counter", "Clients that left before their answer."),
-            f"{name} {self.disconnects}",
-        ]
-        return "\n".join([*lines, *self.first_token.lines(), *self.whole.lines()]) + "\n"
+        lines += _header(name, "counter", "Clients that left before their answer.")
+        lines.append(f"{name} {self.disconnects}")
+        return "\n".join([*lines, *self.first_token.lines(), *self.request_time.lines()]) + "\n"
 
 
 def _header(name: str, kind: str, meaning: str) -> list[str]:

@@ -1,7 +1,6 @@
-"""The HTTP server: sockets, deadlines and the engine's life, on uvicorn; endpoints.py has what is
-served.
+"""The HTTP server: sockets, deadlines and the start and end of the engine, on uvicorn.
 
-    bytes --> _Connection: READ_BYTES at a time, a request within request_s --> the application of endpoints.py
+    bytes --> _Connection: READ_BYTES at a time, a request within request_s --> endpoints.make_app
 
 tandem serve MODEL
 """
@@ -17,10 +16,11 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tandem.serve.auth import LONGEST_HEADERS
+from tandem.serve.auth import MAX_HEADER_BYTES
 from tandem.serve.endpoints import Endpoints, make_app
-from tandem.serve.openai_requests import ApiError, Served, Texts
-from tandem.serve.service import EngineService, ServedEngine
+from tandem.serve.openai_api import ApiError
+from tandem.serve.openai_requests import ChatTokenizer, Served
+from tandem.serve.service import JOIN_S, EngineService, ServedEngine
 
 GRACE_S = 3  # for answers on their way out when the server stops
 REQUEST_S = 60.0  # for a client to send a request
@@ -28,26 +28,27 @@ READ_BYTES = 1 << 14  # of a connection, before others have their turn
 
 
 class Server:
-    """Serves one engine on one socket. request_s: in which a client must have sent a request, head
-    and body."""
+    """Serves one engine on one socket. request_s: for a client to send a request, head and
+    body."""
 
     def __init__(
         self,
         engine: ServedEngine,
-        texts: Texts,
+        tokenizer: ChatTokenizer,
         served: Served,
         *,
         api_key: str = "",
         request_s: float = REQUEST_S,
+        join_s: float = JOIN_S,
     ):
         self._request_s = request_s
-        self._service = EngineService(engine)
-        self._app = make_app(Endpoints(self._service, texts, served), api_key)
+        self._service = EngineService(engine, join_s=join_s)
+        self._app = make_app(Endpoints(self._service, tokenizer, served), api_key)
         self._uvicorn: _Uvicorn | None = None
 
     def run(self, sock: socket.socket, ready: Callable[[], None]) -> None:
-        """Until `stop`, SIGINT or SIGTERM; sock is bound, and ready is called when it is listened
-        to."""
+        """Serve until `stop`, SIGINT or SIGTERM. sock is bound; ready is called when the server
+        listens."""
         connection: Any = partial(_Connection, request_s=self._request_s)
         config = uvicorn.Config(
             self._app,
@@ -60,19 +61,19 @@ class Server:
             proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
-            h11_max_incomplete_event_size=LONGEST_HEADERS,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         self._uvicorn = _Uvicorn(config, self._service, ready)
         self._uvicorn.run(sockets=[sock])
 
     def stop(self) -> None:
-        """From any thread."""
+        """Stop serving; any thread may call it."""
         assert self._uvicorn is not None, "the server does not run"
         self._uvicorn.should_exit = True
 
 
 class _Uvicorn(uvicorn.Server):
-    """Starts the engine before the first request and ends it before waiting for the last
+    """Starts the engine before the first request, and stops it before it waits for the last
     answers."""
 
     def __init__(self, config: uvicorn.Config, service: EngineService, ready: Callable[[], None]):
@@ -118,7 +119,7 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Keep a deadline while a request is being sent; between two of them uvicorn has one of its
+        """Keep a deadline while a request is being sent; between requests uvicorn keeps its
         own."""
         sending = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if sending and self._deadline is None:
@@ -131,15 +132,14 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
         self._refuse(ApiError(408, f"the request was not sent within {self._request_s:g} seconds"))
 
     def send_400_response(self, msg: str) -> None:
-        long = len(self.conn.trailing_data[0]) > LONGEST_HEADERS
-        self._refuse(
-            ApiError(431, f"the headers are longer than {LONGEST_HEADERS:,} bytes")
-            if long
-            else ApiError(400, msg)
-        )
+        if len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES:
+            message = f"the headers are longer than {MAX_HEADER_BYTES:,} bytes"
+            self._refuse(ApiError(431, message))
+        else:
+            self._refuse(ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, if that has not begun, and close."""
+        """Answer, unless an answer has started, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.body()).encode()
             headers = [

@@ -1,24 +1,24 @@
-"""The engine for many clients at once: one thread steps it, an event loop waits for what it gives.
+"""The engine for many clients at once: one thread steps it, an event loop waits for its updates.
 
-    event loop                                                     engine thread
-    ----------                                                     -------------
-    submit(requests) --admit--+                              +---> _take: run what the inbox holds; waits there
-    ask(question) ------------+---> inbox (a SimpleQueue) ---+        while the engine has no work
-    Generation.cancel --------+                              |     |
-    stop --None---------------+                                    v
-                                                                   engine.step()
-    async for updates in generation <---+                          |
-    await ask(...)                  <---+--- call_soon_threadsafe -+ _deliver, one call a pass
+    event loop                                                  engine thread
+    ----------                                                  -------------
+    submit(requests) --admit--+                            +--> _run_commands: waits there
+    ask(question) ------------+--> inbox (a SimpleQueue) --+    while the engine has no work
+    Generation.cancel --------+                            |    |
+    stop --None---------------+                                 v
+                                                                engine.step()
+    async for updates in generation <-+                         |
+    await ask(...)                  <-+- call_soon_threadsafe --+ _deliver, one call a pass
 
-    who            takes                      waits for              what unblocks it
-    submit, ask    the answer                 its future             the thread's answer; _end when engine or server stops
-    Generation     the updates of a pass      its queue              _deliver; _end; nothing after the last update
-    engine thread  commands, then one step    the inbox, when idle   any command; None ends it
-    stop           -                          the thread, JOIN_S     the end of the pass that runs
+    who            takes                    waits for             unblocked by
+    submit, ask    the answer               its future            the thread's answer; _end
+    Generation     the updates of a pass    its queue             _deliver; _end
+    engine thread  commands, then one step  the inbox, when idle  any command; None ends it
+    stop           -                        the thread, join_s    the end of the pass that runs
 
 Everything but the inbox belongs to one side: the engine and `_live` to the thread, the rest to the
-loop. What crosses is copied. When the engine raises, everyone who waits gets EngineStopped and
-everyone after them too. It knows no HTTP.
+loop. Data that crosses is copied. When the engine raises, or the server stops, _end gives
+EngineStopped to every client that waits, and to all later ones. It knows no HTTP.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tandem.engine.scheduler import RunningSequence
 from tandem.types import Completion, Request
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 5.0  # how long a stop waits for the pass that runs
+JOIN_S = 5.0
 
 T = TypeVar("T")
 
 
 class ServedEngine(Protocol):
-    """What a service needs of an engine; all of it but weight_hash is called from the engine
+    """The engine of a service. Its methods are called from the engine thread, weight_hash from any
     thread."""
 
     weight_version: int
@@ -53,26 +53,22 @@ class ServedEngine(Protocol):
 
     def submit(self, request: Request) -> RunningSequence: ...
 
-    def cancel(self, running: RunningSequence) -> None: ...
+    def cancel(self, sequence: RunningSequence) -> None: ...
 
     def step(self) -> list[RunningSequence]: ...
 
     def stats(self) -> dict[str, float]: ...
 
-    def apply(
-        self, version: int, load: Callable[[], None], running: Literal["finish", "continue"]
-    ) -> None: ...
-
     def weight_hash(self) -> str: ...
 
 
 class EngineStopped(Exception):
-    """The engine runs no more: it failed, or the server stops."""
+    """The engine has stopped: it failed, or the server stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What a choice (a request of a generation) got since its last update."""
+    """The new tokens of a choice (a request of a generation) since its last update."""
 
     choice: int
     tokens: list[int]
@@ -90,28 +86,28 @@ class _Live:
     choice: int
     sent: int = 0  # tokens that were delivered
 
-    def update(self, running: RunningSequence) -> Update:
-        new = slice(self.sent, len(running.tokens))
-        self.sent = len(running.tokens)
+    def update(self, sequence: RunningSequence) -> Update:
+        new = slice(self.sent, len(sequence.tokens))
+        self.sent = len(sequence.tokens)
         return Update(
             choice=self.choice,
-            tokens=running.tokens[new],
-            logprobs=running.logprobs[new],
-            weight_versions=running.weight_versions[new],
-            top=running.top[new],
-            completion=running.completion,
+            tokens=sequence.tokens[new],
+            logprobs=sequence.logprobs[new],
+            weight_versions=sequence.weight_versions[new],
+            top=sequence.top[new],
+            completion=sequence.completion,
         )
 
 
 class Generation:
-    """Requests that run together for one client; iterate over the updates, and cancel in the end,
-    always."""
+    """Requests that run together for one client. Iterate over the updates, and cancel at the end in
+    any case."""
 
     def __init__(self, service: "EngineService", requests: Sequence[Request]):
         self.requests = requests
         self._service = service
         self._unfinished = len(requests)
-        # text: why there are no more
+        # a text is the reason why there are no more
         self._updates: asyncio.Queue[list[Update] | str] = asyncio.Queue()
 
     def __aiter__(self) -> "Generation":
@@ -131,17 +127,17 @@ class Generation:
         self._updates.put_nowait(updates)
 
     def cancel(self) -> None:
-        """Free what still runs; nothing when all has ended."""
+        """Free the requests that still run."""
         self._service.cancel(self)
 
 
 class EngineService:
     """Runs an engine in a thread of its own; every method is called on the event loop that started
-    it."""
+    it. join_s: how long `stop` waits for the pass that runs."""
 
-    def __init__(self, engine: ServedEngine):
+    def __init__(self, engine: ServedEngine, *, join_s: float = JOIN_S):
         self.stopped = ""  # why, when it has
-        self._engine = engine
+        self._engine, self._join_s = engine, join_s
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[RunningSequence, _Live] = {}
         self._generations: set[Generation] = set()
@@ -155,13 +151,13 @@ class EngineService:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Refuse what comes, end what runs, and wait for the thread."""
+        """Refuse new requests, end the running ones, and wait for the thread."""
         self._end("the server is stopping")
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join, JOIN_S)
+        await asyncio.to_thread(self._thread.join, self._join_s)
         if self._thread.is_alive():
             logger.warning(
-                "the engine is still in a pass after %g seconds and is left behind", JOIN_S
+                "the engine is still in a pass after %g seconds and is left behind", self._join_s
             )
 
     async def submit(self, requests: Sequence[Request]) -> Generation:
@@ -194,15 +190,8 @@ class EngineService:
         finally:
             self._questions.discard(future)
 
-    async def apply(
-        self, version: int, load: Callable[[], None], running: Literal["finish", "continue"]
-    ) -> None:
-        """Engine.apply between two passes; "restart" would take back what clients have already
-        got."""
-        await self.ask(lambda engine: engine.apply(version, load, running))
-
     def _end(self, reason: str) -> None:
-        """Tell everyone who waits, and everyone who will come; the first reason stands."""
+        """Raise EngineStopped in every client, now and later; the first reason stands."""
         if self.stopped:
             return
         self.stopped = reason
@@ -213,29 +202,28 @@ class EngineService:
         self._generations.clear()
 
     def _hand_out(self, updates: Mapping[Generation, list[Update]]) -> None:
-        for generation, its in updates.items():
+        for generation, new in updates.items():
             if generation in self._generations:  # not cancelled meanwhile
-                generation.deliver(its)
+                generation.deliver(new)
 
     # ---- engine thread
 
     def _run(self) -> None:
         try:
-            while self._take():
+            while self._run_commands():
                 self._deliver(self._engine.step())
-            for running in self._live:
-                self._engine.cancel(running)
-        # whatever the engine trips over, its clients must not wait for ever
+            for sequence in self._live:
+                self._engine.cancel(sequence)
+        # after any failure of the engine its clients must not wait for ever
         except Exception as error:
             logger.exception("the engine failed")
-            self._loop.call_soon_threadsafe(
-                self._end, f"the engine failed: {type(error).__name__}: {error}"
-            )
+            reason = f"the engine failed: {type(error).__name__}: {error}"
+            self._loop.call_soon_threadsafe(self._end, reason)
 
-    def _take(self) -> bool:
-        """Run the commands that wait, and wait for one while there is nothing else to do; False
-        when told to stop."""
-        # who comes meanwhile waits for a pass, so that questions cannot stop generation
+    def _run_commands(self) -> bool:
+        """Run the commands that wait, and wait for one while the engine has no work; False when
+        told to stop."""
+        # commands that come meanwhile wait for a pass, so that questions cannot stop generation
         waiting = self._inbox.qsize()
         while waiting or not self._engine.has_work:
             waiting = max(waiting - 1, 0)
@@ -248,42 +236,40 @@ class EngineService:
     def _answer(self, question: Callable[[ServedEngine], T], future: asyncio.Future[T]) -> None:
         try:
             settle = partial(future.set_result, question(self._engine))
-        except Exception as error:  # belongs to who asked; the engine goes on
+        except Exception as error:  # belongs to the client; the engine goes on
             settle = partial(future.set_exception, error)
         self._loop.call_soon_threadsafe(_settle, settle, future)
 
     def _admit(self, generation: Generation, engine: ServedEngine) -> None:
         with ExitStack() as undo:
-            runnings = []
+            sequences = []
             for request in generation.requests:
-                runnings.append(engine.submit(request))
-                undo.callback(engine.cancel, runnings[-1])
+                sequences.append(engine.submit(request))
+                undo.callback(engine.cancel, sequences[-1])
             undo.pop_all()
-        self._live |= {
-            running: _Live(generation, choice) for choice, running in enumerate(runnings)
-        }
+        for choice, sequence in enumerate(sequences):
+            self._live[sequence] = _Live(generation, choice)
 
     def _drop(self, generation: Generation) -> None:
-        for running in [
-            running for running, live in self._live.items() if live.generation is generation
-        ]:
-            del self._live[running]
-            self._engine.cancel(running)
+        for sequence, live in list(self._live.items()):
+            if live.generation is generation:
+                del self._live[sequence]
+                self._engine.cancel(sequence)
 
-    def _deliver(self, runnings: Sequence[RunningSequence]) -> None:
+    def _deliver(self, sequences: Sequence[RunningSequence]) -> None:
         updates: defaultdict[Generation, list[Update]] = defaultdict(list)
-        for running in runnings:
-            if running not in self._live:
+        for sequence in sequences:
+            if sequence not in self._live:
                 continue  # the engine's owner runs requests of its own beside ours
-            live = self._live[running]
-            updates[live.generation].append(live.update(running))
-            if running.completion is not None:
-                del self._live[running]
+            live = self._live[sequence]
+            updates[live.generation].append(live.update(sequence))
+            if sequence.completion is not None:
+                del self._live[sequence]
         if updates:
             self._loop.call_soon_threadsafe(self._hand_out, updates)
 
 
 def _settle(settle: Callable[[], None], future: asyncio.Future[T]) -> None:
-    """Unless whoever asked has left."""
+    """Settle a future, unless its client has left."""
     if not future.done():
         settle()

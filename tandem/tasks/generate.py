@@ -1,70 +1,99 @@
-"""What the generated tasks share: addressed draws, a train and a test side that never meet, no
-problem twice.
+"""Shared by the generated tasks: addressed random numbers, splits that never meet, no duplicates.
 
 Every problem is addressed by (seed, task, difficulty, split, number), so a longer data set begins
-with the shorter one. Knows rows and sides. Does not know what the tasks are: each is a module
-beside this one.
+with the shorter one. Knows rows and splits. Does not know the tasks: each is a module beside this
+one, listed in registry.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tandem.runtime import rng
 from tandem.runtime.errors import UserError
+from tandem.runtime.rng import address
 
 Row = dict[str, Any]
-Draw = np.random.Generator
+Generator = np.random.Generator
 
-ATTEMPTS = 2000  # a task whose 2,000th draw is not new has, for practical purposes, run out
+ATTEMPTS = 2000  # a task whose 2,000th problem is not new has, for practical purposes, run out
 SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class TaskProblem:
     """One problem.
 
-    Example: Draft(prompt="12+34=?", answer="46", side="12+34", core="12+34", columns={"terms": [12,
+    Example: TaskProblem(prompt="12+34=?", answer="46", dedup_key="[12, 34]", columns={"terms": [12,
     34]})
     """
 
     prompt: str
     answer: str
-    # decides between train and test: what makes the problem the same, however it is written
-    side: str
-    core: str  # two drafts are one problem when it is equal
+    # equal for two wordings of one problem; it also decides between train and test
+    dedup_key: str
     # more columns of the row, for environments and rewards
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-Make = Callable[[Draw, int], Draft]
-
-
 def draw_rows(
-    task: str, make: Make, split: str, count: int, seed: int, difficulty: int, levels: list[int]
+    task: str,
+    make: Callable[[Generator, int], TaskProblem],
+    split: str,
+    count: int,
+    seed: int,
+    difficulty: int,
+    difficulties: Sequence[int],
 ) -> list[Row]:
-    """Draw count different problems of a split; fewer where the task has no more. make(draw,
-    difficulty) draws one; levels: the difficulties there are.
+    """Draw count different problems of a split; fewer where the task has no more.
 
-    Raises UserError for another split or level.
+    make(rng, difficulty) draws one. Raises UserError for an unknown split or difficulty.
     """
-    check_split(task, split)
-    if difficulty not in levels:
-        expected = f"{levels[0]} to {levels[-1]}"
-        raise UserError(
-            f"there is no such difficulty of {task}", found=str(difficulty), expected=expected
-        )
+    check_request(task, split, difficulty, difficulties)
     seen: set[str] = set()
     rows = []
     for number in range(count):
-        draft = _first_new(make, task, split, difficulty, (seed, number), seen)
-        if draft is None:
+        place = (seed, task, difficulty, split, number)
+        problem = first_new(lambda rng: make(rng, difficulty), place, split, seen)
+        if problem is None:
             break
-        seen.add(draft.core)
-        rows.append(_row(draft, task, split, difficulty, number))
+        rows.append(
+            {
+                "uid": f"{task}/{difficulty}/{split}/{number}",
+                "prompt": problem.prompt,
+                "answer": problem.answer,
+                "data_source": f"{task}_{difficulty}",
+                "difficulty": difficulty,
+                **problem.columns,
+            }
+        )
     return rows
+
+
+def first_new(
+    make: Callable[[Generator], TaskProblem],
+    place: Sequence[int | str],
+    split: str,
+    seen: set[str],
+    salt: str = "test side",
+) -> TaskProblem | None:
+    """Draw at `place` until a problem is in the split and its key not in `seen`; add the key there.
+
+    None where the task has run out. salt: as in is_test.
+    """
+    for attempt in range(ATTEMPTS):
+        problem = make(generator_at(*place, attempt))
+        key = problem.dedup_key
+        if is_test(key, salt) == (split == "test") and key not in seen:
+            seen.add(key)
+            return problem
+    return None
+
+
+def is_test(dedup_key: str, salt: str = "test side") -> bool:
+    """Tell whether a problem is in the test split: a fifth are, whatever the seed and the size."""
+    return address(salt, dedup_key) % 5 == 0
 
 
 def check_split(task: str, split: str) -> None:
@@ -74,41 +103,27 @@ def check_split(task: str, split: str) -> None:
         )
 
 
-def is_test(side: str) -> bool:
-    """Which side a problem is on; a fifth are test problems, whatever the seed and the size."""
-    return rng.address("test side", side) % 5 == 0
+def check_request(task: str, split: str, difficulty: int, difficulties: Sequence[int]) -> None:
+    """Raise UserError for a split or a difficulty that the task does not have."""
+    check_split(task, split)
+    if difficulty not in difficulties:
+        raise UserError(
+            f"there is no such difficulty of {task}",
+            found=str(difficulty),
+            expected=f"{difficulties[0]} to {difficulties[-1]}",
+        )
 
 
-def _first_new(
-    make: Make, task: str, split: str, difficulty: int, place: tuple[int, int], seen: set[str]
-) -> Draft | None:
-    """The first draft at this place (seed, number) that is on the split's side and new; None where
-    the task has run out."""
-    seed, number = place
-    for attempt in range(ATTEMPTS):
-        key = rng.address(seed, task, difficulty, split, number, attempt)
-        draft = make(np.random.Generator(np.random.Philox(key=key)), difficulty)
-        if is_test(draft.side) == (split == "test") and draft.core not in seen:
-            return draft
-    return None
+def generator_at(*place: int | str) -> Generator:
+    """A generator whose numbers depend on the place alone."""
+    return np.random.Generator(np.random.Philox(key=address(*place)))
 
 
-def _row(draft: Draft, task: str, split: str, difficulty: int, number: int) -> Row:
-    return {
-        "uid": f"{task}/{difficulty}/{split}/{number}",
-        "prompt": draft.prompt,
-        "answer": draft.answer,
-        "data_source": f"{task}_{difficulty}",
-        "difficulty": difficulty,
-        **draft.columns,
-    }
-
-
-def whole(draw: Draw, low: int, high: int) -> int:
+def randint(rng: Generator, low: int, high: int) -> int:
     """Uniform over low..high, both included."""
-    return int(draw.integers(low, high + 1))
+    return int(rng.integers(low, high + 1))
 
 
-def digits(draw: Draw, count: int) -> int:
+def rand_digits(rng: Generator, count: int) -> int:
     """Uniform over the positive numbers of that many digits."""
-    return whole(draw, 10 ** (count - 1), 10**count - 1)
+    return randint(rng, 10 ** (count - 1), 10**count - 1)

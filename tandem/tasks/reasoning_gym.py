@@ -1,8 +1,6 @@
-"""reasoning-gym's generators and scorers, by name. The only file that imports `reasoning_gym` (the
-extra of that name).
+"""reasoning-gym's generators and scorers, by name; needs the extra `reasoning-gym`.
 
-A row carries what its scorer needs, so that the scorer needs nothing else. Knows its entries; does
-not know models.
+A row carries all that its scorer reads. Knows the package's entries. Does not know models.
 
     tandem generate reasoning_gym:chain_sum,leg_counting --weights 2,1 --count 400 --out train.jsonl
     tandem train my.toml data.train=train.jsonl reward=reasoning_gym
@@ -32,13 +30,12 @@ except ModuleNotFoundError as missing:
         next="pip install 'tandem-rl[reasoning-gym]'",
     ) from None
 
-# entries made under one seed; fixed, because the entries of some generators depend on how many
-# there are
+# Entries made under one seed. Fixed: entries of some generators depend on how many there are.
 CHUNK = 500
-# entries in a row without a new question: the generator has, for practical purposes, run out
+# After so many entries without a new question a generator has, for practical purposes, run out.
 BARREN = 4 * CHUNK
 
-# Scorers that hand the model's text to eval, as a literal or as an expression of sympy.
+# Data sets whose scorers hand the model's text to eval, as a literal or an expression of sympy.
 EVAL_LITERAL = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 EVAL_EXPRESSION = (
     "countdown",
@@ -50,8 +47,7 @@ EVAL_EXPRESSION = (
 
 
 def names() -> list[str]:
-    """What can be generated: every registered data set but `composite`, for which there are
-    weights."""
+    """List every data set but `composite`, for which there are weights."""
     return sorted(set(DATASETS) - {"composite"})
 
 
@@ -63,9 +59,10 @@ def rows(
     seed: int,
     difficulty: int | None,
 ) -> list[Row]:
-    """Make count different questions of a split, of each data set its share; fewer where a data set
-    has no more for its share. difficulty: 1 for the lowest level of its curriculum; None for its
-    own default. Raises UserError.
+    """Draw count different questions, each data set its share; fewer where one has no more for it.
+
+    difficulty: a level of each curriculum, 1 the lowest; None: each data set's default. Raises
+    UserError.
 
     Example row: {"uid": "leg_counting/train/0", "prompt": "Your task is to count how many legs
     ...", "answer": "26", "data_source": "leg_counting", "reasoning_gym": {"dataset":
@@ -74,14 +71,14 @@ def rows(
     check_split("reasoning_gym", split)
     _check_names(datasets, weights)
     shares = [Fraction(str(weight)) for weight in weights or [1.0] * len(datasets)]
-    made = [_rows_of(name, split, seed, difficulty) for name in datasets]
-    found: list[Row] = []
+    sources = [_rows_of(name, split, seed, difficulty) for name in datasets]
+    rows: list[Row] = []
     for part in owners([taken_by(slots, shares) for slots in range(count + 1)]):
-        row = next(made[part], None)
+        row = next(sources[part], None)
         if row is None:
             break
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _check_names(datasets: Sequence[str], weights: Sequence[float]) -> None:
@@ -103,35 +100,33 @@ def _check_names(datasets: Sequence[str], weights: Sequence[float]) -> None:
 
 
 def _rows_of(name: str, split: str, seed: int, difficulty: int | None) -> Iterator[Row]:
-    seen: set[str] = set()
-    for entry in _new_entries(name, split, seed, difficulty, seen):
-        level = "" if difficulty is None else f"/{difficulty}"
+    level = "" if difficulty is None else f"/{difficulty}"
+    for number, entry in enumerate(_new_entries(name, split, seed, difficulty)):
         yield {
-            "uid": f"{name}{level}/{split}/{len(seen) - 1}",
+            "uid": f"{name}{level}/{split}/{number}",
             "prompt": entry["question"],
-            "answer": str(
-                entry["answer"] or ""
-            ),  # some puzzles come without a solution; their scorer knows one when it sees it
+            # some puzzles come without a solution, and their scorer works a given one through
+            "answer": str(entry["answer"] or ""),
             "data_source": name,
             "reasoning_gym": {"dataset": name, "difficulty": difficulty, "entry": _to_json(entry)},
         }
 
 
 def _new_entries(
-    name: str, split: str, seed: int, difficulty: int | None, seen: set[str]
+    name: str, split: str, seed: int, difficulty: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Entries on the split's side whose question is not in seen, to which it is added."""
+    """Entries of the split, no question twice."""
+    seen: set[str] = set()
     chunk = barren = 0
     while barren < BARREN:
-        made = _dataset(
-            name, difficulty, rng.address(seed, "reasoning_gym", name, chunk) % 2**31, CHUNK
-        )
+        chunk_seed = rng.address(seed, "reasoning_gym", name, chunk) % 2**31
+        entries = _dataset(name, difficulty, chunk_seed, CHUNK)
         for i in range(CHUNK):
-            entry = made[i]
+            entry = entries[i]
             question = entry["question"]
-            fresh = question not in seen and is_test(question) == (split == "test")
-            barren = 0 if fresh else barren + 1
-            if fresh:
+            is_new = question not in seen and is_test(question) == (split == "test")
+            barren = 0 if is_new else barren + 1
+            if is_new:
                 seen.add(question)
                 yield entry
         chunk += 1
@@ -161,29 +156,32 @@ def _dataset(name: str, difficulty: int | None, seed: int, size: int) -> Any:
         ) from None
 
 
-# ---- the scorer
+# ---------------------------------------------------------------- the scorer
 
 
 def score(problem: Problem, completion: str) -> float:
-    """The data set's own verdict on the completion's answer, 0 to 1: what is between the last
-    <answer> and </answer>, else what follows the last `Answer:`. Text that the data set would
-    evaluate must be a literal, or arithmetic."""
+    """Score the completion's answer by the data set's own scorer, 0 to 1.
+
+    Text that the scorer would evaluate must be a literal, or arithmetic; else it scores as no
+    answer. Raises ValueError for a problem of another source.
+    """
     if "reasoning_gym" not in problem.metadata:
         raise ValueError("the problem is not of reasoning-gym: its row has no column reasoning_gym")
-    told = problem.metadata["reasoning_gym"]
-    entry, answer = _from_json(told["entry"]), answer_of(completion)
-    if answer != entry["answer"] and not _is_harmless(told["dataset"], answer or ""):
+    column = problem.metadata["reasoning_gym"]
+    entry, answer = _from_json(column["entry"]), answer_of(completion)
+    if answer != entry["answer"] and not _is_harmless(column["dataset"], answer or ""):
         answer = None
-    return float(_scorer(told["dataset"], told["difficulty"]).score_answer(answer, entry))
+    return float(_scorer(column["dataset"], column["difficulty"]).score_answer(answer, entry))
 
 
 @cache
 def _scorer(name: str, difficulty: int | None) -> Any:
-    """Some scorers look at the config that the entry was made with, none at seed and size."""
+    """A data set to score with; some scorers read the entry's config, none its seed and size."""
     return _dataset(name, difficulty, 0, 1)
 
 
 def answer_of(completion: str) -> str | None:
+    """The text in the last <answer>...</answer>, else behind the last `Answer:`; None without."""
     tagged = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
     if tagged:
         return str(tagged[-1].strip())
@@ -198,7 +196,7 @@ def _is_harmless(dataset: str, answer: str) -> bool:
 
 
 def _parses(text: str) -> bool:
-    """Whether eval would run it; for what is too deep to know, True."""
+    """Tell whether eval would run a text; True where it is too deep to know."""
     try:
         ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError):
@@ -216,43 +214,19 @@ def _is_literal(text: str) -> bool:
     return True
 
 
-_FUNCTIONS = {
-    "sqrt",
-    "exp",
-    "log",
-    "ln",
-    "sin",
-    "cos",
-    "tan",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "Abs",
-}
-_NODES = (
-    ast.Expression,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.operator,
-    ast.unaryop,
-    ast.Constant,
-    ast.Name,
-    ast.Call,
-    ast.Load,
-)
+_FUNCTIONS = {"sqrt", "exp", "log", "ln", "sin", "cos", "tan", "asin", "acos", "atan"}
+_FUNCTIONS |= {"sinh", "cosh", "tanh", "Abs"}
+_NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+_LEAVES = (ast.Constant, ast.Name, ast.Call, ast.Load)
 
 
 def _is_arithmetic(text: str) -> bool:
-    """Numbers, one-letter names, operators and the functions above; nothing that could name, call
-    or build more."""
+    """Tell whether a text is but numbers, one-letter names, operators and _FUNCTIONS."""
     try:
         nodes = list(ast.walk(ast.parse(text.strip(), mode="eval")))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return all(isinstance(node, _NODES) and _is_known(node) for node in nodes)
+    return all(isinstance(node, _NODES + _LEAVES) and _is_known(node) for node in nodes)
 
 
 def _is_known(node: ast.AST) -> bool:
@@ -267,8 +241,8 @@ def _is_known(node: ast.AST) -> bool:
             return True
 
 
-# ---- entries as JSON: their tuples, sets and keys come back as they were, because scorers compare
-# them
+# ---------------------------------------------------------------- entries as JSON
+# Tuples, sets and keys come back as they were, because scorers compare them.
 
 
 def _to_json(value: Any) -> Any:

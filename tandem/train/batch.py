@@ -16,14 +16,13 @@ from torch import Tensor
 from tandem.config.schema import RL, Config
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.losses import Metrics
 from tandem.runtime import watchdog
 from tandem.train.checks import require_frozen
 from tandem.train.learner import Learner
 from tandem.train.pack import join, pack, split
-from tandem.types import Array, Episode, Group, Microbatch, Sample
+from tandem.types import Array, Episode, Group, Microbatch, Sample, SamplingDistribution
 
 TokenArrays = list[Array]  # one array a sample, one entry a loss token
 
@@ -86,7 +85,7 @@ class TrainBatch:
         microbatches, found = list(chain.from_iterable(self.minibatches)), []
         with torch.no_grad():
             for batch in microbatches:
-                watchdog.beat()
+                watchdog.heartbeat()
                 found.append(model(batch).numpy())
         by_sample = split(microbatches, found)
         return [by_sample[sample] for sample in range(len(self.sample_index))]

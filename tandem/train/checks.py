@@ -1,5 +1,5 @@
-"""Checks of an update before it moves a weight: what is trained, and that it is pulled as the
-algorithm says."""
+"""Checks of an update before it moves a weight: the right tensors are trained, with the gradient of
+the algorithm."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,10 @@ from tandem.train.learner import Learner
 
 
 def require_frozen(reference: ExactModel, policy: Learner) -> None:
-    """Raises UserError where the reference has a tensor that the policy's optimizer writes: its KL
+    """Raise InvariantError if the reference shares a tensor with the policy's optimizer: its KL
     would stay 0 for ever."""
-    adapter, written = (
-        reference.adapter_weights(),
-        {p.data_ptr() for p in policy.model.trainable().values()},
-    )
+    adapter = reference.adapter_weights()
+    written = {p.data_ptr() for p in policy.model.trainable().values()}
     shared = [
         n
         for n, w in reference.named_weights().items()
@@ -32,8 +30,8 @@ def require_frozen(reference: ExactModel, policy: Learner) -> None:
 
 
 def require_gradient(expected: Tensor, on_policy: Tensor, found: Tensor) -> None:
-    """Raises UserError where an on-policy token's log-prob is not pulled by its advantage times its
-    weight in the update."""
+    """Raise InvariantError if the gradient at an on-policy token's log-prob is not its advantage
+    times its weight in the update."""
     if found.isfinite().all() and not torch.allclose(
         found[on_policy], expected[on_policy], rtol=1e-4, atol=0.0
     ):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tandem.config.schema import RL, Config, Reward
 from tandem.model.forward import batch_logprobs, batch_values
-from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.advantages import gdpo, group_advantages, penalize
 from tandem.rl.corrections import correction, sequence_errors
 from tandem.rl.kl import kl_estimate
@@ -51,13 +50,8 @@ class LearnStage:
 
     config: Config
     models: Models
-    sampling_params: SamplingParams  # of training rollouts
+    sampling: SamplingParams  # of training rollouts
     exact: bool  # engine and trainer agree bit for bit here (P1), so any log-prob gap is an error
-
-    @property
-    def sampling(self) -> SamplingDistribution:
-        """The distribution that tokens were sampled from."""
-        return SamplingDistribution.of(self.sampling_params)
 
 
 def token_advantages(

@@ -33,7 +33,7 @@ class Update:
 
     def backward(self, batch: Microbatch, loss: Tensor, metrics: Metrics) -> None:
         """Add the gradient of a microbatch's loss. metrics: sums over its tokens or pairs."""
-        watchdog.beat()
+        watchdog.heartbeat()
         self.finite &= math.isfinite(float(loss.detach()))
         loss.backward()  # type: ignore[no-untyped-call]
         self.num_loss_tokens += len(batch.targets)

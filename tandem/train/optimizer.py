@@ -40,7 +40,7 @@ class Optimizer:
         )
 
     def update(self, *, skip: bool = False) -> dict[str, float]:
-        """One step; returns grad_norm (before clipping) and learning_rate. A norm that is not
+        """Make one step; return grad_norm (before clipping) and learning_rate. A norm that is not
         finite changes nothing."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = global_norm(grads)
@@ -62,7 +62,7 @@ class Optimizer:
         return {"grad_norm": norm, "learning_rate": rate, "skipped_updates": float(skip)}
 
     def state(self) -> dict[str, Tensor]:
-        """Moments by parameter name; empty before the first update."""
+        """Return the moments by parameter name; none before the first update."""
         return {
             f"{moment}.{name}": self.adam.state[p][moment]
             for name, p in self.parameters.items()
@@ -71,6 +71,7 @@ class Optimizer:
         }
 
     def load_state(self, tensors: dict[str, Tensor], step: int) -> None:
+        """Take up the moments and the place in the schedule."""
         for key, tensor in tensors.items():
             moment, _, name = key.partition(".")
             self.adam.state[self.parameters[name]][moment] = tensor.clone()
@@ -78,8 +79,8 @@ class Optimizer:
 
 
 def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
-    """Share of the peak learning rate at a step counted from 0; it ends at 0 for linear and
-    cosine."""
+    """Return the share of the peak learning rate at a step counted from 0; linear and cosine end at
+    0."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -93,8 +94,8 @@ def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
-    """L2 norm over all tensors, summed in a fixed order: rows by torch, rows' sums by numpy (one
-    thread)."""
+    """Compute the L2 norm over all tensors in a fixed order: rows by torch, rows' sums by numpy
+    (one thread)."""
     squares = 0.0
     for tensor in tensors:
         rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[:, None]

@@ -1,10 +1,10 @@
-"""Samples -> microbatches without padding, evenly filled. Samples of a group share one copy of
-their prompt's rows.
+"""Packing of samples into microbatches without padding, evenly filled; samples of a group share one
+copy of their prompt's rows.
 
 A prompt is trained once for its group and not once for each sample: exact, because a response
-attends to the same keys at the same positions. Whatever else belongs to a loss token (log-probs,
-advantages, weights) is a *column*: one array for each sample in the order of its loss tokens, or
-one for each microbatch in the order of its targets; `join` and `split` turn one into the other.
+attends to the same keys at the same positions. Values of loss tokens (log-probs, advantages,
+weights) are kept as one array a sample, in the order of its loss tokens, or one array a microbatch,
+in the order of its targets; `join` and `split` turn one into the other.
 Knows no model and no loss.
 """
 
@@ -21,19 +21,19 @@ Cluster = list[int]  # samples that share a prefix, by number
 def pack(
     samples: Sequence[Sample], tokens_per_microbatch: int, *, keep_groups: bool = False
 ) -> list[Microbatch]:
-    """As few microbatches as the token budget allows, of nearly equal size, each in the order of
-    its samples.
+    """Pack samples into as few microbatches as the token budget allows, of nearly equal size, each
+    in the order of its samples.
 
-    keep_groups: the samples of a group stay in one microbatch; otherwise a group larger than the
-    budget is split. What cannot be split and is larger than the budget gets a microbatch of its
-    own. Raises ValueError for a sample without a token after its prefix, or with loss where nothing
-    predicts it.
+    keep_groups: keep the samples of a group in one microbatch; otherwise a group larger than the
+    budget is split. A sample larger than the budget gets a microbatch of its own. Raises ValueError
+    for a sample without a token after its prefix, or with loss on a token that nothing predicts.
     """
     for sample in samples:
         start = max(sample.prefix, 1)
         if len(sample.tokens) <= sample.prefix or sample.loss_mask[:start].any():
             raise ValueError(
-                f"sample of group {sample.group}: {len(sample.tokens)} tokens, prefix {sample.prefix}, loss before {start}"
+                f"sample of group {sample.group}: {len(sample.tokens)} tokens, "
+                f"prefix {sample.prefix}, loss before {start}"
             )
     clusters = list(_clusters(samples, tokens_per_microbatch, keep_groups))
     sizes = [_rows([samples[i] for i in cluster]) for cluster in clusters]
@@ -46,12 +46,12 @@ def pack(
 def join(
     batches: Sequence[Microbatch], columns: Sequence[Array] | Mapping[int, Array]
 ) -> list[Array]:
-    """Columns by sample -> by microbatch."""
+    """Join arrays of samples to arrays of microbatches."""
     return [np.concatenate([columns[i] for i in batch.samples]) for batch in batches]
 
 
 def split(batches: Sequence[Microbatch], columns: Sequence[Array]) -> dict[int, Array]:
-    """Columns by microbatch -> by sample, under the samples' numbers."""
+    """Split arrays of microbatches into arrays of samples, under the samples' numbers."""
     result: dict[int, Array] = {}
     for batch, column in zip(batches, columns, strict=True):
         ends = np.cumsum(np.bincount(batch.sequences, minlength=len(batch.samples)))[:-1]
@@ -60,7 +60,7 @@ def split(batches: Sequence[Microbatch], columns: Sequence[Array]) -> dict[int, 
 
 
 def _clusters(samples: Sequence[Sample], budget: int, keep_groups: bool) -> Iterator[Cluster]:
-    """Neighbours of one group that share a prefix and fit the budget together, or must stay
+    """Yield neighbours of one group that share a prefix and fit the budget together, or must stay
     together."""
     for _, members in groupby(
         range(len(samples)), key=lambda i: (samples[i].group, samples[i].prefix)
@@ -78,15 +78,15 @@ def _clusters(samples: Sequence[Sample], budget: int, keep_groups: bool) -> Iter
 
 
 def _rows(cluster: Sequence[Sample]) -> int:
-    """Input rows: the prefix once, then each sample's own tokens but the last, which nothing
+    """Count input rows: the prefix once, then each sample's own tokens but the last, which nothing
     follows."""
     prefix = cluster[0].prefix
     return prefix + sum(len(s.tokens) - 1 - prefix for s in cluster)
 
 
 def _balance(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Places of the sizes in bins of at most the budget: the largest first, each into the emptiest
-    bin."""
+    """Fill bins of at most the budget, the largest first, each into the emptiest bin; return the
+    places of the sizes in each."""
     if not sizes:
         return []
     fitting = [size for size in sizes if size <= budget]

@@ -15,12 +15,11 @@ from torch import Tensor
 from tandem.config.schema import Preference
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
-from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums, total
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
 from tandem.train.learner import Learner, Update
 from tandem.train.pack import pack, split
-from tandem.types import Array, Microbatch, Sample
+from tandem.types import Array, Microbatch, Sample, SamplingDistribution
 
 UNTEMPERED = SamplingDistribution()  # fixed data was sampled by nobody
 

@@ -1,8 +1,8 @@
 """Weight publication on one device: the engine runs the trainer's own tensors, so a sync moves zero
 bytes.
 
-Linear packs follow the weights' version counters, so all that is published is the number of the
-version. The seam for other transports is `Sync` of types.py.
+Linear packs follow the weights' version counters, so only the number of the version is published.
+The interface for other transports is `Sync` of types.py.
 """
 
 from tandem.runtime.errors import UserError
@@ -10,7 +10,8 @@ from tandem.types import RolloutEngine
 
 
 class InlineSync:
-    """Publishes to engines that share the trainer's memory."""
+    """Publishes to an engine that shares the trainer's memory, which holds the newest version
+    alone."""
 
     def __init__(self, engine: RolloutEngine):
         self.engine = engine
@@ -19,15 +20,21 @@ class InlineSync:
         self.engine.apply(version)
 
     def sync_to(self, version: int) -> None:
-        """There is only the newest one."""
+        """Raises UserError unless the engine runs that version."""
         if version != self.engine.weight_version:
-            raise UserError(
-                "the weights of a rollout are gone",
-                where=f"version {version}",
-                found=f"version {self.engine.weight_version} in the trainer's memory",
-                expected="the journal's file of that rollout, or rollouts by these weights",
-                next="restore the files of episodes/, or start over with --fresh",
+            raise weights_gone(
+                version, found=f"version {self.engine.weight_version} in the trainer's memory"
             )
 
     def logprob_gap(self) -> float:
         return self.engine.logprob_gap()
+
+
+def weights_gone(version: int, *, found: str) -> UserError:
+    return UserError(
+        "the weights of a rollout are gone",
+        where=f"version {version}",
+        found=found,
+        expected="the journal's file of that rollout, or rollouts by these weights",
+        next="restore the files of episodes/, or start over with --fresh",
+    )

@@ -1,7 +1,7 @@
 """Weight publication to rollout workers: through shared memory (shared.py), one version after the
 other, on demand.
 
-The trainer's thread publishes, the rollouts' thread brings. It does not know how workers load
+The trainer's thread calls publish, the rollouts' thread sync_to. Does not know how workers load
 weights (engine/worker_pool).
 """
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tandem.runtime.errors import UserError
 from tandem.types import Generate, RolloutEngine
+from tandem.weights.in_process import weights_gone
 from tandem.weights.shared import SharedWeights
 
 
 class ProcessSync:
-    """workers run the versions that rollouts ask for; `local`, the engine of evaluations, runs the
-    trainer's own tensors.
+    """Publishes to rollout workers, and to the engine of evaluations.
 
-    keep: how many versions before the newest may still be asked for.
+    workers: run the versions that rollouts ask for; local: the engine of evaluations, which runs
+    the trainer's own tensors; keep: how many versions before the newest may still be asked for.
     """
 
     def __init__(
@@ -29,13 +29,8 @@ class ProcessSync:
         weights: Callable[[], dict[str, Tensor]],
         keep: int,
     ):
-        self.workers, self.local, self.shared, self.weights, self.keep = (
-            workers,
-            local,
-            shared,
-            weights,
-            keep,
-        )
+        self.workers, self.local, self.shared = workers, local, shared
+        self.weights, self.keep = weights, keep
 
     def publish(self, version: int) -> None:
         self.shared.publish(version, self.weights())
@@ -48,13 +43,7 @@ class ProcessSync:
         if self.workers.weight_version == version:
             return
         if version not in self.shared.versions:
-            raise UserError(
-                "the weights of a rollout are gone",
-                where=f"version {version}",
-                found=f"versions {self.shared.versions}",
-                expected="the journal's file of that rollout, or rollouts by these weights",
-                next="restore the files of episodes/, or start over with --fresh",
-            )
+            raise weights_gone(version, found=f"versions {self.shared.versions}")
         self.workers.apply(version)
 
     def logprob_gap(self) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tandem.audit.diff import compare, episode_part
+from tandem.audit.diff import compare_episodes, compare_runs
 from tandem.cli.diff import diff
 from tandem.run_folder.episode_files import episode_file, read_note, write_episodes
 from tandem.run_folder.metrics import read_metrics
@@ -17,17 +17,17 @@ from tandem.types import Episode
 from tests.support.past_runs import copy_of, edit, past_run, rewrite
 
 
-def parting(a, b):
-    found = compare(open_past(a), open_past(b))
-    assert found.parted is not None
-    return found.step, found.parted.what, found.parted.a, found.parted.b
+def first_divergence(a, b):
+    found = compare_runs(open_past(a), open_past(b))
+    assert found.divergence is not None
+    return found.step, found.divergence.what, found.divergence.a, found.divergence.b
 
 
 def test_a_run_and_its_copy_are_equal_to_the_last_bit(tmp_path, capsys):
     run = past_run("ema")
     copy = copy_of(run, tmp_path)
-    found = compare(open_past(run), open_past(copy))
-    assert (found.parted, found.steps, found.config, found.inputs, found.other_bytes) == (
+    found = compare_runs(open_past(run), open_past(copy))
+    assert (found.divergence, found.steps, found.config, found.inputs, found.other_bytes) == (
         None,
         4,
         [],
@@ -38,13 +38,13 @@ def test_a_run_and_its_copy_are_equal_to_the_last_bit(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("equal to the last bit over 4 steps\n")
 
 
-def test_what_was_asked_for_is_told_and_not_judged(tmp_path):
+def test_config_differences_are_listed_and_not_judged(tmp_path):
     run = past_run("ema")
     other = copy_of(run, tmp_path)
     edit(other / "config.toml", "workers = 0", "workers = 2")
-    found = compare(open_past(run), open_past(other))
+    found = compare_runs(open_past(run), open_past(other))
     assert [(p.what, p.a, p.b) for p in found.config] == [("rollout.workers", "0", "2")]
-    assert found.parted is None
+    assert found.divergence is None
 
 
 def test_equal_episodes_in_other_bytes_are_equal(tmp_path):
@@ -56,15 +56,15 @@ def test_equal_episodes_in_other_bytes_are_equal(tmp_path):
         other / "episodes", 2, read_step(path), note={**read_note(path), "run": "another"}
     )
     edit(other / "ledger.jsonl", read_metrics(run, "ledger.jsonl")[2]["episodes"], file_hash(path))
-    found = compare(open_past(run), open_past(other))
-    assert (found.parted, found.other_bytes) == (None, [2])
+    found = compare_runs(open_past(run), open_past(other))
+    assert (found.divergence, found.other_bytes) == (None, [2])
 
 
-def test_another_group_size_parts_the_first_group():
+def test_other_group_size_diverges_in_the_first_group():
     a, b = past_run("ema"), past_run("train")
     uid = read_step(episode_file(a / "episodes", 1))[0].problem.uid
-    found = compare(open_past(a), open_past(b))
-    assert (found.step, found.parted.what, found.parted.a, found.parted.b) == (
+    found = compare_runs(open_past(a), open_past(b))
+    assert (found.step, found.divergence.what, found.divergence.a, found.divergence.b) == (
         1,
         f"episodes of {uid}",
         "2",
@@ -92,7 +92,7 @@ def test_the_first_token_that_differs_is_named_with_both(tmp_path):
     rewrite(other, 3, change)
     edit(other / "ledger.jsonl", read_metrics(run, "ledger.jsonl")[3]["episodes"], "another")
     what = f"episode {seen['uid']}:1, position {seen['at']}: token"
-    assert parting(run, other) == (3, what, str(seen["token"]), "0")
+    assert first_divergence(run, other) == (3, what, str(seen["token"]), "0")
     assert diff(run, other) == 1
 
 
@@ -100,44 +100,44 @@ def test_runs_without_a_ledger_are_compared_by_their_files(tmp_path):
     run = past_run("ema")
     other = copy_of(run, tmp_path)
     (other / "ledger.jsonl").unlink()
-    assert compare(open_past(run), open_past(other)).parted is None
+    assert compare_runs(open_past(run), open_past(other)).divergence is None
     rewrite(other, 4, lambda row, place, e: replace(e, reward=2.0) if (row, place) == (0, 1) else e)
-    step, what, _, y = parting(run, other)
+    step, what, _, y = first_divergence(run, other)
     uid = read_step(episode_file(run / "episodes", 4))[0].problem.uid
     assert (step, what, y) == (4, f"episode {uid}:1: reward", "2.0")
 
 
-def test_equal_episodes_and_another_metric_say_that_learning_parted(tmp_path):
+def test_equal_episodes_with_another_metric_diverge_in_it(tmp_path):
     run = past_run("sft")
     other = copy_of(run, tmp_path)
     row = read_metrics(run)[2]
     edit(other / "metrics.jsonl", f'"grad_norm": {row["grad_norm"]}', '"grad_norm": 0.125')
-    assert parting(run, other) == (2, "grad_norm", repr(row["grad_norm"]), "0.125")
+    assert first_divergence(run, other) == (2, "grad_norm", repr(row["grad_norm"]), "0.125")
 
 
-def test_equal_metrics_and_other_weights_are_told(tmp_path):
+def test_equal_metrics_with_other_weights_diverge(tmp_path):
     run = past_run("sft")
     other = copy_of(run, tmp_path)
     hashes = [row["weights"] for row in read_metrics(run, "ledger.jsonl")]
     edit(other / "ledger.jsonl", hashes[3], hashes[1])
-    assert parting(run, other) == (3, "weights after the step", hashes[3], hashes[1])
+    assert first_divergence(run, other) == (3, "weights after the step", hashes[3], hashes[1])
     edit(other / "ledger.jsonl", hashes[0], hashes[1])
-    assert parting(run, other) == (0, "starting weights", hashes[0], hashes[1])
+    assert first_divergence(run, other) == (0, "starting weights", hashes[0], hashes[1])
 
 
-def test_a_shorter_run_is_compared_as_far_as_it_goes_and_a_torn_row_is_none(tmp_path, capsys):
+def test_shorter_run_is_compared_up_to_its_last_whole_row(tmp_path, capsys):
     run = past_run("ema")
     other = copy_of(run, tmp_path)
     for name in ("metrics.jsonl", "ledger.jsonl"):
         lines = (other / name).read_bytes().splitlines(keepends=True)
         (other / name).write_bytes(b"".join(lines[:3]) + lines[3][:-5])
-    found = compare(open_past(run), open_past(other))
-    assert (found.parted, found.steps, found.last) == (None, 2, (4, 2))
+    found = compare_runs(open_past(run), open_past(other))
+    assert (found.divergence, found.steps, found.last) == (None, 2, (4, 2))
     assert diff(run, other) == 0
     assert "equal to the last bit over 2 steps, all that both have" in capsys.readouterr().out
 
 
-def test_an_evaluation_that_only_one_of_them_has_is_no_difference(tmp_path):
+def test_evaluation_of_one_run_only_is_no_divergence(tmp_path):
     run = past_run("ema")
     other = copy_of(run, tmp_path)
     row = next(row for row in read_metrics(run) if row["step"] == 4)
@@ -145,21 +145,21 @@ def test_an_evaluation_that_only_one_of_them_has_is_no_difference(tmp_path):
     edit(other / "metrics.jsonl", f'"{name}"', '"eval/another"')
     text = (other / "metrics.jsonl").read_text()
     assert text != (run / "metrics.jsonl").read_text()
-    assert compare(open_past(run), open_past(other)).parted is None
+    assert compare_runs(open_past(run), open_past(other)).divergence is None
 
 
-def test_an_evaluation_that_differs_is_told_after_everything_else(tmp_path):
+def test_other_evaluation_diverges_after_everything_else(tmp_path):
     run = past_run("ema")
     other = copy_of(run, tmp_path)
     row = read_metrics(run)[0]
     edit(other / "metrics.jsonl", f'"eval/sampled": {row["eval/sampled"]}', '"eval/sampled": 0.125')
-    assert parting(run, other) == (0, "eval/sampled", repr(row["eval/sampled"]), "0.125")
+    assert first_divergence(run, other) == (0, "eval/sampled", repr(row["eval/sampled"]), "0.125")
     edit(
         other / "metrics.jsonl",
         f'"grad_norm": {read_metrics(run)[3]["grad_norm"]}',
         '"grad_norm": 0.125',
     )
-    assert parting(run, other)[:2] == (3, "grad_norm")
+    assert first_divergence(run, other)[:2] == (3, "grad_norm")
 
 
 def test_runs_without_a_common_step_are_refused(tmp_path):
@@ -167,7 +167,7 @@ def test_runs_without_a_common_step_are_refused(tmp_path):
     other = copy_of(run, tmp_path)
     (other / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="nothing to compare yet"):
-        compare(open_past(run), open_past(other))
+        compare_runs(open_past(run), open_past(other))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_runs_without_a_common_step_are_refused(tmp_path):
         ({"reward_parts": {"x": 1.0}}, "reward_parts", "{}", "{'x': 1.0}"),
     ],
 )
-def test_what_parts_two_episodes_first_is_named(change, what, a, b):
+def test_first_divergence_of_two_episodes_is_named(change, what, a, b):
     one = Episode(
         uid="a",
         sample_index=0,
@@ -213,9 +213,9 @@ def test_what_parts_two_episodes_first_is_named(change, what, a, b):
         messages=(),
         stop_reason="length",
     )
-    found = episode_part(one, replace(one, **change))
+    found = next(compare_episodes(one, replace(one, **change)))
     assert found.what.endswith(what) and (found.a, found.b) == (a, b)
-    assert episode_part(one, replace(one)) is None
+    assert list(compare_episodes(one, replace(one))) == []
 
 
 def test_a_run_whose_files_were_changed_is_never_equal(tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.audit.replay import replay
-from tandem.audit.rescore import rescored
+from tandem.audit.rescore import rescore
 from tandem.cli.main import app
 from tandem.cli.replay import replay_step
 from tandem.run_folder.metrics import read_metrics
@@ -28,53 +28,53 @@ def again(run, step):
     return replay(open_past(run), step, lambda text: None)
 
 
-def first_difference(run, step):
-    found = again(run, step).difference
+def first_divergence(run, step):
+    found = again(run, step).divergence
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_of_a_step_comes_out_as_it_was(kind):
+def test_replayed_step_equals_the_run_in_every_number(kind):
     run = past_run(kind)
     rows = {row["step"]: row for row in read_metrics(run)}
     ledger = {row["step"]: row for row in read_metrics(run, "ledger.jsonl")}
     for step in (2, 4):
-        verdict = again(run, step)
-        assert verdict.difference is None
-        assert verdict.weights == ledger[step]["weights"]
-        assert verdict.metrics == {
+        report = again(run, step)
+        assert report.divergence is None
+        assert report.weights == ledger[step]["weights"]
+        assert report.metrics == {
             k: v for k, v in rows[step].items() if k != "step" and not k.startswith("eval/")
         }
         if kind in WITH_EPISODES:
             groups = read_step(run / "episodes" / f"train_step_{step:06d}.parquet")
             sampled = [e for g in groups for e in g.episodes]
             trained = [e for g in groups if g.outcome == "train" for e in g.episodes]
-            assert verdict.tokens == sum(e.loss_mask.sum() for e in trained)
-            assert verdict.episodes == sum(e.stop_reason != "paused" for e in sampled)
+            assert report.tokens == sum(e.loss_mask.sum() for e in trained)
+            assert report.episodes == sum(e.stop_reason != "paused" for e in sampled)
 
 
-def test_the_checkpoint_of_the_step_is_compared_where_it_is_there():
+def test_checkpoint_of_the_step_is_compared_if_it_exists():
     assert again(past_run("ema"), 2).checkpoint == ""
     assert re.fullmatch(r"step_000004, \d+ tensors", again(past_run("ema"), 4).checkpoint)
 
 
-def test_it_begins_at_the_newest_whole_checkpoint_before_the_step(tmp_path):
+def test_replay_begins_at_the_newest_whole_checkpoint(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
-    assert again(run, 4).begun == "checkpoint step_000003"
+    assert again(run, 4).start == "checkpoint step_000003"
     weights = run / "checkpoints" / "step_000003" / "policy.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    verdict = again(run, 4)
-    assert verdict.begun == "the starting weights" and verdict.difference is None
+    report = again(run, 4)
+    assert report.start == "the starting weights" and report.divergence is None
 
 
-def test_a_run_without_checkpoints_is_replayed_from_its_starting_weights(tmp_path):
+def test_run_without_checkpoints_is_replayed_from_its_start(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     for name in ("step_000003", "step_000004"):
         (run / "checkpoints" / name).rename(tmp_path / name)
-    verdict = again(run, 4)
-    assert verdict.begun == "the starting weights" and verdict.difference is None
-    assert verdict.notes == [
+    report = again(run, 4)
+    assert report.start == "the starting weights" and report.divergence is None
+    assert report.notes == [
         "no checkpoint: whether data and starting weights are the run's is not checked"
     ]
 
@@ -86,27 +86,24 @@ def test_replaying_writes_nothing(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_another_reward_function_is_told_with_the_first_episode_that_it_pays_otherwise(tmp_path):
+def test_other_reward_function_diverges_at_its_first_other_score(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     other = tmp_path / "reward.py"
     other.write_text(REWARD.replace("% 2", "% 3"))
     edit(run / "config.toml", f"{past_run('ema').parent}/reward.py", str(other))
-    verdict = again(run, 4)
-    assert any(f"reward.function/{other}" in note for note in verdict.notes)
+    report = again(run, 4)
+    assert any(f"reward.function/{other}" in note for note in report.notes)
     episodes = [
         e for g in read_step(run / "episodes" / "train_step_000004.parquet") for e in g.episodes
     ]
     scores = [(e, float(sum(map(ord, e.text)) % 3)) for e in episodes]
     episode, score = next((e, score) for e, score in scores if score != e.reward)
-    assert verdict.difference.what == f"reward of episode 4:{episode.uid}:{episode.sample_index}"
-    assert (verdict.difference.recorded, verdict.difference.found) == (
-        repr(episode.reward),
-        repr(score),
-    )
+    assert report.divergence.what == f"reward of episode 4:{episode.uid}:{episode.sample_index}"
+    assert (report.divergence.a, report.divergence.b) == (repr(episode.reward), repr(score))
 
 
 @pytest.mark.parametrize("step", [3, 4])
-def test_another_token_in_the_journal_is_found_by_what_the_weights_say_of_it(step, tmp_path):
+def test_other_token_in_the_journal_diverges_in_its_logprob(step, tmp_path):
     """Also where it is the file of a step on the way."""
     run = copy_of(past_run("ema"), tmp_path)
     (run / "checkpoints" / "step_000003").rename(tmp_path / "gone")
@@ -122,52 +119,48 @@ def test_another_token_in_the_journal_is_found_by_what_the_weights_say_of_it(ste
         return replace(episode, tokens=tokens)
 
     rewrite(run, step, change)
-    found = first_difference(run, 4)
+    found = first_divergence(run, 4)
     assert (
         found.what.startswith(f"log-prob of token {places['at']} ")
         and f"of episode {places['name']} " in found.what
     )
 
 
-def test_another_reward_in_the_journal_is_found_by_scoring_it_again(tmp_path):
+def test_other_reward_in_the_journal_diverges_when_rescored(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     uid = read_step(run / "episodes" / "train_step_000004.parquet")[2].problem.uid
     rewrite(run, 4, lambda row, place, e: replace(e, reward=0.5) if (row, place) == (2, 0) else e)
-    found = first_difference(run, 4)
-    assert (found.what, found.recorded) == (f"reward of episode 4:{uid}:0", "0.5")
+    found = first_divergence(run, 4)
+    assert (found.what, found.a) == (f"reward of episode 4:{uid}:0", "0.5")
 
 
-def test_a_journal_file_of_other_bytes_is_told_where_nothing_in_it_can_be_found_wrong(tmp_path):
+def test_journal_file_of_other_bytes_diverges_by_its_hash(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
-    rewrite(run, 4, lambda row, place, e: replace(e, given={"seen": 1.0}))
-    assert first_difference(run, 4).what == "SHA-256 of episodes/train_step_000004.parquet"
+    rewrite(run, 4, lambda row, place, e: replace(e, env_rewards={"seen": 1.0}))
+    assert first_divergence(run, 4).what == "SHA-256 of episodes/train_step_000004.parquet"
 
 
 def test_another_learning_rate_is_named(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     edit(run / "config.toml", "learning_rate = 0.001", "learning_rate = 0.002")
-    found = first_difference(run, 4)
-    assert (found.what, found.recorded, found.found) == (
-        "learning_rate of step 4",
-        "0.001",
-        "0.002",
-    )
+    found = first_divergence(run, 4)
+    assert (found.what, found.a, found.b) == ("learning_rate of step 4", "0.001", "0.002")
 
 
-def test_another_baseline_shows_in_the_journal_s_note_if_nowhere_else(tmp_path):
+def test_other_baseline_diverges_in_the_journal_note(tmp_path):
     """The step itself learns with the baseline before it, which is that of the checkpoint."""
     run = copy_of(past_run("ema"), tmp_path)
     edit(run / "config.toml", "ema_decay = 0.9", "ema_decay = 0.8")
-    assert first_difference(run, 4).what == "baseline of the rollouts after step 4"
+    assert first_divergence(run, 4).what == "baseline of the rollouts after step 4"
 
 
-def test_the_first_metric_that_differs_is_named_with_both_values_and_the_others_by_name(tmp_path):
+def test_first_other_metric_is_named_with_both_values(tmp_path):
     run = copy_of(past_run("dapo, narrow"), tmp_path)
     row = read_metrics(run)[2]
     edit(run / "metrics.jsonl", f'"grad_norm": {row["grad_norm"]}', '"grad_norm": 0.125')
     edit(run / "metrics.jsonl", f'"ratio": {row["ratio"]}, "sk', '"ratio": 1.5, "sk')
-    found = first_difference(run, 2)
-    assert (found.what, found.recorded, found.found) == (
+    found = first_divergence(run, 2)
+    assert (found.what, found.a, found.b) == (
         "grad_norm of step 2",
         "0.125",
         repr(row["grad_norm"]),
@@ -175,29 +168,25 @@ def test_the_first_metric_that_differs_is_named_with_both_values_and_the_others_
     assert found.also == "also ratio"
 
 
-def test_other_weights_in_the_ledger_are_told(tmp_path):
+def test_other_weights_in_the_ledger_diverge(tmp_path):
     run = copy_of(past_run("sft"), tmp_path)
     hashes = [row["weights"] for row in read_metrics(run, "ledger.jsonl")]
     edit(run / "ledger.jsonl", hashes[4], hashes[2])
-    found = first_difference(run, 4)
-    assert (found.what, found.recorded, found.found) == (
-        "weights after step 4",
-        hashes[2],
-        hashes[4],
-    )
+    found = first_divergence(run, 4)
+    assert (found.what, found.a, found.b) == ("weights after step 4", hashes[2], hashes[4])
 
 
-def test_other_starting_weights_are_told_before_anything_is_learned(tmp_path):
+def test_other_starting_weights_diverge_before_any_step(tmp_path):
     run = copy_of(past_run("sft"), tmp_path)
     hashes = [row["weights"] for row in read_metrics(run, "ledger.jsonl")]
     edit(run / "ledger.jsonl", hashes[0], hashes[1])
-    assert first_difference(run, 1).what == "starting weights"
+    assert first_divergence(run, 1).what == "starting weights"
 
 
 @pytest.mark.parametrize(("part", "what"), [(0.0, None), (1.0, "reward part answer of episode 4:")])
-def test_the_word_of_a_judge_is_read_back_and_the_other_functions_score_again(part, what):
+def test_judge_score_is_read_back_and_the_others_are_repeated(part, what):
     past = open_past(past_run("ema"))
-    how = past.config.reward.model_copy(
+    reward = past.config.reward.model_copy(
         update={"function": ["answer", "judge"], "weights": [1.0, 0.5]}
     )
     parts = {"answer": part, "judge": 0.75}
@@ -205,14 +194,14 @@ def test_the_word_of_a_judge_is_read_back_and_the_other_functions_score_again(pa
         replace(g, episodes=tuple(replace(e, reward=9.0, reward_parts=parts) for e in g.episodes))
         for g in read_step(past.journal(4))
     ]
-    scoring = rescored(past.config.model_copy(update={"reward": how}), groups, 4)
-    assert scoring.notes == ["the judge's word is read back"]
-    assert scoring.difference is None if what is None else scoring.difference.what.startswith(what)
-    alone = how.model_copy(update={"function": "judge", "weights": []})
-    assert rescored(past.config.model_copy(update={"reward": alone}), groups, 4).episodes == 0
+    scoring = rescore(past.config.model_copy(update={"reward": reward}), groups, 4)
+    assert scoring.notes == ["the judge's score is read back"]
+    assert scoring.divergence is None if what is None else scoring.divergence.what.startswith(what)
+    alone = reward.model_copy(update={"function": "judge", "weights": []})
+    assert rescore(past.config.model_copy(update={"reward": alone}), groups, 4).episodes == 0
 
 
-def test_an_episode_whose_scoring_failed_is_read_back_and_one_that_fails_now_is_told(tmp_path):
+def test_failed_scoring_is_read_back_and_a_new_failure_diverges(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     rewrite(
         run,
@@ -223,16 +212,16 @@ def test_an_episode_whose_scoring_failed_is_read_back_and_one_that_fails_now_is_
     )
     groups = read_step(open_past(run).journal(4))
     config = open_past(run).config
-    scoring = rescored(config, groups, 4)
+    scoring = rescore(config, groups, 4)
     everyone = sum(len(g.episodes) for g in groups)
-    assert (scoring.episodes, scoring.difference) == (everyone - 1, None)
+    assert (scoring.episodes, scoring.divergence) == (everyone - 1, None)
     assert scoring.notes == ["episodes whose scoring failed are read back: 1"]
     (tmp_path / "reward.py").write_text(
         "def score(problem, completion):\n    raise ValueError('broken')\n"
     )
-    how = config.reward.model_copy(update={"function": f"{tmp_path}/reward.py:score"})
-    found = rescored(config.model_copy(update={"reward": how}), groups, 4).difference
-    assert found.what == f"score of episode 4:{groups[0].problem.uid}:1" and "broken" in found.found
+    reward = config.reward.model_copy(update={"function": f"{tmp_path}/reward.py:score"})
+    found = rescore(config.model_copy(update={"reward": reward}), groups, 4).divergence
+    assert found.what == f"score of episode 4:{groups[0].problem.uid}:1" and "broken" in found.b
 
 
 def test_other_data_is_refused(tmp_path):
@@ -285,7 +274,7 @@ def test_a_ledger_row_is_the_hash_of_the_file_and_of_the_weights():
     assert len({row["weights"] for row in rows}) == len({row["episodes"] for row in rows}) == 5
 
 
-def test_the_commands_of_the_command_line_tell_by_their_exit_code(tmp_path):
+def test_audit_commands_have_their_exit_codes(tmp_path):
     run = past_run("sft")
     other = copy_of(run, tmp_path)
     edit(other / "metrics.jsonl", '"learning_rate": ', '"learning_rate": 1')
@@ -296,49 +285,47 @@ def test_the_commands_of_the_command_line_tell_by_their_exit_code(tmp_path):
     assert isinstance(runner.invoke(app, ["why", str(run), "--episode", "x"]).exception, UserError)
 
 
-def test_a_changed_number_of_an_evaluation_is_told_though_no_replay_makes_it_again(tmp_path):
+def test_changed_evaluation_row_diverges_by_its_hash(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     value = read_metrics(run)[4]["eval/sampled"]
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     lines[4] = lines[4].replace(f'"eval/sampled": {value}', f'"eval/sampled": {value + 0.5}')
     (run / "metrics.jsonl").write_text("".join(lines))
     assert read_metrics(run)[4]["eval/sampled"] == value + 0.5
-    assert first_difference(run, 4).what == "SHA-256 of the row of step 4 in metrics.jsonl"
+    assert first_divergence(run, 4).what == "SHA-256 of the row of step 4 in metrics.jsonl"
 
 
-def test_what_is_not_as_it_was_written_is_told_by_its_hash_whatever_else_differs(tmp_path):
+def test_altered_files_are_noted_whatever_else_differs(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     rewrite(
         run, 3, lambda row, at, e: replace(e, reward=e.reward + 1) if (row, at) == (0, 0) else e
     )
-    verdict = again(run, 4)
+    report = again(run, 4)
     assert [
         note
-        for note in verdict.notes
+        for note in report.notes
         if note.startswith("not as it was written: episodes/train_step_000003.parquet")
     ]
     path = run / "episodes" / "eval_sampled_step_000004.parquet"
     path.write_bytes(path.read_bytes() + b" ")
     other = copy_of(past_run("ema"), tmp_path / "other")
     (other / "episodes" / path.name).write_bytes(path.read_bytes())
-    assert first_difference(other, 4).what == f"SHA-256 of episodes/{path.name}"
+    assert first_divergence(other, 4).what == f"SHA-256 of episodes/{path.name}"
 
 
-def test_a_run_of_another_processor_is_told_by_its_name(tmp_path):
+def test_run_of_another_processor_is_noted_by_its_name(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     edit(
         run / "machine.json",
         json.loads((run / "machine.json").read_text())["processor"],
         "an abacus",
     )
-    verdict = again(run, 2)
-    assert verdict.difference is None
-    assert [note for note in verdict.notes if "has computed on an abacus, this is " in note]
+    report = again(run, 2)
+    assert report.divergence is None
+    assert [note for note in report.notes if "has computed on an abacus, this is " in note]
 
 
-def test_where_another_processor_gives_other_bits_the_first_is_told_and_no_step_stops_at_it(
-    tmp_path,
-):
+def test_other_bits_of_another_processor_diverge_in_a_logprob(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     edit(
         run / "machine.json",
@@ -349,8 +336,6 @@ def test_where_another_processor_gives_other_bits_the_first_is_told_and_no_step_
     off = np.float32(1 + 1e-6)
     rewrite(run, 1, lambda row, place, e: replace(e, engine_logprobs=e.engine_logprobs * off))
     edit(run / "ledger.jsonl", written, file_hash(run / "episodes" / "train_step_000001.parquet"))
-    verdict = again(run, 2)
-    assert verdict.difference is not None and verdict.difference.what.startswith(
-        "log-prob of token "
-    )
-    assert [note for note in verdict.notes if "has computed on an abacus, this is " in note]
+    report = again(run, 2)
+    assert report.divergence is not None and report.divergence.what.startswith("log-prob of token ")
+    assert [note for note in report.notes if "has computed on an abacus, this is " in note]

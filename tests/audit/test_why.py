@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tandem.audit.why import Found, find, follow, tokens, watch
+from tandem.audit.why import EpisodeRef, find_episodes, tokens, trace_updates, with_history
 from tandem.cli.why import table, why
 from tandem.run_folder.episode_files import episode_file
 from tandem.run_folder.past_run import open_past, read_step
@@ -26,12 +26,14 @@ def of(kind, outcome, step=None):
     for number in past.journaled() if step is None else [step]:
         for row, group in enumerate(read_step(past.journal(number))):
             if group.outcome == outcome:
-                return past, follow(past, Found(step=number, row=row, place=1, group=group))
+                return past, with_history(
+                    past, EpisodeRef(step=number, row=row, place=1, group=group)
+                )
     raise AssertionError(f"no group of {kind} has the outcome {outcome}")
 
 
 def learned_rows(past, found):
-    return [t for t in tokens(past, found, watch(past, found, quiet)) if t.sampled]
+    return [t for t in tokens(past, found, trace_updates(past, found, quiet)) if t.sampled]
 
 
 def test_tokens_have_the_journal_s_numbers_and_their_text():
@@ -53,7 +55,7 @@ def test_tokens_have_the_journal_s_numbers_and_their_text():
     }
 
 
-def test_learning_s_numbers_are_those_of_the_step():
+def test_advantages_and_weights_are_those_of_the_step():
     """GRPO without the spread: the advantage is reward - mean, a token weighs 1 / (episodes x
     tokens of its own)."""
     past, found = of("train", "train", 2)
@@ -76,7 +78,7 @@ def test_ratios_and_clipping_are_those_of_the_last_update():
     """What a step carried on is trained by newer weights; its log-probs then are the next
     version's, which is in a checkpoint."""
     past, found = of("dapo, narrow", "carry")
-    assert [outcome for _, outcome in found.fate] == [
+    assert [outcome for _, outcome in found.history] == [
         "carry",
         "train",
     ] and found.trained_in == found.step + 1
@@ -87,7 +89,7 @@ def test_ratios_and_clipping_are_those_of_the_last_update():
     assert [row.clipped for row in rows] == outside and True in outside
 
 
-def test_the_weight_of_a_token_has_its_off_policy_correction_in_it():
+def test_token_weight_includes_its_off_policy_correction():
     """Token mean: without one all tokens weigh the same."""
     past, found = of(PARTIAL, "train", 4)
     rows = learned_rows(past, found)
@@ -103,9 +105,11 @@ def test_an_episode_that_no_step_trained_says_why(kind):
 
 def test_a_paused_episode_is_followed_from_step_to_step():
     past, found = of(PARTIAL, "unfinished")
-    assert len(found.fate) > 1
-    assert [step for step, _ in found.fate] == list(range(found.step, found.step + len(found.fate)))
-    files = [read_step(past.journal(step)) for step, _ in found.fate]
+    assert len(found.history) > 1
+    assert [step for step, _ in found.history] == list(
+        range(found.step, found.step + len(found.history))
+    )
+    files = [read_step(past.journal(step)) for step, _ in found.history]
     lengths = [
         len(e.tokens)
         for g in files
@@ -114,11 +118,11 @@ def test_a_paused_episode_is_followed_from_step_to_step():
         if e.key == found.episode.key
     ]
     assert len(lengths) == len(files) and lengths == sorted(lengths)
-    last = find(past, str(found.episode.key))[0]
-    assert follow(past, last).fate == found.fate
+    last = find_episodes(past, str(found.episode.key))[0]
+    assert with_history(past, last).history == found.history
 
 
-def test_what_masks_an_episode_is_named(tmp_path):
+def test_setting_that_masks_an_episode_is_named(tmp_path):
     run = copy_of(past_run("train"), tmp_path)
     rewrite(
         run,
@@ -129,17 +133,19 @@ def test_what_masks_an_episode_is_named(tmp_path):
     )
     past, found = of("train", "train", 2)
     past = open_past(run)
-    found = follow(past, find(past, f"2:{found.episode.uid}:0")[0])
+    found = with_history(past, find_episodes(past, f"2:{found.episode.uid}:0")[0])
     assert {row.masked for row in learned_rows(past, found)} == {"env.on_error=mask"}
     edit(run / "config.toml", "mask_truncated = false", "mask_truncated = true")
     past = open_past(run)
     cut = next(
-        Found(step=2, row=row, place=place, group=group)
+        EpisodeRef(step=2, row=row, place=place, group=group)
         for row, group in enumerate(read_step(past.journal(2)))
         for place, e in enumerate(group.episodes)
         if e.stop_reason == "length" and not e.masked
     )
-    assert {row.masked for row in learned_rows(past, follow(past, cut))} == {"rl.mask_truncated"}
+    assert {row.masked for row in learned_rows(past, with_history(past, cut))} == {
+        "rl.mask_truncated"
+    }
 
 
 def test_a_step_that_trains_the_critic_only_is_named():
@@ -147,37 +153,41 @@ def test_a_step_that_trains_the_critic_only_is_named():
     assert {row.masked for row in learned_rows(past, found)} == {"critic.warmup_steps"}
 
 
-def test_an_episode_that_is_rolled_out_ahead_of_the_training_says_so(tmp_path):
+def test_episode_rolled_out_ahead_of_training_says_so(tmp_path):
     run = copy_of(past_run("ema"), tmp_path)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:4]))  # to step 3
     past = open_past(run)
-    found = follow(past, Found(step=4, row=0, place=0, group=read_step(past.journal(4))[0]))
+    found = with_history(
+        past, EpisodeRef(step=4, row=0, place=0, group=read_step(past.journal(4))[0])
+    )
     assert {row.masked for row in learned_rows(past, found)} == {
         "the step that trains it is not made yet"
     }
 
 
-def test_an_episode_is_found_by_step_uid_and_sample_by_less_or_by_its_key():
+def test_episode_is_found_by_step_uid_sample_or_key():
     past, found = of("ema", "train", 3)
     uid = found.episode.uid
-    assert [f.name for f in find(past, f"3:{uid}:0")] == [f"3:{uid}:0"]
-    assert {f.episode.sample_index for f in find(past, f"3:{uid}")} == {0, 1}
-    assert f"3:{uid}:1" in {f.name for f in find(past, f"{uid}:1")}
-    assert {f"3:{uid}:0", f"3:{uid}:1"} <= {f.name for f in find(past, uid)}
-    assert [f.episode.key for f in find(past, str(found.episode.key))] == [found.episode.key]
+    assert [f.name for f in find_episodes(past, f"3:{uid}:0")] == [f"3:{uid}:0"]
+    assert {f.episode.sample_index for f in find_episodes(past, f"3:{uid}")} == {0, 1}
+    assert f"3:{uid}:1" in {f.name for f in find_episodes(past, f"{uid}:1")}
+    assert {f"3:{uid}:0", f"3:{uid}:1"} <= {f.name for f in find_episodes(past, uid)}
+    assert [f.episode.key for f in find_episodes(past, str(found.episode.key))] == [
+        found.episode.key
+    ]
 
 
 @pytest.mark.parametrize("name", ["9:nobody:0", "nobody", "", "12"])
-def test_an_episode_that_is_not_there_is_refused_with_the_name_of_one_that_is(name):
+def test_unknown_episode_is_refused_with_a_valid_example(name):
     past = open_past(past_run("ema"))
     last = read_step(past.journal(4))[0].episodes[0]
     with pytest.raises(UserError, match="no such episode") as caught:
-        find(past, name)
+        find_episodes(past, name)
     assert caught.value.expected.endswith(f"e.g. 4:{last.uid}:0")
 
 
-def test_a_difference_of_the_replay_is_told(tmp_path, capsys):
+def test_divergence_of_the_replay_is_printed(tmp_path, capsys):
     run = copy_of(past_run("train"), tmp_path)
     uid = read_step(episode_file(run / "episodes", 2))[0].problem.uid
     edit(run / "config.toml", "learning_rate = 0.001", "learning_rate = 0.002")
@@ -185,7 +195,7 @@ def test_a_difference_of_the_replay_is_told(tmp_path, capsys):
     assert "WARNING: the replay is not equal to the run" in capsys.readouterr().out
 
 
-def test_the_table_has_a_line_a_sampled_token_and_one_for_what_was_read():
+def test_table_has_a_line_for_each_sampled_token():
     past, found = of("ema", "train")
     rows = tokens(past, found, None)
     lines = table(rows)
@@ -201,7 +211,7 @@ def test_json_has_all_of_it(tmp_path, capsys):
     told = json.loads((tmp_path / "why.json").read_text())
     assert (
         told["episode"] == found.name
-        and told["fate"] == [[2, "train"]]
+        and told["history"] == [[2, "train"]]
         and told["replay_is_equal"] is True
     )
     assert [row["token"] for row in told["tokens"]] == found.episode.tokens.tolist()

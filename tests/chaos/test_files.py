@@ -1,12 +1,11 @@
-"""Files that mean harm, or are broken: each ends in one error for its user, soon, and in little
-memory."""
+"""Hostile and broken files: each ends in one error for its user, soon, and in little memory."""
 
 import os
 import resource
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,8 @@ from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config, Data
 from tandem.data.problems import read_problems
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.model.load import check_model, load_model
+from tandem.model.config_file import check_model
+from tandem.model.load import load_model
 from tandem.model.tokenizer import load_tokenizer
 from tandem.run_folder.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from tandem.run_folder.folder import open_run
@@ -45,12 +45,12 @@ def use(folder):
     load_model(str(folder))
 
 
-def test_the_model_directory_that_all_others_are_made_of_is_good(model):
+def test_unchanged_model_directory_loads(model):
     use(model)
 
 
 @pytest.mark.parametrize("name", files.MODELS)
-def test_a_hostile_model_directory_is_one_error(name, model, tmp_path):
+def test_hostile_model_directory_is_one_error(name, model, tmp_path):
     folder = files.copied(model, tmp_path / "model", files.MODELS[name])
     with pytest.raises(UserError) as error:
         use(folder)
@@ -60,7 +60,7 @@ def test_a_hostile_model_directory_is_one_error(name, model, tmp_path):
 
 @pytest.fixture(scope="module")
 def past_run(tmp_path_factory):
-    """A folder of a run that has made two steps and was stopped."""
+    """The folder of a run that was stopped after two steps."""
     folder = tmp_path_factory.mktemp("good") / "run"
     with (
         open_run(folder, Config(), fresh=False, command="train") as run,
@@ -78,12 +78,11 @@ def save(run, step):
     save_checkpoint(run.checkpoints, step, tensors, {"step": step}, 3, config=to_toml(run.config))
 
 
-def resume(folder, told):
-    """Take up the run as `tandem train` does, and make a step; returns the step of the checkpoint
-    that it goes on from."""
+def resume(folder, report):
+    """Resume the run as `tandem train` does, and make a step; returns the step resumed from."""
     with open_run(folder, Config(), fresh=False, command="train") as run:
         run.note_machine("a processor", any_threads=True)
-        path = latest_checkpoint(run.checkpoints, told.append)
+        path = latest_checkpoint(run.checkpoints, report)
         _, state = load_checkpoint(path, verify=False)
         with MetricsWriter(folder, state["step"]) as metrics:
             metrics.write(state["step"] + 1, {"loss": 0.5}, {"seconds": 1.0})
@@ -91,8 +90,8 @@ def resume(folder, told):
         return state["step"]
 
 
-def beside(folder):
-    """Files next to the run folder, which are none of its business."""
+def write_neighbours(folder):
+    """Write files next to the run folder, which no run may touch."""
     (folder / "precious").write_text("precious")
     (folder / "precious-folder").mkdir()
     (folder / "precious-folder" / "file").write_text("precious")
@@ -105,11 +104,11 @@ def check_untouched(folder):
 
 
 @pytest.mark.parametrize("name", files.RUNS)
-def test_a_hostile_run_folder_is_one_error_and_nothing_is_lost(name, past_run, tmp_path):
-    beside(tmp_path)
+def test_hostile_run_folder_is_one_error_and_loses_nothing(name, past_run, tmp_path):
+    write_neighbours(tmp_path)
     folder = files.copied(past_run, tmp_path / "run", files.RUNS[name])
     with pytest.raises(UserError) as error:
-        resume(folder, [])
+        resume(folder, print)
     assert str(folder) in str(error.value), "it does not say where"
     check_untouched(tmp_path)
     if (folder / "checkpoints").is_dir():
@@ -119,19 +118,17 @@ def test_a_hostile_run_folder_is_one_error_and_nothing_is_lost(name, past_run, t
 
 
 @pytest.mark.parametrize("name", files.GOES_ON)
-def test_a_run_goes_on_from_the_newest_whole_checkpoint_whatever_lies_beside_it(
-    name, past_run, tmp_path
-):
-    beside(tmp_path)
+def test_run_resumes_from_the_newest_undamaged_checkpoint(name, past_run, tmp_path):
+    write_neighbours(tmp_path)
     change, step = files.GOES_ON[name]
-    told = []
-    assert resume(files.copied(past_run, tmp_path / "run", change), told) == step
-    assert (step == 1) <= any("step_000002 is damaged" in line for line in told)
+    reports = []
+    assert resume(files.copied(past_run, tmp_path / "run", change), reports.append) == step
+    assert (step == 1) <= any("step_000002 is damaged" in line for line in reports)
     check_untouched(tmp_path)
 
 
 @pytest.mark.parametrize("name", files.RECIPES)
-def test_a_hostile_recipe_is_one_error(name, tmp_path):
+def test_hostile_recipe_is_one_error(name, tmp_path):
     toml, overrides = files.RECIPES[name]
     (tmp_path / "recipe.toml").write_bytes(toml if isinstance(toml, bytes) else toml.encode())
     with pytest.raises(UserError):
@@ -143,28 +140,28 @@ def test_a_hostile_recipe_is_one_error(name, tmp_path):
 @pytest.mark.parametrize(
     "make", [files.folder_as("r.toml"), files.fifo_as("r.toml"), files.linked("r.toml", "r.toml")]
 )
-def test_a_recipe_that_is_no_file_is_one_error(make, tmp_path):
+def test_recipe_that_is_not_a_file_is_one_error(make, tmp_path):
     make(tmp_path)
     with pytest.raises(UserError, match="recipe") as error:
         load_config(tmp_path / "r.toml", [])
     assert "r.toml" in error.value.where
 
 
-def test_a_recipe_of_a_name_that_is_too_long_is_one_error():
+def test_recipe_with_too_long_a_name_is_one_error():
     with pytest.raises(UserError, match="recipe"):
         load_config("a" * 5_000, [])
 
 
 @pytest.mark.parametrize("name", files.DATA)
-def test_hostile_data_are_one_error_that_says_where_in_little_memory(name, tmp_path):
-    suffix, make, said = files.DATA[name]
+def test_hostile_data_are_one_error_in_little_memory(name, tmp_path):
+    suffix, make, message = files.DATA[name]
     make(tmp_path / f"data{suffix}")
     with little_memory(), pytest.raises(UserError) as error:
         read_problems(str(tmp_path / f"data{suffix}"), Data(), key="data.train")
-    assert said in str(error.value) and f"data{suffix}" in str(error.value)
+    assert message in str(error.value) and f"data{suffix}" in str(error.value)
 
 
-def test_rows_that_repeat_a_text_often_are_read_where_they_are_not_too_many(tmp_path):
+def test_rows_that_repeat_a_text_are_read(tmp_path):
     texts = files.dictionary(["a system prompt " * 500], repeated=2000)
     files.parquet(prompt=texts, answer=[str(i) for i in range(2000)])(tmp_path / "data.parquet")
     assert (tmp_path / "data.parquet").stat().st_size < 30_000
@@ -173,7 +170,7 @@ def test_rows_that_repeat_a_text_often_are_read_where_they_are_not_too_many(tmp_
 
 @contextmanager
 def little_memory():
-    """Fail what takes 700 MiB more than the process has now."""
+    """Limit the process to 700 MiB more than it has now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 700 * 2**20, hard))
@@ -183,14 +180,27 @@ def little_memory():
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+# within the bounds of time and memory: what transformers renders, too
+BOUNDED_TEMPLATES = {
+    "indent",
+    "indent by text",
+    "a namespace in itself",
+    "a namespace that is printed",
+    "filters of filters",
+    "a text searched from behind",
+}
+
+
 @pytest.mark.parametrize("name", files.TEMPLATES)
-def test_a_hostile_chat_template_is_one_error_soon_and_in_little_memory(name, model):
+def test_hostile_chat_template_is_one_error_in_little_memory(name, model):
     tokenizer = load_tokenizer(str(model))
-    began = time.process_time()
-    with little_memory(), pytest.raises(UserError, match="the chat template") as error:
+    began = time.monotonic()
+    is_error = name not in BOUNDED_TEMPLATES
+    expected = pytest.raises(UserError, match="the chat template") if is_error else nullcontext()
+    with little_memory(), expected as error:
         ChatRenderer(tokenizer, "{% set m = 'a' %}" + files.TEMPLATES[name], {0}, "elsewhere")
-    assert "MemoryError" not in str(error.value)
-    assert time.process_time() - began < 60
+    assert "MemoryError" not in str(error and error.value)
+    assert time.monotonic() - began < 60
 
 
 def tandem(*arguments, cwd, typed=""):
@@ -210,12 +220,12 @@ def tandem(*arguments, cwd, typed=""):
     return result.returncode, result.stderr
 
 
-def check_one_error(code, told):
-    assert code == 2, told
-    assert told.count("error: ") == 1 and "Traceback" not in told
+def check_one_error(code, errors):
+    assert code == 2, errors
+    assert errors.count("error: ") == 1 and "Traceback" not in errors
 
 
-def test_yes_on_standard_input_does_not_let_the_code_of_a_model_directory_run(model, tmp_path):
+def test_code_of_a_model_directory_never_runs(model, tmp_path):
     folder = files.copied(model, tmp_path / "model", files.remote_code)
     (tmp_path / "data.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     (tmp_path / "recipe.toml").write_text('reward = "answer"\n[data]\ntrain = "data.jsonl"\n')
@@ -226,12 +236,13 @@ def test_yes_on_standard_input_does_not_let_the_code_of_a_model_directory_run(mo
     assert not (tmp_path / "ran").exists()
 
 
-def test_hostile_files_end_the_command_with_one_error_and_exit_code_2(model, tmp_path):
+def test_hostile_files_end_the_command_with_exit_code_2(model, tmp_path):
     (tmp_path / "data.jsonl").write_text(
         "".join(f'{{"prompt": "{i} + 1 =", "answer": "{i + 1}"}}\n' for i in range(8))
     )
     (tmp_path / "recipe.toml").write_text(
-        f'reward = "answer"\n[model]\npath = "{model}"\n[data]\ntrain = "data.jsonl"\n[run]\nsteps = 1\n'
+        f'reward = "answer"\n[model]\npath = "{model}"\n[data]\ntrain = "data.jsonl"\n'
+        "[run]\nsteps = 1\n"
         "[rl]\nprompts_per_step = 2\ngroup_size = 2\n[rollout]\nmax_new_tokens = 4\n"
     )
     (tmp_path / "deep.toml").write_text("a = " + "[" * 5_000)

@@ -1,5 +1,4 @@
-"""The chaos harness itself: a section that hangs, fails or leaves something behind misses its bar,
-and nothing lives on."""
+"""The chaos harness: a section that hangs, fails or leaves something behind misses its bar."""
 
 import os
 import signal
@@ -13,7 +12,7 @@ import pytest
 
 from chaos.harness import Section, run_section
 from chaos.results import Result, tally
-from tandem.runtime.processes import ENDED, descendants, state_of
+from tandem.runtime.processes import ZOMBIE, descendants, state_of
 from tests.support.faults import in_a_fork, memory_folder
 
 GOOD = Result(what="good", injected=2, witnessed=2, survived=2, expected=2, seconds=0.1)
@@ -21,8 +20,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
 def outcome_of(run, deadline_s, check, grace_s=60):
-    """In a fork, which the harness may take as its own: the outcome must pass the check, and no
-    process be left."""
+    """Run a section in a fork: its outcome must pass the check, and no process be left."""
 
     def alone():
         check(run_section(Section(name="section", run=run, deadline_s=deadline_s), grace_s))
@@ -31,14 +29,14 @@ def outcome_of(run, deadline_s, check, grace_s=60):
     assert in_a_fork(alone) == 0
 
 
-def test_a_section_hands_back_its_rows():
+def test_section_returns_its_rows():
     def check(outcome):
         assert outcome.rows == [GOOD] and outcome.met
 
     outcome_of(lambda: [GOOD], 60, check)
 
 
-def test_a_section_past_its_deadline_is_ended_with_all_that_it_started():
+def test_section_past_its_deadline_is_ended_with_its_processes():
     def hang():
         subprocess.Popen(SLEEP, start_new_session=True).wait()
 
@@ -48,7 +46,7 @@ def test_a_section_past_its_deadline_is_ended_with_all_that_it_started():
     outcome_of(hang, 3, check)
 
 
-def test_a_section_that_raises_misses_its_bar():
+def test_section_that_raises_misses_its_bar():
     def check(outcome):
         assert not outcome.met and "exit code 1" in outcome.problem
 
@@ -58,7 +56,7 @@ def test_a_section_that_raises_misses_its_bar():
 @pytest.mark.parametrize(
     "leave", [lambda: subprocess.Popen(SLEEP, start_new_session=True), tempfile.mkdtemp]
 )
-def test_what_a_section_leaves_behind_is_named_and_removed(leave):
+def test_leftovers_of_a_section_are_named_and_removed(leave):
     def check(outcome):
         assert outcome.rows == [GOOD] and len(outcome.left) == 1 and not outcome.met
         assert outcome.left[0].startswith(("process", "file"))
@@ -66,14 +64,14 @@ def test_what_a_section_leaves_behind_is_named_and_removed(leave):
     outcome_of(lambda: [leave(), GOOD][1:], 60, check, grace_s=0.2)
 
 
-def test_what_ends_by_itself_soon_is_not_left_behind():
+def test_process_that_ends_soon_is_not_a_leftover():
     def check(outcome):
         assert outcome.met, outcome.left
 
     outcome_of(lambda: [subprocess.Popen(["sleep", "0.3"]), GOOD][1:], 60, check)
 
 
-def test_a_section_has_a_folder_of_its_own_for_temporary_files():
+def test_section_has_its_own_temporary_folder():
     def run():
         with memory_folder() as memory, tempfile.TemporaryDirectory() as folder:
             assert Path(folder).parent == memory.parent == Path(os.environ["TMPDIR"])
@@ -85,7 +83,7 @@ def test_a_section_has_a_folder_of_its_own_for_temporary_files():
     outcome_of(run, 60, check)
 
 
-def test_a_bar_needs_every_fault_to_fire_and_every_end_to_be_right():
+def test_bar_needs_every_fault_and_every_survival():
     assert tally("", [(True, ""), (True, "")]).met
     assert not tally("", [(True, ""), (False, "")]).met
     assert not tally("", [(True, ""), (True, "wrong")]).met
@@ -93,7 +91,7 @@ def test_a_bar_needs_every_fault_to_fire_and_every_end_to_be_right():
     assert not tally("", []).met
 
 
-def test_a_section_ends_with_a_harness_that_is_killed(tmp_path):
+def test_section_ends_with_a_killed_harness(tmp_path):
     def alone():
         os.environ["TMPDIR"], tempfile.tempdir = str(tmp_path), None
         harness = os.fork()
@@ -103,7 +101,7 @@ def test_a_section_ends_with_a_harness_that_is_killed(tmp_path):
         os.kill(harness, signal.SIGKILL)
         os.waitpid(harness, 0)
         try:
-            wait_for(lambda: state_of(section) in ("", *ENDED))
+            wait_for(lambda: state_of(section) in ("", *ZOMBIE))
         except AssertionError:
             os.kill(section, signal.SIGKILL)
             raise

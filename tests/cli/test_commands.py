@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem.config.schema import Config, Reward
-from tandem.jobs.commands import LossWatch
-from tandem.jobs.parts import input_hashes
+from tandem.jobs.inputs import input_hashes
+from tandem.jobs.offline import LossWatch
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.run_folder.checkpoint import step_name
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
-from tests.cli.test_main import assert_is_a_users_error, tandem
-from tests.support.home import invoke, make_home
+from tests.support.command import assert_is_a_users_error, tandem
+from tests.support.home import invoke, make_home, mistake
 
 STEPS = 2
 TOKENS = torch.arange(10, 40)[None]
@@ -46,13 +46,6 @@ def done(command, home, folder, *overrides):
     return rows, folder / "hf" / step_name(STEPS)
 
 
-def mistake(*arguments):
-    """The error of a command that a user got wrong, as text; nothing was trained."""
-    result = invoke(*arguments)
-    assert isinstance(result.exception, UserError), result.output
-    return str(result.exception)
-
-
 def weights(folder):
     return load_file(folder / "model.safetensors")
 
@@ -69,7 +62,7 @@ def stock_logits(folder, kind=AutoModelForCausalLM):
         return model(TOKENS).logits
 
 
-def test_dpo_starts_at_even_odds_learns_its_pairs_and_exports_a_language_model(home, tmp_path):
+def test_dpo_learns_its_pairs_and_exports_a_language_model(home, tmp_path):
     pairs = f"preference.train={home}/pairs.jsonl"
     rows, target = done(
         "dpo",
@@ -93,7 +86,7 @@ def test_dpo_starts_at_even_odds_learns_its_pairs_and_exports_a_language_model(h
 @pytest.mark.parametrize(
     ("losses", "told"), [([0.6931] * 12, 1), ([0.6931] * 8 + [0.68] * 4, 0), ([0.6931] * 9, 0)]
 )
-def test_a_loss_of_pairs_that_does_not_move_is_told_once_with_the_learning_rate(losses, told):
+def test_stuck_pair_loss_is_reported_once_with_the_learning_rate(losses, told):
     said = []
     watch = LossWatch(1e-6, 0, said.append)
     for loss in losses:
@@ -101,9 +94,7 @@ def test_a_loss_of_pairs_that_does_not_move_is_told_once_with_the_learning_rate(
     assert len(said) == told and all("preference.learning_rate = 1e-06" in text for text in said)
 
 
-def test_a_reward_model_learns_its_pairs_and_is_a_sequence_classifier_with_one_label(
-    home, tmp_path
-):
+def test_reward_model_learns_pairs_and_is_a_one_label_classifier(home, tmp_path):
     pairs = f"preference.train={home}/pairs.jsonl"
     rows, target = done("rm", home, tmp_path / "run", pairs, f"preference.test={home}/pairs.jsonl")
     assert rows[-1]["eval/loss"] < rows[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4)
@@ -112,7 +103,7 @@ def test_a_reward_model_learns_its_pairs_and_is_a_sequence_classifier_with_one_l
     assert same(weights(tmp_path / "again"), weights(target))
 
 
-def test_a_reward_model_scores_whole_conversations_as_stock_transformers_does(home, tmp_path):
+def test_reward_model_scores_conversations_as_transformers_does(home, tmp_path):
     pairs = [f"preference.train={home}/pairs.jsonl", "preference.learning_rate=1e-2"]
     _, scorer = done("rm", home, tmp_path / "rm", *pairs)
     how = [
@@ -159,7 +150,7 @@ def test_distillation_brings_the_student_nearer_to_its_teacher(estimator, home, 
     assert stock_logits(target).isfinite().all()
 
 
-def test_supervised_training_on_all_tokens_also_learns_what_the_user_says(home, tmp_path):
+def test_sft_on_all_tokens_also_learns_user_messages(home, tmp_path):
     chats, counts = f"sft.train={home}/data/warm.jsonl", {}
     for loss_on in ("assistant", "all"):
         rows, target = done(
@@ -198,7 +189,7 @@ def test_the_log_of_a_run_has_a_line_a_step_and_its_evaluations(adapted):
     assert log.count(" step 2/2  reward ") == log.count(" step 2/2  held-out reward: sampled ") == 1
 
 
-def test_with_an_adapter_the_reference_is_the_same_model_without_it(adapted, home):
+def test_reference_of_an_adapter_is_the_model_without_it(adapted, home):
     folder, rows, target = adapted
     assert rows[1]["reference_kl"] == 0.0 < rows[2]["reference_kl"]
     saved = load_file(folder / "checkpoints" / step_name(STEPS) / "policy.safetensors")
@@ -211,7 +202,7 @@ def test_with_an_adapter_the_reference_is_the_same_model_without_it(adapted, hom
     )
 
 
-def test_a_run_is_exported_replayed_and_explained_from_another_directory(home, tmp_path):
+def test_run_is_exported_and_replayed_from_another_directory(home, tmp_path):
     shutil.copytree(home, tmp_path / "project")
     text = (home / "recipe.toml").read_text().replace(f"{home}/", "")
     (tmp_path / "project/recipe.toml").write_text(text)
@@ -244,9 +235,7 @@ def test_a_run_is_exported_replayed_and_explained_from_another_directory(home, t
     assert names == {file.name for file in (tmp_path / "project" / target).iterdir()}
 
 
-def test_an_adapter_is_exported_alone_and_peft_makes_the_merged_model_of_it(
-    adapted, home, tmp_path
-):
+def test_exported_adapter_gives_the_merged_model_in_peft(adapted, home, tmp_path):
     folder, _, target = adapted
     assert invoke("export", folder, "--adapter", "--out", tmp_path / "adapter").exit_code == 0
     model = PeftModel.from_pretrained(
@@ -257,9 +246,7 @@ def test_an_adapter_is_exported_alone_and_peft_makes_the_merged_model_of_it(
     assert not torch.allclose(stock_logits(home / "model"), stock_logits(target), atol=1e-3)
 
 
-def test_exported_weights_have_hashes_and_a_flipped_byte_is_found_when_they_are_loaded(
-    adapted, tmp_path
-):
+def test_flipped_byte_in_exported_weights_is_found_at_load(adapted, tmp_path):
     _, _, target = adapted
     copy = tmp_path / "copy"
     shutil.copytree(target, copy)
@@ -279,9 +266,7 @@ def test_exported_weights_have_hashes_and_a_flipped_byte_is_found_when_they_are_
     load_model(str(copy))
 
 
-def test_an_adapter_is_exported_to_a_place_of_its_own_and_only_from_a_run_that_has_one(
-    adapted, home, tmp_path
-):
+def test_adapter_export_has_its_own_folder_and_needs_an_adapter(adapted, home, tmp_path):
     folder, _, target = adapted
     before = weights(target)
     assert invoke("export", folder, "--adapter").exit_code == 0 and same(weights(target), before)
@@ -298,7 +283,7 @@ def test_several_reward_functions_are_weighed_and_told_apart(home, tmp_path):
 
 
 # Mistakes
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["dpo", "rm"])
@@ -311,13 +296,13 @@ def test_pairs_that_are_not_named_are_a_users_error(command, home, tmp_path):
     )
 
 
-def test_the_command_tells_a_mistake_once_without_a_traceback_and_with_exit_code_2(home, tmp_path):
+def test_mistake_is_printed_once_with_exit_code_2(home, tmp_path):
     result = tandem("dpo", home / "recipe.toml", f"run.folder={tmp_path}", cwd=tmp_path)
     assert_is_a_users_error(result, "no pairs are named", "preference.train", torch=True)
     assert result[2].count("error:") == 1
 
 
-def test_a_teacher_that_is_not_named_or_has_another_vocabulary_is_a_users_error(home, tmp_path):
+def test_missing_teacher_or_other_vocabulary_is_refused(home, tmp_path):
     command = ["distill", home / "recipe.toml", f"run.folder={tmp_path}/run"]
     assert "add distill.teacher=" in mistake(*command)
     make_tiny(tmp_path / "other", hidden=32, layers=1, intermediate=64)
@@ -332,7 +317,7 @@ def test_a_teacher_that_is_not_named_or_has_another_vocabulary_is_a_users_error(
     assert "do not share a vocabulary" in text and str(config["vocab_size"] - 3) in text
 
 
-def test_lora_targets_that_the_model_lacks_are_named_with_those_it_has(home, tmp_path):
+def test_unknown_lora_targets_are_named_with_the_known_ones(home, tmp_path):
     text = mistake(
         "train",
         home / "recipe.toml",
@@ -357,9 +342,7 @@ def test_a_reference_that_no_kl_would_use_is_a_users_error(home, tmp_path):
 
 
 @pytest.mark.parametrize(("command", "key"), [("dpo", "train"), ("rm", "train"), ("dpo", "test")])
-def test_a_pair_is_accepted_up_to_the_last_place_of_the_model_and_named_one_token_beyond(
-    command, key, home, tmp_path
-):
+def test_pair_one_token_too_long_is_named(command, key, home, tmp_path):
     rows = (home / "pairs.jsonl").read_text().splitlines()
     tokenizer, places = AutoTokenizer.from_pretrained(home / "model"), 256
     prompt = [
@@ -386,7 +369,7 @@ def test_a_pair_is_accepted_up_to_the_last_place_of_the_model_and_named_one_toke
     done(command, home, tmp_path / "run", *overrides)
 
 
-def test_a_curriculum_over_too_few_problems_is_told_before_a_model_is_loaded(home, tmp_path):
+def test_curriculum_over_too_few_problems_is_refused_early(home, tmp_path):
     shutil.copytree(home / "model", tmp_path / "model")
     # nobody reads more than its header
     save_file({"x": torch.zeros(1)}, tmp_path / "model/model.safetensors")
@@ -405,7 +388,7 @@ def test_a_curriculum_over_too_few_problems_is_told_before_a_model_is_loaded(hom
     )
 
 
-def test_a_teacher_with_another_tokenizer_of_the_same_size_is_a_users_error(home, tmp_path):
+def test_teacher_with_another_tokenizer_is_refused(home, tmp_path):
     shutil.copytree(home / "teacher", tmp_path / "teacher")
     tree = json.loads((tmp_path / "teacher/tokenizer.json").read_text())
     for item in [*tree["added_tokens"], *([tree["model"]["vocab"]])]:
@@ -432,7 +415,7 @@ def test_a_reward_model_is_no_policy(home, tmp_path):
     assert "reward model" in text and "critic.path" in text
 
 
-def test_a_run_whose_reward_function_has_changed_is_not_gone_on_with(home, tmp_path):
+def test_resume_with_a_changed_reward_function_is_refused(home, tmp_path):
     reward = tmp_path / "mine.py"
     reward.write_text("def score(problem, completion):\n    return float(len(completion) % 2)\n")
     command = [
@@ -446,7 +429,7 @@ def test_a_run_whose_reward_function_has_changed_is_not_gone_on_with(home, tmp_p
     assert f"reward.function/{reward}" in mistake(*command, f"run.steps={STEPS + 1}")
 
 
-def test_the_file_of_a_reward_function_named_by_its_module_is_an_input_too():
-    config = Config(reward=Reward(function="tandem.rewards.countdown:countdown"))
+def test_file_of_a_reward_function_in_a_module_is_an_input():
+    config = Config(reward=Reward(function="tandem.rewards.builtin:exact"))
     [(key, digest)] = input_hashes(config).items()
-    assert key.endswith("tandem/rewards/countdown.py") and len(digest) == 64
+    assert key.endswith("tandem/rewards/builtin.py") and len(digest) == 64

@@ -3,57 +3,17 @@ imported."""
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tandem import __version__
 from tandem.config.recipe import describe
-
-ROOT = Path(__file__).parents[2]
-# The console script's entry point; a last line on stderr says whether torch was imported on the
-# way.
-ENTRY = """
-import sys
-from tandem.cli.main import run
-try:
-    run()
-finally:
-    print("torch" in sys.modules, file=sys.stderr)
-"""
-
-
-def tandem(*arguments, cwd):
-    """(exit code, stdout, stderr, whether torch was imported)"""
-    result = subprocess.run(
-        [sys.executable, "-c", ENTRY, *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "HF_HUB_OFFLINE": "1",
-            "PATH": "/usr/bin:/bin",
-            "COLUMNS": "200",
-        },
-    )
-    *stderr, torch = result.stderr.splitlines()
-    return result.returncode, result.stdout, "\n".join(stderr), torch == "True"
+from tests.support.command import ROOT, assert_is_a_users_error, tandem
 
 
 def write(path, text):
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def assert_is_a_users_error(result, *words, torch):
-    """Exit code 2, nothing on stdout, a told error and no traceback."""
-    code, stdout, stderr, imported = result
-    assert code == 2 and stdout == ""
-    assert stderr.startswith("error: ") and "Traceback" not in stderr
-    assert all(word in stderr for word in words), stderr
-    assert imported == torch
 
 
 @pytest.mark.parametrize(
@@ -65,7 +25,7 @@ def test_help_and_version_come_before_torch(arguments, tmp_path):
     assert stdout.strip() == __version__ if arguments[0].endswith("version") else "Usage" in stdout
 
 
-def test_a_bare_command_shows_the_help_and_an_unknown_one_is_an_error(tmp_path):
+def test_bare_command_shows_help_and_unknown_one_is_an_error(tmp_path):
     _, stdout, stderr, torch = tandem(cwd=tmp_path)
     assert "Usage" in stdout + stderr and "Traceback" not in stderr and not torch
     code, _, stderr, torch = tandem("trian", cwd=tmp_path)
@@ -73,13 +33,13 @@ def test_a_bare_command_shows_the_help_and_an_unknown_one_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_a_missing_recipe_is_told_before_torch_is_imported(command, tmp_path):
+def test_missing_recipe_is_printed_before_torch_is_imported(command, tmp_path):
     result = tandem(command, "none.toml", cwd=tmp_path)
     assert_is_a_users_error(result, "the recipe does not exist", "none.toml", torch=False)
 
 
 @pytest.mark.parametrize("command", ["sft", "eval"])
-def test_every_mistake_of_a_config_is_told_before_torch_is_imported(command, tmp_path):
+def test_config_mistakes_are_printed_before_torch_is_imported(command, tmp_path):
     write(tmp_path / "r.toml", "[rl]\ngrop_size = 4\n")
     result = tandem(command, "r.toml", "run.seed=x", cwd=tmp_path)
     assert_is_a_users_error(
@@ -87,7 +47,7 @@ def test_every_mistake_of_a_config_is_told_before_torch_is_imported(command, tmp
     )
 
 
-def test_a_broken_invariant_is_told_as_a_bug_with_its_traceback(tmp_path):
+def test_broken_invariant_is_printed_as_a_bug_with_its_traceback(tmp_path):
     program = (
         "import tandem.cli.main as main\nfrom tandem.runtime.errors import InvariantError\n"
         "def app():\n    raise InvariantError('a token has changed', next='report this')\n"
@@ -106,14 +66,14 @@ def problems(tmp_path_factory):
     return write(tmp_path_factory.mktemp("data") / "problems.jsonl", text)
 
 
-def test_missing_data_is_a_users_error_that_names_the_key_and_the_file(tmp_path):
+def test_missing_data_error_names_the_key_and_the_file(tmp_path):
     write(tmp_path / "r.toml", "[data]\ntrain = 'none.jsonl'\n")
     assert_is_a_users_error(
         tandem("train", "r.toml", cwd=tmp_path), "data.train", "none.jsonl", torch=True
     )
 
 
-def test_a_missing_model_is_a_users_error_that_names_the_key_and_the_directory(problems, tmp_path):
+def test_missing_model_error_names_the_key_and_the_directory(problems, tmp_path):
     write(tmp_path / "r.toml", f"[data]\ntrain = '{problems}'\n")
     result = tandem("train", "r.toml", "model.path=./none", cwd=tmp_path)
     assert_is_a_users_error(

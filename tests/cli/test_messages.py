@@ -1,6 +1,6 @@
 """What a person reads who got something wrong: each message as it is in messages.txt.
 
-python -m tests.cli.test_messages     # writes the file anew; read the difference before it is committed
+python -m tests.cli.test_messages     # writes the file again; read the diff before a commit
 """
 
 import json

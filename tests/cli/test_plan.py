@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tandem.cli.plan import plan
 from tandem.config.recipe import load_config
-from tandem.jobs.needs import Machine, require_disk
+from tandem.jobs.resources import Machine, require_disk
 from tandem.runtime.errors import UserError
 from tests.support.home import invoke, make_home
 
@@ -29,13 +29,11 @@ def planned(home, folder, *overrides, command="train"):
     return result.exit_code, result.output.splitlines()[-1], result.output
 
 
-def test_a_run_that_could_start_is_ready_and_its_plan_says_what_it_is(home, tmp_path):
+def test_plan_of_a_run_that_could_start_is_ready(home, tmp_path):
     code, last, text = planned(home, tmp_path / "run", "rl.algorithm=dr_grpo", "rollout.workers=2")
-    assert (
-        code == 0
-        and last
-        == f"ready: 2 steps of 32 episodes, 384 sampled tokens at most and 1 update each, a new run in {tmp_path}/run"
-    )
+    work = "2 steps of 32 episodes, 384 sampled tokens at most and 1 update each"
+    assert code == 0
+    assert last == f"ready: {work}, a new run in {tmp_path}/run"
     lines = [" ".join(line.split()) for line in text.splitlines()]
     order = [lines.index(title) for title in ("data", "memory", "disk")]
     assert lines[0].startswith("changed keys") and order == sorted(order)
@@ -110,7 +108,7 @@ def test_a_model_without_weights_is_found_without_loading_any(home, tmp_path):
     assert code == 2 and "the model cannot be loaded" in last
 
 
-def test_more_memory_than_the_machine_has_is_not_ready_workers_included(home, tmp_path):
+def test_plan_beyond_memory_is_not_ready_workers_included(home, tmp_path):
     code, last, _ = planned(home, tmp_path / "run", "rollout.workers=50000")
     assert (
         code == 2

@@ -49,23 +49,21 @@ def shown(steps, *, of=100, terminal=False, eval_every=0, resumed=0, row=ROW):
     return output.file.getvalue(), log, live.file.getvalue()
 
 
-def test_a_line_in_a_file_has_the_step_the_reward_the_speed_and_the_time_left():
+def test_line_has_step_reward_speed_and_time_left():
     text, log, _ = shown([3.1] * 12)
     assert text.splitlines() == log
-    assert (
-        log[-1]
-        == "step  10/100  reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 4 min 39 s"
-    )
+    figures = "reward 0.512  3.10 s/step  entropy 1.20  gap 0.0e+00  412 tok/s"
+    assert log[-1] == f"step  10/100  {figures}  left 4 min 39 s"
 
 
 @pytest.mark.parametrize("seconds", [0.5, 31.0, 95.0, 4000.0])
-def test_on_80_columns_the_time_left_is_on_the_live_line_whatever_a_step_takes(seconds):
+def test_live_line_of_80_columns_has_the_time_left(seconds):
     _, _, line = shown([seconds] * 40, terminal=True)
     assert f"40/100 left {duration(60 * seconds)} reward 0.512" in line
     assert [len(row.rstrip()) <= 80 for row in line.rstrip("\n").split("\n")] == [True]
 
 
-def test_the_time_left_is_the_median_of_recent_steps_and_the_evaluations_to_come():
+def test_time_left_counts_median_steps_and_evaluations():
     _, log, _ = shown(
         [500.0] * 5 + [2.0, 2.0, 90.0, 2.0, 2.0, 2.0, 1.0, 3.0, 2.0, 2.0], eval_every=10, of=20
     )
@@ -73,24 +71,24 @@ def test_the_time_left_is_the_median_of_recent_steps_and_the_evaluations_to_come
     assert log[-1].endswith("2.00 s/step  entropy 1.20  gap 0.0e+00  412 tok/s  left 17 s")
 
 
-def test_slow_steps_get_a_line_each_and_fast_ones_twenty_of_a_run():
+def test_slow_steps_get_a_line_each_and_fast_runs_twenty():
     assert len(shown([30.0] * 15, of=1000)[1]) == 15
     assert len(shown([0.01] * 1000, of=1000)[1]) == 21  # the first one too
 
 
-def test_a_resumed_run_tells_the_time_left_after_its_first_step():
+def test_resumed_run_shows_time_left_after_its_first_step():
     assert shown([40.0], resumed=30, of=50)[1][0].endswith("left 12 min 40 s")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_at_an_evaluation_the_training_reward_is_told_as_well(terminal):
+def test_evaluation_shows_the_training_reward_too(terminal):
     text, log, _ = shown([1.0] * 3, eval_every=3, terminal=terminal)
     for lines in (text, "\n".join(log)):
         assert "step   3/100  reward 0.512" in lines
         assert "step   3/100  held-out reward: sampled 0.824 ± 0.084, greedy 0.859" in lines
 
 
-def test_nothing_is_told_of_step_0_without_held_out_problems():
+def test_step_0_without_an_eval_set_prints_no_line():
     progress = StepProgress(
         "train", 10, output=Console(file=io.StringIO()), log=lambda line: pytest.fail(line)
     )
@@ -98,7 +96,7 @@ def test_nothing_is_told_of_step_0_without_held_out_problems():
     assert progress.output.file.getvalue() == ""
 
 
-def test_a_warning_is_told_once_and_is_in_the_log():
+def test_warning_is_printed_once_and_logged():
     _, log, _ = shown([1.0] * 3, row=ROW | {"truncated": 0.9, "bad/[loss]": 1.0})
     assert [line for line in log if "warning" in line] == [
         "warning at step 1: an update was skipped, not finite: [loss]",

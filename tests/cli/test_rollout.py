@@ -15,17 +15,17 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.cli.rollout import ABOUT, hashes, open_output, output_at, rollout, write_batches
+from tandem.cli.rollout import ABOUT, Output, hashes, open_output, rollout, write_batches
 from tandem.config.schema import Config, Data
-from tandem.data.chats import read_chats
+from tandem.data.chats import parse_chat
 from tandem.data.problems import read_problems
+from tandem.data.readers.rows import read_rows
 from tandem.model.tiny import make_tiny
 from tandem.run_folder.episode_files import SCHEMA
-from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.errors import UserError
-from tandem.tasks.algebra import write_dataset
 from tandem.types import Episode, Group, Problem
-from tests.cli.test_main import ROOT, assert_is_a_users_error, tandem
+from tests.support.command import ROOT, assert_is_a_users_error, tandem
+from tests.support.datasets import write_algebra
 from tests.support.faults import in_a_fork
 
 BATCHES = 4
@@ -75,11 +75,12 @@ def batch(number, clock):
 
 
 def write(out, *, make=batch, fresh=False, seed=0):
-    output = output_at(out)
+    output = Output(out)
     output.check()
     config = Config.model_validate({"run": {"seed": seed}})
     with open_output(output, config, fresh) as run:
-        write_batches(run.path, output, BATCHES, {"data.train": "0" * 64}, make)
+        assert run.path == output.folder
+        write_batches(output, BATCHES, {"data.train": "0" * 64}, make)
     return output
 
 
@@ -111,9 +112,7 @@ def undisturbed(tmp_path_factory):
 
 @OUTPUTS
 @pytest.mark.parametrize("last", range(BATCHES))
-def test_a_rollout_killed_before_a_batch_goes_on_there_and_leaves_the_same_bytes(
-    name, last, undisturbed, tmp_path
-):
+def test_killed_rollout_goes_on_and_leaves_the_same_bytes(name, last, undisturbed, tmp_path):
     assert in_a_fork(partial(write, tmp_path / name, make=partial(until, last))) == -signal.SIGKILL
     made = []
     output = write(
@@ -121,72 +120,72 @@ def test_a_rollout_killed_before_a_batch_goes_on_there_and_leaves_the_same_bytes
     )
     assert made == list(range(last, BATCHES))
     assert contents(output.path) == contents(undisturbed[name].path)
-    assert (output.run_folder / "metrics.jsonl").read_bytes() == (
-        undisturbed[name].run_folder / "metrics.jsonl"
+    assert (output.folder / "metrics.jsonl").read_bytes() == (
+        undisturbed[name].folder / "metrics.jsonl"
     ).read_bytes()
 
 
 def copied(output, folder):
     """The output and its run folder, in another place."""
-    for place in {output.path, output.run_folder}:
+    for place in {output.path, output.folder}:
         (shutil.copytree if place.is_dir() else shutil.copy)(place, folder / place.name)
-    return output_at(folder / output.path.name)
+    return Output(folder / output.path.name)
 
 
 @pytest.mark.parametrize("offset", [*np.random.default_rng(0).random(8).tolist(), 0.0, 0.25, 1.0])
-@pytest.mark.parametrize("rows_kept", ["all rows", "the rows of whole batches", "a torn row"])
-def test_a_jsonl_cut_at_any_byte_is_made_whole(offset, rows_kept, undisturbed, tmp_path):
+def test_jsonl_cut_at_any_byte_is_written_again(offset, undisturbed, tmp_path):
     output = copied(undisturbed["episodes.jsonl"], tmp_path)
-    ends = [row["file_bytes"] for row in read_metrics(output.run_folder)]
-    size = int(offset * ends[-1])
-    os.truncate(output.path, size)
-    metrics = output.run_folder / "metrics.jsonl"
+    os.truncate(output.path, int(offset * output.path.stat().st_size))
+    write(output.path, make=never)
+    assert contents(output.path) == contents(undisturbed["episodes.jsonl"].path)
+
+
+@OUTPUTS
+@pytest.mark.parametrize("rows", range(BATCHES + 1))
+@pytest.mark.parametrize("torn", [0, 9])
+def test_metrics_cut_at_any_row_lead_to_the_same_bytes(name, rows, torn, undisturbed, tmp_path):
+    output = copied(undisturbed[name], tmp_path)
+    metrics = output.folder / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
-    whole = sum(end <= size for end in ends)
-    if rows_kept != "all rows":
-        metrics.write_bytes(
-            b"".join(lines[:whole])
-            + (lines[whole : whole + 1] or [b""])[0][:9] * ("torn" in rows_kept)
-        )
+    metrics.write_bytes(b"".join(lines[:rows]) + b"".join(lines[rows : rows + 1])[:torn])
     made = []
     write(output.path, make=lambda number, clock: made.append(number) or batch(number, clock))
-    assert made == list(range(whole, BATCHES))
-    assert contents(output.path) == contents(undisturbed["episodes.jsonl"].path)
+    assert made == list(range(rows, BATCHES))
+    assert contents(output.path) == contents(undisturbed[name].path)
     assert metrics.read_bytes() == b"".join(lines)
 
 
+@pytest.mark.parametrize("moment", ["before", "midway", "after"])
+def test_kill_during_the_jsonl_export_is_repaired(moment, undisturbed, tmp_path):
+    output = copied(undisturbed["episodes.jsonl"], tmp_path)
+    output.path.write_bytes(b"old")
+    temporary = tmp_path / ".tmp-episodes.jsonl"
+    if moment != "before":
+        temporary.write_bytes(undisturbed["episodes.jsonl"].path.read_bytes()[:100])
+    if moment == "after":
+        temporary.rename(output.path)
+    write(output.path, make=never)
+    assert contents(output.path) == contents(undisturbed["episodes.jsonl"].path)
+    assert not temporary.exists()
+
+
 @pytest.mark.parametrize("lost", range(BATCHES))
-def test_a_parquet_folder_with_a_missing_file_and_a_temporary_one_is_made_whole(
-    lost, undisturbed, tmp_path
-):
-    output = copied(undisturbed["episodes"], tmp_path)
-    torn = output.path / f"rollout_step_{lost:06d}.parquet"
-    torn.rename(temporary := output.path / f".tmp-{torn.name}")
+@OUTPUTS
+def test_a_missing_file_and_those_behind_it_are_made_again(name, lost, undisturbed, tmp_path):
+    output = copied(undisturbed[name], tmp_path)
+    torn = output.folder / f"rollout_step_{lost:06d}.parquet"
+    torn.rename(temporary := output.folder / f".tmp-{torn.name}")
     os.truncate(temporary, temporary.stat().st_size // 2)
 
     def make(number, clock):
-        names = [file.name for file in sorted(output.path.glob("*.parquet"))]
+        names = [file.name for file in sorted(output.folder.glob("*.parquet"))]
         # what is not trusted is gone
         assert names == [f"rollout_step_{n:06d}.parquet" for n in range(number)]
         return batch(number, clock)
 
     write(output.path, make=make)
-    assert not temporary.exists() and contents(output.path) == contents(
-        undisturbed["episodes"].path
-    )
-
-
-def test_a_batch_without_its_row_is_made_again(undisturbed, tmp_path):
-    for name, source in undisturbed.items():
-        output = copied(source, tmp_path)
-        metrics = output.run_folder / "metrics.jsonl"
-        metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))
-        made = []
-        write(
-            output.path,
-            make=lambda number, clock, made=made: made.append(number) or batch(number, clock),
-        )
-        assert made == [BATCHES - 1] and contents(output.path) == contents(undisturbed[name].path)
+    assert not temporary.exists()
+    assert contents(output.path) == contents(undisturbed[name].path)
 
 
 def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
@@ -223,9 +222,7 @@ def test_what_json_has_no_number_for_is_null(tmp_path):
 
 
 @OUTPUTS
-def test_another_config_is_refused_and_fresh_keeps_the_old_output_beside_the_new(
-    name, undisturbed, tmp_path
-):
+def test_other_config_is_refused_and_fresh_keeps_the_old_output(name, undisturbed, tmp_path):
     output = copied(undisturbed[name], tmp_path)
     with pytest.raises(UserError, match="config differs") as caught:
         write(output.path, seed=1, make=never)
@@ -236,9 +233,9 @@ def test_another_config_is_refused_and_fresh_keeps_the_old_output_beside_the_new
     assert contents(output.path) != contents(undisturbed[name].path)
 
 
-def test_fresh_killed_between_its_two_renames_still_keeps_the_old_file(undisturbed, tmp_path):
+def test_fresh_killed_between_two_renames_keeps_the_old_file(undisturbed, tmp_path):
     output = copied(undisturbed["episodes.jsonl"], tmp_path)
-    output.run_folder.rename(tmp_path / f"{output.run_folder.name}.old-1")
+    output.folder.rename(tmp_path / f"{output.folder.name}.old-1")
     write(output.path, seed=1, make=lambda number, clock: batch(number + 7, clock))
     assert contents(tmp_path / "episodes.jsonl.old-1") == contents(
         undisturbed["episodes.jsonl"].path
@@ -258,16 +255,14 @@ def test_two_at_once_are_refused(name, tmp_path):
 
 
 # With a model
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with data, a tiny model and a recipe: 7 problems, 2 in a batch."""
     folder = tmp_path_factory.mktemp("home")
-    write_dataset(
-        folder / "data", "easy", num_train=7, num_test=2, num_warm=2, seed=0, careless=0.0
-    )
+    write_algebra(folder / "data", num_train=7, num_test=2, num_warm=2)
     make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
     (folder / "recipe.toml").write_text(
         "[data]\ntrain = 'data/train.jsonl'\n[model]\npath = 'model'\n"
@@ -301,7 +296,7 @@ def outputs(home, tmp_path_factory):
     folder = tmp_path_factory.mktemp("outputs")
     for name in ("episodes.jsonl", "episodes"):
         rollout(config(home), folder / name)
-    return {name: output_at(folder / name) for name in ("episodes.jsonl", "episodes")}
+    return {name: Output(folder / name) for name in ("episodes.jsonl", "episodes")}
 
 
 def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
@@ -328,32 +323,24 @@ def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
         assert [row[name] for row in rows] == [row[name] for row in wanted]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_jsonl_of_a_model_cut_at_any_byte_is_made_whole(seed, home, outputs, tmp_path):
-    output = copied(outputs["episodes.jsonl"], tmp_path)
-    os.truncate(output.path, int(np.random.default_rng(seed).integers(output.path.stat().st_size)))
+@OUTPUTS
+def test_the_files_of_a_model_are_made_again_from_where_they_end(name, home, outputs, tmp_path):
+    output = copied(outputs[name], tmp_path)
+    last = output.folder / "rollout_step_000003.parquet"
+    last.rename(last.with_name(f".tmp-{last.name}"))
     rollout(config(home), output.path)
-    assert contents(output.path) == contents(outputs["episodes.jsonl"].path)
-
-
-def test_the_parquet_files_of_a_model_are_made_again_from_where_they_end(home, outputs, tmp_path):
-    output = copied(outputs["episodes"], tmp_path)
-    (output.path / "rollout_step_000003.parquet").rename(
-        output.path / ".tmp-rollout_step_000003.parquet"
-    )
-    rollout(config(home), output.path)
-    assert contents(output.path) == contents(outputs["episodes"].path)
-    assert not list(output.path.glob(".tmp-*"))
+    assert contents(output.path) == contents(outputs[name].path)
+    assert not list(output.folder.glob(".tmp-*"))
 
 
 @OUTPUTS
 def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, capsys):
-    home, output = private(home, tmp_path), output_at(tmp_path / name)
+    home, output = private(home, tmp_path), Output(tmp_path / name)
     rollout(config(home), output.path)
     before = contents(output.path)
     (home / "model/model.safetensors").write_bytes(b"no weights")
-    about = json.loads((output.run_folder / ABOUT).read_text())
-    (output.run_folder / ABOUT).write_text(json.dumps(about | {"inputs": hashes(config(home))}))
+    about = json.loads((output.folder / ABOUT).read_text())
+    (output.folder / ABOUT).write_text(json.dumps(about | {"inputs": hashes(config(home))}))
     capsys.readouterr()
     rollout(config(home), output.path)
     printed = capsys.readouterr().out
@@ -367,7 +354,7 @@ def test_a_complete_rollout_says_so_and_loads_no_model(name, home, tmp_path, cap
         rollout(config(home), tmp_path / "other")
 
 
-def test_what_stands_behind_a_complete_rollout_is_cut_off(home, outputs, tmp_path):
+def test_bytes_behind_a_complete_rollout_are_cut_off(home, outputs, tmp_path):
     output = copied(outputs["episodes.jsonl"], tmp_path)
     with output.path.open("ab") as file:
         file.write(b'{"step": 4, "gr')
@@ -419,11 +406,9 @@ def test_other_inputs_are_refused_by_name_and_taken_with_fresh(home, tmp_path):
     ) == 14
 
 
-def test_every_batch_has_its_line_and_the_summary_counts_all_starts(
-    home, outputs, tmp_path, capsys
-):
+def test_summary_counts_the_batches_of_all_starts(home, outputs, tmp_path, capsys):
     output = copied(outputs["episodes.jsonl"], tmp_path)
-    os.truncate(output.path, output.path.stat().st_size - 1)
+    (output.folder / "rollout_step_000003.parquet").unlink()
     rollout(config(home), output.path)
     probe, *lines = [line for line in capsys.readouterr().out.splitlines() if line[0].isalpha()]
     assert probe.startswith("exactness probe: ")
@@ -437,7 +422,9 @@ import time
 from pathlib import Path
 from tandem.rewards.answer import score as answer
 def score(problem, completion):
-    while Path(__file__).with_name("e.jsonl").exists() and not Path(__file__).with_name("go").exists():
+    folder = Path(__file__).parent
+    first = folder / "e.jsonl.rollout/rollout_step_000000.parquet"
+    while first.exists() and not (folder / "go").exists():
         time.sleep(0.01)
     return {"answer": answer(completion, problem.answer)}
 """
@@ -457,23 +444,25 @@ def test_a_real_kill_loses_nothing(home, outputs, tmp_path):
     command = [sys.executable, "-m", "tandem", "rollout", "recipe.toml", *values]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=home, env=env, start_new_session=True)
-    while process.poll() is None and not (tmp_path / "e.jsonl").exists():
+    first = tmp_path / "e.jsonl.rollout/rollout_step_000000.parquet"
+    rows = first.with_name("metrics.jsonl")
+    while process.poll() is None and not (rows.exists() and rows.read_bytes().endswith(b"\n")):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     (tmp_path / "go").touch()
-    assert (tmp_path / "e.jsonl").read_bytes() != contents(outputs["episodes.jsonl"].path)
+    before = first.stat().st_mtime_ns
+    assert not (tmp_path / "e.jsonl").exists()
     subprocess.run(command, cwd=home, env=env, check=True)
     assert (tmp_path / "e.jsonl").read_bytes() == contents(outputs["episodes.jsonl"].path)
+    assert first.stat().st_mtime_ns == before
 
 
 # Read again, as docs/data.md says
-# -------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 
 
-def test_the_first_sample_of_each_problem_is_a_data_file_and_the_whole_is_refused_for_its_uids(
-    home, outputs, tmp_path
-):
+def test_first_sample_of_each_problem_is_a_data_file(home, outputs, tmp_path):
     path = outputs["episodes.jsonl"].path
     how = Data(prompt_column="messages", category_column="category")
     with pytest.raises(UserError, match="cannot be used") as caught:
@@ -491,20 +480,20 @@ def test_the_first_sample_of_each_problem_is_a_data_file_and_the_whole_is_refuse
     ]
 
 
-def test_episodes_become_chats_by_putting_the_transcript_behind_the_messages(outputs, tmp_path):
+def test_messages_and_transcripts_are_chats_for_sft(outputs, tmp_path):
     rows = [json.loads(line) for line in outputs["episodes.jsonl"].path.read_bytes().splitlines()]
     chats = [
         {"messages": [*(row["opening"] or row["messages"]), *row["transcript"]]} for row in rows
     ]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    assert len(read_chats(str(tmp_path / "chats.jsonl"), key="sft.train")) == 14
+    assert len(read_rows(str(tmp_path / "chats.jsonl"), parse_chat, key="sft.train")) == 14
 
 
 # Mistakes, before any work
-# --------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 
 
-def test_an_output_that_cannot_be_is_told_before_anything_is_made(home, tmp_path):
+def test_impossible_output_is_refused_before_any_work(home, tmp_path):
     (tmp_path / "mine.jsonl").write_text("{}\n")
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "other").mkdir()
@@ -528,7 +517,7 @@ def test_an_output_that_cannot_be_is_told_before_anything_is_made(home, tmp_path
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine.jsonl").read_text() == "{}\n"
 
 
-def test_the_command_tells_a_missing_parent_and_unreadable_data_with_exit_code_2(home, tmp_path):
+def test_missing_parent_and_unreadable_data_exit_with_2(home, tmp_path):
     result = tandem("rollout", home / "recipe.toml", "--out", tmp_path / "none/e.jsonl", cwd=home)
     assert_is_a_users_error(
         result, "the folder of the output does not exist", f"mkdir -p {tmp_path}/none", torch=True

@@ -15,8 +15,8 @@ from tandem.cli import serve
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import make_tiny
 from tandem.runtime.errors import UserError
-from tests.cli.test_main import ENTRY, ROOT, assert_is_a_users_error, tandem
 from tests.data.test_renderer import make_model
+from tests.support.command import ENTRY, ROOT, assert_is_a_users_error, tandem
 from tests.support.waiting import WAIT_S
 
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "example.com", "::"])
-def test_other_machines_need_a_key_and_that_is_told_before_anything_is_loaded(host, tmp_path):
+def test_public_host_without_a_key_is_refused_before_loading(host, tmp_path):
     result = tandem("serve", "no/model", "--host", host, cwd=tmp_path)
     assert_is_a_users_error(result, "needs an API key", host, "TANDEM_API_KEY", torch=False)
 
@@ -70,8 +70,9 @@ def test_a_taken_port_and_a_missing_model_are_users_errors():
         serve.serve(options(model="./none"))
 
 
-def test_missing_packages_are_told_with_the_command_that_installs_them(tmp_path):
-    code = f"import sys\nsys.modules['uvicorn'] = None\nsys.argv = ['tandem', 'serve', 'no/model']\n{ENTRY}"
+def test_missing_packages_error_has_the_install_command(tmp_path):
+    code = "import sys\nsys.modules['uvicorn'] = None\n"
+    code += f"sys.argv = ['tandem', 'serve', 'no/model']\n{ENTRY}"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
     )
@@ -129,7 +130,7 @@ def test_it_says_where_it_serves_and_ends_soon_after_a_signal(model, ending):
 # ---- texts
 
 
-def test_raw_text_gets_the_tokenizers_own_beginning_and_tokens_keep_their_spaces(tmp_path):
+def test_raw_text_gets_bos_and_tokens_keep_their_spaces(tmp_path):
     texts = serve.RendererTexts(load_renderer(make_model(tmp_path)))
     tokens = texts.encode("é a").tolist()
     assert [texts.token_text(t) for t in tokens] == ["<|bos|>", "\ufffd", "\ufffd", " ", "a"]

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.config.schema import Data
 from tandem.data.problems import read_problems
-from tests.cli.test_commands import home, invoke, mistake  # noqa: F401  (the fixture)
+from tests.support.home import invoke, make_home, mistake
 
 ROWS = [{"prompt": f"{n} + 1?", "answer": str(n + 1), "uid": f"q{n}", "level": n} for n in range(4)]
 ENVIRONMENT = '''
@@ -22,8 +22,10 @@ class Echo(Env):
     def step(self, text):
         self.heard.append(text)
         if len(self.heard) == self.turns:
-            return Observation(done=True, reward=float(len(text)), parts={"letters": len("".join(self.heard))})
-        return Observation(messages=[{"role": "user", "content": f"you said {text}"}], penalty=0.5 * (text == "bad"))
+            letters = len("".join(self.heard))
+            return Observation(done=True, reward=float(len(text)), parts={"letters": letters})
+        messages = [{"role": "user", "content": f"you said {text}"}]
+        return Observation(messages=messages, penalty=0.5 * (text == "bad"))
 
 class Random(Env):
     def reset(self, problem):
@@ -35,13 +37,19 @@ class Broken(Env):
 '''
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"), steps=2)
+
+
 @pytest.fixture
 def data(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "my_env.py").write_text(ENVIRONMENT)
     (tmp_path / "my_reward.py").write_text(
-        "def score(problem, completion):\n    return {'right': float(problem.answer in completion), 'short': 0.5}\n"
+        "def score(problem, completion):\n"
+        "    return {'right': float(problem.answer in completion), 'short': 0.5}\n"
     )
     return path
 
@@ -104,7 +112,7 @@ def test_what_is_typed_at_the_prompt_is_taken_too(data, tmp_path):
     assert result.exit_code == 0 and "reward 3" in result.output, result.output
 
 
-def test_a_model_plays_an_environment(home, data, tmp_path):  # noqa: F811
+def test_a_model_plays_an_environment(home, data, tmp_path):
     how = ["--model", home / "model", "--rows", 2, "rollout.max_new_tokens=4", "env.max_turns=2"]
     output = tried(f"{tmp_path}/my_env.py:Echo", "--data", data, *how)
     assert output.count("turn(s), ended by") == 2 and output.count("assistant: ") >= 2
@@ -122,7 +130,7 @@ def test_mistakes_are_told_before_anything_is_played(data, tmp_path):
     )
 
 
-def test_an_environment_with_a_random_opening_is_refused_as_in_training(data, tmp_path):
+def test_environment_with_a_random_opening_is_refused(data, tmp_path):
     env = f"{tmp_path}/my_env.py:Random"
     assert "the episodes of a problem begin differently" in mistake(
         "try", env, "--data", data, "--answer", "a"
@@ -137,7 +145,7 @@ def test_an_environment_that_fails_is_told_row_by_row(data, tmp_path):
     assert result.output.count("the environment failed: ValueError: no such luck") == 2
 
 
-def test_rollout_keeps_the_problems_of_a_range_as_a_data_file_that_reads_back(home, tmp_path):  # noqa: F811
+def test_keep_writes_a_data_file_that_reads_back(home, tmp_path):
     out, reward = tmp_path / "episodes.jsonl", tmp_path / "by_row.py"
     reward.write_text("def score(problem, completion):\n    return int(problem.answer) % 3 / 2\n")
     command = ["rollout", home / "recipe.toml", f"reward.function={reward}:score", "--out", out]
@@ -156,15 +164,13 @@ def test_rollout_keeps_the_problems_of_a_range_as_a_data_file_that_reads_back(ho
 
 
 @pytest.mark.parametrize("text", ["0.2", "a:b", "0.8:0.2", ":", "nan:1"])
-def test_a_range_that_is_none_is_refused(text, home):  # noqa: F811
+def test_a_range_that_is_none_is_refused(text, home):
     assert "range of mean rewards cannot be read" in mistake(
         "rollout", home / "recipe.toml", "--keep", text
     )
 
 
-def test_code_is_not_scored_without_a_sandbox_unless_the_danger_is_named(
-    monkeypatch, data, tmp_path
-):
+def test_code_without_a_sandbox_is_refused_unless_allowed(monkeypatch, data, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no bubblewrap on it
     text = mistake("try", "code", "--data", data, "--answer", "print(1)")
     assert "bubblewrap" in text and "sandbox.run_untrusted_code_without_isolation" in text

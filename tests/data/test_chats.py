@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.data.chats import read_chats
+from tandem.data.chats import parse_chat
+from tandem.data.readers.rows import read_rows
 from tandem.runtime.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}
@@ -61,8 +62,8 @@ def jsonl(path, *rows):
 )
 def test_a_chat_is_read_in_the_forms_that_data_sets_have(tmp_path, row, chat):
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "c.parquet")
-    assert read_chats(jsonl(tmp_path / "c.jsonl", row), key="sft.train") == [chat]
-    assert read_chats(str(tmp_path / "c.parquet"), key="sft.train") == [chat]
+    assert read_rows(jsonl(tmp_path / "c.jsonl", row), parse_chat, key="sft.train") == [chat]
+    assert read_rows(str(tmp_path / "c.parquet"), parse_chat, key="sft.train") == [chat]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_a_chat_is_read_in_the_forms_that_data_sets_have(tmp_path, row, chat):
 def test_a_bad_chat_is_told_with_line_field_and_reason(tmp_path, row, where, said):
     path = jsonl(tmp_path / "c.jsonl", {"prompt": "?", "response": "2"}, row)
     with pytest.raises(UserError) as caught:
-        read_chats(path, key="sft.train")
+        read_rows(path, parse_chat, key="sft.train")
     message = str(caught.value)
     assert message.startswith("sft.train has a row that cannot be used\n")
     assert f"  where:    {path}{where}" == message.splitlines()[1]

@@ -33,7 +33,7 @@ def test_every_epoch_visits_each_problem_once_in_its_own_order():
 
 @pytest.mark.parametrize(("n", "per_step"), [(10, 5), (10, 4), (10, 10), (7, 3), (3, 8), (1, 4)])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_steps_cut_the_endless_sequence_of_epochs_without_gap_or_repeat(n, per_step, shuffle):
+def test_steps_cut_the_epochs_without_gap_or_repeat(n, per_step, shuffle):
     problems = some(n)
     steps = [
         problem
@@ -56,7 +56,7 @@ def test_a_step_larger_than_the_data_takes_problems_again():
 @pytest.mark.parametrize(
     "weights", [(1, 1), (0.7, 0.3), (0.9, 0.1), (1, 2, 5), (0.333, 0.333, 0.334), (1e-3, 1)]
 )
-def test_each_part_has_its_share_of_any_number_of_slots_to_less_than_one_a_part(weights):
+def test_each_part_has_its_share_of_any_number_of_slots(weights):
     shares = [Fraction(str(weight)) for weight in weights]
     counts = [taken_by(slots, shares) for slots in range(2000)]
     for slots, taken in enumerate(counts):
@@ -72,9 +72,7 @@ def test_each_part_has_its_share_of_any_number_of_slots_to_less_than_one_a_part(
 
 @pytest.mark.parametrize("per_step", [1, 3, 8, 10])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_steps_of_a_mixture_are_one_sequence_and_each_part_goes_through_epochs_of_its_own(
-    per_step, shuffle
-):
+def test_each_part_of_a_mixture_has_its_own_epochs(per_step, shuffle):
     mixed = mixture(0.5, 0.2, 0.3)
     slots = [
         item
@@ -126,7 +124,7 @@ def test_a_mixture_reads_as_the_parts_one_behind_the_other():
     assert list(mixed) == some(7, "a") + some(3, "b")
 
 
-def test_a_mixture_holds_the_lists_it_was_given_and_no_copies_of_them():
+def test_a_mixture_does_not_copy_its_items():
     parts = [some(3, "a"), some(2, "b")]
     held = Mixture(parts, [1, 1], ["a", "b"]).parts
     assert all(mine is given for mine, given in zip(held, parts, strict=True))

@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.data.preferences import Preference, read_preferences
+from tandem.data.preferences import Preference, parse_preference
+from tandem.data.readers.rows import read_rows
 from tandem.runtime.errors import UserError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -78,13 +79,17 @@ FORMS = {
 @pytest.mark.parametrize(("row", "expected"), FORMS.values(), ids=FORMS)
 def test_a_preference_is_read_from_every_form_of_a_row(tmp_path, row, expected):
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "p.parquet")
-    assert read_preferences(jsonl(tmp_path / "p.jsonl", row), key="preference.train") == [expected]
-    assert read_preferences(str(tmp_path / "p.parquet"), key="preference.train") == [expected]
+    assert read_rows(
+        jsonl(tmp_path / "p.jsonl", row), parse_preference, key="preference.train"
+    ) == [expected]
+    assert read_rows(str(tmp_path / "p.parquet"), parse_preference, key="preference.train") == [
+        expected
+    ]
 
 
-def test_preferences_come_in_the_order_of_the_file_whatever_their_forms(tmp_path):
+def test_preferences_keep_the_order_of_the_file(tmp_path):
     path = jsonl(tmp_path / "p.jsonl", *(row for row, _ in FORMS.values()))
-    assert read_preferences(path, key="preference.train") == [
+    assert read_rows(path, parse_preference, key="preference.train") == [
         expected for _, expected in FORMS.values()
     ]
 
@@ -155,7 +160,7 @@ MISTAKES = [
 def test_a_bad_preference_is_told_with_line_field_and_reason(tmp_path, row, where, said):
     path = jsonl(tmp_path / "p.jsonl", PAIR, row)
     with pytest.raises(UserError) as caught:
-        read_preferences(path, key="preference.train")
+        read_rows(path, parse_preference, key="preference.train")
     message = str(caught.value)
     assert message.startswith("preference.train has a row that cannot be used\n")
     assert f"  where:    {path}:2{where}" == message.splitlines()[1]

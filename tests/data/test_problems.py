@@ -94,7 +94,7 @@ def test_jsonl_and_parquet_give_the_same_problems(tmp_path):
     assert read(jsonl(tmp_path / "s.jsonl", *rows)) == read(parquet(tmp_path / "s.parquet", *rows))
 
 
-def test_the_answer_column_comes_before_verls_place_and_the_rest_stays_in_the_metadata(tmp_path):
+def test_the_answer_column_wins_over_verls_answer(tmp_path):
     [problem] = read(jsonl(tmp_path / "a.jsonl", VERL | {"answer": "4"}))
     assert problem.answer == "4"
     assert problem.metadata["reward_model"] == VERL["reward_model"]
@@ -118,7 +118,7 @@ def test_columns_are_named_by_the_config(tmp_path):
     assert problem.metadata == {"prompt": "unused", "label": "2", "kind": "sums"}
 
 
-def test_a_column_that_the_config_passes_over_stays_in_the_metadata(tmp_path):
+def test_an_unused_column_stays_in_the_metadata(tmp_path):
     row = {
         "prompt": "?",
         "answer": "2",
@@ -161,14 +161,14 @@ def test_a_number_of_a_parquet_column_keeps_its_digits(tmp_path, number, text):
 
 
 @pytest.mark.parametrize("value", [{"target": 24, "numbers": [1, 2.5]}, ["2", "é"], [], {}])
-def test_an_object_or_a_list_as_answer_is_its_json_and_stays_as_it_is_beside_it(tmp_path, value):
+def test_an_answer_of_an_object_or_a_list_is_its_json(tmp_path, value):
     rows = [GOOD | {"answer": value}, {"prompt": "?", "reward_model": {"ground_truth": value}}]
     for problem in read(jsonl(tmp_path / "o.jsonl", *rows)):
         assert problem.answer == json.dumps(value, ensure_ascii=False)
         assert problem.metadata == {"raw_answer": value}
 
 
-def test_an_answer_that_is_no_text_keeps_its_value_in_the_metadata(tmp_path):
+def test_an_answer_that_is_no_text_is_also_in_the_metadata(tmp_path):
     rows = [
         GOOD | {"answer": 2},
         GOOD | {"answer": 0.5},
@@ -184,7 +184,7 @@ def test_an_answer_that_is_no_text_keeps_its_value_in_the_metadata(tmp_path):
     assert (problem.answer, problem.metadata) == ("[1, 2]", {"raw_answer": [1, 2]})
 
 
-def test_uids_come_from_the_column_then_from_extra_info_then_from_the_row(tmp_path):
+def test_uids_come_from_the_column_extra_info_or_the_row(tmp_path):
     rows = [
         GOOD | {"uid": "a", "extra_info": {"uid": "b"}},
         GOOD | {"uid": None, "extra_info": {"uid": 7}},
@@ -194,7 +194,7 @@ def test_uids_come_from_the_column_then_from_extra_info_then_from_the_row(tmp_pa
     assert [p.uid for p in read(jsonl(tmp_path / "f.jsonl", *rows))] == ["a", "7", "f/3"]
 
 
-def test_the_system_message_is_put_in_front_only_where_there_is_none(tmp_path):
+def test_the_system_message_is_added_only_where_none_is(tmp_path):
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "?"}]
     first, second = read(
         jsonl(tmp_path / "s.jsonl", GOOD, GOOD | {"prompt": own}), system="Be brief."
@@ -209,7 +209,7 @@ def test_null_keys_that_parquet_adds_to_messages_are_left_out(tmp_path):
     assert problem.messages == ({"role": "user", "content": "?"},)
 
 
-def test_a_byte_order_mark_blank_lines_and_windows_line_ends_are_accepted(tmp_path):
+def test_byte_order_marks_and_blank_and_windows_lines_are_read(tmp_path):
     line = json.dumps(GOOD | {"answer": 2}).encode()
     (tmp_path / "w.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
     assert [p.uid for p in read(tmp_path / "w.jsonl")] == ["w/1", "w/2"]
@@ -229,7 +229,8 @@ def test_a_missing_file_is_told_with_its_key(tmp_path):
         "data.train names no file",
         "  where:    data.train",
         f"  found:    '{tmp_path}/no.jsonl', which does not exist",
-        "  expected: a JSONL, Parquet or CSV file, a Hugging Face dataset folder, or OWNER/NAME of one on the hub",
+        "  expected: a JSONL, Parquet or CSV file, a Hugging Face dataset folder, or OWNER/NAME "
+        "of one on the hub",
         f"  next:     ls {tmp_path}",
     ]
     assert "set data.train=FILE" in error_of("")
@@ -344,7 +345,7 @@ def test_a_bad_row_is_told_with_line_field_and_reason(tmp_path, line, where, sai
     assert said in message
 
 
-def test_a_row_of_50_mb_is_refused_and_the_next_rows_are_still_read(tmp_path):
+def test_a_row_of_50_mb_is_refused_and_later_rows_are_read(tmp_path):
     with (tmp_path / "l.jsonl").open("wb") as stream:
         stream.write(b'{"prompt": "' + b"x" * 50_000_000 + b'", "answer": "2"}\n{"prompt": 1}\n')
     message = error_of(tmp_path / "l.jsonl")
@@ -374,7 +375,7 @@ def test_a_parquet_file_damaged_in_the_middle_is_refused(tmp_path):
     assert "cannot be read as Parquet" in error_of(path)
 
 
-def test_different_mistakes_come_together_and_equal_ones_are_counted(tmp_path):
+def test_mistakes_come_together_and_equal_ones_are_counted(tmp_path):
     rows = [
         "{",
         GOOD | {"answer": None},
@@ -386,8 +387,8 @@ def test_different_mistakes_come_together_and_equal_ones_are_counted(tmp_path):
     message = error_of(jsonl(tmp_path / "m.jsonl", *rows))
     assert message.splitlines()[0] == "data.train has 5 rows that cannot be used"
     assert (
-        f"  - {tmp_path}/m.jsonl:2, answer (and 2 more): found null, expected text, a number, a list or an object"
-        in message
+        f"  - {tmp_path}/m.jsonl:2, answer (and 2 more): found null, expected text, a number, a "
+        "list or an object" in message
     )
     assert f"  - {tmp_path}/m.jsonl:6, prompt: found an empty list" in message
 
@@ -402,7 +403,7 @@ def test_reading_stops_after_ten_different_mistakes(tmp_path):
 # ---- several sources
 
 
-def test_several_sources_are_read_in_turn_and_rows_without_a_uid_keep_apart(tmp_path):
+def test_rows_of_several_sources_get_different_uids(tmp_path):
     paths = [
         tmp_path / name for name in ("a/train.jsonl", "b/train.jsonl", "b/train.json", "c.jsonl")
     ]
@@ -418,9 +419,7 @@ def test_several_sources_are_read_in_turn_and_rows_without_a_uid_keep_apart(tmp_
     ]
 
 
-def test_one_file_beside_another_of_the_same_name_in_a_folder_below_keeps_its_uids_apart(
-    tmp_path, monkeypatch
-):
+def test_files_of_one_name_in_two_folders_get_different_uids(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").mkdir()
     paths = [jsonl(tmp_path / "a.jsonl", GOOD), jsonl(tmp_path / "x/a.jsonl", GOOD)]
@@ -442,7 +441,7 @@ def test_a_uid_of_another_source_is_refused_with_both_places(tmp_path):
     [
         ([], (), "an empty list"),
         (["a.jsonl", "./a.jsonl"], (), "names a source twice"),
-        (["a.jsonl", "b.jsonl"], (1.0,), "1 for 2 sources"),
+        (["a.jsonl", "b.jsonl"], (1.0,), "[1.0] for 2 sources"),
         (["a.jsonl", "b.jsonl"], (1.0, 0.0), "a number above 0"),
         (["a.jsonl", ""], (), "no path"),
     ],
@@ -456,7 +455,7 @@ def test_sources_that_do_not_fit_are_refused(tmp_path, monkeypatch, names, weigh
     assert said in str(caught.value)
 
 
-def test_with_weights_the_problems_are_a_mixture_of_their_sources(tmp_path):
+def test_sources_with_weights_become_a_mixture(tmp_path):
     paths = [jsonl(tmp_path / f"{n}.jsonl", *[GOOD] * 3) for n in "ab"]
     mixed = read_problems(paths, Data(), key="data.train", weights=(3.0, 1.0))
     assert list(mixed) == read_problems(paths, Data(), key="data.train")
@@ -465,7 +464,8 @@ def test_with_weights_the_problems_are_a_mixture_of_their_sources(tmp_path):
 
 
 def test_reading_data_imports_neither_torch_nor_transformers():
-    code = "import sys, tandem.data.problems, tandem.data.chats; print({'torch', 'transformers'} & {*sys.modules})"
+    code = "import sys, tandem.data.problems, tandem.data.chats; "
+    code += "print({'torch', 'transformers'} & {*sys.modules})"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

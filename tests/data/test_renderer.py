@@ -63,6 +63,14 @@ def text_of(renderer, tokens):
     return renderer.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
 
 
+def prompt_of(renderer, messages):
+    return renderer.prompts([messages])[0]
+
+
+def training_of(renderer, messages, loss="assistant"):
+    return renderer.training_samples([messages], loss)[0]
+
+
 def ids(renderer, *tokens):
     return tuple(sorted(renderer.tokenizer.convert_tokens_to_ids(list(tokens))))
 
@@ -79,7 +87,7 @@ def error_of(call, *args):
 def test_a_prompt_is_what_transformers_makes_of_the_chat(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
     messages = [{"role": "system", "content": "Sei kurz: é"}, user("1 + 1 =\n\n?")]
-    tokens = renderer.prompt(messages)
+    tokens = prompt_of(renderer, messages)
     assert tokens.dtype == np.int64
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
@@ -91,7 +99,7 @@ def test_prompts_together_equal_prompts_one_by_one(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
     chats = [[user("x" * n)] for n in range(1, 40)]
     for together, chat in zip(renderer.prompts(chats), chats, strict=True):
-        assert np.array_equal(together, renderer.prompt(chat))
+        assert np.array_equal(together, prompt_of(renderer, chat))
 
 
 def test_decode_leaves_special_tokens_out_and_text_as_it_is(tmp_path):
@@ -102,10 +110,10 @@ def test_decode_leaves_special_tokens_out_and_text_as_it_is(tmp_path):
     assert renderer.decode(np.array(tokens)) == "it 's é , done ."
 
 
-def test_a_template_that_prints_the_date_prints_the_same_every_day(tmp_path):
+def test_a_template_prints_the_same_date_every_day(tmp_path):
     template = "\n{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d %H:%M') }}" + CHATML
     renderer = load_renderer(make_model(tmp_path, template))
-    assert text_of(renderer, renderer.prompt([user("?")])).startswith(
+    assert text_of(renderer, prompt_of(renderer, [user("?")])).startswith(
         "\n26 Jul 2024|2024-07-26 00:00<|im_start|>"
     )
     assert renderer.tokenizer.chat_template == template, "an exported model keeps its own template"
@@ -117,20 +125,20 @@ def test_a_template_that_prints_the_date_prints_the_same_every_day(tmp_path):
 def test_loss_is_on_the_assistants_text_and_its_end_of_turn(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
     messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye\n\n!"), user("ok")]
-    tokens, loss_mask = renderer.training(messages)
+    tokens, loss_mask = training_of(renderer, messages)
     assert (tokens.dtype, loss_mask.dtype, tokens.shape) == (np.int64, bool, loss_mask.shape)
     assert text_of(renderer, tokens[loss_mask]) == "yo<|im_end|>bye\n\n!<|im_end|>"
     whole = renderer.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert tokens.tolist() == whole
 
 
-def test_the_tokens_without_loss_before_a_turn_are_the_engines_prompt(tmp_path):
+def test_the_tokens_before_a_turn_are_the_engines_prompt(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
     messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
-    tokens, loss_mask = renderer.training(messages)
+    tokens, loss_mask = training_of(renderer, messages)
     starts = np.flatnonzero(np.diff(loss_mask.astype(int)) == 1) + 1
     for start, turn in zip(starts, (1, 3), strict=True):
-        assert np.array_equal(tokens[:start], renderer.prompt(messages[:turn]))
+        assert np.array_equal(tokens[:start], prompt_of(renderer, messages[:turn]))
 
 
 def test_trainings_together_equal_trainings_one_by_one(tmp_path):
@@ -139,21 +147,21 @@ def test_trainings_together_equal_trainings_one_by_one(tmp_path):
         [user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))]
         for n in range(1, 30)
     ]
-    for (tokens, loss_mask), chat in zip(renderer.trainings(chats), chats, strict=True):
-        alone, alone_mask = renderer.training(chat)
+    for (tokens, loss_mask), chat in zip(renderer.training_samples(chats), chats, strict=True):
+        alone, alone_mask = training_of(renderer, chat)
         assert np.array_equal(tokens, alone)
         assert np.array_equal(loss_mask, alone_mask)
 
 
-def test_a_template_that_forgets_thoughts_serves_one_turn_and_is_refused_for_two(tmp_path):
+def test_a_template_that_forgets_thoughts_serves_one_turn_only(tmp_path):
     renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
-    tokens, loss_mask = renderer.training([user("hi"), assistant("yo")])
+    tokens, loss_mask = training_of(renderer, [user("hi"), assistant("yo")])
     assert text_of(renderer, tokens[loss_mask]) == "<think></think>yo<|im_end|>"
     message = error_of(
-        renderer.training, [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
+        training_of, renderer, [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
     )
     assert message.startswith("the chat template rewrites an earlier turn when a later one follows")
-    header = len(renderer.prompt([user("hi")]))
+    header = len(prompt_of(renderer, [user("hi")]))
     assert f"message 3, token {header}\n" in message
     assert "expected: 'stant\\n<think" in message
     assert "found:    'stant\\nyo<|im_end|>" in message
@@ -163,53 +171,55 @@ def test_a_template_that_forgets_thoughts_serves_one_turn_and_is_refused_for_two
 def test_the_loss_of_the_last_turn_is_on_that_turn_only(tmp_path, after):
     renderer = load_renderer(make_model(tmp_path))
     messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye\n\n!"), *after]
-    tokens, loss_mask = renderer.training(messages, "last")
+    tokens, loss_mask = training_of(renderer, messages, "last")
     assert text_of(renderer, tokens[loss_mask]) == "bye\n\n!<|im_end|>"
-    assert np.array_equal(tokens[: int(np.argmax(loss_mask))], renderer.prompt(messages[:3]))
-    assert np.array_equal(tokens, renderer.training(messages)[0])
+    assert np.array_equal(tokens[: int(np.argmax(loss_mask))], prompt_of(renderer, messages[:3]))
+    assert np.array_equal(tokens, training_of(renderer, messages)[0])
 
 
 def test_the_loss_of_all_is_on_every_token_but_the_first(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
     messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
-    tokens, loss_mask = renderer.training(messages, "all")
+    tokens, loss_mask = training_of(renderer, messages, "all")
     assert loss_mask.dtype == bool
     assert loss_mask.tolist() == [False] + [True] * (len(tokens) - 1)
-    assert np.array_equal(tokens, renderer.training(messages)[0])
+    assert np.array_equal(tokens, training_of(renderer, messages)[0])
 
 
 @pytest.mark.parametrize("loss", ["assistant", "last", "all"])
-def test_the_loss_of_a_chat_does_not_depend_on_the_chats_beside_it(tmp_path, loss):
+def test_the_loss_mask_does_not_depend_on_other_chats(tmp_path, loss):
     renderer = load_renderer(make_model(tmp_path))
     chats = [
         [user("x" * n), assistant("y" * n), *([user("z"), assistant("w")] * (n % 3))]
         for n in range(1, 9)
     ]
-    for (tokens, loss_mask), chat in zip(renderer.trainings(chats, loss), chats, strict=True):
-        alone, alone_mask = renderer.training(chat, loss)
+    for (tokens, loss_mask), chat in zip(
+        renderer.training_samples(chats, loss), chats, strict=True
+    ):
+        alone, alone_mask = training_of(renderer, chat, loss)
         assert np.array_equal(tokens, alone)
         assert np.array_equal(loss_mask, alone_mask)
 
 
-def test_the_last_turn_can_be_trained_where_the_template_rewrites_earlier_ones_but_not_all(
-    tmp_path,
-):
+def test_the_last_turn_trains_where_earlier_turns_are_rewritten(tmp_path):
     renderer = load_renderer(make_model(tmp_path, FORGETS_THOUGHTS))
     messages = [user("hi"), assistant("yo"), user("and?"), assistant("bye")]
-    tokens, loss_mask = renderer.training(messages, "last")
+    tokens, loss_mask = training_of(renderer, messages, "last")
     assert text_of(renderer, tokens[loss_mask]) == "<think></think>bye<|im_end|>"
     assert np.array_equal(
-        tokens[~loss_mask][:-1], renderer.prompt(messages[:3])
+        tokens[~loss_mask][:-1], prompt_of(renderer, messages[:3])
     )  # but for the line end behind the turn
-    assert "rewrites an earlier turn" in error_of(renderer.training, messages, "all")
-    rewritten = error_of(renderer.training, [*messages, user("ok")], "last")
+    assert "rewrites an earlier turn" in error_of(training_of, renderer, messages, "all")
+    rewritten = error_of(training_of, renderer, [*messages, user("ok")], "last")
     assert "rewrites an earlier turn" in rewritten
     assert "message 5, token" in rewritten
 
 
-def test_a_template_whose_prompt_is_no_start_of_the_whole_chat_is_refused(tmp_path):
+def test_a_prompt_that_is_no_prefix_of_its_chat_is_refused(tmp_path):
     message = error_of(
-        load_renderer(make_model(tmp_path, OPENS_THOUGHT)).training, [user("hi"), assistant("yo")]
+        training_of,
+        load_renderer(make_model(tmp_path, OPENS_THOUGHT)),
+        [user("hi"), assistant("yo")],
     )
     assert message.startswith("the chat template writes the assistant's header differently")
     assert "message 2, token" in message
@@ -217,7 +227,7 @@ def test_a_template_whose_prompt_is_no_start_of_the_whole_chat_is_refused(tmp_pa
 
 def test_a_message_that_merges_with_the_header_is_refused(tmp_path):
     message = error_of(
-        load_renderer(make_model(tmp_path)).training, [user("hi"), assistant("\nyo")]
+        training_of, load_renderer(make_model(tmp_path)), [user("hi"), assistant("\nyo")]
     )
     assert message.startswith("a message merges with the chat template's text before it")
     assert "strip the spaces" in message
@@ -226,14 +236,14 @@ def test_a_message_that_merges_with_the_header_is_refused(tmp_path):
 def test_a_template_that_never_ends_the_turn_is_refused(tmp_path):
     renderer = load_renderer(make_model(tmp_path, CHATML.replace("<|im_end|>", "")))
     assert "does not end the assistant's turn" in error_of(
-        renderer.training, [user("hi"), assistant("yo")]
+        training_of, renderer, [user("hi"), assistant("yo")]
     )
 
 
 # ---- stop tokens
 
 
-def test_stop_tokens_come_from_tokenizer_generation_config_and_template(tmp_path):
+def test_stop_tokens_come_from_tokenizer_config_and_template(tmp_path):
     one = load_renderer(make_model(tmp_path / "one"))
     assert one.stop_token_ids == ids(one, "<|im_end|>")
     two = load_renderer(make_model(tmp_path / "two", generation={"eos_token_id": [7, 9]}))
@@ -241,7 +251,7 @@ def test_stop_tokens_come_from_tokenizer_generation_config_and_template(tmp_path
     # Qwen2.5's base models are like this
     base = load_renderer(make_model(tmp_path / "base", eos="<|end|>"))
     assert base.stop_token_ids == ids(base, "<|im_end|>", "<|end|>")
-    tokens, loss_mask = base.training([user("hi"), assistant("yo")])
+    tokens, loss_mask = training_of(base, [user("hi"), assistant("yo")])
     assert text_of(base, tokens[loss_mask]) == "yo<|im_end|>"
 
 
@@ -260,14 +270,14 @@ def problems(*sizes):
 def test_prompts_that_fit_are_kept_in_order(tmp_path, caplog):
     renderer = load_renderer(make_model(tmp_path))
     given = problems(3, 1, 2)
-    limit = len(renderer.prompt(given[0].messages))
+    limit = len(prompt_of(renderer, given[0].messages))
     assert renderer.check_lengths(given, Data(max_prompt_tokens=limit)) == given
     assert not caplog.records
 
 
-def test_longer_prompts_are_an_error_that_counts_them_and_names_the_longest(tmp_path):
+def test_too_long_prompts_are_counted_and_the_longest_named(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
-    limit = len(renderer.prompt([user("xx")]))
+    limit = len(prompt_of(renderer, [user("xx")]))
     message = error_of(renderer.check_lengths, problems(1, 3, 9, 2), Data(max_prompt_tokens=limit))
     assert message.startswith("2 of 4 prompts of data.train are longer than data.max_prompt_tokens")
     assert f"{limit + 7} tokens in 'p/9'" in message
@@ -276,7 +286,7 @@ def test_longer_prompts_are_an_error_that_counts_them_and_names_the_longest(tmp_
 
 def test_longer_prompts_are_dropped_and_reported(tmp_path, caplog):
     renderer = load_renderer(make_model(tmp_path))
-    config = Data(max_prompt_tokens=len(renderer.prompt([user("xx")])), long_prompts="drop")
+    config = Data(max_prompt_tokens=len(prompt_of(renderer, [user("xx")])), long_prompts="drop")
     assert [p.uid for p in renderer.check_lengths(problems(1, 3, 9, 2), config)] == ["p/1", "p/2"]
     assert "2 of 4 prompts" in caplog.text
     assert "long_prompts" not in error_of(renderer.check_lengths, problems(8, 9), config), (
@@ -290,7 +300,7 @@ def test_longer_prompts_are_dropped_and_reported(tmp_path, caplog):
 @pytest.mark.parametrize(
     "path", ["", "/nowhere/model", "./nowhere", "../nowhere", "runs/warm/hf", "tests/nowhere"]
 )
-def test_a_missing_model_directory_is_told_without_asking_the_hub(path):
+def test_a_missing_model_directory_is_not_sought_on_the_hub(path):
     assert "the model directory does not exist" in error_of(load_renderer, path), "it asked the hub"
 
 
@@ -349,10 +359,14 @@ THOUGHTFUL = """
     {% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
     {% set ns.text = ns.text + m.content[:3] ~ '/' ~ loop.index %}
 {% endfor %}
-{% set head %}  {{ messages | length }} & <{{ dict(a=1, b='é<') | tojson }}>{{ {'z': [1, none]} | tojson(indent=1) }}{% endset %}
-{{ head | upper }}{{ ns.text }}|{{ ns.last * 2 }}{{ '-' * 3 }}{{ [1, 2] + [3] }}{{ bos_token }}{{ eos_token }}
-{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ turn(m) }}{% endgeneration %}{% else %}
-{{- turn(m) }}{% endif %}{% if m.reasoning_content is defined %}({{ m.reasoning_content }},{{ m.thinking }}){% endif %}
+{% set head %}  {{ messages | length }} & <{{ dict(a=1, b='é<') | tojson }}>
+{{- {'z': [1, none]} | tojson(indent=1) }}{% endset %}
+{{ head | upper }}{{ ns.text }}|{{ ns.last * 2 }}{{ '-' * 3 }}{{ [1, 2] + [3] }}{{ bos_token }}
+{{ eos_token }}
+{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ turn(m) }}
+{% endgeneration %}{% else %}
+{{- turn(m) }}{% endif %}
+{% if m.reasoning_content is defined %}({{ m.reasoning_content }},{{ m.thinking }}){% endif %}
 {% endfor %}
 {% for m in messages recursive %}{{ m.role }}{% endfor %}
 {% call(x) twice() %}[{{ x }}]{% endcall %}
@@ -362,8 +376,10 @@ THOUGHTFUL = "{% macro twice() %}{{ caller(1) }}{{ caller('b') }}{% endmacro %}"
 
 
 MANY_WAYS = """
-{{- messages[0].content.split()[-1].strip('x').upper().ljust(9, '.').replace('.', '-', 2) }}|{{ 'ab'.join(['1', '2']) }}
-{{ '%s is %5.2f%% %(x)s' % 'a' if false else '%s is %5.2f%%' % ('a', 2.5) }}|{{ '{:>6}{a}{0[0]}'.format('ab', a=1) }}
+{{- messages[0].content.split()[-1].strip('x').upper().ljust(9, '.').replace('.', '-', 2) }}
+|{{ 'ab'.join(['1', '2']) }}
+{{ '%s is %5.2f%% %(x)s' % 'a' if false else '%s is %5.2f%%' % ('a', 2.5) }}
+|{{ '{:>6}{a}{0[0]}'.format('ab', a=1) }}
 |{{ '%d' | format(3) }}
 {{ [3, 1, 2] | sort(reverse=true) | join(', ') }}|{{ messages | map(attribute='role') | join('/') }}
 |{{ 1212 | replace(12, 3) }}
@@ -371,18 +387,25 @@ MANY_WAYS = """
 {{ 2.567 | round(precision=1, method='floor') }}
 {{ 'a long text that is cut' | truncate(length=12, killwords=true, end='~', leeway=0) }}
 |{{ 'a\nb' | indent(width=2, first=true) }}
-{{ 'x' | center(width=5) }}|{{ ' xax ' | trim(' x') }}|{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
-{{ messages | groupby('role') | map('first') | list }}{{ {'b': 1, 'a': [2]} | dictsort }}{{ {'a': 1}.items() | list }}
+{{ 'x' | center(width=5) }}|{{ ' xax ' | trim(' x') }}
+|{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
+{{ messages | groupby('role') | map('first') | list }}{{ {'b': 1, 'a': [2]} | dictsort }}
+{{ {'a': 1}.items() | list }}
 {{ 'ff' | int(base=16) }}
-{{ [1, [2]] + [(3, {'a': none})] }}{{ messages[-1:][0]['content'] in messages[0].content }}{{ 'b' in {'b': 1} }}
+{{ [1, [2]] + [(3, {'a': none})] }}{{ messages[-1:][0]['content'] in messages[0].content }}
+{{ 'b' in {'b': 1} }}
 {{ messages == [] }}
-{{ 2 ** 10 }}{{ 7 % 4 }}{{ [1, 2, 2] | unique | sum }}{{ 'é' | urlencode }}{{ '<a>' | e }}{{ 'a b' | wordcount }}
+{{ 2 ** 10 }}{{ 7 % 4 }}{{ [1, 2, 2] | unique | sum }}{{ 'é' | urlencode }}{{ '<a>' | e }}
+{{ 'a b' | wordcount }}
 {{ 'abc'[::-1] }}
-{{ cycler('a', 'b').next() }}{% set j = joiner(',') %}{{ j() }}{{ j() }}{{ dict(a=1) | tojson(indent=2) }}
+{{ cycler('a', 'b').next() }}{% set j = joiner(',') %}{{ j() }}{{ j() }}
+{{ dict(a=1) | tojson(indent=2) }}
 {{ 'a' is in ['a'] }}
-{% for k, v in {'a': 1, 'b': 2}.items() if v > 1 %}{{ loop.index }}{{ k }}{{ loop.last }}{{ loop.cycle('x', 'y') }}
+{% for k, v in {'a': 1, 'b': 2}.items() if v > 1 %}{{ loop.index }}{{ k }}{{ loop.last }}
+{{ loop.cycle('x', 'y') }}
 {% endfor %}
-{% macro m(a) %}{{ a }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1, 2, b=3) }}{{ messages[0].get('name', 'none') }}
+{% macro m(a) %}{{ a }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1, 2, b=3) }}
+{{ messages[0].get('name', 'none') }}
 {{ 'é'.isascii() }}"""
 
 
@@ -412,10 +435,10 @@ def test_a_capped_rendering_is_what_transformers_renders(tmp_path, template, ope
         expected = renderer.tokenizer.apply_chat_template(
             chat, add_generation_prompt=open_turn, tokenize=False
         )
-        assert renderer._text(chat, open_turn=open_turn) == expected
+        assert renderer._texts([chat], open_turn) == [expected]
 
 
-LONG = "{% for i in range(99999) %}{{ 'twelve bytes' * 9 }}{% endfor %}"
+LONG = "{% for i in range(99999) %}{{ 'twelve bytes' * 999 }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -425,24 +448,27 @@ LONG = "{% for i in range(99999) %}{{ 'twelve bytes' * 9 }}{% endfor %}"
         f"{{% macro all() %}}{LONG}{{% endmacro %}}{{{{ all() | length }}}}",
         f"{{% set all %}}{LONG}{{% endset %}}{{{{ all | length }}}}",
         f"{{% filter length %}}{LONG}{{% endfilter %}}",
-        f"{{% macro all() %}}{{{{ caller() | length }}}}{{% endmacro %}}{{% call all() %}}{LONG}{{% endcall %}}",
+        "{% macro all() %}{{ caller() | length }}{% endmacro %}"
+        f"{{% call all() %}}{LONG}{{% endcall %}}",
         f"{{% generation %}}{LONG}{{% endgeneration %}}",
         "{{ ('x' * 10 ** 12) | length }}",
         "{{ (10 ** 12 * [1]) | length }}",
-        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='x') %}"
+        "{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='x') %}"
+        "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     ],
 )
 def test_a_template_that_writes_too_much_is_stopped_on_the_way(tmp_path, template):
     message = error_of(load_renderer, make_model(tmp_path, template))
     assert message.startswith("the chat template writes too long a text")
-    assert "4,194,304 characters" in message
+    assert "4,194,304 characters for a chat, in 512 MiB" in message
 
 
 def test_a_chat_of_almost_the_cap_is_rendered(tmp_path):
     renderer = load_renderer(make_model(tmp_path))
-    assert len(renderer._text([user("x" * 4_194_200)], open_turn=True)) < 4_194_304
-    assert "too long a text" in error_of(renderer.prompt, [user("x" * 4_194_304)])
+    assert len(renderer.prompt_texts([[user("x" * 4_194_200)]])[0]) < 4_194_304
+    assert "too long a text" in error_of(prompt_of, renderer, [user("x" * 4_194_304)])
 
 
 @pytest.mark.parametrize("name", ["_x", "__init__"])
@@ -454,20 +480,25 @@ def test_a_namespace_of_a_template_has_no_private_names(tmp_path, name):
 # ---- turns, one after the other
 
 LLAMA = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}<|bos|>\n\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}<|bos|>\n\n"
+    "{{ m['content'] | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant<|bos|>\n\n{% endif %}"
 )
 # The user's turn in brackets, the assistant's ended by eos after a space, nothing written as its
 # header.
 BRACKETS = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }} <|im_end|>{% else %}[{{ m['content'] }}]"
-    "{% endif %}{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %} {{ m['content'] }} <|im_end|>"
+    "{% else %}[{{ m['content'] }}]{% endif %}{% endfor %}"
 )
 # As Qwen's: tool answers next to each other share one user's turn, and the tools stand in the
 # system message.
 GROUPED_TOOLS = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
-    "{% if m['role'] == 'tool' %}{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}"
+    "<|im_start|>user\n{% endif %}"
     "<tool_response>{{ m['content'] }}</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
     "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -509,7 +540,7 @@ def grown(renderer, messages, tools=()):
 @pytest.mark.parametrize(
     "template", [CHATML, LLAMA, GROUPED_TOOLS], ids=["chatml", "llama", "grouped"]
 )
-def test_turns_that_are_appended_are_the_chat_as_the_template_writes_it(tmp_path, template):
+def test_appended_turns_equal_the_chat_of_the_template(tmp_path, template):
     renderer = load_renderer(make_model(tmp_path, template))
     messages = (
         CONVERSATION
@@ -519,11 +550,11 @@ def test_turns_that_are_appended_are_the_chat_as_the_template_writes_it(tmp_path
     for end in (2, 5, 7):
         chat = messages[:end]
         assert renderer.difference(chat, grown(renderer, chat)) == ""
-        whole, _ = renderer.training(chat, loss="all")
+        whole, _ = training_of(renderer, chat, loss="all")
         assert np.array_equal(whole[: len(grown(renderer, chat))], grown(renderer, chat))
 
 
-def test_the_tools_stand_where_the_template_has_them_and_else_in_a_system_message(tmp_path):
+def test_tools_without_a_place_are_in_the_system_message(tmp_path):
     renderer = load_renderer(make_model(tmp_path / "a", GROUPED_TOOLS))
     assert text_of(renderer, renderer.prompts([[user("q")]], [TOOL])[0]).startswith(
         '<|im_start|>system\n[{"type"'
@@ -552,12 +583,10 @@ def test_the_tools_stand_where_the_template_has_them_and_else_in_a_system_messag
     ],
     ids=["forgets", "opens", "brackets"],
 )
-def test_where_a_template_writes_a_chat_differently_the_first_difference_is_named(
-    tmp_path, template, chat
-):
+def test_the_first_difference_to_the_template_is_named(tmp_path, template, chat):
     renderer = load_renderer(make_model(tmp_path, template))
     tokens = grown(renderer, chat)
-    [whole] = renderer._encode([renderer._text(chat, open_turn=False)])
+    [whole] = renderer.chats([chat])
     at = next(n for n, (a, b) in enumerate(zip(whole, tokens, strict=False)) if a != b)
     assert renderer.difference(chat, tokens).startswith(f"token {at}: the episode has '")
 

@@ -8,81 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
-from tandem.model.logprobs import SamplingDistribution, log_distribution
+from tandem.model.logprobs import log_distribution
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address, uniforms
-from tandem.types import Request, SamplingParams
+from tandem.types import SamplingDistribution
+from tests.support.engines import (
+    MODEL,
+    CountingModel,
+    decode,
+    engine_of,
+    facts,
+    mixed_requests,
+    request,
+)
 from tests.support.tiny import VOCAB, exact_logits, exact_model, random_tokens, twins
 
-MODEL = exact_model("qwen3")
 
-
-class CountingModel:
-    """Passes everything on to a model and counts the tokens that run through it, one entry a
-    pass."""
-
-    def __init__(self, model):
-        self.model, self.config, self.heads, self.head = (
-            model,
-            model.config,
-            model.heads,
-            model.head,
-        )
-        self.changes, self.paged_plan, self.device = model.changes, model.paged_plan, model.device
-        self.passes = []
-
-    def hidden(self, tokens, positions, plan):
-        self.passes.append(len(tokens))
-        return self.model.hidden(tokens, positions, plan)
-
-
-def decode(tokens):
-    """Token 3 is "d", token 29 is "D", and so on: one character each."""
-    return "".join(
-        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"[t % 62] for t in tokens
-    )
-
-
-def engine_of(model=MODEL, *, cache_bytes=1 << 26, max_batch=64):
-    return Engine(model, decode, cache_bytes=cache_bytes, max_batch=max_batch)
-
-
-def request(number=0, prompt=(5, 9, 2), **params):
-    return Request(
-        key=address("test", number),
-        prompt=np.array(prompt, np.int64),
-        params=SamplingParams(**{"max_new_tokens": 8, **params}),
-    )
-
-
-def mixed_requests(count=14):
-    """Prompts of many lengths, some shared, and every kind of ending and filter."""
-    rng = np.random.default_rng(0)
-    kinds = [
-        {"max_new_tokens": 1},
-        {"max_new_tokens": 9},
-        {"max_new_tokens": 25, "stop_token_ids": (3, 4, 5, 6, 7, 8)},
-        {"max_new_tokens": 20, "temperature": 0.7, "top_p": 0.8},
-        {"max_new_tokens": 17, "temperature": 1.4, "top_k": 9, "stop": ("a", "Bc")},
-        {"max_new_tokens": 30, "temperature": 0.0},
-    ]
-    prompts = [random_tokens(rng, n).tolist() for n in (1, 4, 16, 33, 60)]
-    return [request(n, prompts[n % 5], **kinds[n % 6]) for n in range(count)]
-
-
-def facts(completion):
-    return (
-        completion.tokens.tobytes(),
-        completion.logprobs.tobytes(),
-        completion.weight_versions.tobytes(),
-        completion.text,
-        completion.stop_reason,
-    )
-
-
-def test_a_completion_ends_at_its_length_and_has_the_shapes_it_promises():
+def test_completion_ends_at_its_length_with_its_shapes():
     [completion] = engine_of().generate([request(max_new_tokens=6)])
     assert len(completion.tokens) == 6 and completion.stop_reason == "length"
     assert completion.tokens.dtype == np.int64 and completion.logprobs.dtype == np.float32
@@ -93,7 +36,7 @@ def test_a_completion_ends_at_its_length_and_has_the_shapes_it_promises():
     assert (completion.logprobs < 0).all() and completion.text == decode(completion.tokens)
 
 
-def test_a_stop_token_ends_the_completion_and_is_in_the_tokens_but_not_in_the_text():
+def test_stop_token_ends_the_completion_and_is_not_in_the_text():
     [free] = engine_of().generate([request(max_new_tokens=20)])
     stop = int(free.tokens[11])
     first = free.tokens.tolist().index(stop)
@@ -102,7 +45,7 @@ def test_a_stop_token_ends_the_completion_and_is_in_the_tokens_but_not_in_the_te
     assert completion.text == decode(free.tokens[:first]) and completion.stop_reason == "stop"
 
 
-def test_a_stop_token_on_the_last_allowed_token_is_a_stop_and_not_a_cut():
+def test_stop_token_at_the_last_position_is_no_truncation():
     [free] = engine_of().generate([request(max_new_tokens=20)])
     place = next(n for n in range(2, 20) if free.tokens[n] not in free.tokens[:n])
     [completion] = engine_of().generate(
@@ -111,7 +54,7 @@ def test_a_stop_token_on_the_last_allowed_token_is_a_stop_and_not_a_cut():
     assert len(completion.tokens) == place + 1 and completion.stop_reason == "stop"
 
 
-def test_a_stop_string_that_spans_tokens_ends_the_completion_and_the_text_is_cut_before_it():
+def test_stop_string_that_spans_tokens_ends_the_text_before_it():
     [free] = engine_of().generate([request(max_new_tokens=20)])
     stop = decode(free.tokens[7:10])
     first = free.text.index(stop)
@@ -121,7 +64,7 @@ def test_a_stop_string_that_spans_tokens_ends_the_completion_and_the_text_is_cut
     assert completion.text == free.text[:first] and completion.stop_reason == "stop"
 
 
-def test_of_several_stop_strings_the_first_in_the_text_cuts_it():
+def test_the_first_of_several_stop_strings_ends_the_text():
     [free] = engine_of().generate([request(max_new_tokens=20)])
     long, short = decode(free.tokens[6:9]), decode(free.tokens[8:9])
     assert short not in free.text[:8] and long not in free.text[:8]
@@ -129,7 +72,7 @@ def test_of_several_stop_strings_the_first_in_the_text_cuts_it():
     assert completion.text == free.text[:6] and len(completion.tokens) == 9
 
 
-def test_the_logprobs_are_those_of_the_tempered_and_filtered_distribution():
+def test_logprobs_are_of_the_tempered_and_filtered_distribution():
     params = {"max_new_tokens": 12, "temperature": 0.6, "top_k": 20, "top_p": 0.9}
     [completion] = engine_of().generate([request(**params)])
     sequence = np.concatenate([[5, 9, 2], completion.tokens])
@@ -162,7 +105,7 @@ def test_greedy_decoding_gives_the_tokens_of_stock_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "qwen3_moe"])
-def test_a_request_gives_the_same_bits_in_any_batch_order_and_cache_budget(kind):
+def test_request_has_equal_bits_in_any_batch_order_and_cache(kind):
     model, requests = exact_model(kind), mixed_requests()
     alone = [facts(engine_of(model).generate([r])[0]) for r in requests]
     three_pages = 3 * PageCache(model, 1 << 24).page_bytes
@@ -174,7 +117,7 @@ def test_a_request_gives_the_same_bits_in_any_batch_order_and_cache_budget(kind)
         ]
 
 
-def test_what_ran_before_leaves_no_trace():
+def test_earlier_requests_leave_no_trace():
     engine, requests = engine_of(), mixed_requests()
     fresh = [facts(c) for c in engine_of().generate(requests)]
     engine.generate([request(n + 50, [96, 1, 2] * 20, max_new_tokens=30) for n in range(14)])
@@ -192,7 +135,7 @@ def test_requests_join_as_others_leave():
     assert len(model.passes) < 57 and sum(model.passes) == 57
 
 
-def test_a_shared_prompt_is_prefilled_once_and_a_distinct_one_for_itself():
+def test_shared_prompt_is_prefilled_once():
     model, prompts = CountingModel(MODEL), [[5, 9, 2, 7, 1, 3, 3, 8, 6, 4], [8, 9, 2]]
     # the two prompts alternate
     requests = [request(n, prompts[n % 2], max_new_tokens=5) for n in range(8)]
@@ -224,12 +167,12 @@ def test_the_weight_version_is_stamped_on_every_token():
     assert engine.generate([request(max_new_tokens=3)])[0].weight_versions.tolist() == [7] * 3
 
 
-def test_nothing_asked_is_nothing_done():
+def test_no_requests_run_no_pass():
     model = CountingModel(MODEL)
     assert engine_of(model).generate([]) == [] and model.passes == []
 
 
-def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_it_needs():
+def test_cache_too_small_is_refused_with_the_needed_size():
     page = 2 * 2 * 2 * 16 * 4 * 128  # layers, keys and values, heads, head size, bytes, tokens
     assert len(engine_of(cache_bytes=page).generate([request(), request(1)])) == 2
     with pytest.raises(UserError, match="cannot hold one page") as error:
@@ -250,7 +193,7 @@ def test_a_sequence_longer_than_the_models_positions_is_refused():
     assert "21 tokens" in error.value.found and "20" in error.value.expected
 
 
-def test_a_new_optimizer_step_is_what_the_engine_runs_next():
+def test_engine_runs_the_weights_of_the_newest_update():
     model, other = exact_model("qwen3"), exact_model("qwen3", seed=1)
     engine = engine_of(model)
     before = engine.generate([request()])
@@ -269,7 +212,7 @@ def test_many_sequences_that_end_at_once_all_leave():
     assert any(facts(a) != facts(b) for a, b in pairwise(completions))
 
 
-def test_a_completion_has_no_gap_to_the_trainers_pass_whatever_its_sampling_and_length():
+def test_logprob_gap_is_zero_for_any_sampling_and_length():
     engine = engine_of()
     assert engine.logprob_gap() == 0.0 and engine._to_check is None
     for number, one in enumerate(mixed_requests()):
@@ -278,7 +221,7 @@ def test_a_completion_has_no_gap_to_the_trainers_pass_whatever_its_sampling_and_
         assert engine._to_check is not None and engine.logprob_gap() == 0.0
 
 
-def test_which_completion_is_checked_depends_on_the_addresses_alone():
+def test_checked_completion_depends_on_the_addresses_only():
     requests = mixed_requests()
     checked = set()
     for batch in (1, 3, 64):
@@ -288,7 +231,7 @@ def test_which_completion_is_checked_depends_on_the_addresses_alone():
     assert checked == {min(r.key for r in requests)}
 
 
-def test_neither_what_other_weights_sampled_is_checked_nor_what_ended_before_the_engine_was_idle():
+def test_checked_completion_is_new_and_of_these_weights():
     engine, requests = engine_of(), sorted(mixed_requests(), key=lambda r: r.key)
     engine.generate(requests[:3])  # an evaluation
     engine.generate(requests[5:])
@@ -297,7 +240,7 @@ def test_neither_what_other_weights_sampled_is_checked_nor_what_ended_before_the
     assert engine.logprob_gap() == 0.0 and engine._to_check is None
 
 
-def test_a_logprob_that_is_not_the_trainers_is_seen():
+def test_logprob_gap_shows_a_wrong_logprob():
     engine = engine_of()
     engine.generate(mixed_requests())
     engine._to_check.logprobs[-1] += 1e-6
@@ -306,13 +249,13 @@ def test_a_logprob_that_is_not_the_trainers_is_seen():
     assert np.isnan(engine.logprob_gap())
 
 
-def test_of_a_completion_that_had_paused_only_the_tokens_of_these_weights_are_compared():
+def test_logprob_gap_of_a_resumed_completion_skips_old_tokens():
     model = exact_model("qwen3", seed=5)
     engine = engine_of(model)
-    [begun] = engine.generate([replace(request(max_new_tokens=20), max_tokens_now=7)])
+    [paused] = engine.generate([replace(request(max_new_tokens=20), max_tokens_now=7)])
     with torch.no_grad():
         model.head.weight.mul_(1.5)
     engine.apply(1)
-    [whole] = engine.generate([replace(request(max_new_tokens=20), begun=begun)])
+    [whole] = engine.generate([replace(request(max_new_tokens=20), resume_from=paused)])
     assert whole.weight_versions.tolist() == [0] * 7 + [1] * 13
     assert engine.logprob_gap() == 0.0

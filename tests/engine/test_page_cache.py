@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.page_cache import BEGINNING, PageCache, past_after
+from tandem.engine.page_cache import EMPTY_PREFIX, PageCache, hash_page
 from tandem.model.paged_attention import PAGE
 from tests.support.tiny import exact_model
 
@@ -26,8 +26,8 @@ def write(cache, sequence, shared=()):
     its pages."""
     pages = list(shared)
     while (start := len(pages) * PAGE) < len(sequence):
-        pages.append(cache.take(cache.past_of_next(pages[-1]) if pages else BEGINNING))
-        cache.plan(pages, sequence[: start + PAGE], start)
+        pages.append(cache.allocate(cache.next_prefix_hash(pages[-1]) if pages else EMPTY_PREFIX))
+        cache.reserve(pages, sequence[: start + PAGE], start)
     at = np.arange(len(shared) * PAGE, len(sequence))
     cache.fill(np.array(pages)[at // PAGE], at % PAGE, sequence[at])
     for page, offset, token in zip(
@@ -80,7 +80,7 @@ def test_the_first_different_token_ends_a_match():
 def test_a_copy_of_the_equal_part_has_its_keys_values_and_tokens():
     cache, sequence = cache_of(3), tokens(100)
     [page] = write(cache, sequence)
-    target = cache.take(BEGINNING)
+    target = cache.allocate(EMPTY_PREFIX)
     cache.copy(page, target, 40)
     assert torch.equal(cache.keys[0][target, 0, :40, 0], torch.from_numpy(sequence[:40]).float())
     assert torch.equal(cache.values[0][target, 0, :40, 0], -torch.from_numpy(sequence[:40]).float())
@@ -88,48 +88,48 @@ def test_a_copy_of_the_equal_part_has_its_keys_values_and_tokens():
     assert cache.match(np.concatenate([sequence[:40], [95, 95]])).length == 40
 
 
-def test_released_pages_stay_cached_until_room_is_short_and_the_oldest_leaf_goes_first():
+def test_released_pages_are_evicted_oldest_leaf_first():
     cache, old, new = cache_of(4), tokens(200), tokens(200, 1)
     first = write(cache, old)
     second = write(cache, new)
     cache.release(first)
     cache.release(second)
     assert (cache.available, cache.cached) == (4, 4)
-    cache.take(BEGINNING)
+    cache.allocate(EMPTY_PREFIX)
     # the leaf of the older one went
     assert cache.match(old).length == 128 and cache.match(new).length == 199
-    cache.take(BEGINNING)
+    cache.allocate(EMPTY_PREFIX)
     assert cache.match(old).length == 0 and cache.match(new).length == 199
     assert (cache.available, cache.cached) == (2, 2)
 
 
-def test_a_shared_page_is_free_only_when_all_have_let_go():
+def test_shared_page_is_free_when_all_have_released_it():
     cache, sequence = cache_of(2), tokens(200)
     pages = write(cache, sequence)
-    cache.hold(pages[:1])
+    cache.retain(pages[:1])
     cache.release(pages)
     assert cache.available == 1
     cache.release(pages[:1])
     assert cache.available == 2
 
 
-def test_what_is_planned_is_coming_and_forgotten_when_it_was_never_computed():
+def test_reserved_tokens_are_forgotten_if_never_computed():
     cache, sequence = cache_of(3), tokens(300)
-    pages, past = [], BEGINNING
+    pages, prefix_hash = [], EMPTY_PREFIX
     for at in range(0, 300, PAGE):
-        pages.append(cache.take(past))
-        past = past_after(past, sequence[at : at + PAGE])
-    cache.plan(pages, sequence, 0)
-    assert (cache.match(sequence).length, cache.match(sequence).coming) == (0, 299)
+        pages.append(cache.allocate(prefix_hash))
+        prefix_hash = hash_page(prefix_hash, sequence[at : at + PAGE])
+    cache.reserve(pages, sequence, 0)
+    assert (cache.match(sequence).length, cache.match(sequence).will_be_cached) == (0, 299)
     at = np.arange(150)
     cache.fill(np.array(pages)[at // PAGE], at % PAGE, sequence[at])
-    assert (cache.match(sequence).length, cache.match(sequence).coming) == (150, 299)
+    assert (cache.match(sequence).length, cache.match(sequence).will_be_cached) == (150, 299)
     cache.release(pages)
-    assert (cache.match(sequence).length, cache.match(sequence).coming) == (150, 150)
+    assert (cache.match(sequence).length, cache.match(sequence).will_be_cached) == (150, 150)
     assert (cache.available, cache.cached) == (3, 2)
 
 
-def test_a_flush_forgets_everything_and_is_refused_while_a_page_is_held():
+def test_flush_is_refused_while_a_page_is_held():
     cache, sequence = cache_of(3), tokens(300)
     pages = write(cache, sequence)
     with pytest.raises(AssertionError, match="held across a change of weights"):
@@ -140,12 +140,12 @@ def test_a_flush_forgets_everything_and_is_refused_while_a_page_is_held():
     assert write(cache, sequence) == pages
 
 
-def test_of_two_equal_pages_computed_at_once_either_leads_on_and_one_may_go():
+def test_either_of_two_equal_pages_may_be_evicted():
     cache, first, second = cache_of(4), tokens(200), tokens(200)
     second[150:] = tokens(50, 1)
     one, other = write(cache, first), write(cache, second)  # the first page twice
     assert cache.match(first).length == cache.match(second).length == 199
     cache.release(one)
-    cache.take(BEGINNING)
-    cache.take(BEGINNING)  # both pages of the first are gone
+    cache.allocate(EMPTY_PREFIX)
+    cache.allocate(EMPTY_PREFIX)  # both pages of the first are gone
     assert cache.match(second).length == 199 and cache.match(second).pages == other[:1]

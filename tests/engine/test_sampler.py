@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tandem.engine.sampler import sample
-from tandem.model.logprobs import SamplingDistribution, log_distribution
+from tandem.model.logprobs import log_distribution
 from tandem.runtime.rng import uniforms
+from tandem.types import SamplingDistribution
 
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 0.4, -6.0, 1.1, -2.5, 0.0])
@@ -47,18 +48,18 @@ def test_sampling_frequencies_follow_the_distribution(how):
 
 
 @pytest.mark.parametrize("how", FILTERED, ids=str)
-def test_a_filtered_draw_never_leaves_its_set_and_reaches_all_of_it(how):
+def test_filtered_sampling_reaches_its_set_and_no_other_token(how):
     kept = set(torch.where(~log_distribution(LOGITS[None], how)[0].isinf())[0].tolist())
     assert set(draws(how).tokens.tolist()) == kept
 
 
-def test_a_uniform_finds_the_token_whose_slice_of_the_cdf_it_falls_in():
+def test_uniform_selects_the_token_of_its_slice_of_the_cdf():
     logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(6, -1)
     uniform = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2.0**-24])
     assert sample(logits, SamplingDistribution(), uniform).tokens.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_the_extreme_uniforms_never_draw_a_token_of_probability_zero():
+def test_extreme_uniforms_sample_no_token_of_probability_zero():
     logits = torch.tensor([-torch.inf, -torch.inf, 1.0, 0.3, -torch.inf, -torch.inf]).expand(2, -1)
     assert sample(
         logits, SamplingDistribution(), torch.tensor([0.0, 1 - 2.0**-24])
@@ -70,7 +71,7 @@ def test_the_extreme_uniforms_never_draw_a_token_of_probability_zero():
     assert drawn.tokens[0] == 0 and drawn.tokens[1] < 90_000 and drawn.logprobs.isfinite().all()
 
 
-def test_temperature_zero_takes_the_likeliest_token_with_its_logprob_at_temperature_one():
+def test_temperature_zero_takes_the_likeliest_token():
     drawn = draws(SamplingDistribution(temperature=0.0), count=3)
     assert drawn.tokens.tolist() == [0, 0, 0]
     assert torch.equal(drawn.logprobs, LOGITS.log_softmax(-1)[0].expand(3))

@@ -7,7 +7,7 @@ import pytest
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
 from tandem.engine.scheduler import QueueFull
-from tests.engine.test_engine import MODEL, CountingModel, decode, facts, request
+from tests.support.engines import MODEL, CountingModel, decode, facts, request
 from tests.support.tiny import exact_model, random_tokens
 
 PAGE_BYTES = PageCache(MODEL, 1 << 24).page_bytes
@@ -38,7 +38,7 @@ def test_a_long_prompt_runs_in_chunks_beside_those_that_decode():
     assert model.passes[:6] == [3, 51, 51, 51, 31, 2]
 
 
-def test_a_queue_that_is_full_refuses_and_takes_again_when_there_is_room():
+def test_full_queue_refuses_until_there_is_room():
     engine = engine_of(max_batch=1, max_queue=2)
     running = [engine.submit(request(0))]
     engine.step()
@@ -51,7 +51,7 @@ def test_a_queue_that_is_full_refuses_and_takes_again_when_there_is_room():
     assert len(engine_of(max_batch=2, max_queue=3).generate([request(n) for n in range(12)])) == 12
 
 
-def test_when_pages_run_out_the_youngest_gives_way_and_everyone_has_the_result_it_has_alone():
+def test_preempting_the_youngest_changes_no_result():
     asked = [request(n, prompt(100, n), max_new_tokens=200) for n in range(4)]
     engine = engine_of(pages=5)
     running = [engine.submit(r) for r in asked]
@@ -90,7 +90,7 @@ def test_a_big_request_that_waits_is_not_passed_by_small_ones():
     finish(engine, [big, later])
 
 
-def test_a_cancelled_request_frees_its_pages_at_once_and_keeps_what_it_has():
+def test_cancelled_request_frees_its_pages_and_keeps_its_tokens():
     engine = engine_of()
     running, waiting = engine.submit(request(0, max_new_tokens=50)), engine.submit(request(1))
     other = engine.submit(request(2, prompt(40)))
@@ -106,7 +106,7 @@ def test_a_cancelled_request_frees_its_pages_at_once_and_keeps_what_it_has():
     assert engine.stats()["pages_in_use"] == 0 and not engine.has_work
 
 
-def test_cancelling_one_who_waits_and_the_leader_of_a_shared_prompt_stops_nobody_else():
+def test_cancelling_the_leader_of_a_shared_prompt_stops_no_other():
     engine, shared = engine_of(chunk_tokens=32, max_batch=3), prompt(200)
     group = [engine.submit(request(n, shared, max_new_tokens=4)) for n in range(5)]
     engine.step()
@@ -119,7 +119,7 @@ def test_cancelling_one_who_waits_and_the_leader_of_a_shared_prompt_stops_nobody
     assert len(group[4].completion.tokens) == 0 and engine.stats()["pages_in_use"] == 0
 
 
-def test_a_conversation_that_grows_computes_only_what_is_new():
+def test_growing_conversation_computes_only_its_new_tokens():
     model = CountingModel(MODEL)
     engine, history = engine_of(model), prompt(150)
     for turn in range(4):
@@ -162,7 +162,7 @@ def test_a_new_version_never_meets_old_keys(two_weights):
 
 
 @pytest.mark.parametrize("running", ["finish", "restart", "continue"])
-def test_requests_that_have_begun_are_finished_restarted_or_continued(two_weights, running):
+def test_apply_finishes_restarts_or_continues_requests(two_weights, running):
     model, _, new = two_weights
     engine = engine_of(model)
     begun = engine.submit(request(0, prompt(140), max_new_tokens=12))
@@ -187,7 +187,7 @@ def test_requests_that_have_begun_are_finished_restarted_or_continued(two_weight
     assert running != "continue" or (tokens[:5] == alone[0][:5] and tokens != alone[0])
 
 
-def test_weights_that_change_under_a_running_request_without_apply_are_an_error(two_weights):
+def test_weights_changed_without_apply_are_an_error(two_weights):
     model, _, new = two_weights
     engine = engine_of(model)
     engine.submit(request())
@@ -207,7 +207,7 @@ def test_the_weight_hash_is_that_of_the_weights(two_weights):
     assert engine.weight_hash() == before
 
 
-def test_many_requests_through_a_small_cache_leave_no_page_in_use():
+def test_many_requests_in_a_small_cache_leave_no_page_in_use():
     engine, rng = engine_of(pages=6, max_batch=5), np.random.default_rng(0)
     for _ in range(10):
         engine.generate(

@@ -22,10 +22,7 @@ import torch
 from tandem.engine.engine import Engine
 from tandem.engine.worker_pool.pool import Workers
 from tandem.engine.worker_pool.protocol import (
-    Garbage,
     completion_message,
-    decode,
-    encode,
     identity_of,
     read_completion,
     read_request,
@@ -35,6 +32,7 @@ from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.runtime.errors import UserError
+from tandem.runtime.worker_channel import ProtocolError, decode, encode
 from tandem.types import Completion, Request, SamplingParams
 from tandem.weights.shared import SharedWeights
 from tests.support.odd_worker import POISON, LightEngine
@@ -44,7 +42,9 @@ from tests.support.working import (
     bits,
     groups,
     odd_workers,
+    processes,
     request,
+    requests_served_again,
     run,
     until,
 )
@@ -54,7 +54,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def everything(**changes):
-    begun = Completion(
+    resume_from = Completion(
         tokens=np.array([7, 2], np.int64),
         logprobs=np.array([0xFFC12345, 0x80000000], np.uint32).view(np.float32),
         weight_versions=np.array([3, 4], np.int32),
@@ -78,28 +78,28 @@ def everything(**changes):
         key=2**64 - 3,
         prompt=np.array([2**40, 1], np.int64),
         params=params,
-        drawn=11,
-        begun=begun,
+        num_sampled=11,
+        resume_from=resume_from,
         max_tokens_now=6,
     )
     return replace(whole, **changes)
 
 
-def test_every_field_of_a_request_and_of_a_completion_arrives_with_its_bits():
+def test_every_field_of_a_request_arrives_with_its_bits():
     sent = everything()
     # a new field must be given a value here, and then arrive
-    for value in (sent, sent.begun, sent.params):
+    for value in (sent, sent.resume_from, sent.params):
         unset = [f.name for f in fields(value) if getattr(value, f.name) is f.default]
         assert unset == []
     got = read_request(decode(encode(request_message(7, sent))))
-    assert bits(got.begun, text=True) == bits(sent.begun, text=True)
+    assert bits(got.resume_from, text=True) == bits(sent.resume_from, text=True)
     assert got.prompt.tobytes() == sent.prompt.tobytes() and got.prompt.dtype == np.int64
     for f in fields(sent):
-        assert f.name in ("prompt", "begun") or getattr(got, f.name) == getattr(sent, f.name)
+        assert f.name in ("prompt", "resume_from") or getattr(got, f.name) == getattr(sent, f.name)
     assert identity_of(got) == identity_of(sent)
 
 
-def test_a_completion_without_tokens_and_one_without_likeliest_tokens_keep_their_shapes():
+def test_empty_arrays_of_a_completion_keep_their_shapes():
     for count, rows in ((0, 0), (3, 0), (3, 3)):
         sent = Completion(
             tokens=np.zeros(count, np.int64),
@@ -113,31 +113,31 @@ def test_a_completion_without_tokens_and_one_without_likeliest_tokens_keep_their
         assert bits(read_completion(decode(encode(completion_message(1, "", sent))))) == bits(sent)
 
 
-def test_the_identity_tells_prompt_key_turn_and_what_had_begun():
+def test_the_identity_depends_on_prompt_key_turn_and_beginning():
     whole = everything()
     others = [
         everything(prompt=whole.prompt[::-1]),
         everything(key=1),
-        everything(drawn=12),
-        everything(begun=None),
+        everything(num_sampled=12),
+        everything(resume_from=None),
     ]
     assert len({identity_of(request) for request in (whole, *others)}) == 5
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"7", b"\xff\x00"])
-def test_what_is_no_message_is_garbage(line):
-    with pytest.raises(Garbage):
+def test_a_line_that_is_not_a_message_is_a_protocol_error(line):
+    with pytest.raises(ProtocolError):
         decode(line)
 
 
-def test_a_completion_with_columns_of_different_lengths_is_garbage():
+def test_a_malformed_completion_is_a_protocol_error():
     message = completion_message(7, "", everything().begun)
     for broken in (
         {**message, "tokens": message["weight_versions"][:8]},
         {**message, "logprobs": "?"},
         {"text": ""},
     ):
-        with pytest.raises(Garbage):
+        with pytest.raises(ProtocolError):
             read_completion(broken)
 
 
@@ -163,7 +163,7 @@ def require_same_bits(workers, requests, between=lambda: None):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_any_number_of_workers_gives_the_same_bits_before_and_after_new_weights(count):
+def test_any_number_of_workers_gives_the_same_bits(count):
     with odd_workers(count=count) as workers:
         require_same_bits(workers, groups(6))
         workers.apply(1)
@@ -171,16 +171,18 @@ def test_any_number_of_workers_gives_the_same_bits_before_and_after_new_weights(
         assert expected(workers, groups(6)) != [
             bits(c) for c in run(workers, groups(6, max_new_tokens=19))
         ]
-        assert workers.restarted == 0 and workers.weight_version == 1
+        assert workers.restarts.used == 0 and workers.weight_version == 1
 
 
-def test_work_is_spread_evenly_and_samples_of_a_prompt_and_turns_of_an_episode_stay_together():
+def test_work_is_spread_evenly_and_a_prefix_stays_together():
     with odd_workers(max_batch=64) as workers:
         until(workers, lambda: all_idle(workers))
         made_by = [completion.text for completion in run(workers, groups(4))]
         assert all(len(set(made_by[at : at + 4])) == 1 for at in range(0, 16, 4))
         assert sorted(made_by.count(who) for who in set(made_by)) == [8, 8]
-        later = [replace(r, prompt=np.arange(n + 9), drawn=20) for n, r in enumerate(groups(4))]
+        later = [
+            replace(r, prompt=np.arange(n + 9), num_sampled=20) for n, r in enumerate(groups(4))
+        ]
         assert [completion.text for completion in run(workers, later)] == made_by
         # but nobody is idle for the sake of it
         one_prompt = [request(100 + n, (7, 7)) for n in range(8)]
@@ -193,19 +195,19 @@ def test_a_worker_has_no_more_requests_than_it_runs_at_once():
         until(workers, lambda: all_idle(workers))
         seen = []
         require_same_bits(
-            workers, groups(5), lambda: seen.append(max(w.requests for w in workers.status()))
+            workers, groups(5), lambda: seen.append(max(len(w.tickets) for w in processes(workers)))
         )
         assert max(seen) == 3
 
 
-def test_a_request_that_no_engine_has_room_for_is_refused_at_once():
+def test_a_request_too_long_for_an_engine_is_refused_at_once():
     with odd_workers(count=1) as workers:
         run(workers, [request(0, range(236))])
         with pytest.raises(UserError, match="longer than an engine can hold"):
             workers.submit(request(0, range(237)))
 
 
-def test_a_cancelled_request_ends_with_nothing_and_the_others_as_they_would():
+def test_a_cancelled_request_ends_empty_and_changes_no_other():
     with odd_workers(max_batch=2) as workers:
         until(workers, lambda: all_idle(workers))
         requests = groups(2)
@@ -244,7 +246,7 @@ def struck(workers, state, how):
 
     def look():
         while not hit and not over.is_set():
-            for worker in workers.status():
+            for worker in processes(workers):
                 if worker.state == state and not hit:
                     os.kill(worker.pid, how)
                     hit.append(worker)
@@ -262,43 +264,47 @@ def struck(workers, state, how):
 def require_replaced(workers, hit):
     """The witness: that process is gone, and another has its number."""
     [worker] = hit
-    until(workers, lambda: workers.status()[worker.number].pid != worker.pid)
+    until(workers, lambda: processes(workers)[worker.number].pid != worker.pid)
     assert not Path(f"/proc/{worker.pid}").exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_is_killed_or_stopped_in_any_state_changes_no_bit(how):
+def test_a_worker_killed_or_stopped_in_any_state_changes_no_bit(how):
     with odd_workers(count=3, heartbeat_s=1.0, restarts=40) as workers:
         for state, version in (("starting", 0), ("idle", 0), ("serving", 0), ("syncing", 1)):
             if state != "starting":
                 until(workers, lambda: all_idle(workers))
-            lost = workers.restarted
+            lost = workers.restarts.used
             with struck(workers, state, how) as hit:
                 while not hit and state in ("starting", "idle"):
                     time.sleep(0.001)
                 workers.apply(version)
                 require_same_bits(workers, groups(12, max_new_tokens=40))
             require_replaced(workers, hit)
-            assert workers.restarted > lost
+            assert workers.restarts.used > lost
             assert any(
                 f"worker {hit[0].number} (process {hit[0].pid}) was lost" in told
                 for told in workers.reports
             )
-        assert workers.handed_over > 0 and workers.weight_version == 1
+        assert requests_served_again(workers.reports) > 0 and workers.weight_version == 1
 
 
 @pytest.mark.parametrize("fault", ["crash", "garbage"])
-def test_a_worker_that_crashes_or_writes_garbage_is_replaced_and_changes_no_bit(fault, tmp_path):
+def test_a_worker_that_crashes_or_babbles_changes_no_bit(fault, tmp_path):
     file = tmp_path / "fault"
     file.touch()
     with odd_workers(fault=fault, file=file, restarts=1) as workers:
         until(workers, lambda: all_idle(workers))
         require_same_bits(workers, groups(8))
-        assert not file.exists() and workers.restarted == 1 and workers.handed_over > 0
-        assert {"crash": "exit code 1", "garbage": "no message"}[fault] in workers.reports[0]
+        assert (
+            not file.exists()
+            and workers.restarts.used == 1
+            and requests_served_again(workers.reports) > 0
+        )
+        assert {"crash": "exit code 1", "garbage": "not a message"}[fault] in workers.reports[0]
 
 
-def test_a_worker_in_an_endless_loop_is_killed_and_the_report_says_where_it_was(tmp_path):
+def test_a_worker_in_an_endless_loop_is_killed_and_located(tmp_path):
     file = tmp_path / "fault"
     file.touch()
     with odd_workers(fault="spin", file=file, heartbeat_s=1.0, restarts=20) as workers:
@@ -307,42 +313,42 @@ def test_a_worker_in_an_endless_loop_is_killed_and_the_report_says_where_it_was(
         assert "no sign of life for 1 s" in workers.reports[0] and "in spin" in workers.reports[0]
 
 
-def test_a_driver_that_does_not_listen_for_a_while_takes_nobody_for_silent():
+def test_a_driver_that_was_busy_takes_no_worker_for_silent():
     with odd_workers(heartbeat_s=1.2) as workers:
         until(workers, lambda: all_idle(workers))
         time.sleep(1.5)
         require_same_bits(workers, groups(4))
-        assert workers.restarted == 0
+        assert workers.restarts.used == 0
 
 
 def test_ctrl_c_in_the_terminal_is_not_for_a_worker():
     with odd_workers() as workers:
         until(workers, lambda: all_idle(workers))
-        for worker in workers.status():
+        for worker in processes(workers):
             os.kill(worker.pid, signal.SIGINT)
             assert os.getsid(worker.pid) != os.getsid(0)
         require_same_bits(workers, groups(4))
-        assert workers.restarted == 0
+        assert workers.restarts.used == 0
 
 
-def test_a_request_that_kills_every_worker_ends_the_run_with_what_the_last_one_said():
+def test_a_request_that_kills_every_worker_ends_the_run():
     with odd_workers(fault="poison", restarts=3) as workers:
         with pytest.raises(UserError, match="again and again") as caught:
             run(workers, [*groups(1), request(99, (POISON,))])
-        assert workers.restarted == 3
+        assert workers.restarts.used == 3
         assert (
             "RuntimeError: it was poison" in caught.value.found
             and "exit code 1" in caught.value.where
         )
 
 
-def test_a_worker_with_other_weights_is_found_before_it_is_given_a_request():
+def test_a_worker_with_other_weights_gets_no_request():
     with odd_workers(fault="other weights", count=1) as workers:
         workers.submit(request(0))
         with pytest.raises(
             UserError, match="the engine's weights differ from the trainer's"
         ) as caught:
-            until(workers, lambda: workers.status()[0].requests)
+            until(workers, lambda: processes(workers)[0].tickets)
     assert (
         "weight version 0" in caught.value.where
         and len(caught.value.found) == len(caught.value.expected) == 64
@@ -350,7 +356,7 @@ def test_a_worker_with_other_weights_is_found_before_it_is_given_a_request():
     assert workers.published.hash_of(0) == caught.value.expected
 
 
-def test_a_completion_of_another_request_is_found():
+def test_a_completion_of_another_request_is_an_error():
     with (
         odd_workers(fault="swap", count=1) as workers,
         pytest.raises(UserError, match="made for another request"),
@@ -358,7 +364,7 @@ def test_a_completion_of_another_request_is_found():
         run(workers, [request(0), request(1)])  # of one prompt
 
 
-def test_a_completion_of_older_weights_is_found():
+def test_a_completion_of_older_weights_is_an_error():
     with odd_workers(fault="stale", count=1) as workers:
         require_same_bits(workers, groups(1))
         workers.apply(1)
@@ -370,15 +376,19 @@ def test_what_a_worker_refuses_is_the_users_error_and_no_restart():
     with odd_workers(fault="refuse", restarts=5) as workers:
         with pytest.raises(UserError, match="the model cannot be loaded") as caught:
             run(workers, groups(1))
-        assert (caught.value.found, caught.value.next, workers.restarted) == ("nothing", "ls", 0)
+        assert (caught.value.found, caught.value.next, workers.restarts.used) == (
+            "nothing",
+            "ls",
+            0,
+        )
 
 
 DRIVER = """
-from tests.support.working import groups, odd_workers, until
+from tests.support.working import groups, odd_workers, processes, until
 with odd_workers(fault="spin", count=2) as workers:
-    print(*(worker.pid for worker in workers.status()), flush=True)
+    print(*(worker.pid for worker in processes(workers)), flush=True)
     [workers.submit(request) for request in groups(2)]
-    until(workers, lambda: {worker.state for worker in workers.status()} == {"serving"})
+    until(workers, lambda: {worker.state for worker in processes(workers)} == {"serving"})
     print("serving", flush=True)
     until(workers, lambda: False)
 """
@@ -387,7 +397,7 @@ with odd_workers(fault="spin", count=2) as workers:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere a worker ends with its socket, after its pass"
 )
-def test_no_worker_outlives_a_driver_that_is_killed_not_even_one_in_an_endless_loop():
+def test_no_worker_outlives_a_killed_driver():
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -408,7 +418,7 @@ def test_closing_leaves_no_process_and_no_descriptor():
     gc.collect()  # of what earlier tests left, which may also go while this one runs
     before = set(os.listdir("/dev/fd"))
     with odd_workers(count=3) as workers:
-        pids = [worker.pid for worker in workers.status()]
+        pids = [worker.pid for worker in processes(workers)]
         run(workers, groups(2))
     for file in workers.published.files.values():
         file.close()
@@ -416,10 +426,10 @@ def test_closing_leaves_no_process_and_no_descriptor():
     assert set(os.listdir("/dev/fd")) <= before
 
 
-def test_whoever_generates_while_the_workers_are_closed_gets_an_error_and_starts_no_other():
+def test_generating_on_closed_workers_is_an_error():
     with odd_workers(restarts=100) as workers:
         until(workers, lambda: all_idle(workers))
-        pids = [worker.pid for worker in workers.status()]
+        pids = [worker.pid for worker in processes(workers)]
         errors = []
 
         def generate():
@@ -430,12 +440,12 @@ def test_whoever_generates_while_the_workers_are_closed_gets_an_error_and_starts
 
         thread = threading.Thread(target=generate)
         thread.start()
-        while not all(worker.state == "serving" for worker in workers.status()):
+        while not all(worker.state == "serving" for worker in processes(workers)):
             time.sleep(0.001)
         workers.close()
         thread.join(DEADLINE_S)
         assert len(errors) == 1 and not isinstance(errors[0], AssertionError)
-        assert workers.status() == [] and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert processes(workers) == [] and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 # ---- workers with a model
@@ -459,7 +469,7 @@ def real(tmp_path_factory):
     engine = Engine(
         model, lambda tokens: decode_text(tokenizer, tokens), cache_bytes=4 << 20, max_batch=8
     )
-    shared = Crossing(model.merged_weights())
+    shared, reports = Crossing(model.merged_weights()), []
     shared.publish(0, model.merged_weights())
     with Workers(
         model_path=path,
@@ -470,8 +480,9 @@ def real(tmp_path_factory):
         heartbeat_s=60.0,
         restarts=2,
         weights=shared,
-        report=lambda text: None,
+        report=reports.append,
     ) as workers:
+        workers.reports = reports
         workers.apply(0)
         engine.apply(0)
         yield workers, engine, shared
@@ -486,15 +497,15 @@ def test_the_largest_gap_of_all_workers_is_told(fault, gap):
         run(workers, groups(2))
 
 
-def test_a_worker_that_is_lost_while_it_checks_has_nothing_to_say():
+def test_a_worker_lost_while_it_checks_is_left_out():
     with odd_workers(restarts=1) as workers:
         run(workers, groups(3))
-        os.kill(workers.status()[0].pid, signal.SIGSTOP)
-        killer = threading.Timer(0.3, os.kill, (workers.status()[0].pid, signal.SIGKILL))
+        os.kill(processes(workers)[0].pid, signal.SIGSTOP)
+        killer = threading.Timer(0.3, os.kill, (processes(workers)[0].pid, signal.SIGKILL))
         killer.start()
         assert workers.logprob_gap() == 0.0
         killer.join()
-        assert workers.restarted == 1
+        assert workers.restarts.used == 1
         run(workers, groups(2))
 
 
@@ -523,9 +534,7 @@ def change(model):
             )
 
 
-def test_workers_give_the_bits_of_the_inline_engine_also_with_new_weights_and_when_one_is_killed(
-    real,
-):
+def test_workers_give_the_bits_of_the_inline_engine(real):
     workers, engine, shared = real
     before = engine.generate(every_kind())
     assert [bits(c, text=True) for c in run(workers, every_kind())] == [
@@ -542,14 +551,14 @@ def test_workers_give_the_bits_of_the_inline_engine_also_with_new_weights_and_wh
     with struck(workers, "serving", signal.SIGKILL) as hit:
         assert [bits(c, text=True) for c in run(workers, every_kind())] == inline
     require_replaced(workers, hit)
-    assert workers.restarted == 1 and workers.handed_over > 0
+    assert workers.restarts.used == 1 and requests_served_again(workers.reports) > 0
     # the new one was told the weights of version 1, not those on disk
     until(workers, lambda: all_idle(workers))
     assert [bits(c, text=True) for c in run(workers, every_kind())] == inline
 
     paused = engine.generate([replace(r, max_tokens_now=5) for r in every_kind()])
     going_on = [
-        replace(r, begun=c)
+        replace(r, resume_from=c)
         for r, c in zip(every_kind(), paused, strict=True)
         if c.stop_reason == "paused"
     ]
@@ -563,7 +572,7 @@ def test_workers_give_the_bits_of_the_inline_engine_also_with_new_weights_and_wh
     ]
 
 
-def test_every_worker_holds_a_completion_of_its_own_against_the_trainers_pass(real):
+def test_every_worker_checks_a_completion_of_its_own(real):
     workers, _, _ = real
     assert workers.logprob_gap() == 0.0
     run(workers, every_kind())

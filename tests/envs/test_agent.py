@@ -16,26 +16,27 @@ from tandem.config.schema import Config
 from tandem.config.schema import Env as EnvConfig
 from tandem.engine.engine import Engine
 from tandem.envs.agent.chat import (
-    Asked,
+    ChatRequest,
     ConversationBroken,
-    Refused,
     Reply,
-    Said,
     continuation,
+    parse_reward,
     read_request,
-    verdict,
 )
-from tandem.envs.agent.env import AgentEnv, Played
+from tandem.envs.agent.env import AgentDrivenEnv, AgentEnv
 from tandem.envs.agent.run import AgentFailed
 from tandem.envs.agent.server import the_server
+from tandem.rollout.collect import Collector
+from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.episodes import EnvPool, run_episodes
+from tandem.rollout.episodes import run_episodes
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.episode_files import read_episodes
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
-from tandem.step import Stages, train_step, update
-from tandem.train.learn import Models
+from tandem.serve.openai_api import ApiError, ChatMessage
+from tandem.step import Stages, train_step
+from tandem.train.batch import Models
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.types import Problem, SamplingParams, Score
@@ -81,7 +82,7 @@ def play(run, *texts, problem=PROBLEM):
     closed."""
 
     async def driver():
-        env = Played(run)
+        env = AgentDrivenEnv(run)
         try:
             async with asyncio.timeout(WAIT_S):
                 return [await env.reset(problem), *[await env.step(text) for text in texts]], env
@@ -102,7 +103,7 @@ def raising(error, match):
 # ---- what an agent says and hears
 
 
-def test_an_agent_with_the_real_client_plays_two_turns_and_its_return_value_is_the_reward():
+def test_agent_plays_two_turns_and_returns_its_reward():
     heard = []
 
     def run(problem, base_url, api_key):
@@ -126,7 +127,7 @@ def test_an_agent_with_the_real_client_plays_two_turns_and_its_return_value_is_t
     assert heard == [("  6 ", "stop", "any"), ("8", "stop", "any")]
 
 
-def test_an_async_agent_runs_beside_the_rollouts_loop_and_a_dictionary_has_parts():
+def test_async_agent_has_its_own_loop_and_returns_parts():
     loops = []
 
     async def run(problem, base_url, api_key):
@@ -155,7 +156,7 @@ def test_a_posted_reward_counts_where_the_agent_returns_none(returned, reward):
     assert last.parts == ({"a": 2.0} if returned is None else {})
 
 
-def test_an_agent_that_gives_no_reward_leaves_it_to_the_reward_function():
+def test_agent_without_reward_leaves_it_to_the_function():
     (_, last), _ = play(
         lambda problem, base_url, api_key: ask(base_url, list(problem.messages)) and None, "7"
     )
@@ -175,7 +176,7 @@ def test_a_streamed_answer_is_the_whole_answer(text, tools):
             answers.append(stream.get_final_completion().choices[0])
 
     play(run, text)
-    reply = Reply.to(Asked(messages=(), tools=tools), text, 1)
+    reply = Reply.to(ChatRequest(messages=(), tools=tools), text, 1)
     message = answers[0].message
     assert (message.content or "") == reply.content
     calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or []]
@@ -184,7 +185,7 @@ def test_a_streamed_answer_is_the_whole_answer(text, tools):
 
 
 @pytest.mark.parametrize("back", ["as given", "as text", "written anew"])
-def test_tool_calls_are_structured_and_recognized_when_they_come_back(back):
+def test_tool_calls_are_recognized_when_they_come_back(back):
     seen = []
 
     def run(problem, base_url, api_key):
@@ -209,30 +210,30 @@ def test_tool_calls_are_structured_and_recognized_when_they_come_back(back):
     assert first.messages == [{"role": "tool", "content": "7"}] and last.reward == 1.0
 
 
-def test_arguments_that_were_written_as_text_get_the_types_of_the_schema():
+def test_arguments_written_as_text_get_the_schemas_types():
     arguments = "<parameter=a>\n3\n</parameter>\n<parameter=b>\nx\n</parameter>"
     text = f"<tool_call>\n<function=add>\n{arguments}\n</function>\n</tool_call>"
-    [call] = Reply.to(Asked(messages=(), tools=(ADD,)), text, 1).calls
+    [call] = Reply.to(ChatRequest(messages=(), tools=(ADD,)), text, 1).calls
     # what is no integer stays what was said
-    assert json.loads(call.arguments) == {"a": 3, "b": "x"}
+    assert call.function.arguments == {"a": 3, "b": "x"}
 
 
 def test_a_call_that_cannot_be_read_stays_text():
-    reply = Reply.to(Asked(messages=(), tools=(ADD,)), f"{CALL}<tool_call>{{", 1)
+    reply = Reply.to(ChatRequest(messages=(), tools=(ADD,)), f"{CALL}<tool_call>{{", 1)
     assert (reply.calls, reply.content) == ((), reply.text)
 
 
 # ---- one conversation
 
 
-CHAT = (Said(role="system", content="s"), Said(role="user", content="u"))
-SPOKE = Said(role="assistant", content="a")
-MORE = Said(role="user", content="v")
+CHAT = (ChatMessage(role="system", content="s"), ChatMessage(role="user", content="u"))
+SPOKE = ChatMessage(role="assistant", content="a")
+MORE = ChatMessage(role="user", content="v")
 
 
 def test_a_conversation_goes_on_with_what_is_new():
-    asked = Asked(messages=(*CHAT, SPOKE, MORE, Said(role="tool", content="t")))
-    new = continuation(Asked(messages=CHAT), Reply(text=" a\n", content=" a\n"), asked)
+    asked = ChatRequest(messages=(*CHAT, SPOKE, MORE, ChatMessage(role="tool", content="t")))
+    new = continuation(ChatRequest(messages=CHAT), Reply(text=" a\n", content=" a\n"), asked)
     assert new == [user("v"), {"role": "tool", "content": "t"}]
 
 
@@ -240,30 +241,30 @@ def test_a_conversation_goes_on_with_what_is_new():
     ("now", "complaint"),
     [
         (
-            Asked(messages=(Said(role="system", content="S"), CHAT[1], SPOKE, MORE)),
+            ChatRequest(messages=(ChatMessage(role="system", content="S"), CHAT[1], SPOKE, MORE)),
             "message 1 of a later request",
         ),
-        (Asked(messages=CHAT), "2 messages, and 2 were said before"),
+        (ChatRequest(messages=CHAT), "2 messages, and 2 were said before"),
         (
-            Asked(messages=(MORE,)),
+            ChatRequest(messages=(MORE,)),
             "message 1 of a later request is user's 'v', and was system's 's'",
         ),
-        (Asked(messages=(*CHAT, MORE)), "message 3 .* and the model had said 'a'"),
+        (ChatRequest(messages=(*CHAT, MORE)), "message 3 .* and the model had said 'a'"),
         (
-            Asked(messages=(*CHAT, Said(role="assistant", content="b"), MORE)),
+            ChatRequest(messages=(*CHAT, ChatMessage(role="assistant", content="b"), MORE)),
             "message 3 .* had said 'a'",
         ),
-        (Asked(messages=(*CHAT, SPOKE)), "is nothing"),
-        (Asked(messages=(*CHAT, SPOKE, MORE, SPOKE, MORE)), "is user, assistant, user"),
-        (Asked(messages=(*CHAT, SPOKE, MORE), tools=(ADD,)), "other tools"),
+        (ChatRequest(messages=(*CHAT, SPOKE)), "is nothing"),
+        (ChatRequest(messages=(*CHAT, SPOKE, MORE, SPOKE, MORE)), "is user, assistant, user"),
+        (ChatRequest(messages=(*CHAT, SPOKE, MORE), tools=(ADD,)), "other tools"),
     ],
 )
-def test_a_request_that_does_not_continue_the_conversation_breaks_the_episode(now, complaint):
+def test_request_that_does_not_continue_breaks_the_episode(now, complaint):
     with pytest.raises(ConversationBroken, match=complaint):
-        continuation(Asked(messages=CHAT), Reply(text="a", content="a"), now)
+        continuation(ChatRequest(messages=CHAT), Reply(text="a", content="a"), now)
 
 
-def test_an_agent_that_starts_a_second_conversation_costs_its_episode_and_is_told_why():
+def test_second_conversation_costs_the_episode_with_a_reason():
     told = []
 
     def run(problem, base_url, api_key):
@@ -281,9 +282,9 @@ def test_an_agent_that_starts_a_second_conversation_costs_its_episode_and_is_tol
 
 
 def test_tools_may_be_left_out_later():
-    asked = Asked(messages=(*CHAT, SPOKE, MORE))
+    asked = ChatRequest(messages=(*CHAT, SPOKE, MORE))
     assert continuation(
-        Asked(messages=CHAT, tools=(ADD,)), Reply(text="a", content="a"), asked
+        ChatRequest(messages=CHAT, tools=(ADD,)), Reply(text="a", content="a"), asked
     ) == [user("v")]
 
 
@@ -335,7 +336,7 @@ def test_the_same_question_asked_twice_is_a_second_conversation():
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, r"messages\.0\.role"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, r"messages\[0\]\.role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "parts of type text",
@@ -344,11 +345,11 @@ def test_the_same_question_asked_twice_is_a_second_conversation():
     ],
 )
 def test_a_request_that_would_need_another_answer_is_refused(body, complaint):
-    with pytest.raises(Refused, match=complaint):
+    with pytest.raises(ApiError, match=complaint):
         read_request(json.dumps({"messages": [user("Hi")], **body}).encode())
 
 
-def test_what_only_changes_the_sampling_is_the_trainers_business():
+def test_fields_of_sampling_are_ignored():
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     body = {
         "messages": [{"role": "developer", "content": parts}],
@@ -357,14 +358,14 @@ def test_what_only_changes_the_sampling_is_the_trainers_business():
         "seed": 1,
         "n": 1,
     }
-    assert read_request(json.dumps(body).encode()) == Asked(
-        messages=(Said(role="system", content="Hi"),)
+    assert read_request(json.dumps(body).encode()) == ChatRequest(
+        messages=(ChatMessage(role="system", content="Hi"),)
     )
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(raw):
-    with pytest.raises(Refused, match="the body is not"):
+    with pytest.raises(ApiError, match="the body is not"):
         read_request(raw)
 
 
@@ -380,14 +381,14 @@ def test_a_body_that_is_no_json_object_is_refused(raw):
         {"reward": 1, "parts": {"env": 2}},
     ],
 )
-def test_what_is_no_finite_reward_is_refused(value):
+def test_reward_that_is_not_finite_is_refused(value):
     with pytest.raises(ValueError, match="reward"):
-        verdict(value)
+        parse_reward(value)
 
 
 def test_numbers_of_all_kinds_are_rewards():
     assert [
-        verdict(value).reward for value in (True, 1, np.float32(0.5), {"reward": np.int64(2)})
+        parse_reward(value).reward for value in (True, 1, np.float32(0.5), {"reward": np.int64(2)})
     ] == [1.0, 1.0, 0.5, 2.0]
 
 
@@ -444,12 +445,12 @@ def test_an_agent_that_asks_for_nothing_is_an_error():
         play(lambda problem, base_url, api_key: 1.0)
 
 
-def test_a_reward_that_is_none_is_an_error():
+def test_text_as_a_reward_is_an_error():
     with raising(ValueError, match="a reward is a number"):
         play(lambda problem, base_url, api_key: ask(base_url, list(problem.messages)).content, "7")
 
 
-def test_an_episode_that_runs_out_of_time_tells_its_agent_and_leaves_nothing_behind():
+def test_episode_out_of_time_ends_its_agent_and_leaves_nothing():
     told, ended, before = [], [], the_server().sessions
 
     async def slow(problem, base_url, api_key):
@@ -461,7 +462,7 @@ def test_an_episode_that_runs_out_of_time_tells_its_agent_and_leaves_nothing_beh
             ended.append(True)
 
     async def driver():
-        env = Played(slow)
+        env = AgentDrivenEnv(slow)
         await env.reset(PROBLEM)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
@@ -502,14 +503,14 @@ def test_an_agent_of_a_rollout_that_died_is_let_go():
             told.append(error.status_code)
 
     async def driver():
-        env = Played(run)
+        env = AgentDrivenEnv(run)
         await env.reset(PROBLEM)
 
     asyncio.run(driver())
     assert eventually(lambda: told) and told == [503]
 
 
-def test_a_run_that_names_no_function_is_a_users_error_before_anything_starts(tmp_path):
+def test_run_that_names_no_function_is_a_user_error(tmp_path):
     (tmp_path / "mine.py").write_text(
         "run = 3\n\ndef ran(problem, base_url, api_key):\n    return 1.0\n"
     )
@@ -575,12 +576,10 @@ class Given(ScriptedReward):
     """What the agent gave."""
 
     def score(self, problem, attempt):
-        return Score(reward=attempt.given.get("env", 0.0), parts={})
+        return Score(reward=attempt.env_rewards.get("env", 0.0), parts={})
 
 
-def test_a_training_step_with_an_agent_is_token_in_token_out_and_on_policy_to_the_last_bit(
-    tmp_path,
-):
+def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
     tree = Config().model_dump()
     tree["rl"] |= {"prompts_per_step": 2, "group_size": 3}
     tree["env"] |= {"name": "agent", "timeout_s": WAIT_S}
@@ -596,18 +595,21 @@ def test_a_training_step_with_an_agent_is_token_in_token_out_and_on_policy_to_th
         betas=(0.9, 0.95),
         max_grad_norm=1.0,
     )
-    world = EnvPool(make=lambda: Played(chatty), limits=config.env)
+    envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=config.env)
+    runner = RolloutRunner(engine=engine, renderer=DigitRenderer(), envs=envs, rewards=Given())
+    journal = Journal(tmp_path, "run", PROBLEMS)
     stages = Stages(
         config=config,
-        problems=PROBLEMS,
-        player=RolloutRunner(engine=engine, renderer=DigitRenderer(), world=world, reward=Given()),
         models=Models(policy=Learner(model, optimizer)),
-        sync=InlineSync(engine),
-        params=PARAMS,
-        journal=Journal(tmp_path, "run", PROBLEMS),
+        sampling=PARAMS,
         exact=True,
+        collector=Collector(
+            config=config, problems=PROBLEMS, runner=runner, sampling=PARAMS, journal=journal
+        ),
+        sync=InlineSync(engine),
+        journal=journal,
     )
-    metrics, _, _ = train_step(stages, 0, update)
+    metrics = train_step(stages, 0).metrics
     assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0
     episodes = read_episodes(next(tmp_path.glob("*.parquet")))
     assert len(episodes) == 6 and max(e.num_turns for e in episodes) == 3
@@ -623,22 +625,25 @@ def test_a_training_step_with_an_agent_is_token_in_token_out_and_on_policy_to_th
         heard = [m["content"] for m in episode.messages[1::2]]
         assert heard == [str(len(text)) for text in said[: len(heard)]]
         if episode.stop_reason == "stop":
-            assert episode.given == {"env": sum(map(len, said)) / 10, "said": sum(map(len, said))}
-            assert episode.reward == episode.given["env"] > 0
+            assert episode.env_rewards == {
+                "env": sum(map(len, said)) / 10,
+                "said": sum(map(len, said)),
+            }
+            assert episode.reward == episode.env_rewards["env"] > 0
     assert any(episode.stop_reason == "stop" for episode in episodes)
 
 
-def test_dozens_of_agents_play_at_once_and_their_order_changes_nothing():
+def test_order_of_concurrent_agents_changes_no_episode():
     def played(concurrency):
         model = exact_model("qwen3")
         limits = EnvConfig(concurrency=concurrency, timeout_s=WAIT_S)
-        world = EnvPool(make=lambda: Played(chatty), limits=limits)
+        envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=limits)
         return run_episodes(
             new_groups(PROBLEMS, 8, ("test",)),
             engine=real_engine(model),
             renderer=DigitRenderer(),
-            world=world,
-            params=PARAMS,
+            envs=envs,
+            sampling=PARAMS,
         )
 
     before = the_server().sessions

@@ -62,7 +62,7 @@ gymnasium.register("TandemEcho-v0", Echo, disable_env_checker=True)
 gymnasium.register("TandemWide-v0", Wide, disable_env_checker=True)
 
 
-def test_a_text_environment_reads_and_hears_text_and_rewards_add_up():
+def test_a_text_environment_adds_up_its_rewards():
     env = GymEnv(id="TandemEcho-v0")
     chat = env.reset(seeded(5))
     wanted = str(np.random.Generator(np.random.PCG64(np.random.SeedSequence(5))).integers(10))
@@ -83,7 +83,7 @@ def test_a_text_environment_reads_and_hears_text_and_rewards_add_up():
     assert answers[-1].parts == {"turns": 5.0, "bad_actions": 2.0}
 
 
-def test_episodes_of_a_problem_begin_alike_and_those_of_others_do_not():
+def test_only_episodes_of_one_problem_begin_alike():
     def begins(problem):
         return GymEnv(id="Taxi-v4").reset(problem)[-1]["content"]
 
@@ -110,7 +110,7 @@ def test_the_goal_of_frozen_lake_is_worth_one():
     assert not any(step.done for step in walked) and (last.done, last.reward) == (True, 1.0)
 
 
-def test_without_a_picture_or_a_wish_for_it_the_observation_is_shown():
+def test_without_a_picture_the_observation_is_shown():
     assert GymEnv(**LAKE, render=False).reset(PROBLEM)[-1]["content"] == "Go.\n\n0"
     shown = GymEnv(id="Blackjack-v1").reset(seeded(1))[-1]["content"]
     world = gymnasium.make("Blackjack-v1")
@@ -170,7 +170,7 @@ def test_colours_are_named():
         ({"id": "Blackjack-v1", "invalid_action_penalty": -1.0}, "below 0"),
     ],
 )
-def test_an_option_that_cannot_be_is_a_users_error_before_any_episode(options, words):
+def test_an_invalid_option_is_a_user_error_before_any_episode(options, words):
     with pytest.raises(UserError, match=words):
         GymEnv(**options)
 
@@ -216,7 +216,7 @@ def test_a_rollout_plays_it_and_closes_every_world():
     for problem, group in zip(problems, groups, strict=True):
         wanted = GymEnv(id="TandemEcho-v0").reset(problem)[-1]["content"][-1]
         right = 1 + (wanted == "1") + (wanted == "2")  # then it repeats "1" and "2"
-        assert [episode.given["env"] for episode in group] == [right - 0.5 * (3 - right)] * 4
+        assert [episode.env_rewards["env"] for episode in group] == [right - 0.5 * (3 - right)] * 4
         assert {episode.stop_reason for episode in group} == {"stop"}
 
 

@@ -12,12 +12,13 @@ from typing import Literal
 import pytest
 
 from tandem.config.schema import Sandbox
-from tandem.envs.calculator import MAX_BITS, calculate
 from tandem.envs.python import PythonEnv, fenced_code
 from tandem.envs.tools import MAX_CALLS, ToolEnv, ToolUnavailable
 from tandem.model.tool_calls import Call, write_calls
 from tandem.runtime.errors import UserError
 from tandem.runtime.sandbox import Result
+from tandem.tasks.calculator import MAX_BITS, calculate
+from tests.support.tool_calls import write_in_style
 from tests.support.waiting import WAIT_S
 
 
@@ -68,7 +69,7 @@ def play(env, *texts):
 
 
 def call(name, **arguments):
-    return write_calls([Call(name=name, arguments=arguments)], "hermes")
+    return write_calls([Call(name=name, arguments=arguments)])
 
 
 def told(env, text):
@@ -77,7 +78,7 @@ def told(env, text):
     return [message["content"] for message in observation.messages]
 
 
-def test_calls_are_answered_in_their_order_and_a_turn_without_one_is_the_end():
+def test_calls_are_answered_in_order_and_no_call_is_the_end():
     env = ToolEnv([add, later])
     first, last = play(env, call("later", x=3) + call("add", a=1, b=2), "Answer: 3")
     assert first.messages == [
@@ -96,7 +97,7 @@ def test_calls_are_answered_in_their_order_and_a_turn_without_one_is_the_end():
     )
 
 
-def test_the_schema_is_the_one_that_transformers_makes_and_can_be_kept_from_the_model():
+def test_the_schema_is_that_of_transformers_and_can_be_hidden():
     [schema] = ToolEnv(add).tools
     assert schema["function"]["name"] == "add"
     assert schema["function"]["parameters"]["required"] == ["a"]
@@ -131,7 +132,7 @@ def test_what_is_wrong_with_a_call_is_told_counted_and_penalized(text, answer):
     assert (good.messages[0]["content"], good.penalty, good.parts["bad_calls"]) == ("2", 0.0, 1.0)
 
 
-def test_a_tool_that_is_unavailable_fails_the_episode_and_not_the_model():
+def test_an_unavailable_tool_fails_the_episode():
     def down() -> None:
         raise ToolUnavailable("no network")
 
@@ -162,7 +163,7 @@ def test_texts_of_qwen3_coder_become_what_the_hints_say():
         seen.append((text, number, numbers, yes))
 
     env = ToolEnv(take, show_tools=False, format="qwen3_coder")
-    written = write_calls(
+    written = write_in_style(
         [Call(name="take", arguments={"text": "12", "number": 3, "numbers": [1], "yes": True})],
         "qwen3_coder",
     )
@@ -286,11 +287,11 @@ def odd_type(a: threading.Thread) -> None:
         ("calc", ["no such built-in tool", "'calc'", "file.py:function"]),
         (len, ["not a function"]),
         ("no_such_file.py:add", ["no file no_such_file.py", "working directory"]),
-        ("tandem.envs.calculator:no", ["no 'no' in tandem.envs.calculator", "calculate"]),
+        ("tandem.tasks.calculator:no", ["no 'no' in tandem.tasks.calculator", "calculate"]),
         ("tandem.no:no", ["tandem.no cannot be loaded", "ModuleNotFoundError"]),
     ],
 )
-def test_what_cannot_be_a_tool_is_refused_with_its_name_and_argument(tools, words):
+def test_an_unfit_tool_is_refused_with_name_and_argument(tools, words):
     with pytest.raises(UserError) as error:
         ToolEnv(tools)
     assert [word for word in words if word not in str(error.value)] == []
@@ -339,7 +340,7 @@ class BusySandbox:
         return Result(stdout="1", stderr="", exit_code=0, stop_reason="exit", seconds=0.0)
 
 
-def test_programs_of_many_episodes_run_on_as_many_cores_as_there_are():
+def test_no_more_programs_run_at_a_time_than_there_are_cores():
     busy, envs = (
         BusySandbox(),
         [PythonEnv(sandbox=Sandbox(url="http://unused")) for _ in range(4 * os.cpu_count())],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tandem.config.schema import Env as EnvConfig
-from tandem.envs.agent.chat import Reply, read_request, whole
+from tandem.envs.agent.chat import Reply, chat_completion, read_request
 from tandem.envs.agent.run import AgentFailed, agents_loop
 from tandem.envs.agent.server import the_server
 from tandem.envs.verifiers.env import VerifiersEnv, _host, rows
@@ -225,7 +225,7 @@ def test_tools_of_an_environment_are_called_in_its_own_server():
 
 
 @pytest.mark.parametrize("id", ["tandem-talk", "tandem-chat"])
-def test_an_environment_leads_the_conversation_with_a_program_of_its_own_or_ours(id):
+def test_a_verifiers_program_leads_the_conversation(id):
     [problem] = problems(id, limit=1)
     chat, first, second, last = play(VerifiersEnv(id), problem, "a", "b", "c")
     assert [m["content"] for m in (*chat, *first.messages, *second.messages)] == ["1", "2", "3"]
@@ -258,7 +258,7 @@ def test_a_rollout_plays_tasks_at_once_and_ends_what_they_share():
             world=world,
             params=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
         )
-        assert [[e.given["env"] for e in group] for group in groups] == [
+        assert [[e.env_rewards["env"] for e in group] for group in groups] == [
             [0.0] * 4,
             [2.0] * 4,
             [2.0] * 4,
@@ -282,7 +282,7 @@ def test_an_episode_that_is_cut_short_ends_its_environment():
     assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "agent"])
 
 
-def test_a_task_that_has_changed_since_the_data_was_written_is_not_played():
+def test_a_task_changed_since_the_data_is_not_played():
     [first, *_] = problems("tandem-sums")
     for metadata, words in (
         ({"task": 0, "task_hash": "x"}, "another than when"),
@@ -304,7 +304,7 @@ def test_a_task_that_has_changed_since_the_data_was_written_is_not_played():
         ({"id": "tandem-sums", "args": {"nothing": 1}}, "refuses the configuration"),
     ],
 )
-def test_an_environment_that_is_not_there_is_a_users_error_before_any_episode(options, words):
+def test_a_missing_environment_is_a_user_error_at_once(options, words):
     with pytest.raises(UserError, match=words):
         VerifiersEnv(**options)
 
@@ -317,7 +317,7 @@ class Recorder(BaseHTTPRequestHandler):
     def do_POST(self):
         self.headers_seen.append(dict(self.headers))
         asked = read_request(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps(whole(Reply(text="1", content="1"), asked)).encode()
+        body = json.dumps(chat_completion(Reply(text="1", content="1"), asked)).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

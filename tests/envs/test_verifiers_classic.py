@@ -125,7 +125,7 @@ def test_an_episode_that_is_cut_short_ends_its_environment():
     assert eventually(lambda: all(task.done() for task in asyncio.all_tasks(agents_loop())))
 
 
-def test_a_task_that_has_changed_is_not_played_and_mistakes_are_the_users():
+def test_a_changed_task_and_mistakes_are_user_errors():
     [first, *_] = problems("tandem-single")
     for metadata, words in (
         ({"task": 0, "task_hash": "x"}, "another than when"),

@@ -10,7 +10,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tandem.engine.engine import Engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
-from tandem.model.logprobs import SamplingDistribution
 from tandem.model.triton.dispatch import triton_everywhere
 from tandem.runtime.rng import address
 from tandem.train.pack import join, pack
@@ -61,7 +60,7 @@ def test_engine_and_policy_agree_to_the_bit_over_triton(kind, dtype):
         for batch, engine in zip(
             batches, join(batches, [c.logprobs for _, c in mine]), strict=True
         ):
-            logprobs, _ = batch_logprobs(model, batch, SamplingDistribution.of(params))
+            logprobs, _ = batch_logprobs(model, batch, params)
             assert np.abs(logprobs.cpu().numpy() - engine).max() == 0.0
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl
 from triton.runtime import JITFunction
 
-from tandem.model.triton.kernels import PagedRows, attention, matmul, segment_attention, write_cache
+from tandem.model.triton.ops import PagedRows, attention, matmul, segment_attention, write_cache
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU and isinstance(tl.cdiv, JITFunction):
@@ -137,7 +137,7 @@ def test_a_row_of_matmul_has_the_same_bits_alone_and_in_any_batch(dtype):
         assert same_bits(matmul(x[first : first + size], weight, bias), whole[first : first + size])
 
 
-def test_matmul_reads_rows_and_weights_that_are_slices_of_wider_ones():
+def test_matmul_reads_slices_of_wider_tensors():
     x, weight = random(1, 6, 300), random(2, 70, 300)
     assert same_bits(
         matmul(x[:, 100:200], weight[:, :100]),
@@ -193,7 +193,7 @@ def test_rows_of_no_sequence_come_back_as_zeros():
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(FP32, None), (BF16, None), (BF16, 4)])
-def test_decoding_one_token_after_another_has_the_bits_of_the_packed_pass(dtype, window):
+def test_decode_token_by_token_has_the_bits_of_packed_pass(dtype, window):
     for at in (0, 63, 64, 130, 511, 512, 519):
         assert same_bits(
             new_tokens(at, at + 1, window=window, dtype=dtype),
@@ -213,7 +213,7 @@ def test_any_chunking_of_prefill_has_the_bits_of_the_packed_pass(chunks, window)
 
 
 @WINDOWS
-def test_splits_side_by_side_or_in_turn_and_more_of_them_than_needed_change_no_bit(window):
+def test_split_order_and_surplus_splits_change_no_bit(window):
     expected = packed_pass(window, BF16)[FROM:]
     for max_length in (LENGTH, 1025, 4096):
         assert same_bits(new_tokens(FROM, LENGTH, max_length=max_length, window=window), expected)
@@ -259,7 +259,7 @@ def test_numbers_and_size_of_pages_change_no_bit():
     )
 
 
-def test_a_sequence_has_the_same_bits_beside_others_that_share_its_prefix():
+def test_sequence_beside_others_of_its_prefix_same_bits():
     """A batch of a long prefill, a decode and a chunk; the first two pages belong to all three."""
     q, k, v = sequence()
     prefix = 2 * PAGE

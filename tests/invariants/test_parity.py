@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tandem.model.forward import batch_logprobs, reference_logprobs
-from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.kl import kl_estimate
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
+from tandem.types import SamplingDistribution
 from tests.support.parity import (
     CONFIGS,
     engine_for,

@@ -51,9 +51,7 @@ def test_another_seed_gives_other_bytes(forks, undisturbed, tmp_path):
     assert not [name for name in (*weights, "metrics.jsonl") if other[name] == expected[name]]
 
 
-def test_a_killed_run_goes_on_with_other_cores_and_workers_to_the_same_bytes_and_replays(
-    undisturbed, tmp_path
-):
+def test_killed_run_ends_in_the_same_bytes_on_other_cores(undisturbed, tmp_path):
     """On one core where there is `taskset`. With as many threads as there are cores, as a user has
     it: nothing here pins them."""
     command, expected, seconds = undisturbed
@@ -76,9 +74,7 @@ def test_a_killed_run_goes_on_with_other_cores_and_workers_to_the_same_bytes_and
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_after_a_checkpoint_leaves_no_trace_whatever_a_step_leaves_to_the_next(
-    kind, forks, tmp_path
-):
+def test_kill_after_a_checkpoint_leaves_no_trace(kind, forks, tmp_path):
     command = prepare(tmp_path, steps=STEPS, command=kind)
     assert forks.run(command, tmp_path / "whole") == 0
     assert forks.run(command, tmp_path / "killed", kill_at_row=STEPS) != 0
@@ -90,7 +86,7 @@ def test_a_kill_after_a_checkpoint_leaves_no_trace_whatever_a_step_leaves_to_the
 
 
 @pytest.mark.parametrize("kind", ["partial", "multi-turn, two steps off"])
-def test_a_kill_while_rollouts_are_ahead_leaves_no_trace_whoever_rolls_out(kind, forks, tmp_path):
+def test_kill_while_rollouts_are_ahead_leaves_no_trace(kind, forks, tmp_path):
     """What is killed has a rollout worker; what is never stopped has none. The journal may then
     hold more than a checkpoint."""
     command = [*prepare(tmp_path, steps=STEPS, command=kind), "run.save_every=2", "eval.every=0"]

@@ -116,7 +116,7 @@ def test_chunks_give_the_bits_of_one_row_at_a_time(threads):
 
 @pytest.mark.parametrize(("kind", "top_k"), KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_between_equal_models_it_is_exactly_zero_and_so_is_its_gradient(temperature, kind, top_k):
+def test_equal_models_zero_divergence_and_zero_gradient(temperature, kind, top_k):
     for rows, vocabulary in ((12, 40), (CHUNK + 1, MANY)):
         hidden, weight = (tensor.requires_grad_() for tensor in model(rows, vocabulary))
         found = distance(
@@ -148,7 +148,7 @@ def test_fewer_tokens_tell_less_and_all_of_them_everything(kind):
         )
 
 
-def test_the_divergence_of_jensen_and_shannon_is_bounded_and_finite_where_the_two_exclude_each_other():
+def test_jensen_shannon_disjoint_supports_bounded_and_finite():
     weight = torch.eye(40, WIDTH)
     hidden = (1000.0 * torch.eye(WIDTH)[:1]).requires_grad_()
     found = distance(head(hidden, weight), head(1000.0 * torch.eye(WIDTH)[1:2], weight), 1.0, "jsd")
@@ -159,7 +159,7 @@ def test_the_divergence_of_jensen_and_shannon_is_bounded_and_finite_where_the_tw
     assert hidden.grad.isfinite().all()
 
 
-def test_a_likely_token_that_the_teacher_rules_out_is_dear_and_finite():
+def test_token_ruled_out_by_teacher_costs_much_but_finite():
     weight = torch.eye(40, WIDTH)
     sure, other = (100.0 * torch.eye(WIDTH)[n : n + 1] for n in (0, 1))
     assert float(distance(head(sure, weight), head(other, weight), 1.0)) == pytest.approx(100.0)
@@ -180,7 +180,7 @@ def test_the_teacher_gets_no_gradient_and_no_positions_give_none():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_frozen_projection_gets_no_gradient_and_changes_that_of_the_states_by_no_bit(frozen):
+def test_frozen_projection_keeps_the_bits_of_hidden_gradients(frozen):
     gradients = []
     for fixed in (False, frozen):
         hidden, weight = model(9, 40)

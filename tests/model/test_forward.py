@@ -11,9 +11,9 @@ from tandem.model.forward import (
     reference_logprobs,
     teacher_divergences,
 )
-from tandem.model.logprobs import SamplingDistribution
 from tandem.rl.distillation import reverse_kl
 from tandem.train.pack import join, pack, split
+from tandem.types import SamplingDistribution
 from tests.support import dense
 from tests.support.episodes import adapted_model
 from tests.support.tiny import (
@@ -47,9 +47,7 @@ def add_gradients(batches, column, say):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_the_gradient_of_a_packed_prefix_shared_batch_is_that_of_stock_transformers_sample_by_sample(
-    kind,
-):
+def test_packed_gradient_is_transformers_sample_by_sample(kind):
     exact, stock = twins(kind)
     samples = random_samples(np.random.default_rng(0), 4)
     column, batches = random_column(samples), pack(samples, 40)
@@ -81,12 +79,17 @@ def test_logprobs_and_entropies_are_those_of_stock_transformers(temperature):
                 np.testing.assert_allclose(found[number], expected, rtol=0, atol=FORWARD)
 
 
-def test_a_repetition_penalty_weakens_the_tokens_before_in_the_prefix_and_in_the_sample():
+def test_repetition_penalty_counts_prefix_and_sample_tokens():
     exact, stock = twins("llama")
     samples = random_samples(np.random.default_rng(2), 4)
-    batches, how = pack(samples, 100), SamplingDistribution(repetition_penalty=1.5, temperature=0.7)
+    batches, sampling = (
+        pack(samples, 100),
+        SamplingDistribution(repetition_penalty=1.5, temperature=0.7),
+    )
     with torch.no_grad():
-        found = split(batches, [batch_logprobs(exact, batch, how)[0].numpy() for batch in batches])
+        found = split(
+            batches, [batch_logprobs(exact, batch, sampling)[0].numpy() for batch in batches]
+        )
         for number, sample in enumerate(samples):
             logits, expected = stock_logits(stock, sample.tokens), []
             for place in np.flatnonzero(sample.loss_mask):
@@ -97,7 +100,7 @@ def test_a_repetition_penalty_weakens_the_tokens_before_in_the_prefix_and_in_the
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_values_and_their_gradients_are_those_of_a_stock_classifier(kind):
+def test_values_and_gradients_are_a_stock_classifiers(kind):
     exact, stock = value_twins(kind)
     samples = random_samples(np.random.default_rng(3), 3)
     batches, column = pack(samples, 60), random_column(samples)
@@ -112,7 +115,7 @@ def test_values_and_their_gradients_are_those_of_a_stock_classifier(kind):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_kl_to_a_teacher_and_its_gradient_are_those_of_whole_logits(temperature):
+def test_teacher_kl_and_gradient_are_those_of_full_logits(temperature):
     (exact, stock), (teacher, stock_teacher) = twins("qwen3"), twins("qwen3", seed=5)
     samples = random_samples(np.random.default_rng(4), 3)
     batches, column = pack(samples, 60), random_column(samples)
@@ -166,7 +169,7 @@ def test_logprobs_have_the_same_bits_with_and_without_gradients():
     )
 
 
-def test_the_reference_of_a_policy_with_adapters_is_the_model_without_them_to_the_bit():
+def test_reference_of_adapted_policy_is_the_base_to_the_bit():
     adapted, plain = adapted_model(), exact_model("qwen3")
     adapted.load_weights(
         {name: torch.full_like(w, 0.05) for name, w in adapted.adapter_weights().items()}

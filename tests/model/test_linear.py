@@ -64,7 +64,7 @@ def test_with_and_without_gradients_the_bits_are_the_same():
         assert torch.equal(linear(x, weight, None, pack(weight)), recorded)
 
 
-def test_the_ladder_of_row_counts_holds_every_count_with_few_steps_and_little_waste():
+def test_padded_rows_cover_every_count_with_little_waste():
     assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 63, 64, 65, 70)] == [
         4,
         4,
@@ -86,7 +86,7 @@ def test_the_ladder_of_row_counts_holds_every_count_with_few_steps_and_little_wa
     assert len(steps) < 150 and sorted(steps) == sorted({padded_rows(s) for s in steps})
 
 
-def test_the_pack_is_kept_while_the_weight_is_and_renewed_when_it_changes_in_place():
+def test_pack_renewed_only_when_weight_changes_in_place():
     weight, cache, x = nn.Parameter(noise(16, 96)), PackedWeight(), noise(4, 96, seed=1)
     first = cache.of(weight)
     assert cache.of(weight) is first
@@ -98,7 +98,7 @@ def test_the_pack_is_kept_while_the_weight_is_and_renewed_when_it_changes_in_pla
     assert torch.equal(multiply(x, cache.of(weight)), multiply(x, pack(noise(16, 96, seed=2))))
 
 
-def test_the_module_takes_over_the_parameters_and_keeps_the_leading_dimensions():
+def test_module_shares_parameters_and_keeps_leading_dimensions():
     plain = nn.Linear(96, 24)
     exact = ExactLinear(plain.weight, plain.bias)
     assert exact.weight is plain.weight and dict(exact.named_parameters()).keys() == {
@@ -148,7 +148,7 @@ def test_a_row_of_swiglu_does_not_depend_on_rows_width_or_threads(gradients):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_fused_linears_are_their_parts_side_by_side_with_the_gradients_of_each(bias):
+def test_fused_linear_is_its_parts_with_their_gradients(bias):
     parts = [
         ExactLinear(
             nn.Parameter(noise(o, 96, seed=o)), nn.Parameter(noise(o, seed=o)) if bias else None
@@ -215,7 +215,7 @@ def by_formula(x, part):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("ranks", [(0, 0, 0), (3, 0, 0), (0, 3, 2), (1, 5, 3)])
-def test_adapters_on_none_some_or_all_parts_run_and_learn_by_the_formula(ranks, bias, frozen):
+def test_adapters_on_any_parts_run_and_learn_by_the_formula(ranks, bias, frozen):
     parts = [
         adapted(o, rank=r, bias=bias, frozen=frozen, seed=9 * o)
         for o, r in zip((24, 8, 16), ranks, strict=True)
@@ -252,7 +252,7 @@ def test_the_names_of_an_adapters_factors_come_behind_the_weights():
 
 
 @pytest.mark.parametrize("name", ["weight", "lora_A.weight", "lora_B.weight"])
-def test_the_packs_of_an_adapted_linear_follow_each_of_its_tensors(name):
+def test_adapted_linear_packs_follow_each_of_its_tensors(name):
     parts = [adapted(8, rank=2, seed=seed) for seed in (10, 20)]
     x = noise(4, 96)
     for run in (parts[0], FusedLinear(*parts)):
@@ -265,7 +265,7 @@ def test_the_packs_of_an_adapted_linear_follow_each_of_its_tensors(name):
             assert not torch.equal(run(x), before)
 
 
-def test_base_only_runs_the_base_weights_and_no_adapter_learns_from_it():
+def test_base_only_runs_the_base_and_trains_no_adapter():
     parts = [adapted(8, rank=2, bias=True, seed=10), adapted(8, bias=True, seed=20)]
     plain = FusedLinear(*[ExactLinear(part.weight, part.bias) for part in parts])
     fused, x = FusedLinear(*parts), noise(4, 96).requires_grad_()
@@ -278,7 +278,7 @@ def test_base_only_runs_the_base_weights_and_no_adapter_learns_from_it():
     assert torch.equal(fused(x), whole) and not torch.equal(whole, base)
 
 
-def test_a_frozen_linear_holds_no_activations_and_spends_nothing_on_its_weight():
+def test_frozen_linear_keeps_no_activations():
     x, held = noise(64, 96).requires_grad_(), []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: held.append(t.data_ptr()) or t, lambda t: t

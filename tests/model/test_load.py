@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma2Config, GPT2Config, MambaConfig
 
 from tandem.model.attention import PackedPlan
-from tandem.model.load import check_model, load_model, make_exact, why_not_exact
+from tandem.model.config_file import check_model, why_not_exact
+from tandem.model.load import load_model, make_exact
 from tandem.model.lora import Lora
 from tandem.runtime.errors import UserError
 from tests.support.tiny import (
@@ -36,7 +37,7 @@ def documents(seed=0):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_the_logits_of_a_packed_pass_are_those_of_stock_transformers_document_by_document(kind):
+def test_packed_logits_are_transformers_document_by_document(kind):
     exact, stock = twins(kind)
     with torch.no_grad():
         for found, document in zip(exact_logits(exact, documents()), documents(), strict=True):
@@ -94,7 +95,7 @@ def test_loading_weights_keeps_the_tensors_and_their_ties():
     )
 
 
-def test_weights_that_are_not_named_stay_and_names_that_are_not_there_are_refused_before_anything_is_written():
+def test_load_weights_partial_or_unknown_names():
     model, other = exact_model("llama", seed=0), exact_model("llama", seed=1)
     before = {name: w.clone() for name, w in model.named_weights().items()}
     name = "model.layers.1.mlp.up_proj.weight"
@@ -112,7 +113,7 @@ def test_weights_that_are_not_named_stay_and_names_that_are_not_there_are_refuse
     assert torch.equal(model.named_weights()[name], new)
 
 
-def test_every_parameter_of_a_plain_model_is_trainable_and_merged_is_what_it_is():
+def test_plain_model_all_trainable_and_merged_is_itself():
     model = exact_model("qwen3")
     assert (
         model.trainable() == dict(model.module.named_parameters()) and model.adapter_weights() == {}
@@ -158,7 +159,7 @@ def gradients_of(model, *, checkpointing, off=nullcontext):
     "lora", [None, Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=0)], ids=["full", "lora"]
 )
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_with_checkpointing_each_layer_runs_twice_and_no_bit_of_a_gradient_changes(kind, lora):
+def test_checkpointing_runs_layers_twice_with_equal_gradients(kind, lora):
     model = make_exact(stock_model(tiny_config(kind)), lora)
     model.load_weights({name: w + 0.1 for name, w in model.adapter_weights().items()})
     plain, once = gradients_of(model, checkpointing=False)
@@ -168,7 +169,7 @@ def test_with_checkpointing_each_layer_runs_twice_and_no_bit_of_a_gradient_chang
     assert all(torch.equal(grad, checkpointed[name]) for name, grad in plain.items())
 
 
-def test_checkpointing_runs_a_layer_again_as_it_ran_first_though_the_adapter_was_off_then():
+def test_checkpointing_with_adapter_off_repeats_it_off():
     model = make_exact(
         stock_model(tiny_config()), Lora(rank=4, alpha=8.0, targets=("q_proj",), seed=0)
     )
@@ -196,7 +197,7 @@ def test_checkpointing_runs_a_layer_again_as_it_ran_first_though_the_adapter_was
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_exact_is_refused_by_name_without_any_weights(config, reason, tmp_path):
+def test_inexact_model_refused_by_name_without_weights(config, reason, tmp_path):
     # no weights: had they been looked for, the error would be another
     config.save_pretrained(tmp_path)
     for load in (check_model, load_model):
@@ -215,7 +216,7 @@ def test_the_supported_architectures_have_nothing_against_them(kind):
     assert why_not_exact(tiny_config(kind)) == []
 
 
-def test_no_name_a_missing_directory_and_a_directory_without_a_config_are_told_apart(tmp_path):
+def test_missing_model_message_says_what_lies_there(tmp_path):
     with pytest.raises(UserError, match="no model is named"):
         check_model("")
     with pytest.raises(UserError, match="does not exist") as error:
@@ -245,7 +246,7 @@ def test_missing_and_broken_weights_are_a_users_error(content, tmp_path):
         load_model(str(tmp_path))
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_not_filled_with_random_numbers(tmp_path):
+def test_checkpoint_lacking_a_tensor_refused(tmp_path):
     model = exact_model("qwen3")
     model.module.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -271,7 +272,7 @@ def test_the_config_is_the_one_that_transformers_reads(tmp_path):
         ).to_dict() | {"_name_or_path": ""}
 
 
-def test_a_config_of_an_older_transformers_is_read_as_transformers_reads_it(tmp_path):
+def test_old_config_read_as_transformers_reads_it(tmp_path):
     old = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -319,7 +320,7 @@ def test_what_a_config_says_of_kernels_and_code_is_dropped(tmp_path):
     )
 
 
-def test_weights_that_are_a_pickle_are_named_and_how_to_convert_them(tmp_path):
+def test_pickled_weights_refused_with_a_way_to_convert(tmp_path):
     model = exact_model("llama")
     model.module.save_pretrained(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.model.linear import multiply, pack
 from tandem.model.logprobs import (
     CHUNK_BYTES,
-    SamplingDistribution,
     SeenTokens,
     log_distribution,
     penalize,
     token_logprobs,
 )
+from tandem.types import SamplingDistribution
 
 FILTERS = [
     SamplingDistribution(),
@@ -42,57 +42,62 @@ def logits(rows=8, vocabulary=40, seed=0):
     return noise(rows, vocabulary, seed=seed) * 3
 
 
-def kept_by_definition(row, how):
+def kept_by_definition(row, sampling):
     """The indices that stay, for one row of logits without ties, in Python floats."""
-    if how.temperature == 0.0:
+    if sampling.temperature == 0.0:
         return set(range(len(row)))
-    weights = [math.exp(float(x) / how.temperature) for x in row]
+    weights = [math.exp(float(x) / sampling.temperature) for x in row]
     ranked = sorted(range(len(row)), key=lambda i: -weights[i])
-    if how.top_k:
-        ranked = ranked[: how.top_k]
+    if sampling.top_k:
+        ranked = ranked[: sampling.top_k]
     kept, mass, total = [], 0.0, math.fsum(weights[i] for i in ranked)
     for index in ranked:
-        if mass >= how.top_p * total:
+        if mass >= sampling.top_p * total:
             break
         kept.append(index)
         mass += weights[index]
-    return {i for i in kept if weights[i] >= how.min_p * max(weights)}
+    return {i for i in kept if weights[i] >= sampling.min_p * max(weights)}
 
 
-def by_definition(row, how, forced=None):
+def by_definition(row, sampling, forced=None):
     """Log-probs of one row, -inf outside the kept set, in Python floats."""
-    kept = kept_by_definition(row, how) | ({int(forced)} if forced is not None else set())
-    scaled = [float(x) / (how.temperature or 1.0) for x in row]
+    kept = kept_by_definition(row, sampling) | ({int(forced)} if forced is not None else set())
+    scaled = [float(x) / (sampling.temperature or 1.0) for x in row]
     normalizer = math.log(math.fsum(math.exp(scaled[i]) for i in kept))
     return [scaled[i] - normalizer if i in kept else -math.inf for i in range(len(row))]
 
 
-@pytest.mark.parametrize("how", FILTERS, ids=str)
-def test_the_distribution_is_the_definition_of_temperature_top_k_and_top_p(how):
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_distribution_follows_the_definition_of_its_filters(sampling):
     table = logits()
-    found = log_distribution(table, how)
-    expected = torch.tensor([by_definition(row, how) for row in table.tolist()])
+    found = log_distribution(table, sampling)
+    expected = torch.tensor([by_definition(row, sampling) for row in table.tolist()])
     assert torch.equal(found.isinf(), expected.isinf())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(len(table)))
 
 
-@pytest.mark.parametrize("how", FILTERS[4:], ids=str)
-def test_a_forced_token_is_kept_and_the_rest_of_the_set_stays(how):
+@pytest.mark.parametrize("sampling", FILTERS[4:], ids=str)
+def test_a_forced_token_is_kept_and_the_rest_of_the_set_stays(sampling):
     table = logits()
     forced = table.argmin(-1)  # outside every filter
     expected = torch.tensor(
-        [by_definition(row, how, f) for row, f in zip(table.tolist(), forced.tolist(), strict=True)]
+        [
+            by_definition(row, sampling, f)
+            for row, f in zip(table.tolist(), forced.tolist(), strict=True)
+        ]
     )
-    found = log_distribution(table, how, forced)
+    found = log_distribution(table, sampling, forced)
     assert torch.equal(found.isinf(), expected.isinf())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", FILTERS, ids=str)
-def test_forcing_a_token_that_is_in_the_set_changes_no_bit(how):
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_forcing_a_token_that_is_in_the_set_changes_no_bit(sampling):
     table = logits()
-    assert torch.equal(log_distribution(table, how, table.argmax(-1)), log_distribution(table, how))
+    assert torch.equal(
+        log_distribution(table, sampling, table.argmax(-1)), log_distribution(table, sampling)
+    )
 
 
 def test_ties_at_the_edge_are_all_kept():
@@ -102,23 +107,23 @@ def test_ties_at_the_edge_are_all_kept():
     assert log_distribution(tied, SamplingDistribution(top_p=0.5)).isinf().tolist() == [kept]
 
 
-def test_the_likeliest_token_is_kept_by_the_smallest_filters_and_all_by_the_largest():
+def test_smallest_filters_keep_one_token_largest_keep_all():
     table = logits()
-    for how in (SamplingDistribution(top_k=1), SamplingDistribution(top_p=1e-6)):
-        assert torch.equal(log_distribution(table, how).argmax(-1), table.argmax(-1))
-        assert ((log_distribution(table, how) == 0.0).sum(-1) == 1).all()
+    for sampling in (SamplingDistribution(top_k=1), SamplingDistribution(top_p=1e-6)):
+        assert torch.equal(log_distribution(table, sampling).argmax(-1), table.argmax(-1))
+        assert ((log_distribution(table, sampling) == 0.0).sum(-1) == 1).all()
     for size in (40, 41):
         assert not log_distribution(table, SamplingDistribution(top_k=size)).isinf().any()
 
 
-@pytest.mark.parametrize("how", FILTERS, ids=str)
-def test_a_row_does_not_see_the_other_rows(how):
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_a_row_does_not_see_the_other_rows(sampling):
     table = logits(rows=33, vocabulary=97)
-    whole = log_distribution(table, how)
+    whole = log_distribution(table, sampling)
     for rows in (1, 2, 3, 7):
         for start in (0, 5):
             assert torch.equal(
-                log_distribution(table[start : start + rows].clone(), how),
+                log_distribution(table[start : start + rows].clone(), sampling),
                 whole[start : start + rows],
             )
 
@@ -129,19 +134,19 @@ def case(rows, vocabulary, seed=0):
     return hidden, weight, targets
 
 
-def test_a_vocabulary_that_needs_several_chunks_gives_the_bits_of_one_pass():
+def test_several_chunks_give_the_bits_of_one_pass():
     vocabulary = 40_000
     rows = 2 * CHUNK_BYTES // (4 * vocabulary) + 7
     hidden, weight, targets = case(rows, vocabulary)
     packed = pack(weight)
-    for how in (SamplingDistribution(), SamplingDistribution(temperature=0.8, top_k=50)):
-        found, entropy = token_logprobs(hidden, weight, packed, targets, how)
-        table = log_distribution(multiply(hidden, packed), how, targets)
+    for sampling in (SamplingDistribution(), SamplingDistribution(temperature=0.8, top_k=50)):
+        found, entropy = token_logprobs(hidden, weight, packed, targets, sampling)
+        table = log_distribution(multiply(hidden, packed), sampling, targets)
         assert torch.equal(found, table.gather(1, targets[:, None])[:, 0])
         assert entropy.shape == found.shape and (entropy > 0).all()
 
 
-def test_the_gradient_of_several_chunks_is_the_gradient_of_autograd():
+def test_gradient_of_several_chunks_is_autograds():
     vocabulary = 40_000
     hidden, weight, targets = case(CHUNK_BYTES // (4 * vocabulary) + 30, vocabulary)
     above = noise(len(targets), seed=3)
@@ -156,17 +161,17 @@ def test_the_gradient_of_several_chunks_is_the_gradient_of_autograd():
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", FILTERS, ids=str)
-def test_the_gradient_is_that_of_log_softmax_over_the_kept_set(how):
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_the_gradient_is_that_of_log_softmax_over_the_kept_set(sampling):
     hidden, weight, targets = case(12, 40)
     above = noise(12, seed=3)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, _ = token_logprobs(*ours, pack(weight), targets, how)
+    found, _ = token_logprobs(*ours, pack(weight), targets, sampling)
     (found * above).sum().backward()
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    scaled = theirs[0] @ theirs[1].t() / (how.temperature or 1.0)
+    scaled = theirs[0] @ theirs[1].t() / (sampling.temperature or 1.0)
     outside = [
-        [i not in kept_by_definition(row, how) | {int(t)} for i in range(40)]
+        [i not in kept_by_definition(row, sampling) | {int(t)} for i in range(40)]
         for row, t in zip((hidden @ weight.t()).tolist(), targets, strict=True)
     ]
     expected = (
@@ -180,44 +185,44 @@ def test_the_gradient_is_that_of_log_softmax_over_the_kept_set(how):
         torch.testing.assert_close(one.grad, other.grad.float(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", FILTERS, ids=str)
-def test_the_entropy_is_that_of_the_distribution_sampled_from(how):
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_the_entropy_is_that_of_the_distribution_sampled_from(sampling):
     hidden, weight, targets = case(12, 40)
-    _, entropy = token_logprobs(hidden, weight, pack(weight), targets, how)
+    _, entropy = token_logprobs(hidden, weight, pack(weight), targets, sampling)
     expected = []
     for row, target in zip((hidden @ weight.t()).tolist(), targets, strict=True):
-        logprobs = by_definition(row, how, target)
+        logprobs = by_definition(row, sampling, target)
         expected.append(-math.fsum(math.exp(x) * x for x in logprobs if x > -math.inf))
     np.testing.assert_allclose(entropy, expected, rtol=1e-4, atol=1e-5)
 
 
-def tables_in_float64(hidden, weight, targets, how):
+def tables_in_float64(hidden, weight, targets, sampling):
     """(leaves, log-probs [N, V]) after temperature and filters, for autograd; -inf outside the kept
     sets."""
     leaves = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    scaled = leaves[0] @ leaves[1].t() / (how.temperature or 1.0)
-    if how.temperature == 0.0:
+    scaled = leaves[0] @ leaves[1].t() / (sampling.temperature or 1.0)
+    if sampling.temperature == 0.0:
         return leaves, scaled.log_softmax(-1)
     ranked, order = scaled.detach().sort(-1, descending=True)
     place = torch.arange(scaled.shape[1])
-    probs = ranked.masked_fill(place >= (how.top_k or len(place)), -math.inf).softmax(-1)
+    probs = ranked.masked_fill(place >= (sampling.top_k or len(place)), -math.inf).softmax(-1)
     kept = (
         (probs > 0)
-        & (probs.cumsum(-1) - probs < how.top_p)
-        & (ranked >= ranked[:, :1] + math.log(how.min_p or 1e-300))
+        & (probs.cumsum(-1) - probs < sampling.top_p)
+        & (ranked >= ranked[:, :1] + math.log(sampling.min_p or 1e-300))
     )
     outside = torch.empty_like(kept).scatter_(1, order, ~kept).scatter_(1, targets[:, None], False)
     return leaves, scaled.masked_fill(outside, -math.inf).log_softmax(-1)
 
 
-def assert_gradients_with_entropy(hidden, weight, targets, how, *, of_logprobs):
+def assert_gradients_with_entropy(hidden, weight, targets, sampling, *, of_logprobs):
     """Of logprobs x noise (or 0) + entropy x other noise, ours against autograd's."""
     above, above_entropy = noise(len(targets), seed=3) * of_logprobs, noise(len(targets), seed=4)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, entropy = token_logprobs(*ours, pack(weight), targets, how)
+    found, entropy = token_logprobs(*ours, pack(weight), targets, sampling)
     loss = (entropy * above_entropy).sum()
     (loss + (found * above).sum() if of_logprobs else loss).backward()
-    theirs, table = tables_in_float64(hidden, weight, targets, how)
+    theirs, table = tables_in_float64(hidden, weight, targets, sampling)
     terms = table.exp() * table.masked_fill(table.isinf(), 0.0)
     chosen = table.gather(1, targets[:, None])[:, 0]
     (-(terms.sum(-1) * above_entropy).sum() + (chosen * above).sum()).backward()
@@ -228,28 +233,28 @@ def assert_gradients_with_entropy(hidden, weight, targets, how, *, of_logprobs):
 
 
 @pytest.mark.parametrize("of_logprobs", [0.0, 1.0], ids=["entropy alone", "with log-probs"])
-@pytest.mark.parametrize("how", FILTERS, ids=str)
-def test_the_gradient_of_the_entropy_is_autograds(how, of_logprobs):
-    assert_gradients_with_entropy(*case(12, 40), how, of_logprobs=of_logprobs)
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_the_gradient_of_the_entropy_is_autograds(sampling, of_logprobs):
+    assert_gradients_with_entropy(*case(12, 40), sampling, of_logprobs=of_logprobs)
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
 @pytest.mark.parametrize(
-    "how",
+    "sampling",
     [
         SamplingDistribution(temperature=0.7),
         SamplingDistribution(temperature=0.7, top_k=50, top_p=0.9),
     ],
     ids=str,
 )
-def test_the_gradient_of_the_entropy_is_autograds_at_the_edge_of_a_chunk(how, beyond):
+def test_entropy_gradient_at_a_chunk_edge_is_autograds(sampling, beyond):
     vocabulary = 40_000
     assert_gradients_with_entropy(
-        *case(CHUNK_BYTES // (4 * vocabulary) + beyond, vocabulary), how, of_logprobs=1.0
+        *case(CHUNK_BYTES // (4 * vocabulary) + beyond, vocabulary), sampling, of_logprobs=1.0
     )
 
 
-def test_an_entropy_that_is_not_used_changes_the_gradient_of_the_logprobs_by_rounding_only():
+def test_unused_entropy_changes_logprob_gradient_by_rounding():
     gradients = []
     for share in (None, 0.0):
         hidden, weight, targets = case(12, 40)
@@ -286,7 +291,7 @@ def seen_by(rows):
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
-def test_the_repetition_penalty_weakens_what_was_seen_before_and_nothing_else(penalty):
+def test_repetition_penalty_weakens_seen_tokens_only(penalty):
     table, rows = logits(3), [[0, 5, 39, 5], [], [7]]
     expected = [
         penalized_by_definition(row, penalty, set(seen))
@@ -297,33 +302,37 @@ def test_the_repetition_penalty_weakens_what_was_seen_before_and_nothing_else(pe
 
 
 @pytest.mark.parametrize(
-    "how",
+    "sampling",
     [
         SamplingDistribution(repetition_penalty=1.4),
         SamplingDistribution(repetition_penalty=1.4, temperature=0.7, top_k=15),
     ],
     ids=str,
 )
-def test_the_gradient_goes_through_the_repetition_penalty(how):
+def test_the_gradient_goes_through_the_repetition_penalty(sampling):
     hidden, weight, targets = case(12, 40)
     above, rows = noise(12, seed=3), [list(range(n, 40, n + 2)) for n in range(12)]
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     found, _ = token_logprobs(
-        *ours, pack(weight), targets, how, lambda start, stop: seen_by(rows[start:stop])
+        *ours, pack(weight), targets, sampling, lambda start, stop: seen_by(rows[start:stop])
     )
     (found * above).sum().backward()
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     raw, mask = theirs[0] @ theirs[1].t(), torch.zeros(12, 40, dtype=torch.bool)
     for row, tokens in enumerate(rows):
         mask[row, tokens] = True
-    weakened = torch.where(raw > 0, raw / how.repetition_penalty, raw * how.repetition_penalty)
+    weakened = torch.where(
+        raw > 0, raw / sampling.repetition_penalty, raw * sampling.repetition_penalty
+    )
     scaled = torch.where(mask, weakened, raw)
     outside = [
-        [i not in kept_by_definition(row, how) | {int(t)} for i in range(40)]
+        [i not in kept_by_definition(row, sampling) | {int(t)} for i in range(40)]
         for row, t in zip(scaled.tolist(), targets, strict=True)
     ]
     expected = (
-        (scaled / how.temperature).masked_fill(torch.tensor(outside), -math.inf).log_softmax(-1)
+        (scaled / sampling.temperature)
+        .masked_fill(torch.tensor(outside), -math.inf)
+        .log_softmax(-1)
     )
     expected = expected.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
@@ -345,7 +354,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_nothing_is_spent_on_the_gradient_of_a_frozen_output_projection(frozen):
+def test_frozen_output_projection_gets_no_gradient(frozen):
     hidden, weight = (
         noise(8, WIDTH).requires_grad_(),
         noise(40, WIDTH, seed=1).requires_grad_(not frozen),
@@ -360,12 +369,12 @@ def test_nothing_is_spent_on_the_gradient_of_a_frozen_output_projection(frozen):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "sampling",
     [SamplingDistribution(), SamplingDistribution(temperature=0.7, top_k=9)],
     ids=["plain", "filtered"],
 )
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
-def test_a_gradient_that_was_expected_gives_the_same_bits_and_another_one_its_own(how, frozen):
+def test_expected_gradient_same_bits_other_gradient_its_own(sampling, frozen):
     rng = torch.Generator().manual_seed(0)
     rows, vocabulary, width = 40, 300_000, 8  # several chunks
     weight = torch.randn(vocabulary, width, generator=rng).requires_grad_(not frozen)
@@ -378,7 +387,7 @@ def test_a_gradient_that_was_expected_gives_the_same_bits_and_another_one_its_ow
     def gradients(expected, arriving):
         hidden = start.clone().requires_grad_()
         logprobs, entropy = token_logprobs(
-            hidden, weight, pack(weight), targets, how, None, expected
+            hidden, weight, pack(weight), targets, sampling, None, expected
         )
         logprobs.backward(arriving)
         head, weight.grad = weight.grad, None
@@ -392,9 +401,7 @@ def test_a_gradient_that_was_expected_gives_the_same_bits_and_another_one_its_ow
 
 
 @pytest.mark.parametrize(("shift", "products"), [(0.0, 0), (1.0, 1)])
-def test_the_backward_pass_computes_no_logits_again_where_the_gradient_was_expected(
-    shift, products
-):
+def test_expected_gradient_saves_the_second_logits(shift, products):
     hidden, weight, above = (
         torch.randn(6, 8).requires_grad_(),
         torch.randn(50, 8).requires_grad_(),

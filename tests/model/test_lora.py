@@ -91,7 +91,7 @@ def loss_of(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_engine_and_trainer_agree_to_the_last_bit_while_the_adapter_is_trained(kind):
+def test_engine_equals_trainer_while_the_adapter_trains(kind):
     model = adapted(kind, moved=False)
     optimizer, engine = adam(model), engine_for(model)
     base = {name: w.clone() for name, w in model.named_weights().items() if "lora" not in name}
@@ -117,7 +117,7 @@ def test_a_new_adapter_changes_no_bit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_the_adapter_off_the_bits_are_those_of_the_model_without_one(kind):
+def test_adapter_off_gives_the_bits_of_the_plain_model(kind):
     model, plain = adapted(kind), make_exact(stock(kind))
     whole, base = logits(model), logits(plain)
     for _ in range(2):
@@ -131,7 +131,7 @@ def test_with_the_adapter_off_the_bits_are_those_of_the_model_without_one(kind):
     assert torch.equal(logits(model), whole)
 
 
-def test_the_base_has_a_pack_of_its_own_that_is_kept_and_the_other_linears_have_one():
+def test_only_adapted_linears_keep_a_base_pack():
     model = adapted(lora=Lora(rank=4, alpha=8.0, targets=("q_proj", "o_proj"), seed=0))
     layer = model.module.model.layers[0]
     both = [layer.qkv, layer.self_attn.o_proj]
@@ -174,7 +174,7 @@ def test_an_engine_does_not_mix_the_keys_of_model_and_base():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_are_hugging_faces_and_pefts_and_only_the_adapter_is_trained(kind):
+def test_lora_names_are_pefts_and_only_the_adapter_trains(kind):
     model = adapted(kind, moved=False)
     plain = [name for name, _ in stock(kind).named_parameters()]
     assert (
@@ -200,7 +200,7 @@ def peft_config(kind):
     )
 
 
-def test_the_same_seed_gives_the_same_bits_and_touches_no_other_random_number():
+def test_lora_seed_fixes_bits_and_leaves_other_random_state():
     before = torch.get_rng_state()
     one, same, other = (
         adapted(lora=Lora(rank=4, alpha=8.0, targets=("v_proj",), seed=s), moved=False)
@@ -274,7 +274,7 @@ def test_targets_can_be_some_linears_by_the_end_of_their_names():
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "wq"), ("lm_head",), ("proj",), ("mlp",), ()])
-def test_a_target_that_is_not_there_is_a_users_error_that_names_those_that_are(targets):
+def test_unknown_lora_target_error_lists_known_ones(targets):
     with pytest.raises(UserError, match="targets are not in this model") as error:
         adapted(lora=Lora(rank=4, alpha=8.0, targets=targets, seed=0))
     assert error.value.expected.endswith(
@@ -283,7 +283,7 @@ def test_a_target_that_is_not_there_is_a_users_error_that_names_those_that_are(t
     assert error.value.found == (targets[-1] if targets else "none")
 
 
-def test_in_a_mixture_of_experts_the_names_of_the_mlp_are_not_linears_even_in_a_dense_layer():
+def test_lora_on_mixture_of_experts_leaves_mlps_out():
     """PEFT would take them for the experts, whose linears are exact only as they are."""
     with pytest.raises(UserError) as error:
         adapted(
@@ -401,7 +401,7 @@ def test_an_exported_adapter_is_read_by_peft(kind, tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_the_files_of_an_exported_adapter_are_those_that_peft_writes(tmp_path):
+def test_exported_adapter_files_are_those_peft_writes(tmp_path):
     source = saved("llama", tmp_path / "source")
     folder = export_adapter(trained("llama", source), source, tmp_path / "ours", "card")
     base = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")

@@ -32,7 +32,7 @@ class Odd(ExactLinear):
 
 
 @pytest.mark.parametrize("rows", [4, 32])
-def test_a_linear_that_takes_another_kernel_for_some_rows_is_named(rows):
+def test_linear_with_row_dependent_kernel_is_named(rows):
     model = model_of("qwen3")
     odd = Odd(nn.Parameter(torch.randn(97, 96)))
     odd.rows, model.head = rows, odd
@@ -43,7 +43,7 @@ def test_every_row_count_that_is_said_to_be_tried_is():
     assert {*range(1, 9), 20, 28, 32, 64, *range(255, 261)} == set(ROWS) and PACKED_ROWS > 512
 
 
-def test_the_random_model_has_the_shapes_of_the_model_and_every_kind_of_its_layers():
+def test_random_model_has_every_kind_of_layer_and_its_shapes():
     config = CONFIGS["qwen2"]()
     config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 40, 1
     config.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
@@ -62,7 +62,7 @@ def test_the_random_model_has_the_shapes_of_the_model_and_every_kind_of_its_laye
     )
 
 
-def test_the_random_model_of_a_mixture_has_a_dense_layer_and_one_of_experts_where_the_model_has():
+def test_random_mixture_has_a_dense_layer_if_the_model_has():
     config = CONFIGS["qwen3_moe"]()
     config.mlp_only_layers, config.num_experts, config.num_experts_per_tok = [0, 1], 24, 3
     model = make_exact(AutoModelForCausalLM.from_config(config))
@@ -76,7 +76,7 @@ def test_the_random_model_of_a_mixture_has_a_dense_layer_and_one_of_experts_wher
     assert (found.parity, found.thread_dependent) == ([], [])
 
 
-def test_a_schedule_is_another_one_for_another_seed_and_its_passes_agree():
+def test_schedule_differs_by_seed_and_its_passes_agree():
     model = random_model(model_of("llama"), seed=0)
     one, other = Schedule(model, 1), Schedule(model, 2)
     assert (one.prefix, one.own) != (other.prefix, other.own)
@@ -95,10 +95,10 @@ def test_a_schedule_shows_an_attention_that_depends_on_the_chunks():
     def odd(keys, values, runs):
         made = plan(keys, values, runs)
         attend = made.attend
-        made.attend = lambda *how: (
-            torch.nextafter(out := attend(*how), out + 1)
+        made.attend = lambda *args: (
+            torch.nextafter(out := attend(*args), out + 1)
             if (runs.counts == 1).any()
-            else attend(*how)
+            else attend(*args)
         )
         return made
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tandem.cli.main import app
 from tandem.model.tiny import make_tiny
 from tandem.runtime.errors import UserError
-from tandem.tasks.algebra import generate
+from tandem.tasks import algebra
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def test_an_unknown_character_becomes_one_unk(tokenizer):
 
 
 def test_all_data_set_text_is_known(tokenizer):
-    for level in ("easy", "school"):
-        for row in generate("train", 40, 0, level):
+    for difficulty in algebra.LEVELS:
+        for row in algebra.rows("train", 40, 0, difficulty):
             text = row["prompt"][0]["content"] + row["extra_info"]["solution"]
             assert tokenizer.unk_token_id not in encode(tokenizer, text)
 
@@ -85,7 +85,7 @@ def test_an_unknown_role_is_refused(tokenizer):
         tokenizer.apply_chat_template([{"role": "critic", "content": "no"}])
 
 
-def test_the_model_has_under_a_million_parameters_and_one_row_a_token(folder, tokenizer):
+def test_tiny_model_under_a_million_parameters(folder, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert 800_000 < model.num_parameters() < 1_000_000
     assert model.dtype == torch.float32
@@ -93,7 +93,7 @@ def test_the_model_has_under_a_million_parameters_and_one_row_a_token(folder, to
     assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
 
 
-def test_the_same_seed_gives_the_same_files_and_another_seed_other_weights(folder, tmp_path):
+def test_tiny_files_equal_for_a_seed_other_for_another(folder, tmp_path):
     torch.manual_seed(99)  # the caller's generator must neither matter nor move
     before = torch.get_rng_state()
     make_tiny(tmp_path / "again")
@@ -131,7 +131,11 @@ def test_the_characters_are_those_of_the_data_and_of_vocab(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         '{"prompt": "é+1=?", "answer": 20}\n{"prompt": "x", "answer": null}\n'
     )
-    chat = '{"messages": [{"role": "user", "content": "雪"}, {"role": "assistant", "content": "\\t"}]}\n'
+    question, answer = (
+        '{"role": "user", "content": "雪"}',
+        '{"role": "assistant", "content": "\\t"}',
+    )
+    chat = f'{{"messages": [{question}, {answer}]}}\n'
     (tmp_path / "b.jsonl").write_text(chat)
     sources = [f"--from={tmp_path}/{name}.jsonl" for name in "ab"]
     result = invoke(
@@ -163,7 +167,7 @@ def test_the_model_can_be_trained_at_once(tmp_path):
         (["--from", "none.jsonl"], "--from names no file"),
     ],
 )
-def test_a_model_that_cannot_be_made_is_a_users_error_and_leaves_nothing(arguments, said, tmp_path):
+def test_impossible_tiny_model_is_user_error_without_files(arguments, said, tmp_path):
     result = invoke("tiny", tmp_path / "model", *arguments)
     assert isinstance(result.exception, UserError) and said in str(result.exception)
     assert list(tmp_path.iterdir()) == []

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.model.tool_calls import BadCall, Call, read_calls, write_calls
+from tandem.model.tool_calls import BadCall, Call, read_calls
+from tests.support.tool_calls import STYLES, as_texts, write_in_style
 
-STYLES = ("hermes", "qwen3_coder", "llama3", "pythonic", "mistral")
 ADD = Call(name="add", arguments={"a": 1, "b": [2.5, None, True, {"c": "d"}]})
 NOW = Call(name="now", arguments={})
 
@@ -33,14 +33,8 @@ calls = st.builds(
 
 
 def xml_sees(call):
-    """A call as qwen3_coder can tell it: texts, which its tags must not be part of."""
-    import json
-
-    texts = {
-        k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)
-        for k, v in call.arguments.items()
-    }
-    return Call(name=call.name, arguments=texts, typed=False)
+    """A call as it is read from qwen3_coder: its arguments are texts."""
+    return Call(name=call.name, arguments=as_texts(call), typed=False)
 
 
 @settings(max_examples=60, deadline=None)
@@ -52,7 +46,7 @@ def test_what_is_written_is_read_back(written, style, by_its_name):
     ):
         return  # a format without an escape
     reading = read_calls(
-        write_calls(written, style),
+        write_in_style(written, style),
         style if by_its_name else "auto",
         {call.name for call in written},
     )
@@ -111,14 +105,15 @@ def test_a_text_nested_without_end_is_read(opening, format):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_auto_recognizes_every_format(style):
-    assert read_calls(write_calls([NOW, NOW], style), "auto", {"now"}).calls in (
+    assert read_calls(write_in_style([NOW, NOW], style), "auto", {"now"}).calls in (
         (NOW, NOW),
         (Call(name="now", arguments={}, typed=False),) * 2,
     )
 
 
 def test_text_before_and_after_the_calls_is_kept_apart():
-    text = 'I add.\n<tool_call>\n{"name": "now"}\n</tool_call> and <tool_call>{"name": "now"}</tool_call> done'
+    text = 'I add.\n<tool_call>\n{"name": "now"}\n</tool_call>'
+    text += ' and <tool_call>{"name": "now"}</tool_call> done'
     reading = read_calls(text)
     assert (reading.before, reading.calls, reading.after) == ("I add.\n", (NOW, NOW), " and  done")
 
@@ -130,7 +125,7 @@ def test_arguments_may_be_a_json_string():
 
 def test_a_closing_tag_inside_the_json_does_not_close_the_call():
     call = Call(name="say", arguments={"text": "</tool_call><tool_call>"})
-    assert read_calls(write_calls([call, NOW], "hermes"), "hermes").calls == (call, NOW)
+    assert read_calls(write_in_style([call, NOW], "hermes"), "hermes").calls == (call, NOW)
 
 
 JSON_ANSWERS = [
@@ -148,7 +143,7 @@ def test_an_answer_in_json_is_no_call_in_the_tagged_formats(text):
         assert read_calls(text, format, {"add"}).calls == ()
 
 
-def test_auto_takes_bare_json_for_a_call_only_if_it_names_a_known_tool():
+def test_auto_bare_json_is_a_call_only_of_a_known_tool():
     for text in JSON_ANSWERS:
         assert read_calls(text, "auto", {"other"}).calls == ()
     known = [len(read_calls(text, "auto", {"add"}).calls) for text in JSON_ANSWERS]
@@ -160,7 +155,7 @@ def test_a_json_object_with_a_name_and_nothing_more_is_an_answer():
         assert read_calls('{"name": "add", "price": 3}', format, {"add"}).calls == ()
 
 
-def test_llama_calls_follow_a_python_tag_or_stand_alone_and_several_are_parted():
+def test_llama_calls_with_python_tag_or_semicolons():
     one = '{"type": "function", "name": "add", "parameters": {"a": 1}}'
     call = Call(name="add", arguments={"a": 1})
     assert read_calls(f"{one}; {one}", "llama3").calls == (call, call)
@@ -212,7 +207,8 @@ def test_pythonic_arguments_are_literals_and_nothing_is_evaluated():
         ),
         (
             '<tool_call>{"name": "add", "arguments": "{"}</tool_call>',
-            "the arguments are broken JSON: Expecting property name enclosed in double quotes at character 2",
+            "the arguments are broken JSON: "
+            "Expecting property name enclosed in double quotes at character 2",
         ),
         (
             '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',

@@ -76,9 +76,7 @@ def test_a_value_model_of_a_language_model_starts_at_exactly_zero(kind, tmp_path
     )
 
 
-def test_the_gradient_reaches_the_score_at_once_and_the_backbone_when_the_score_is_not_zero(
-    language_model,
-):
+def test_zero_score_gets_gradient_before_the_backbone(language_model):
     model = load_model(language_model, head="value")
     values(model).sum().backward()
     assert model.head.weight.grad.any()
@@ -90,7 +88,7 @@ def test_the_gradient_reaches_the_score_at_once_and_the_backbone_when_the_score_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exported_value_model_is_a_classifier_of_stock_transformers(kind, tmp_path):
+def test_exported_value_model_is_a_stock_classifier(kind, tmp_path):
     source = save_language_model(tmp_path / "language", kind)
     model = load_model(source, head="value")
     set_score(model)
@@ -122,9 +120,7 @@ def test_any_other_missing_weight_is_still_an_error(language_model, tmp_path):
     assert error.value.found == "no weights for 1 parameters: model.norm.weight"
 
 
-def test_a_language_model_lacks_no_score_and_a_classifier_of_many_labels_is_no_value_model(
-    language_model, tmp_path
-):
+def test_value_model_from_language_model_not_many_labels(language_model, tmp_path):
     model = load_model(language_model, head="value")
     folder = export(model, language_model, tmp_path / "value", "card")
     with pytest.raises(UserError, match="a reward model") as error:
@@ -137,7 +133,7 @@ def test_a_language_model_lacks_no_score_and_a_classifier_of_many_labels_is_no_v
         load_model(str(tmp_path / "many"), head="value")
 
 
-def test_with_an_adapter_the_score_is_trained_too_and_goes_with_it(language_model, tmp_path):
+def test_adapter_trains_and_exports_the_score_too(language_model, tmp_path):
     model = load_model(language_model, LORA, head="value")
     assert model.trainable().keys() == model.adapter_weights().keys() | {"score.weight"}
     set_score(model)

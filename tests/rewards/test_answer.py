@@ -104,7 +104,7 @@ SAME = [
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
-def test_the_same_answer_written_differently_is_the_same_both_ways_round(one, other):
+def test_one_answer_in_two_spellings_is_equal_both_ways(one, other):
     assert equal(one, other)
     assert equal(other, one)
 
@@ -133,7 +133,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_different_answers_and_what_is_no_answer_are_not_equal_either_way_round(one, other):
+def test_different_answers_are_unequal_both_ways(one, other):
     assert not equal(one, other)
     assert not equal(other, one)
 
@@ -154,7 +154,7 @@ def test_different_answers_and_what_is_no_answer_are_not_equal_either_way_round(
         "sqrt(25)",
     ],
 )
-def test_an_unevaluated_expression_or_several_guesses_do_not_earn_the_reward_of_a_number(guess):
+def test_unevaluated_expressions_and_two_guesses_earn_nothing(guess):
     assert score(f"Answer: {guess}", "5") == 0.0
 
 
@@ -190,7 +190,7 @@ def test_math_verify_also_decides_outside_the_main_thread():
         assert thread.submit(equal, "2\\sqrt{3}", "\\sqrt{12}").result()
 
 
-def test_words_and_unevaluated_numbers_never_reach_math_verify_which_multiplies_letters():
+def test_words_and_unevaluated_numbers_never_reach_math_verify():
     program = (
         "import sys; from tandem.rewards.answer import equal\n"
         "print(equal('seat', 'east'), equal('the number 5', r'\\sqrt{25}'), equal('2+3', '5'), equal('x^2', 'x^2'))\n"
@@ -276,7 +276,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("found", "truth", "same"), WRITTEN)
-def test_units_lists_intervals_bases_and_choices_are_compared_by_what_they_mean(found, truth, same):
+def test_units_lists_intervals_bases_choices_go_by_meaning(found, truth, same):
     assert equal(found, truth) is same
 
 
@@ -300,7 +300,7 @@ TRICKS = [
 
 
 @pytest.mark.parametrize(("guess", "truth"), TRICKS)
-def test_words_behind_a_right_answer_that_change_it_are_no_unit_and_no_remark(guess, truth):
+def test_words_that_change_an_answer_are_no_unit_or_remark(guess, truth):
     assert score(f"Answer: {guess}", truth) == 0.0
 
 
@@ -325,9 +325,7 @@ COMPLETIONS = [
 
 
 @pytest.mark.parametrize(("text", "truth", "right"), COMPLETIONS)
-def test_boxes_that_belong_together_are_one_answer_and_one_that_is_taken_back_is_none(
-    text, truth, right
-):
+def test_joined_boxes_are_one_answer_and_a_revoked_one_is_none(text, truth, right):
     assert score(text, truth) == right
 
 
@@ -339,7 +337,7 @@ NOT_READ = {
 }  # and an identity matrix in words
 
 
-def test_of_300_graded_pairs_no_wrong_answer_is_paid_and_four_right_ones_are_refused():
+def test_300_graded_pairs_none_wrong_is_paid_four_right_refused():
     assert [
         pair for pair in GRADED if score(pair["completion"], pair["truth"]) and not pair["right"]
     ] == []

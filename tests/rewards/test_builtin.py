@@ -10,14 +10,13 @@ import pytest
 
 from tandem.rewards import builtin
 from tandem.rewards.answer_numbers import written_numbers
-from tandem.rewards.countdown import countdown, value_of
 from tandem.rewards.judge import judge
 from tandem.rewards.parts import BadFunction, BadValue
-from tandem.rewards.pool import processes, scheduler
 from tandem.rewards.pool.pool import RewardPool
 from tandem.rewards.schema import NOTHING, last_json
+from tandem.tasks.countdown import value_of
 from tandem.types import Attempt, Problem
-from tests.support.scoring import Clock, strike, submit_all
+from tests.support.scoring import FakeClock, submit_all, time_out
 from tests.support.waiting import WAIT_S
 
 
@@ -93,20 +92,18 @@ def test_choice_takes_the_letter_that_was_chosen(truth, text, reward):
     assert builtin.choice(problem(truth), text) == reward
 
 
-def test_regex_takes_its_pattern_from_the_option_the_row_or_the_answer():
+def test_regex_pattern_comes_from_option_row_or_answer():
     assert builtin.regex(problem("^a+$"), "aaa") == 1.0
     assert builtin.regex(problem("x", pattern="b"), "abc") == 1.0
     assert builtin.regex(problem("x", pattern="b"), "abc", pattern="z") == 0.0
     assert builtin.regex(problem("b"), "abc", full=True) == 0.0
 
 
-def test_a_catastrophic_pattern_costs_its_own_attempt(monkeypatch):
-    clock = Clock()
-    for module in (scheduler, processes):
-        monkeypatch.setattr(module, "time", clock)
-    with RewardPool("regex", timeout_s=30.0, options={"regex": {"pattern": "^(a+)+$"}}) as pool:
+def test_a_catastrophic_pattern_costs_its_own_attempt():
+    clock, options = FakeClock(), {"regex": {"pattern": "^(a+)+$"}}
+    with RewardPool("regex", timeout_s=30.0, options=options, clock=clock) as pool:
         futures = submit_all(pool, problem(), texts := ("a" * 50 + "b", "aaa"))
-        strike(pool, clock, texts[:1], seconds=31.0)
+        time_out(pool, clock, texts[:1], seconds=31.0)
         scores = [future.result(WAIT_S) for future in futures]
     assert [(score.reward, score.error) for score in scores] == [
         (0.0, "timeout after 30.0 s"),
@@ -156,7 +153,7 @@ def test_a_long_completion_is_measured_and_matched_whole():
 
 
 def test_env_and_reward_model_are_what_is_known_already():
-    attempt = Attempt(text="x", given={"env": 0.5, "turns": 3.0, "reward_model": -2.0})
+    attempt = Attempt(text="x", env_rewards={"env": 0.5, "turns": 3.0, "reward_model": -2.0})
     with RewardPool(["env", "reward_model"], timeout_s=30.0, weights=[1.0, 0.1]) as pool:
         score, bare = (pool.submit(problem(), a).result() for a in (attempt, Attempt(text="x")))
     assert (score.reward, score.parts) == (
@@ -166,6 +163,7 @@ def test_env_and_reward_model_are_what_is_known_already():
     assert bare.error == "env: this environment gives no reward: set env.name"
 
 
+countdown = builtin.find("countdown")
 COUNTDOWN = [
     ("<answer>(1 + 5) * 4</answer>", 1.0),
     ("Answer: (1+5)×4 = 24", 1.0),
@@ -279,7 +277,7 @@ SCHEMA = {
 }
 
 
-def test_json_schema_validates_the_last_value_against_the_rows_schema_or_the_option():
+def test_json_schema_validates_the_last_json_value():
     pytest.importorskip("jsonschema")
     score = builtin.find("json_schema")
     assert score(problem(schema=SCHEMA), 'so {"age": 3}') == 1.0
@@ -372,9 +370,7 @@ def test_the_last_score_of_the_judge_is_the_reward(server, reply, options, score
     assert ask(server(reply), **options) == score
 
 
-def test_the_judge_is_asked_with_question_reference_and_answer_and_the_key_of_the_environment(
-    server, monkeypatch
-):
+def test_the_judge_gets_question_reference_answer_and_key(server, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     one = server("Score: 1")
     ask(

@@ -11,10 +11,11 @@ from chaos.hostile.cheats import ASSERTS, CHEATS, TESTS, WITNESS, solution
 from chaos.hostile.graded import GRADED
 from tandem.config import schema
 from tandem.rewards import code_asserts
-from tandem.rewards.code import code_reward, extract_code, read_tests
+from tandem.rewards.code import code_reward
 from tandem.rewards.code_asserts import CallTest, calls, needed
 from tandem.rewards.code_compare import holds, same_output
 from tandem.rewards.code_inside import decode, encode
+from tandem.rewards.code_tests import extract_code, read_tests
 from tandem.runtime.errors import UserError
 from tandem.runtime.sandbox import Bubblewrap, Limits, Result, SandboxFusion, Unisolated
 from tandem.types import Problem
@@ -88,7 +89,7 @@ def test_a_right_solution_passes_every_form(form):
 
 
 @needs_bubblewrap
-def test_the_reward_is_the_share_of_tests_passed_or_all_or_nothing():
+def test_the_reward_is_the_share_of_tests_or_all_or_nothing():
     tests = ["assert add(1, 2) == 3", "assert add(1, -2) == -1", "assert add(1, 1) == 3"]
     assert reward(tests, ADD) == {"reward": 2 / 3, "passed": 2 / 3, "tests": 3.0}
     assert reward(tests, ADD, options={"all_or_nothing": True}) == {
@@ -160,7 +161,7 @@ def test_tests_that_time_does_not_reach_have_failed():
 
 
 @needs_bubblewrap
-def test_a_call_that_does_not_end_costs_only_itself_while_there_is_time():
+def test_a_hanging_call_costs_only_itself_while_there_is_time():
     loop = "```python\ndef f(x):\n    while x in (0, 3): pass\n    return x\n```"
     tests = [f"assert f({x}) == {x}" for x in range(10)]
     assert best_in_time(0.8, tests, loop, test_timeout_s=0, timeout_s=10 * WAIT_S) == 0.8
@@ -189,10 +190,13 @@ def test_a_function_may_be_a_method_of_solution():
 
 @needs_bubblewrap
 def test_a_sandbox_of_the_config_is_opened_here():
-    assert reward(["assert add(1, 2) == 3"], ADD, sandbox=schema.Sandbox())["reward"] == 1.0
+    assert (
+        reward(["assert add(1, 2) == 3"], ADD, sandbox=schema.Sandbox().model_dump())["reward"]
+        == 1.0
+    )
 
 
-def test_call_tests_and_programs_run_on_a_remote_sandbox_and_scripts_do_not():
+def test_all_but_scripts_run_on_a_remote_sandbox():
     with FusionServer() as server:
         sandbox = SandboxFusion(server.url)
         assert reward(TESTS["calls"], ADD, sandbox)["reward"] == 1.0
@@ -295,14 +299,14 @@ def test_an_error_of_the_solution_is_not_the_rows_mistake():
 
 
 @needs_bubblewrap
-def test_one_object_for_everything_does_not_pass_a_list_that_holds_it():
+def test_one_object_for_everything_does_not_pass_a_list_test():
     cheat = "```python\ns = object()\ndef Pt(x): return s\ndef mk(x): return [s]\n```"
     for script in ("assert mk(2) == [Pt(2)]", "assert Pt(2) in mk(2)"):
         assert reward(script, cheat)["reward"] == 0.0
 
 
 @needs_bubblewrap
-def test_a_class_may_be_named_in_capitals_and_a_branch_that_only_a_wrong_program_reaches_is_no_broken_row():
+def test_capitals_and_names_in_branches_are_no_broken_row():
     lru = "```python\nclass LRU:\n    def __init__(self, cap): self.cap = cap\n```"
     assert reward("assert LRU(2).cap == 2", lru)["reward"] == 1.0
     script = "r = add(1, 1)\nif r != 2: complain(r)\nassert near(r, 2), explain(r)"
@@ -312,7 +316,7 @@ def test_a_class_may_be_named_in_capitals_and_a_branch_that_only_a_wrong_program
 
 
 @needs_bubblewrap
-def test_a_problems_text_may_import_what_the_sandbox_does_not_have():
+def test_a_prompt_may_import_what_the_sandbox_lacks():
     text = "import numpy as np\nfrom math import floor\n\ndef twice(x):\n    return 2 * x\n\n\ndef f(x):\n    pass\n"
     chat = ({"role": "user", "content": text},)
     columns = {
@@ -327,7 +331,7 @@ def test_a_problems_text_may_import_what_the_sandbox_does_not_have():
 # ---------------------------------------------------------------- parts
 
 
-def test_the_program_is_the_last_block_of_python_or_one_without_a_label_or_the_whole_text():
+def test_the_program_is_the_last_python_block_or_the_text():
     assert extract_code("print(1)") == "print(1)"
     assert (
         extract_code("a\n```python\nx = 1\n```\nb\n```\nx = 2\n```\nout:\n```text\n2\n```")
@@ -348,9 +352,11 @@ def test_an_assert_of_a_call_and_a_constant_is_taken_apart():
     assert calls("assert sorted(f(1)) == [1]") == [
         CallTest(expression="list(f(1))", expected=([1],), wrapper="sorted")
     ]
-    assert calls("assert f(1) is None") == [CallTest(expression="f(1)", expected=(None,), how="is")]
+    assert calls("assert f(1) is None") == [
+        CallTest(expression="f(1)", expected=(None,), compare="is")
+    ]
     assert calls("assert not S().f(1)") == [
-        CallTest(expression="bool(S().f(1))", expected=(False,), how="truth")
+        CallTest(expression="bool(S().f(1))", expected=(False,), compare="truth")
     ]
 
 
@@ -374,7 +380,7 @@ def test_any_other_script_is_left_whole(script):
     assert calls(script) == []
 
 
-def test_names_that_a_script_needs_are_the_solutions_and_never_pythons():
+def test_needed_names_are_the_solutions_never_pythons():
     assert needed("import math\ny = f(1)\nassert all(y == g(i) for i in range(3)) and math.pi") == {
         "f",
         "g",
@@ -421,7 +427,7 @@ def test_replies_that_are_no_values_hold_nothing():
 
 
 def test_json_knows_no_tuples_and_numbers_may_have_a_tolerance():
-    as_json = CallTest(expression="f()", expected=([1, {"2": 0.5}],), how="json")
+    as_json = CallTest(expression="f()", expected=([1, {"2": 0.5}],), compare="json")
     assert holds(as_json, '{"value": {"tuple": [1, {"dict": [[2, 0.5]]}]}}')
     assert not holds(as_json, '{"value": [1, {"dict": [["2", 0.5000001]]}]}')
     assert holds(as_json, '{"value": [1, {"dict": [["2", 0.5000001]]}]}', 1e-3)
@@ -429,7 +435,7 @@ def test_json_knows_no_tuples_and_numbers_may_have_a_tolerance():
     assert not holds(strict, '{"value": {"tuple": [1]}}')
 
 
-def test_output_is_compared_by_lines_and_with_a_tolerance_by_words():
+def test_output_is_compared_by_lines_or_by_words_in_tolerance():
     assert same_output("1 \n2\n\n", "1\n2")
     assert not same_output("1 2", "1\n2")
     assert same_output("0.3333 x\n", "0.33333 x", 1e-3)

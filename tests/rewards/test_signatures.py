@@ -33,7 +33,7 @@ def plain(problem, completion):
     return float(problem.answer in completion)
 
 def whole(problem, completion, attempt):
-    return {"reward": attempt.given["env"], "turns": len(attempt.messages), "cut": attempt.stop_reason == "length"}
+    return {"reward": attempt.env_rewards["env"], "turns": len(attempt.messages), "cut": attempt.stop_reason == "length"}
 
 def later(problem, completion, *, attempt):
     return float(attempt.text == completion)
@@ -134,13 +134,13 @@ def seen():
     return sys.modules["signed"].SEEN
 
 
-def test_tandems_own_signature_takes_the_attempt_where_it_is_asked_for(score):
+def test_tandems_signature_may_take_the_attempt(score):
     turns = (
         {"role": "assistant", "content": "a"},
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "c"},
     )
-    attempt = Attempt(text="c", messages=turns, stop_reason="length", given={"env": 0.5})
+    attempt = Attempt(text="c", messages=turns, stop_reason="length", env_rewards={"env": 0.5})
     assert score("plain", "it is 1/3") == (1.0, {"plain": 1.0})
     assert score("whole", "c", attempt=attempt) == (0.5, {"turns": 3.0, "cut": 1.0})
     assert score("later", "c") == (1.0, {"later": 1.0})
@@ -178,7 +178,7 @@ def test_options_of_a_function_that_is_not_used_are_a_user_error():
         ("judge", {"model": "m", "base_url": "localhost"}, "expected http://"),
     ],
 )
-def test_wrong_options_of_a_built_in_are_a_user_error_at_the_start(name, options, found):
+def test_wrong_options_of_a_built_in_fail_at_the_start(name, options, found):
     with pytest.raises(UserError) as error:
         RewardPool(name, options={name: options})
     assert found in error.value.found
@@ -187,7 +187,7 @@ def test_wrong_options_of_a_built_in_are_a_user_error_at_the_start(name, options
 # ---------------------------------------------------------------- TRL
 
 
-def test_trl_functions_get_messages_where_the_prompt_was_messages_and_text_where_it_was_text(score):
+def test_trl_functions_get_messages_or_text_as_the_prompt_was(score):
     assert score("trl", "so 1/3") == (0.5, {"trl": 0.5})
     assert seen()["completions"] == [[{"role": "assistant", "content": "so 1/3"}]]
     assert seen()["prompts"] == [[{"role": "user", "content": "1/3?"}]]
@@ -210,12 +210,12 @@ def test_trl_functions_get_the_whole_chat_behind_the_prompt(score):
     assert seen()["completions"] == [list(turns)]
 
 
-def test_the_answer_is_also_called_solution_as_trl_does_unless_the_row_says_otherwise(score):
+def test_trl_functions_get_the_answer_as_solution_too(score):
     score("trl", "x", problem=Problem(uid="p", messages=CHAT.messages, answer="7"))
     assert (seen()["answer"], seen()["solution"]) == (["7"], ["7"])
 
 
-def test_trl_functions_get_the_answer_as_the_row_has_it_and_not_a_second_time(score):
+def test_trl_functions_get_the_rows_own_answer_once(score):
     score(
         "trl",
         "x",
@@ -236,7 +236,7 @@ def test_trl_functions_may_be_async_or_name_their_columns(score):
     assert score("trl_columns", "x")[0] == 2.0
 
 
-def test_a_trl_function_that_does_not_apply_adds_nothing_and_is_no_part(score, mine):
+def test_a_trl_function_that_does_not_apply_adds_nothing(score, mine):
     assert score("trl_skips", "x") is None
     with RewardPool([f"{mine}:trl_skips", "answer"], timeout_s=30.0) as pool:
         both = pool.submit(CHAT, Attempt(text="Answer: 1/3")).result()
@@ -251,7 +251,7 @@ def test_what_a_trl_function_logs_as_metric_is_a_part(score):
 
 
 @pytest.mark.parametrize(("name", "found"), [("trl_two", "2 values"), ("trl_float", "a float")])
-def test_a_trl_function_that_returns_another_number_of_rewards_is_a_failure(score, name, found):
+def test_a_trl_function_with_a_wrong_number_of_rewards_fails(score, name, found):
     with pytest.raises(BadValue, match=f"one reward for one completion, found {found}"):
         score(name, "x")
 
@@ -284,7 +284,7 @@ def test_trls_own_reward_functions_give_what_they_give_in_trl():
     assert {text: tuple(score.parts.values()) for text, score in scores.items()} == texts
 
 
-def test_a_file_that_is_named_like_a_package_does_not_hide_the_package(tmp_path):
+def test_a_file_named_like_a_package_does_not_hide_it(tmp_path):
     (tmp_path / "math_verify.py").write_text(
         "def compute_score(solution_str, ground_truth):\n    return 0.5\n"
     )
@@ -306,7 +306,7 @@ def test_verls_other_names_for_the_completion_are_known(score, name):
     assert (score(name, "1/3")[0], score(name, "1/2")[0]) == (1.0, 0.0)
 
 
-def test_a_parameter_that_verl_does_not_give_is_refused_at_the_start(score):
+def test_a_parameter_unknown_to_verl_is_refused_at_the_start(score):
     with pytest.raises(
         BadFunction, match=r"one_more takes \(solution_str, ground_truth, extra\), expected"
     ):
@@ -314,9 +314,7 @@ def test_a_parameter_that_verl_does_not_give_is_refused_at_the_start(score):
 
 
 @pytest.mark.parametrize("name", ["swapped", "openrlhf"])
-def test_a_function_whose_parameters_have_unknown_names_is_refused_and_not_called_by_position(
-    score, name
-):
+def test_unknown_parameter_names_are_refused(score, name):
     with pytest.raises(
         BadFunction, match=rf"{name} takes \(.*\), expected \(problem, completion\), or TRL"
     ):
@@ -330,7 +328,7 @@ def test_a_parameter_that_is_not_used_may_be_an_underscore(score):
 # ---------------------------------------------------------------- verl
 
 
-def test_verls_signature_gets_data_source_solution_ground_truth_and_extra_info(score):
+def test_verls_signature_gets_its_four_arguments(score):
     assert score("compute_score", "so 1/3") == (1.0, {"compute_score": 1.0})
     assert (seen()["data_source"], seen()["extra_info"]) == ("openai/gsm8k", {"index": 7})
     plain = Problem(uid="p", messages=CHAT.messages, answer="1/3", metadata={"level": 2})
@@ -339,19 +337,19 @@ def test_verls_signature_gets_data_source_solution_ground_truth_and_extra_info(s
     assert seen()["extra_info"] == {"level": 2}
 
 
-def test_verls_functions_get_the_answer_as_the_row_has_it_and_not_a_second_time(score):
+def test_verls_functions_get_the_rows_own_answer_once(score):
     metadata = {"raw_answer": 0.5, "level": 2}
     problem = Problem(uid="p", messages=CHAT.messages, answer="0.5", metadata=metadata)
     assert score("near", "0.501", problem=problem) == (1.0, {"near": 1.0})
     assert seen()["extra_info"] == {"level": 2}
 
 
-def test_verls_score_functions_of_one_data_set_take_less_and_have_options(score):
+def test_verls_score_functions_may_take_less_and_have_options(score):
     assert score("gsm8k", "so 1/3")[0] == 1.0
     assert score("gsm8k", "so 1/2", format_score=0.1)[0] == 0.1
 
 
-def test_of_verls_dict_score_is_the_reward_numbers_are_parts_and_the_rest_is_ignored(score):
+def test_verls_dict_gives_score_as_reward_and_numbers_as_parts(score):
     assert score("reward_kwargs", "x") == (0.5, {"acc": 1.0})
     with pytest.raises(BadValue, match="expected a dict with `score`, found acc"):
         score("no_score", "x")

@@ -21,7 +21,10 @@ PROBLEM = Problem(uid="p/1", messages=({"role": "user", "content": "?"},), answe
 def pool(tmp_path):
     """Its processes write in the file "said"."""
     (tmp_path / "slow.py").write_text(
-        "import time\ndef score(problem, completion):\n    time.sleep(float(completion))\n    return 1.0\n"
+        "import time\n"
+        "def score(problem, completion):\n"
+        "    time.sleep(float(completion))\n"
+        "    return 1.0\n"
     )
     stderr = os.dup(2)
     with (tmp_path / "said").open("wb") as said:
@@ -37,21 +40,21 @@ def pool(tmp_path):
 
 def test_slow_scores_and_an_idle_pool_are_no_stall(pool):
     reports = []
-    with watchdog.watching(DEADLINE_S, stop=reports.append):
+    with watchdog.watching(DEADLINE_S, on_stall=reports.append):
         slow = pool.submit(PROBLEM, Attempt(text=str(1.5 * DEADLINE_S)))
-        with watchdog.waits(of=THREAD, what="the last scores"):
+        with watchdog.waiting_for(THREAD, "the last scores"):
             assert slow.result(WAIT_S).reward == 1.0
         for _ in range(12):
             time.sleep(DEADLINE_S / 10)
-            watchdog.beat()
+            watchdog.heartbeat()
     assert reports == []
 
 
-def test_who_waits_for_a_score_that_was_lost_is_told_of_a_deadlock(pool):
+def test_waiting_for_a_lost_score_is_reported_as_a_deadlock(pool):
     reports = []
-    with watchdog.watching(DEADLINE_S, stop=reports.append):
+    with watchdog.watching(DEADLINE_S, on_stall=reports.append):
         assert pool.submit(PROBLEM, Attempt(text="0")).result(WAIT_S).reward == 1.0
-        with watchdog.waits(of=THREAD, what="a score that nobody makes"):
+        with watchdog.waiting_for(THREAD, "a score that nobody makes"):
             assert eventually(lambda: reports)
     assert "a deadlock of `trainer` and `rewards`" in reports[0].partition("\n")[0]
 
@@ -60,8 +63,8 @@ def test_a_worker_says_where_it_is_when_it_is_asked(pool, tmp_path):
     pool.submit(PROBLEM, Attempt(text="1000"))
 
     def said():
-        for worker in list(pool._crew._workers.values()):
-            if worker.unanswered and catches(worker.pid, signal.SIGUSR1):
+        for worker in list(pool._scheduler._workers.values()):
+            if worker.tasks and catches(worker.pid, signal.SIGUSR1):
                 os.kill(worker.pid, signal.SIGUSR1)
         return "in score" in (tmp_path / "said").read_text()
 

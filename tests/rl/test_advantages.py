@@ -119,7 +119,7 @@ def test_advantages_equal_the_formula_for_any_rewards(rewards):
         np.testing.assert_allclose(advantages(kind, rewards, k=2), expected, rtol=1e-9, atol=atol)
 
 
-def test_advantages_of_a_plain_case_are_the_numbers_of_a_hand_calculation():
+def test_advantages_of_a_plain_case_are_as_by_hand():
     rewards = np.array([[1.0, 0, 0, 1], [1, 0, 0, 0]])
     assert centred(rewards).tolist() == [[0.5, -0.5, -0.5, 0.5], [0.75, -0.25, -0.25, -0.25]]
     assert rloo(rewards)[1].tolist() == [1.0, -1 / 3, -1 / 3, -1 / 3]
@@ -150,11 +150,11 @@ def test_integer_and_float32_rewards_are_computed_in_float64(kind):
 
 @pytest.mark.parametrize("kind", BASELINE_FROM_GROUP)
 @given(reward=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 64))
-def test_a_group_of_equal_rewards_in_float32_has_exactly_zero_advantages(kind, reward, size):
+def test_equal_rewards_in_float32_have_exactly_0_advantage(kind, reward, size):
     assert not advantages(kind, np.full((2, size), reward), k=2).any()
 
 
-def test_a_group_of_equal_rewards_in_float64_has_exactly_zero_advantages():
+def test_equal_rewards_in_float64_have_exactly_0_advantage():
     """Exactly: where no group has signal, an optimizer that divides by the gradient's size makes a
     full step of 1e-11."""
     for reward, size in ((0.1, 3), (0.9, 3), (0.9, 7), (1000.1, 7)):
@@ -165,7 +165,7 @@ def test_a_group_of_equal_rewards_in_float64_has_exactly_zero_advantages():
 
 
 @pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "reinforce_pp_baseline"])
-def test_a_group_of_one_episode_has_advantage_zero(kind):
+def test_group_of_one_episode_has_advantage_0(kind):
     assert advantages(kind, np.array([[0.7], [-2.0]])).tolist() == [[0.0], [0.0]]
 
 
@@ -178,7 +178,7 @@ def test_rloo_is_the_centred_reward_times_g_over_g_minus_1(size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_episodes_does_not_matter(kind):
+def test_order_of_episodes_does_not_matter(kind):
     order = np.random.default_rng(1).permutation(REWARDS.shape[1])
     np.testing.assert_allclose(
         advantages(kind, REWARDS[:, order]),
@@ -189,7 +189,7 @@ def test_the_order_of_episodes_does_not_matter(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_does_not_see_the_other_groups(kind):
+def test_group_does_not_see_the_other_groups(kind):
     table = advantages(kind, REWARDS)
     for row, group in enumerate(REWARDS):
         # not array_equal: a matrix product of one row may sum in another order, by one ulp
@@ -214,7 +214,7 @@ def test_gdpo_equals_the_formula():
     np.testing.assert_allclose(gdpo(parts, np.array(weights)), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_gdpo_tells_episodes_apart_whose_rewards_have_one_sum():
+def test_gdpo_tells_episodes_of_equal_reward_sums_apart():
     """The paper's example: right and badly formed against wrong and well formed, where the first is
     rare."""
     right, formed = np.array([[1.0, 0.0, 0.0, 0.0]]), np.array([[0.0, 1.0, 1.0, 0.0]])
@@ -225,7 +225,7 @@ def test_gdpo_tells_episodes_apart_whose_rewards_have_one_sum():
     assert not gdpo(np.ones((2, 3, 4)), np.ones(2)).any()
 
 
-def test_only_what_divides_by_a_spread_forgets_the_scale_of_the_rewards():
+def test_only_division_by_a_spread_forgets_the_scale_of_rewards():
     for kind in ("grpo", "rloo_std"):
         np.testing.assert_allclose(
             advantages(kind, REWARDS * 1024), advantages(kind, REWARDS), rtol=1e-5, atol=1e-9
@@ -235,21 +235,21 @@ def test_only_what_divides_by_a_spread_forgets_the_scale_of_the_rewards():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_rewards_are_left_as_they_were(kind):
+def test_rewards_are_left_as_they_were(kind):
     rewards = REWARDS.copy()
     advantages(kind, rewards)
     assert np.array_equal(rewards, REWARDS)
 
 
 @pytest.mark.parametrize(("size", "k"), [(g, k) for g in range(2, 8) for k in range(2, g + 1)])
-def test_max_at_k_equals_the_enumeration_of_all_sets_for_every_k_up_to_the_group(size, k):
+def test_max_at_k_equals_the_enumeration_of_all_sets(size, k):
     rewards = np.random.default_rng(size).integers(0, 4, (3, size)).astype(float)  # with ties
     np.testing.assert_allclose(
         max_at_k(rewards, k), by_formula("max_at_k", rewards, k), rtol=1e-12, atol=1e-14
     )
 
 
-def test_max_at_k_of_a_large_group_stays_finite_where_the_binomials_do_not():
+def test_max_at_k_of_a_large_group_stays_finite():
     """C(2999, 1499) is about 1e900; of many equal failures one success lifts every set by one."""
     rewards = np.zeros((1, 3000))
     rewards[0, 17] = 1.0
@@ -261,7 +261,7 @@ def test_max_at_k_of_a_large_group_stays_finite_where_the_binomials_do_not():
 PROBS, OUTCOMES = np.array([0.5, 0.3, 0.2]), np.array([0.0, 0.6, 1.0])
 
 
-def test_rloo_is_an_unbiased_gradient_of_the_expected_reward_and_grpo_no_std_is_short_by_one_part_in_g():
+def test_rloo_is_unbiased_and_grpo_no_std_short_by_1_over_g():
     exact = gradient_of_the_expected_max(PROBS, OUTCOMES, 1)
     np.testing.assert_allclose(expected_gradient(rloo, PROBS, OUTCOMES, 3), exact, rtol=1e-12)
     np.testing.assert_allclose(
@@ -272,14 +272,14 @@ def test_rloo_is_an_unbiased_gradient_of_the_expected_reward_and_grpo_no_std_is_
 
 
 @pytest.mark.parametrize(("size", "k"), [(2, 2), (3, 2), (4, 2), (4, 3), (4, 4)])
-def test_max_at_k_is_an_unbiased_gradient_of_the_expected_maximum(size, k):
+def test_max_at_k_is_unbiased_for_the_expected_maximum(size, k):
     found = expected_gradient(lambda rewards: max_at_k(rewards, k), PROBS, OUTCOMES, size)
     np.testing.assert_allclose(
         found, gradient_of_the_expected_max(PROBS, OUTCOMES, k), rtol=1e-12, atol=1e-15
     )
 
 
-def test_the_running_mean_starts_at_the_first_mean_and_forgets_by_the_decay():
+def test_running_mean_starts_at_the_first_and_forgets_by_decay():
     steps, decay = [REWARDS[:2], REWARDS[2:4] + 1, REWARDS[4:] - 3], 0.9
     found = None
     for step in steps:

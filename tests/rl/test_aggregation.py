@@ -35,7 +35,7 @@ def weighted_sum(weights, sequences):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_weighted_sum_is_the_papers_mean(kind):
+def test_weighted_sum_is_the_papers_mean(kind):
     weights = sequence_weights(kind, LENGTHS, MAX_TOKENS)
     assert weights.shape == LENGTHS.shape and weights.dtype == np.float64
     assert weighted_sum(weights, TERMS) == pytest.approx(
@@ -44,7 +44,7 @@ def test_the_weighted_sum_is_the_papers_mean(kind):
 
 
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=6))
-def test_the_weighted_sum_is_the_papers_mean_for_any_lengths(sequences):
+def test_weighted_sum_is_the_papers_mean_for_any_lengths(sequences):
     lengths = np.array([len(s) for s in sequences])
     for kind in KINDS:
         found = weighted_sum(sequence_weights(kind, lengths, 6), sequences)
@@ -59,16 +59,16 @@ def test_the_weighted_sum_is_the_papers_mean_for_any_lengths(sequences):
         ("fixed_length", [1 / 300] * 6),
     ],
 )
-def test_the_weights_of_a_plain_case(kind, expected):
+def test_weights_of_a_plain_case(kind, expected):
     np.testing.assert_allclose(sequence_weights(kind, LENGTHS, MAX_TOKENS), expected, rtol=1e-15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_whose_sequences_are_all_masked_has_finite_weights(kind):
+def test_all_sequences_masked_leaves_finite_weights(kind):
     assert np.isfinite(sequence_weights(kind, np.zeros(4, np.int64), MAX_TOKENS)).all()
 
 
-def test_tokens_weigh_one_together_in_the_two_means():
+def test_tokens_weigh_1_together_in_the_two_means():
     lengths = LENGTHS[LENGTHS > 0]
     for kind in ("token_mean", "sequence_mean"):
         assert (sequence_weights(kind, lengths, MAX_TOKENS) * lengths).sum() == pytest.approx(
@@ -83,7 +83,7 @@ def test_sequences_of_one_length_weigh_alike_in_every_mean():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_sequences_does_not_change_their_weights(kind):
+def test_order_of_sequences_does_not_change_their_weights(kind):
     order = np.random.default_rng(0).permutation(len(LENGTHS))
     weights = sequence_weights(kind, LENGTHS, MAX_TOKENS)
     assert np.array_equal(sequence_weights(kind, LENGTHS[order], MAX_TOKENS), weights[order])

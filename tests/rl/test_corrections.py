@@ -64,7 +64,7 @@ def flat(rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_correction_equals_its_formula(kind):
+def test_correction_equals_its_formula(kind):
     found = correction(kind, PROXIMAL, ENGINE, SEQUENCES, **BOUNDS)
     np.testing.assert_allclose(
         found, by_formula(kind, rows_of(PROXIMAL, ENGINE, LENGTHS), 0.5, 2.0), rtol=1e-12
@@ -72,7 +72,7 @@ def test_a_correction_equals_its_formula(kind):
     assert found.shape == PROXIMAL.shape
 
 
-def test_the_examples_fall_on_both_sides_of_every_bound():
+def test_examples_fall_on_both_sides_of_every_bound():
     ratio = (PROXIMAL - ENGINE).exp()
     assert (ratio < 0.5).any() and (ratio > 2.0).any() and ((ratio > 0.5) & (ratio < 2.0)).any()
     for kind, bounds in (("mis", BOUNDS), ("mis_geometric", {"low": 0.9, "cap": 1.3})):
@@ -86,7 +86,7 @@ def test_the_examples_fall_on_both_sides_of_every_bound():
 
 
 @given(sequences_of_pairs, st.floats(0.1, 1.0), st.floats(1.0, 5.0))
-def test_a_correction_equals_its_formula_for_any_sequences(rows, low, cap):
+def test_correction_equals_its_formula_for_any_sequences(rows, low, cap):
     for kind in KINDS:
         expected = by_formula(kind, rows, low, cap)
         found = correction(kind, *flat(rows), low=low, cap=cap).tolist()
@@ -99,7 +99,7 @@ def test_a_correction_equals_its_formula_for_any_sequences(rows, low, cap):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exact_engine_makes_every_weight_exactly_one(kind):
+def test_exact_engine_makes_every_weight_exactly_1(kind):
     engine = ENGINE.float()
     assert torch.equal(
         correction(kind, engine, engine.clone(), SEQUENCES, low=1.0, cap=1.0),
@@ -133,7 +133,7 @@ def test_corrections_of_microbatches_are_those_of_the_whole(kind):
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_a_ratio_exactly_at_a_bound_is_kept():
+def test_ratio_exactly_at_a_bound_is_kept():
     """exp(0) = 1 is the one ratio that is exact whatever the library's rounding."""
     one = (
         torch.zeros(3, dtype=torch.float64),
@@ -147,7 +147,7 @@ def test_a_ratio_exactly_at_a_bound_is_kept():
     assert correction("mis", *one, low=0.0, cap=1 - 1e-12).tolist() == [0.0] * 3
 
 
-def test_a_product_beyond_every_float_is_capped_or_masked_and_not_a_nan():
+def test_product_beyond_every_float_is_capped_or_masked():
     far = torch.full((200,), 1.0)  # exp(200) is infinite in float32
     sequences = torch.zeros(200, dtype=torch.int64)
     capped = correction("tis_sequence", far, torch.zeros(200), sequences, **BOUNDS)
@@ -155,7 +155,7 @@ def test_a_product_beyond_every_float_is_capped_or_masked_and_not_a_nan():
     assert (capped == 2.0).all() and (masked == 0.0).all()
 
 
-def test_the_error_of_a_sequence_is_the_mean_distance_of_its_probabilities():
+def test_sequence_error_is_the_mean_distance_of_probabilities():
     expected = [
         math.fsum(math.exp(abs(p - e)) for p, e in row) / len(row)
         for row in rows_of(PROXIMAL, ENGINE, LENGTHS)
@@ -165,7 +165,7 @@ def test_the_error_of_a_sequence_is_the_mean_distance_of_its_probabilities():
     np.testing.assert_allclose(sequence_errors(ENGINE, PROXIMAL, SEQUENCES), expected, rtol=1e-12)
 
 
-def test_the_full_ratio_is_unbiased_and_truncation_is_biased_by_what_it_cuts():
+def test_full_ratio_is_unbiased_and_truncation_is_not():
     """All tokens of a vocabulary of 9, weighted by the engine: E_engine[r f] = E_policy[f]."""
     engine, policy = ENGINE[:9].log_softmax(-1), PROXIMAL[:9].log_softmax(-1)
     values = torch.from_numpy(np.random.default_rng(1).normal(size=9))

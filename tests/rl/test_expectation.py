@@ -153,7 +153,7 @@ def cosine(a, b):
 
 
 @every_world
-def test_the_chances_of_all_sequences_and_of_all_groups_add_up_to_one(world):
+def test_chances_of_all_sequences_and_groups_add_up_to_1(world):
     assert world.chances().sum().item() == pytest.approx(1, abs=1e-14)
     assert world.chances()[groups_of(world, 2).picks].prod(1).sum().item() == pytest.approx(
         1, abs=1e-14
@@ -161,7 +161,7 @@ def test_the_chances_of_all_sequences_and_of_all_groups_add_up_to_one(world):
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_the_closed_form_of_the_best_of_k_is_the_mean_over_all_groups(k):
+def test_closed_form_of_best_of_k_is_the_mean_over_groups(k):
     for world in (SMALL, WORLDS["table, 0/1 rewards"]):
         picks = groups_of(world, k).picks
         by_groups = world.chances()[picks].prod(1) @ world.rewards[picks].amax(1)
@@ -174,7 +174,7 @@ def test_the_closed_form_of_the_best_of_k_is_the_mean_over_all_groups(k):
 
 
 @every_world
-def test_reinforce_is_unbiased_with_any_baseline_that_was_fixed_before(world):
+def test_reinforce_is_unbiased_with_any_fixed_baseline(world):
     expected = world.gradient(toy.expected_reward(world))
     for baseline in (0.0, 0.7, -3.0):
         assert_equal(group_gradient(world, 1, partial(adv.against, baseline=baseline)), expected)
@@ -186,7 +186,7 @@ def test_rloo_is_unbiased(world, size):
 
 
 @every_group
-def test_the_centred_reward_gives_exactly_g_minus_1_over_g_of_the_gradient(world, size):
+def test_centred_reward_gives_g_minus_1_over_g_of_the_gradient(world, size):
     expected = world.gradient(toy.expected_reward(world)) * (size - 1) / size
     assert_equal(group_gradient(world, size, adv.centred), expected)
 
@@ -199,14 +199,14 @@ def test_max_at_k_is_unbiased_for_the_best_of_k(world, size):
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
-def test_max_at_k_of_four_episodes_is_unbiased_for_the_best_of_k_and_not_for_another(k):
+def test_max_at_k_of_four_is_unbiased_for_k_and_no_other(k):
     found = group_gradient(SMALL, 4, partial(adv.max_at_k, k=k))
     assert_equal(found, SMALL.gradient(toy.best_of(SMALL, k)))
     assert relative_bias(found, SMALL.gradient(toy.best_of(SMALL, k - 1))) > 0.05
 
 
 @group_cases("0/1 rewards")
-def test_grpo_of_0_1_rewards_goes_along_the_gradient_scaled_by_the_mean_std_of_a_group(world, size):
+def test_grpo_of_0_1_rewards_is_the_gradient_times_mean_std(world, size):
     """E[std of the group] / (p (1 - p)) times the gradient of p, which is 1 / std in the limit of
     large groups."""
     p = float(world.chances() @ world.rewards)
@@ -218,7 +218,7 @@ def test_grpo_of_0_1_rewards_goes_along_the_gradient_scaled_by_the_mean_std_of_a
 
 
 @group_cases("real rewards")
-def test_grpo_of_real_rewards_is_biased_in_direction_and_still_climbs(world, size):
+def test_grpo_of_real_rewards_is_biased_and_still_climbs(world, size):
     assert (
         0.5
         < cosine(group_gradient(world, size, adv.grpo), world.gradient(toy.expected_reward(world)))
@@ -236,7 +236,7 @@ def step_gradient(world, groups_a_step, size, advantages):
     )
 
 
-def test_reinforce_pp_baseline_turns_to_the_gradient_as_the_step_grows():
+def test_reinforce_pp_baseline_nears_the_gradient_in_large_steps():
     """Mean and std are of the tokens of the step that they shift and scale: a bias that only a
     large step makes small."""
     gradient, angles = TINY.gradient(toy.expected_reward(TINY)), []
@@ -258,11 +258,11 @@ def test_reinforce_pp_baseline_turns_to_the_gradient_as_the_step_grows():
     assert angles[0] > 1.4 * angles[1] > 1.4 * 1.4 * angles[2] > 0
 
 
-def test_rloo_of_a_step_of_several_groups_is_as_unbiased_as_of_one():
+def test_rloo_of_several_groups_is_as_unbiased_as_of_one():
     assert_equal(step_gradient(TINY, 3, 2, adv.rloo), TINY.gradient(toy.expected_reward(TINY)))
 
 
-def test_whitening_the_returns_biases_a_small_step_and_less_a_larger_one():
+def test_whitening_biases_a_small_step_more_than_a_larger_one():
     """The mean and the std of a step hold the episode itself."""
     gradient = TINY.gradient(toy.expected_reward(TINY))
     returns = np.split(
@@ -316,14 +316,14 @@ def test_gae_with_lambda_1_is_unbiased_whatever_the_values(world):
 
 @every_world
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
-def test_gae_with_the_exact_value_function_is_unbiased_for_any_lambda(world, lam):
+def test_gae_with_exact_values_is_unbiased_for_any_lambda(world, lam):
     assert_equal(
         gae_gradient(world, exact_values(world), lam), world.gradient(toy.expected_reward(world))
     )
 
 
 @every_world
-def test_gae_with_wrong_values_is_the_more_biased_the_smaller_lambda(world):
+def test_gae_with_wrong_values_is_more_biased_for_small_lambda(world):
     gradient = world.gradient(toy.expected_reward(world))
     biases = [
         relative_bias(gae_gradient(world, wrong_values(world), lam), gradient)
@@ -334,7 +334,7 @@ def test_gae_with_wrong_values_is_the_more_biased_the_smaller_lambda(world):
 
 @every_world
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_the_exact_value_function_is_where_the_critic_comes_to_rest(world, lam):
+def test_exact_value_function_is_where_the_critic_rests(world, lam):
     """The mean of GAE's returns at every prefix is its value, so the mean gradient of the value
     loss there is 0."""
     exact = exact_values(world)[world.process.place]
@@ -363,7 +363,7 @@ def kl_in_reward(world, reference, kind, beta):
 
 
 @every_world
-def test_returns_with_k1_as_a_token_reward_give_the_gradient_of_the_reward_minus_beta_kl(world):
+def test_k1_as_token_reward_gives_gradient_of_reward_minus_kl(world):
     reference, beta = another(world), 0.3
     expected = world.gradient(
         lambda p: toy.expected_reward(world)(p) - beta * toy.reverse_kl(world, reference)(p)
@@ -373,7 +373,7 @@ def test_returns_with_k1_as_a_token_reward_give_the_gradient_of_the_reward_minus
 
 @every_world
 @pytest.mark.parametrize("kind", ["k2", "k3"])
-def test_k2_and_k3_as_a_token_reward_do_not_give_the_gradient_of_the_kl(world, kind):
+def test_k2_and_k3_as_token_reward_do_not_give_the_kl_gradient(world, kind):
     """Their own dependence on the policy is lost; k3's has a mean that k1's does not have."""
     reference = another(world)
     gradient = world.gradient(toy.reverse_kl(world, reference))
@@ -385,7 +385,7 @@ def test_k2_and_k3_as_a_token_reward_do_not_give_the_gradient_of_the_kl(world, k
 
 
 @every_group
-def test_on_policy_the_clipped_losses_move_each_update_exactly_as_reinforce_does(world, size):
+def test_clipped_losses_on_policy_move_exactly_as_reinforce(world, size):
     batch = groups_of(world, size)
     advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
     proximal = world.logprobs()[batch.rows]
@@ -401,7 +401,7 @@ def test_on_policy_the_clipped_losses_move_each_update_exactly_as_reinforce_does
 
 
 @every_group
-def test_on_policy_gspo_is_reinforce_with_sequence_means(world, size):
+def test_gspo_on_policy_is_reinforce_with_sequence_means(world, size):
     """At a ratio of 1 each token of gspo is pulled by its advantage, as without a ratio."""
     batch = groups_of(world, size)
     advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
@@ -414,7 +414,7 @@ def test_on_policy_gspo_is_reinforce_with_sequence_means(world, size):
 
 
 @every_world
-def test_off_policy_ppo_and_cispo_without_a_bound_are_reinforce_with_the_token_ratio(world):
+def test_unbounded_ppo_and_cispo_are_reinforce_with_token_ratio(world):
     batch, behaviour = groups_of(world, 2), stale(world)
     engine = world.logprobs(behaviour)[batch.rows]
     advantages = batch.per_token(adv.rloo(rewards_of(world, batch)))
@@ -450,9 +450,7 @@ def test_fixed_length_is_unbiased_up_to_its_constant(world, size):
 
 @every_world
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
-def test_sequence_mean_climbs_the_advantage_a_token_so_that_a_baseline_pulls_at_lengths(
-    world, baseline
-):
+def test_sequence_mean_lets_a_baseline_pull_at_lengths(world, baseline):
     found = group_gradient(
         world, 1, partial(adv.against, baseline=baseline), aggregation="sequence_mean"
     )
@@ -468,7 +466,7 @@ def test_weighing_by_length_biases_the_direction(world, size, aggregation):
     assert 0.5 < cosine(found, world.gradient(toy.expected_reward(world))) < 0.9999
 
 
-def test_the_bias_of_token_mean_vanishes_as_the_update_grows_and_that_of_sequence_mean_stays():
+def test_token_mean_bias_vanishes_and_sequence_mean_bias_stays():
     angles = {}
     for aggregation in ("token_mean", "sequence_mean"):
         found = [
@@ -506,12 +504,12 @@ def kl_loss_gradient(world, kind, reference):
 
 
 @every_world
-def test_the_mean_gradient_of_k1_as_a_loss_is_zero(world):
+def test_mean_gradient_of_k1_as_a_loss_is_0(world):
     assert_equal(kl_loss_gradient(world, "k1", another(world)), torch.zeros_like(world.parameters))
 
 
 @every_world
-def test_the_gradient_of_k2_as_a_loss_is_that_of_every_tokens_own_reverse_kl(world):
+def test_gradient_of_k2_as_a_loss_is_that_of_the_reverse_kl(world):
     reference = another(world)
     found = kl_loss_gradient(world, "k2", reference)
     assert_equal(found, world.gradient(toy.own_reverse_kl(world, reference)))
@@ -539,7 +537,7 @@ def test_k2_of_whole_sequences_has_the_gradient_of_their_kl(world):
 
 
 @every_world
-def test_the_gradient_of_k3_as_a_loss_is_that_of_the_forward_kl_at_the_policys_prefixes(world):
+def test_gradient_of_k3_as_a_loss_is_that_of_the_forward_kl(world):
     """KL(reference || policy), although its value estimates KL(policy || reference)."""
     reference = another(world)
     found = kl_loss_gradient(world, "k3", reference)
@@ -548,13 +546,13 @@ def test_the_gradient_of_k3_as_a_loss_is_that_of_the_forward_kl_at_the_policys_p
 
 
 @every_world
-def test_k2_to_the_uniform_distribution_has_minus_the_gradient_of_every_tokens_entropy(world):
+def test_k2_to_uniform_has_minus_the_gradient_of_the_entropy(world):
     uniform = torch.zeros_like(world.table()).log_softmax(-1)
     assert_equal(kl_loss_gradient(world, "k2", uniform), -world.gradient(toy.own_entropy(world)))
 
 
 @every_world
-def test_sampled_distillation_descends_every_tokens_own_kl_to_the_teacher(world):
+def test_sampled_distillation_descends_each_tokens_kl(world):
     teacher = another(world)
     advantages = sampled_advantages(world.logprobs(), world.steps(teacher))
     assert_equal(
@@ -563,7 +561,7 @@ def test_sampled_distillation_descends_every_tokens_own_kl_to_the_teacher(world)
 
 
 @every_world
-def test_sampled_distillation_with_returns_to_go_descends_the_kl_of_whole_sequences(world):
+def test_distillation_with_returns_descends_the_sequence_kl(world):
     teacher = another(world)
     rewards = sampled_advantages(world.logprobs(), world.steps(teacher))
     advantages = each_sequence(world, lambda _, rewards: returns_to_go(rewards, 1.0), rewards)
@@ -584,30 +582,28 @@ def corrected_gradient(world, size, advantages, kind, *, cap=HUGE, low=0.0):
 
 @every_group
 @pytest.mark.parametrize("kind", ["tis_sequence", "mis"])
-def test_a_sequence_ratio_without_a_cap_is_unbiased_for_episodes_of_any_other_policy(
-    world, size, kind
-):
+def test_uncapped_sequence_ratio_is_unbiased_off_policy(world, size, kind):
     assert_equal(
         corrected_gradient(world, size, adv.rloo, kind), world.gradient(toy.expected_reward(world))
     )
 
 
 @every_group
-def test_a_sequence_ratio_without_a_cap_keeps_the_centred_rewards_scale(world, size):
+def test_uncapped_sequence_ratio_keeps_centred_rewards_scale(world, size):
     expected = world.gradient(toy.expected_reward(world)) * (size - 1) / size
     assert_equal(corrected_gradient(world, size, adv.centred, "tis_sequence"), expected)
 
 
 @every_world
 @pytest.mark.parametrize("kind", ["none", "decoupled", "tis", "icepop"])
-def test_no_token_ratio_is_unbiased_for_episodes_of_another_policy_even_without_a_cap(world, kind):
+def test_token_ratio_is_biased_off_policy_even_without_a_cap(world, kind):
     gradient = world.gradient(toy.expected_reward(world))
     assert relative_bias(corrected_gradient(world, 2, adv.rloo, kind), gradient) > 0.03
 
 
 @every_world
 @pytest.mark.parametrize("kind", ["tis_sequence", "mis"])
-def test_the_cap_of_a_sequence_ratio_is_paid_for_with_a_bias(world, kind):
+def test_cap_of_a_sequence_ratio_is_paid_for_with_a_bias(world, kind):
     gradient = world.gradient(toy.expected_reward(world))
     biases = [
         relative_bias(corrected_gradient(world, 2, adv.rloo, kind, cap=cap), gradient)
@@ -617,7 +613,7 @@ def test_the_cap_of_a_sequence_ratio_is_paid_for_with_a_bias(world, kind):
 
 
 @every_world
-def test_the_token_ratio_climbs_the_surrogate_with_the_behaviours_prefixes_and_values(world):
+def test_token_ratio_climbs_the_surrogate_of_the_behaviour(world):
     """sum over prefixes of the behaviour's visits x E_policy[the behaviour's action value] (Kakade,
     Langford 2002)."""
     behaviour = stale(world)
@@ -628,7 +624,7 @@ def test_the_token_ratio_climbs_the_surrogate_with_the_behaviours_prefixes_and_v
     )
 
 
-def test_for_sequences_of_one_token_the_token_ratio_is_unbiased():
+def test_token_ratio_is_unbiased_for_sequences_of_one_token():
     world = toy.world(toy.process(4, 1), toy.table_policy, binary=False, seed=6)
     batch, behaviour = toy.all_groups(world, 2), stale(world)
     weights = importance(world.logprobs()[batch.rows] - world.logprobs(behaviour)[batch.rows])
@@ -654,13 +650,13 @@ TOKEN_ROWS = ("`decoupled`", "`tis`", "`icepop`")
 UNCAPPED = "`tis_sequence` without a cap"
 
 
-def test_every_correction_is_unbiased_for_fresh_episodes_and_the_full_sequence_ratio_for_stale_ones_too():
+def test_corrections_are_unbiased_for_fresh_episodes():
     for name in bias.ROWS:
         assert stale_biases(name)[:, 0].max() < 1e-9, name
     assert stale_biases(UNCAPPED).max() < 1e-9
 
 
-def test_without_the_sequence_ratio_one_stale_step_is_a_bias_in_every_world():
+def test_one_stale_step_is_a_bias_without_the_sequence_ratio():
     for name in (
         bias.NOTHING,
         *TOKEN_ROWS,
@@ -670,7 +666,7 @@ def test_without_the_sequence_ratio_one_stale_step_is_a_bias_in_every_world():
         assert stale_biases(name)[:, 1].min() > 1e-3, name
 
 
-def test_the_bias_of_stale_episodes_is_ordered_as_the_table_says():
+def test_bias_of_stale_episodes_is_ordered_as_in_the_table():
     last = {name: bias.medians(stale_worlds(), name)[-1].bias for name in bias.ROWS}
     clipped = last["none, `ppo_clip` around the engine's"]
     assert last["`decoupled`"] < last["`tis`"] < last["`icepop`"] < clipped
@@ -681,17 +677,17 @@ def test_the_bias_of_stale_episodes_is_ordered_as_the_table_says():
     )
 
 
-def test_the_clip_around_the_engine_is_the_largest_bias_once_it_binds():
+def test_clip_around_the_engine_is_the_largest_bias():
     for back in (2, 3, 4):  # 2, 4 and 8 steps
         medians = {name: bias.medians(stale_worlds(), name)[back].bias for name in bias.ROWS}
         assert max(medians, key=medians.get) == "none, `ppo_clip` around the engine's"
 
 
-def test_the_token_ratio_is_less_biased_than_none_in_most_worlds_and_not_in_all():
+def test_token_ratio_is_less_biased_than_none_in_most_worlds():
     assert 10 < bias.less_biased(stale_worlds(), "`decoupled`") < 20
 
 
-def test_the_full_sequence_ratio_pays_for_its_unbiasedness_with_noise():
+def test_full_sequence_ratio_pays_for_unbiasedness_with_noise():
     noise = [entry.noise for entry in bias.medians(stale_worlds(), UNCAPPED)]
     assert noise[-1] > noise[-2] > noise[1]
     assert noise[-1] > max(
@@ -731,7 +727,7 @@ def test_max_at_k_of_eight_episodes_is_unbiased(k):
     assert_sampled_mean_is(REAL, partial(adv.max_at_k, k=k), REAL.gradient(toy.best_of(REAL, k)))
 
 
-def test_grpo_of_eight_episodes_and_0_1_rewards_is_the_gradient_over_the_std():
+def test_grpo_of_eight_0_1_rewards_is_the_gradient_over_the_std():
     p = float(BINARY.chances() @ BINARY.rewards)
     solved = np.arange(SIZE + 1) / SIZE
     chances = [math.comb(SIZE, n) * p**n * (1 - p) ** (SIZE - n) for n in range(SIZE + 1)]

@@ -19,13 +19,13 @@ def penalty_by_formula(length, max_tokens, buffer):
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 0.1, -2.5]), min_size=1, max_size=6))
-def test_a_group_has_signal_when_two_rewards_differ(rewards):
+def test_group_has_signal_when_two_rewards_differ(rewards):
     assert has_signal(np.array(rewards)) == any(
         a != b for a, b in itertools.combinations(rewards, 2)
     )
 
 
-def test_the_place_of_the_odd_one_does_not_matter_nor_how_small_its_oddity():
+def test_signal_does_not_depend_on_place_or_size_of_difference():
     for place in range(4):
         rewards = np.ones(4)
         assert not has_signal(rewards)
@@ -35,7 +35,7 @@ def test_the_place_of_the_odd_one_does_not_matter_nor_how_small_its_oddity():
 
 
 @given(st.integers(0, 250), st.integers(1, 100), st.data())
-def test_the_overlong_penalty_equals_the_formula(length, max_tokens, data):
+def test_overlong_penalty_equals_the_formula(length, max_tokens, data):
     buffer = data.draw(st.integers(1, max_tokens))
     expected = penalty_by_formula(length, max_tokens, buffer)
     assert overlong_penalty(length, max_tokens, buffer) == pytest.approx(expected, rel=1e-15)
@@ -57,11 +57,11 @@ def test_the_overlong_penalty_equals_the_formula(length, max_tokens, data):
         (100, 0, 0.0),
     ],
 )
-def test_the_penalty_of_a_completion_of_at_most_100_tokens(length, buffer, penalty):
+def test_overlong_penalty_of_at_most_100_tokens(length, buffer, penalty):
     assert overlong_penalty(length, 100, buffer) == penalty
 
 
-def test_a_problem_is_learnable_by_the_variance_of_its_outcomes_above_a_floor():
+def test_learnability_is_the_variance_above_a_floor():
     rates = np.array([0.0, 0.125, 0.5, 0.75, 1.0])
     expected = []
     for p in rates.tolist():
@@ -75,7 +75,7 @@ def test_a_problem_is_learnable_by_the_variance_of_its_outcomes_above_a_floor():
     st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.001, 0.999)), min_size=1, max_size=12),
     st.data(),
 )
-def test_picks_are_the_largest_of_uniform_to_the_power_of_one_over_weight(rows, data):
+def test_picks_are_the_largest_of_uniform_power_1_over_weight(rows, data):
     count = data.draw(st.integers(0, len(rows)))
     weights, uniforms = np.array(rows).T
     keys = [math.log(u) / w for w, u in rows]  # u^(1/w) without its underflow
@@ -92,7 +92,7 @@ def chance_of(order, weights):
     return chance
 
 
-def test_every_order_is_drawn_as_often_as_drawing_without_replacement_by_weight_draws_it():
+def test_picks_have_the_odds_of_draws_without_replacement():
     weights, draws = np.array([1.0, 2.0, 5.0]), 20_000
     uniforms = np.random.default_rng(0).uniform(size=(draws, 3))
     found = [tuple(pick(weights, row, 2).tolist()) for row in uniforms]
@@ -102,7 +102,7 @@ def test_every_order_is_drawn_as_often_as_drawing_without_replacement_by_weight_
         assert abs(found.count(order) / draws - chance) < 4 * spread
 
 
-def test_no_place_is_drawn_twice_and_no_more_than_there_are():
+def test_picks_are_distinct_and_no_more_than_there_are():
     uniforms = np.random.default_rng(1).uniform(size=50)
     weights = np.random.default_rng(2).uniform(0.01, 1, size=50)
     assert sorted(pick(weights, uniforms, 50).tolist()) == list(range(50))

@@ -22,7 +22,7 @@ def logprobs(seed, size=50):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_estimate_and_its_slope_equal_the_formula_token_by_token(kind):
+def test_kl_estimate_and_slope_equal_the_formula(kind):
     policy, reference = logprobs(0).requires_grad_(), logprobs(1)
     estimate = kl_estimate(kind, policy, reference)
     estimate.sum().backward()
@@ -32,7 +32,7 @@ def test_an_estimate_and_its_slope_equal_the_formula_token_by_token(kind):
 
 
 @given(st.floats(-20, 0), st.floats(-20, 0))
-def test_an_estimate_equals_the_formula_for_any_token(policy, reference):
+def test_kl_estimate_equals_the_formula_for_any_token(policy, reference):
     for kind in KINDS:
         found = kl_estimate(
             kind, torch.tensor([policy], dtype=torch.float64), torch.tensor([reference]).double()
@@ -41,7 +41,7 @@ def test_an_estimate_equals_the_formula_for_any_token(policy, reference):
         assert found.item() == pytest.approx(FORMULA[kind](distance), rel=1e-9, abs=1e-14)
 
 
-def test_k3_of_a_token_that_the_policy_makes_all_but_impossible_is_bounded():
+def test_k3_of_an_all_but_impossible_token_is_bounded():
     """Without a bound d = -24 has a gradient of 2.6e10 and d = -94 is infinite in float32."""
     for distance in (-24.0, -94.0, 94.0):
         policy = torch.tensor([distance], requires_grad=True)
@@ -54,7 +54,7 @@ def test_k3_of_a_token_that_the_policy_makes_all_but_impossible_is_bounded():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kl_of_identical_logprobs_is_exactly_zero(kind):
+def test_kl_of_identical_logprobs_is_exactly_0(kind):
     policy = logprobs(0).float().requires_grad_()
     estimate = kl_estimate(kind, policy, policy.detach().clone())
     estimate.sum().backward()
@@ -79,14 +79,14 @@ def test_k3_keeps_its_digits_where_the_models_are_close():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_that_of_the_formula(kind):
+def test_kl_gradient_is_that_of_the_formula(kind):
     reference = logprobs(1)
     assert torch.autograd.gradcheck(
         partial(kl_estimate, kind, reference_logprobs=reference), logprobs(0).requires_grad_()
     )
 
 
-def test_k1_and_k3_have_the_kl_as_their_expectation_and_k2_has_its_gradient():
+def test_k1_k3_have_the_kl_as_mean_and_k2_has_its_gradient():
     """Over all tokens of a vocabulary of 9, weighted by the policy: no sampling, so no noise."""
     logits = logprobs(2, 9).requires_grad_()
     policy, reference = logits.log_softmax(-1), logprobs(3, 9).log_softmax(-1)

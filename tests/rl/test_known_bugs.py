@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from tandem.model.linear import pack
-from tandem.model.logprobs import SamplingDistribution, log_distribution, token_logprobs
+from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.rl.advantages import centred, grpo
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.corrections import correction
 from tandem.rl.kl import kl_estimate
 from tandem.rl.losses import cispo, gspo, ppo_clip
 from tandem.rl.returns import gae
+from tandem.types import SamplingDistribution
 
 VOCABULARY = 40
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -42,7 +43,7 @@ def mean_ratio(engine, trainer):
 # --- ratios
 
 
-def test_a_sequence_ratio_is_a_mean_and_not_a_sum():
+def test_sequence_ratio_is_a_mean_and_not_a_sum():
     """TRL #5814: 0.569 in place of 0.993 for 80 tokens, below the clip range and so without a
     gradient."""
     policy = torch.full((80,), math.log(0.569) / 80, requires_grad=True)
@@ -60,7 +61,7 @@ def test_a_sequence_ratio_is_a_mean_and_not_a_sum():
     assert bug == pytest.approx(0.569) and bug < 1 - CLIP["clip_low"]
 
 
-def test_the_importance_ratio_under_top_p_has_mean_one():
+def test_importance_ratio_under_top_p_has_mean_1():
     """TRL #6789: the engine's probabilities are those of the kept tokens, the trainer's those of
     all."""
     how = SamplingDistribution(top_p=0.85)
@@ -84,7 +85,7 @@ def test_the_importance_ratio_under_top_p_has_mean_one():
     ],
     ids=str,
 )
-def test_on_policy_every_correction_is_one_when_engine_and_trainer_filter_alike(how):
+def test_correction_is_1_when_engine_and_trainer_filter_alike(how):
     engine, trainer = engine_table(how), trainer_table(how)
     sampled = ~engine.isinf()
     before, now = engine[sampled], trainer[sampled]
@@ -104,7 +105,7 @@ def test_on_policy_every_correction_is_one_when_engine_and_trainer_filter_alike(
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
-def test_log_probs_are_of_the_temperature_that_sampled_and_so_the_first_ratio_is_one(temperature):
+def test_logprobs_of_the_sampling_temperature_make_first_ratio_1(temperature):
     """TRL #4159: log-probs at temperature 1 of tokens drawn at another: clipped before a single
     update."""
     how = SamplingDistribution(temperature=temperature)
@@ -128,7 +129,7 @@ def test_log_probs_are_of_the_temperature_that_sampled_and_so_the_first_ratio_is
     assert clip_share(trainer_table(SamplingDistribution())) > 0.5
 
 
-def test_the_gradient_of_a_log_prob_is_divided_by_the_temperature_too():
+def test_logprob_gradient_is_divided_by_the_temperature_too():
     hidden = LOGITS.clone().requires_grad_()
     weight, targets = torch.eye(VOCABULARY), LOGITS.argmax(-1)
     token_logprobs(hidden, weight, pack(weight), targets, SamplingDistribution(temperature=0.5))[
@@ -139,7 +140,7 @@ def test_the_gradient_of_a_log_prob_is_divided_by_the_temperature_too():
     assert (hidden.grad - right * 0.5).abs().max() > 0.1
 
 
-def test_a_token_that_an_update_moved_out_of_the_kept_set_keeps_a_finite_ratio_and_its_gradient():
+def test_token_moved_out_of_top_p_keeps_ratio_and_gradient():
     """A filter applied blindly gives it probability 0: log-prob -inf, and a NaN where a ratio meets
     its gradient."""
     how = SamplingDistribution(top_k=2)
@@ -159,7 +160,7 @@ def test_a_token_that_an_update_moved_out_of_the_kept_set_keeps_a_finite_ratio_a
     assert log_distribution(after, how)[0, 1] == -math.inf
 
 
-def test_a_kl_penalty_in_the_loss_is_not_minimized_by_its_plain_estimator():
+def test_kl_in_the_loss_is_not_minimized_by_k1():
     """k1 as a loss: the right value, a gradient that is zero in expectation. k2's is the KL's."""
     logits = LOGITS[0].double().requires_grad_()
     policy, reference = logits.log_softmax(-1), LOGITS[1].double().log_softmax(-1)
@@ -177,7 +178,7 @@ def test_a_kl_penalty_in_the_loss_is_not_minimized_by_its_plain_estimator():
     assert found("k1").abs().max() < 1e-12 < 0.1 < right.abs().max()
 
 
-def test_a_clipped_ratio_that_is_a_weight_carries_no_gradient_of_its_own():
+def test_cispo_weight_carries_no_gradient_of_its_own():
     """CISPO without the stop: A r (1 + log p) in place of A r, of the other sign for an unlikely
     token."""
     policy = torch.tensor([-3.0], requires_grad=True)
@@ -198,7 +199,7 @@ TERMS = [np.random.default_rng(i).normal(loc=i, size=n) for i, n in enumerate(LE
 @pytest.mark.parametrize(
     "split", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[0, 1], [2, 3]], [[3, 0], [2, 1]]]
 )
-def test_microbatches_add_up_to_the_mean_of_the_update_however_it_is_split(split):
+def test_microbatches_add_up_however_the_update_is_split(split):
     right = {
         "token_mean": sum(t.sum() for t in TERMS) / LENGTHS.sum(),
         "sequence_mean": sum(t.mean() for t in TERMS) / 4,
@@ -210,7 +211,7 @@ def test_microbatches_add_up_to_the_mean_of_the_update_however_it_is_split(split
         assert sum(parts) == pytest.approx(mean, rel=1e-12)
 
 
-def test_the_mean_of_the_means_of_microbatches_is_another_number():
+def test_mean_of_the_means_of_microbatches_is_another_number():
     """Each microbatch divided by its own tokens: a token beside a long sequence counts less than
     one beside a short."""
     right = sum(
@@ -222,7 +223,7 @@ def test_the_mean_of_the_means_of_microbatches_is_another_number():
     assert abs(np.mean(halves) - right) > 0.3 and abs(np.mean(ones) - right) > 0.05
 
 
-def test_a_long_failure_is_punished_token_by_token_as_much_as_a_short_one():
+def test_long_failure_is_punished_per_token_as_a_short_one():
     """Dr.GRPO's length bias: a mean over each sequence's own length makes a failure of 1,000 tokens
     100 times cheaper a token than one of 10, and so answers grow."""
     lengths = np.array([10, 1000])
@@ -232,7 +233,7 @@ def test_a_long_failure_is_punished_token_by_token_as_much_as_a_short_one():
     assert bug[0] / bug[1] == pytest.approx(100)
 
 
-def test_a_nearly_solved_problem_weighs_no_more_than_it_moves():
+def test_nearly_solved_problem_weighs_no_more_than_it_moves():
     """Dr.GRPO's difficulty bias: division by the group's std gives 1 failure in 8 the size 2.65,
     and 4 in 8 the size 1."""
     rewards = np.array([[1.0] * 7 + [0.0], [1.0] * 4 + [0.0] * 4])
@@ -243,28 +244,28 @@ def test_a_nearly_solved_problem_weighs_no_more_than_it_moves():
 # --- advantages
 
 
-def test_a_group_of_one_has_advantage_zero_and_not_a_nan():
+def test_group_of_one_has_advantage_0_and_not_nan():
     """The std with G - 1 in the denominator, torch's default, is 0 / 0."""
     assert grpo(np.array([[0.7]])).tolist() == [[0.0]]
     with pytest.warns(UserWarning, match="degrees of freedom"):
         assert torch.tensor([0.7]).std().isnan()
 
 
-def test_the_std_of_a_group_of_two_has_two_in_its_denominator():
+def test_std_of_a_group_of_two_divides_by_two():
     """[1, 0] has std 1/2 and so the advantages 1 and -1; with G - 1 it would be 0.707 and they
     0.707."""
     assert grpo(np.array([[1.0, 0.0]]))[0].tolist() == pytest.approx([1.0, -1.0], rel=1e-5)
     assert 0.5 / torch.tensor([1.0, 0.0]).std().item() == pytest.approx(0.7071, rel=1e-4)
 
 
-def test_a_group_without_spread_has_advantage_zero_and_not_a_nan():
+def test_group_without_spread_has_advantage_0_and_not_nan():
     rewards = np.array([[1.0, 1.0, 1.0, 1.0]])
     assert not grpo(rewards).any()
     with np.errstate(invalid="ignore"):
         assert np.isnan((rewards - rewards.mean()) / rewards.std()).all()
 
 
-def test_the_last_token_of_an_episode_does_not_see_the_value_of_the_next_one():
+def test_last_token_does_not_see_the_next_episodes_value():
     """Packed side by side, V of the following token is another episode's: 1.3775 in place of
     0.5."""
     rewards, values = (

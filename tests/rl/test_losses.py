@@ -135,14 +135,14 @@ def token(value):
 
 
 @pytest.mark.parametrize("dual_clip", [0.0, 1.5, 3.0])
-def test_the_clipped_loss_equals_the_formula(dual_clip):
+def test_clipped_loss_equals_the_formula(dual_clip):
     found = ppo_clip(POLICY, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP)
     check(found, ppo_by_formula(POLICY, PROXIMAL, ADVANTAGES, dual_clip=dual_clip, **CLIP))
     assert found[0].shape == (N,) and 0 < found[1]["clip_share"] < N
 
 
 @given(tokens, st.floats(0, 0.9), st.floats(0, 3), st.sampled_from([0.0, 1.5, 10.0]))
-def test_the_clipped_loss_equals_the_formula_for_any_tokens_and_bounds(rows, low, high, dual_clip):
+def test_clipped_loss_equals_formula_for_any_tokens_and_bounds(rows, low, high, dual_clip):
     columns = torch.tensor(rows, dtype=torch.float64).unbind(1)
     terms, _ = ppo_clip(*columns, clip_low=low, clip_high=high, dual_clip=dual_clip)
     expected, _ = ppo_by_formula(*columns, clip_low=low, clip_high=high, dual_clip=dual_clip)
@@ -150,7 +150,7 @@ def test_the_clipped_loss_equals_the_formula_for_any_tokens_and_bounds(rows, low
 
 
 @pytest.mark.parametrize("dual_clip", [0.0, 1.5])
-def test_the_gradient_of_the_clipped_loss_is_right_on_both_sides_of_every_bound(dual_clip):
+def test_clipped_loss_gradient_is_right_around_every_bound(dual_clip):
     ratio = (POLICY - PROXIMAL).exp()
     for side in (ratio < 0.8, (ratio > 0.8) & (ratio < 1.28), ratio > 1.28):
         assert (ADVANTAGES[side] > 0).any() and (ADVANTAGES[side] < 0).any()
@@ -184,7 +184,7 @@ def test_clipping_is_asymmetric_and_never_stops_the_way_back(ratio, advantage, l
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(("scale", "passes"), [(1.0, True), (1 + 1e-9, True), (1 - 1e-9, False)])
-def test_a_ratio_exactly_at_a_bound_is_not_yet_clipped(advantage, scale, passes):
+def test_ratio_exactly_at_a_bound_is_not_yet_clipped(advantage, scale, passes):
     """The bound that matters: above for A > 0, below for A < 0. 1 +- clip is exact, as the ratio is
     within [1/2, 2]."""
     policy = token(math.log(1 + 0.25 * advantage))
@@ -202,7 +202,7 @@ def test_a_ratio_exactly_at_a_bound_is_not_yet_clipped(advantage, scale, passes)
 @pytest.mark.parametrize(
     ("ratio", "passes"), [(1.0, True), (2.9, True), (3.1, False), (50.0, False)]
 )
-def test_dual_clip_stops_a_failure_that_got_far_too_likely_and_nothing_else(ratio, passes):
+def test_dual_clip_stops_only_a_failure_far_too_likely(ratio, passes):
     def loss(policy, advantage, dual_clip=3.0):
         return ppo_clip(policy, token(0.0), token(advantage), dual_clip=dual_clip, **CLIP)
 
@@ -215,7 +215,7 @@ def test_dual_clip_stops_a_failure_that_got_far_too_likely_and_nothing_else(rati
         assert torch.equal(loss(policy, advantage)[0], loss(policy, advantage, 0.0)[0])
 
 
-def test_on_policy_the_ratio_is_exactly_one_and_the_gradient_is_the_advantage():
+def test_ratio_on_policy_is_1_and_gradient_is_the_advantage():
     policy, advantages = PROXIMAL.float().requires_grad_(), OF_SEQUENCE.float()
     clipped, metrics = ppo_clip(policy, policy.detach().clone(), advantages, dual_clip=2.0, **CLIP)
     clipped.sum().backward()
@@ -232,7 +232,7 @@ def test_on_policy_the_ratio_is_exactly_one_and_the_gradient_is_the_advantage():
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
-def test_an_advantage_of_zero_has_neither_loss_nor_gradient_nor_is_it_clipped(name):
+def test_advantage_0_has_no_loss_no_gradient_no_clip(name):
     zero, policy = torch.zeros(N, dtype=torch.float64), POLICY + 1.0
 
     def loss(p):
@@ -251,7 +251,7 @@ def test_an_advantage_of_zero_has_neither_loss_nor_gradient_nor_is_it_clipped(na
 # --- clipped ratio of sequences
 
 
-def test_the_sequence_loss_equals_the_formula():
+def test_sequence_loss_equals_the_formula():
     found = gspo(POLICY, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP)
     check(found, gspo_by_formula(POLICY, PROXIMAL, OF_SEQUENCE, LENGTHS, **CLIP))
     assert 0 < found[1]["clip_share"] < N
@@ -263,7 +263,7 @@ def test_the_sequence_loss_equals_the_formula():
     ),
     st.randoms(),
 )
-def test_the_sequence_loss_equals_the_formula_for_any_lengths(rows, random):
+def test_sequence_loss_equals_the_formula_for_any_lengths(rows, random):
     lengths = [len(row) for row in rows]
     policy, proximal = torch.tensor(
         [pair for row in rows for pair in row], dtype=torch.float64
@@ -277,7 +277,7 @@ def test_the_sequence_loss_equals_the_formula_for_any_lengths(rows, random):
     np.testing.assert_allclose(terms, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_the_gradient_of_the_sequence_loss_is_that_of_the_papers_sequence_objective():
+def test_sequence_loss_gradient_is_that_of_the_papers_objective():
     """Eq. 5, one term a sequence, by autograd; the mean over a sequence's tokens has the same
     gradient."""
     policy = POLICY.clone().requires_grad_()
@@ -292,7 +292,7 @@ def test_the_gradient_of_the_sequence_loss_is_that_of_the_papers_sequence_object
     torch.testing.assert_close(found, policy.grad, rtol=1e-12, atol=1e-15)
 
 
-def test_what_belongs_to_single_tokens_of_a_sequence_pulls_these_and_no_other():
+def test_token_advantages_in_a_sequence_pull_their_own_tokens():
     """A penalty on tokens 3 and 4, and token 2 left out by a correction (GSPO-token, section
     4.3)."""
     advantages, factors = torch.tensor([0.0, 0.0, -1.0, -1.0]), torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -305,7 +305,7 @@ def test_what_belongs_to_single_tokens_of_a_sequence_pulls_these_and_no_other():
     assert gradient(lambda p: loss(p, torch.ones(4)), policy).tolist() == [-0.25, 0.0, -0.25, -0.25]
 
 
-def test_a_clipped_sequence_has_no_gradient_and_the_others_share_theirs_evenly():
+def test_clipped_sequence_has_no_gradient_others_share_evenly():
     """Eq. 10: every token of a sequence gets s A / |y|; in the sequence mean that |y| is the only
     one."""
     found = gradient(lambda p: gspo(p, PROXIMAL, OF_SEQUENCE, SEQUENCES, **CLIP), POLICY)
@@ -321,7 +321,7 @@ def test_a_clipped_sequence_has_no_gradient_and_the_others_share_theirs_evenly()
     assert 0 < stopped < len(LENGTHS)
 
 
-def test_only_what_is_bad_in_a_sequence_that_the_policy_has_left_is_masked():
+def test_off_policy_mask_takes_bad_tokens_of_left_sequences_only():
     means = sequence_means(PROXIMAL - POLICY, SEQUENCES).tolist()
     most = sorted(means)[3]
     found = off_policy_mask(POLICY, PROXIMAL, ADVANTAGES, SEQUENCES, most=most)
@@ -367,7 +367,7 @@ def test_cispo_equals_the_formula():
     assert 0 < found[1]["clip_share"] < N
 
 
-def test_the_gradient_of_cispo_is_the_clipped_ratio_times_the_advantage_on_every_token():
+def test_cispo_gradient_is_clipped_ratio_times_advantage():
     """Not that of the loss's value, whose ratio also moves: eq. 4 stops the gradient there."""
     found = gradient(lambda p: cispo(p, PROXIMAL, ADVANTAGES, **CLIP), POLICY)
     ratios = [math.exp(p - q) for p, q in zip(POLICY.tolist(), PROXIMAL.tolist(), strict=True)]
@@ -376,7 +376,7 @@ def test_the_gradient_of_cispo_is_the_clipped_ratio_times_the_advantage_on_every
     assert torch.equal(found == 0, ADVANTAGES == 0)
 
 
-def test_reinforce_equals_the_formula_and_its_gradient_is_the_advantage():
+def test_reinforce_equals_formula_and_gradient_is_advantage():
     terms, metrics = reinforce(POLICY, ADVANTAGES)
     expected = [-a * p for a, p in zip(ADVANTAGES.tolist(), POLICY.tolist(), strict=True)]
     assert terms.tolist() == expected
@@ -386,14 +386,14 @@ def test_reinforce_equals_the_formula_and_its_gradient_is_the_advantage():
     )
 
 
-def test_the_likelihood_loss_is_minus_the_log_prob_with_a_constant_gradient():
+def test_likelihood_loss_is_minus_logprob_with_constant_gradient():
     terms, metrics = negative_log_likelihood(POLICY)
     assert terms.tolist() == [-p for p in POLICY.tolist()]
     assert metrics["nll"] == pytest.approx(-math.fsum(POLICY.tolist()), rel=1e-12)
     assert torch.equal(gradient(negative_log_likelihood, POLICY), torch.full_like(POLICY, -1.0))
 
 
-def test_a_teachers_advantages_give_the_gradient_of_the_reverse_kl():
+def test_teachers_advantages_give_the_gradient_of_the_reverse_kl():
     """Over a vocabulary of 7 and weighted by the student: no sampling, so no noise."""
     logits = POLICY[:7].clone().requires_grad_()
     student, teacher = logits.log_softmax(-1), PROXIMAL[:7].log_softmax(-1)
@@ -417,7 +417,7 @@ VALUES = PROXIMAL + torch.from_numpy(RNG.normal(0, 0.3, N))
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2, 1e6])
-def test_the_value_loss_equals_the_formula(clip):
+def test_value_loss_equals_the_formula(clip):
     terms, metrics = value_clip(VALUES, ROLLOUT_VALUES, RETURNS, clip)
     losses = value_by_formula(VALUES, ROLLOUT_VALUES, RETURNS, clip)
     np.testing.assert_allclose(terms, losses, rtol=1e-12)
@@ -430,7 +430,7 @@ def test_the_value_loss_equals_the_formula(clip):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_the_gradient_of_the_value_loss_is_that_of_the_formula(clip):
+def test_value_loss_gradient_is_that_of_the_formula(clip):
     assert torch.autograd.gradcheck(
         lambda v: value_clip(v, ROLLOUT_VALUES, RETURNS, clip)[0], VALUES.clone().requires_grad_()
     )
@@ -445,7 +445,7 @@ def test_the_gradient_of_the_value_loss_is_that_of_the_formula(clip):
         (1.1, 3.0, -1.9),  # inside the clip: plain regression
     ],
 )
-def test_a_value_that_moved_too_far_towards_its_return_has_no_gradient(value, target, slope):
+def test_value_moved_too_far_to_its_return_has_no_gradient(value, target, slope):
     """The rollout's value is 1 and the clip 0.2."""
     found = gradient(lambda v: value_clip(v, token(1.0), token(target), 0.2), token(value))
     assert found.item() == pytest.approx(slope, abs=1e-12)
@@ -455,7 +455,7 @@ def test_a_value_that_moved_too_far_towards_its_return_has_no_gradient(value, ta
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce", "nll", "value"])
-def test_microbatches_of_whole_sequences_add_up_to_the_whole_batch(name):
+def test_microbatches_of_whole_sequences_add_up_to_the_batch(name):
     def loss(policy, part):
         sequences = SEQUENCES[part] - (SEQUENCES[part][0] if len(SEQUENCES[part]) else 0)
         return {
@@ -484,7 +484,7 @@ def test_microbatches_of_whole_sequences_add_up_to_the_whole_batch(name):
     assert {k: sum(m[k] for _, m in parts) for k in metrics} == pytest.approx(metrics, rel=1e-12)
 
 
-def test_a_total_has_the_same_bits_for_one_and_two_threads():
+def test_total_has_the_same_bits_for_one_and_two_threads():
     values = torch.from_numpy(np.random.default_rng(1).normal(size=200_000).astype(np.float32))
     before, sums = torch.get_num_threads(), []
     for threads in (1, 2):
@@ -494,7 +494,7 @@ def test_a_total_has_the_same_bits_for_one_and_two_threads():
     assert sums[0] == sums[1]
 
 
-def test_a_total_is_summed_in_float64():
+def test_total_is_summed_in_float64():
     """In float32 the ones vanish beside 2^24."""
     values = torch.cat([torch.tensor([2.0**24]), torch.ones(1000)])
     assert total(values) == 2.0**24 + 1000
@@ -502,7 +502,7 @@ def test_a_total_is_summed_in_float64():
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 @pytest.mark.parametrize("proximal", [-100.0, -700.0])
-def test_a_ratio_too_large_for_float32_leaves_loss_and_gradient_finite(advantage, proximal):
+def test_ratio_too_large_for_float32_stays_finite(advantage, proximal):
     policy = torch.tensor([-0.5, -0.5], requires_grad=True)
     terms, metrics = ppo_clip(
         policy,

@@ -47,7 +47,7 @@ def gae_as_a_mean_of_returns(rewards, values, gamma, lam):
 
 
 @given(kl=numbers, reward=st.floats(-5, 5), coef=shares)
-def test_token_rewards_are_the_penalty_everywhere_and_the_reward_at_the_last(kl, reward, coef):
+def test_token_rewards_have_the_reward_at_the_last_token(kl, reward, coef):
     before = kl.copy()
     found = token_rewards(reward, kl, coef)
     expected = [
@@ -70,7 +70,7 @@ def test_returns_are_discounted_sums_of_what_is_ahead(rewards, gamma):
 
 
 @given(rewards=numbers, gamma=shares, lam=shares, data=st.data())
-def test_gae_equals_the_sum_of_discounted_errors_and_the_mean_of_returns(rewards, gamma, lam, data):
+def test_gae_is_the_sum_of_discounted_errors(rewards, gamma, lam, data):
     values = data.draw(arrays(np.float64, len(rewards), elements=st.floats(-10, 10)))
     advantages, returns = gae(rewards, values, gamma, lam)
     np.testing.assert_allclose(
@@ -82,14 +82,14 @@ def test_gae_equals_the_sum_of_discounted_errors_and_the_mean_of_returns(rewards
     np.testing.assert_allclose(returns, advantages + values, rtol=1e-15)
 
 
-def test_gae_of_a_plain_case_is_the_hand_calculation():
+def test_gae_of_a_plain_case_is_as_by_hand():
     """gamma 1/2, lam 1/2: deltas 0 + 2 - 1, 0 + 1 - 4, 1 - 2; then -1, -3 - 1/4, 1 - 3.25/4."""
     advantages, returns = gae(np.array([0.0, 0.0, 1.0]), np.array([1.0, 4.0, 2.0]), 0.5, 0.5)
     assert advantages.tolist() == [0.1875, -3.25, -1.0]
     assert returns.tolist() == [1.1875, 0.75, 1.0]
 
 
-def test_the_ends_of_lambda_are_the_monte_carlo_and_the_one_step_advantage():
+def test_gae_with_lambda_0_and_1_is_one_step_and_monte_carlo():
     rng = np.random.default_rng(0)
     rewards, values = rng.normal(size=9), rng.normal(size=9)
     np.testing.assert_allclose(
@@ -99,14 +99,14 @@ def test_the_ends_of_lambda_are_the_monte_carlo_and_the_one_step_advantage():
     np.testing.assert_allclose(gae(rewards, values, 0.9, 0.0)[1], one_step, rtol=1e-10)
 
 
-def test_an_episode_of_one_token_has_its_reward_minus_its_value():
+def test_episode_of_one_token_has_its_reward_minus_its_value():
     for gamma, lam in ((1.0, 1.0), (0.9, 0.5), (0.0, 0.0)):
         advantages, returns = gae(np.array([2.0]), np.array([0.5]), gamma, lam)
         assert (advantages.tolist(), returns.tolist()) == ([1.5], [2.0])
         assert returns_to_go(np.array([2.0]), gamma).tolist() == [2.0]
 
 
-def test_a_reward_at_the_end_reaches_every_token_whole_without_discount():
+def test_reward_at_the_end_reaches_every_token_undiscounted():
     rewards = token_rewards(3.0, np.zeros(6), 0.1)
     assert returns_to_go(rewards, 1.0).tolist() == [3.0] * 6
     assert gae(rewards, np.zeros(6), 1.0, 1.0)[0].tolist() == [3.0] * 6
@@ -118,7 +118,7 @@ def test_no_tokens_have_no_returns():
     assert [a.shape for a in gae(none, none, 0.9, 0.9)] == [(0,), (0,)]
 
 
-def test_whitening_uses_the_mean_and_std_of_all_tokens_together():
+def test_whitening_uses_mean_and_std_of_all_tokens_together():
     rng = np.random.default_rng(1)
     arrays_ = [rng.normal(3, 5, size) for size in (4, 1, 7)]
     tokens = [float(x) for array in arrays_ for x in array]
@@ -132,6 +132,6 @@ def test_whitening_uses_the_mean_and_std_of_all_tokens_together():
         )
 
 
-def test_whitening_equal_tokens_gives_exactly_zero():
+def test_whitening_equal_tokens_gives_exactly_0():
     assert [a.tolist() for a in whiten([np.full(3, 0.5), np.full(1, 0.5)])] == [[0.0] * 3, [0.0]]
     assert whiten([np.array([7.0])])[0].tolist() == [0.0]

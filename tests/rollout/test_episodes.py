@@ -13,74 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.config.schema import Env as EnvConfig
 from tandem.engine.engine import Engine
 from tandem.envs.calls import environment_loop
 from tandem.model.forward import batch_logprobs
-from tandem.model.logprobs import SamplingDistribution
-from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.episodes import EnvPool, malformed_thinking, run_episodes
+from tandem.rollout.observations import malformed_thinking
 from tandem.runtime.errors import UserError
 from tandem.train.pack import join, pack
-from tandem.types import Completion, Env, Observation, Problem, Sample, SamplingParams
-from tests.support.scripted import DigitRenderer, ScriptedEngine
+from tandem.types import (
+    Completion,
+    Env,
+    Observation,
+    Request,
+    Sample,
+    SamplingDistribution,
+    SamplingParams,
+)
+from tests.support.playing import PROBLEMS, Counting, TurnEngine, play, user
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S, eventually
 
 ROOT = Path(__file__).parent.parent.parent
-PROBLEMS = [
-    Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n))
-    for n in range(4)
-]
-PARAMS = SamplingParams(max_new_tokens=5, stop_token_ids=(91,))
-
-
-def user(text):
-    return ({"role": "user", "content": text},)
-
-
-def play(
-    make,
-    engine,
-    *,
-    problems=PROBLEMS[:1],
-    group_size=1,
-    params=PARAMS,
-    place=("test",),
-    ended=None,
-    **limits,
-):
-    world = EnvPool(make=make, limits=EnvConfig(**limits))
-    return run_episodes(
-        new_groups(problems, group_size, place),
-        engine=engine,
-        renderer=DigitRenderer(),
-        world=world,
-        params=params,
-        ended=ended,
-    )
-
-
-class TurnEngine(ScriptedEngine):
-    """Says [7, 91] in every turn; "text" is how many tokens it has read. `cut` says [7] with
-    another stop reason."""
-
-    def __init__(self, cut="stop"):
-        super().__init__()
-        self.cut = cut
-
-    def generate(self, requests):
-        tokens = [7, 91] if self.cut == "stop" else [7]
-        return [
-            Completion(
-                tokens=np.array(tokens),
-                logprobs=np.full(len(tokens), -0.25, np.float32),
-                weight_versions=np.full(len(tokens), 4, np.int32),
-                text=f"{len(r.prompt)}",
-                stop_reason=self.cut,
-            )
-            for r in requests
-        ]
 
 
 class PatientEngine(TurnEngine):
@@ -94,22 +46,6 @@ class PatientEngine(TurnEngine):
         return []
 
 
-class Counting(Env):
-    """Answers "1", "2", ... and ends at `turns` with reward 1, after a penalty of 0.5 in its second
-    turn."""
-
-    def __init__(self, turns=3):
-        self.turns, self.heard = turns, []
-
-    async def step(self, text):
-        self.heard.append(text)
-        if len(self.heard) == self.turns:
-            return Observation(done=True, reward=1.0, parts={"turns": self.turns})
-        return Observation(
-            messages=user(str(len(self.heard))), reward=0.25, penalty=0.5 * (len(self.heard) == 2)
-        )
-
-
 class Blocking(Counting):
     """The same as plain methods, which run in threads."""
 
@@ -121,7 +57,7 @@ class Blocking(Counting):
         return asyncio.run(super().step(text))
 
 
-def test_a_turn_only_appends_and_what_the_environment_says_carries_no_loss():
+def test_turn_appends_and_answers_of_the_world_carry_no_loss():
     engine = TurnEngine()
     [[episode]] = play(Counting, engine)
     assert [r.prompt.tolist() for r in engine.requests] == [
@@ -140,29 +76,29 @@ def test_a_turn_only_appends_and_what_the_environment_says_carries_no_loss():
     said = [m["content"] for m in episode.messages]
     assert said == ["2", "1", "6", "2", "10"] and episode.text == "10" and episode.num_turns == 3
     assert (
-        episode.given == {"env": 1.5, "turns": 3.0}
+        episode.env_rewards == {"env": 1.5, "turns": 3.0}
         and episode.stop_reason == "stop"
         and episode.num_prompt_tokens == 2
     )
 
 
-def test_the_turns_of_an_episode_draw_from_one_key_without_repeating_a_position():
+def test_turns_draw_from_one_key_without_repeating_a_position():
     engine = TurnEngine()
     play(Counting, engine, problems=PROBLEMS[:2], group_size=2)
     by_key = {}
     for request in engine.requests:
-        by_key.setdefault(request.key, []).append(request.drawn)
+        by_key.setdefault(request.key, []).append(request.num_sampled)
     assert list(by_key.values()) == [[0, 2, 4]] * 4
 
 
-def test_methods_in_threads_and_coroutines_play_the_same_episode():
+def test_threads_and_coroutines_play_the_same_episode():
     one, other = (
         [play(make, TurnEngine(), problems=PROBLEMS, group_size=2)] for make in (Counting, Blocking)
     )
     assert repr(one) == repr(other)
 
 
-def test_a_stop_token_that_was_not_sampled_is_read_before_the_next_turn():
+def test_stop_token_not_sampled_is_read_before_the_next_turn():
     class StringStop(TurnEngine):
         def generate(self, requests):
             return [
@@ -187,20 +123,20 @@ def test_a_stop_token_that_was_not_sampled_is_read_before_the_next_turn():
         ({"max_turns": 2}, TurnEngine(), "turns", 2),
         # 2 + 2 + 2 + 2, and no room for an answer and a third turn
         ({"max_tokens": 9}, TurnEngine(), "tokens", 2),
-        ({}, TurnEngine(cut="length"), "length", 1),
-        # cut short by the episode's limit
-        ({"max_tokens": 4}, TurnEngine(cut="length"), "tokens", 1),
+        ({}, TurnEngine(stop_reason="length"), "length", 1),
+        # truncated by the episode's limit
+        ({"max_tokens": 4}, TurnEngine(stop_reason="length"), "tokens", 1),
         ({}, TurnEngine(), "stop", 3),
     ],
 )
-def test_every_episode_ends_with_its_reason(limits, engine, stop_reason, turns):
+def test_episode_ends_with_its_reason(limits, engine, stop_reason, turns):
     [[episode]] = play(Counting, engine, **limits)
     assert (episode.stop_reason, episode.num_turns, episode.masked) == (stop_reason, turns, False)
     longest = max(r.params.max_new_tokens + len(r.prompt) for r in engine.requests)
     assert max(longest, len(episode.tokens)) <= limits.get("max_tokens", 512)
 
 
-def fails(how):
+def fails(failure):
     """An environment that fails in the episode of problem p1 only."""
 
     made = iter(range(99))
@@ -208,19 +144,19 @@ def fails(how):
     class Failing(Counting):
         def __init__(self):
             super().__init__()
-            if how == "constructor" and next(made) == 1:  # made in the order of the problems
+            if failure == "constructor" and next(made) == 1:  # made in the order of the problems
                 raise OSError("too many open files")
 
         async def reset(self, problem):
             self.bad = problem.uid == "p1"
-            if self.bad and how == "reset":
+            if self.bad and failure == "reset":
                 raise KeyError("lost")
-            return problem.messages if not (self.bad and how == "chat") else "no chat"
+            return problem.messages if not (self.bad and failure == "chat") else "no chat"
 
         async def step(self, text):
             if not self.bad:
                 return await super().step(text)
-            match how:
+            match failure:
                 case "raise":
                     raise ValueError("it broke")
                 case "exit":
@@ -262,7 +198,7 @@ def fails(how):
 
 
 @pytest.mark.parametrize(
-    ("how", "error"),
+    ("failure", "error"),
     [
         ("reset", "KeyError: 'lost'"),
         ("chat", "reset returned 'str no chat'"),
@@ -286,16 +222,17 @@ def fails(how):
         ("text", "expected an Observation"),
     ],
 )
-def test_a_failing_environment_costs_its_own_episode_only(how, error):
-    found = play(fails(how), TurnEngine(), problems=PROBLEMS[:3])
+def test_failing_environment_costs_its_own_episode_only(failure, error):
+    found = play(fails(failure), TurnEngine(), problems=PROBLEMS[:3])
     untouched = play(Counting, TurnEngine(), problems=PROBLEMS[:3])
     assert repr([found[0], found[2]]) == repr([untouched[0], untouched[2]])
     [bad] = found[1]
     assert (
         bad.stop_reason == "error" and error in bad.env_error and bad.masked and not bad.trainable
     )
-    [[zeroed]] = play(fails(how), TurnEngine(), problems=PROBLEMS[:3], on_error="zero")[1:2]
-    assert not zeroed.masked and zeroed.trainable == (how not in ("reset", "chat", "constructor"))
+    [[zeroed]] = play(fails(failure), TurnEngine(), problems=PROBLEMS[:3], on_error="zero")[1:2]
+    sampled = failure not in ("reset", "chat", "constructor")
+    assert not zeroed.masked and zeroed.trainable == sampled
 
 
 # what no environment takes on the busiest machine; for those that should, the clock is set forward
@@ -317,7 +254,7 @@ def skip():
     del loop.time
 
 
-def test_an_environment_that_takes_too_long_is_left_behind(skip):
+def test_environment_that_takes_too_long_is_left_behind(skip):
     """It takes its time when the others have ended."""
     over = []
 
@@ -339,14 +276,14 @@ def test_an_environment_that_takes_too_long_is_left_behind(skip):
         TurnEngine(),
         problems=PROBLEMS[:3],
         timeout_s=LIMIT_S,
-        ended=lambda row, episode: over.append(row),
+        on_end=lambda row, episode: over.append(row),
     )
     assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"] and "30.0 s" in found[1][
         0
     ].env_error
 
 
-def test_a_thread_that_never_returns_holds_up_nobody(skip):
+def test_thread_that_never_returns_holds_up_nobody(skip):
     forever, over = threading.Event(), []
 
     class Stuck(Counting):
@@ -366,13 +303,13 @@ def test_a_thread_that_never_returns_holds_up_nobody(skip):
         TurnEngine(),
         problems=PROBLEMS[:3],
         timeout_s=LIMIT_S,
-        ended=lambda row, episode: over.append(row),
+        on_end=lambda row, episode: over.append(row),
     )
     assert [e[0].stop_reason for e in found] == ["stop", "time", "stop"]
     forever.set()
 
 
-def test_the_others_generate_while_an_environment_waits():
+def test_others_generate_while_an_environment_waits():
     """The first episode's tool ends only when the others have played to their end."""
     over = []
 
@@ -391,12 +328,12 @@ def test_the_others_generate_while_an_environment_waits():
         Waiting,
         TurnEngine(),
         problems=PROBLEMS,
-        ended=lambda row, e: (over.append(row), ended.append(e.uid)),
+        on_end=lambda row, e: (over.append(row), ended.append(e.uid)),
     )
     assert sorted(ended[:3]) == ["p1", "p2", "p3"] and ended[3] == "p0"
 
 
-def test_no_more_episodes_are_under_way_than_allowed():
+def test_concurrency_limits_the_episodes_under_way():
     under_way, most = set(), []
 
     class Watched(Counting):
@@ -412,7 +349,7 @@ def test_no_more_episodes_are_under_way_than_allowed():
     assert max(most) == 5 and len(most) == 12 and not under_way
 
 
-def test_the_time_that_the_engine_takes_is_not_the_environments(skip):
+def test_time_of_the_engine_is_not_the_environments(skip):
     class Slow(TurnEngine):
         def step(self):
             skip(20.0)
@@ -422,7 +359,7 @@ def test_the_time_that_the_engine_takes_is_not_the_environments(skip):
     assert (episode.stop_reason, episode.num_turns) == ("stop", 6)
 
 
-def test_an_environments_plain_methods_run_in_one_thread_and_it_keeps_its_loop_from_rollout_to_rollout():
+def test_plain_methods_have_one_thread_and_async_ones_one_loop():
     threads, loops = set(), set()
 
     class Watched(Blocking):
@@ -448,7 +385,7 @@ def test_an_environments_plain_methods_run_in_one_thread_and_it_keeps_its_loop_f
     assert not thread.is_alive()
 
 
-def test_a_thread_of_an_executor_that_never_ends_holds_up_nobody(skip):
+def test_executor_thread_that_never_ends_holds_up_nobody(skip):
     forever = threading.Event()
 
     class Stuck(Counting):
@@ -466,11 +403,11 @@ def test_a_thread_of_an_executor_that_never_ends_holds_up_nobody(skip):
     forever.set()
 
 
-def test_an_async_method_that_blocks_ends_the_rollout_and_is_named():
+def test_async_method_that_blocks_ends_the_rollout_and_is_named():
     """In a process of its own, as the loop is lost."""
     code = """
 import time
-from tests.rollout.test_episodes import Counting, TurnEngine, play
+from tests.support.playing import Counting, TurnEngine, play
 
 class Blocks(Counting):
     async def step(self, text):
@@ -484,7 +421,7 @@ play(Blocks, TurnEngine(), timeout_s=1.0)
     assert "blocks the event loop" in result.stderr and "<string>:7, step" in result.stderr
 
 
-def test_the_chat_that_an_environment_begins_with_and_its_tools_are_the_episodes():
+def test_opening_chat_and_tools_of_the_environment_are_kept():
     class Opening(Counting):
         tools = ({"type": "function", "function": {"name": "f"}},)
 
@@ -497,28 +434,28 @@ def test_the_chat_that_an_environment_begins_with_and_its_tools_are_the_episodes
     [[plain]] = play(Env, TurnEngine())
     assert (
         plain.opening == () == plain.tools
-        and plain.given == {}
+        and plain.env_rewards == {}
         and len(plain.chat(PROBLEMS[0])) == 2
     )
 
 
-def test_an_environment_is_closed_however_its_episode_ended():
+def test_environment_is_closed_however_its_episode_ended():
     closed = []
 
-    def made(how):
-        class Closing(fails(how)):
+    def made(failure):
+        class Closing(fails(failure)):
             def close(self):
-                closed.append(how)
+                closed.append(failure)
                 raise RuntimeError("closing fails too, and changes nothing")
 
         return Closing
 
-    for how in ("raise", "reset", "fine"):
-        play(made(how), TurnEngine(), problems=PROBLEMS[:2])
+    for failure in ("raise", "reset", "fine"):
+        play(made(failure), TurnEngine(), problems=PROBLEMS[:2])
     assert closed == ["raise"] * 2 + ["reset"] * 2 + ["fine"] * 2
 
 
-def test_episodes_of_a_problem_that_begin_differently_are_refused():
+def test_episodes_of_a_problem_that_begin_differently_raise():
     number = iter(range(9))
 
     class Random(Env):
@@ -529,7 +466,7 @@ def test_episodes_of_a_problem_that_begin_differently_are_refused():
         play(Random, TurnEngine(), group_size=2)
 
 
-def test_an_error_of_the_engine_ends_the_rollout_and_cancels_what_runs():
+def test_error_of_the_engine_ends_the_rollout_and_cancels():
     class Broken(TurnEngine):
         def generate(self, requests):
             raise UserError("the cache burst")
@@ -543,7 +480,7 @@ def test_an_error_of_the_engine_ends_the_rollout_and_cancels_what_runs():
         raise UserError("the scorer is gone")
 
     with pytest.raises(UserError, match="the scorer is gone"):
-        play(Env, engine, problems=PROBLEMS[:2], ended=late)
+        play(Env, engine, problems=PROBLEMS[:2], on_end=late)
     assert [ticket.request.prompt.tolist() for ticket in engine.cancelled] == [[90, 1]]
 
 
@@ -564,7 +501,7 @@ def test_thinking_tags_are_one_pair_in_order(text, malformed):
     assert malformed_thinking(text) == malformed
 
 
-def test_malformed_thinking_is_penalized_beside_what_the_environment_finds():
+def test_malformed_thinking_adds_to_the_environments_penalty():
     class Thinking(TurnEngine):
         def generate(self, requests):
             return [replace(c, text="<think>") for c in super().generate(requests)]
@@ -608,11 +545,11 @@ def real_engine(model, **sizes):
 
 
 def real_episodes(model, engine, **limits):
-    params = SamplingParams(max_new_tokens=12, temperature=0.9, stop_token_ids=(91, *range(30)))
-    return play(Chatty, engine, problems=PROBLEMS, group_size=3, params=params, **limits)
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.9, stop_token_ids=(91, *range(30)))
+    return play(Chatty, engine, problems=PROBLEMS, group_size=3, sampling=sampling, **limits)
 
 
-def test_engine_and_trainer_agree_to_the_last_bit_across_turns():
+def test_engine_and_trainer_agree_bit_for_bit_across_turns():
     model = exact_model("qwen3")
     episodes = [e for group in real_episodes(model, real_engine(model)) for e in group]
     assert max(e.num_turns for e in episodes) == 4 and len({len(e.tokens) for e in episodes}) > 3
@@ -630,7 +567,24 @@ def test_engine_and_trainer_agree_to_the_last_bit_across_turns():
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(logprobs, engine, strict=True))
 
 
-def test_episodes_do_not_depend_on_batch_concurrency_or_the_time_that_tools_take():
+def test_draws_of_a_turn_go_on_where_the_turn_before_ended():
+    """A completion in one request, and as two turns without anything between them."""
+    engine, prompt = real_engine(exact_model("qwen3")), np.array([90, 0])
+
+    def sampled(prompt, count, drawn):
+        params = SamplingParams(max_new_tokens=count)
+        ticket = engine.submit(Request(key=7, prompt=prompt, params=params, drawn=drawn))
+        while ticket.completion is None:
+            engine.step()
+        return ticket.completion.tokens
+
+    whole = sampled(prompt, 8, drawn=0)
+    for done in (1, 5):
+        rest = sampled(np.concatenate([prompt, whole[:done]]), 8 - done, drawn=done)
+        assert rest.tolist() == whole[done:].tolist()
+
+
+def test_episodes_do_not_depend_on_batch_or_concurrency():
     model = exact_model("qwen3")
     whole = real_episodes(model, real_engine(model))
     for sizes, limits in (
@@ -641,7 +595,7 @@ def test_episodes_do_not_depend_on_batch_concurrency_or_the_time_that_tools_take
         assert repr(real_episodes(model, real_engine(model, **sizes), **limits)) == repr(whole)
 
 
-def test_a_rollout_runs_in_any_thread():
+def test_rollout_runs_in_any_thread():
     model, results = exact_model("qwen3"), []
     thread = threading.Thread(
         target=lambda: results.append(real_episodes(model, real_engine(model)))

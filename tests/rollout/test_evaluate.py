@@ -5,11 +5,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from tandem.config.schema import Env as EnvConfig
-from tandem.config.schema import Eval, Rollout
-from tandem.rollout.episodes import EnvPool
-from tandem.rollout.evaluate import evaluate
+from tandem.config.schema import Config, Eval
+from tandem.rollout.env_pool import EnvPool
+from tandem.rollout.evaluate import Evaluator
 from tandem.rollout.score import RolloutRunner
+from tandem.run_folder.journal import Journal
 from tandem.types import Completion, Env, Problem, Score
 from tests.support.scripted import DigitRenderer, ScriptedEngine, ScriptedReward
 
@@ -47,36 +47,44 @@ class ThirdReward(ScriptedReward):
         return Score(reward=(1.0, 0.5, 0.0)[int(attempt.text) % 3], parts={})
 
 
-def evaluated(samples, **how):
-    world = EnvPool(make=Env, limits=EnvConfig())
-    player = RolloutRunner(
-        engine=KeyEngine(), renderer=DigitRenderer(), world=world, reward=ThirdReward()
+def evaluated(folder, samples, **settings):
+    """(metrics, the journal that has the episodes)"""
+    config = Config(eval=Eval(samples=samples, **settings))
+    journal = Journal(folder, "run", PROBLEMS)
+    runner = RolloutRunner(
+        engine=KeyEngine(),
+        renderer=DigitRenderer(),
+        envs=EnvPool(make=Env, limits=config.env),
+        rewards=ThirdReward(),
     )
-    how = Eval(samples=samples, **how)
-    return evaluate(player, PROBLEMS, seed=0, how=how, rollout=Rollout(), stop_token_ids=(91,))
+    evaluate = Evaluator(
+        config=config, problems=PROBLEMS, runner=runner, stop_token_ids=(91,), journal=journal
+    )
+    return evaluate(3), journal
 
 
-def rewards(groups):
-    return [[e.reward for e in group.episodes] for group in groups["sampled"]]
+def rewards(journal):
+    groups, _ = journal.read(3, "eval_sampled")
+    return [[e.reward for e in group.episodes] for group in groups]
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])
 @pytest.mark.parametrize("success", [1.0, 0.5])
-def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_in_which_one_passes(samples, success):
-    metrics, groups = evaluated(samples, success=success)
+def test_pass_at_k_is_the_share_of_choices_with_a_success(samples, success, tmp_path):
+    metrics, journal = evaluated(tmp_path, samples, success=success)
     named = {int(name.partition("@")[2]) for name in metrics if "pass@" in name}
     assert named == {k for k in (1, 2, 4) if k <= samples}
     for k in named:
         shares = [
             np.mean([max(chosen) >= success for chosen in combinations(row, k)])
-            for row in rewards(groups)
+            for row in rewards(journal)
         ]
         assert metrics[f"eval/pass@{k}"] == pytest.approx(np.mean(shares))
 
 
-def test_the_mean_its_interval_and_its_categories_are_those_of_the_problems():
-    metrics, groups = evaluated(4)
-    means = [np.mean(row) for row in rewards(groups)]
+def test_mean_interval_and_categories_are_those_of_the_problems(tmp_path):
+    metrics, journal = evaluated(tmp_path, 4)
+    means = [np.mean(row) for row in rewards(journal)]
     assert metrics["eval/sampled"] == pytest.approx(np.mean(means))
     assert metrics["eval/sampled_interval"] == pytest.approx(
         1.96 * np.std(means, ddof=1) / np.sqrt(5)
@@ -88,6 +96,7 @@ def test_the_mean_its_interval_and_its_categories_are_those_of_the_problems():
     )
 
 
-def test_without_a_greedy_pass_there_is_none():
-    metrics, groups = evaluated(2, greedy=False)
-    assert set(groups) == {"sampled"} and "eval/greedy" not in metrics
+def test_greedy_pass_switched_off_leaves_no_metrics_and_files(tmp_path):
+    metrics, journal = evaluated(tmp_path, 2, greedy=False)
+    assert not any("greedy" in name for name in metrics)
+    assert journal.read(3, "eval_sampled") and journal.read(3, "eval_greedy") is None

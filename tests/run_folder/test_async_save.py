@@ -59,7 +59,7 @@ def expected(place, step):
     return what_is(at_once(place / "expected", step))
 
 
-def test_what_is_saved_is_the_moment_of_save_whatever_training_does_meanwhile(tmp_path, journal):
+def test_save_holds_the_moment_of_the_call(tmp_path, journal):
     tensors, state = content(12)
     with Saver() as saver:
         saver.save(
@@ -120,7 +120,7 @@ def full():
     return RefusingDisk(1, errno.ENOSPC)
 
 
-def test_the_error_of_a_save_reaches_the_next_one_and_is_told_once(tmp_path):
+def test_error_of_a_save_is_raised_once_by_the_next_one(tmp_path):
     at_once(tmp_path, 10)
     saver = Saver(full())
     begin(saver, tmp_path, 20)
@@ -132,7 +132,7 @@ def test_the_error_of_a_save_reaches_the_next_one_and_is_told_once(tmp_path):
     assert newest(tmp_path) == expected(tmp_path, 10)
 
 
-def test_the_error_of_the_last_save_is_raised_when_the_saver_is_closed(tmp_path):
+def test_error_of_the_last_save_is_raised_by_close(tmp_path):
     saver = Saver(full())
     begin(saver, tmp_path, 20)
     with pytest.raises(UserError, match="the disk is full"):
@@ -140,7 +140,7 @@ def test_the_error_of_the_last_save_is_raised_when_the_saver_is_closed(tmp_path)
     saver.close()
 
 
-def test_leaving_by_an_exception_finishes_what_was_begun(tmp_path, journal):
+def test_leaving_by_an_exception_finishes_the_save(tmp_path, journal):
     with pytest.raises(KeyboardInterrupt), Saver() as saver:
         begin(saver, tmp_path, 20, journal)
         threading.Timer(0.2, journal.set).start()
@@ -148,14 +148,14 @@ def test_leaving_by_an_exception_finishes_what_was_begun(tmp_path, journal):
     assert newest(tmp_path) == expected(tmp_path, 20)
 
 
-def test_an_exception_in_training_is_told_before_that_of_the_save(tmp_path):
+def test_exception_in_training_comes_before_that_of_the_save(tmp_path):
     with pytest.raises(ZeroDivisionError) as caught, Saver(full()) as saver:
         begin(saver, tmp_path, 20)
         raise ZeroDivisionError
     assert "the disk is full" in caught.value.__notes__[0]
 
 
-def test_what_must_come_first_runs_in_the_savers_thread_and_its_error_is_the_saves(tmp_path):
+def test_before_write_runs_in_the_saver_and_its_error_is_raised(tmp_path):
     threads = []
 
     def before_write():
@@ -174,7 +174,7 @@ def test_state_that_json_would_change_is_refused_at_once(tmp_path):
         saver.save(tmp_path, 1, {}, {"a": (1, 2)}, 2, config="")
 
 
-def test_a_thread_that_dies_without_an_exception_is_no_saved_checkpoint(tmp_path):
+def test_saver_thread_that_dies_is_an_error(tmp_path):
     class Panic(BaseException):
         """What a library in Rust raises."""
 
@@ -199,12 +199,12 @@ def test_gradients_strides_and_types_are_kept(tmp_path):
     assert torch.equal(loaded["w"], weight) and torch.equal(loaded["n"], torch.tensor(3))
 
 
-def test_a_kill_at_any_operation_of_the_saver_leaves_the_old_checkpoint_or_the_new_one(memory):
+def test_saver_killed_at_any_operation_leaves_old_or_new(memory):
     result = tally("", kills(memory, "a save that prunes", "power", beside), at_least=13)
     assert result.met, result
 
 
 @pytest.mark.parametrize("fault", [full_disks, frozen_disks])
-def test_a_disk_that_refuses_leaves_a_whole_checkpoint_and_a_clear_error(memory, fault):
+def test_failing_disk_leaves_a_whole_checkpoint_and_an_error(memory, fault):
     result = tally("", fault(memory, beside), at_least=8)
     assert result.met, result

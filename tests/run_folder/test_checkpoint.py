@@ -66,7 +66,7 @@ def test_a_checkpoint_is_read_back_to_the_bit(tmp_path):
     assert_is(path, 12)
 
 
-def test_other_users_can_read_a_checkpoint_as_they_can_read_its_folder(tmp_path):
+def test_checkpoint_is_as_readable_as_its_folder(tmp_path):
     tmp_path.chmod(0o755)
     files = list(save(tmp_path, 1).iterdir())
     assert len(files) == 4 and all(stat.S_IMODE(file.stat().st_mode) == 0o644 for file in files)
@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_does_not_count_among_those_kept(tmp_path):
     assert names(tmp_path) == ["step_000010", "step_000020", "step_000030"]
 
 
-def test_a_damaged_later_step_is_replaced_when_the_run_comes_to_it_again(tmp_path):
+def test_damaged_later_step_is_replaced_by_the_resumed_run(tmp_path):
     for step in (10, 20):
         save(tmp_path, step)
     (tmp_path / "step_000020" / "state.json").write_text("{}")
@@ -115,7 +115,7 @@ def test_a_damaged_later_step_is_replaced_when_the_run_comes_to_it_again(tmp_pat
     assert names(tmp_path) == ["step_000015", "step_000020"]
 
 
-def test_what_is_saved_before_damaged_later_steps_is_not_pruned_for_them(tmp_path):
+def test_damaged_later_steps_do_not_prune_earlier_ones(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step, keep=3)
     for step in (20, 30):
@@ -144,19 +144,17 @@ def assert_met(result):
 @pytest.mark.parametrize(
     "scenario", ["the first save", "a save that prunes", "the only step saved again"]
 )
-def test_a_save_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
-    memory, scenario, mode
-):
+def test_save_killed_at_any_operation_leaves_old_or_new(memory, scenario, mode):
     # 4 writes, 4 + 2 fsyncs, a rename
     assert_met(tally("", kills(memory, scenario, mode, at_once), at_least=11))
 
 
-def test_a_save_killed_at_its_system_calls_leaves_the_old_checkpoint_or_the_new_one(memory):
+def test_save_killed_at_any_system_call_leaves_old_or_new(memory):
     """Every 7th: `make chaos` takes each of them."""
     assert_met(tally("", calls(memory, "the only step saved again", every=7), at_least=10))
 
 
-def test_every_file_is_durable_before_the_manifest_and_the_manifest_before_the_rename(tmp_path):
+def test_files_then_manifest_then_rename_are_durable(tmp_path):
     events = []
 
     class Recorder(Disk):
@@ -185,7 +183,7 @@ def test_every_file_is_durable_before_the_manifest_and_the_manifest_before_the_r
     ]
 
 
-def test_ninety_damages_are_all_found_and_the_checkpoint_before_is_taken(memory):
+def test_ninety_damages_are_found_and_the_one_before_is_taken(memory):
     assert_met(tally("", damages(memory, 90), at_least=90))
 
 
@@ -194,7 +192,7 @@ def test_a_checkpoint_under_another_steps_name_is_found(tmp_path):
     assert find_damage(tmp_path / "step_000020") == ["manifest.json: found step 10, expected 20"]
 
 
-def test_when_no_checkpoint_verifies_the_run_stops_instead_of_starting_from_scratch(tmp_path):
+def test_run_stops_if_no_checkpoint_verifies(tmp_path):
     for step in (10, 20):
         (save(tmp_path, step) / "policy.safetensors").unlink()
     with pytest.raises(UserError, match="every checkpoint") as caught:
@@ -233,13 +231,11 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path):
     assert names(tmp_path) == ["step_000010"]
 
 
-def test_a_disk_that_fills_up_at_any_page_of_a_save_leaves_the_checkpoint_before_and_a_clear_error(
-    memory,
-):
+def test_disk_full_at_any_page_leaves_the_one_before(memory):
     assert_met(tally("", full_disks(memory, at_once), at_least=8))
 
 
-def test_a_disk_that_turns_read_only_in_a_save_leaves_a_whole_checkpoint_and_a_clear_error(memory):
+def test_disk_turning_read_only_leaves_a_whole_checkpoint(memory):
     assert_met(tally("", frozen_disks(memory, at_once), at_least=8))
 
 
@@ -247,11 +243,11 @@ def test_a_file_size_limit_is_told_like_a_full_disk(memory):
     assert_met(tally("", limits(memory, at_once), at_least=8))
 
 
-def test_an_error_of_the_disk_at_any_operation_leaves_a_whole_checkpoint_and_a_clear_error(memory):
+def test_disk_error_at_any_operation_leaves_a_whole_checkpoint(memory):
     assert_met(tally("", refusals(memory, at_once), at_least=60))
 
 
-def test_a_loaded_checkpoint_survives_its_own_replacement_and_cannot_be_written_through(tmp_path):
+def test_loaded_checkpoint_is_private_and_survives_replacement(tmp_path):
     path = save(tmp_path, 10)
     tensors, _ = load_checkpoint(path)
     tensors["policy"]["a.weight"].zero_()
@@ -276,7 +272,7 @@ def test_the_weight_hash_sees_one_bit_a_name_a_shape_and_a_dtype():
     assert len(hashes) == 1 + len(others)
 
 
-def test_the_weight_hash_ignores_order_strides_and_whether_a_gradient_is_wanted():
+def test_weight_hash_ignores_order_strides_and_requires_grad():
     weight = torch.randn(4, 4)
     same = {"b": torch.zeros(0), "a": weight.T.contiguous().T.requires_grad_()}
     assert weight_hash({"a": weight, "b": torch.zeros(0)}) == weight_hash(same)
@@ -288,7 +284,7 @@ def test_the_weight_hash_is_the_same_in_every_process():
     assert weight_hash({"b": torch.ones(2), "a": torch.arange(7.0)}) == digest
 
 
-def test_the_manifest_names_libraries_and_the_config_by_the_hash_of_its_file(tmp_path):
+def test_manifest_has_library_versions_and_the_config_hash(tmp_path):
     path = save_checkpoint(tmp_path, 1, *content(1), 2, config="[run]\nseed = 1\n")
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["config_sha256"] == hashlib.sha256(b"[run]\nseed = 1\n").hexdigest()
@@ -304,7 +300,7 @@ def test_a_file_that_the_manifest_does_not_know_is_not_loaded(tmp_path):
     assert set(load_checkpoint(path)[0]) == {"policy", "optimizer"}
 
 
-def test_the_folders_that_a_checkpoint_needs_are_durable_in_their_parents(tmp_path):
+def test_parent_folders_of_a_checkpoint_are_durable(tmp_path):
     synced = []
 
     class Recorder(Disk):
@@ -317,7 +313,7 @@ def test_the_folders_that_a_checkpoint_needs_are_durable_in_their_parents(tmp_pa
     assert synced == [tmp_path, tmp_path / "run"]
 
 
-def test_what_must_come_before_a_checkpoint_comes_before_anyone_can_see_it(tmp_path):
+def test_before_write_returns_before_the_checkpoint_is_visible(tmp_path):
     save(tmp_path, 10)
     seen = []
 
@@ -336,7 +332,7 @@ def test_what_must_come_before_a_checkpoint_comes_before_anyone_can_see_it(tmp_p
     assert names(tmp_path) == ["step_000010", "step_000020"]
 
 
-def test_when_what_must_come_before_fails_there_is_no_checkpoint(tmp_path):
+def test_failing_before_write_leaves_no_checkpoint(tmp_path):
     def before_write():
         raise UserError("the journal is gone")
 
@@ -346,7 +342,7 @@ def test_when_what_must_come_before_fails_there_is_no_checkpoint(tmp_path):
     assert names(tmp_path) == ["step_000010"]
 
 
-def test_a_checkpoint_that_stepped_aside_comes_back_when_its_successor_has_gone_bad(tmp_path):
+def test_checkpoint_set_aside_returns_if_its_successor_is_bad(tmp_path):
     save(tmp_path, 30).rename(tmp_path / ".aside-step_000030")
     (save(tmp_path / "other", 30) / "state.json").unlink()
     (tmp_path / "other" / "step_000030").rename(tmp_path / "step_000030")

@@ -36,7 +36,7 @@ def episode(rng, uid, sample_index, length):
         stop_reason="length" if sample_index % 2 else "stop",
         opening=({"role": "user", "content": "Hé"},) * (sample_index % 2),
         tools=({"type": "function", "function": {"name": "f"}},) * (sample_index % 3),
-        given={"env": -0.5, "moves": 3.0} if sample_index else {},
+        env_rewards={"env": -0.5, "moves": 3.0} if sample_index else {},
         env_error="it fell over" if sample_index % 2 else "",
         masked=bool(sample_index % 2),
         reward=float(rng.random()) * -1,
@@ -90,7 +90,7 @@ def test_episodes_come_back_to_the_bit_and_in_order(tmp_path):
     assert_same(read_episodes(path), [e for g in groups for e in g.episodes])
 
 
-def test_groups_come_back_with_outcome_and_problem_to_the_bit_and_in_order(tmp_path):
+def test_groups_are_read_back_to_the_bit_and_in_order(tmp_path):
     rng = np.random.default_rng(0)
     outcomes = ["train", "carry", "no_signal", "train", "carry", "carry"]
     lengths = [[3, 1], [2], [5, 5, 5], [4], [1, 2, 3], [7]]
@@ -179,7 +179,7 @@ def test_a_step_without_episodes_is_a_readable_file(tmp_path):
     assert read_episodes(write_episodes(tmp_path, 1, [])) == []
 
 
-def test_writing_a_step_again_replaces_it_and_another_kind_stands_beside_it(tmp_path):
+def test_rewritten_step_is_replaced_and_other_kinds_stay(tmp_path):
     write_episodes(tmp_path, 1, some_groups())
     write_episodes(tmp_path, 1, some_groups()[:1])
     write_episodes(tmp_path, 1, some_groups(), kind="eval")
@@ -190,7 +190,7 @@ def test_writing_a_step_again_replaces_it_and_another_kind_stands_beside_it(tmp_
     assert len(read_episodes(tmp_path / "train_step_000001.parquet")) == 3
 
 
-def test_cutting_removes_later_steps_of_every_kind_and_unfinished_files(tmp_path):
+def test_cutting_removes_later_steps_and_unfinished_files(tmp_path):
     for step in (1, 2, 10):
         write_episodes(tmp_path, step, [])
     write_episodes(tmp_path, 2, [], kind="eval")

@@ -49,6 +49,12 @@ def log_of(folder):
     return (folder / "log.txt").read_text()
 
 
+def resumed(run):
+    """Whether the last start found a run in the folder, as log.txt has it."""
+    starts = [line for line in log_of(run.path).splitlines() if " by pid " in line]
+    return " resumed by pid " in starts[-1]
+
+
 def holder(folder, then="time.sleep(3600)"):
     """Another process that has the folder open; returns once it has."""
     code = HOLDER + f"    print('open', flush=True); {then}"
@@ -65,11 +71,11 @@ def kill(process):
     process.stdout.close()
 
 
-def test_a_new_run_folder_holds_the_resolved_config_and_can_be_read_back(tmp_path):
+def test_new_run_folder_holds_the_resolved_config(tmp_path):
     run = start(tmp_path / "deep" / "run", run__seed=3)
-    assert not run.resumed and run.path == tmp_path / "deep" / "run"
+    assert not resumed(run) and run.path == tmp_path / "deep" / "run"
     assert load_config(run.path / "config.toml", []) == config(run__seed=3)
-    assert start(run.path, run__seed=3).resumed
+    assert resumed(start(run.path, run__seed=3))
 
 
 def test_every_log_line_has_a_utc_time_and_survives_a_restart(tmp_path):
@@ -81,16 +87,16 @@ def test_every_log_line_has_a_utc_time_and_survives_a_restart(tmp_path):
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line) for line in lines)
 
 
-def test_a_second_open_is_refused_and_names_the_process_that_has_the_folder(tmp_path):
+def test_second_open_is_refused_and_names_the_holder(tmp_path):
     with open_run(tmp_path / "run", config(), fresh=False, command="train") as run:
         for fresh in (False, True):
             with pytest.raises(UserError, match="in use") as caught:
                 start(run.path, fresh=fresh)
             assert f"pid {os.getpid()} on" in caught.value.found and caught.value.next
-    assert start(run.path).resumed
+    assert resumed(start(run.path))
 
 
-def test_the_lock_of_another_process_holds_and_is_recovered_when_that_is_killed(tmp_path):
+def test_lock_of_a_killed_process_is_taken_over(tmp_path):
     process = holder(tmp_path / "run")
     try:
         with pytest.raises(UserError, match="in use") as caught:
@@ -98,7 +104,7 @@ def test_the_lock_of_another_process_holds_and_is_recovered_when_that_is_killed(
         assert f"pid {process.pid} on" in caught.value.found
     finally:
         kill(process)
-    assert start(tmp_path / "run").resumed
+    assert resumed(start(tmp_path / "run"))
     assert f"took over the lock of a run that was killed: pid {process.pid} on" in log_of(
         tmp_path / "run"
     )
@@ -106,7 +112,7 @@ def test_the_lock_of_another_process_holds_and_is_recovered_when_that_is_killed(
     assert log_of(tmp_path / "run").count("took over") == 1
 
 
-def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_the_lock(tmp_path):
+def test_forked_worker_of_a_killed_run_does_not_keep_the_lock(tmp_path):
     process = holder(
         tmp_path / "run", then="os.fork() or print(os.getpid(), flush=True); time.sleep(3600)"
     )
@@ -114,12 +120,12 @@ def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_the_lock(tmp_p
     kill(process)
     try:
         os.kill(worker, 0)  # the witness: it lives
-        assert start(tmp_path / "run").resumed
+        assert resumed(start(tmp_path / "run"))
     finally:
         os.kill(worker, signal.SIGKILL)
 
 
-def test_a_changed_config_is_refused_and_every_changed_key_is_named(tmp_path):
+def test_changed_config_is_refused_with_every_changed_key(tmp_path):
     start(tmp_path, run__seed=0, train__learning_rate=1e-5)
     with pytest.raises(UserError, match="config differs") as caught:
         start(tmp_path, run__seed=1, train__learning_rate=2e-5, rollout__workers=2)
@@ -156,9 +162,7 @@ def test_the_thread_count_is_resolved_when_a_run_begins_and_kept(tmp_path):
     assert load_config(tmp_path / "config.toml", []).run.threads == 1
 
 
-def test_another_thread_count_is_taken_where_it_was_found_to_change_no_bit_and_else_refused(
-    tmp_path,
-):
+def test_other_thread_count_is_taken_only_if_it_changes_no_bit(tmp_path):
     run = start(tmp_path, run__threads=1)
     with pytest.raises(UserError, match=r"run\.threads: 1 -> 2"):
         start(tmp_path, run__threads=2)
@@ -169,7 +173,7 @@ def test_another_thread_count_is_taken_where_it_was_found_to_change_no_bit_and_e
     assert "config changed: run.threads: 1 -> 2" in start(tmp_path, run__threads=2).news
 
 
-def test_a_count_that_has_changed_is_refused_where_bits_turn_out_to_depend_on_it(tmp_path):
+def test_changed_thread_count_is_refused_if_bits_depend_on_it(tmp_path):
     """The probe comes after the config is taken; it may say otherwise than in the start before."""
     start(tmp_path, run__threads=1).note_machine("one", any_threads=True)
     run = start(tmp_path, run__threads=2)
@@ -178,7 +182,7 @@ def test_a_count_that_has_changed_is_refused_where_bits_turn_out_to_depend_on_it
     run.note_machine("another", any_threads=False)  # whose bits are its own from here on
 
 
-def test_a_start_that_failed_before_its_first_row_does_not_fix_the_thread_count(tmp_path):
+def test_start_without_a_row_does_not_fix_the_thread_count(tmp_path):
     with open_run(tmp_path, config(run__threads=7), fresh=False, command="train"):
         pass
     with open_run(tmp_path, config(run__threads=0), fresh=False, command="train") as run:
@@ -193,7 +197,7 @@ def test_a_run_that_goes_on_with_another_processor_says_so(tmp_path):
     assert "has computed on one, now on another" in run.note_machine("another", any_threads=True)
 
 
-def test_a_start_that_failed_before_its_first_row_leaves_the_config_free(tmp_path):
+def test_start_without_a_row_leaves_the_config_free(tmp_path):
     with open_run(tmp_path, config(run__seed=0), fresh=False, command="sft"):
         pass
     start(tmp_path, run__seed=1)
@@ -221,13 +225,13 @@ def test_steps_may_grow_and_not_shrink(tmp_path):
         start(tmp_path, run__steps=10)
 
 
-def test_steps_may_not_grow_where_past_learning_rates_depended_on_them(tmp_path):
+def test_steps_may_not_grow_if_past_learning_rates_used_them(tmp_path):
     start(tmp_path, run__steps=10, train__schedule="cosine")
     with pytest.raises(UserError, match=r"run\.steps: 10 -> 20"):
         start(tmp_path, run__steps=20, train__schedule="cosine")
 
 
-def test_a_key_that_the_folder_or_the_program_does_not_know_is_named(tmp_path):
+def test_key_unknown_to_the_folder_or_the_program_is_named(tmp_path):
     start(tmp_path)
     text = (tmp_path / "config.toml").read_text()
     (tmp_path / "config.toml").write_text(text.replace("seed = 0", "sead = 0"))
@@ -249,13 +253,13 @@ def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path):
     folder = tmp_path / "run"
     for number in range(3):
         run = start(folder, fresh=True, command="sft" if number else "train", run__seed=number)
-        assert not run.resumed
+        assert not resumed(run)
         (folder / "mine.txt").write_text(str(number))
     assert [
         (tmp_path / name / "mine.txt").read_text() for name in ("run.old-1", "run.old-2", "run")
     ] == ["0", "1", "2"]
     assert tomllib.loads((tmp_path / "run.old-1" / "config.toml").read_text())["run"]["seed"] == 0
-    assert start(folder, command="sft", run__seed=2).resumed
+    assert resumed(start(folder, command="sft", run__seed=2))
 
 
 def test_fresh_without_an_old_run_just_starts(tmp_path):
@@ -272,10 +276,10 @@ def test_a_folder_that_is_not_a_run_is_left_alone(tmp_path, fresh):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_first_start_that_was_killed_before_its_config_was_written_is_taken_up(tmp_path):
+def test_first_start_killed_before_its_config_is_taken_up(tmp_path):
     for name in ("lock", "run.json", ".tmp-config.toml"):
         (tmp_path / name).write_text("")
-    assert not start(tmp_path).resumed
+    assert not resumed(start(tmp_path))
     assert load_config(tmp_path / "config.toml", []) == config()
 
 
@@ -331,7 +335,7 @@ def test_a_read_only_or_full_disk_refuses_a_run_in_words(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["before", "midway", "power"])
-def test_an_atomic_write_killed_anywhere_leaves_the_old_content_or_the_new(tmp_path, mode):
+def test_atomic_write_killed_anywhere_leaves_old_or_new(tmp_path, mode):
     path, codes, contents = tmp_path / "file", [], []
     for n in range(6):
         write_atomic(path, b"old", DISK)
@@ -344,7 +348,7 @@ def test_an_atomic_write_killed_anywhere_leaves_the_old_content_or_the_new(tmp_p
 def test_nothing_is_lost_when_the_body_of_a_run_raises(tmp_path):
     with pytest.raises(RuntimeError), open_run(tmp_path, config(), fresh=False, command="train"):
         raise RuntimeError
-    assert start(tmp_path).resumed
+    assert resumed(start(tmp_path))
     assert (
         "took over" not in log_of(tmp_path)
         and to_toml(config()) == (tmp_path / "config.toml").read_text()

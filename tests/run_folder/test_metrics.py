@@ -47,7 +47,7 @@ def test_rows_are_read_back_as_written(tmp_path):
     ]
 
 
-def test_a_resumed_run_leaves_the_bytes_of_an_uninterrupted_one_wherever_it_was_cut():
+def test_metrics_cut_anywhere_are_resumed_to_the_same_bytes():
     with memory_folder() as folder:
         whole, work = folder / "whole", folder / "work"
         whole.mkdir()
@@ -142,7 +142,7 @@ def test_a_broken_row_is_named_by_its_line(tmp_path):
     assert caught.value.where.endswith("metrics.jsonl:2") and "oops" in caught.value.found
 
 
-def test_a_full_disk_is_an_error_for_the_user_and_the_torn_row_is_gone_after_it(tmp_path):
+def test_full_disk_is_an_error_and_the_torn_row_is_dropped(tmp_path):
     def limited_write():
         with MetricsWriter(tmp_path, 2) as writer:
             limit_file_size((tmp_path / "metrics.jsonl").stat().st_size + 5)

@@ -57,7 +57,7 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_the_ledger_is_that_of_steps_that_are_told(run):
+def test_ledger_has_only_steps_with_a_metrics_row(run):
     past = open_past(run)
     assert past.command == "train" and past.config == Config()
     assert list(past.metrics) == list(past.ledger) == [0, 1, 2]
@@ -75,7 +75,7 @@ def test_a_step_that_is_not_told_is_refused(run):
         require_step(open_past(run), 1)
 
 
-def test_a_step_is_read_in_its_order_with_its_outcomes_and_problems(run):
+def test_step_is_read_in_order_with_outcomes_and_problems(run):
     # a problem may come twice
     groups = [a_group("b", "carry"), a_group("a", "no_signal"), a_group("b")]
     write_episodes(run / "episodes", 2, groups)
@@ -120,7 +120,7 @@ def test_a_journal_file_that_is_gone_or_not_parquet_is_named(run):
         assert caught.value.where == str(past.journal(1))
 
 
-def test_inputs_are_those_of_the_newest_checkpoint_that_can_be_read(run):
+def test_inputs_are_those_of_the_newest_readable_checkpoint(run):
     assert open_past(run).inputs() is None
     for step, digest in ((3, "old"), (12, "new")):
         folder = run / "checkpoints" / f"step_{step:06d}"
@@ -174,7 +174,7 @@ def test_a_changed_or_missing_file_of_any_step_is_named(kept, name, step, gone):
     assert altered(kept, step - 1) == [] and name in str(found)
 
 
-def test_a_changed_or_missing_row_of_the_metrics_or_of_the_ledger_is_named(kept):
+def test_changed_or_missing_row_of_metrics_or_ledger_is_named(kept):
     for name, old, new, what in (
         ("metrics.jsonl", '"reward": 0.5', '"reward": 0.6', "the row of step 1 in metrics.jsonl"),
         ("metrics.jsonl", '{"step": 1, "reward": 0.5}\n', "", "the row of step 1 in metrics.jsonl"),

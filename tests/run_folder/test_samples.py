@@ -34,9 +34,7 @@ def texts(folder):
     }
 
 
-def test_an_evaluation_shows_the_same_problem_each_time_in_the_log_and_in_tensorboard(
-    home, tmp_path
-):
+def test_evaluation_shows_the_same_problem_each_time(home, tmp_path):
     printed = trained(home, tmp_path / "run")
     [first, last] = [line for line in printed.splitlines() if line.startswith("held-out sample ")]
     assert first.startswith("held-out sample 0:") and last.startswith("held-out sample 2:")
@@ -53,7 +51,7 @@ def test_an_evaluation_shows_the_same_problem_each_time_in_the_log_and_in_tensor
     assert "    user: " in shown[2] and "    assistant: " in shown[2]
 
 
-def test_without_held_out_problems_episodes_of_the_training_are_shown(home, tmp_path):
+def test_training_episodes_are_shown_without_an_eval_set(home, tmp_path):
     printed = trained(home, tmp_path / "run", 'eval.data=""', "eval.every=0", "run.show_samples=2")
     assert [line[:9] for line in printed.splitlines() if line.startswith("sample ")] == [
         "sample 1:"
@@ -93,7 +91,7 @@ def shown_names(*arguments):
     ], result.output
 
 
-def test_show_prints_episodes_of_different_problems_of_the_newest_step():
+def test_show_prints_different_problems_of_the_newest_step():
     names, text = shown_names(past_run("train"))
     assert len({name.rpartition(":")[0] for name in names}) == 4 and all(
         name.startswith("4:") for name in names
@@ -115,7 +113,7 @@ def test_best_and_worst_come_first():
     assert [rewards[name] for name in worst] == sorted(rewards.values())[:5]
 
 
-def test_held_out_episodes_are_shown_on_request_and_where_there_are_no_others():
+def test_held_out_episodes_are_shown_on_request_or_if_alone():
     names, text = shown_names(past_run("train"), "--eval", "--count", 1)
     assert "eval_sampled_step_000004" in text and len(names) == 1
     assert "eval_sampled_step_000000" in shown_names(past_run("train"), "--step", 0)[1]

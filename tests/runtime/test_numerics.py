@@ -1,5 +1,4 @@
-"""What every process that computes sets before its first product; and that nothing is set before it
-asks."""
+"""Settings of a process before its first product, and none before it asks for them."""
 
 import os
 import subprocess
@@ -14,11 +13,14 @@ from tandem.runtime import numerics
 ROOT = Path(__file__).parents[2]
 INTEL = numerics.vendor() == "GenuineIntel" and torch.backends.mkl.is_available()
 of_mkl = pytest.mark.skipif(not INTEL, reason="MKL's strict mode is set on Intel processors only")
-PREPARED = "from tandem import numerics; numerics.prepare(); print(numerics.why_not_reproducible())"
+PREPARE = (
+    "from tandem.runtime import numerics; numerics.prepare(); "
+    "print(numerics.why_not_reproducible())"
+)
 
 
-def said(code, **environment):
-    """What a new process prints that runs the code."""
+def output_of(code, **environment):
+    """Run the code in a new process."""
     env = {
         key: value
         for key, value in os.environ.items()
@@ -35,12 +37,15 @@ def test_this_process_is_prepared():
     assert numerics.why_not_reproducible() == []
 
 
-def test_importing_it_changes_nothing_and_needs_no_torch():
+def test_import_changes_nothing_and_needs_no_torch():
     code = "import os, sys; before = dict(os.environ); import tandem, tandem.runtime.numerics; "
-    assert said(code + "print(dict(os.environ) == before, 'torch' in sys.modules)") == "True False"
+    assert (
+        output_of(code + "print(dict(os.environ) == before, 'torch' in sys.modules)")
+        == "True False"
+    )
 
 
-def test_a_process_that_prepares_first_is_reproducible_and_what_its_caller_had_set_is_undone():
+def test_prepare_undoes_what_the_caller_had_set():
     """A notebook may have imported torch, and set what it liked."""
     code = """
 import torch
@@ -50,14 +55,14 @@ torch.set_float32_matmul_precision("medium")
 print(numerics.prepare(3), torch.get_num_threads(), numerics.why_not_reproducible())
 print(bool(torch.tensor([1e-40]) * 0.5 > 0), torch.get_float32_matmul_precision())
 """
-    assert said(code) == "3 3 []\nTrue highest"
+    assert output_of(code) == "3 3 []\nTrue highest"
 
 
 @of_mkl
-def test_what_was_set_too_late_or_otherwise_is_named():
-    late = said("import torch; torch.ones(8, 8) @ torch.ones(8, 8); " + PREPARED)
+def test_mode_set_too_late_or_otherwise_is_reported():
+    late = output_of("import torch; torch.ones(8, 8) @ torch.ones(8, 8); " + PREPARE)
     assert "MKL is not in its strict mode (it computed before the mode was set" in late
-    assert "strict mode (MKL_CBWR=AVX2)" in said(PREPARED, MKL_CBWR="AVX2")
+    assert "strict mode (MKL_CBWR=AVX2)" in output_of(PREPARE, MKL_CBWR="AVX2")
 
 
 ROWS = """
@@ -67,34 +72,36 @@ numerics.prepare()
 noise = torch.Generator().manual_seed(0)
 q, k = torch.randn(3, 2, 64, 128, generator=noise), torch.randn(3, 2, 64, 128, generator=noise)
 by_token, by_element = k.transpose(-1, -2), k.transpose(-1, -2).contiguous()
-whole = q @ by_token
-parts = [q[:, :, :rows].contiguous() @ keys for rows in (4, 8, 20, 32) for keys in (by_token, by_element)]
-print(all(torch.equal(part, whole[:, :, : part.shape[2]]) for part in parts))
+full = q @ by_token
+parts = [
+    q[:, :, :rows].contiguous() @ keys
+    for rows in (4, 8, 20, 32) for keys in (by_token, by_element)
+]
+print(all(torch.equal(part, full[:, :, : part.shape[2]]) for part in parts))
 """
 
 
 @of_mkl
 @pytest.mark.parametrize(("prepares", "equal"), [("numerics.prepare()", "True"), ("", "False")])
-def test_products_have_the_same_bits_whatever_the_rows_and_the_form_of_the_keys(prepares, equal):
+def test_products_of_any_rows_and_key_layout_are_equal(prepares, equal):
     """Without the strict mode they have not, which is the reason for it: seen at MKL's switch for a
     laptop without AVX-512."""
     assert (
-        said(ROWS.replace("numerics.prepare()", prepares), MKL_ENABLE_INSTRUCTIONS="AVX2") == equal
+        output_of(ROWS.replace("numerics.prepare()", prepares), MKL_ENABLE_INSTRUCTIONS="AVX2")
+        == equal
     )
 
 
-def test_what_is_started_beside_others_has_one_thread_and_the_same_mode():
+def test_environment_gives_one_thread_and_the_same_mode():
     environment = numerics.environment()
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "1"
     assert ("MKL_CBWR" in environment) == (numerics.vendor() == "GenuineIntel")
-    code = "from tandem import numerics; import torch; print(numerics.why_not_reproducible(), torch.get_num_threads()); "
-    told = said(
-        code + "print(numerics.processor())", **environment, ONEDNN_MAX_CPU_ISA="AVX2"
-    ).splitlines()
-    assert (
-        told[0] == "[] 1" and told[1].startswith(_about()) and "ONEDNN_MAX_CPU_ISA=AVX2" in told[1]
+    code = (
+        "from tandem.runtime import numerics; import torch; "
+        "print(numerics.why_not_reproducible(), torch.get_num_threads()); "
+        "print(numerics.processor())"
     )
-
-
-def _about():
-    return numerics.processor().partition(",")[0]
+    lines = output_of(code, **environment, ONEDNN_MAX_CPU_ISA="AVX2").splitlines()
+    assert lines[0] == "[] 1"
+    assert lines[1].startswith(numerics.processor().partition(",")[0])
+    assert "ONEDNN_MAX_CPU_ISA=AVX2" in lines[1]

@@ -21,7 +21,7 @@ def splitmix64(key, position):
 
 
 @given(st.lists(st.tuples(st.integers(0, MASK), st.integers(0, 2**40)), min_size=1, max_size=20))
-def test_a_uniform_is_splitmix64_of_its_key_and_position_and_sees_no_neighbour(pairs):
+def test_uniforms_are_splitmix64_of_key_and_position(pairs):
     keys, positions = (
         np.array([k for k, _ in pairs], np.uint64),
         np.array([p for _, p in pairs], np.int64),
@@ -37,13 +37,13 @@ def test_splitmix64_gives_its_published_first_output():
     assert splitmix64(0, 0) == (0xE220A8397B1DCDAF >> 40) / 2**24
 
 
-def test_an_address_is_the_same_for_ever():
+def test_address_never_changes():
     assert address(0, "rollout", 3, "algebra/17", 5) == address(0, "rollout", 3, "algebra/17", 5)
     # a literal: changing it would silently change every run that is resumed or replayed
     assert address("tandem", 1) == 18196917416390109005
 
 
-def test_every_part_and_its_type_and_place_count():
+def test_address_depends_on_parts_their_types_and_order():
     addresses = [
         address(0, "a", "b"),
         address(1, "a", "b"),
@@ -61,15 +61,15 @@ def test_every_part_and_its_type_and_place_count():
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000))
-def test_numbers_side_by_side_are_not_confused(a, b):
+def test_adjacent_numbers_are_not_confused(a, b):
     assert address(a, b) != address(int(f"{a}{b}"))
     assert a == b or address(a, b) != address(b, a)
 
 
-@pytest.mark.parametrize("way", ["keys", "positions"])
-def test_uniforms_are_uniform_over_keys_and_over_positions(way):
+@pytest.mark.parametrize("varied", ["keys", "positions"])
+def test_uniforms_are_uniform_over_keys_and_positions(varied):
     count = 1 << 16
-    if way == "keys":
+    if varied == "keys":
         keys, positions = (
             np.array([address("u", n) for n in range(count)], np.uint64),
             np.zeros(count, np.int64),
@@ -83,7 +83,7 @@ def test_uniforms_are_uniform_over_keys_and_over_positions(way):
     assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.02
 
 
-def test_a_permutation_is_one_and_follows_its_address():
+def test_permutation_follows_its_address():
     order = permutation(50, 0, "epoch order", 1)
     assert sorted(order.tolist()) == list(range(50))
     assert np.array_equal(order, permutation(50, 0, "epoch order", 1))
@@ -91,7 +91,7 @@ def test_a_permutation_is_one_and_follows_its_address():
     assert permutation(1, 0).tolist() == [0] and permutation(0, 0).tolist() == []
 
 
-def test_no_draw_reads_or_moves_the_global_generator():
+def test_draws_leave_the_global_generator_alone():
     np.random.seed(1)
     before = np.random.get_state()[1].tobytes()
     first = permutation(20, "x").tolist(), uniforms(np.ones(3, np.uint64), np.arange(3)).tolist()

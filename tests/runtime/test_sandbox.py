@@ -31,7 +31,7 @@ from tandem.runtime.sandbox import (
     SandboxFusion,
     Unisolated,
     open_sandbox,
-    opened,
+    open_sandbox_once,
     run_python,
     sandbox_state,
     seccomp,
@@ -60,14 +60,14 @@ def world():
 # ---------------------------------------------------------------- the hostile programs
 
 
-def test_the_corpus_is_large_and_its_names_are_unique():
+def test_corpus_is_large_and_its_names_are_unique():
     assert len({hostile.name for hostile in ESCAPES}) == len(ESCAPES) >= 40
     assert len(THROUGH) >= 20
 
 
 @needs_bubblewrap
 @pytest.mark.parametrize("hostile", ESCAPES, ids=lambda hostile: hostile.name)
-def test_a_hostile_program_runs_and_gets_nothing(world, hostile):
+def test_hostile_program_runs_and_gets_nothing(world, hostile):
     def attack(wall_s):
         return world.attack(
             Bubblewrap(), replace(hostile, limits=replace(hostile.limits, wall_s=wall_s))
@@ -79,13 +79,13 @@ def test_a_hostile_program_runs_and_gets_nothing(world, hostile):
 
 
 @pytest.mark.parametrize("hostile", THROUGH, ids=lambda hostile: hostile.name)
-def test_without_a_sandbox_it_would_get_it(world, hostile):
+def test_hostile_program_without_a_sandbox_gets_it(world, hostile):
     outcome = world.attack(Unisolated(), hostile)
     assert outcome.ran and outcome.escapes
 
 
 @needs_bubblewrap
-def test_a_fork_bomb_beside_them_costs_other_runs_nothing(world):
+def test_fork_bombs_cost_other_runs_nothing(world):
     bomb = next(hostile for hostile in ESCAPES if hostile.name == "fork bomb")
     honest = "import os\nfor _ in range(8):\n    if os.fork() == 0: os._exit(0)\nprint('done')"
     with ThreadPoolExecutor(3) as pool:
@@ -106,9 +106,12 @@ def test_a_fork_bomb_beside_them_costs_other_runs_nothing(world):
     ],
     ids=["at once", "while it starts", "when it runs", "unisolated"],
 )
-def test_a_killed_parent_takes_the_sandbox_with_it(world, kind, processes, tmp_path):
+def test_killed_parent_takes_the_sandbox_with_it(world, kind, processes, tmp_path):
     program = ["python", "-c", "import time; time.sleep(3600)", world.token]
-    code = f"from tandem.runtime.sandbox import *; {kind}().run({program}, limits=Limits(wall_s=3600.0))"
+    code = (
+        "from tandem.runtime.sandbox import *; "
+        f"{kind}().run({program}, limits=Limits(wall_s=3600.0))"
+    )
     env = os.environ | {"TMPDIR": str(tmp_path)}  # killed, it cannot remove its folder
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env)
     deadline = time.monotonic() + WAIT_S
@@ -143,12 +146,13 @@ for code in ("open('/proc/1/mem', 'r+b')", "import os; os.listdir('/root')"):
 
 
 @needs_bubblewrap
-def test_orphans_of_other_children_are_not_adopted_once_a_run_is_over():
+def test_orphans_after_a_run_are_not_adopted():
     code = (
         "import subprocess, time; from pathlib import Path; from tandem.runtime.sandbox import *\n"
         "run_python(Bubblewrap(), 'print(1)', limits=Limits(wall_s=120.0))\n"
         "for _ in range(5): subprocess.run(['sh', '-c', 'sleep 0.05 &'])\n"
-        "time.sleep(0.5); print(Path(f'/proc/self/task/{__import__(\"os\").getpid()}/children').read_text().split())"
+        "time.sleep(0.5); import os\n"
+        "print(Path(f'/proc/self/task/{os.getpid()}/children').read_text().split())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stderr
@@ -165,8 +169,8 @@ else:
         from tandem.runtime.sandbox import Limits
         sandbox.run(["python", "main.py"], files={"main.py": code}, limits=Limits(wall_s=0.5))
     time.sleep(0.1)
-    states = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] for pid in os.listdir("/proc") if pid.isdigit()]
-    print(states.count("Z"), flush=True)
+    stats = [open(f"/proc/{pid}/stat").read() for pid in os.listdir("/proc") if pid.isdigit()]
+    print([stat.rpartition(")")[2].split()[0] for stat in stats].count("Z"), flush=True)
 """
 
 
@@ -193,7 +197,7 @@ def test_process_1_of_a_container_keeps_no_zombie_of_a_run(where):
 
 @needs_bubblewrap
 @pytest.mark.skipif(not ROOTS, reason="every other test runs without root already")
-def test_it_works_for_a_user_who_is_not_root():
+def test_sandbox_works_for_an_unprivileged_user():
     python = Bubblewrap().python
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -222,7 +226,7 @@ def sandbox(request):
     return request.param()
 
 
-def test_a_program_reads_its_input_and_files_and_its_end_is_told(sandbox):
+def test_program_reads_its_input_and_files(sandbox):
     files = {
         "main.py": "import sub.part, sys\nprint(sub.part.x, input())\nsys.exit('told')",
         "sub/part.py": "x = 'é'",
@@ -237,14 +241,14 @@ def test_a_program_reads_its_input_and_files_and_its_end_is_told(sandbox):
     assert 0 < result.seconds < WAIT_S
 
 
-def test_any_command_can_be_run_and_one_that_is_missing_is_its_own_failure(sandbox):
+def test_any_command_runs_and_a_missing_one_fails(sandbox):
     assert sandbox.run(["sh", "-c", "cat; exit 3"], stdin="text", limits=PATIENT).stdout == "text"
     assert sandbox.run(["sh", "-c", "cat; exit 3"], stdin="text", limits=PATIENT).exit_code == 3
     assert sandbox.run(["no-such-command"], limits=PATIENT).exit_code not in (0, None)
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", "a\0b"])
-def test_a_file_outside_the_working_directory_is_refused(sandbox, name):
+def test_file_outside_the_working_directory_is_refused(sandbox, name):
     with pytest.raises(ValueError, match="a path inside its working directory"):
         sandbox.run(["true"], files={name: "x"})
 
@@ -261,13 +265,13 @@ def test_a_file_outside_the_working_directory_is_refused(sandbox, name):
         ("import os; os.kill(os.getpid(), 24)", "timeout", -signal.SIGXCPU),
     ],
 )
-def test_why_a_program_ended_is_told(sandbox, code, reason, exit_code):
+def test_result_has_the_stop_reason(sandbox, code, reason, exit_code):
     wall_s = 0.3 if reason == "timeout" and exit_code is None else WAIT_S
     result = run_python(sandbox, code, limits=Limits(wall_s=wall_s, cpu_s=30))
     assert (result.stop_reason, result.exit_code) == (reason, exit_code)
 
 
-def test_output_is_kept_up_to_the_cap_and_what_was_said_before_a_timeout_too(sandbox):
+def test_output_is_kept_up_to_the_cap_and_up_to_a_timeout(sandbox):
     flood = run_python(
         sandbox, "while True: print('x' * 999)", limits=replace(PATIENT, output_bytes=5000)
     )
@@ -286,13 +290,13 @@ def test_output_is_kept_up_to_the_cap_and_what_was_said_before_a_timeout_too(san
     )
 
 
-def test_the_same_program_prints_the_same_set_every_time(sandbox):
+def test_hash_seed_is_the_same_every_time(sandbox):
     code = "print({f'{n}' for n in range(30)})"
     one, other = (run_python(sandbox, code, limits=PATIENT).stdout for _ in range(2))
     assert one == other != ""
 
 
-def test_two_programs_talk_until_the_first_one_ends(sandbox):
+def test_two_programs_converse_until_the_first_one_ends(sandbox):
     ask = "import sys\nprint(20, flush=True)\nprint('got', input(), file=sys.stderr)"
     answer = "while True: print(int(input()) * 2 + 2, flush=True)"
     asked, answered = sandbox.converse(
@@ -302,7 +306,7 @@ def test_two_programs_talk_until_the_first_one_ends(sandbox):
     assert answered.exit_code is None or "EOFError" in answered.stderr
 
 
-def test_a_first_program_that_closes_its_streams_is_held_to_its_time_too(sandbox):
+def test_first_program_without_streams_is_held_to_its_time(sandbox):
     quiet = [
         "python",
         "-c",
@@ -314,7 +318,7 @@ def test_a_first_program_that_closes_its_streams_is_held_to_its_time_too(sandbox
     assert (asked.stop_reason, asked.exit_code, answered.exit_code) == ("timeout", None, None)
 
 
-def test_an_interrupted_run_is_killed(sandbox, world):
+def test_interrupted_run_is_killed(sandbox, world):
     def watched():
         stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
         return world.survivors() and "_read" in [frame.f_code.co_name for frame, _ in stack]
@@ -346,7 +350,7 @@ assert held() == before, (before, held())
 """
 
 
-def test_no_descriptor_and_no_folder_is_left_behind(sandbox, tmp_path):
+def test_no_descriptor_or_folder_is_left_behind(sandbox, tmp_path):
     """In a process of its own, where no thread of another test opens or closes anything
     meanwhile."""
     command, env = (
@@ -361,7 +365,7 @@ def test_no_descriptor_and_no_folder_is_left_behind(sandbox, tmp_path):
 
 
 @needs_bubblewrap
-def test_bubblewrap_is_chosen_where_it_works_whatever_the_switch_says():
+def test_working_bubblewrap_is_chosen_despite_the_switch():
     assert isinstance(open_sandbox(schema.Sandbox()), Bubblewrap)
     assert isinstance(
         open_sandbox(schema.Sandbox(run_untrusted_code_without_isolation=True)), Bubblewrap
@@ -371,14 +375,14 @@ def test_bubblewrap_is_chosen_where_it_works_whatever_the_switch_says():
 
 
 @needs_bubblewrap
-def test_a_config_is_tried_once_in_a_process():
-    assert opened(schema.Sandbox()) is opened(schema.Sandbox())
-    assert opened(schema.Sandbox(url="http://a")) is not opened(schema.Sandbox(url="http://b"))
+def test_config_is_tried_once_in_a_process():
+    assert open_sandbox_once(schema.Sandbox()) is open_sandbox_once(schema.Sandbox())
+    assert open_sandbox_once(schema.Sandbox(url="http://a")) is not open_sandbox_once(
+        schema.Sandbox(url="http://b")
+    )
 
 
-def test_without_a_sandbox_code_is_refused_unless_the_switch_named_for_its_danger_is_set(
-    monkeypatch,
-):
+def test_code_without_a_sandbox_needs_the_dangerous_switch(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError) as caught:
         open_sandbox(schema.Sandbox())
@@ -393,7 +397,7 @@ def test_without_a_sandbox_code_is_refused_unless_the_switch_named_for_its_dange
 
 @needs_bubblewrap
 @pytest.mark.parametrize("bwrap", ["false", "/nowhere/bwrap"])
-def test_a_bubblewrap_that_fails_is_no_failure_of_the_program(bwrap):
+def test_failing_bubblewrap_is_not_the_programs_failure(bwrap):
     with pytest.raises(SandboxFailed, match="before the program began"):
         run_python(Bubblewrap(bwrap), "print(1)")
 
@@ -407,7 +411,7 @@ class HalfBroken(Bubblewrap):
 
 
 @needs_bubblewrap
-def test_nor_is_it_one_of_either_side_of_a_conversation():
+def test_failing_bubblewrap_fails_a_conversation():
     with pytest.raises(SandboxFailed, match="before the program began"):
         HalfBroken().converse((["cat"], {}), (["broken"], {}))
     with pytest.raises(SandboxFailed, match="before the program began"):
@@ -417,7 +421,7 @@ def test_nor_is_it_one_of_either_side_of_a_conversation():
 # ---------------------------------------------------------------- SandboxFusion
 
 
-def test_a_remote_run_is_asked_for_in_sandbox_fusions_words():
+def test_remote_request_has_sandbox_fusions_fields():
     with FusionServer() as server:
         result = SandboxFusion(server.url + "/").run(
             ["python", "main.py"],
@@ -448,7 +452,7 @@ def test_a_remote_run_is_asked_for_in_sandbox_fusions_words():
         ("import os; os.kill(os.getpid(), 9)", "signal", -9),
     ],
 )
-def test_a_remote_run_tells_its_end_as_a_local_one(code, reason, exit_code):
+def test_remote_result_has_the_stop_reason(code, reason, exit_code):
     with FusionServer() as server:
         result = run_python(
             SandboxFusion(server.url),
@@ -461,7 +465,7 @@ def test_a_remote_run_tells_its_end_as_a_local_one(code, reason, exit_code):
 @pytest.mark.parametrize(
     "answer", [{"status": "SandboxError", "message": "no room", "run_result": None}, ["x"], "text"]
 )
-def test_a_server_that_did_not_run_it_is_no_failure_of_the_program(answer):
+def test_failing_server_is_not_the_programs_failure(answer):
     with FusionServer(answer) as server:
         with pytest.raises(SandboxFailed, match="did not run the program"):
             run_python(SandboxFusion(server.url), "print(1)")
@@ -470,11 +474,11 @@ def test_a_server_that_did_not_run_it_is_no_failure_of_the_program(answer):
         run_python(SandboxFusion(server.url), "print(1)")
 
 
-def test_a_url_in_the_config_chooses_the_server():
+def test_url_in_the_config_chooses_the_server():
     with FusionServer() as server:
-        how = schema.Sandbox(url=server.url)
-        assert isinstance(open_sandbox(how), SandboxFusion)
-        assert sandbox_state(how) == f"{server.url}, works"
+        config = schema.Sandbox(url=server.url)
+        assert isinstance(open_sandbox(config), SandboxFusion)
+        assert sandbox_state(config) == f"{server.url}, works"
 
 
 # ---------------------------------------------------------------- the filter of system calls
@@ -500,7 +504,7 @@ def verdict(program, arch, number, argument=0):
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_refuses_what_it_lists_and_nothing_else(machine):
+def test_filter_refuses_what_it_lists_and_nothing_else(machine):
     column, arch = seccomp.ARCHITECTURES[machine]
     program = seccomp.seccomp_filter(machine)
     listed = {numbers[column] for numbers in seccomp.REFUSED.values()}
@@ -517,7 +521,7 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else(machine):
     assert verdict(program, arch, 0x40000001) == seccomp.ERRNO | 38
 
 
-def test_a_benchmark_that_misses_its_target_says_which(monkeypatch):
+def test_benchmark_that_misses_its_target_says_which(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # a benchmark puts its folder there
     from benchmarks.sandbox import lines_of, missed
 
@@ -545,5 +549,5 @@ def test_a_benchmark_that_misses_its_target_says_which(monkeypatch):
     assert missed(bad) == words
 
 
-def test_an_unknown_machine_has_no_filter():
+def test_unknown_machine_has_no_filter():
     assert seccomp.seccomp_filter("riscv64") == b""

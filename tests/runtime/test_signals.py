@@ -9,8 +9,8 @@ import pytest
 
 from tandem.runtime import signals
 from tandem.runtime.processes import state_of
+from tests.support.waiting import WAIT_S, eventually
 
-PATIENCE_S = 60.0
 PRELUDE = """
 import hashlib, signal, subprocess, sys, threading, time
 from tandem.runtime import signals
@@ -27,8 +27,7 @@ print("got through")
 
 
 def start(program):
-    """A process of the program, in a `try` that takes KeyboardInterrupt as the command line does;
-    it has said "ready"."""
+    """Start a program that catches KeyboardInterrupt as the command line does; it is "ready"."""
     body = textwrap.indent(textwrap.dedent(program), "    ")
     process = subprocess.Popen(
         [sys.executable, "-c", f"{PRELUDE}try:\n{body}{ENDING}"],
@@ -40,17 +39,17 @@ def start(program):
     return process
 
 
-def ending(process):
+def finish(process):
     """(exit code, standard output since "ready")"""
-    output, told = process.communicate(timeout=PATIENCE_S)
-    assert "Traceback" not in told
+    output, errors = process.communicate(timeout=WAIT_S)
+    assert "Traceback" not in errors
     return process.returncode, output
 
 
 @pytest.mark.parametrize("number", signals.SIGNALS)
-def test_the_first_signal_interrupts_what_waits_and_lets_it_clean_up(number):
+def test_first_signal_interrupts_a_wait_and_lets_it_clean_up(number):
     process = start("""
-        with signals.on_signals():
+        with signals.handle_signals():
             try:
                 ready()
                 threading.Event().wait()
@@ -58,14 +57,14 @@ def test_the_first_signal_interrupts_what_waits_and_lets_it_clean_up(number):
                 print("saved")
     """)
     process.send_signal(number)
-    assert ending(process) == (130, "saved\ninterrupted\n")
+    assert finish(process) == (130, "saved\ninterrupted\n")
 
 
-def test_a_held_section_is_not_cut_in_two():
+def test_signal_in_deferring_section_interrupts_at_its_end():
     process = start("""
-        with signals.on_signals():
-            with signals.held(60.0):
-                with signals.held(60.0):
+        with signals.handle_signals():
+            with signals.defer_interrupts(60.0):
+                with signals.defer_interrupts(60.0):
                     ready()
                     until_signalled()
                     print("inner")
@@ -73,50 +72,51 @@ def test_a_held_section_is_not_cut_in_two():
             print("after")
     """)
     process.send_signal(signal.SIGTERM)
-    assert ending(process) == (130, "inner\nouter\ninterrupted\n")
+    assert finish(process) == (130, "inner\nouter\ninterrupted\n")
 
 
-def test_a_held_section_that_goes_on_is_cut_at_its_limit():
+def test_signal_in_long_section_interrupts_at_its_limit():
     process = start("""
-        with signals.on_signals(), signals.held(60.0), signals.held(0.2):
+        defer = signals.defer_interrupts
+        with signals.handle_signals(), defer(60.0), defer(0.2):
             ready()
             threading.Event().wait()
     """)
     process.send_signal(signal.SIGINT)
-    assert ending(process) == (130, "interrupted\n")
+    assert finish(process) == (130, "interrupted\n")
 
 
-def test_a_part_of_a_held_section_may_be_interruptible():
+def test_signal_where_interrupts_are_allowed_again_interrupts():
     process = start("""
-        with signals.on_signals(), signals.held(60.0):
-            with signals.interruptible():
+        with signals.handle_signals(), signals.defer_interrupts(60.0):
+            with signals.allow_interrupts():
                 pass
-            with signals.interruptible():
+            with signals.allow_interrupts():
                 ready()
                 threading.Event().wait()
     """)
     process.send_signal(signal.SIGINT)
-    assert ending(process) == (130, "interrupted\n")
+    assert finish(process) == (130, "interrupted\n")
 
 
-def test_a_signal_that_came_before_an_interruptible_part_is_told_at_its_beginning():
+def test_deferred_signal_interrupts_where_allowed_again():
     process = start("""
-        with signals.on_signals(), signals.held(60.0):
+        with signals.handle_signals(), signals.defer_interrupts(60.0):
             ready()
             until_signalled()
-            print("held")
-            with signals.interruptible():
+            print("deferred")
+            with signals.allow_interrupts():
                 print("begun")
     """)
     process.send_signal(signal.SIGINT)
-    assert ending(process) == (130, "held\ninterrupted\n")
+    assert finish(process) == (130, "deferred\ninterrupted\n")
 
 
-def test_a_section_that_fails_is_interrupted_all_the_same():
+def test_signal_in_a_failing_section_still_interrupts():
     process = start("""
-        with signals.on_signals():
+        with signals.handle_signals():
             try:
-                with signals.held(60.0):
+                with signals.defer_interrupts(60.0):
                     ready()
                     until_signalled()
                     raise OSError("disk")
@@ -124,17 +124,18 @@ def test_a_section_that_fails_is_interrupted_all_the_same():
                 print("went on")
     """)
     process.send_signal(signal.SIGINT)
-    assert ending(process) == (130, "interrupted\n")
+    assert finish(process) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize(
     "busy", ["hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)", "threading.Event().wait()"]
 )
-def test_a_second_signal_ends_the_process_and_what_it_started_also_while_it_is_in_c(busy):
+def test_second_signal_kills_the_process_and_its_children(busy):
     process = start(f"""
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"], start_new_session=True)
+        sleep = [sys.executable, "-c", "import time; time.sleep(10**6)"]
+        child = subprocess.Popen(sleep, start_new_session=True)
         signals.EXIT_S = 10**6
-        with signals.on_signals():
+        with signals.handle_signals():
             try:
                 ready()
                 print(child.pid, flush=True)
@@ -147,34 +148,27 @@ def test_a_second_signal_ends_the_process_and_what_it_started_also_while_it_is_i
     time.sleep(signals.AGAIN_S + 0.3)
     assert process.poll() is None and state_of(child) == "S"
     process.send_signal(signal.SIGTERM)
-    assert ending(process) == (130, "")
-    assert gone(child)
+    assert finish(process) == (130, "")
+    assert eventually(lambda: state_of(child) in ("", "Z"))
 
 
-def gone(pid):
-    until = time.monotonic() + PATIENCE_S
-    while state_of(pid) not in ("", "Z") and time.monotonic() < until:
-        time.sleep(0.02)
-    return state_of(pid) in ("", "Z")
-
-
-def test_what_has_not_ended_in_time_is_ended():
+def test_process_that_hangs_after_a_signal_is_ended():
     process = start("""
         signals.EXIT_S = 1.0
         hanging = threading.Thread(target=threading.Event().wait)
         hanging.start()  # the interpreter waits for it at its own end
-        with signals.on_signals():
+        with signals.handle_signals():
             ready()
             threading.Event().wait()
     """)
     process.send_signal(signal.SIGINT)
-    assert ending(process)[0] == 130
+    assert finish(process)[0] == 130
 
 
-def test_the_same_signal_passed_on_by_a_launcher_is_no_second_one():
+def test_signal_passed_on_by_a_launcher_is_not_a_second_one():
     process = start("""
         signals.AGAIN_S = 30.0
-        with signals.on_signals():
+        with signals.handle_signals():
             try:
                 ready()
                 threading.Event().wait()
@@ -186,12 +180,12 @@ def test_the_same_signal_passed_on_by_a_launcher_is_no_second_one():
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "cleaning\n"
     process.send_signal(signal.SIGINT)
-    assert ending(process) == (130, "saved\ninterrupted\n")
+    assert finish(process) == (130, "saved\ninterrupted\n")
 
 
-def test_without_a_signal_everything_is_as_it_was_before():
+def test_handlers_without_a_signal_are_restored():
     handlers = [signal.getsignal(number) for number in (*signals.SIGNALS, signal.SIGALRM)]
-    with signals.on_signals(), signals.held():
+    with signals.handle_signals(), signals.defer_interrupts():
         assert [signal.getsignal(number) for number in signals.SIGNALS] != handlers[:2]
         assert "signals" in {thread.name for thread in threading.enumerate()}
     assert [signal.getsignal(number) for number in (*signals.SIGNALS, signal.SIGALRM)] == handlers
@@ -199,11 +193,11 @@ def test_without_a_signal_everything_is_as_it_was_before():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_in_another_thread_nothing_is_done():
+def test_signal_handling_outside_the_main_thread_is_a_no_op():
     handler, seen = signal.getsignal(signal.SIGINT), []
 
     def run():
-        with signals.on_signals(), signals.held():
+        with signals.handle_signals(), signals.defer_interrupts():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=run)

@@ -13,25 +13,25 @@ from chaos.deadlocks import DEADLOCKS, faults, run
 from tandem.runtime import watchdog
 from tandem.runtime.processes import descendants, state_of
 from tandem.runtime.watchdog_process import SLACK_S, STACKS_S
+from tests.support.waiting import WAIT_S, eventually
 
 DEADLINE_S = 0.6
-PATIENCE_S = 60.0
 
 
 class Recorder:
-    """What is done instead of ending the process: the report is kept."""
+    """Keeps the report instead of ending the process."""
 
     def __init__(self):
         self.reports = []
-        self.told = threading.Event()
+        self.reported = threading.Event()
 
     def __call__(self, report):
         self.reports.append(report)
-        self.told.set()
+        self.reported.set()
 
     @property
-    def accusation(self):
-        assert self.told.wait(PATIENCE_S)
+    def finding(self):
+        assert self.reported.wait(WAIT_S)
         return self.reports[0].partition("\n")[0]
 
 
@@ -42,7 +42,7 @@ def in_thread(name, target):
 
 
 def start(program):
-    """A process of the program; its first line of output has come."""
+    """Start a program; its first line of output has come."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
         stdin=subprocess.PIPE,
@@ -54,16 +54,8 @@ def start(program):
     return process
 
 
-def eventually(holds):
-    until = time.monotonic() + PATIENCE_S
-    while not (result := holds()) and time.monotonic() < until:
-        time.sleep(0.02)
-    return result
-
-
-def test_what_hangs_is_named_and_ended_and_what_was_stopped_is_forgiven(tmp_path):
-    """`make chaos` runs all deadlocks; these are the four ways in which a culprit is found. Side by
-    side, as they take seconds each."""
+def test_hang_is_named_and_ended_and_a_stopped_run_forgiven(tmp_path):
+    """`make chaos` runs all deadlocks; these are the four ways to find a culprit, side by side."""
     names = [
         "opposite_locks",
         "a_stopped_child",
@@ -76,20 +68,20 @@ def test_what_hangs_is_named_and_ended_and_what_was_stopped_is_forgiven(tmp_path
         return faults(DEADLOCKS[name], run(name, tmp_path / name))
 
     with ThreadPoolExecutor() as pool:
-        stopped, deaf = (
-            pool.submit(stopped_for_a_while),
-            pool.submit(told_to_nobody, tmp_path / "log.txt"),
+        stopped, log = (
+            pool.submit(stop_for_a_while),
+            pool.submit(hang_without_a_terminal, tmp_path / "log.txt"),
         )
         assert dict(zip(names, pool.map(found, names), strict=True)) == {name: [] for name in names}
         assert stopped.result() == (0, "ended\n", "")
-        assert "`trainer` shows no sign of life" in deaf.result()
+        assert "`trainer` shows no sign of life" in log.result()
 
 
-def stopped_for_a_while():
-    """The exit code and what was said. Its guard was not stopped, and sees that it was."""
+def stop_for_a_while():
+    """Stop a run, not its second process; returns exit code, stdout and stderr."""
     process = start(f"""
         from tandem.runtime import watchdog
-        with watchdog.watching({DEADLINE_S}), watchdog.waits(of="disk", what="a file"):
+        with watchdog.watching({DEADLINE_S}), watchdog.waiting_for("disk", "a file"):
             print("ready", flush=True)
             input()
         print("ended")
@@ -98,12 +90,12 @@ def stopped_for_a_while():
     assert eventually(lambda: state_of(process.pid) == "T")
     time.sleep(DEADLINE_S + SLACK_S + STACKS_S + 2.0)
     process.send_signal(signal.SIGCONT)
-    output, told = process.communicate("go on\n", timeout=PATIENCE_S)
-    return process.returncode, output, told
+    output, errors = process.communicate("go on\n", timeout=WAIT_S)
+    return process.returncode, output, errors
 
 
-def told_to_nobody(log):
-    """The log of a process that hangs, and whose terminal takes nothing."""
+def hang_without_a_terminal(log):
+    """Return the log of a process that hangs and whose terminal takes nothing."""
     process = start(f"""
         import os, threading
         from pathlib import Path
@@ -117,116 +109,117 @@ def told_to_nobody(log):
             print("ready", flush=True)
             threading.Event().wait()
     """)
-    assert process.wait(PATIENCE_S) == watchdog.EXIT_CODE
+    assert process.wait(WAIT_S) == watchdog.EXIT_CODE
     process.communicate()
     return log.read_text()
 
 
-def test_without_a_watchdog_nothing_is_kept():
-    watchdog.beat()
-    with watchdog.waits(of="rollouts", what="nothing"):
+def test_heartbeat_without_a_watchdog_is_a_no_op():
+    watchdog.heartbeat()
+    with watchdog.waiting_for("rollouts", "nothing"):
         assert watchdog._watchdog is None and "watchdog" not in {
             t.name for t in threading.enumerate()
         }
 
 
-def test_an_actor_that_beats_and_who_waits_for_it_are_not_accused():
-    stop, over = Recorder(), threading.Event()
+def test_live_actor_and_the_actor_waiting_for_it_are_not_blamed():
+    on_stall, over = Recorder(), threading.Event()
 
     def work():
         while not over.wait(DEADLINE_S / 10):
-            watchdog.beat()
+            watchdog.heartbeat()
 
-    with watchdog.watching(DEADLINE_S, stop=stop):
+    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
         worker = in_thread("rollouts", work)
-        with watchdog.waits(of="rollouts", what="the episodes of step 1"):
+        with watchdog.waiting_for("rollouts", "the episodes of step 1"):
             time.sleep(3 * DEADLINE_S)
         over.set()
         worker.join()
-    assert stop.reports == []
+    assert on_stall.reports == []
 
 
-def test_the_begin_and_the_end_of_a_wait_are_signs_of_life():
-    stop = Recorder()
-    with watchdog.watching(DEADLINE_S, stop=stop):
+def test_beginning_and_end_of_a_wait_are_signs_of_life():
+    on_stall = Recorder()
+    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
         for _ in range(8):
-            with watchdog.waits(of="disk", what="a file"):
+            with watchdog.waiting_for("disk", "a file"):
                 time.sleep(DEADLINE_S / 4)
-    assert stop.reports == []
+    assert on_stall.reports == []
 
 
-def test_the_innermost_wait_is_followed_and_the_outer_one_again_after_it(capfd):
-    stop = Recorder()
+def test_innermost_wait_is_followed_then_the_outer_one(capfd):
+    on_stall = Recorder()
     with (
-        watchdog.watching(DEADLINE_S, stop=stop),
-        watchdog.waits(of="reward workers", what="the last scores"),
-        watchdog.waits(of="disk", what="the journal"),
+        watchdog.watching(DEADLINE_S, on_stall=on_stall),
+        watchdog.waiting_for("reward workers", "the last scores"),
+        watchdog.waiting_for("disk", "the journal"),
     ):
-        assert "`trainer` waits for `disk` (the journal), outside" in stop.accusation
-    assert "waits for `reward workers` (the last scores) since" in stop.reports[0]
-    assert stop.accusation in capfd.readouterr().err
+        assert "`trainer` waits for `disk` (the journal), outside" in on_stall.finding
+    assert "waits for `reward workers` (the last scores) since" in on_stall.reports[0]
+    assert on_stall.finding in capfd.readouterr().err
 
-    stop = Recorder()
+    on_stall = Recorder()
     with (
-        watchdog.watching(DEADLINE_S, stop=stop),
-        watchdog.waits(of="reward workers", what="the last scores"),
+        watchdog.watching(DEADLINE_S, on_stall=on_stall),
+        watchdog.waiting_for("reward workers", "the last scores"),
     ):
-        with watchdog.waits(of="disk", what="the journal"):
+        with watchdog.waiting_for("disk", "the journal"):
             pass
-        assert "`trainer` waits for `reward workers` (the last scores), outside" in stop.accusation
+        assert "`trainer` waits for `reward workers` (the last scores), outside" in on_stall.finding
 
 
-def test_an_actor_that_nobody_waits_for_is_found_too_and_told_once():
-    stop, over = Recorder(), threading.Event()
+def test_stalled_actor_nobody_waits_for_is_reported_once():
+    on_stall, over = Recorder(), threading.Event()
 
     def hang():
-        watchdog.beat()
+        watchdog.heartbeat()
         over.wait()
 
-    with watchdog.watching(DEADLINE_S, stop=stop):
+    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
         hanging = in_thread("rollouts", hang)
-        while not stop.told.wait(DEADLINE_S / 10):
-            watchdog.beat()
+        while not on_stall.reported.wait(DEADLINE_S / 10):
+            watchdog.heartbeat()
         time.sleep(2 * DEADLINE_S)
         over.set()
         hanging.join()
-    assert "`rollouts` shows no sign of life, at " in stop.accusation and stop.accusation.endswith(
-        ", hang"
+    assert (
+        "`rollouts` shows no sign of life, at " in on_stall.finding
+        and on_stall.finding.endswith(", hang")
     )
-    assert len(stop.reports) == 1
+    assert len(on_stall.reports) == 1
 
 
-def test_a_thread_that_ended_is_forgotten_where_nobody_waits_for_it():
-    stop = Recorder()
-    with watchdog.watching(DEADLINE_S, stop=stop):
-        in_thread("rollouts", watchdog.beat).join()
+def test_ended_thread_nobody_waits_for_is_forgotten():
+    on_stall = Recorder()
+    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
+        in_thread("rollouts", watchdog.heartbeat).join()
         assert eventually(
             lambda: (
                 [a.name for a in watchdog._watchdog._actors.values()] == ["trainer"]
-                or watchdog.beat()
+                or watchdog.heartbeat()
             )
         )
         for _ in range(15):
             time.sleep(DEADLINE_S / 10)
-            watchdog.beat()
-    assert stop.reports == []
+            watchdog.heartbeat()
+    assert on_stall.reports == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which process is the guard's")
-def test_the_watchdog_goes_without_its_guard_and_leaves_nothing_behind():
-    stop = Recorder()
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find the process")
+def test_watchdog_works_without_its_second_process():
+    on_stall = Recorder()
     handler = signal.getsignal(signal.SIGUSR1)
-    with watchdog.watching(DEADLINE_S, stop=stop):
-        guard = watchdog._watchdog.guard.process
-        assert guard.pid in {process.pid for process in descendants(os.getpid())}
-        guard.kill()
-        assert "`trainer` shows no sign of life" in stop.accusation
+    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
+        second = watchdog._watchdog.second.process
+        assert second.pid in {process.pid for process in descendants(os.getpid())}
+        second.kill()
+        assert "`trainer` shows no sign of life" in on_stall.finding
     assert not [t.name for t in threading.enumerate() if t.name == "watchdog"]
-    assert guard.pid not in {process.pid for process in descendants(os.getpid())}
+    assert second.pid not in {process.pid for process in descendants(os.getpid())}
     assert signal.getsignal(signal.SIGUSR1) == handler
 
 
-def test_the_guard_ends_with_a_process_that_is_killed():
+def test_second_process_ends_with_a_killed_run():
     process = start("""
         import time
         from tandem.runtime import watchdog
@@ -234,13 +227,13 @@ def test_the_guard_ends_with_a_process_that_is_killed():
             print("ready", flush=True)
             time.sleep(100)
     """)
-    [guard] = descendants(process.pid)
+    [second] = descendants(process.pid)
     process.kill()
     process.communicate()
-    assert eventually(lambda: state_of(guard.pid) in ("", "Z"))
+    assert eventually(lambda: state_of(second.pid) in ("", "Z"))
 
 
-def test_a_process_gives_its_stacks_when_asked():
+def test_sigusr1_writes_the_stacks():
     process = start("""
         import time
         from tandem.runtime import watchdog

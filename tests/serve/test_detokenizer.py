@@ -78,19 +78,19 @@ def check(kind, tokens, stop=()):
 
 @settings(max_examples=300, deadline=None)
 @given(BYTES)
-def test_the_pieces_of_byte_tokens_are_the_whole(tokens):
+def test_pieces_of_byte_tokens_join_to_the_whole_text(tokens):
     check("byte level", list(chain(*tokens)))
 
 
 @settings(max_examples=300, deadline=None)
 @given(FALLBACK_TOKENS)
-def test_the_pieces_of_a_decoder_with_byte_fallback_are_the_whole(tokens):
+def test_pieces_with_byte_fallback_join_to_the_whole_text(tokens):
     check("byte fallback", list(chain(*tokens)))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text("ab"), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_the_pieces_hold_no_part_of_a_stop_string(text, stop):
+def test_pieces_hold_no_part_of_a_stop_string(text, stop):
     check("byte level", list(text.encode()), stop)
 
 

@@ -19,7 +19,6 @@ from tandem.engine.engine import Engine
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.runtime.rng import address
-from tandem.serve import service
 from tandem.types import Request, SamplingParams
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import get, metric, post, running
@@ -120,10 +119,10 @@ def test_a_completion_is_the_engines_own(tiny, client):
     )
 
 
-def test_a_chat_is_rendered_by_the_models_template_and_goes_on_from_token_ids(tiny, client):
+def test_chat_is_rendered_by_its_template_or_given_as_tokens(tiny, client):
     ask = {"model": "tiny", "max_tokens": 12, "seed": 1}
     first = client.chat.completions.create(messages=HELLO, **ask, extra_body=extras())
-    prompt = tiny.renderer.prompt(HELLO).tolist()
+    prompt = tiny.renderer.prompts([HELLO])[0].tolist()
     expected = tiny.complete(prompt, seed=1, max_new_tokens=12)
     assert first.model_extra["prompt_token_ids"] == prompt
     assert first.choices[0].message.content == expected.text
@@ -137,7 +136,7 @@ def test_a_chat_is_rendered_by_the_models_template_and_goes_on_from_token_ids(ti
     assert second.choices[0].model_extra["token_ids"] == expected.tokens.tolist()
 
 
-def test_token_ids_and_texts_are_one_prompt_and_lists_are_several(tiny, client):
+def test_prompt_may_be_text_token_ids_or_lists_of_them(tiny, client):
     ids = tiny.texts.encode("ab").tolist()
     ask = {"model": "tiny", "max_tokens": 6, "seed": 3}
     alone = client.completions.create(prompt="ab", **ask).choices[0].text
@@ -210,7 +209,7 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(client):
     assert last.choices == [] and last.usage == whole.usage
 
 
-def test_log_probs_are_the_engines_with_the_likeliest_tokens_beside_them(tiny, client):
+def test_logprobs_are_the_engines_with_the_likeliest_tokens(tiny, client):
     prompt = tiny.texts.encode("x")
     expected = tiny.complete(prompt, seed=0, max_new_tokens=9, top_logprobs=3)
     answer = client.completions.create(model="tiny", prompt="x", max_tokens=9, seed=0, logprobs=3)
@@ -278,7 +277,7 @@ def test_a_completion_without_max_tokens_fits_the_context(tiny, client):
     )
 
 
-def test_what_cannot_fit_is_refused_by_name(client):
+def test_request_that_cannot_fit_is_refused_by_field(client):
     for ask, param in [
         ({"prompt": [9] * 256}, "prompt"),
         ({"prompt": [9] * 200, "max_tokens": 57}, "max_tokens"),
@@ -469,7 +468,7 @@ def test_a_body_that_is_no_json_object_is_refused(fake, body):
     )
 
 
-def test_an_unknown_model_route_or_method_is_told_in_the_same_shape(fake):
+def test_unknown_model_route_or_method_has_the_error_shape(fake):
     error = refusal(post(f"{fake}/v1/completions", json=PLAIN | {"model": "gpt-4"}), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert "/v1/nothing" in refusal(get(f"{fake}/v1/nothing"), 404)["message"]
@@ -484,7 +483,7 @@ def raw(url, request):
         return int(sock.recv(4096).split()[1])
 
 
-def test_a_body_over_the_cap_is_refused_by_its_announced_and_by_its_real_size(fake):
+def test_body_over_the_cap_is_refused_by_either_of_its_sizes(fake):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     assert raw(fake, head + b"Content-Length: 16777217\r\n\r\n") == 413
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
@@ -584,7 +583,8 @@ def test_a_client_that_leaves_is_cancelled_at_once(stream):
     engine = Unhurried("abc")
     with running(engine, FakeTexts(), FAKE) as url:
         content = json.dumps(PLAIN | {"max_tokens": 4000, "n": 2, "stream": stream}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += b"Content-Type: application/json\r\n"
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock:
             sock.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
@@ -610,11 +610,10 @@ def test_an_engine_that_dies_fails_every_client_and_the_health(stream):
         refusal(get(f"{url}/weights"), 503)
 
 
-def test_a_server_that_stops_ends_its_answers_soon(monkeypatch):
+def test_a_server_that_stops_ends_its_answers_soon():
     """Before the pass that runs has ended: that does when the answer is there."""
-    monkeypatch.setattr(service, "JOIN_S", WAIT_S)
     engine = FakeEngine("abc")
-    with running(engine, FakeTexts(), FAKE) as url:
+    with running(engine, FakeTexts(), FAKE, join_s=WAIT_S) as url:
         engine.go.clear()
         answers = []
         body = PLAIN | {"max_tokens": 4000}

@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tandem.serve.openai_api import ApiError
 from tandem.serve.openai_prompts import SLICE, DrawKeys, to_requests
-from tandem.serve.openai_requests import MOST_COMMAS, MOST_OPENINGS, ApiError, CompletionBody, parse
+from tandem.serve.openai_requests import MAX_COMMAS, MAX_OPENINGS, CompletionBody, parse
 from tandem.serve.openai_responses import ROWS, write_json
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import get, post, running
@@ -49,7 +50,7 @@ def refused(body, served, texts):
 # ---- large requests
 
 
-def test_a_small_request_is_answered_while_a_large_one_is_tokenized():
+def test_small_request_does_not_wait_for_a_large_one():
     begun, answered = threading.Event(), threading.Event()
 
     def wait(size):
@@ -86,7 +87,7 @@ class HashedLate(FakeEngine):
         return super().weight_hash()
 
 
-def test_generation_goes_on_while_weights_are_hashed_and_a_hash_is_of_its_version():
+def test_generation_goes_on_while_weights_are_hashed():
     answers, engine = [], HashedLate("abc")
     with running(engine, FakeTexts(), FAKE) as url:
         asking = threading.Thread(target=lambda: answers.append(get(f"{url}/weights").json()))
@@ -162,7 +163,7 @@ def test_every_slice_of_work_tokenizes_one_text_at_most():
         ({"prompt": "a", "stop_token_ids": [300]}, "stop_token_ids"),
     ],
 )
-def test_what_can_be_refused_without_the_tokenizer_is(body, param):
+def test_mistakes_are_refused_before_the_tokenizer_runs(body, param):
     texts = CountingTexts()
     assert refused(body, FAKE, texts).param == param and texts.sizes == []
 
@@ -176,20 +177,20 @@ def test_a_hopeless_text_is_given_up_after_a_slice():
 @pytest.mark.parametrize(
     "raw",
     [
-        b'{"prompt": [' + b'"a",' * (MOST_COMMAS + 1) + b'"a"]}',
-        b'{"prompt": [' + b"1," * (MOST_COMMAS + 1) + b"1]}",
-        b'{"prompt": ' + b"[" * (MOST_OPENINGS + 1),
-        b"{" + b",".join(b'"f%d":1' % n for n in range(MOST_OPENINGS + 1)) + b"}",
+        b'{"prompt": [' + b'"a",' * (MAX_COMMAS + 1) + b'"a"]}',
+        b'{"prompt": [' + b"1," * (MAX_COMMAS + 1) + b"1]}",
+        b'{"prompt": ' + b"[" * (MAX_OPENINGS + 1),
+        b"{" + b",".join(b'"f%d":1' % n for n in range(MAX_OPENINGS + 1)) + b"}",
     ],
     ids=["texts", "token ids", "brackets", "fields"],
 )
-def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(raw):
+def test_body_of_too_many_values_is_refused_unparsed(raw):
     with pytest.raises(ApiError, match="send fewer prompts") as caught:
         parse(CompletionBody, raw, FAKE)
     assert caught.value.status == 413
 
 
-def test_of_many_mistakes_the_first_is_told_and_the_rest_is_not_looked_at():
+def test_only_the_first_of_many_mistakes_is_reported():
     def error(**fields):
         with pytest.raises(ApiError) as caught:
             parse(CompletionBody, json.dumps(fields).encode(), FAKE)
@@ -259,13 +260,13 @@ def error_of(answer, status):
     ],
     ids=["nothing", "half a line", "half a head", "half a body", "half a chunk"],
 )
-def test_a_client_that_does_not_send_its_request_in_time_is_dropped(sent):
+def test_client_that_sends_too_slowly_is_dropped(sent):
     with running(FakeEngine("abc"), FakeTexts(), FAKE, request_s=SOON_S) as url:
         assert "0.3 seconds" in error_of(conversation(url, *sent), 408)
         assert post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
-def test_an_answer_may_take_longer_than_its_request_and_a_connection_may_be_used_again():
+def test_slow_answer_keeps_its_connection():
     engine = FakeEngine("abc")
     with (
         running(engine, FakeTexts(), FAKE, request_s=SOON_S) as url,
@@ -288,7 +289,7 @@ def test_an_answer_may_take_longer_than_its_request_and_a_connection_may_be_used
     ],
     ids=["many", "long", "no header", "no length", "no chunk"],
 )
-def test_headers_that_are_too_many_too_long_or_none_are_refused_in_json(headers, status):
+def test_bad_headers_are_refused_in_json(headers, status):
     with running(FakeEngine("abc"), FakeTexts(), FAKE) as url:
         error_of(conversation(url, HEAD + b"Connection: close\r\n" + headers + b"\r\n"), status)
         assert get(f"{url}/health").status_code == 200
@@ -301,7 +302,7 @@ def test_headers_without_an_end_are_not_read_to_the_end():
         assert get(f"{url}/health").status_code == 200
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_error(caplog):
+def test_client_that_leaves_within_a_body_is_no_error(caplog):
     with running(FakeEngine("abc"), FakeTexts(), FAKE) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock:
@@ -358,14 +359,17 @@ from tests.support.waiting import eventually
 def resident():
     return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) >> 10  # MiB
 
-for setting, value in ((-1, 1 << 30), (-3, 1 << 30), (-8, 1)):  # as build.prepare_process has it; and one arena, as
-    ctypes.CDLL(None).mallopt(setting, value)  # `tandem serve` reads bodies in the main thread, which is not so here
+# as jobs.parts.prepare_process has it; and one arena, as `tandem serve` reads bodies in the main
+# thread, which is not so here
+for setting, value in ((-1, 1 << 30), (-3, 1 << 30), (-8, 1)):
+    ctypes.CDLL(None).mallopt(setting, value)
 endpoints.TRIM_S = 0.5
 body = {"prompt": "x" * (12 << 20)}
 with running(FakeEngine("a"), FakeTexts(), replace(FAKE, longest_text=1 << 24)) as url:
     post(f"{url}/v1/completions", json={"prompt": "x"})
     before = resident()
-    clients = [threading.Thread(target=post, args=(f"{url}/v1/completions",), kwargs={"json": body}) for _ in range(4)]
+    send = lambda: post(f"{url}/v1/completions", json=body)
+    clients = [threading.Thread(target=send) for _ in range(4)]
     for client in clients:
         client.start()
     for client in clients:

@@ -26,16 +26,17 @@ CALCULATOR = {
     },
 }
 ASK = {"role": "user", "content": "What is 6 times 7?"}
-SAID = "I see.\n" + write_calls(
-    [Call(name="calculator", arguments={"expression": "6*7"})], "hermes"
-)
+SAID = "I see.\n" + write_calls([Call(name="calculator", arguments={"expression": "6*7"})])
 # As the templates of Qwen2.5 and Qwen3 write tools and calls.
 KNOWS_TOOLS = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n"
+    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     + CHATML.replace(
         "{{ m['content'] }}",
-        "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ '\n' if m['content'] or not loop.first }}"
-        '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+        "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
+        "{{ '\n' if m['content'] or not loop.first }}"
+        '<tool_call>\n{"name": "{{ c.function.name }}", '
+        '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
         "{% endfor %}",
     )
 )
@@ -78,7 +79,7 @@ def test_a_call_in_the_answer_is_a_tool_call():
     assert call.id.startswith("call_")
 
 
-def test_a_streamed_call_comes_whole_in_the_last_piece_and_nothing_of_it_before():
+def test_streamed_call_comes_whole_in_the_last_piece():
     with answering(SAID) as url:
         *before, last = ask(url, stream=True)
     assert [piece.delta.content for piece in before] == [""] and before[0].delta.role == "assistant"
@@ -99,7 +100,7 @@ def test_a_streamed_call_comes_whole_in_the_last_piece_and_nothing_of_it_before(
     ids=["no call", "cut", "a broken call beside a whole one", "none", "no tools"],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_is_no_call_is_content(said, fields, reason, stream):
+def test_text_without_a_readable_call_is_content(said, fields, reason, stream):
     with answering(said) as url:
         got = ask(url, stream=stream, **fields)
     text = said[: fields.get("max_tokens", 400)]
@@ -182,7 +183,7 @@ def test_tools_are_shown_unless_none_is_to_be_called():
         ),
     ],
 )
-def test_what_cannot_be_done_with_tools_is_named(fields, param):
+def test_unsupported_tool_field_is_named(fields, param):
     with answering("x") as url:
         answer = post(f"{url}/v1/chat/completions", json={"messages": [ASK], **fields})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
@@ -190,7 +191,7 @@ def test_what_cannot_be_done_with_tools_is_named(fields, param):
 
 
 @pytest.mark.parametrize("template", [CHATML, KNOWS_TOOLS], ids=["knows no tools", "knows tools"])
-def test_a_served_conversation_with_tools_has_the_tokens_that_training_has(template, tmp_path):
+def test_served_conversation_with_tools_has_training_tokens(template, tmp_path):
     renderer = load_renderer(make_model(tmp_path, template))
     env = ToolEnv("calculator")
     observation = asyncio.run(env.step(SAID))

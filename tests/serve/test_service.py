@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tandem.serve.service import EngineService
-from tests.engine.test_engine import engine_of, request
+from tests.support.engines import engine_of, request
 from tests.support.tiny import exact_model
 from tests.support.waiting import WAIT_S
 
@@ -41,7 +41,7 @@ def held_at(engine, count):
 
 
 @pytest.mark.parametrize("running", ["finish", "continue"])
-def test_a_client_gets_every_token_once_when_the_weights_change_meanwhile(running):
+def test_client_gets_every_token_once_across_new_weights(running):
     model, new = exact_model("qwen3"), exact_model("qwen3", seed=1).named_weights()
 
     async def life():
@@ -56,9 +56,10 @@ def test_a_client_gets_every_token_once_when_the_weights_change_meanwhile(runnin
                     update.completion,
                 )
                 if len(tokens) == 3:
-                    applied = asyncio.create_task(
-                        service.apply(1, lambda: model.load_weights(new), running)
+                    apply = service.ask(
+                        lambda engine: engine.apply(1, lambda: model.load_weights(new), running)
                     )
+                    applied = asyncio.create_task(apply)
                     await asyncio.sleep(0)  # now it is asked for
                     go.set()
                     await applied

@@ -7,7 +7,8 @@ engine serves random requests, the trainer passes over what was sampled, and its
 with one thread and with two. A cell is wrong where the probe says yes and a bit differs. Switches
 are read when a process starts, so each set of them has a process of its own.
 
-    python -m tests.support.cells 3 0 1 2      these cells' results under the switches of that number, as JSON lines
+    python -m tests.support.cells 3 0 1 2      results of these cells under the switches of that
+                                               number, as JSON lines
 """
 
 import json
@@ -277,9 +278,8 @@ def tried(shape: Shape, seed: int) -> dict[str, Any]:
 def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, int, bool]:
     """(largest gap between engine and trainer, tokens sampled, whether one and two threads give the
     trainer the same bits)."""
-    from tandem.model.logprobs import SamplingDistribution
     from tandem.train.pack import join, pack
-    from tandem.types import Request, SamplingParams
+    from tandem.types import Request, SamplingDistribution, SamplingParams
     from tests.support.parity import engine_for, sample_of
 
     requests, prompts = [], [int(n) for n in rng.choice(PROMPTS, 7)] + [longest]
@@ -312,7 +312,7 @@ def lived(model: Any, longest: int, rng: np.random.Generator) -> tuple[float, in
     return gap, sum(len(completion.tokens) for completion in completions), agree
 
 
-def passed(model: Any, batch: Any, how: Any, *, gradients: bool) -> tuple[np.ndarray, bool]:
+def passed(model: Any, batch: Any, sampling: Any, *, gradients: bool) -> tuple[np.ndarray, bool]:
     """(log-probs with the threads at hand, whether log-probs, and gradients, are the same with one
     thread and with two)."""
     import torch
@@ -323,7 +323,7 @@ def passed(model: Any, batch: Any, how: Any, *, gradients: bool) -> tuple[np.nda
     made = {}
     for threads in (1, 2):
         with threads_of(threads), torch.set_grad_enabled(gradients):
-            logprobs, _ = batch_logprobs(model, batch, how)
+            logprobs, _ = batch_logprobs(model, batch, sampling)
             if gradients:
                 (-logprobs.sum() / len(logprobs)).backward()
         made[threads] = [

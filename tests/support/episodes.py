@@ -9,16 +9,21 @@ import torch
 from tandem.config.schema import RL, Config, Rollout, Train
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import make_exact
-from tandem.model.logprobs import SamplingDistribution
 from tandem.model.lora import Lora
+from tandem.rollout.collect import RolloutBatch
+from tandem.step import learn_step
+from tandem.train.batch import Models
+from tandem.train.learn import LearnStage
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
-from tandem.types import Episode, Group, Problem
+from tandem.types import Episode, Group, Problem, SamplingParams
+from tests.support import dense
 from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_config
 
-HOW = SamplingDistribution(temperature=0.7)
 MAX_NEW_TOKENS = 40
+SAMPLING = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.7)
+DISTRIBUTION = SAMPLING
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",), seed=7)
 
 
@@ -76,7 +81,25 @@ def settings(budget=60, **rl):
     )
 
 
-def sampled_groups(model, *, prompts=3, size=3, turns=1, seed=0, version=0, how=HOW):
+def learn_stage(models, config, *, exact=True, sampling=SAMPLING):
+    return LearnStage(config=config, models=models, sampling=sampling, exact=exact)
+
+
+def learn(models, groups, config, *, version=0, baseline=0.0, exact=True, sampling=SAMPLING):
+    """Run learn_step on made-up groups. version: of the weights now.
+
+    The groups count as carried from an earlier step, so they may be of any older weights; the
+    config is told how many there are.
+    """
+    size = {"prompts_per_step": len(groups), "group_size": len(groups[0].episodes)}
+    config = config.model_copy(update={"rl": config.rl.model_copy(update=size)})
+    batch = RolloutBatch(
+        step=version, groups=groups, num_carried=len(groups), baseline=baseline, state={}
+    )
+    return learn_step(learn_stage(models, config, exact=exact, sampling=sampling), batch)
+
+
+def sampled_groups(model, *, prompts=3, size=3, turns=1, seed=0, version=0, sampling=SAMPLING):
     """Groups whose engine log-probs are the model's own; between turns stand tokens that nobody
     sampled."""
     rng = np.random.default_rng(seed)
@@ -87,14 +110,14 @@ def sampled_groups(model, *, prompts=3, size=3, turns=1, seed=0, version=0, how=
         )
         prompt = random_tokens(rng, int(rng.integers(1, 20)))
         episodes = [
-            _episode(rng, model, prompt, problem.uid, place, turns, version, how)
+            _episode(rng, model, prompt, problem.uid, place, turns, version, sampling)
             for place in range(size)
         ]
         groups.append(Group(problem=problem, episodes=tuple(episodes)))
     return groups
 
 
-def _episode(rng, model, prompt, uid, place, turns, version, how):
+def _episode(rng, model, prompt, uid, place, turns, version, sampling):
     tokens, mask = [prompt], [np.zeros(len(prompt), bool)]
     for turn in range(turns):
         if turn:
@@ -110,7 +133,7 @@ def _episode(rng, model, prompt, uid, place, turns, version, how):
         sample_index=place,
         tokens=tokens,
         loss_mask=mask,
-        engine_logprobs=own_logprobs(model, tokens, mask, how),
+        engine_logprobs=own_logprobs(model, tokens, mask, sampling),
         weight_versions=np.where(mask, version, -1).astype(np.int32),
         num_prompt_tokens=len(prompt),
         penalties=np.zeros(len(mask), np.float32),
@@ -120,12 +143,12 @@ def _episode(rng, model, prompt, uid, place, turns, version, how):
     )
 
 
-def own_logprobs(model, tokens, mask, how=HOW):
+def own_logprobs(model, tokens, mask, sampling):
     """float32 [T]: the model's own at the masked tokens, of the sequence alone; 0 elsewhere."""
     [batch] = pack([make_sample(tokens, mask)], 10_000)
     column = np.zeros(len(tokens), np.float32)
     with torch.no_grad():
-        column[mask] = batch_logprobs(model, batch, how)[0].numpy()
+        column[mask] = batch_logprobs(model, batch, sampling)[0].numpy()
     return column
 
 
@@ -157,3 +180,21 @@ def episodes_of(groups):
 
 def engine_of(episode):
     return torch.from_numpy(episode.engine_logprobs[episode.loss_mask])
+
+
+def stock_logprobs(stock, episode):
+    return dense.logprobs(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
+
+
+def grpo_of(groups):
+    return [
+        advantage for group in groups for advantage in dense.group_relative(group.rewards.tolist())
+    ]
+
+
+def learn_once(model, groups, config, *, exact=False, **models):
+    """(row, gradients) of one update that changes nothing."""
+    policy = recorded(model)
+    row = learn(Models(policy=policy, **models), groups, config, exact=exact)
+    [gradients] = policy.optimizer.updates
+    return row, gradients

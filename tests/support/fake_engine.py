@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from tandem.engine.scheduler import QueueFull, RunningSequence
-from tandem.model.logprobs import SamplingDistribution
 from tandem.serve.openai_requests import Served
 from tandem.types import Completion
 from tests.support.waiting import WAIT_S
@@ -48,15 +47,13 @@ class FakeEngine:
         self.threads.add(threading.get_ident())
         if len(self.running) >= self.room:
             raise QueueFull(f"{len(self.running)} requests are waiting")
-        self.running.append(
-            RunningSequence(request=request, arrival=0, how=SamplingDistribution.of(request.params))
-        )
+        self.running.append(RunningSequence(request=request, arrival=0))
         return self.running[-1]
 
-    def cancel(self, running):
-        if running.completion is None:
-            self.cancelled.append(running)
-            self._end(running, "", "cancelled")
+    def cancel(self, sequence):
+        if sequence.completion is None:
+            self.cancelled.append(sequence)
+            self._end(sequence, "", "cancelled")
 
     def step(self):
         self.threads.add(threading.get_ident())
@@ -99,10 +96,6 @@ class FakeEngine:
 
     def stats(self):
         return {"running": len(self.running), "generated_tokens": self.steps}
-
-    def apply(self, version, load, running):
-        load()
-        self.weight_version = version
 
     def weight_hash(self):
         return "f" * 64

@@ -4,6 +4,7 @@ function."""
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
+from tandem.runtime.errors import UserError
 from tests.support.runs import prepare
 
 
@@ -14,10 +15,10 @@ def make_home(folder, steps):
     (folder / "reward.py").write_text(
         text + "\ndef length(problem, completion):\n    return len(completion) / 100\n"
     )
-    recipe = (
-        (folder / "recipe.toml").read_text().replace("[run]\n", f'[run]\nfolder = "{folder}/run"\n')
-    )
-    recipe += 'data = "{0}/data/test.jsonl"\n[data]\ntrain = "{0}/data/train.jsonl"\n[model]\npath = "{0}/model"\n'
+    recipe = (folder / "recipe.toml").read_text()
+    recipe = recipe.replace("[run]\n", f'[run]\nfolder = "{folder}/run"\n')
+    recipe += 'data = "{0}/data/test.jsonl"\n'
+    recipe += '[data]\ntrain = "{0}/data/train.jsonl"\n[model]\npath = "{0}/model"\n'
     recipe += '[reward]\nfunction = "{0}/reward.py:score"\n'
     (folder / "recipe.toml").write_text(recipe.format(folder))
     return folder
@@ -25,3 +26,10 @@ def make_home(folder, steps):
 
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def mistake(*arguments):
+    """The error of a command that a user got wrong, as text; nothing was trained."""
+    result = invoke(*arguments)
+    assert isinstance(result.exception, UserError), result.output
+    return str(result.exception)

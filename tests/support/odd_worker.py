@@ -34,7 +34,7 @@ def odd_command(fault="none", file=""):
 
 
 class LightWeights:
-    """Versions of nothing but bytes. Implements workers.Published."""
+    """Versions of nothing but bytes. Implements pool.Published."""
 
     layout = SimpleNamespace(parts=())
 
@@ -99,7 +99,7 @@ class LightEngine:
 
     def sample(self, running):
         request, at = running.request, len(running.tokens)
-        place = f"{self.weights} {request.key} {request.drawn + at} {request.prompt.tolist()}"
+        place = f"{self.weights} {request.key} {request.num_sampled + at} {request.prompt.tolist()}"
         bits = hashlib.sha256(place.encode()).digest()
         running.tokens.append(int.from_bytes(bits[:2], "little"))
         running.logprobs.append(bits[2:6])
@@ -134,13 +134,13 @@ class LightServer(Server):
 
     def _answer(self, running):
         if running.completion is not None and self._engine.fault == "garbage":
-            os.write(self._channel._socket.fileno(), b"\x00\xff not a message\n")
+            os.write(self._channel.socket.fileno(), b"\x00\xff not a message\n")
         if (
             running.completion is not None
             and self._engine.fault == "swap"
-            and len(self._running) > 1
+            and len(self._numbers) > 1
         ):
-            number = next(n for n, other in self._running.items() if other is not running)
+            number = next(n for other, n in self._numbers.items() if other is not running)
             self._channel.send(
                 completion_message(number, identity_of(running.request), running.completion)
             )
@@ -168,11 +168,12 @@ def main(fault, file, parent):
     if fault == "refuse":
         run(channel, refuse)
         return
-    [message] = channel.receive(600.0)
+    channel.wait(600.0)
+    [message] = channel.receive()
     channel.send({"ready": True})
     try:
         LightServer(channel, LightEngine(fault), [], message["start"]["beat_s"]).serve()
-    except (EOFError, ConnectionError):
+    except EOFError:
         return
 
 

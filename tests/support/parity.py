@@ -15,10 +15,9 @@ from transformers import (
 from tandem.engine.engine import Engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, make_exact
-from tandem.model.logprobs import SamplingDistribution
 from tandem.runtime.rng import address
 from tandem.train.pack import join, pack
-from tandem.types import Completion, Request, Sample, SamplingParams
+from tandem.types import Completion, Request, Sample, SamplingDistribution, SamplingParams
 
 VOCABULARY = 97
 SHAPE = {
@@ -96,7 +95,7 @@ def largest_gap(
     )
     gap = 0.0
     for params in FILTERS:
-        how = SamplingDistribution(
+        sampling = SamplingDistribution(
             temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
         )
         mine = [(r, c) for r, c in pairs if r.params == params]
@@ -105,7 +104,7 @@ def largest_gap(
             batches, join(batches, [c.logprobs for _, c in mine]), strict=True
         ):
             with torch.set_grad_enabled(gradients):
-                logprobs, _ = batch_logprobs(model, batch, how)
+                logprobs, _ = batch_logprobs(model, batch, sampling)
             if gradients:
                 logprobs.sum().backward()
             # np: a NaN must show

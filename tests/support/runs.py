@@ -5,7 +5,7 @@ A run is a process of its own (`run`, at given moments), or a fork of a process 
 Tandem and nothing else (`Forks`, at given steps), which saves the seconds of the import and so
 kills where the work is.
 
-    python -m tests.support.runs dapo 5      five kills at random moments of a run with rl.algorithm=dapo
+    python -m tests.support.runs dapo 5      five kills at random moments of a dapo run
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from tandem.model.tiny import make_tiny
-from tandem.tasks.algebra import write_dataset
+from tests.support.datasets import write_algebra
 
 RECIPE = """
 [run]
@@ -72,7 +72,8 @@ class Chat(Env):
         time.sleep(os.urandom(1)[0] / 20_000)
         done = self.turns == 3
         messages = [{"role": "user", "content": f"{text[:8]}?"}]
-        return Observation(messages=messages, done=done, reward=float(sum(map(ord, text)) % 2), penalty=0.1 * (len(text) % 2))
+        reward, penalty = float(sum(map(ord, text)) % 2), 0.1 * (len(text) % 2)
+        return Observation(messages=messages, done=done, reward=reward, penalty=penalty)
 """
 _PR_SET_PDEATHSIG = 1
 KINDS = {  # name: command and overrides
@@ -118,9 +119,7 @@ KINDS |= {
 def prepare(folder: Path, steps: int = 12, command: str = "train") -> list[str]:
     """Data, tiny models and a recipe; command is one of KINDS. Returns the command line, which
     lacks only run.folder."""
-    write_dataset(
-        folder / "data", "easy", num_train=48, num_test=8, num_warm=64, seed=0, careless=0.0
-    )
+    write_algebra(folder / "data", num_train=48, num_test=8, num_warm=64)
     make_tiny(folder / "model", hidden=32, layers=2, intermediate=64)
     make_tiny(folder / "teacher", hidden=32, layers=2, intermediate=64, seed=1)
     (folder / "pairs.jsonl").write_text("".join(f"{pair(number)}\n" for number in range(24)))

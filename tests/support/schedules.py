@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tandem.engine.engine import Engine
 from tandem.engine.page_cache import PageCache
 from tandem.model.forward import batch_logprobs
-from tandem.model.logprobs import SamplingDistribution
 from tandem.runtime.rng import address
 from tandem.train.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingParams
@@ -128,9 +127,9 @@ def model_with_versions(name):
     return model, versions
 
 
-class RolloutRunner:
-    """Plays the acts and remembers who asked for what; `seen` counts what happened, as proof that
-    it did."""
+class EngineDriver:
+    """Plays the acts on an engine and remembers who asked for what; `seen` counts what happened, as
+    proof that it did."""
 
     def __init__(self, schedule: Schedule):
         self.model, self.weights = model_with_versions(schedule.model)
@@ -160,7 +159,7 @@ class RolloutRunner:
                         .integers(0, VOCABULARY, act.words)
                         .astype(np.int64)
                     )
-                    self.submit(np.concatenate([last.known(), more]), act.life)
+                    self.submit(np.concatenate([last.all_tokens(), more]), act.life)
             case Step():
                 for _ in range(act.passes):
                     self.engine.step()
@@ -198,33 +197,31 @@ class RolloutRunner:
 
 def run(schedule: Schedule) -> tuple[float, int, Counter]:
     """(largest gap between engine and policy, sampled tokens, what happened); asserts the rest."""
-    player = RolloutRunner(schedule)
+    driver = EngineDriver(schedule)
     for act in schedule.acts:
-        player.play(act)
-    player.finish()
-    pairs = [(r.request, r.completion) for r in player.asked if r.completion.tokens.size]
-    gap = max((gap_under(player, version, pairs) for version in range(VERSIONS)), default=0.0)
-    same_alone(player, pairs)
-    player.model.load_weights(player.weights[0])
-    return gap, sum(len(c.tokens) for _, c in pairs), player.seen
+        driver.play(act)
+    driver.finish()
+    pairs = [(r.request, r.completion) for r in driver.asked if r.completion.tokens.size]
+    gap = max((gap_under(driver, version, pairs) for version in range(VERSIONS)), default=0.0)
+    same_alone(driver, pairs)
+    driver.model.load_weights(driver.weights[0])
+    return gap, sum(len(c.tokens) for _, c in pairs), driver.seen
 
 
-def gap_under(
-    player: RolloutRunner, version: int, pairs: list[tuple[Request, Completion]]
-) -> float:
+def gap_under(driver: EngineDriver, version: int, pairs: list[tuple[Request, Completion]]) -> float:
     """max |engine - policy| over the tokens that this version made; other tokens are their
     context."""
     mine = [(r, c) for r, c in pairs if (c.weight_versions == version).any()]
     if not mine:
         return 0.0
-    player.model.load_weights(player.weights[version])
+    driver.model.load_weights(driver.weights[version])
     gaps = []
     for life in {r.params for r, _ in mine}:
         lived = [(r, c) for r, c in mine if r.params == life]
         batches = pack([sample_of(r, c, version) for r, c in lived], 2000)
         columns = [c.logprobs[c.weight_versions == version] for _, c in lived]
         for batch, engine in zip(batches, join(batches, columns), strict=True):
-            logprobs, _ = batch_logprobs(player.model, batch, SamplingDistribution.of(life))
+            logprobs, _ = batch_logprobs(driver.model, batch, life)
             gaps.append(np.abs(logprobs.detach().numpy() - engine).max())
     return float(np.max(gaps))  # a NaN must show
 
@@ -237,16 +234,16 @@ def sample_of(request: Request, completion: Completion, version: int) -> Sample:
     )
 
 
-def same_alone(player: RolloutRunner, pairs: list[tuple[Request, Completion]]) -> None:
+def same_alone(driver: EngineDriver, pairs: list[tuple[Request, Completion]]) -> None:
     """A large engine that runs one request at a time gives the same tokens, log-probs and
     alternatives."""
     for version in range(VERSIONS):
         mine = [(r, c) for r, c in pairs if (c.weight_versions == version).all()][:4]
         if not mine:
             continue
-        player.model.load_weights(player.weights[version])
+        driver.model.load_weights(driver.weights[version])
         for request, completion in mine:
-            alone = Engine(player.model, words, cache_bytes=1 << 24, max_batch=1)
+            alone = Engine(driver.model, words, cache_bytes=1 << 24, max_batch=1)
             [other] = alone.generate([request])
             size = len(completion.tokens)  # a cancelled one has the beginning
             assert size == len(other.tokens) or completion.stop_reason == "cancelled"

@@ -1,5 +1,4 @@
-"""Many attempts at once through a RewardPool, as the tests of it want them, and the clock that it
-goes by."""
+"""Many attempts at once through a RewardPool, and the clock of its tests."""
 
 import time
 
@@ -7,21 +6,19 @@ from tandem.types import Attempt
 from tests.support.waiting import WAIT_S, eventually
 
 
-class Clock:
-    """What the modules of a pool take for `time`. A test sets it forward, so that only what hangs
-    runs out of time.
-
-    A limit that were short enough to wait for would strike the innocent too, on a machine that
-    stops for a moment.
-    """
-
-    clock_gettime = staticmethod(time.clock_gettime)
+class FakeClock:
+    """The clock of a RewardPool, which stands still until a test moves it: nothing else runs out of
+    time, however busy the machine is."""
 
     def __init__(self):
-        self.ahead = 0.0
+        self.now = 0.0
 
-    def monotonic(self):
-        return time.monotonic() + self.ahead
+    def __call__(self):
+        return self.now
+
+    def advance(self, pool, seconds):
+        self.now += seconds
+        pool._scheduler.wake()
 
 
 def submit_all(pool, problem, texts):
@@ -39,27 +36,39 @@ def scores_of(pool, problem, texts):
     return score_all(pool, [(problem, text) for text in texts])
 
 
-def strike(pool, clock, hung, *, seconds, function=0):
-    """Let the time of these texts run out, as soon as workers are at them, at that function, and at
-    no other text."""
+def in_flight(pool):
+    """(index of the task, text, index of the function) of what each worker scores."""
+    workers = list(pool._scheduler._workers.values())
+    heads = [(task, worker.function) for worker in workers for task in list(worker.tasks)[:1]]
+    return sorted((task.index, task.attempt.text, function) for task, function in heads)
 
-    def at():
-        ahead = [
-            (worker.at, list(worker.unanswered)[:1])
-            for worker in list(pool._crew._workers.values())
-        ]
-        return sorted((item.attempt.text, number) for number, items in ahead for item in items)
 
-    assert eventually(lambda: at() == sorted((text, function) for text in hung))
-    clock.ahead += seconds
-    pool._crew._ring()
+def time_out(pool, clock, hung, *, seconds, function=0):
+    """Let these texts run out of time, in that function, whenever nothing else is in flight."""
+    hung, struck = list(hung), []
+
+    def only_hung():
+        seen, scheduler = in_flight(pool), pool._scheduler
+        idle = len(seen) < scheduler._max_workers
+        starting = any(not worker.ready for worker in list(scheduler._workers.values()))
+        if not seen or starting or (scheduler._todo and idle) or any(one in struck for one in seen):
+            return None
+        if any(text not in hung or at != function for _, text, at in seen):
+            return None
+        time.sleep(0.01)  # a task that is just being handed out shows by then
+        return seen == in_flight(pool) and seen
+
+    while hung:
+        seen = eventually(only_hung)
+        assert seen, f"in flight: {in_flight(pool)}, expected only {hung}"
+        struck += seen
+        for _, text, _ in seen:
+            hung.remove(text)
+        clock.advance(pool, seconds)
 
 
 def scores_of_some_that_hang(pool, clock, problem, texts, hung, *, timeout_s):
-    """As scores_of; those that hang run out of time when all others have their scores."""
+    """As scores_of, with texts that hang until they run out of time."""
     futures = submit_all(pool, problem, texts)
-    for future, text in zip(futures, texts, strict=True):
-        if text not in hung:
-            future.result(WAIT_S)
-    strike(pool, clock, [text for text in texts if text in hung], seconds=timeout_s + 1)
+    time_out(pool, clock, [text for text in texts if text in hung], seconds=timeout_s + 1)
     return [future.result(WAIT_S) for future in futures]

@@ -50,7 +50,7 @@ def run(workers, requests, between=lambda: None):
     ends = time.monotonic() + DEADLINE_S
     tickets = [workers.submit(request) for request in requests]
     while any(ticket.completion is None for ticket in tickets):
-        assert time.monotonic() < ends, workers.status()
+        assert time.monotonic() < ends, processes(workers)
         workers.step()
         between()
     return [ticket.completion for ticket in tickets]
@@ -59,17 +59,26 @@ def run(workers, requests, between=lambda: None):
 def until(workers, condition):
     ends = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < ends, workers.status()
+        assert time.monotonic() < ends, processes(workers)
         workers.step()
 
 
+def processes(workers):
+    return sorted(workers._workers.values(), key=lambda worker: worker.number)
+
+
 def all_idle(workers):
-    return {worker.state for worker in workers.status()} == {"idle"}
+    return {worker.state for worker in processes(workers)} == {"idle"}
+
+
+def requests_served_again(reports):
+    """Count the requests of lost workers, by the reports of the losses."""
+    return sum(int(report.rpartition(" of its requests")[0].split()[-1]) for report in reports)
 
 
 @contextmanager
 def odd_workers(*, fault="none", file="", count=2, heartbeat_s=30.0, restarts=0, max_batch=16):
-    """reports: what they told; published: the weights, of versions 0 and 1."""
+    """reports: lines about lost workers; published: the weights, of versions 0 and 1."""
     weights, reports = LightWeights(), []
     weights.publish(0, b"weights of version 0")
     weights.publish(1, b"weights of version 1")

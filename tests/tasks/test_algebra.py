@@ -1,7 +1,6 @@
 """The algebra data set, judged by a solver that reads the question's text and knows nothing of how
 it was made."""
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -16,17 +15,19 @@ from sympy.parsing.sympy_parser import (
 )
 
 from tandem.runtime.errors import UserError
-from tandem.tasks.algebra import generate, is_test, warm_start, write_dataset
-from tandem.tasks.algebra_templates import NAMES, SCHOOL_FORMAT
+from tandem.tasks import algebra
+from tandem.tasks.algebra import warm_start
+from tandem.tasks.algebra_templates import SCHOOL_FORMAT, TEMPLATES
+from tandem.tasks.generate import is_test
+from tandem.tasks.registry import write_rows
 
 X, Y = sympy.symbols("x y")
 COMMITTED = Path(__file__).parents[2] / "data" / "algebra"
-LEVELS = ("easy", "school")
+EASY, SCHOOL = LEVELS = (1, 2)
 RULES = (*standard_transformations, convert_xor, implicit_multiplication_application)
 
 
-# --- the independent solver
-# ---------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- the independent solver
 
 
 def expression(text):
@@ -91,10 +92,10 @@ SOLVERS = {
 
 @pytest.fixture(scope="module", params=LEVELS)
 def rows(request):
-    return generate("train", 96, 7, request.param) + generate("test", 40, 7, request.param)
+    return algebra.rows("train", 96, 7, request.param) + algebra.rows("test", 40, 7, request.param)
 
 
-def test_an_independent_solver_finds_every_label_in_the_text_alone(rows):
+def test_an_independent_solver_finds_every_label_in_the_text(rows):
     for row in rows:
         solved = SOLVERS[row["data_source"]](question(row))
         assert sympy.Rational(row["reward_model"]["ground_truth"]) == solved, row
@@ -106,8 +107,7 @@ def test_labels_are_written_in_lowest_terms(rows):
         assert truth == str(sympy.Rational(truth))
 
 
-# --- worked solutions
-# ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- worked solutions
 
 
 def unknowns(row):
@@ -155,8 +155,10 @@ def test_every_line_of_the_working_is_true(rows):
     assert sum(checked.values()) > len(rows) / 2
 
 
-def test_school_factors_multiply_to_the_polynomial_and_both_roots_are_named():
-    rows = [r for r in generate("train", 160, 3, "school") if r["data_source"] == "quadratic_root"]
+def test_school_factors_give_the_polynomial_and_both_roots():
+    rows = [
+        r for r in algebra.rows("train", 160, 3, SCHOOL) if r["data_source"] == "quadratic_root"
+    ]
     for row in rows:
         factors, roots, _ = row["extra_info"]["solution"].split("\n")
         (equation,) = equations(question(row))
@@ -173,27 +175,26 @@ def test_every_worked_solution_ends_in_the_right_answer_line(rows):
         )
 
 
-def test_easy_problems_stay_short_because_every_character_is_a_token():
-    for row in generate("train", 200, 0, "easy"):
+def test_easy_problems_stay_short_as_a_character_is_a_token():
+    for row in algebra.rows("train", 200, 0, EASY):
         assert len(question(row)) <= 30
         assert len(row["extra_info"]["solution"]) <= 30
         assert re.fullmatch(r"-?\d{1,2}", row["reward_model"]["ground_truth"])
 
 
-# --- the two sides and the seeds
-# ----------------------------------------------------------------------------------
+# ---------------------------------------------------------------- the two sides and the seeds
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_templates_come_in_turn_and_in_equal_numbers(level):
-    rows = generate("train", 64, 0, level)
-    assert [row["data_source"] for row in rows] == list(NAMES) * 8
+    rows = algebra.rows("train", 64, 0, level)
+    assert [row["data_source"] for row in rows] == list(TEMPLATES) * 8
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_train_of_any_seed_never_meets_test(level):
-    test = {question(r) for seed in range(3) for r in generate("test", 64, seed, level)}
-    train = {question(r) for seed in range(3) for r in generate("train", 256, seed, level)}
+    test = {question(r) for seed in range(3) for r in algebra.rows("test", 64, seed, level)}
+    train = {question(r) for seed in range(3) for r in algebra.rows("train", 256, seed, level)}
     warm = {
         row["messages"][0]["content"].removesuffix("\n" + SCHOOL_FORMAT)
         for row in warm_start(512, 5, level, 0.5)
@@ -207,98 +208,84 @@ def test_the_side_of_a_problem_does_not_depend_on_its_wording():
 
     test = {
         mathematics(r)
-        for r in generate("test", 128, 0, "school")
+        for r in algebra.rows("test", 128, 0, SCHOOL)
         if r["data_source"] == "arith_sequence"
     }
     train = {
         mathematics(r)
-        for r in generate("train", 2000, 1, "school")
+        for r in algebra.rows("train", 2000, 1, SCHOOL)
         if r["data_source"] == "arith_sequence"
     }
     assert not test & train
 
 
 def test_about_a_fifth_of_all_problems_are_test_problems():
-    assert 0.18 < sum(is_test(f"problem {i}") for i in range(5000)) / 5000 < 0.22
+    assert (
+        0.18 < sum(is_test(f"problem {i}", "algebra test side") for i in range(5000)) / 5000 < 0.22
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_no_question_occurs_twice_in_a_split(level, split):
-    questions = [question(r) for r in generate(split, 96, 0, level)]
+    questions = [question(r) for r in algebra.rows(split, 96, 0, level)]
     assert len(set(questions)) == len(questions)
 
 
 def test_a_longer_data_set_begins_with_the_shorter_one():
-    assert generate("train", 64, 3, "easy")[:24] == generate("train", 24, 3, "easy")
+    assert algebra.rows("train", 64, 3, EASY)[:24] == algebra.rows("train", 24, 3, EASY)
 
 
 def test_another_seed_gives_other_problems():
-    assert generate("train", 16, 0, "school") != generate("train", 16, 1, "school")
+    assert algebra.rows("train", 16, 0, SCHOOL) != algebra.rows("train", 16, 1, SCHOOL)
 
 
 def test_uids_are_unique_and_say_where_a_problem_comes_from():
-    uids = [r["extra_info"]["uid"] for r in generate("test", 20, 0, "easy")]
+    uids = [r["extra_info"]["uid"] for r in algebra.rows("test", 20, 0, EASY)]
     assert uids == [f"algebra/easy/test/{n}" for n in range(20)]
 
 
-def test_a_template_that_has_run_out_loses_its_turns_and_the_others_go_on():
-    rows = generate("test", 8000, 0, "easy")
+def test_an_exhausted_template_loses_its_turns():
+    rows = algebra.rows("test", 8000, 0, EASY)
     assert (
-        rows[:100] == generate("test", 100, 0, "easy")
+        rows[:100] == algebra.rows("test", 100, 0, EASY)
         and len({question(row) for row in rows}) == len(rows) < 8000
     )
     counts = Counter(row["data_source"] for row in rows)
     assert len(counts) == 8 and max(counts.values()) > 2 * min(counts.values())
 
 
-@pytest.mark.parametrize(("split", "level"), [("valid", "easy"), ("train", "hard")])
+@pytest.mark.parametrize(("split", "level"), [("valid", EASY), ("train", 3)])
 def test_an_unknown_split_or_level_is_a_users_error(split, level):
     with pytest.raises(UserError):
-        generate(split, 8, 0, level)
+        algebra.rows(split, 8, 0, level)
 
 
-# --- the warm start
-# -----------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- the warm start
 
 
 def replies(careless):
-    return [row["messages"][1]["content"] for row in warm_start(800, 0, "easy", careless)]
+    return [row["messages"][1]["content"] for row in warm_start(800, 0, EASY, careless)]
 
 
-def test_careless_replies_have_no_working_and_come_in_the_asked_share():
+def test_careless_replies_have_no_working_and_their_share():
     without_working = sum("\n" not in reply for reply in replies(0.4))
     assert 0.35 < without_working / 800 < 0.45
     assert all("\n" in reply for reply in replies(0.0))
     assert not any("\n" in reply for reply in replies(1.0))
 
 
-def test_careless_guesses_are_mostly_wrong_and_worked_solutions_right():
+def test_careless_guesses_are_mostly_wrong():
     careful, careless = replies(0.0), replies(1.0)
     right = sum(a.split("\n")[-1] == b for a, b in zip(careful, careless, strict=True))
     assert right / 800 < 0.25
 
 
-# --- files
-# --------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- files
 
 
 def test_the_committed_files_are_what_the_generator_writes(tmp_path):
-    write_dataset(tmp_path, "school", num_train=192, num_test=64, num_warm=0, seed=0, careless=0.0)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["test.jsonl", "train.jsonl"]
-    for name in ("train.jsonl", "test.jsonl"):
-        assert (tmp_path / name).read_bytes() == (COMMITTED / name).read_bytes()
-
-
-def test_files_hold_one_row_a_line(tmp_path):
-    write_dataset(tmp_path, "easy", num_train=16, num_test=8, num_warm=24, seed=1, careless=0.5)
-    lines = {
-        p.name: [json.loads(line) for line in p.read_text().splitlines()]
-        for p in tmp_path.iterdir()
-    }
-    assert {name: len(rows) for name, rows in lines.items()} == {
-        "train.jsonl": 16,
-        "test.jsonl": 8,
-        "warm.jsonl": 24,
-    }
-    assert lines["train.jsonl"] == generate("train", 16, 1, "easy")
+    for split, count in (("train", 192), ("test", 64)):
+        write_rows(tmp_path / f"{split}.jsonl", algebra.rows(split, count, 0, SCHOOL))
+        written = (tmp_path / f"{split}.jsonl").read_bytes()
+        assert written == (COMMITTED / f"{split}.jsonl").read_bytes()

@@ -8,7 +8,6 @@ import pytest
 
 from tandem.config.schema import Env as EnvConfig
 from tandem.config.schema import Sandbox
-from tandem.envs.guess import GuessTheNumber
 from tandem.envs.load import load_env
 from tandem.envs.python import PythonEnv, fenced_code, report
 from tandem.envs.tools import ToolUnavailable
@@ -16,6 +15,7 @@ from tandem.model.tool_calls import Call, write_calls
 from tandem.runtime.errors import UserError
 from tandem.runtime.sandbox import Result
 from tandem.runtime.user_code import load_user_object
+from tandem.tasks.guess import GuessTheNumber
 from tandem.types import Problem
 from tests.support.waiting import WAIT_S, given_time
 
@@ -63,7 +63,7 @@ def test_a_guess_is_answered_until_the_number_is_found():
 
 
 @pytest.mark.parametrize("low, high", [(1, 1), (1, 2), (1, 15), (1, 16), (-7, 24)])
-def test_halving_always_finds_the_number_within_the_default_limit(low, high):
+def test_halving_finds_the_number_within_the_default_limit(low, high):
     def halve(number):
         env, a, b = GuessTheNumber(), low, high
         play(env, problem(number, low=low, high=high))
@@ -77,7 +77,7 @@ def test_halving_always_finds_the_number_within_the_default_limit(low, high):
     assert [halve(number) for number in range(low, high + 1)] == [1.0] * (high - low + 1)
 
 
-def test_the_last_guess_within_the_limit_counts_and_none_after_it():
+def test_the_last_guess_within_the_limit_is_the_last_to_count():
     task = problem(9, low=1, high=100)
     _, turns = play(GuessTheNumber(limit=2), task, "1", "9")
     assert [(turn.done, turn.reward) for turn in turns] == [(False, 0.0), (True, 1.0)]
@@ -138,7 +138,7 @@ def test_fenced_blocks_of_python_are_one_program():
 @needs_bubblewrap
 def test_code_is_run_and_its_output_read_in_either_form():
     env = PythonEnv(seconds=WAIT_S)
-    called = write_calls([Call(name="python", arguments={"code": "print(6 * 7)\n"})], "hermes")
+    called = write_calls([Call(name="python", arguments={"code": "print(6 * 7)\n"})])
     _, turns = play(env, problem(42), block("print(6 * 7)"), called, block("1 / 0"), "Answer: 42")
     assert [dict(turn.messages[0]) for turn in turns[:2]] == [
         {"role": "user", "content": "```output\n42\n```"},
@@ -150,14 +150,14 @@ def test_code_is_run_and_its_output_read_in_either_form():
 
 
 @needs_bubblewrap
-def test_a_turn_with_a_call_runs_the_call_and_not_its_fenced_block():
-    called = write_calls([Call(name="python", arguments={"code": "print(1)"})], "hermes")
+def test_a_turn_with_a_call_does_not_run_its_fenced_block():
+    called = write_calls([Call(name="python", arguments={"code": "print(1)"})])
     [turn] = play(PythonEnv(seconds=WAIT_S), problem(1), block("print(2)") + called)[1]
     assert said([turn]) == ["1"]
 
 
 @needs_bubblewrap
-def test_a_program_that_does_not_end_is_stopped_and_the_model_told():
+def test_a_hanging_program_is_stopped_and_the_model_told():
     program = block("print('a', flush=True)\nwhile True: pass")
     turns = given_time(
         lambda seconds: play(PythonEnv(seconds=seconds), problem(1), program)[1][0],
@@ -170,13 +170,13 @@ def test_a_program_that_does_not_end_is_stopped_and_the_model_told():
 
 def test_a_sandbox_that_does_not_answer_costs_the_episode():
     env = PythonEnv(sandbox=Sandbox(url="http://127.0.0.1:9"))
-    called = write_calls([Call(name="python", arguments={"code": "1"})], "hermes")
+    called = write_calls([Call(name="python", arguments={"code": "1"})])
     for text in (block("1"), called):
         with pytest.raises(ToolUnavailable, match="no answer from the sandbox"):
             play(env, problem(1), text)
 
 
-def test_a_report_keeps_the_start_of_the_output_and_the_end_of_the_errors():
+def test_a_report_keeps_the_output_start_and_the_errors_end():
     def result(stdout="", stderr="", exit_code=0, stop_reason="exit"):
         return Result(
             stdout=stdout, stderr=stderr, exit_code=exit_code, stop_reason=stop_reason, seconds=0.1
@@ -227,7 +227,7 @@ def test_the_tool_task_of_the_documentation():
     task = problem("", prices={"tea": 3.5, "bun": 1.25}, wanted=["tea", "bun", "bun"])
 
     def turn(name, **arguments):
-        return write_calls([Call(name=name, arguments=arguments)], "hermes")
+        return write_calls([Call(name=name, arguments=arguments)])
 
     shopping = [
         turn("price", item="tea") + turn("price", item="buns"),

@@ -41,7 +41,7 @@ def test_every_data_set_of_the_package_makes_problems(problems):
     assert len(reasoning_gym.names()) == 105
 
 
-def test_every_scorer_gives_the_entrys_own_answer_1_and_no_answer_next_to_nothing(problems):
+def test_every_scorer_gives_1_to_the_entrys_own_answer_only(problems):
     solved = [problem for problem in problems if problem.category not in WITHOUT_ANSWER]
     assert {p.category for p in problems if not p.answer} == WITHOUT_ANSWER
     for problem in solved:
@@ -55,7 +55,7 @@ def test_every_scorer_gives_the_entrys_own_answer_1_and_no_answer_next_to_nothin
         assert reasoning_gym.score(problem, f"it is {problem.answer}") <= 0.01, problem.category
 
 
-def test_a_puzzle_without_an_answer_is_scored_by_working_it_through():
+def test_a_puzzle_without_an_answer_is_worked_through():
     [row] = reasoning_gym.rows(["graph_color"], [], "train", 1, 0, None)
     [problem] = [problem_of(row)]
     puzzle = reasoning_gym._from_json(row["reasoning_gym"]["entry"])["metadata"]["puzzle"]
@@ -88,7 +88,7 @@ def problem_of(row):
     return Problem(uid=row["uid"], messages=messages, answer=row["answer"], metadata=metadata)
 
 
-def test_partial_credit_and_the_entrys_own_config_are_the_packages():
+def test_partial_credit_and_config_are_the_packages():
     """decimal_arithmetic compares to as many places as its config says, which differs by
     difficulty."""
     [row] = reasoning_gym.rows(["decimal_arithmetic"], [], "train", 1, 0, 2)
@@ -107,7 +107,7 @@ def test_partial_credit_and_the_entrys_own_config_are_the_packages():
 # ---- mixtures
 
 
-def test_a_mixture_has_each_data_set_in_its_share_and_a_longer_set_begins_with_the_shorter():
+def test_a_mixture_keeps_shares_and_begins_with_the_shorter():
     rows = reasoning_gym.rows(["chain_sum", "leg_counting"], [2, 1], "train", 30, 5, None)
     assert Counter(row["data_source"] for row in rows) == {"chain_sum": 20, "leg_counting": 10}
     assert rows[:12] == reasoning_gym.rows(
@@ -157,7 +157,7 @@ def test_what_the_package_cannot_make_is_refused(names, weights, level, said):
     assert said in str(caught.value)
 
 
-def test_a_generator_that_runs_out_gives_what_it_has_and_a_mixture_keeps_its_shares():
+def test_an_exhausted_generator_keeps_the_mixtures_shares():
     alone = reasoning_gym.rows(["tower_of_hanoi"], [], "test", 1000, 0, None)
     assert 10 < len(alone) < 900
     mixed = Counter(
@@ -184,7 +184,7 @@ def test_the_command_tells_that_a_generator_has_run_out(tmp_path):
 # ---- a model's text
 
 
-def test_the_answer_is_what_stands_in_the_last_tags_or_behind_the_last_mark():
+def test_the_answer_is_in_the_last_tags_or_behind_the_mark():
     assert (
         reasoning_gym.answer_of("<answer>1</answer> no, <answer>\n2\n3 </answer>. Answer: 4")
         == "2\n3"
@@ -205,7 +205,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_a_scorer_that_evaluates_answers_runs_nothing_of_the_model(tmp_path, problems, text):
+def test_a_scorer_that_evaluates_runs_nothing_of_the_model(tmp_path, problems, text):
     for problem in problems:
         if problem.category in (*reasoning_gym.EVAL_LITERAL, *reasoning_gym.EVAL_EXPRESSION):
             assert (
@@ -216,13 +216,13 @@ def test_a_scorer_that_evaluates_answers_runs_nothing_of_the_model(tmp_path, pro
 
 def test_the_hostile_texts_do_escape_from_the_package_itself(tmp_path, problems):
     """Else the test before would say nothing."""
-    import reasoning_gym
+    import reasoning_gym as package
 
     for name in ("binary_matrix", "puzzle24"):
         answer = HOSTILE[1].format(tmp_path / name)
         [problem, _] = [problem for problem in problems if problem.category == name]
         entry = reasoning_gym._from_json(problem.metadata["reasoning_gym"]["entry"])
-        reasoning_gym.get_score_answer_fn(name)(answer, entry)
+        package.get_score_answer_fn(name)(answer, entry)
     assert "binary_matrix" in {file.name for file in tmp_path.iterdir()}
 
 

@@ -14,6 +14,9 @@ from tandem.cli.generate import generate
 from tandem.cli.main import app
 from tandem.config.schema import Data
 from tandem.data.problems import read_problems
+from tandem.envs.load import BUILT_IN as ENVIRONMENTS
+from tandem.envs.tools import BUILT_IN as TOOLS
+from tandem.rewards.builtin import NAMES
 from tandem.runtime.errors import UserError
 from tandem.tasks import algebra, arithmetic, calculator, countdown, guess
 from tandem.tasks.generate import is_test
@@ -59,7 +62,7 @@ def numbers(text):
 
 
 @pytest.mark.parametrize(("task", "level"), CASES)
-def test_a_longer_set_begins_with_the_shorter_and_another_seed_is_another_set(task, level):
+def test_a_longer_set_begins_with_the_shorter_seeds_differ(task, level):
     assert task_rows(task, "train", 15, 7, level) == task_rows(task, "train", 40, 7, level)[:15]
     assert task_rows(task, "train", 15, 8, level) != task_rows(task, "train", 15, 7, level)
 
@@ -113,7 +116,7 @@ def test_other_difficulties_and_splits_are_refused(module):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_with_fewer_problems_than_asked_for_gives_all_of_them(task):
+def test_a_task_with_too_few_problems_gives_all_of_them(task):
     rows = task_rows(task, "test", 1000, 0, None)
     assert rows[:20] == task_rows(task, "test", 20, 0, None)
     prompts = [json.dumps([row["prompt"], row.get("answer")]) for row in rows]
@@ -124,6 +127,12 @@ def test_one_digit_arithmetic_gives_every_problem_there_is():
     """45 sums without order and 81 differences; a fifth of them to test on."""
     parts = [arithmetic.rows(split, 1000, 0, 1) for split in ("train", "test")]
     assert sum(map(len, parts)) == 126
+
+
+def test_a_registered_task_brings_its_reward_env_and_tool():
+    assert set(TASKS) & set(NAMES) == {"countdown"}
+    assert set(TASKS) & set(ENVIRONMENTS) == {"guess"}
+    assert set(TOOLS) == {"calculator"}
 
 
 # ---- each task
@@ -154,7 +163,7 @@ def test_a_sum_in_another_order_is_the_same_problem():
 
 
 @pytest.mark.parametrize("level", LEVELS["countdown"])
-def test_a_countdown_solution_uses_each_number_once_and_reaches_the_target(level):
+def test_a_countdown_solution_reaches_the_target_once_each(level):
     for row in countdown.rows("train", 60, 0, level):
         target, *given = numbers(row["prompt"])
         assert given == row["numbers"] and len(given) == level
@@ -173,7 +182,7 @@ def test_a_calculator_answer_is_what_its_expression_is_worth(level):
 
 
 @pytest.mark.parametrize("level", LEVELS["guess"])
-def test_a_secret_lies_in_its_range_and_the_prompt_names_the_range_only(level):
+def test_a_secret_lies_in_its_range_and_not_in_the_prompt(level):
     for row in guess.rows("train", 60, 0, level):
         assert row["low"] <= int(row["answer"]) <= row["high"]
         assert row["high"] - row["low"] + 1 == 2 ** (level + 2)
@@ -228,7 +237,7 @@ def test_a_wrong_argument_is_told_and_nothing_is_written(tmp_path, changed, said
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_command_of_the_docs_writes_what_there_is_and_tells_the_numbers(task, tmp_path):
+def test_the_command_of_the_docs_writes_and_counts_rows(task, tmp_path):
     result = CliRunner().invoke(app, ["generate", task, "--out", str(tmp_path / "g.jsonl")])
     count = len((tmp_path / "g.jsonl").read_text().splitlines())
     assert result.exit_code == 0 and f"{count:,} problems of {task}" in result.output

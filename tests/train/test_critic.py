@@ -5,17 +5,20 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.config.schema import Critic
 from tandem.model.load import make_exact
-from tandem.train.learn import Models, annotate, learn, start, token_advantages, update_critic
+from tandem.train.batch import Models, compute_logprobs, pack_batch
+from tandem.train.learn import token_advantages, update_critic
 from tests.support import dense
 from tests.support.episodes import (
-    HOW,
     LORA,
     MAX_NEW_TOKENS,
+    SAMPLING,
     adapted_model,
     bits,
     engine_of,
     episodes_of,
+    learn,
     recorded,
     sampled_groups,
     settings,
@@ -39,6 +42,12 @@ def gae_of(groups, values):
     return dense.whitened([a for a, _ in pairs]), [r for _, r in pairs]
 
 
+def critic_only(**rl):
+    """Settings by which step 0 is of the critic's warm-up."""
+    config = settings(algorithm="ppo", **rl)
+    return config.model_copy(update={"critic": Critic(warmup_steps=1)})
+
+
 def actor_and_critic(**rates):
     return Models(
         policy=trained(exact_model("qwen3"), rates.get("policy", 0.01)),
@@ -47,18 +56,16 @@ def actor_and_critic(**rates):
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_policy_and_critic_have_the_gradients_of_gae_on_whole_logits_with_the_worlds_tokens_left_out(
-    turns,
-):
+def test_policy_and_critic_have_gradients_of_gae_without_answers(turns):
     (exact, stock), (value, stock_value) = twins("qwen3"), value_twins("qwen3")
     models = Models(policy=recorded(exact), critic=recorded(value))
     groups, config = sampled_groups(exact, turns=turns), settings(**PPO)
-    row = learn(models, groups, config, HOW, version=0)
+    row = learn(models, groups, config)
     values = stock_values(stock_value, groups)
     advantages, returns = gae_of(groups, [v.detach() for v in values])
     terms = []
     for episode, advantage in zip(episodes_of(groups), advantages, strict=True):
-        logprobs = dense.logprobs(stock, episode.tokens, episode.loss_mask, HOW.temperature)
+        logprobs = dense.logprobs(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
         terms.append(
             dense.policy_terms(config.rl, logprobs, engine_of(episode), torch.tensor(advantage))
         )
@@ -76,33 +83,36 @@ def test_policy_and_critic_have_the_gradients_of_gae_on_whole_logits_with_the_wo
 def test_advantages_and_returns_have_one_entry_a_sampled_token():
     model, (value, _) = exact_model("qwen3"), value_twins("qwen3")
     groups, config = sampled_groups(model, turns=3), settings(**PPO)
-    step = start(groups, config)
-    annotate(step, Models(policy=recorded(model), critic=recorded(value)), config.rl, HOW)
-    advantages, returns = token_advantages(step, config, 0.0)
+    batch, models = (
+        pack_batch(groups, config),
+        Models(policy=recorded(model), critic=recorded(value)),
+    )
+    compute_logprobs(batch, models, config.rl, SAMPLING)
+    advantages, returns = token_advantages(batch, config, 0.0)
     lengths = [int(e.loss_mask.sum()) for e in episodes_of(groups)]
-    for columns in (step.values, advantages, returns):
+    for columns in (batch.values, advantages, returns):
         assert [len(column) for column in columns] == lengths
         assert all(column.dtype == np.float32 for column in columns)
     assert np.concatenate(advantages).mean() == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("clip", [0.2, 0.0])
-def test_the_clipped_value_loss_has_the_gradient_of_its_formula(clip):
+def test_clipped_value_loss_has_the_gradient_of_its_formula(clip):
     value, stock_value = value_twins("qwen3")
     groups = sampled_groups(exact_model("qwen3"))
-    step, rng = start(groups, settings(**PPO)), np.random.default_rng(0)
+    batch, rng = pack_batch(groups, settings(**PPO)), np.random.default_rng(0)
     values = stock_values(stock_value, groups)
     # far from the rollout's and near to them, on both sides of the returns
-    step.values = [
+    batch.values = [
         (v.detach().numpy() + rng.normal(0, 0.3, len(v))).astype(np.float32) for v in values
     ]
-    step.returns = [
+    batch.returns = [
         (v.detach().numpy() + rng.normal(0, 0.3, len(v))).astype(np.float32) for v in values
     ]
     critic = recorded(value)
-    metrics = update_critic(critic, step.updates[0], step, clip)
+    metrics = update_critic(critic, batch, batch.minibatches[0], clip)
     errors, clipped = [], 0
-    for new, old, goal in zip(values, step.values, step.returns, strict=True):
+    for new, old, goal in zip(values, batch.values, batch.returns, strict=True):
         for v, o, r in zip(new, old.tolist(), goal.tolist(), strict=True):
             near = min(max(v, o - clip), o + clip) if clip else v
             errors.append(max((v - r) ** 2, (near - r) ** 2) / 2)
@@ -117,23 +127,16 @@ def test_the_clipped_value_loss_has_the_gradient_of_its_formula(clip):
 def test_values_move_towards_the_returns():
     models = actor_and_critic()
     groups = sampled_groups(models.policy.model)
-    losses = [
-        learn(models, groups, settings(algorithm="ppo"), HOW, version=0, train_policy=False)[
-            "critic/value_loss"
-        ]
-        for _ in range(16)
-    ]
+    losses = [learn(models, groups, critic_only())["critic/value_loss"] for _ in range(16)]
     # with lambda 1 the returns are the rewards, and stay where they are
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_a_step_of_the_critic_only_leaves_the_policy_as_it_is():
+def test_critic_warmup_leaves_the_policy_as_it_is():
     models = actor_and_critic()
     before = bits(models.policy), bits(models.critic)
     groups = sampled_groups(models.policy.model)
-    row = learn(
-        models, groups, settings(algorithm="ppo", epochs=2), HOW, version=0, train_policy=False
-    )
+    row = learn(models, groups, critic_only(epochs=2))
     assert bits(models.policy) == before[0] and models.policy.optimizer.step == 0
     assert bits(models.critic) != before[1] and models.critic.optimizer.step == 2
     tokens = 2 * sum(e.loss_mask.sum() for e in episodes_of(groups))
@@ -147,39 +150,31 @@ def test_policy_and_critic_have_optimizers_of_their_own():
     after = []
     for rates in ({}, {"critic": 0.1}, {"policy": 0.1}):
         models = actor_and_critic(**rates)
-        learn(
-            models, sampled_groups(models.policy.model), settings(algorithm="ppo"), HOW, version=0
-        )
+        learn(models, sampled_groups(models.policy.model), settings(algorithm="ppo"))
         after.append((bits(models.policy), bits(models.critic)))
     plain, fast_critic, fast_policy = after
     assert fast_critic[0] == plain[0] and fast_critic[1] != plain[1]
     assert fast_policy[0] != plain[0] and fast_policy[1] == plain[1]
 
 
-def test_values_and_advantages_are_those_of_the_start_in_every_update_of_the_step():
+def test_values_and_advantages_are_those_of_the_steps_start():
     """The critic's first update must not reach the policy's second: a critic that stands still
     gives the same policy."""
     policies = []
     for rate in (0.0, 0.1):
         models = actor_and_critic(critic=rate)
-        learn(
-            models,
-            sampled_groups(models.policy.model),
-            settings(algorithm="ppo", epochs=2),
-            HOW,
-            version=0,
-        )
+        learn(models, sampled_groups(models.policy.model), settings(algorithm="ppo", epochs=2))
         policies.append(bits(models.policy))
     assert policies[0] == policies[1]
 
 
-def test_a_critic_with_an_adapter_trains_it_and_its_head_and_nothing_else():
+def test_critic_with_adapter_trains_it_and_its_head_only():
     value = make_exact(value_twins("qwen3")[1], LORA)
     models = Models(policy=trained(adapted_model()), critic=trained(value))
     before = bits(models.critic)
     for version in range(2):
         groups = sampled_groups(models.policy.model, version=version)
-        learn(models, groups, settings(algorithm="ppo"), HOW, version=version)
+        learn(models, groups, settings(algorithm="ppo"), version=version)
     after = bits(models.critic)
     changes = {name for name in value.named_weights() if after[name] != before[name]}
     assert changes == value.adapter_weights().keys() | {"score.weight"}

@@ -9,16 +9,18 @@ import torch
 
 from tandem.config.schema import Config, Distill
 from tandem.runtime.errors import UserError
+from tandem.train.batch import Models
 from tandem.train.distill import distill
 from tests.support import dense
 from tests.support.episodes import (
-    HOW,
     MAX_NEW_TOKENS,
+    SAMPLING,
     adapted_model,
     bits,
     changed,
     engine_of,
     episodes_of,
+    learn_stage,
     perturbed,
     recorded,
     sampled_groups,
@@ -38,24 +40,29 @@ def config_of(estimator, budget=60, distill={}, **rl):  # noqa: B006 - it is not
     )
 
 
-def once(student, teacher, groups, config, *, exact=True):
+def distilled(student, teacher, groups, config, version=0):
+    """The metrics of a step of the learner."""
+    stage = learn_stage(Models(policy=student, teacher=teacher), config)
+    return distill(stage, teacher, groups, version)
+
+
+def once(student, teacher, groups, config):
+    """(metrics, gradients of each update) of a step that changes nothing."""
     learner = recorded(student)
-    row = distill(learner, teacher, groups, config, HOW, version=0, exact=exact)
+    row = distilled(learner, teacher, groups, config)
     return row, learner.optimizer.updates
 
 
 def dense_kl(stock, stock_teacher, episode):
     """At each sampled position, over the vocabulary."""
     rows = torch.from_numpy(episode.loss_mask).nonzero()[:, 0] - 1
-    own = dense.table(stock, episode.tokens, HOW.temperature)[rows]
-    gap = own - dense.table(stock_teacher, episode.tokens, HOW.temperature)[rows].detach()
+    own = dense.table(stock, episode.tokens, SAMPLING.temperature)[rows]
+    gap = own - dense.table(stock_teacher, episode.tokens, SAMPLING.temperature)[rows].detach()
     return (own.exp() * gap).sum(-1)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
-def test_the_exact_estimator_has_the_value_and_the_gradient_of_the_kl_over_whole_logits(
-    aggregation,
-):
+def test_exact_estimator_is_the_kl_over_whole_logits(aggregation):
     (student, stock), (teacher, stock_teacher) = twins("qwen3"), twins("qwen3", seed=5)
     groups = sampled_groups(student, turns=2)
     row, [gradients] = once(student, teacher, groups, config_of("exact", aggregation=aggregation))
@@ -68,20 +75,17 @@ def test_the_exact_estimator_has_the_value_and_the_gradient_of_the_kl_over_whole
 
 @pytest.mark.parametrize("top_k", [0, 4])
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
-def test_another_divergence_falls_too_and_is_not_the_reverse_kl(kind, top_k):
+def test_other_divergence_falls_and_is_not_the_reverse_kl(kind, top_k):
     student, teacher = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
     groups = sampled_groups(student.model)
     config = config_of("exact", distill={"divergence": kind, "top_k": top_k})
     reverse, _ = once(exact_model("qwen3"), teacher, groups, config_of("exact"))
-    found = [
-        distill(student, teacher, groups, config, HOW, version=0, exact=True)["teacher_kl"]
-        for _ in range(10)
-    ]
+    found = [distilled(student, teacher, groups, config)["teacher_kl"] for _ in range(10)]
     assert found[0] != pytest.approx(reverse["teacher_kl"], rel=1e-3)
     assert found[1] < found[0] and found[-1] < 0.6 * found[0]
 
 
-def test_the_sampled_estimator_weighs_each_token_by_what_the_teacher_thinks_more_of_it():
+def test_sampled_estimator_weighs_tokens_by_the_teachers_logprob():
     (student, stock), (teacher, stock_teacher) = twins("qwen3"), twins("qwen3", seed=5)
     groups = sampled_groups(student, turns=2)
     config = config_of("sampled", aggregation="token_mean")
@@ -89,7 +93,7 @@ def test_the_sampled_estimator_weighs_each_token_by_what_the_teacher_thinks_more
     terms, kl = [], []
     for episode in episodes_of(groups):
         own, held = (
-            dense.logprobs(m, episode.tokens, episode.loss_mask, HOW.temperature)
+            dense.logprobs(m, episode.tokens, episode.loss_mask, SAMPLING.temperature)
             for m in (stock, stock_teacher)
         )
         kl.append((own - held).detach())
@@ -101,7 +105,7 @@ def test_the_sampled_estimator_weighs_each_token_by_what_the_teacher_thinks_more
 
 
 @pytest.mark.parametrize("estimator", ["exact", "sampled"])
-def test_a_teacher_equal_to_the_student_is_at_a_distance_of_exactly_zero(estimator):
+def test_teacher_equal_to_the_student_has_kl_0(estimator):
     row, _ = once(
         exact_model("qwen3"),
         exact_model("qwen3"),
@@ -111,82 +115,56 @@ def test_a_teacher_equal_to_the_student_is_at_a_distance_of_exactly_zero(estimat
     assert row["teacher_kl"] == 0.0
 
 
-def test_the_kl_to_another_teacher_falls_and_the_teacher_is_left_alone():
+def test_kl_to_the_teacher_falls_and_the_teacher_stays():
     student, teacher = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
     before = {name: w.clone() for name, w in teacher.named_weights().items()}
     groups, config = sampled_groups(student.model), config_of("exact")
-    kl = [
-        distill(student, teacher, groups, config, HOW, version=0, exact=True)["teacher_kl"]
-        for _ in range(10)
-    ]
+    kl = [distilled(student, teacher, groups, config)["teacher_kl"] for _ in range(10)]
     assert all(after < earlier for earlier, after in pairwise(kl)) and kl[-1] < 0.5 * kl[0]
     assert all(torch.equal(w, before[name]) for name, w in teacher.named_weights().items())
     assert all(p.grad is None for p in teacher.module.parameters())
 
 
 @pytest.mark.parametrize("estimator", ["exact", "sampled"])
-def test_minibatches_are_updates_of_their_own_and_an_adapter_is_all_that_they_train(estimator):
+def test_minibatches_of_distillation_train_the_adapter_only(estimator):
     student, teacher = trained(adapted_model()), exact_model("qwen3", seed=5)
     before = bits(student)
     for version in range(2):
         groups = sampled_groups(student.model, version=version)
-        row = distill(
-            student,
-            teacher,
-            groups,
-            config_of(estimator, minibatches=3),
-            HOW,
-            version=version,
-            exact=True,
-        )
+        config = config_of(estimator, minibatches=3)
+        row = distilled(student, teacher, groups, config, version)
         assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
     after = bits(student)
     changes = {name for name in student.model.named_weights() if after[name] != before[name]}
     assert changes == student.model.adapter_weights().keys() and student.optimizer.step == 6
 
 
-def test_an_engine_that_is_not_the_students_is_told_before_any_weight_changes():
+def test_engine_not_the_students_raises_before_a_weight_changes():
     student = trained(exact_model("qwen3"))
     before = bits(student)
     groups = perturbed(sampled_groups(student.model), 1e-4)
     with pytest.raises(UserError, match="engine and policy do not agree"):
-        distill(
-            student,
-            exact_model("qwen3", seed=5),
-            groups,
-            config_of("sampled"),
-            HOW,
-            version=0,
-            exact=True,
-        )
+        distilled(student, exact_model("qwen3", seed=5), groups, config_of("sampled"))
     assert bits(student) == before
 
 
 @pytest.mark.parametrize("estimator", ["exact", "sampled"])
-def test_a_teacher_that_is_not_finite_changes_no_weight(estimator):
+def test_teacher_not_finite_changes_no_weight(estimator):
     student, teacher = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
     with torch.no_grad():
         teacher.module.model.norm.weight[0] = math.nan
     before = bits(student)
-    row = distill(
-        student,
-        teacher,
-        sampled_groups(student.model),
-        config_of(estimator),
-        HOW,
-        version=0,
-        exact=True,
-    )
+    row = distilled(student, teacher, sampled_groups(student.model), config_of(estimator))
     assert row["bad/loss"] == row["skipped_updates"] == 1.0 and bits(student) == before
 
 
 @pytest.mark.parametrize("estimator", ["exact", "sampled"])
-def test_where_every_episode_is_truncated_nothing_is_updated(estimator):
+def test_all_episodes_truncated_distills_nothing(estimator):
     student = trained(exact_model("qwen3"))
     groups = sampled_groups(student.model, size=1)
     for number in range(len(groups)):
         groups = changed(groups, (number, 0), stop_reason="length")
     before = bits(student)
     config = config_of(estimator, mask_truncated=True)
-    row = distill(student, exact_model("qwen3", seed=5), groups, config, HOW, version=0, exact=True)
+    row = distilled(student, exact_model("qwen3", seed=5), groups, config)
     assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} and bits(student) == before

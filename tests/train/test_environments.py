@@ -9,21 +9,24 @@ import torch
 
 from tandem.config.schema import Env
 from tandem.rl.advantages import penalize
-from tandem.train.learn import Models, learn, penalized, start, token_advantages
+from tandem.train.batch import Models, pack_batch
+from tandem.train.learn import token_advantages
 from tandem.types import Group
 from tests.support import dense
 from tests.support.episodes import (
-    HOW,
     MAX_NEW_TOKENS,
     bits,
     changed,
     engine_of,
+    grpo_of,
+    learn,
+    learn_once,
     sampled_groups,
     settings,
+    stock_logprobs,
     trained,
 )
 from tests.support.tiny import exact_model, twins
-from tests.train.test_learn import grpo_of, learn_once, stock_logprobs
 
 
 def with_env(config, **env):
@@ -47,6 +50,13 @@ def penalizing(groups, *places):
     return groups
 
 
+def without_penalties(groups):
+    for place in ((row, n) for row, group in enumerate(groups) for n in range(len(group.episodes))):
+        episode = groups[place[0]].episodes[place[1]]
+        groups = changed(groups, place, penalties=np.zeros_like(episode.penalties))
+    return groups
+
+
 PLACES = [((0, 1), 0.5), ((2, 0), 2.0)]
 
 
@@ -65,7 +75,7 @@ def expected_advantages(groups, mode):
 
 
 @pytest.mark.parametrize("mode", ["lower", "set"])
-def test_the_penalty_of_a_turn_changes_the_advantage_of_its_tokens_and_of_no_others(mode):
+def test_penalty_of_a_turn_changes_its_tokens_and_no_others(mode):
     exact, stock = twins("qwen3")
     groups = penalizing(sampled_groups(exact, turns=2), *PLACES)
     config = with_env(settings(), penalty_mode=mode)
@@ -88,17 +98,17 @@ def test_the_penalty_of_a_turn_changes_the_advantage_of_its_tokens_and_of_no_oth
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce_pp", "gspo", "cispo"])
-def test_a_penalty_counts_whatever_the_algorithm(algorithm):
+def test_penalty_counts_whatever_the_algorithm(algorithm):
     groups = penalizing(sampled_groups(exact_model("qwen3"), turns=2), *PLACES)
-    config = settings(algorithm=algorithm)
-    step = start(groups, config)
-    step.advantages, _ = token_advantages(step, config, 0.0)
-    found = penalized(step, "set")
-    for sample, place in enumerate(step.places):
-        penalty = dict(PLACES).get(place)
-        wanted = step.advantages[sample].copy()
+    config = with_env(settings(algorithm=algorithm), penalty_mode="set")
+    batch = pack_batch(groups, config)
+    found, _ = token_advantages(batch, config, 0.0)
+    unpenalized = pack_batch(without_penalties(groups), config)
+    plain, _ = token_advantages(unpenalized, config, 0.0)
+    for sample, place in enumerate(batch.sample_index):
+        wanted, penalty = plain[sample].copy(), dict(PLACES).get(place)
         if penalty:
-            episode = step.episode(sample)
+            episode = batch.episodes[sample]
             wanted[second_turn(episode)[episode.loss_mask]] = -penalty
         assert np.array_equal(found[sample], wanted)
 
@@ -109,29 +119,31 @@ def test_without_penalties_no_bit_of_an_advantage_changes():
         assert penalize(advantages, np.zeros(9, np.float32), mode).tobytes() == advantages.tobytes()
 
 
-def test_a_masked_episode_carries_no_loss_and_moves_no_other_advantage_but_in_scale():
+def test_masked_episode_has_no_loss_and_moves_no_other_advantage():
     """Left out of the group entirely, the others' centred rewards are the same."""
     model = exact_model("qwen3")
     groups = sampled_groups(model)
     failed = changed(groups, (1, 2), masked=True, reward=-50.0, stop_reason="error")
     config = settings(advantage="grpo_no_std")
-    step = start(failed, config)
-    assert (1, 2) not in step.places and len(step.places) == 8
-    advantages, _ = token_advantages(step, config, 0.0)
+    batch = pack_batch(failed, config)
+    assert (1, 2) not in batch.sample_index and len(batch.sample_index) == 8
+    advantages, _ = token_advantages(batch, config, 0.0)
     others = Group(problem=groups[1].problem, episodes=groups[1].episodes[:2])
     wanted = others.rewards - others.rewards.mean()
-    found = [advantages[step.places.index((1, place))][0] for place in (0, 1)]
+    found = [advantages[batch.sample_index.index((1, place))][0] for place in (0, 1)]
     assert found == pytest.approx(wanted.tolist(), abs=1e-6) and failed[1].rewards[
         2
     ] == pytest.approx(others.rewards.mean())
 
 
-def test_an_episode_without_a_sampled_token_and_a_group_of_failures_are_left_out():
+def test_episode_without_samples_and_failed_group_are_left_out():
     policy = trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
+    size = len(groups[0].episodes[0].tokens)
     silent = replace(
         groups[0].episodes[0],
-        loss_mask=np.zeros(len(groups[0].episodes[0].tokens), bool),
+        loss_mask=np.zeros(size, bool),
+        weight_versions=np.full(size, -1, np.int32),
         stop_reason="error",
     )
     groups = [
@@ -142,11 +154,11 @@ def test_an_episode_without_a_sampled_token_and_a_group_of_failures_are_left_out
         groups = changed(groups, (2, place), masked=True, stop_reason="time")
     assert groups[2].rewards.tolist() == [0.0] * 3
     before = bits(policy)
-    row = learn(Models(policy=policy), groups, settings(), HOW, version=0)
+    row = learn(Models(policy=policy), groups, settings())
     tokens = sum(int(e.loss_mask.sum()) for g in groups[:2] for e in g.episodes)
     assert row["num_loss_tokens"] == tokens and row["logprob_gap"] == 0.0 and bits(policy) != before
 
 
-def test_an_episode_cut_by_its_token_limit_is_truncated_too():
+def test_episode_at_its_token_limit_is_truncated_too():
     groups = changed(sampled_groups(exact_model("qwen3")), (0, 0), stop_reason="tokens")
-    assert len(start(groups, settings(mask_truncated=True)).places) == 8
+    assert len(pack_batch(groups, settings(mask_truncated=True)).sample_index) == 8

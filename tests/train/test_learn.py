@@ -8,69 +8,43 @@ import pytest
 import torch
 
 from tandem.config.schema import ALGORITHMS, Config, Reward
-from tandem.model.logprobs import SamplingDistribution
 from tandem.runtime.errors import UserError
-from tandem.train.learn import (
-    Columns,
-    Models,
-    annotate,
-    expected_gradient,
-    learn,
-    merge,
-    policy_loss,
-    start,
-    token_advantages,
-)
+from tandem.train.batch import Models, TokenTensors, compute_logprobs, pack_batch
+from tandem.train.learn import expected_gradient, policy_loss, reduce_metrics, token_advantages
+from tandem.types import SamplingParams
 from tests.support import dense
 from tests.support.episodes import (
-    HOW,
     MAX_NEW_TOKENS,
+    SAMPLING,
     adapted_model,
     bits,
     changed,
     engine_of,
     episodes_of,
+    grpo_of,
+    learn,
+    learn_once,
     perturbed,
     recorded,
     sampled_groups,
     settings,
+    stock_logprobs,
     trained,
 )
 from tests.support.tiny import exact_model, twins, value_twins
-
-
-def stock_logprobs(stock, episode):
-    return dense.logprobs(stock, episode.tokens, episode.loss_mask, HOW.temperature)
-
-
-def grpo_of(groups):
-    return [
-        advantage for group in groups for advantage in dense.group_relative(group.rewards.tolist())
-    ]
-
-
-def learn_once(model, groups, config, *, exact=False, **models):
-    """(row, gradients) of one update that changes nothing."""
-    policy = recorded(model)
-    row = learn(Models(policy=policy, **models), groups, config, HOW, version=0, exact=exact)
-    [gradients] = policy.optimizer.updates
-    return row, gradients
-
 
 # ---- on policy
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_first_update_of_every_algorithm_is_on_policy_to_the_bit_and_moves_every_weight(
-    algorithm,
-):
+def test_first_update_of_each_algorithm_is_exactly_on_policy(algorithm):
     policy = trained(exact_model("qwen3"))
     config = settings(algorithm=algorithm, kl_coef=0.1)
     critic = trained(value_twins("qwen3")[0]) if config.rl.advantage == "gae" else None
     models = Models(policy=policy, critic=critic, reference=exact_model("qwen3"))
     before = bits(policy)
     groups = sampled_groups(policy.model, turns=2)
-    row = learn(models, groups, config, HOW, version=0, baseline=0.1)
+    row = learn(models, groups, config, baseline=0.1)
     assert row["logprob_gap"] == row["reference_kl"] == row["skipped_updates"] == 0.0
     assert all(math.isfinite(value) for value in row.values())
     assert row["num_loss_tokens"] == sum(e.loss_mask.sum() for e in episodes_of(groups))
@@ -82,10 +56,10 @@ def test_the_first_update_of_every_algorithm_is_on_policy_to_the_bit_and_moves_e
     assert all(after[name] != before[name] for name in before)
 
 
-def test_an_engine_that_is_one_ulp_off_is_told_before_any_weight_changes():
+def test_engine_one_ulp_off_raises_before_a_weight_changes():
     policy = trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
-    learn(Models(policy=policy), groups, settings(), HOW, version=0)
+    learn(Models(policy=policy), groups, settings())
     before = bits(policy)
     groups = sampled_groups(policy.model, seed=1, version=1)
     last = groups[-1].episodes[-1]
@@ -93,31 +67,33 @@ def test_an_engine_that_is_one_ulp_off_is_told_before_any_weight_changes():
     off[-1] = np.nextafter(off[-1], np.float32(0))
     wrong = changed(groups, (2, 2), engine_logprobs=off)
     with pytest.raises(UserError, match="engine and policy do not agree") as error:
-        learn(Models(policy=policy), wrong, settings(), HOW, version=1)
+        learn(Models(policy=policy), wrong, settings(), version=1)
     assert "nats" in error.value.found and bits(policy) == before
-    row = learn(Models(policy=policy), wrong, settings(), HOW, version=1, exact=False)
+    row = learn(Models(policy=policy), wrong, settings(), version=1, exact=False)
     assert 0.0 < row["logprob_gap"] < 1e-5
     # tokens of older weights are not held to these
-    assert "logprob_gap" not in learn(Models(policy=policy), wrong, settings(), HOW, version=2)
+    assert "logprob_gap" not in learn(Models(policy=policy), wrong, settings(), version=2)
 
 
-def test_the_gap_of_a_step_is_that_of_its_first_update_and_of_no_later_one():
+def test_logprob_gap_of_a_step_is_that_of_its_first_update():
     counts = {"num_loss_tokens": 4.0, "skipped_updates": 0.0}
     assert (
-        merge([{**counts, "logprob_gap": 0.0}, {**counts, "logprob_gap": 1.0}])["logprob_gap"]
+        reduce_metrics([{**counts, "logprob_gap": 0.0}, {**counts, "logprob_gap": 1.0}])[
+            "logprob_gap"
+        ]
         == 0.0
     )
     # the first had survivors only
-    assert "logprob_gap" not in merge([counts, {**counts, "logprob_gap": 1.0}])
+    assert "logprob_gap" not in reduce_metrics([counts, {**counts, "logprob_gap": 1.0}])
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
-def test_the_gradient_expected_on_policy_is_the_one_that_arrives_to_the_last_bit(loss):
+def test_expected_gradient_is_the_one_that_arrives_bit_for_bit(loss):
     rng = np.random.default_rng(0)
     engine, advantages, weights, corrections = (
         torch.from_numpy(rng.normal(size=50).astype(np.float32)) for _ in range(4)
     )
-    columns = Columns(
+    tokens = TokenTensors(
         engine=engine,
         proximal=engine,
         advantages=advantages,
@@ -129,8 +105,8 @@ def test_the_gradient_expected_on_policy_is_the_one_that_arrives_to_the_last_bit
     )
     rl = settings(loss=loss, dual_clip=3.0 if loss == "ppo_clip" else 0.0).rl
     logprobs = engine.clone().requires_grad_()
-    policy_loss(rl, columns, logprobs, torch.zeros(50))[0].backward()
-    assert torch.equal(logprobs.grad, expected_gradient(rl, columns))
+    policy_loss(rl, tokens, logprobs, torch.zeros(50))[0].backward()
+    assert torch.equal(logprobs.grad, expected_gradient(rl, tokens))
 
 
 @pytest.mark.parametrize(
@@ -139,19 +115,24 @@ def test_the_gradient_expected_on_policy_is_the_one_that_arrives_to_the_last_bit
 def test_expecting_the_gradient_changes_no_bit_of_an_update(changes):
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
-    learn(Models(policy=policy), groups, settings(**changes), HOW, version=0, exact=True)
-    learn(Models(policy=twin), groups, settings(**changes), HOW, version=0, exact=False)
+    learn(Models(policy=policy), groups, settings(**changes), exact=True)
+    learn(Models(policy=twin), groups, settings(**changes), exact=False)
     assert bits(policy) == bits(twin)
 
 
 # ---- the losses
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "reinforce"])
-def test_the_gradient_of_every_loss_and_aggregation_is_that_of_its_formula_on_whole_logits(
-    loss, aggregation
-):
+@pytest.mark.parametrize(
+    ("loss", "aggregation"),
+    [
+        ("ppo_clip", "sequence_mean"),
+        ("gspo", "token_mean"),
+        ("cispo", "fixed_length"),
+        ("reinforce", "token_mean"),
+    ],
+)
+def test_gradient_is_that_of_the_formula_on_whole_logits(loss, aggregation):
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     groups = perturbed(sampled_groups(exact, turns=2), 0.3)
     config = settings(
@@ -164,13 +145,14 @@ def test_the_gradient_of_every_loss_and_aggregation_is_that_of_its_formula_on_wh
         kl_coef=0.3,
         dual_clip=1.2 if loss == "ppo_clip" else 0.0,
     )
-    order = [number for batch in start(groups, config).batches for number in batch.samples]
+    [minibatch] = pack_batch(groups, config).minibatches
+    order = [number for microbatch in minibatch for number in microbatch.samples]
     assert order != sorted(order)  # what belongs to an episode must follow it
     row, gradients = learn_once(exact, groups, config, reference=reference)
     terms = []
     for episode, advantage in zip(episodes_of(groups), grpo_of(groups), strict=True):
         logprobs = stock_logprobs(stock, episode)
-        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, HOW.temperature)
+        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
         part = dense.policy_terms(
             config.rl, logprobs, engine_of(episode), torch.full((len(logprobs),), advantage)
         )
@@ -182,7 +164,7 @@ def test_the_gradient_of_every_loss_and_aggregation_is_that_of_its_formula_on_wh
     assert row["reference_kl"] > 0.0 and row["logprob_gap"] > 0.1
 
 
-def test_tokens_that_nobody_sampled_carry_no_loss_whatever_their_columns_say():
+def test_tokens_not_sampled_carry_no_loss_whatever_logprobs():
     gradients = []
     for fill in (0.0, -7.0):
         model = exact_model("qwen3")
@@ -197,13 +179,13 @@ def test_tokens_that_nobody_sampled_carry_no_loss_whatever_their_columns_say():
 # ---- updates and microbatches
 
 
-def test_minibatches_are_updates_on_their_own_groups_one_after_the_other():
+def test_minibatches_are_updates_on_their_own_groups_in_order():
     config, alone = settings(prompts_per_step=4, minibatches=2), settings(prompts_per_step=2)
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model, prompts=4)
-    row = learn(Models(policy=policy), groups, config, HOW, version=0)
+    row = learn(Models(policy=policy), groups, config)
     parts = [
-        learn(Models(policy=twin), part, alone, HOW, version=0, exact=exact)
+        learn(Models(policy=twin), part, alone, exact=exact)
         for part, exact in ((groups[:2], True), (groups[2:], False))
     ]
     assert bits(policy) == bits(twin) and policy.optimizer.step == 2
@@ -218,32 +200,26 @@ def test_minibatches_are_updates_on_their_own_groups_one_after_the_other():
     assert parts[0]["ratio"] == 1.0 != parts[1]["ratio"]
 
 
-def test_an_epoch_goes_through_all_minibatches_before_the_next():
+def test_epoch_goes_through_all_minibatches_before_the_next():
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model, prompts=4)
-    learn(
-        Models(policy=policy),
-        groups,
-        settings(prompts_per_step=4, minibatches=2, epochs=2),
-        HOW,
-        version=0,
-    )
+    learn(Models(policy=policy), groups, settings(prompts_per_step=4, minibatches=2, epochs=2))
     for part in (groups[:2], groups[2:]) * 2:
-        learn(Models(policy=twin), part, settings(prompts_per_step=2), HOW, version=0, exact=False)
+        learn(Models(policy=twin), part, settings(prompts_per_step=2), exact=False)
     assert bits(policy) == bits(twin) and policy.optimizer.step == 4
 
 
-def test_epochs_are_updates_on_the_same_episodes_against_the_policy_of_the_start():
+def test_epochs_train_against_the_policy_of_the_start():
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
-    learn(Models(policy=policy), groups, settings(epochs=2), HOW, version=0)
+    learn(Models(policy=policy), groups, settings(epochs=2))
     for exact in (True, False):
-        learn(Models(policy=twin), groups, settings(), HOW, version=0, exact=exact)
+        learn(Models(policy=twin), groups, settings(), exact=exact)
     assert bits(policy) == bits(twin) and policy.optimizer.step == 2
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
-def test_many_microbatches_have_the_gradient_of_one_and_the_same_bits_every_time(loss):
+def test_many_microbatches_have_the_gradient_of_one(loss):
     model = exact_model("qwen3")
     groups = perturbed(sampled_groups(model, turns=2), 0.2)
     found = [
@@ -258,11 +234,11 @@ def test_many_microbatches_have_the_gradient_of_one_and_the_same_bits_every_time
             torch.testing.assert_close(other[name], gradient, rtol=0, atol=atol, msg=name)
 
 
-def test_the_same_steps_leave_the_same_bits():
+def test_same_steps_leave_the_same_bits():
     policies = [trained(exact_model("qwen3_moe")) for _ in range(2)]
     for policy in policies:
         groups = sampled_groups(policy.model)
-        learn(Models(policy=policy), groups, settings(epochs=2, entropy_coef=0.01), HOW, version=0)
+        learn(Models(policy=policy), groups, settings(epochs=2, entropy_coef=0.01))
     assert bits(policies[0]) == bits(policies[1])
 
 
@@ -275,7 +251,7 @@ def truncated(groups, *places):
     return groups
 
 
-def test_a_truncated_episode_carries_no_loss_but_counts_in_its_groups_baseline():
+def test_masked_truncated_episode_still_counts_in_the_baseline():
     exact, stock = twins("qwen3")
     groups = truncated(sampled_groups(exact), (0, 1), (2, 0), (2, 2))
     config = settings(mask_truncated=True)
@@ -295,21 +271,19 @@ def test_a_truncated_episode_carries_no_loss_but_counts_in_its_groups_baseline()
     assert len(kept) == 6 and row["num_loss_tokens"] == sum(len(t) for t in terms)
 
 
-def test_where_every_episode_is_truncated_nothing_is_updated():
+def test_all_episodes_truncated_updates_nothing():
     policy = trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model, size=2)
     groups = truncated(groups, *((row, place) for row in range(3) for place in range(2)))
     before = bits(policy)
-    row = learn(Models(policy=policy), groups, settings(mask_truncated=True), HOW, version=0)
+    row = learn(Models(policy=policy), groups, settings(mask_truncated=True))
     assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} and bits(policy) == before
 
 
-def test_a_minibatch_of_truncated_episodes_is_left_out():
+def test_minibatch_of_truncated_episodes_is_left_out():
     policy = trained(exact_model("qwen3"))
     groups = truncated(sampled_groups(policy.model), (1, 0), (1, 1), (1, 2))
-    row = learn(
-        Models(policy=policy), groups, settings(mask_truncated=True, minibatches=3), HOW, version=0
-    )
+    row = learn(Models(policy=policy), groups, settings(mask_truncated=True, minibatches=3))
     assert policy.optimizer.step == 2 and row["skipped_updates"] == 0.0
 
 
@@ -319,7 +293,7 @@ def test_a_minibatch_of_truncated_episodes_is_left_out():
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("advantage", ["rloo", "reinforce_pp"])
-def test_the_kl_to_identical_weights_is_exactly_zero_and_changes_no_bit(kl_in, adapter, advantage):
+def test_kl_to_identical_weights_is_0_and_changes_no_bit(kl_in, adapter, advantage):
     make = adapted_model if adapter else lambda: exact_model("qwen3")
     policy, twin = trained(make()), trained(make())
     reference = policy.model if adapter else exact_model("qwen3")
@@ -330,23 +304,21 @@ def test_the_kl_to_identical_weights_is_exactly_zero_and_changes_no_bit(kl_in, a
         kl_estimator="k3" if kl_in == "loss" else "k1",
         advantage=advantage,
     )
-    row = learn(Models(policy=policy, reference=reference), groups, config, HOW, version=0)
-    learn(Models(policy=twin), groups, settings(advantage=advantage), HOW, version=0)
+    row = learn(Models(policy=policy, reference=reference), groups, config)
+    learn(Models(policy=twin), groups, settings(advantage=advantage))
     assert row["reference_kl"] == 0.0 and bits(policy) == bits(twin)
     # and it is a KL to where the policy was: after the update it is not zero any more
     assert (
-        learn(Models(policy=policy, reference=reference), groups, config, HOW, version=1)[
-            "reference_kl"
-        ]
+        learn(Models(policy=policy, reference=reference), groups, config, version=1)["reference_kl"]
         != 0.0
     )
 
 
-def test_the_reference_is_left_alone():
+def test_reference_gets_no_gradient_and_no_update():
     policy, reference = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
     before = {name: w.clone() for name, w in reference.named_weights().items()}
     groups = sampled_groups(policy.model)
-    learn(Models(policy=policy, reference=reference), groups, settings(kl_coef=0.1), HOW, version=0)
+    learn(Models(policy=policy, reference=reference), groups, settings(kl_coef=0.1))
     assert all(torch.equal(w, before[name]) for name, w in reference.named_weights().items())
     assert all(p.grad is None for p in reference.module.parameters())
 
@@ -362,12 +334,12 @@ def kl_of_episodes(stock, stock_reference, groups):
 
 def advantages_of(config, groups, exact, reference, critic=None):
     models = Models(policy=recorded(exact), reference=reference, critic=critic)
-    step = start(groups, config)
-    annotate(step, models, config.rl, HOW)
-    return token_advantages(step, config, 0.0)[0]
+    batch = pack_batch(groups, config)
+    compute_logprobs(batch, models, config.rl, SAMPLING)
+    return token_advantages(batch, config, 0.0)[0]
 
 
-def test_a_kl_in_the_reward_of_an_episode_is_subtracted_before_the_group_is_compared():
+def test_kl_in_reward_is_subtracted_before_group_is_compared():
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     groups = sampled_groups(exact, turns=2)
     config = settings(advantage="grpo", kl_in="reward", kl_coef=0.05, kl_estimator="k1")
@@ -386,7 +358,7 @@ def test_a_kl_in_the_reward_of_an_episode_is_subtracted_before_the_group_is_comp
     assert [len(column) for column in found] == [e.loss_mask.sum() for e in episodes_of(groups)]
 
 
-def test_a_kl_in_the_reward_of_reinforce_pp_counts_at_its_own_token():
+def test_kl_in_reward_of_reinforce_pp_counts_at_its_own_token():
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     groups = sampled_groups(exact, turns=3)
     config = settings(algorithm="reinforce_pp", kl_coef=0.05, gamma=0.9)
@@ -405,7 +377,7 @@ def test_a_kl_in_the_reward_of_reinforce_pp_counts_at_its_own_token():
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_kl_in_the_reward_of_gae_counts_at_its_own_token():
+def test_kl_in_reward_of_gae_counts_at_its_own_token():
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     critic, stock_critic = value_twins("qwen3")
     groups = sampled_groups(exact, turns=2)
@@ -426,7 +398,7 @@ def test_a_kl_in_the_reward_of_gae_counts_at_its_own_token():
 # ---- advantages of a step
 
 
-def test_reinforce_pp_baseline_is_whitened_over_the_tokens_of_the_step():
+def test_reinforce_pp_baseline_whitens_over_tokens_of_the_step():
     """A long episode counts as often as it has tokens, as in verl and NeMo-RL."""
     groups = sampled_groups(exact_model("qwen3"), turns=2)
     config = settings(algorithm="reinforce_pp_baseline")
@@ -443,7 +415,7 @@ def test_reinforce_pp_baseline_is_whitened_over_the_tokens_of_the_step():
     )
 
 
-def test_gdpo_compares_the_rewards_of_each_function_with_its_weight_and_the_overlong_penalty():
+def test_gdpo_compares_each_function_and_the_overlong_penalty():
     groups = sampled_groups(exact_model("qwen3"))
     rng, table = np.random.default_rng(5), {}
     for place in [(row, column) for row in range(3) for column in range(3)]:
@@ -497,7 +469,7 @@ def by_hand(kind, ratios):
 @pytest.mark.parametrize(
     "kind", ["decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"]
 )
-def test_a_correction_weighs_each_token_as_computed_by_hand_and_the_ratio_starts_at_one(kind, loss):
+def test_correction_is_as_computed_by_hand_and_ratio_starts_at_1(kind, loss):
     exact, stock = twins("qwen3")
     groups = perturbed(sampled_groups(exact, turns=2), 0.1)
     config = settings(correction=kind, correction_cap=CAP, correction_floor=FLOOR, loss=loss)
@@ -521,7 +493,7 @@ def test_a_correction_weighs_each_token_as_computed_by_hand_and_the_ratio_starts
     assert row["correction"] == pytest.approx(float(weights.mean()), rel=1e-4)
 
 
-def test_a_correction_weighs_the_policy_loss_and_neither_the_kl_nor_the_entropy_bonus():
+def test_correction_weighs_neither_the_kl_nor_the_entropy_bonus():
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     groups = perturbed(sampled_groups(exact, turns=2), 0.3)
     config = settings(correction="tis", correction_cap=CAP, kl_coef=0.4, entropy_coef=0.3)
@@ -537,24 +509,22 @@ def test_a_correction_weighs_the_policy_loss_and_neither_the_kl_nor_the_entropy_
             * factor
         )
         kl = dense.k3(logprobs, stock_logprobs(stock_reference, episode).detach())
-        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, HOW.temperature)
+        entropy = dense.entropies(stock, episode.tokens, episode.loss_mask, SAMPLING.temperature)
         terms.append(part + 0.4 * kl - 0.3 * entropy)
     dense.aggregate("sequence_mean", terms, MAX_NEW_TOKENS).backward()
     dense.assert_gradients(gradients, stock)
 
 
 @pytest.mark.parametrize("correction", ["none", "decoupled", "tis"])
-def test_the_ratio_of_a_later_update_is_to_the_policy_at_the_start_of_the_step(correction):
+def test_ratio_of_later_updates_is_to_the_policy_of_the_start(correction):
     """Log-probs that were made anew before each update would make every ratio 1."""
     policy = trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
-    row = learn(
-        Models(policy=policy), groups, settings(epochs=3, correction=correction), HOW, version=0
-    )
+    row = learn(Models(policy=policy), groups, settings(epochs=3, correction=correction))
     assert row["approx_kl"] > 0.0 and row["ratio"] != 1.0
 
 
-def test_the_off_policy_mask_drops_the_bad_tokens_of_sequences_that_the_policy_has_left():
+def test_off_policy_mask_drops_bad_tokens_of_left_sequences():
     exact, stock = twins("qwen3")
     groups = perturbed(sampled_groups(exact, turns=2), 0.3, seed=2)
     config = settings(off_policy_mask=0.01)
@@ -574,7 +544,7 @@ def test_the_off_policy_mask_drops_the_bad_tokens_of_sequences_that_the_policy_h
 
 
 @pytest.mark.parametrize("changes", [{"loss": "gspo"}, {"off_policy_mask": 0.001}], ids=str)
-def test_a_sequence_with_older_tokens_is_not_held_to_a_ratio_of_one(changes):
+def test_sequence_with_older_tokens_is_not_held_to_ratio_1(changes):
     policy = trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model, version=1, turns=2)
     for place in ((row, column) for row in range(3) for column in range(3)):
@@ -583,26 +553,26 @@ def test_a_sequence_with_older_tokens_is_not_held_to_a_ratio_of_one(changes):
         versions, engine = episode.weight_versions.copy(), episode.engine_logprobs.copy()
         versions[first], engine[first] = 0, engine[first] + 0.4
         groups = changed(groups, place, weight_versions=versions, engine_logprobs=engine)
-    row = learn(Models(policy=policy), groups, settings(**changes), HOW, version=1)
+    row = learn(Models(policy=policy), groups, settings(**changes), version=1)
     assert row["logprob_gap"] == 0.0 and row["ratio"] != 1.0
 
 
 @pytest.mark.parametrize(
     "kind", ["none", "decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"]
 )
-def test_every_correction_of_an_exact_engine_is_one_and_changes_no_bit(kind):
+def test_correction_of_an_exact_engine_is_1_and_changes_no_bit(kind):
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     groups = sampled_groups(policy.model)
     config = settings(correction=kind, max_logprob_error=1.0)
-    row = learn(Models(policy=policy), groups, config, HOW, version=0)
-    learn(Models(policy=twin), groups, settings(), HOW, version=0)
+    row = learn(Models(policy=policy), groups, config)
+    learn(Models(policy=twin), groups, settings())
     assert bits(policy) == bits(twin)
     names = ("logprob_error_mean", "logprob_error_max", "masked_sequences", "correction")
     assert [row[name] for name in names] == [1.0, 1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
-def test_sequences_with_a_large_logprob_error_carry_no_loss_and_are_not_counted(aggregation):
+def test_sequences_with_large_logprob_error_are_not_counted(aggregation):
     exact, stock = twins("qwen3")
     groups = sampled_groups(exact)
     wrong = {(0, 2): 0.5, (1, 0): -0.6}
@@ -636,13 +606,13 @@ def test_sequences_with_a_large_logprob_error_carry_no_loss_and_are_not_counted(
 # ---- adapters
 
 
-def test_with_an_adapter_only_its_weights_change_and_the_policy_is_still_its_engines():
+def test_adapter_is_all_that_changes_and_gap_stays_0():
     policy = trained(adapted_model())
     adapter = policy.model.adapter_weights().keys()
     for version in range(2):
         before = bits(policy)
         groups = sampled_groups(policy.model, version=version)
-        row = learn(Models(policy=policy), groups, settings(), HOW, version=version)
+        row = learn(Models(policy=policy), groups, settings(), version=version)
         after = bits(policy)
         assert row["logprob_gap"] == 0.0 and row["ratio"] == 1.0
         changes = {name for name in policy.model.named_weights() if after[name] != before[name]}
@@ -650,13 +620,14 @@ def test_with_an_adapter_only_its_weights_change_and_the_policy_is_still_its_eng
         assert changes == (adapter if version else {name for name in adapter if "lora_B" in name})
 
 
-def test_without_filters_and_with_them_the_first_update_is_on_policy():
-    for how in (
-        SamplingDistribution(),
-        SamplingDistribution(top_k=20, top_p=0.9, temperature=0.8),
-        SamplingDistribution(repetition_penalty=1.2, min_p=0.01),
+def test_first_update_is_on_policy_whatever_the_sampling():
+    for settings_of_sampling in (
+        {},
+        {"top_k": 20, "top_p": 0.9, "temperature": 0.8},
+        {"repetition_penalty": 1.2, "min_p": 0.01},
     ):
+        sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, **settings_of_sampling)
         policy = trained(exact_model("qwen3"))
-        groups = sampled_groups(policy.model, how=how)
-        row = learn(Models(policy=policy), groups, settings(epochs=2), how, version=0)
+        groups = sampled_groups(policy.model, sampling=sampling)
+        row = learn(Models(policy=policy), groups, settings(epochs=2), sampling=sampling)
         assert row["logprob_gap"] == 0.0 and math.isfinite(row["ratio"])

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tandem.model.forward import batch_logprobs
-from tandem.model.logprobs import SamplingDistribution
+from tandem.train.learner import Update
 from tandem.train.pack import pack
 from tandem.train.supervised import sft_step
+from tandem.types import SamplingDistribution
 from tests.support.episodes import bits, recorded, trained
 from tests.support.tiny import (
     exact_logits,
@@ -27,80 +28,64 @@ def batches_of(budget=60):
     return pack(random_samples(np.random.default_rng(5), 4), budget)
 
 
-def likelihood(learner, spoil=None):
-    """-log p summed; spoil changes the value of a microbatch by its number."""
-
-    def loss(index, batch):
+def updated(learner, batches, spoil=None, **count):
+    """One update on -log p summed; spoil changes the loss of a microbatch by its number."""
+    update = Update(learner)
+    for number, batch in enumerate(batches):
         logprobs, _ = batch_logprobs(learner.model, batch, SamplingDistribution())
-        value = -logprobs.sum()
-        return spoil(index, value) if spoil else value, {
-            "tokens": float(len(logprobs)),
-            "number": float(index),
-        }
-
-    return loss
+        loss = -logprobs.sum()
+        metrics = {"tokens": float(len(logprobs)), "number": float(number)}
+        update.backward(batch, spoil(number, loss) if spoil else loss, metrics)
+    return update.step(**count)
 
 
-def test_metrics_are_sums_over_all_microbatches_divided_by_the_tokens_or_by_what_is_counted():
+def test_metrics_are_sums_over_microbatches_divided_by_the_count():
     learner, batches = recorded(exact_model("qwen3")), batches_of()
     tokens = sum(len(batch.targets) for batch in batches)
     numbers = sum(range(len(batches)))
-    row = learner.update(batches, likelihood(learner))
-    assert row == {
-        "tokens": 1.0,
-        "number": numbers / tokens,
-        "num_loss_tokens": tokens,
-        "skipped_updates": 0.0,
-    }
-    row = learner.update(batches, likelihood(learner), count=4)
-    assert row == {
-        "tokens": tokens / 4,
-        "number": numbers / 4,
-        "num_loss_tokens": tokens,
-        "skipped_updates": 0.0,
-    }
+    counts = {"num_loss_tokens": tokens, "skipped_updates": 0.0}
+    row = updated(learner, batches)
+    assert row == {"tokens": 1.0, "number": numbers / tokens, **counts}
+    row = updated(learner, batches, count=4)
+    assert row == {"tokens": tokens / 4, "number": numbers / 4, **counts}
+    assert len(batches) > 2 and len(learner.optimizer.updates) == 2  # one for all its microbatches
 
 
-def test_every_microbatch_is_asked_for_once_under_its_number():
-    learner, batches, asked = recorded(exact_model("qwen3")), batches_of(), []
-    plain = likelihood(learner)
-
-    def loss(index, batch):
-        asked.append(batches[index] is batch)
-        return plain(index, batch)
-
-    learner.update(batches, loss)
-    assert (
-        asked == [True] * len(batches) and len(batches) > 2 and len(learner.optimizer.updates) == 1
-    )
+def test_gradients_of_microbatches_are_summed():
+    learner, batches = recorded(exact_model("qwen3")), batches_of()
+    updated(learner, batches)
+    for batch in batches:
+        updated(learner, [batch])
+    whole, *parts = learner.optimizer.updates
+    for name, gradient in whole.items():
+        added = parts[0][name].clone()
+        for part in parts[1:]:
+            added += part[name]
+        assert torch.equal(gradient, added), name
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, -1])
-def test_a_microbatch_with_a_loss_that_is_not_finite_spoils_nothing(bad, where):
+def test_microbatch_loss_not_finite_spoils_nothing(bad, where):
     learner, batches = trained(exact_model("qwen3")), batches_of()
-    learner.update(batches, likelihood(learner))
+    updated(learner, batches)
     before, at = bits(learner), range(len(batches))[where]
-    row = learner.update(
-        batches, likelihood(learner, lambda index, v: v + bad if index == at else v)
-    )
+    row = updated(learner, batches, lambda number, v: v + bad if number == at else v)
     assert row["bad/loss"] == row["skipped_updates"] == 1.0 and "bad/gradient" not in row
     assert bits(learner) == before and all(
         p.grad is None for p in learner.model.module.parameters()
     )
-    assert (
-        learner.update(batches, likelihood(learner))["skipped_updates"] == 0.0
-        and bits(learner) != before
-    )
+    assert updated(learner, batches)["skipped_updates"] == 0.0 and bits(learner) != before
 
 
-def test_a_gradient_that_is_not_finite_spoils_nothing():
+def test_gradient_not_finite_spoils_nothing():
     learner, batches = trained(exact_model("qwen3")), batches_of()
     before = bits(learner)
-    steep = likelihood(
-        learner, lambda index, value: (value - value.detach()).sqrt() if index == 1 else value
-    )
-    row = learner.update(batches, steep)  # the root of 0 is 0, and its slope is not finite
+
+    def steep(number, value):  # the root of 0 is 0, and its slope is not finite
+        return (value - value.detach()).sqrt() if number == 1 else value
+
+    row = updated(learner, batches, steep)
     assert row["bad/gradient"] == row["skipped_updates"] == 1.0 and "bad/loss" not in row
     assert bits(learner) == before and all(
         p.grad is None for p in learner.model.module.parameters()
@@ -108,7 +93,7 @@ def test_a_gradient_that_is_not_finite_spoils_nothing():
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
-def test_after_an_update_the_model_runs_its_new_weights_and_not_a_stale_pack(kind):
+def test_model_runs_new_weights_after_an_update_not_a_stale_pack(kind):
     learner = trained(exact_model(kind))
     document = random_tokens(np.random.default_rng(5), 30)
     for _ in range(2):
@@ -124,7 +109,7 @@ def test_after_an_update_the_model_runs_its_new_weights_and_not_a_stale_pack(kin
         torch.testing.assert_close(after, fresh, rtol=0, atol=1e-5)
 
 
-def test_loading_weights_renews_the_packs_too():
+def test_loading_weights_renews_the_packs():
     model, other = exact_model("qwen3", seed=0), exact_model("qwen3", seed=1)
     document = random_tokens(np.random.default_rng(0), 20)
     with torch.no_grad():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.train.learn import Models, learn
-from tests.support.episodes import HOW, bits, changed, sampled_groups, settings, trained
+from tandem.train.batch import Models
+from tests.support.episodes import bits, changed, learn, sampled_groups, settings, trained
 from tests.support.tiny import exact_model, value_twins
 
 
@@ -22,7 +22,7 @@ def state(models):
 
 def step(models, groups, version, **rl):
     """One step of PPO with both models; tokens of another version are not held to exactness."""
-    return learn(models, groups, settings(algorithm="ppo", **rl), HOW, version=version)
+    return learn(models, groups, settings(algorithm="ppo", **rl), version=version)
 
 
 def with_engine_logprob(groups, value, at=(1, 2)):
@@ -53,7 +53,7 @@ def assert_the_next_clean_step_trains(models):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_trains_nothing(models, value):
+def test_reward_not_finite_trains_nothing(models, value):
     groups = changed(sampled_groups(models.policy.model, seed=1), (0, 1), reward=value)
     row = step(models, groups, 0)
     assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0} | dict.fromkeys(
@@ -64,7 +64,7 @@ def test_a_reward_that_is_not_finite_trains_nothing(models, value):
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("correction", ["none", "tis", "mis"])
-def test_an_engine_logprob_that_is_not_finite_trains_nothing(models, value, correction):
+def test_engine_logprob_not_finite_trains_nothing(models, value, correction):
     groups = with_engine_logprob(sampled_groups(models.policy.model, seed=1), value)
     row = step(models, groups, 1, correction=correction)
     assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0, "bad/engine_logprob": 1.0}
@@ -72,9 +72,7 @@ def test_an_engine_logprob_that_is_not_finite_trains_nothing(models, value, corr
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_critic_with_a_weight_that_is_not_finite_trains_neither_itself_nor_the_policy(
-    models, value
-):
+def test_critic_weight_not_finite_trains_neither_model(models, value):
     weight = models.critic.model.module.model.layers[0].mlp.down_proj.weight
     with torch.no_grad():
         held = weight[3, 5].clone()
@@ -90,55 +88,51 @@ def test_a_critic_with_a_weight_that_is_not_finite_trains_neither_itself_nor_the
     assert_the_next_clean_step_trains(models)
 
 
-def test_a_reference_that_is_not_finite_trains_nothing():
+def test_reference_not_finite_trains_nothing():
     policy, reference = trained(exact_model("qwen3")), exact_model("qwen3", seed=5)
     with torch.no_grad():
         reference.module.model.norm.weight[0] = math.nan
     before = bits(policy)
     groups = sampled_groups(policy.model)
-    row = learn(
-        Models(policy=policy, reference=reference), groups, settings(kl_coef=0.1), HOW, version=0
-    )
+    row = learn(Models(policy=policy, reference=reference), groups, settings(kl_coef=0.1))
     assert row == {"num_loss_tokens": 0.0, "skipped_updates": 1.0, "bad/reference_logprob": 1.0}
     assert bits(policy) == before
 
 
-def test_a_loss_that_overflows_changes_no_weight_and_no_moment():
+def test_loss_that_overflows_changes_no_weight_and_no_moment():
     """A finite advantage times a log-prob is not finite in float32."""
     policy, twin = trained(exact_model("qwen3")), trained(exact_model("qwen3"))
     config = settings(advantage="ema", loss="reinforce")
     for each in (policy, twin):
-        learn(Models(policy=each), sampled_groups(each.model), config, HOW, version=0)
+        learn(Models(policy=each), sampled_groups(each.model), config)
     groups = changed(sampled_groups(policy.model, seed=1), (1, 2), reward=3e38)
-    row = learn(Models(policy=policy), groups, config, HOW, version=0)
+    row = learn(Models(policy=policy), groups, config)
     assert row["bad/loss"] == row["skipped_updates"] == 1.0 and "bad/gradient" not in row
     assert bits(policy) == bits(twin)
     for each in (policy, twin):
-        learn(Models(policy=each), sampled_groups(each.model, seed=2), config, HOW, version=0)
+        learn(Models(policy=each), sampled_groups(each.model, seed=2), config)
     assert bits(policy) == bits(twin)
 
 
-def test_a_gradient_that_overflows_under_a_finite_loss_changes_no_weight_and_no_moment():
+def test_gradient_that_overflows_changes_no_weight_and_no_moment():
     """The squares in its norm are not finite in float32."""
     policy, config = trained(exact_model("qwen3")), settings(advantage="ema")
-    learn(Models(policy=policy), sampled_groups(policy.model), config, HOW, version=0)
+    learn(Models(policy=policy), sampled_groups(policy.model), config)
     before = bits(policy)
     groups = changed(sampled_groups(policy.model, seed=1), (1, 2), reward=1e36)
-    row = learn(Models(policy=policy), groups, config, HOW, version=0)
+    row = learn(Models(policy=policy), groups, config)
     assert row["bad/gradient"] == row["skipped_updates"] == 1.0 and "bad/loss" not in row
     assert math.isfinite(row["policy_loss"]) and not math.isfinite(row["grad_norm"])
     assert bits(policy) == before
-    learn(Models(policy=policy), sampled_groups(policy.model, seed=2), config, HOW, version=0)
+    learn(Models(policy=policy), sampled_groups(policy.model, seed=2), config)
     assert bits(policy) != before
 
 
-def test_only_the_minibatch_that_is_not_finite_is_skipped():
+def test_only_the_minibatch_not_finite_is_skipped():
     policy = trained(exact_model("qwen3"))
     groups = changed(sampled_groups(policy.model), (1, 2), reward=1e36)
     before = bits(policy)
-    row = learn(
-        Models(policy=policy), groups, settings(minibatches=3, advantage="ema"), HOW, version=0
-    )
+    row = learn(Models(policy=policy), groups, settings(minibatches=3, advantage="ema"))
     assert row["bad/gradient"] == row["skipped_updates"] == 1.0 and policy.optimizer.step == 2
     assert bits(policy) != before and all(
         w.isfinite().all() for w in policy.model.named_weights().values()

@@ -21,7 +21,7 @@ def parameters(seed=0):
 
 
 def optimizer(weights, **changes):
-    how = {
+    settings = {
         "learning_rate": 0.01,
         "schedule": "constant",
         "warmup_steps": 0,
@@ -30,7 +30,7 @@ def optimizer(weights, **changes):
         "betas": (0.9, 0.95),
         "max_grad_norm": 1e9,
     }
-    return Optimizer(weights, **{**how, **changes})
+    return Optimizer(weights, **{**settings, **changes})
 
 
 def set_gradients(weights, step, scale=1.0):
@@ -43,7 +43,7 @@ def bits(weights):
     return {name: p.detach().numpy().tobytes() for name, p in weights.items()}
 
 
-def test_updates_are_those_of_torchs_plain_adamw_with_decay_on_matrices_only():
+def test_updates_are_torchs_adamw_with_decay_on_matrices_only():
     weights, twin = parameters(), parameters()
     ours = optimizer(weights)
     theirs = torch.optim.AdamW(
@@ -67,7 +67,7 @@ def test_updates_are_those_of_torchs_plain_adamw_with_decay_on_matrices_only():
             torch.testing.assert_close(parameter, twin[name], rtol=1e-6, atol=1e-6)
 
 
-def test_the_reported_norm_is_that_before_clipping_and_the_gradient_is_scaled_to_the_limit():
+def test_norm_is_of_before_clipping_and_gradient_is_scaled():
     weights, twin = parameters(), parameters()
     clipped, scaled = optimizer(weights, max_grad_norm=0.5), optimizer(twin)
     set_gradients(weights, 0, 7.0)
@@ -94,7 +94,7 @@ def test_a_gradient_within_the_limit_is_not_touched():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_untouched(bad):
+def test_gradient_not_finite_leaves_weights_and_moments(bad):
     weights = parameters()
     ours = optimizer(weights)
     set_gradients(weights, 0)
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_untouched(bad)
     assert ours.step == 1 and all(p.grad is None for p in weights.values())
 
 
-def test_gradients_are_cleared_and_the_version_counters_rise_with_every_update():
+def test_gradients_are_cleared_and_version_counters_rise():
     weights = parameters()
     ours = optimizer(weights)
     for step in range(2):
@@ -135,9 +135,7 @@ def test_a_schedule_warms_up_and_decays_over_the_rest(schedule, expected):
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_without_warmup_the_first_step_is_at_the_peak_and_degenerate_lengths_divide_by_nothing(
-    schedule,
-):
+def test_schedule_without_warmup_begins_at_the_peak(schedule):
     assert factor(schedule, 0, 0, 10) == 1.0
     assert factor(schedule, 0, 5, 5) == pytest.approx(1 / 6)
     assert math.isfinite(factor(schedule, 5, 5, 5)) and math.isfinite(factor(schedule, 0, 0, 0))
@@ -179,7 +177,7 @@ def test_a_reloaded_state_continues_with_the_same_bits():
     }
 
 
-def test_a_loaded_state_is_a_copy_and_the_state_before_the_first_update_is_empty():
+def test_loaded_state_is_a_copy_and_first_state_is_empty():
     weights = parameters()
     ours = optimizer(weights)
     assert ours.state() == {}
@@ -204,7 +202,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is():
     assert after["embedding"] == before["embedding"] and after["bias"] != before["bias"]
 
 
-def test_the_global_norm_is_the_norm_and_has_the_same_bits_for_one_and_two_threads():
+def test_global_norm_has_the_same_bits_for_one_and_two_threads():
     noise = torch.Generator().manual_seed(0)
     shapes = [(700, 300), (3, 70_000), (1, 90_001), (90_001,), (2, 50, 900), (1,), (1, 1)]
     tensors = [torch.randn(shape, generator=noise) for shape in shapes]

@@ -86,9 +86,7 @@ def groups_of_samples(draw):
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60))
-def test_every_sample_is_packed_once_and_each_loss_token_sees_exactly_its_own_prefix(
-    samples, budget
-):
+def test_sample_is_packed_once_and_sees_its_own_prefix_only(samples, budget):
     assert unpacked(pack(samples, budget)) == by_definition(samples)
 
 
@@ -99,16 +97,14 @@ def test_the_budget_is_kept_unless_a_single_sample_is_longer(samples, budget):
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
-def test_the_fullest_and_the_emptiest_microbatch_differ_by_no_more_than_the_largest_piece(
-    samples, budget, keep_groups
-):
+def test_microbatches_differ_by_at_most_the_largest_piece(samples, budget, keep_groups):
     pieces = clusters(samples, keep_groups, budget)
     sizes = [len(batch.tokens) for batch in pack(samples, budget, keep_groups=keep_groups)]
     assert sum(sizes) == sum(pieces) and max(sizes) - min(sizes) <= max(pieces)
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60))
-def test_kept_groups_are_whole_and_over_the_budget_only_where_a_group_is(samples, budget):
+def test_kept_groups_are_whole_even_over_the_budget(samples, budget):
     batches = pack(samples, budget, keep_groups=True)
     assert unpacked(batches) == by_definition(samples)
     for batch in batches:
@@ -120,9 +116,7 @@ def test_kept_groups_are_whole_and_over_the_budget_only_where_a_group_is(samples
 
 
 @given(samples=groups_of_samples(), budget=st.integers(1, 60), keep_groups=st.booleans())
-def test_joined_columns_lie_beside_their_targets_and_split_is_the_way_back(
-    samples, budget, keep_groups
-):
+def test_join_puts_values_beside_targets_and_split_inverts_it(samples, budget, keep_groups):
     batches = pack(samples, budget, keep_groups=keep_groups)
     columns = [s.tokens[s.loss_mask] + 1000 * number for number, s in enumerate(samples)]
     joined = join(batches, columns)
@@ -176,7 +170,7 @@ def test_the_example_of_the_docstring_is_what_comes_out():
     assert (batch.samples.tolist(), batch.sequences.tolist()) == ([0, 1], [0, 0, 1, 1])
 
 
-def test_a_shared_prefix_appears_once_for_its_group_and_not_across_groups():
+def test_shared_prefix_appears_once_a_group_not_across_groups():
     mask = [False] * 10 + [True] * 4
     prompt = list(range(10))
     samples = [make_sample([*prompt, *[n] * 4], mask, prefix=10, group=n // 4) for n in range(8)]
@@ -187,7 +181,7 @@ def test_a_shared_prefix_appears_once_for_its_group_and_not_across_groups():
     assert [len(b.tokens) for b in pack(samples, 15)] == [10 + 3] * 8
 
 
-def test_a_group_larger_than_the_budget_is_split_and_repeats_its_prefix_as_seldom_as_possible():
+def test_group_over_the_budget_repeats_its_prefix_seldom():
     mask = [False] * 10 + [True] * 4
     samples = [make_sample([*range(10), *[n] * 4], mask, prefix=10) for n in range(8)]
     batches = pack(samples, 20)  # the prefix and three responses of three rows
@@ -211,7 +205,7 @@ def test_no_samples_make_no_microbatches():
 
 
 @pytest.mark.parametrize("budget", [1, 50, 10_000])
-def test_packing_is_the_same_every_time_and_leaves_the_samples_alone(budget):
+def test_packing_is_repeatable_and_leaves_the_samples_alone(budget):
     samples = random_samples(np.random.default_rng(0), 4)
     copies = [s.tokens.copy() for s in samples]
     for one, other in zip(pack(samples, budget), pack(samples, budget), strict=True):

@@ -84,28 +84,28 @@ def padded_logprobs(stock, renderings):
     return table.gather(2, ids[:, 1:, None])[:, :, 0] * counts[:, 1:], counts[:, 1:]
 
 
-def padded_margins(stock, stock_reference, pairs, how):
+def padded_margins(stock, stock_reference, pairs, preference):
     """How much more than the reference the policy prefers each chosen answer."""
     renderings, scores = [side for pair in pairs for side in pair], []
     for model in (stock, stock_reference):
         logprobs, counts = padded_logprobs(model, renderings)
         total = logprobs.sum(1)
-        scores.append(total / counts.sum(1) if how.length_normalized else total)
+        scores.append(total / counts.sum(1) if preference.length_normalized else total)
     gap = scores[0] - scores[1].detach()
     return gap[0::2] - gap[1::2]
 
 
-def losses_of(margin, how):
-    if how.loss == "ipo":
-        return (margin - 1 / (2 * how.beta)) ** 2
-    right, wrong = ((1 + (-sign * how.beta * margin).exp()).log() for sign in (1, -1))
-    return (1 - how.label_smoothing) * right + how.label_smoothing * wrong
+def losses_of(margin, preference):
+    if preference.loss == "ipo":
+        return (margin - 1 / (2 * preference.beta)) ** 2
+    right, wrong = ((1 + (-sign * preference.beta * margin).exp()).log() for sign in (1, -1))
+    return (1 - preference.label_smoothing) * right + preference.label_smoothing * wrong
 
 
 # ---- chats
 
 
-def test_supervised_fine_tuning_has_the_gradient_of_stock_cross_entropy_over_all_loss_tokens():
+def test_sft_has_the_gradient_of_stock_cross_entropy():
     exact, stock = twins("qwen3")
     samples = random_samples(np.random.default_rng(0), 4)
     learner, loss, tokens = recorded(exact), 0.0, sum(int(s.loss_mask.sum()) for s in samples)
@@ -119,7 +119,7 @@ def test_supervised_fine_tuning_has_the_gradient_of_stock_cross_entropy_over_all
     assert row["nll"] == pytest.approx(loss.item(), rel=1e-5) and row["num_loss_tokens"] == tokens
 
 
-def test_supervised_fine_tuning_overfits_one_batch():
+def test_sft_overfits_one_batch():
     rng = np.random.default_rng(8)
     documents = [random_tokens(rng, n) for n in (9, 14, 20)]
     batches = pack([make_sample(d, np.arange(len(d)) > 0) for d in documents], 1000)
@@ -128,7 +128,7 @@ def test_supervised_fine_tuning_overfits_one_batch():
     assert losses[0] > 3 and losses[-1] < 0.02
 
 
-def test_supervised_fine_tuning_of_an_adapter_leaves_the_base_as_it_is():
+def test_sft_of_an_adapter_leaves_the_base_as_it_is():
     learner = trained(adapted_model())
     before = bits(learner)
     batches = pack(random_samples(np.random.default_rng(1), 3), 60)
@@ -141,7 +141,7 @@ def test_supervised_fine_tuning_of_an_adapter_leaves_the_base_as_it_is():
 # ---- pairs
 
 
-def test_what_two_renderings_share_before_their_answers_is_the_prefix():
+def test_prefix_of_a_pair_is_what_both_share_before_the_answers():
     prompt = np.array([5, 9, 2])
     chosen, rejected = (
         rendering(prompt, np.array([7, 7, 1])),
@@ -156,34 +156,42 @@ def test_what_two_renderings_share_before_their_answers_is_the_prefix():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_pair_loss_and_its_gradient_are_those_of_the_formula_on_a_padded_stock_batch(name):
-    how, pairs = LOSSES[name], random_pairs()
+def test_pair_loss_and_gradient_are_those_of_padded_stock(name):
+    preference, pairs = LOSSES[name], random_pairs()
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     batches = packed(pairs)
     assert len(batches) > 2
     learner = recorded(exact)
-    row = preference_step(learner, reference, batches, how)
-    margin = padded_margins(stock, stock_reference, pairs, how)
-    loss = losses_of(margin, how).mean()
+    row = preference_step(learner, reference, batches, preference)
+    margin = padded_margins(stock, stock_reference, pairs, preference)
+    loss = losses_of(margin, preference).mean()
     loss.backward()
     dense.assert_gradients(learner.optimizer.updates[0], stock)
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
-    assert row["margin"] == pytest.approx(how.beta * margin.mean().item(), rel=1e-3)
+    assert row["margin"] == pytest.approx(preference.beta * margin.mean().item(), rel=1e-3)
     assert row["accuracy"] == (margin > 0).float().mean() and 0.0 < row["accuracy"] < 1.0
 
 
-def test_ipo_compares_means_over_tokens_unless_it_is_told_otherwise():
-    assert [how.length_normalized for how in LOSSES.values()] == [False, False, True, True, False]
+def test_ipo_compares_means_over_tokens_by_default():
+    assert [preference.length_normalized for preference in LOSSES.values()] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
-def test_the_chosen_answers_mean_negative_log_likelihood_is_added_and_reported():
-    how, pairs = Preference(beta=0.3, nll_coef=0.7), random_pairs()
+def test_nll_of_the_chosen_answers_is_added_and_reported():
+    preference, pairs = Preference(beta=0.3, nll_coef=0.7), random_pairs()
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
     learner = recorded(exact)
-    row = preference_step(learner, reference, packed(pairs), how)
+    row = preference_step(learner, reference, packed(pairs), preference)
     logprobs, counts = padded_logprobs(stock, [chosen for chosen, _ in pairs])
     nll = -logprobs.sum(1) / counts.sum(1)
-    loss = (losses_of(padded_margins(stock, stock_reference, pairs, how), how) + 0.7 * nll).mean()
+    loss = (
+        losses_of(padded_margins(stock, stock_reference, pairs, preference), preference) + 0.7 * nll
+    ).mean()
     loss.backward()
     dense.assert_gradients(learner.optimizer.updates[0], stock)
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-4) and row["nll"] == pytest.approx(
@@ -193,18 +201,20 @@ def test_the_chosen_answers_mean_negative_log_likelihood_is_added_and_reported()
 
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_at_the_start_every_margin_is_exactly_zero(name, adapter):
+def test_margin_at_the_start_is_exactly_0(name, adapter):
     policy = adapted_model() if adapter else exact_model("qwen3")
-    reference, how = policy if adapter else exact_model("qwen3"), LOSSES[name]
+    reference, preference = policy if adapter else exact_model("qwen3"), LOSSES[name]
     learner = trained(policy, 1e-4)
-    rows = [preference_step(learner, reference, packed(random_pairs()), how) for _ in range(4)]
+    rows = [
+        preference_step(learner, reference, packed(random_pairs()), preference) for _ in range(4)
+    ]
     assert rows[0]["margin"] == 0.0 and rows[0]["accuracy"] == 0.5
-    start = 1 / (4 * how.beta**2) if how.loss == "ipo" else math.log(2)
+    start = 1 / (4 * preference.beta**2) if preference.loss == "ipo" else math.log(2)
     assert rows[0]["loss"] == pytest.approx(start, rel=1e-7)  # a float32
     assert rows[-1]["loss"] < start and rows[-1]["margin"] > 0.0
 
 
-def test_of_an_adapter_the_gradient_is_that_against_a_second_model_to_the_bit():
+def test_adapter_as_its_own_reference_has_the_same_gradient():
     gradients = []
     for second in (False, True):
         policy = adapted_model()
@@ -223,7 +233,7 @@ def test_of_an_adapter_the_gradient_is_that_against_a_second_model_to_the_bit():
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_only_the_adapter_is_trained_by_pairs():
+def test_pairs_train_the_adapter_only():
     learner = trained(adapted_model())
     before = bits(learner)
     for _ in range(2):
@@ -237,13 +247,15 @@ def test_only_the_adapter_is_trained_by_pairs():
     "numbers", [[3, 4, 3, 4, 4], [0, 1, 2, 3, 4]], ids=["as one group", "as groups of their own"]
 )
 @pytest.mark.parametrize("budget", [40, 10_000])
-def test_a_pair_that_repeats_in_a_batch_counts_as_often_as_it_is_there(numbers, budget):
+def test_pair_repeated_in_a_batch_counts_as_often(numbers, budget):
     (exact, stock), (reference, stock_reference) = twins("qwen3"), twins("qwen3", seed=5)
-    two, how = random_pairs(count=2), LOSSES["dpo"]
+    two, preference = random_pairs(count=2), LOSSES["dpo"]
     pairs = [two[n] for n in (0, 1, 0, 1, 1)]
     learner = recorded(exact)
-    row = preference_step(learner, reference, packed(pairs, budget=budget, numbers=numbers), how)
-    losses = losses_of(padded_margins(stock, stock_reference, two, how), how)
+    row = preference_step(
+        learner, reference, packed(pairs, budget=budget, numbers=numbers), preference
+    )
+    losses = losses_of(padded_margins(stock, stock_reference, two, preference), preference)
     ((2 * losses[0] + 3 * losses[1]) / 5).backward()
     dense.assert_gradients(learner.optimizer.updates[0], stock)
     assert row["loss"] == pytest.approx(((2 * losses[0] + 3 * losses[1]) / 5).item(), rel=1e-4)
@@ -275,7 +287,7 @@ def stock_scores(stock, renderings):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_a_score_and_its_gradient_are_those_of_a_stock_classifier_at_the_last_token(kind):
+def test_score_and_gradient_are_those_of_a_stock_classifier(kind):
     value, stock = value_twins(kind)
     pairs = [pair[:: 1 - 2 * (number % 2)] for number, pair in enumerate(random_pairs())]
     learner = recorded(value)
@@ -291,13 +303,13 @@ def test_a_score_and_its_gradient_are_those_of_a_stock_classifier_at_the_last_to
     assert row["accuracy"] == (margin > 0).float().mean() and 0.0 < row["accuracy"] < 1.0
 
 
-def test_a_reward_model_learns_its_pairs():
+def test_reward_model_learns_its_pairs():
     learner, batches = trained(value_twins("qwen3")[0]), packed(random_pairs(), scored_pair)
     rows = [reward_model_step(learner, batches) for _ in range(12)]
     assert rows[-1]["loss"] < 0.1 < rows[0]["loss"] and rows[-1]["accuracy"] == 1.0
 
 
-def test_a_new_head_prefers_nothing():
+def test_new_head_prefers_nothing():
     value, _ = value_twins("qwen3", score=0.0)
     [batch] = packed(random_pairs(), scored_pair, budget=1000)
     losses, metrics = score_loss(value, batch)
@@ -307,7 +319,7 @@ def test_a_new_head_prefers_nothing():
     ) == (0.0, 2.5)
 
 
-def test_a_reward_model_with_an_adapter_trains_it_and_its_head():
+def test_reward_model_with_adapter_trains_it_and_its_head():
     learner = trained(make_exact(value_twins("qwen3")[1], LORA))
     before = bits(learner)
     for _ in range(2):

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from tandem.weights.hashing import weight_hash
-from tandem.weights.mapped import Layout, read_tensors
-from tandem.weights.shared import SharedWeights
+from tandem.weights.shared import Layout, SharedWeights, read_tensors
 
 READER = """
 import json, os, socket, sys
 from tandem.weights.hashing import weight_hash
-from tandem.weights.mapped import Layout, read_tensors
+from tandem.weights.shared import Layout, read_tensors
 data, [descriptor], _, _ = socket.recv_fds(socket.socket(fileno=0), 1 << 20, 1)
 tensors = read_tensors(Layout.from_json(json.loads(data)), descriptor)
 os.close(descriptor)
@@ -46,7 +45,7 @@ def read(shared, version):
         os.close(descriptor)
 
 
-def test_what_is_read_is_what_was_published_with_its_hash_in_every_type_and_shape():
+def test_published_weights_are_read_in_every_type_and_shape():
     shared = SharedWeights(tensors())
     digest = shared.publish(4, tensors())
     assert digest == shared.hash_of(4) == weight_hash(tensors()) == weight_hash(read(shared, 4))
@@ -56,7 +55,7 @@ def test_what_is_read_is_what_was_published_with_its_hash_in_every_type_and_shap
     shared.close()
 
 
-def test_what_is_published_is_a_copy():
+def test_published_weights_are_a_copy():
     shared, mine = SharedWeights(tensors()), tensors()
     digest = shared.publish(0, mine)
     mine["b"].zero_()
@@ -64,7 +63,7 @@ def test_what_is_published_is_a_copy():
     shared.close()
 
 
-def test_another_process_reads_it_and_cannot_change_it_for_others():
+def test_another_process_reads_and_cannot_change_the_weights():
     shared = SharedWeights(tensors())
     digest = shared.publish(0, tensors())
     ours, theirs = socket.socketpair()
@@ -82,7 +81,7 @@ def test_another_process_reads_it_and_cannot_change_it_for_others():
     shared.close()
 
 
-def test_whoever_reads_a_version_keeps_it_and_a_later_one_is_another_place():
+def test_reader_keeps_its_version_after_its_release():
     shared = SharedWeights(tensors())
     first = shared.publish(0, tensors(0))
     held = read(shared, 0)
@@ -107,7 +106,7 @@ def test_released_versions_are_gone_and_leave_no_descriptor():
     assert shared.versions == [] and len(os.listdir("/dev/fd")) == before
 
 
-def test_a_version_stands_for_the_same_weights_for_ever():
+def test_version_cannot_be_published_with_other_weights():
     shared = SharedWeights(tensors())
     assert shared.publish(0, tensors()) == shared.publish(0, tensors())
     with pytest.raises(ValueError, match="version 0 already"):

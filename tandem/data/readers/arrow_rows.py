@@ -1,9 +1,8 @@
 """Rows of Arrow tables: Parquet files, and folders that Hugging Face's `datasets` wrote with
 save_to_disk.
 
-Tables are mapped or read batch by batch, so that besides what is built from the rows only a batch
-is in memory. Knows Arrow and the folder's layout. Does not need `datasets`, and does not know what
-a row means.
+Maps tables or reads them batch by batch: of the file, only one batch is in memory. Knows Arrow and
+the folder's layout. Does not need `datasets`, and does not know what a row means.
 """
 
 import json
@@ -11,13 +10,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tandem.data.readers.row_errors import RowError
+from tandem.data.readers.row_errors import MAX_ROW_BYTES, RowError, refuse_bad_leaf
 from tandem.data.readers.text_rows import Payload
-from tandem.data.readers.values import MAX_ROW_BYTES, refuse_bad_leaf
 from tandem.runtime.errors import UserError
 
 BATCH = 1024  # rows
-# a data set's folder holds the first, a folder of several the second
+# in the folder of one split, and of several
 STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -28,17 +26,16 @@ def parquet_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
     from tandem.data.readers.parquet_size import check_size
 
     def batches() -> Iterator[Any]:
-        _refuse_twice(pq.read_schema(file).names)
+        _refuse_equal_names(pq.read_schema(file).names)
         check_size(file)
-        # One thread: whoever starts the process counts its threads, and reading is not what takes
-        # the time.
+        # One thread, because the thread count of the process is fixed; it is fast enough.
         yield from pq.ParquetFile(file).iter_batches(batch_size=BATCH, use_threads=False)
 
     return table_rows(batches(), f"{key} cannot be read as Parquet", str(file))
 
 
 def folder_rows(folder: Path, split: str, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every row of a save_to_disk folder; split: which of a folder of
+    """(place, payload) for every row of a save_to_disk folder. split: its name where there are
     several."""
     import pyarrow as pa
 
@@ -54,8 +51,8 @@ def folder_rows(folder: Path, split: str, key: str) -> Iterator[tuple[str, Paylo
 
 
 def folder_files(folder: Path, split: str, key: str) -> list[Path]:
-    """The Arrow files of a save_to_disk folder. Raises UserError where it is none, or a choice is
-    left."""
+    """The Arrow files of a save_to_disk folder. Raises UserError where it is another folder, or the
+    split is not clear."""
     if (folder / SPLITS).is_file():
         names = _read_json(folder / SPLITS, "splits", key)
         folder = folder / choose_split(names, split, str(folder), key)
@@ -75,13 +72,12 @@ def folder_files(folder: Path, split: str, key: str) -> list[Path]:
             expected="a JSONL, Parquet or CSV file, or a folder written by datasets' save_to_disk",
             next=f"ls {folder}",
         )
-    return [
-        folder / str(file["filename"]) for file in _read_json(folder / STATE, "_data_files", key)
-    ]
+    files = _read_json(folder / STATE, "_data_files", key)
+    return [folder / str(file["filename"]) for file in files]
 
 
 def choose_split(names: list[str], split: str, source: str, key: str) -> str:
-    """The split that is asked for, or the only one. Raises UserError with the choice."""
+    """The split asked for, or the only one. Raises UserError that lists the splits."""
     if split in names:
         return split
     if not split and len(names) == 1:
@@ -97,58 +93,50 @@ def choose_split(names: list[str], split: str, source: str, key: str) -> str:
 
 
 def _read_json(file: Path, field: str, key: str) -> list[Any]:
+    what = f"{key} cannot be read as a Hugging Face dataset"
     try:
         value = json.loads(file.read_bytes())[field]
     except (ValueError, KeyError, TypeError) as error:
-        what, found = (
-            f"{key} cannot be read as a Hugging Face dataset",
-            f"{type(error).__name__}: {error}",
-        )
+        found = f"{type(error).__name__}: {error}"
         raise UserError(
             what, where=str(file), found=found, expected=f"JSON with {field!r}"
         ) from None
     if not isinstance(value, list):
-        raise UserError(
-            f"{key} cannot be read as a Hugging Face dataset",
-            where=f"{file}, {field}",
-            expected="a list",
-        )
+        raise UserError(what, where=f"{file}, {field}", expected="a list")
     return value
 
 
 def table_rows(batches: Iterable[Any], mistake: str, where: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every row of some record batches or tables. mistake: what a damaged file
-    is told as."""
+    """(place, payload) for every row of record batches or tables. mistake: the message for a
+    damaged file."""
     import pyarrow as pa
 
     number = 0
     try:
         for batch in batches:
-            _refuse_twice(batch.schema.names)
-            suspect = _suspect(batch)
+            _refuse_equal_names(batch.schema.names)
+            must_check = _must_check_rows(batch)
             for payload in _batch_rows(batch):
                 number += 1
-                yield f":row {number}", _checked(payload) if suspect else payload
+                yield f":row {number}", _checked(payload) if must_check else payload
     except (pa.ArrowException, OSError, ValueError) as error:
         found = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(mistake, where=f"{where}, after row {number}", found=found) from None
 
 
-def _refuse_twice(names: list[str]) -> None:
-    """A row would hold one of two columns of a name, and nobody could tell which."""
+def _refuse_equal_names(names: list[str]) -> None:
+    """Raise ValueError for two columns of one name: a row would hold either."""
     if len(set(names)) < len(names):
         raise ValueError(f"two columns {next(name for name in names if names.count(name) > 1)!r}")
 
 
-def _suspect(batch: Any) -> bool:
-    """Whether its rows must be looked at one by one. Raises ArrowException where the memory makes
-    no sense: mapped files are believed, and a wrong offset would end the process."""
-    unreadable = False in [_is_text_utf8(column) for column in batch.columns]
-    return (
-        unreadable
-        or batch.nbytes > MAX_ROW_BYTES
-        or any(_is_suspect(field.type) for field in batch.schema)
-    )
+def _must_check_rows(batch: Any) -> bool:
+    """Whether the rows must be checked one by one. Raises ArrowException for wrong offsets, which
+    would end the process: Arrow does not check mapped files."""
+    is_utf8 = [_is_text_utf8(column) for column in batch.columns]
+    if not all(is_utf8) or batch.nbytes > MAX_ROW_BYTES:
+        return True
+    return not all(_is_plain(field.type) for field in batch.schema)
 
 
 def _is_text_utf8(column: Any) -> bool:
@@ -163,23 +151,17 @@ def _is_text_utf8(column: Any) -> bool:
     return True
 
 
-def _is_suspect(kind: Any, depth: int = 1) -> bool:
-    """Whether a column of this type can hold more than text, whole numbers, lists and objects, or
-    nests deep."""
+def _is_plain(kind: Any, depth: int = 1) -> bool:
+    """Whether a column of this type holds nothing but text, whole numbers, and lists and objects of
+    them that are not deep."""
     from pyarrow import types
 
     if depth > 8 or types.is_map(kind):
-        return True
+        return False
     if kind.num_fields:
-        return any(_is_suspect(kind.field(i).type, depth + 1) for i in range(kind.num_fields))
-    plain = (
-        types.is_string,
-        types.is_large_string,
-        types.is_integer,
-        types.is_boolean,
-        types.is_null,
-    )
-    return not any(is_plain(kind) for is_plain in plain)
+        return all(_is_plain(kind.field(i).type, depth + 1) for i in range(kind.num_fields))
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    return is_text or types.is_integer(kind) or types.is_boolean(kind) or types.is_null(kind)
 
 
 def _checked(payload: Payload) -> Payload:
@@ -194,8 +176,8 @@ def _checked(payload: Payload) -> Payload:
 
 
 def _json_value(value: Any, field: str) -> Any:
-    """A value as JSON can write it: decimals and times become their text, in which a decimal keeps
-    its digits."""
+    """The value as JSON can write it. Decimals and times become their text, which keeps all digits
+    of a decimal."""
     match value:
         case None | str() | int() | float():
             return value
@@ -204,11 +186,12 @@ def _json_value(value: Any, field: str) -> Any:
         case list() | tuple():  # Arrow's maps are lists of pairs
             return [_json_value(child, field) for child in value]
         case bytes():
-            found, advice = (
+            raise RowError(
                 f"{len(value)} bytes that are no text",
-                f"leave the column {field!r} out of the data",
+                "text, numbers, lists or objects",
+                field=field,
+                next=f"leave the column {field!r} out of the data",
             )
-            raise RowError(found, "text, numbers, lists or objects", field=field, next=advice)
         case _:
             return str(value)
 
@@ -216,7 +199,7 @@ def _json_value(value: Any, field: str) -> Any:
 def _batch_rows(batch: Any) -> Iterator[Payload]:
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
-    except UnicodeDecodeError:  # Arrow does not check strings; look for the rows one by one
+    except UnicodeDecodeError:  # Arrow does not check strings: find the rows
         return (_row_or_error(batch.slice(i, 1)) for i in range(batch.num_rows))
     return ((values, "") for values in rows)
 

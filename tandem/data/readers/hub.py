@@ -1,5 +1,4 @@
-"""Data sets by their name on the Hugging Face hub. The only file that imports `datasets` (the extra
-of that name).
+"""Data sets by their name on the Hugging Face hub. The only file that imports `datasets`, an extra.
 
 Knows names, configurations and splits: "openai/gsm8k:main#train". Does not know what a row means.
 """
@@ -61,8 +60,8 @@ def _load(name: str, split: str, key: str) -> Any:
 
 
 def _require_connection(name: str, key: str, offline: bool) -> None:
-    """Told at once: the hub's own client tries for half a minute. Behind a proxy only the client
-    can tell."""
+    """Raise UserError at once where the hub cannot be reached: its own client tries for half a
+    minute. Behind a proxy only the client can tell."""
     from huggingface_hub import constants
 
     address = urlsplit(constants.ENDPOINT)

@@ -1,9 +1,9 @@
-"""The size of a Parquet file's rows, told before they are made: a file of 1 KiB can name one text a
+"""The size of a Parquet file's rows, before they are made: a file of 1 KiB can repeat one text a
 million times.
 
-The file's own numbers count a repeated value once. Here it counts as often as it is repeated: by
-the longest entry of the column's dictionary or, where that is too much, by every row's entry. Knows
-Parquet's encodings. Does not know what a row means.
+The file's own numbers count a repeated value once. Here every repetition counts: by the longest
+entry of the column's dictionary or, where that is too much, by every row's entry. Knows Parquet's
+encodings. Does not know what a row means.
 """
 
 from pathlib import Path
@@ -13,15 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-ROOM = 256 << 20  # bytes that any file may fill
-GROWTH = 200  # and so many times its own size; texts that compress well are a tenth
+ROOM = 256 << 20  # bytes that the rows of any file may fill
+GROWTH = 200  # plus so many times the file's size; well compressed texts grow tenfold
 NUMBER_BYTES = 8
 DELTA_ROWS = 16  # that are decoded at a time
 
 
 def check_size(path: Path) -> None:
-    """Raises ValueError for a file whose rows are far larger than it is, before any of them is
-    made."""
+    """Raise ValueError for a file whose rows are far larger than the file."""
     file = pq.ParquetFile(path)
     most, size = ROOM + GROWTH * path.stat().st_size, 0
     for group in range(file.metadata.num_row_groups):
@@ -34,19 +33,20 @@ def check_size(path: Path) -> None:
             elif size <= most and any("DELTA" in encoding for encoding in column.encodings):
                 size += _decoded(path, group, column, most - size)
             if size > most:
+                name, size_now = column.path_in_schema, path.stat().st_size
                 raise ValueError(
-                    f"{path.stat().st_size:,} bytes that become more than {most:,} in column {column.path_in_schema!r}"
+                    f"{size_now:,} bytes that become more than {most:,} in column {name!r}"
                 )
 
 
 def _at_least(column: Any, width: int) -> int:
-    """Count the bytes of the values without their repetition; width: of a value whose type has one,
-    else 0."""
+    """Count the bytes of the values without repetition. width: bytes of a value, 0 where it
+    varies."""
     return max(column.total_uncompressed_size, (width or NUMBER_BYTES) * column.num_values)
 
 
 def _decoded(path: Path, group: int, column: Any, room: int) -> int:
-    """Count the bytes of a column's texts by reading a few at a time: each may be told as its
+    """Count the bytes of a column's texts by reading a few at a time: each may be stored as its
     difference to the one before."""
     total = 0
     batches = pq.ParquetFile(path).iter_batches(
@@ -63,8 +63,8 @@ def _decoded(path: Path, group: int, column: Any, room: int) -> int:
 
 
 def _repeated(path: Path, group: int, column: Any, room: int) -> int:
-    """Count the bytes of a column's texts, each as often as it is repeated; or bound them, if the
-    bound is within the room."""
+    """Count the bytes of a column's texts with every repetition, or bound them where the bound is
+    within the room."""
     name = column.path_in_schema
     file = pq.ParquetFile(path, read_dictionary=[name])
     total = 0
@@ -82,7 +82,7 @@ def _repeated(path: Path, group: int, column: Any, room: int) -> int:
 
 
 def _dictionary(column: Any) -> Any:
-    """The texts in a column that may hold them in lists and objects."""
+    """The dictionary of texts in a column, also inside of lists and objects."""
     while not pa.types.is_dictionary(column.type):
         if not pa.types.is_nested(column.type):
             raise ValueError("two columns of one name")

@@ -1,8 +1,6 @@
-"""Rows of a source, and every mistake in them told with its place.
+"""Rows of a source, each built into something, with all mistakes in one error.
 
-Reads row by row, hands each to a `build` function, and collects what is wrong into one error. Knows
-rows. Does not know formats, nor what a message, a problem or a training chat is, nor any model or
-tokenizer.
+Knows rows. Does not know formats, nor what a message, a problem or a training chat is.
 """
 
 import difflib
@@ -19,7 +17,7 @@ from tandem.runtime.errors import UserError
 
 T = TypeVar("T")
 
-# Names that data sets use for our columns, likeliest first; only to suggest one in an error.
+# Names that data sets use for our columns, likeliest first; only suggested in errors.
 ALIASES = {
     "prompt": ("messages", "question", "problem", "instruction", "query", "input", "text"),
     "messages": ("conversations", "conversation", "chat", "chosen"),
@@ -42,9 +40,9 @@ class Row:
 
 
 def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
-    """Build something from every row of a source (sources.py).
+    """Call `build` with every row of a source (sources.py); returns the results in order.
 
-    key is the config key that names it. Raises UserError with up to MAX_MISTAKES different
+    key: the config key that names the source. Raises UserError with up to MAX_MISTAKES different
     mistakes.
     """
     mistakes = Mistakes(source, key)
@@ -77,8 +75,8 @@ def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The rows are all kept, so looking for garbage among them again and again is a third of the
-    reading time."""
+    """Pause the garbage collector: all rows are kept, and searching them for garbage takes a third
+    of the reading time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -92,8 +90,11 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def column(row: Row, name: str, *, rename: str, otherwise: str = "") -> Any:
-    """row's value in a column that must be there. rename: what to do about a near name, with {} for
-    it; otherwise: where there is none."""
+    """The row's value in a column that must be there.
+
+    rename: advice where a column has a similar name, with {} for that name; otherwise: where none
+    has. Raises RowError.
+    """
     if name in row.values:
         return row.values[name]
     names = list(row.values)
@@ -108,8 +109,7 @@ def column(row: Row, name: str, *, rename: str, otherwise: str = "") -> Any:
 
 
 def exact_number(row: Row, *path: str) -> str:
-    """The number at path as the file writes it: 0.10 stays 0.10, and no digit is lost to a
-    double."""
+    """The number at path as the file writes it: 0.10 stays 0.10, and all digits are kept."""
     value = _DECODE_EXACTLY(row.line) if row.line else row.values
     for name in path:
         value = value[name]

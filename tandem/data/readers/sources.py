@@ -1,5 +1,4 @@
-"""Where rows come from: a file, a folder or a name of the hub, told apart by what is there and by
-the suffix.
+"""Where rows come from: a file, a folder or a name of the hub, by what exists and by the suffix.
 
     problems.jsonl   chats.parquet   pairs.csv   folder   folder#train   openai/gsm8k:main#train
 
@@ -24,8 +23,10 @@ EXPECTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A source's name, taken apart. Example: Source(path=Path("data/gsm8k"), split="train",
-    on_hub=False)"""
+    """A source's name, taken apart.
+
+    Example: Source(path=Path("data/gsm8k"), split="train", on_hub=False)
+    """
 
     path: Path
     split: str
@@ -60,10 +61,12 @@ def source_files(name: str, key: str) -> list[Path]:
 def _locate(name: str, key: str) -> Source:
     source = _split(name)
     if not name or not (source.on_hub or source.path.exists()):
-        found = f"{name!r}, which does not exist" if name else "no path"
-        advice = f"ls {source.path.parent}" if name else f"set {key}=FILE"
         raise UserError(
-            f"{key} names no file", where=key, found=found, expected=EXPECTED, next=advice
+            f"{key} names no file",
+            where=key,
+            found=f"{name!r}, which does not exist" if name else "no path",
+            expected=EXPECTED,
+            next=f"ls {source.path.parent}" if name else f"set {key}=FILE",
         )
     if source.on_hub or source.path.is_dir():
         return source
@@ -72,19 +75,18 @@ def _locate(name: str, key: str) -> Source:
             f"{key} is not a file", where=name, found="a device, or a pipe", expected=EXPECTED
         )
     if source.path.suffix not in SUFFIXES:
-        expected = ".jsonl, .json (one object a line), .parquet or .csv"
-        found, advice = (
-            f"suffix {source.path.suffix!r}",
-            "convert the file, or rename it if only its name is wrong",
-        )
         raise UserError(
-            f"{key} has an unknown format", where=name, found=found, expected=expected, next=advice
+            f"{key} has an unknown format",
+            where=name,
+            found=f"suffix {source.path.suffix!r}",
+            expected=".jsonl, .json (one object a line), .parquet or .csv",
+            next="convert the file, or rename it if only its name is wrong",
         )
     return source
 
 
 def _split(name: str) -> Source:
-    """What exists under the whole name is that; else the text behind the last # is a split."""
+    """Take a name apart: unless the whole name exists, the text behind the last # is the split."""
     base, mark, split = name.rpartition("#")
     if Path(name).exists() or not mark:
         base, split = name, ""
@@ -93,37 +95,30 @@ def _split(name: str) -> Source:
 
 
 def uid_prefixes(names: Sequence[str], key: str) -> list[str]:
-    """What the uids of rows without one begin with: the file's name without suffix, and where that
-    is not enough to tell two sources apart, as much more of the path as is. Raises UserError for a
-    source that comes twice.
+    """How the uids of rows without one begin: the file's name without suffix, or as much more of
+    the path as tells two sources apart. Raises UserError for a source that comes twice.
 
     Example: ["a/train.jsonl", "b/train.jsonl", "c.csv"] gives ["a/train.jsonl", "b/train.jsonl",
     "c"]
     """
-    tails = [_tails(name) for name in names]
+    sources = [_split(name) for name in names]
+    longest = max(len(source.path.parts) for source in sources)
+    ends = [[_end(source, parts) for parts in range(longest + 1)] for source in sources]
     for number, name in enumerate(names):
-        if tails[number][-1] in [other[-1] for other in tails[:number]]:
+        if ends[number][-1] in [other[-1] for other in ends[:number]]:
             raise UserError(
                 f"{key} names a source twice", where=key, found=name, expected="each source once"
             )
-    return [_first_alone(own, [other for other in tails if other is not own]) for own in tails]
+    columns = list(zip(*ends, strict=True))
+    return [
+        next(column[number] for column in columns if column.count(column[number]) == 1)
+        for number in range(len(names))
+    ]
 
 
-def _tails(name: str) -> list[str]:
-    """Longer and longer ends of a source's path: its stem, its name, the folder and its name,
-    ..."""
-    source = _split(name)
-    split = f"#{source.split}" if source.split else ""
-    parts = source.path.parts
-    stem = source.path.stem if source.path.suffix in SUFFIXES else source.path.name
-    return [stem + split, *("/".join(parts[-count:]) + split for count in range(1, len(parts) + 1))]
-
-
-def _first_alone(own: list[str], others: list[list[str]]) -> str:
-    longest = max(map(len, [own, *others]))
-    tails = zip(*[_padded(each, longest) for each in (own, *others)], strict=True)
-    return next(tail for tail, *rest in tails if tail not in rest)
-
-
-def _padded(tails: list[str], length: int) -> list[str]:
-    return tails + tails[-1:] * (length - len(tails))
+def _end(source: Source, parts: int) -> str:
+    """So many last parts of a source's path; 0: the last one without its suffix."""
+    path = source.path
+    stem = path.stem if path.suffix in SUFFIXES else path.name
+    end = "/".join(path.parts[-parts:]) if parts else stem
+    return f"{end}#{source.split}" if source.split else end

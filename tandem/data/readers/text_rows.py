@@ -1,7 +1,7 @@
 """Rows of text files: JSONL and CSV, in UTF-8.
 
-Gives every row with its place and goes on behind a bad one, as long as the format says where the
-next begins. Knows lines, JSON and commas. Does not know what a row means.
+Yields every row with its place and continues after a bad one, as long as the format says where the
+next row begins. Knows lines, JSON and commas. Does not know what a row means.
 """
 
 import csv
@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from tandem.data.readers.row_errors import RowError, show
-from tandem.data.readers.values import (
+from tandem.data.readers.row_errors import (
     MAX_DEPTH,
     MAX_ROW_BYTES,
+    RowError,
     is_unicode,
     refuse_bad_leaf,
+    show,
     too_deep,
 )
 from tandem.runtime.errors import UserError
@@ -24,11 +25,11 @@ Values = dict[str, Any]
 # (values, their JSON: empty where the file is not JSON), or why there are none
 Payload = tuple[Values, str] | RowError
 
-UTF8_MARK = b"\xef\xbb\xbf"  # the byte order mark some editors write; in UTF-8 it says nothing
+UTF8_MARK = b"\xef\xbb\xbf"  # the byte order mark that some editors write
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of every line, without the byte order mark; an overlong line comes cut, at
+    """(number, bytes) of every line, without the byte order mark. An overlong line is truncated to
     MAX_ROW_BYTES + 1."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES + 1):
@@ -40,7 +41,7 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _refuse_utf16(head: bytes, file: Path, key: str) -> None:
-    """It would give one mistake a line."""
+    """Raise UserError for UTF-16, which would give one mistake per line."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(
             f"{key} is not UTF-8",
@@ -66,7 +67,7 @@ def jsonl_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
         head = stream.read(16)
         stream.seek(0)
         _refuse_utf16(head, file, key)
-        if head.removeprefix(UTF8_MARK).lstrip().startswith(b"["):  # also one mistake a line
+        if head.removeprefix(UTF8_MARK).lstrip().startswith(b"["):  # also one mistake per line
             raise UserError(
                 f"{key} is not JSONL",
                 where=f"{file}:1",
@@ -76,14 +77,11 @@ def jsonl_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
             )
         for number, line in _lines(stream):
             if line := line.rstrip():
-                yield f":{number}", _parse_line(line)
-
-
-def _parse_line(line: bytes) -> Payload:
-    try:
-        return _parse(line)
-    except RowError as error:
-        return error
+                try:
+                    payload: Payload = _parse(line)
+                except RowError as error:
+                    payload = error
+                yield f":{number}", payload
 
 
 def _parse(line: bytes) -> tuple[Values, str]:
@@ -103,7 +101,7 @@ def _parse(line: bytes) -> tuple[Values, str]:
         raise RowError(found, "one JSON object a line") from None
     except RecursionError:
         raise too_deep() from None
-    # Python's limit on the digits of an int, the only other thing json.loads refuses
+    # Python's limit on the digits of an int: all else that json.loads refuses
     except ValueError:
         raise RowError("a number of more than 4,300 digits", "a number, or text") from None
     if not isinstance(values, dict):
@@ -129,8 +127,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> Values:
-    """An object, whose keys come once each: of two values of a name, json.loads takes the last and
-    says nothing."""
+    """Build an object. Raises RowError for a key that comes twice: json.loads takes the last value
+    and says nothing."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -146,10 +144,10 @@ _DECODE_FINITE = json.JSONDecoder(
 
 
 def _decode(text: str) -> tuple[Any, bool]:
-    """(what the text writes, whether its leaves must be looked at). A look at every leaf would be a
-    third of the reading time, and what it could find leaves a trace in the text of a row."""
+    """(the value, whether its leaves must be checked). Checking every leaf would take a third of
+    the reading time, and each bad leaf leaves a trace in the row's text."""
     deep = text.count("[") + text.count("{") > MAX_DEPTH
-    # text decoded from UTF-8 holds surrogates as escapes only
+    # in text decoded from UTF-8, surrogates are escapes
     halves = "\\ud" in text or "\\uD" in text
     try:
         return _DECODE_FINITE(text), deep or halves
@@ -161,13 +159,13 @@ def _decode(text: str) -> tuple[Any, bool]:
 
 
 def csv_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every record below the header; all values are text, and an empty cell is
+    """(place, payload) for every record below the header. All values are text, and an empty cell is
     null.
 
-    Behind a line that is too long, or a quote that never ends, nobody can tell where the next
-    record begins: such a mistake is the last.
+    Reading ends at a line that is too long and at a quote that never ends: there is no telling
+    where the next record begins.
     """
-    csv.field_size_limit(MAX_ROW_BYTES)  # of the process: the module has no other place for it
+    csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process: the module has no other setting
     with file.open("rb") as stream:
         _refuse_utf16(stream.read(2), file, key)
         stream.seek(0)
@@ -182,13 +180,8 @@ def csv_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
                 elif cells:
                     names = _header(cells, f"{file}:{start}", key)
         except csv.Error as error:
-            found = f"broken CSV: {error}"
-            yield (
-                f":{end + 1}",
-                RowError(
-                    found, 'cells between commas, a cell with commas, quotes or lines as "..."'
-                ),
-            )
+            expected = 'cells between commas, a cell with commas, quotes or lines as "..."'
+            yield f":{end + 1}", RowError(f"broken CSV: {error}", expected)
         except RowError as error:
             yield f":{reader.line_num + 1}", error
 
@@ -207,9 +200,11 @@ def _header(names: list[str], where: str, key: str) -> list[str]:
             mistake, where=where, found=show(names[0]), expected="names with commas between them"
         )
     if "" in names or len(set(names)) < len(names):
-        found = ", ".join(map(show, names[:12]))
         raise UserError(
-            mistake, where=where, found=found, expected="a different name for every column"
+            mistake,
+            where=where,
+            found=", ".join(map(show, names[:12])),
+            expected="a different name for every column",
         )
     if not all(map(is_unicode, names)):
         raise UserError(mistake, where=where, found="invalid UTF-8", expected="UTF-8 text")

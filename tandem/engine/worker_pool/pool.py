@@ -1,27 +1,26 @@
 """Rollout workers: requests go to engines in processes of their own. Implements types.Generate.
 
-    caller's thread                                                        worker process 0 .. count - 1 (worker.py)
-    ---------------                                                        ---------------------------------------
-    submit(request)  -> todo                                               one thread, one engine, a copy of the weights
-    step()  _hand_out   todo -> tickets of a worker, {"request": 7}  --->  Engine.submit, Engine.step
-            _listen     completion of ticket 7; signs of life        <---  {"completion": 7}, {"alive": true}
-            _look       silence: SIGKILL, a new one, its tickets back to the front of todo
-    apply(version)      descriptor of the weights to all that are up --->  map, load, hash
-            _take_hash  it must be the trainer's                     <---  {"applied": 4, "hash": "9f86..."}
+    caller's thread                                        worker process 0 .. count - 1 (worker.py)
+    ---------------                                        ---------------------------------------
+    submit(request)  -> todo                               one thread, one engine, own weights
+    step()  _dispatch      todo -> tickets of a worker --> {"request": 7}: submit, Engine.step
+            _on_message    completion, signs of life  <--  {"completion": 7}, {"alive": true}
+            _check_heartbeats  silence: SIGKILL, a new worker, its tickets back in front
+    apply(version)         weights to all that are up -->  map, load, hash
+            _on_hash       it must be the trainer's   <--  {"applied": 4, "hash": "9f86..."}
 
 step waits for the workers' sockets, at most WAIT_S, as its caller may have more to submit; apply
-waits until each worker that is up has answered or is lost; nothing else waits. What unblocks both:
-an answer, the end of a socket, or heartbeat_s without a sign of life, after which the worker is
-killed. Silence counts while somebody listens, so a driver that was stopped or busy takes nobody for
-silent.
+waits until each worker that is up has answered or is lost; nothing else waits. Both go on after an
+answer, the end of a socket, or heartbeat_s without a sign of life, after which the worker is
+killed. Silence counts only while the pool listens, so a driver that was stopped or busy does not
+take its workers for silent.
 
-A worker is starting, then syncing (it loads the current version), and is given requests only when
-its hash was right. While one starts, the others serve. A request that was with a lost worker goes
-to another as it was, with the address of its draws, so what comes back has the same bits; what
-depends on chance is only who makes it. One thread at a time calls this; `close` and `status` any
-thread (the trainer's writes into weights/shared.py only). On Linux a worker ends with the thread
-that started it: the one that made Workers or, for one that was replaced, the one that called
-`step`.
+A worker is starting, then syncing (it loads the current version), and gets requests only after its
+hash was right. While one starts, the others serve. A request of a lost worker goes to another
+unchanged, with the address of its draws, so the completion has the same bits; chance decides only
+which worker makes it. One thread at a time calls this; `close` may come from any thread. On Linux a
+worker ends with the thread that started it: the one that made Workers or, for a replacement, the
+one that called `step`.
 """
 
 import selectors
@@ -29,17 +28,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tandem.engine.worker_pool.process import Handed, Lost, Process, State
+from tandem.engine.worker_pool.process import Ticket, WorkerProcess
 from tandem.engine.worker_pool.protocol import (
-    Garbage,
-    Message,
+    cancelled_completion,
     identity_of,
     read_completion,
     read_error,
@@ -47,10 +44,11 @@ from tandem.engine.worker_pool.protocol import (
 )
 from tandem.runtime import watchdog
 from tandem.runtime.errors import InvariantError, UserError
-from tandem.types import Completion, Request
+from tandem.runtime.worker_channel import Message, ProtocolError, RestartLimit
+from tandem.types import Request
 
 if TYPE_CHECKING:  # nothing here needs torch
-    from tandem.weights.mapped import Layout
+    from tandem.weights.shared import Layout
 
 COMMAND = (sys.executable, "-m", "tandem.engine.worker_pool.worker")
 WAIT_S = 0.05  # in one step
@@ -63,22 +61,12 @@ class Published(Protocol):
     layout: "Layout"
 
     def descriptor(self, version: int) -> int:
-        """For model.mapped.read_tensors; whoever asks closes it."""
+        """Return a descriptor for weights.shared.read_tensors; the caller closes it."""
         ...
 
     def hash_of(self, version: int) -> str:
-        """model.hashing.weight_hash of them, as the trainer had them."""
+        """Return weights.hashing.weight_hash of the trainer's weights."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """A worker at a moment. Example: Status(number=0, pid=4711, state="serving", requests=12)"""
-
-    number: int
-    pid: int
-    state: State
-    requests: int
 
 
 class Workers:
@@ -86,8 +74,8 @@ class Workers:
     it.
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest has
-    it. cache_mb and max_batch are for each worker. restarts: how many workers may be lost,
-    together; the next one ends the run with a UserError. report is told of every loss.
+    it. cache_mb and max_batch are for each worker. restarts: how many workers may be lost in all;
+    the next one ends the run with a UserError. report gets a line about every loss.
     """
 
     def __init__(
@@ -106,8 +94,8 @@ class Workers:
     ):
         self.weight_version = -1  # none yet
         self.longest = longest
-        self.restarted = self.handed_over = 0  # workers, and requests that were with them
-        self._max_batch, self._restarts, self._heartbeat_s = max_batch, restarts, heartbeat_s
+        self.restarts = RestartLimit(restarts)
+        self._max_batch, self._heartbeat_s = max_batch, heartbeat_s
         self._weights, self._report, self._command = weights, report, command
         self._beat_s = min(1.0, heartbeat_s / BEATS)
         self._start = {
@@ -117,19 +105,18 @@ class Workers:
             "layout": weights.layout.parts,
             "beat_s": self._beat_s,
         }
-        self._todo: deque[Handed] = deque()
-        self._ended: list[Handed] = []
+        self._todo: deque[Ticket] = deque()
+        self._ended: list[Ticket] = []
         self._submitted = 0
-        self._homes: dict[
-            int, Process
-        ] = {}  # who has a beginning in its cache: by an episode's key, by a prompt's hash
-        self._gaps: dict[int, float | None] = {}  # by worker, None while it is asked
-        self._listened = time.monotonic()
+        # the worker with a prefix in its cache, by an episode's key and by a prompt's hash
+        self._affinity: dict[int, WorkerProcess] = {}
+        self._gaps: dict[int, float | None] = {}  # by worker, None while it checks
+        self._polled = time.monotonic()
         self._selector = selectors.DefaultSelector()
-        self._workers: dict[int, Process] = {}
+        self._workers: dict[int, WorkerProcess] = {}
         self._closing, self._closed = threading.Lock(), False
         for number in range(count):
-            self._new(number)
+            self._spawn(number)
 
     def __enter__(self) -> "Workers":
         return self
@@ -138,63 +125,49 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End every worker now; nothing that they have is needed. Any thread may; who is in `step`
-        then gets an error."""
+        """End every worker now; nothing that they have is needed. A thread that is in `step` gets
+        an error."""
         with self._closing:
             self._closed = True
             while self._workers:
                 self._workers.popitem()[1].end()
             self._selector.close()
 
-    def status(self) -> list[Status]:
-        """Any thread may ask."""
-        workers = sorted(self._workers.values(), key=lambda worker: worker.number)
-        return [
-            Status(number=w.number, pid=w.pid, state=w.state, requests=len(w.tickets))
-            for w in workers
-        ]
+    # ---------------------------------------------------------------- Generate
 
-    # ---- Generate
-
-    def submit(self, request: Request) -> Handed:
+    def submit(self, request: Request) -> Ticket:
         """Take a request. Raises UserError when no engine has room for it."""
         needed = len(request.prompt) + request.params.max_new_tokens
         if needed > self.longest:
-            raise UserError(
-                "a sequence would be longer than an engine can hold",
-                where="rollout.max_new_tokens",
-                found=f"{needed} tokens, prompt and completion",
-                expected=f"at most {self.longest} (by the model's positions and rollout.cache_mb)",
-            )
-        ticket = Handed(self._submitted, request, identity_of(request))
+            raise _too_long(needed, self.longest)
+        ticket = Ticket(self._submitted, request, identity_of(request))
         self._submitted += 1
         self._todo.append(ticket)
         return ticket
 
-    def step(self) -> list[Handed]:
-        """Wait a moment for something to end; returns those that have."""
+    def step(self) -> list[Ticket]:
+        """Wait a moment for requests to end; returns those that have."""
         if self._closed:
             raise RuntimeError("the rollout workers are closed")
-        self._hand_out()
+        self._dispatch()
         if not self._ended:
-            self._listen()
+            self._poll()
         ended, self._ended = self._ended, []
         return ended
 
-    def cancel(self, ticket: Handed) -> None:
-        """End a request now, with nothing; one that has ended stays as it is."""
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request now, with an empty completion; one that has ended stays as it is."""
         if ticket.completion is not None:
             return
-        ticket.completion = _nothing()
-        with suppress(ValueError):  # it is with a worker
+        ticket.completion = cancelled_completion()
+        with suppress(ValueError):  # a worker has it
             self._todo.remove(ticket)
         for worker in self._workers.values():
             if ticket.number in worker.tickets:
-                self._tell(worker, {"cancel": ticket.number})
+                self._send(worker, {"cancel": ticket.number})
 
     def apply(self, version: int) -> None:
-        """The weights of that version, which are published, are what runs from now on. Nothing may
-        be under way.
+        """Run the published weights of that version from now on. No request may be under way.
 
         Raises UserError when a worker's weights are not the trainer's.
         """
@@ -202,39 +175,43 @@ class Workers:
         if self._todo or any(ticket.completion is None for ticket in given):
             raise RuntimeError(f"weights of version {version} come while requests are under way")
         self.weight_version = version
-        self._homes.clear()
+        self._affinity.clear()
         up = [worker for worker in self._workers.values() if worker.started]
         for worker in up:
             self._sync(worker)
-        with watchdog.waits(of="rollout workers", what=f"the hash of weights {version}"):
-            while any(self._is_there(worker) and worker.state == "syncing" for worker in up):
-                self._listen()
+        self._wait_for(
+            up, lambda worker: worker.state != "syncing", f"the hash of weights {version}"
+        )
 
     def logprob_gap(self) -> float:
-        """The largest Engine.logprob_gap of the workers that are up, each of a completion of its
-        own; of one that is lost meanwhile nothing is known."""
-        asked = [
-            worker for worker in self._workers.values() if worker.version == self.weight_version
-        ]
-        self._gaps = dict.fromkeys((worker.number for worker in asked), None)
-        for worker in asked:
-            self._tell(worker, {"check": self.weight_version})
-        with watchdog.waits(of="rollout workers", what="the log-probs of a completion of theirs"):
-            while any(
-                self._is_there(worker) and self._gaps[worker.number] is None for worker in asked
-            ):
-                self._listen()
+        """Return the largest Engine.logprob_gap of the workers that are up, each of a completion of
+        its own; a worker that is lost meanwhile does not count."""
+        up = [worker for worker in self._workers.values() if worker.version == self.weight_version]
+        self._gaps = dict.fromkeys((worker.number for worker in up), None)
+        for worker in up:
+            self._send(worker, {"check": self.weight_version})
+        self._wait_for(up, lambda worker: self._gaps[worker.number] is not None, "their log-probs")
         # a NaN shows
         return float(np.max([gap for gap in self._gaps.values() if gap is not None], initial=0.0))
 
-    # ---- who gets what
+    def _wait_for(
+        self,
+        workers: Collection[WorkerProcess],
+        answered: Callable[[WorkerProcess], bool],
+        what: str,
+    ) -> None:
+        """Wait until each of the workers has answered or is lost."""
+        with watchdog.waiting_for("rollout workers", what):
+            while any(self._is_current(worker) and not answered(worker) for worker in workers):
+                self._poll()
 
-    def _hand_out(self) -> None:
-        """Give what is to be done to the workers that may have it, evenly, and no more than runs at
-        once.
+    # ---------------------------------------------------------------- to a worker
 
-        A share counts the workers that start, too: the first one that is up does not take it all.
-        What begins alike goes to one worker as long as that is even.
+    def _dispatch(self) -> None:
+        """Give requests to the workers that serve, evenly, and no more than they run at once.
+
+        A share counts the workers that still start, so that the first one up does not take all.
+        Requests with the same prefix go to one worker as long as that is even.
         """
         ready = [worker for worker in self._workers.values() if worker.state in ("idle", "serving")]
         if not ready or not self._todo:
@@ -244,103 +221,93 @@ class Workers:
         while self._todo and (free := [worker for worker in ready if len(worker.tickets) < share]):
             ticket = self._todo.popleft()
             request = ticket.request
-            names = request.key, hash(request.prompt.tobytes())
-            homes = [self._homes[name] for name in names if self._homes.get(name) in free]
-            worker = homes[0] if homes else min(free, key=lambda worker: len(worker.tickets))
-            for name in names:
-                self._homes[name] = worker
+            keys = request.key, hash(request.prompt.tobytes())
+            cached = [self._affinity[key] for key in keys if self._affinity.get(key) in free]
+            worker = cached[0] if cached else min(free, key=lambda worker: len(worker.tickets))
+            self._affinity |= dict.fromkeys(keys, worker)
             worker.tickets[ticket.number] = ticket
-            self._tell(worker, request_message(ticket.number, request))
+            self._send(worker, request_message(ticket.number, request))
 
-    # ---- processes
+    def _sync(self, worker: WorkerProcess) -> None:
+        worker.syncing.append(self.weight_version)
+        descriptor = self._weights.descriptor(self.weight_version)
+        self._send(worker, {"apply": self.weight_version}, descriptor)
 
-    def _new(self, number: int) -> None:
+    def _send(self, worker: WorkerProcess, message: Message, descriptor: int = -1) -> None:
+        worker.channel.send(message, descriptor)
+        self._flush(worker)
+
+    def _flush(self, worker: WorkerProcess) -> None:
+        worker.channel.flush()
+        unsent = selectors.EVENT_WRITE if worker.channel.has_unsent else 0
+        self._selector.modify(worker.channel.socket, selectors.EVENT_READ | unsent, worker)
+
+    # ---------------------------------------------------------------- processes
+
+    def _spawn(self, number: int) -> None:
         with self._closing:
             if self._closed:
                 raise RuntimeError("the rollout workers are closed")
-            worker = self._workers[number] = Process(number, self._command)
-            self._selector.register(worker.socket, selectors.EVENT_READ, worker)
-        self._tell(worker, {"start": self._start})
+            worker = self._workers[number] = WorkerProcess(number, self._command)
+            self._selector.register(worker.channel.socket, selectors.EVENT_READ, worker)
+        self._send(worker, {"start": self._start})
 
-    def _is_there(self, worker: Process) -> bool:
+    def _is_current(self, worker: WorkerProcess) -> bool:
         return self._workers.get(worker.number) is worker
 
-    def _sync(self, worker: Process) -> None:
-        worker.asked.append(self.weight_version)
-        self._tell(
-            worker, {"apply": self.weight_version}, self._weights.descriptor(self.weight_version)
-        )
-
-    def _tell(self, worker: Process, message: Message, descriptor: int = -1) -> None:
-        worker.send(message, descriptor)
-        self._wait_for(worker)
-
-    def _wait_for(self, worker: Process) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.flush() else 0)
-        self._selector.modify(worker.socket, events, worker)
-
-    def _lose(self, worker: Process, why: str) -> None:
-        """Kill it, start another in its place, and put what it had back in front."""
-        state, words = worker.state, worker.last_words()
-        self._selector.unregister(self._workers.pop(worker.number).socket)
+    def _replace(self, worker: WorkerProcess, reason: str) -> None:
+        """Kill a worker, start another in its place, and put its requests back in front."""
+        lost, last_words = f"{worker} was lost while {worker.state}: {reason}", worker.last_words()
+        self._selector.unregister(self._workers.pop(worker.number).channel.socket)
         worker.end()
         back = [ticket for ticket in worker.tickets.values() if ticket.completion is None]
         self._todo.extendleft(reversed(back))
-        self._homes = {name: home for name, home in self._homes.items() if home is not worker}
-        told = (
-            f"rollout worker {worker.number} (process {worker.pid}) was lost while {state}: {why}"
-        )
-        if self.restarted >= self._restarts:
-            raise UserError(
-                "rollout workers end again and again",
-                where=told,
-                found=words,
-                expected=f"at most {self._restarts} restarts in a run (rollout.restarts)",
-                next="look at what the worker wrote last; the same command resumes the run",
-            )
-        self.restarted += 1
-        self.handed_over += len(back)
+        self._affinity = {key: home for key, home in self._affinity.items() if home is not worker}
+        if not self.restarts.spend():
+            raise _no_restart_left(self.restarts.limit, lost, last_words)
         self._report(
-            f"{told}; restart {self.restarted} of {self._restarts}, {len(back)} of its requests are served again"
+            f"{lost}; restart {self.restarts.used} of {self.restarts.limit}, "
+            f"{len(back)} of its requests are served again"
         )
-        self._new(worker.number)
+        self._spawn(worker.number)
 
-    # ---- what they say
-
-    def _listen(self) -> None:
+    def _poll(self) -> None:
         """Wait for something to happen, handle it, and hand out what that makes possible."""
         for key, events in self._selector.select(WAIT_S):
-            worker: Process = key.data
-            if events & selectors.EVENT_READ and self._is_there(worker):
-                self._hear(worker)
-            if events & selectors.EVENT_WRITE and self._is_there(worker):
-                self._wait_for(worker)
-        self._look()
-        self._hand_out()
+            worker: WorkerProcess = key.data
+            if events & selectors.EVENT_READ and self._is_current(worker):
+                self._on_readable(worker)
+            if events & selectors.EVENT_WRITE and self._is_current(worker):
+                self._flush(worker)
+        self._check_heartbeats()
+        self._dispatch()
 
-    def _look(self) -> None:
-        """Find who is silent. Time that nobody listened counts little: what was said meanwhile
-        waits in the socket."""
+    def _check_heartbeats(self) -> None:
+        """Replace silent workers. Time that the pool did not listen counts little: messages of then
+        wait in the sockets."""
         now = time.monotonic()
-        passed, self._listened = min(now - self._listened, self._beat_s), now
+        passed, self._polled = min(now - self._polled, self._beat_s), now
         for worker in list(self._workers.values()):
             worker.silent_s += passed
             if worker.silent_s > self._heartbeat_s:
-                where = (
-                    worker.stack() or "it cannot say where it is: it was stopped, or had not begun"
-                )
-                self._lose(worker, f"no sign of life for {self._heartbeat_s:g} s\n{where}")
+                stack = worker.stack() or "it has no stack: it was stopped, or had not begun"
+                self._replace(worker, f"no sign of life for {self._heartbeat_s:g} s\n{stack}")
 
-    def _hear(self, worker: Process) -> None:
+    # ---------------------------------------------------------------- from a worker
+
+    def _on_readable(self, worker: WorkerProcess) -> None:
+        worker.silent_s = 0.0
         try:
-            for message in worker.receive():
-                self._take(worker, message)
-        except Lost as lost:
-            self._lose(worker, str(lost))
+            for message in worker.channel.receive():
+                self._on_message(worker, message)
+        except ProtocolError as error:
+            self._replace(worker, f"it wrote what is {error}")
+        except EOFError:
+            self._replace(worker, worker.how_it_ended())
 
-    def _take(self, worker: Process, message: Message) -> None:
-        if message != {"alive": False}:  # it is at something
-            watchdog.beat()
+    def _on_message(self, worker: WorkerProcess, message: Message) -> None:
+        if message != {"alive": False}:  # it is at work
+            watchdog.heartbeat()
         match message:
             case {"alive": bool()}:
                 pass
@@ -349,11 +316,11 @@ class Workers:
                 if self.weight_version >= 0:
                     self._sync(worker)
             case {"applied": int(version), "hash": str(digest)} if (
-                worker.asked and version == worker.asked[0]
+                worker.syncing and version == worker.syncing[0]
             ):
-                self._take_hash(worker, worker.asked.popleft(), digest)
+                self._on_hash(worker, worker.syncing.popleft(), digest)
             case {"completion": int(number), "identity": str(identity)} if number in worker.tickets:
-                self._take_completion(worker, worker.tickets[number], identity, message)
+                self._on_completion(worker, worker.tickets[number], identity, message)
             case {"cancelled": int(number)} if (
                 number in worker.tickets and worker.tickets[number].completion
             ):
@@ -363,27 +330,20 @@ class Workers:
             case {"error": {"what": _}}:
                 raise read_error(message)
             case _:
-                raise Lost(f"it wrote what is not an answer: {str(message)[:200]}")
+                raise ProtocolError(f"not an answer: {str(message)[:200]}")
 
-    def _take_hash(self, worker: Process, version: int, digest: str) -> None:
-        # another one was applied meanwhile, and it has been told
-        if version != self.weight_version:
+    def _on_hash(self, worker: WorkerProcess, version: int, digest: str) -> None:
+        if version != self.weight_version:  # a newer one was sent meanwhile
             return
         expected = self._weights.hash_of(version)
         if digest != expected:
-            raise UserError(
-                "the engine's weights differ from the trainer's",
-                where=f"rollout worker {worker.number} (process {worker.pid}), weight version {version}",
-                found=digest,
-                expected=expected,
-                next="no token was sampled with them; the same command resumes the run",
-            )
+            raise _other_weights(f"{worker}, weight version {version}", digest, expected)
         worker.version = version
 
-    def _take_completion(
-        self, worker: Process, ticket: Handed, identity: str, message: Message
+    def _on_completion(
+        self, worker: WorkerProcess, ticket: Ticket, identity: str, message: Message
     ) -> None:
-        where = f"rollout worker {worker.number} (process {worker.pid}), request {ticket.number}"
+        where = f"{worker}, request {ticket.number}"
         if identity != ticket.identity:
             raise InvariantError(
                 "a completion was made for another request",
@@ -392,12 +352,11 @@ class Workers:
                 expected=ticket.identity,
                 next="a bug: it is not trained; please report it",
             )
-        try:
-            completion = read_completion(message)
-        except Garbage as error:
-            raise Lost(str(error)) from None
-        begun = 0 if ticket.request.begun is None else len(ticket.request.begun.tokens)
-        versions = completion.weight_versions[begun:]
+        completion = read_completion(message)
+        resumed = (
+            0 if ticket.request.resume_from is None else len(ticket.request.resume_from.tokens)
+        )
+        versions = completion.weight_versions[resumed:]
         if (versions != self.weight_version).any():
             raise UserError(
                 "a completion was sampled by other weights than those applied",
@@ -411,11 +370,30 @@ class Workers:
             self._ended.append(ticket)
 
 
-def _nothing() -> Completion:
-    return Completion(
-        tokens=np.zeros(0, np.int64),
-        logprobs=np.zeros(0, np.float32),
-        weight_versions=np.zeros(0, np.int32),
-        text="",
-        stop_reason="cancelled",
+def _too_long(needed: int, longest: int) -> UserError:
+    return UserError(
+        "a sequence would be longer than an engine can hold",
+        where="rollout.max_new_tokens",
+        found=f"{needed} tokens, prompt and completion",
+        expected=f"at most {longest} (by the model's positions and rollout.cache_mb)",
+    )
+
+
+def _no_restart_left(limit: int, lost: str, last_words: str) -> UserError:
+    return UserError(
+        "rollout workers end again and again",
+        where=lost,
+        found=last_words,
+        expected=f"at most {limit} restarts in a run (rollout.restarts)",
+        next="look at what the worker wrote last; the same command resumes the run",
+    )
+
+
+def _other_weights(where: str, found: str, expected: str) -> UserError:
+    return UserError(
+        "the engine's weights differ from the trainer's",
+        where=where,
+        found=found,
+        expected=expected,
+        next="no token was sampled with them; the same command resumes the run",
     )

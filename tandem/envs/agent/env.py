@@ -1,15 +1,15 @@
-"""The environment `agent`: any program that speaks the OpenAI API plays the episode, and says what
-it was worth.
+"""The environment `agent`: any program that speaks the OpenAI API plays the episode, and gives its
+reward.
 
     tandem train RECIPE env.name=agent 'env.options={run = "my_agent.py:run"}' reward.function=env
 
-    def run(problem, base_url, api_key) -> float | dict | None: ...       # or `async def`; may start anything
+    def run(problem, base_url, api_key) -> float | dict | None: ...       # or `async def`
 
-The agent calls BASE_URL/chat/completions as often as it likes. Control is inverted: its first
-request is what `reset` returns; the model's turn, in `step`, answers it; and the next request,
-which must continue the conversation, is the observation. Only what is new in it is tokenized. When
-`run` returns, the episode is over: its reward is what `run` returned or, where that is None, what
-was last posted to BASE_URL/reward. Does not know tokens, nor what an agent does.
+The agent calls BASE_URL/chat/completions as often as it likes. `reset` returns its first request;
+`step` answers it with the model's turn, and returns the next request, which must continue the
+conversation, as the observation. Only the new messages are tokenized. The episode is over when
+`run` returns. Its reward is the value that `run` returned or, if that is None, the one last posted
+to BASE_URL/reward. Does not know tokens, nor what an agent does.
 """
 
 import asyncio
@@ -19,7 +19,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from tandem.envs.agent.chat import Asked, ConversationBroken, Reply, continuation, opening, verdict
+from tandem.envs.agent.chat import (
+    ChatRequest,
+    ConversationBroken,
+    Reply,
+    continuation,
+    opening,
+    parse_reward,
+)
 from tandem.envs.agent.run import AgentFailed, AgentRun, Run
 from tandem.envs.agent.server import Pending, Session, the_server
 from tandem.runtime.errors import UserError
@@ -29,18 +36,18 @@ from tandem.types import Env, Message, Observation, Problem, Tool
 API_KEY = "episode"  # OpenAI's clients insist on one; the secret is in the URL
 OVER = "the episode is over"
 
-Event = Pending | Future[Any]  # what an agent does next: it asks, or it has ended
+Event = Pending | Future[Any]  # the agent's next request, or its end
 
 
-class Played(Env):
-    """An episode that is played from outside, through the server."""
+class AgentDrivenEnv(Env):
+    """An episode that a program drives from outside, through the server."""
 
     tools: tuple[Tool, ...] = ()
 
     def __init__(self, run: Run):
         self._run_agent = run
         self._turn = 0
-        self._stage: tuple[Session, str, AgentRun] | None = None  # from reset to close
+        self._open: tuple[Session, str, AgentRun] | None = None  # from reset to close
 
     async def reset(self, problem: Problem) -> Sequence[Message]:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -53,58 +60,57 @@ class Played(Env):
         self._session = Session(put, alive=lambda: not loop.is_closed())
         base_url = the_server().open(self._session)
         agent = AgentRun(self._run_agent, problem, base_url, API_KEY)
-        self._stage = self._session, base_url, agent
+        self._open = self._session, base_url, agent
         agent.ended.add_done_callback(put)
         event = await self._events.get()
         if isinstance(event, Future):
             event.result()
             raise AgentFailed("the agent ended without asking for a completion")
-        self._pending, self.tools = event, event.asked.tools
-        return opening(event.asked)
+        self._pending, self.tools = event, event.request.tools
+        return opening(event.request)
 
     async def step(self, text: str) -> Observation:
         self._turn += 1
-        asked = self._pending.asked
-        before = replace(
-            asked, tools=self.tools
-        )  # those of the first request stand in the prompt, whoever repeats them
+        request = self._pending.request
+        # the tools of the first request stand in the prompt; later requests may leave them out
+        before = replace(request, tools=self.tools)
         reply = Reply.to(before, text, self._turn)
         self._pending.answer.set_result(reply)
-        event = await self._next(asked, reply)
+        event = await self._next_event(request, reply)
         if isinstance(event, Future):
             return self._end(event.result())
         self._pending = event
         try:
-            return Observation(messages=continuation(before, reply, event.asked))
+            return Observation(messages=continuation(before, reply, event.request))
         except ConversationBroken as broken:
             self._session.close(str(broken))  # the agent is told too
             raise
 
     async def close(self) -> None:
-        if self._stage is None:
+        if self._open is None:
             return
-        (session, base_url, agent), self._stage = self._stage, None
+        (session, base_url, agent), self._open = self._open, None
         session.close(OVER)
         the_server().close(base_url)
         await agent.stop()
 
-    async def _next(self, before: Asked, reply: Reply) -> Event:
-        """A request that only repeats the one just answered, because the answer was lost, is
-        answered again."""
+    async def _next_event(self, before: ChatRequest, reply: Reply) -> Event:
+        """Wait for the agent; answer retries of the request just answered, whose answer was
+        lost."""
         while True:
             event = await self._events.get()
-            if not (isinstance(event, Pending) and event.again and event.asked == before):
+            if not (isinstance(event, Pending) and event.is_retry and event.request == before):
                 return event
             event.answer.set_result(reply)
 
     def _end(self, returned: Any) -> Observation:
-        given = self._session.posted if returned is None else verdict(returned)
+        given = self._session.posted if returned is None else parse_reward(returned)
         if given is None:
             return Observation(done=True)
         return Observation(done=True, reward=given.reward, parts=given.parts)
 
 
-class AgentEnv(Played):
+class AgentEnv(AgentDrivenEnv):
     """The built-in environment `agent`."""
 
     def __init__(self, run: str):

@@ -1,8 +1,8 @@
 """One run of a user's agent, beside the rollout: an `async def` in a loop that all agents share, a
 plain function in a thread of its own.
 
-It is not the loop of the environments: an agent that blocks would stop the clock there that ends
-its episode. Knows neither requests nor rewards.
+The agents' loop is not the environments' loop: an agent that blocks would stop the clock that ends
+its episode. Does not know requests or rewards.
 """
 
 import asyncio
@@ -21,11 +21,12 @@ Run = Callable[[Problem, str, str], Any]
 
 
 class AgentFailed(Exception):
-    """The agent raised, ended without asking for anything, or returned what is no reward."""
+    """The agent raised, ended without a request, or returned something other than a reward."""
 
 
 class AgentRun:
-    """ended: what the function returned, or AgentFailed; set in whatever thread it ends in."""
+    """An agent that runs. ended: the function's result or AgentFailed, set in the agent's
+    thread."""
 
     def __init__(self, run: Run, problem: Problem, base_url: str, api_key: str):
         self.ended: Future[Any] = Future()
@@ -33,41 +34,41 @@ class AgentRun:
         self._task: asyncio.Task[None] | None = None
         self._is_async = inspect.iscoroutinefunction(run)
         if self._is_async:
-            agents_loop().call_soon_threadsafe(self._begin)
+            agents_loop().call_soon_threadsafe(self._start_task)
         else:
-            threading.Thread(target=self._work, name="agent", daemon=True).start()
+            threading.Thread(target=self._run_in_thread, name="agent", daemon=True).start()
 
     async def stop(self) -> None:
-        """An `async def` is cancelled, and waited for; a thread cannot be: it ends with its next
-        request, which is refused."""
+        """Cancel an `async def` and wait for it. A thread cannot be cancelled: it ends with its
+        next request, which is refused."""
         if self._is_async:
             agents_loop().call_soon_threadsafe(self._cancel)
             with suppress(AgentFailed):
                 await asyncio.wrap_future(self.ended)
 
-    def _begin(self) -> None:
+    def _start_task(self) -> None:
         self._task = asyncio.create_task(self._play())
-        self._task.add_done_callback(self._settle)
+        self._task.add_done_callback(self._on_done)
 
     def _cancel(self) -> None:
-        if self._task is not None:  # begun before: calls into a loop keep their order
+        if self._task is not None:  # started before: calls into a loop keep their order
             self._task.cancel()
 
     async def _play(self) -> Any:
         try:
             return await self._start()
-        # recovery is the feature: it costs one episode, and never the loop
+        # a failure costs one episode, and never the loop
         except (Exception, SystemExit) as error:
             raise _failed(error) from error
 
-    def _settle(self, task: "asyncio.Task[Any]") -> None:
+    def _on_done(self, task: "asyncio.Task[Any]") -> None:
         error = AgentFailed("the agent was cancelled") if task.cancelled() else task.exception()
         if error is None:
             self.ended.set_result(task.result())
         else:
             self.ended.set_exception(error)
 
-    def _work(self) -> None:
+    def _run_in_thread(self) -> None:
         try:
             result = self._start()
         except (Exception, SystemExit) as error:  # as in _play

@@ -1,5 +1,4 @@
-"""The only file that imports verifiers: the names that are used of it, in whichever of its two
-generations is installed.
+"""The only file that imports verifiers: the names in use, from the installed generation of two.
 
 CLASSIC: up to 0.2 an environment is a module with `load_environment(**args)`; later ones export a
 Taskset, an Env, or both.

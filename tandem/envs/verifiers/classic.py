@@ -11,6 +11,7 @@ from typing import Any
 
 from tandem.envs.agent.run import AgentFailed
 from tandem.envs.verifiers.api import NO_KEY, ClientConfig, load_environment, resolve_client
+from tandem.envs.verifiers.env import changed_task, missing_task
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
@@ -32,7 +33,7 @@ class ClassicHost:
         try:
             self._env = load_environment(id, **args)
             self._rows = self._env.get_dataset()
-        # what load_environment makes of all that goes wrong
+        # load_environment raises these for anything
         except (ValueError, RuntimeError) as error:
             raise UserError(
                 "verifiers cannot load the environment",
@@ -43,7 +44,7 @@ class ClassicHost:
             ) from error
 
     async def play(self, problem: Problem, base_url: str, api_key: str) -> Json:
-        """An agent, as the environment `agent` has it."""
+        """Play one row, as an agent of the environment `agent` does."""
         row = self._row_of(problem)
         client = resolve_client(
             ClientConfig(api_base_url=base_url, api_key_var=NO_KEY, max_retries=0)
@@ -70,28 +71,21 @@ class ClassicHost:
     def _row_of(self, problem: Problem) -> Json:
         number = problem.metadata["task"]
         if number >= len(self._rows):
-            raise AgentFailed(
-                f"{self.id} has {len(self._rows)} tasks, and the problem is of number {number}"
-            )
+            raise AgentFailed(missing_task(number, self.id, len(self._rows)))
         row: Json = self._rows[number]
         if _hash(row) != problem.metadata["task_hash"]:
-            raise AgentFailed(
-                f"task {number} of {self.id} is another than when the data was written; write it again"
-            )
+            raise AgentFailed(changed_task(number, self.id))
         return row
 
 
 def _chat(prompt: Any) -> list[Json]:
-    """The prompt as text: a row is for a reader, the environment asks by itself."""
+    """The prompt as text, for a reader: the environment asks by itself."""
     texts = [
         {"role": m["role"], "content": m["content"] if isinstance(m["content"], str) else "..."}
         for m in prompt
     ]
-    return (
-        texts
-        if texts and texts[-1]["role"] == "user"
-        else [*texts, {"role": "user", "content": "..."}]
-    )
+    ends_with_user = bool(texts) and texts[-1]["role"] == "user"
+    return texts if ends_with_user else [*texts, {"role": "user", "content": "..."}]
 
 
 def _hash(row: Json) -> str:

@@ -1,12 +1,13 @@
 """The environment `verifiers`: an installed environment of Prime Intellect's hub plays the episode,
 unchanged.
 
-    env = {name = "verifiers", options = {id = "my-env", args = {num_tasks = 100}}}       reward.function = "env"
+    env = {name = "verifiers", options = {id = "my-env", args = {num_tasks = 100}}}
+    reward.function = "env"
 
 Its agent speaks to the same server as the environment `agent` does, and its own rewards are the
 reward. The problem is one of its tasks, by the columns that `rows` writes. verifiers has two
-generations, which have little but the name in common; the installed one is imported when an
-environment is made. Does not know what it asks, nor how it scores.
+generations with little but the name in common; the installed one is imported when an environment
+is made. Does not know the tasks, nor how they are scored.
 """
 
 import importlib.util
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Protocol
 
-from tandem.envs.agent.env import Played
+from tandem.envs.agent.env import AgentDrivenEnv
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
@@ -28,8 +29,8 @@ class Host(Protocol):
     def rows(self, limit: int | None) -> Iterator[dict[str, Any]]: ...
 
 
-class VerifiersEnv(Played):
-    """One episode of a task. Its parts are the environment's rewards, weighted, and its metrics."""
+class VerifiersEnv(AgentDrivenEnv):
+    """One episode of a task. Parts: the environment's rewards, weighted, and its metrics."""
 
     def __init__(
         self,
@@ -38,10 +39,14 @@ class VerifiersEnv(Played):
         args: Mapping[str, Any] | None = None,
         env: Mapping[str, Any] | None = None,
     ):
-        """id: the installed package, as `vf-eval` takes it, e.g. `my-env` or `owner/my-env`. args:
-        what its taskset is configured with. env: further configuration, as the [env] block of
-        verifiers: {agent = {harness = {id = "bash"}}}. Without a harness of its own a taskset is
-        played by a plain chat with its tools, in this process."""
+        """Take the options.
+
+        id: the installed package, as `vf-eval` takes it, e.g. `my-env` or `owner/my-env`.
+        args: the configuration of its taskset.
+        env: further configuration, as the [env] block of verifiers: {agent = {harness = {id =
+            "bash"}}}. A taskset without a harness is played by a plain chat with its tools, in this
+            process.
+        """
         host = _host(id, args or {}, env or {})
         super().__init__(host.play)
 
@@ -64,16 +69,15 @@ def rows(
     env: Mapping[str, Any] | None = None,
     limit: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The environment's tasks as rows of a data file, the first `limit` of them: uid, prompt,
-    answer, task and task_hash.
+    """The first `limit` tasks as rows of a data file: uid, prompt, answer, task and task_hash.
 
-    The prompt is for a reader: the model is asked by the environment.
+    The prompt is for a reader: the environment itself asks the model.
     """
     yield from _host(id, args or {}, env or {}).rows(limit)
 
 
 def _host(id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Host:
-    """The one of this process. Raises UserError."""
+    """The host of this id in this process. Raises UserError."""
     if importlib.util.find_spec("verifiers") is None:
         raise UserError(
             "verifiers is not installed",
@@ -94,3 +98,11 @@ def _cached(id: str, args: str, env: str) -> Host:
     from tandem.envs.verifiers.v1 import V1Host
 
     return V1Host(id, json.loads(args), json.loads(env))
+
+
+def missing_task(number: int, id: str, count: int) -> str:
+    return f"{id} has {count} tasks, and the problem is of number {number}"
+
+
+def changed_task(number: int, id: str) -> str:
+    return f"task {number} of {id} is another than when the data was written; write it again"

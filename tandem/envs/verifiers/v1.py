@@ -1,10 +1,11 @@
 """Tasksets and environments of verifiers since 0.3, played against a base URL.
 
-    harness (its agent) --> verifiers' interception, in this process --> the episode's base URL --> AgentEnv
+    harness (its agent) --> verifiers' interception, in this process
+                        --> the episode's base URL --> AgentEnv
 
 Everything of verifiers runs in the agents' loop. Servers that its episodes share (interception,
-tools) are there as long as episodes are under way. Knows nothing of tokens; of an episode it
-returns the reward and its parts.
+tools) live as long as episodes are under way. Knows nothing of tokens: an episode gives its reward
+and its parts.
 """
 
 import asyncio
@@ -29,20 +30,21 @@ from tandem.envs.verifiers.api import (
     resolve_env_config,
     vf,
 )
+from tandem.envs.verifiers.env import changed_task, missing_task
 from tandem.runtime.errors import UserError
 from tandem.types import Problem
 
 Json = dict[str, Any]
 
 CHAT = {"id": "null"}  # the harness that Chat stands in for
-DEFAULT_HARNESS = "bash"  # gives the model a shell: nobody asked for that
+DEFAULT_HARNESS = "bash"  # gives the model a shell, which nobody asked for
 LOCAL = "subprocess"
 REMOTE = "prime"  # the runtime that verifiers takes if none is named: a rented machine
 
 
 class Chat(NullHarness):  # type: ignore[misc]
-    """verifiers' plain chat with tools as coroutines of this process: the original starts a Python
-    for each episode."""
+    """verifiers' plain chat with tools, as coroutines of this process; the original starts a Python
+    process for each episode."""
 
     SUPPORTS_TOOL_INTERCEPTION = False
 
@@ -68,25 +70,25 @@ class Chat(NullHarness):  # type: ignore[misc]
                 AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
             )
             tools, names, connections = await connect_mcp({"mcpServers": servers}, stack)
-            given = {"tools": tools} if tools else {}
+            options = {"tools": tools} if tools else {}
             messages = self._messages(data)
-            while calls := await _turn(api, ctx.model, messages, given):
+            while calls := await _turn(api, ctx.model, messages, options):
                 messages += [await _result(call, names, connections) for call in calls]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     def _messages(self, data: Any) -> list[Json]:
         system, prompt = self.resolve_prompt(data)
-        opening = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else [_wire(m) for m in prompt or ()]
-        )
+        if isinstance(prompt, str):
+            opening = [{"role": "user", "content": prompt}]
+        else:
+            opening = [_wire(m) for m in prompt or ()]
         return [{"role": "system", "content": system}, *opening] if system else opening
 
 
-async def _turn(api: AsyncOpenAI, model: str, messages: list[Json], given: Json) -> list[Any]:
-    """One turn of the model, appended to messages; returns its tool calls."""
-    reply = await api.chat.completions.create(model=model, messages=messages, **given)  # type: ignore[arg-type]
+async def _turn(api: AsyncOpenAI, model: str, messages: list[Json], options: Json) -> list[Any]:
+    """Append one turn of the model to messages, and return its tool calls."""
+    create: Any = api.chat.completions.create
+    reply = await create(model=model, messages=messages, **options)
     message = reply.choices[0].message
     messages.append(message.model_dump(exclude_none=True))
     return list(message.tool_calls or ())
@@ -96,30 +98,27 @@ async def _result(call: Any, names: dict[str, Any], connections: dict[str, Any])
     answer = {"role": "tool", "tool_call_id": call.id, "name": call.function.name}
     if call.function.name not in names:
         return {**answer, "content": f"error: unknown tool {call.function.name!r}"}
-    # a call whose arguments are no object was never made one
+    # the server makes no call of arguments that are not an object
     arguments = json.loads(call.function.arguments)
     return {**answer, "content": await call_mcp(connections, names, call.function.name, arguments)}
 
 
 def _wire(message: Any) -> Json:
-    return {
-        k: v
-        for k, v in message.model_dump(exclude_none=True).items()
-        if k in ("role", "content", "tool_call_id")
-    }
+    fields = message.model_dump(exclude_none=True).items()
+    return {key: value for key, value in fields if key in ("role", "content", "tool_call_id")}
 
 
-def _chatting(cls: type[Any], seats: list[str]) -> type[Any]:
-    """The environment, in which these seats are played by Chat."""
+def _with_chat(cls: type[Any], names: list[str]) -> type[Any]:
+    """A subclass of the environment whose agents of these names are played by Chat."""
 
-    class Chatting(cls):  # type: ignore[misc]
+    class WithChat(cls):  # type: ignore[misc]
         async def setup(self, agents: Any) -> None:
             await super().setup(agents)
-            for new_groups in seats:
-                agent = getattr(agents, new_groups)
+            for name in names:
+                agent = getattr(agents, name)
                 agent.harness = Chat(agent.config.harness)
 
-    return Chatting
+    return WithChat
 
 
 class V1Host:
@@ -132,13 +131,9 @@ class V1Host:
             self._taskset = self._class(self._config).taskset
         # as its own commands take them
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
-            what = (
-                "verifiers refuses the configuration"
-                if isinstance(error, ValidationError)
-                else "no such environment"
-            )
+            refused = isinstance(error, ValidationError)
             raise UserError(
-                what,
+                "verifiers refuses the configuration" if refused else "no such environment",
                 where=f"env.options.id = {id}",
                 found=str(error),
                 expected="an installed package that exports a Taskset, and the args that it takes",
@@ -151,7 +146,7 @@ class V1Host:
         self._users = 0
 
     async def play(self, problem: Problem, base_url: str, api_key: str) -> Json:
-        """An agent, as the environment `agent` has it."""
+        """Play one task, as an agent of the environment `agent` does."""
         task = await asyncio.to_thread(self._task_of, problem)
         context = vf.ModelContext(
             model="policy",
@@ -171,26 +166,21 @@ class V1Host:
             yield _row(self.id, task)
 
     def _task_of(self, problem: Problem) -> Any:
-        """The task that the problem was made of; a taskset is read as far as it is needed, once."""
+        """The problem's task. The taskset is read once, and only as far as needed."""
         number, hash_ = problem.metadata["task"], problem.metadata["task_hash"]
         with self._lock:
             while len(self._tasks) <= number:
                 task = next(self._source, None)
                 if task is None:
-                    raise AgentFailed(
-                        f"{self.id} has {len(self._tasks)} tasks, and the problem is of number {number}"
-                    )
+                    raise AgentFailed(missing_task(number, self.id, len(self._tasks)))
                 self._tasks.append(task)
         if self._tasks[number].hash != hash_:
-            raise AgentFailed(
-                f"task {number} of {self.id} is another than when the data was written; write it again"
-            )
+            raise AgentFailed(changed_task(number, self.id))
         return self._tasks[number]
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[Any]:
-        """The environment with its servers; the first episode starts them and the last one ends
-        them."""
+        """The environment with its servers, started by the first episode and ended by the last."""
         self._users += 1
         if self._serving is None:
             self._serving = _Serving(self._class(self._config))
@@ -206,8 +196,8 @@ class V1Host:
 
 
 class _Serving:
-    """An environment's servers, held by a task of their own: what is entered in one task must be
-    left there."""
+    """An environment's servers, held by a task of their own: a context must be left in the task
+    that entered it."""
 
     def __init__(self, env: Any):
         self.env = env
@@ -232,33 +222,34 @@ class _Serving:
 
 
 def _configured(id: str, args: Json, env: Json) -> tuple[Any, type[Any]]:
-    """The configuration and the class of the environment. A seat runs on this machine unless told
-    otherwise, and is played by Chat where neither the user nor the environment nor its taskset
-    names a harness."""
+    """The configuration and the class of the environment.
+
+    An agent runs on this machine unless configured otherwise, and is played by Chat where neither
+    the user nor the environment nor its taskset names a harness.
+    """
     kind, chatting = env_config_type(id, env.get("id", "")), []
     bundled = vf.default_agent_harness(id).id != DEFAULT_HARNESS
-    seats = {
+    defaults = {
         name: field.default
         for name, field in kind.model_fields.items()
         if isinstance(field.default, vf.AgentConfig)
     }
-    given = {name: dict(env.get(name, {})) for name in seats}
-    for name, new_groups in seats.items():
-        if new_groups.runtime.type == REMOTE:
-            given[name].setdefault("runtime", {"type": LOCAL})
-        if new_groups.harness is None and "harness" not in given[name] and not bundled:
-            given[name]["harness"] = CHAT
-            if given[name].get("runtime", new_groups.runtime.model_dump())["type"] == LOCAL:
+    agents = {name: dict(env.get(name, {})) for name in defaults}
+    for name, default in defaults.items():
+        agent = agents[name]
+        if default.runtime.type == REMOTE:
+            agent.setdefault("runtime", {"type": LOCAL})
+        if default.harness is None and "harness" not in agent and not bundled:
+            agent["harness"] = CHAT
+            if agent.get("runtime", default.runtime.model_dump())["type"] == LOCAL:
                 # in a container, the original: there this process is at another address
                 chatting.append(name)
-    cls = environment_class(id, env.get("id", ""))
-    return resolve_env_config({**env, **given, "taskset": {**args, "id": id}}), _chatting(
-        cls, chatting
-    )
+    config = resolve_env_config({**env, **agents, "taskset": {**args, "id": id}})
+    return config, _with_chat(environment_class(id, env.get("id", "")), chatting)
 
 
 def _verdict(episode: Any) -> Json:
-    """The reward of the one seat that is trained. Raises AgentFailed, with the first error."""
+    """The reward of the one trained agent. Raises AgentFailed, with the first error."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise AgentFailed(
@@ -267,7 +258,8 @@ def _verdict(episode: Any) -> Json:
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
         raise AgentFailed(
-            f"{len(trained)} trained agents ran in one episode, expected one; pin the others to a client"
+            f"{len(trained)} trained agents ran in one episode, expected one; "
+            "pin the others to a client"
         )
     [trace] = trained
     parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
@@ -277,15 +269,12 @@ def _verdict(episode: Any) -> Json:
 
 def _row(id: str, task: Any) -> Json:
     data = task.data
-    asked = [_wire(m) for m in data.prompt] if isinstance(data.prompt, list) else data.prompt
-    # of a user who speaks first in the environment, and of pictures
+    question = [_wire(m) for m in data.prompt] if isinstance(data.prompt, list) else data.prompt
+    texts = [{"role": "user", "content": question}] if isinstance(question, str) else question or []
+    is_text = all(isinstance(m["content"], str) for m in texts)
+    is_text = is_text and bool(texts) and texts[-1]["role"] == "user"
+    # for a user who speaks first in the environment, and for pictures
     opening = f"(task {data.idx} of {id})"
-    texts = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked or []
-    is_text = (
-        all(isinstance(m["content"], str) for m in texts)
-        and bool(texts)
-        and texts[-1]["role"] == "user"
-    )
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     prompt = [*system, *(texts if is_text else [{"role": "user", "content": opening}])]
     answer = data.model_dump().get("answer")

@@ -1,8 +1,7 @@
-"""Which kernels run: oneDNN and blocked matmul for tensors on a CPU, the Triton ones for tensors on
-a GPU.
+"""Choice of kernels: oneDNN and blocked matmul for tensors on a CPU, Triton's for those on a GPU.
 
-`linear` and `load` (which makes the attention plans) ask `triton_for` where the arithmetic forks,
-and nowhere else does it fork. Triton is imported when a tensor first needs it.
+The arithmetic forks in `linear` and in `load`, which makes the attention plans, and nowhere else;
+both ask `triton_for`. Triton is imported when a tensor first needs it.
 """
 
 from collections.abc import Iterator
@@ -16,15 +15,16 @@ _everywhere = False
 
 
 def triton_for(t: Tensor) -> Any:
-    """The module tandem.model.triton.plans where its kernels are to compute with t, None where the
-    CPU's are."""
+    """Return the module tandem.model.triton.plans if t is a GPU's tensor, None for the CPU."""
     return import_module("tandem.model.triton.plans") if _everywhere or t.is_cuda else None
 
 
 @contextmanager
 def triton_everywhere() -> Iterator[None]:
-    """On the CPU too, in Triton's interpreter: how the GPU's path is tested without one.
-    TRITON_INTERPRET=1 must be set."""
+    """Use Triton on the CPU too, in its interpreter, to test the GPU's path without a GPU.
+
+    TRITON_INTERPRET=1 must be set.
+    """
     global _everywhere
     _everywhere = True
     try:

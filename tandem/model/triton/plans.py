@@ -1,8 +1,7 @@
-"""Attention plans over the Triton kernels: what `attention.PackedPlan` and `paged.PagedPlan` are on
-a CPU.
+"""Attention plans over the Triton kernels, like `PackedPlan` and `PagedPlan` on the CPU.
 
-Same cache, same shapes, other arithmetic: engine and trainer agree with each other to the bit, and
-with the CPU closely. Forward only: the backward pass belongs to the trainer on a GPU.
+Cache and shapes are the same, the arithmetic is another: engine and trainer agree with each other
+to the bit, and with the CPU closely. Forward only.
 """
 
 from collections.abc import Sequence
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tandem.model.paged_attention import PAGE, Runs
-from tandem.model.triton.kernels import PagedRows, attention, segment_attention, write_cache
-from tandem.model.triton.kernels import matmul as matmul
+from tandem.model.triton.ops import PagedRows, attention, segment_attention, write_cache
+from tandem.model.triton.ops import matmul as matmul
 
 
 class TritonPackedPlan:
-    """segments as in types.Microbatch."""
+    """Attention of packed segments, as in types.Microbatch."""
 
     def __init__(self, segments: np.ndarray):
         self.segments = torch.from_numpy(segments)
@@ -31,7 +30,7 @@ class TritonPackedPlan:
 
 
 class TritonPagedPlan:
-    """keys, values and runs as in PagedPlan."""
+    """Attention over a paged cache; keys, values and runs are as in PagedPlan."""
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs):
         self.keys, self.values = keys, values

@@ -1,14 +1,11 @@
-"""The processes of a RewardPool as its thread holds them: one template, and the workers that the
-template forks.
+"""The processes of a RewardPool, as its scheduler holds them: one fork server, and the workers that
+it forks.
 
-It knows how they are started, reached, put behind others and killed; not what they do, nor for how
-long (crew.py).
+Knows how they are started, reached and killed; not what they score, nor for how long.
 """
 
-import json
+import math
 import os
-import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -18,20 +15,19 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from tandem.rewards.pool.protocol import LINE_BYTES, decode
-from tandem.runtime import numerics
+from tandem.rewards.pool.protocol import MAX_LINE_BYTES
+from tandem.runtime.worker_channel import Channel, kill_group, spawn
 from tandem.types import Attempt, Problem, Score
 
+COMMAND = (sys.executable, "-m", "tandem.rewards.pool.fork_server")
 CLOSE_S = 2.0
-GROWTH_BYTES = 256 * 2**20
-PF_EXITING = 4  # in the flags of proc(5); set before a process closes what it has open
+_PF_EXITING = 4  # in the flags of proc(5); set before a process closes what it has open
 
 
 @dataclass(slots=True, eq=False)
-class Item:
-    """One attempt to score. interrupted: how often it went down with others."""
+class ScoringTask:
+    """One attempt to score. interrupted: how often the fork server died under it."""
 
     index: int
     problem: Problem
@@ -40,73 +36,43 @@ class Item:
     interrupted: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Channel:
-    """A non-blocking socket of JSON lines."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Worker:
+    """A forked process; tasks[0] is in flight, the ones behind it were sent ahead."""
 
-    socket: socket.socket
-    outgoing: bytearray = field(default_factory=bytearray)
-    incoming: bytearray = field(default_factory=bytearray)
-
-    def read(self) -> tuple[list[bytes], bool]:
-        """(whole lines that have come, whether more may come)."""
-        try:
-            data = self.socket.recv(65536)
-        except BlockingIOError:
-            return [], True
-        except ConnectionResetError:
-            return [], False
-        *lines, rest = (bytes(self.incoming) + data).split(b"\n")
-        self.incoming = bytearray(rest)
-        return lines, bool(data)
-
-    def write(self) -> None:
-        """Send what goes without waiting."""
-        # its end also shows in read
-        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self.outgoing:
-                del self.outgoing[: self.socket.send(self.outgoing)]
-
-    @property
-    def flooded(self) -> bool:
-        return len(self.incoming) > LINE_BYTES
-
-
-@dataclass(slots=True, eq=False)
-class Worker(Channel):
-    """A forked process; unanswered[0] is what it is at."""
-
-    number: int = 0
-    pid: int = 0  # 0 until the template has told it
+    number: int
+    channel: Channel
+    deadline: float  # clock seconds: for becoming ready, then of tasks[0]; inf while idle
+    pid: int = 0  # 0 until the fork server has said it
     ready: bool = False
-    unanswered: deque[Item] = field(default_factory=deque)
-    began: float = 0.0  # monotonic seconds: when unanswered[0] became the oldest
-    used: float = 0.0  # processor seconds of the process by then
-    looked: float = 0.0  # when it was last asked what it uses
-    deadline: float = 0.0  # of unanswered[0], or of becoming ready
-    at: int = 0  # the function that scores unanswered[0], or is being loaded
-    loading_notes: int = 2  # how many more are believed: the import begins, and has ended
-    answered: int = 0
-    late: bool = False  # another one has taken over what was behind unanswered[0]
-    # late, but it slept: it keeps its place among the workers, and gets no spare
-    waits: bool = False
+    tasks: deque[ScoringTask] = field(default_factory=deque)
+    function: int = 0  # index of the one that scores tasks[0], or is being loaded
+    loading_notes: int = 2  # how many more are believed: an import begins, and has ended
+    used_before: float = 0.0  # processor seconds of the process before tasks[0]
+    straggler: bool = False  # the tasks behind tasks[0] went to others, and a spare works
+    deprioritized: bool = False
     closed: bool = False  # its socket has ended
-    last: bool = False  # it has been put behind all others
+    dropped: bool = False  # another one takes its place
 
-    def turn_to_next(self, now: float, timeout_s: float) -> None:
-        """The clock of unanswered[0] starts, with the first function."""
-        self.at = 0
-        self.start_clock(now, timeout_s)
+    def start_task(self, now: float, timeout_s: float) -> None:
+        """Start the clock of tasks[0], if there is one."""
+        self.function = 0
+        self.deadline = now + timeout_s if self.tasks else math.inf
+        self.used_before = self._processor_clock()
 
-    def start_clock(self, now: float, timeout_s: float) -> None:
-        self.began, self.deadline = now, now + timeout_s
-        self.used = self._clock()
+    def start_loading(self, now: float, timeout_s: float) -> None:
+        """Allow for an import in tasks[0], which does not count as its processor time."""
+        self.deadline, self.used_before = now + timeout_s, math.inf
+
+    def end_loading(self, now: float, timeout_s: float) -> None:
+        self.deadline, self.used_before = now + timeout_s, self._processor_clock()
 
     def processor_s(self) -> float:
-        """Processor seconds at unanswered[0], the processes that it has started not counted."""
-        return self._clock() - self.used
+        """Return the processor seconds of tasks[0], without the processes that it started; 0 if
+        unknown."""
+        return self._processor_clock() - self.used_before
 
-    def _clock(self) -> float:
+    def _processor_clock(self) -> float:
         if sys.platform != "linux" or not self.pid:
             return 0.0
         try:
@@ -114,112 +80,59 @@ class Worker(Channel):
         except OSError:  # it is gone
             return 0.0
 
-    def sleeps(self) -> bool:
-        """Whether it waits for something else than a core: a server, a process of its own. Unknown,
-        it does not."""
-        if sys.platform != "linux" or not self.pid:
-            return False
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-        except OSError:  # it is gone
-            return False
+    def deprioritize(self) -> None:
+        """Let it run only when nobody else wants the core. Irreversible without privileges."""
+        self.deprioritized = True
+        if sys.platform == "linux":
+            with suppress(ProcessLookupError, PermissionError):
+                os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
 
-    def is_ending(self) -> bool:
-        """Tell whether it has begun to end, so that news of its exit status will come. True where
-        that is not known."""
+    def is_exiting(self) -> bool:
+        """Tell whether it has begun to exit, so that its exit status will be reported. True if
+        unknown."""
         if sys.platform != "linux" or not self.pid:
             return True
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # it is gone
             return True
-        return fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
+        return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
     def kill(self) -> None:
+        """Kill it and the processes that it started."""
         if self.pid:
-            kill_worker(self.pid)
-        self.socket.close()
-
-    def put_last(self) -> None:
-        """It gets next to nothing of a core that anybody wants, and takes little more memory, as
-        many may be so at once. There is no way back for an unprivileged process."""
-        self.last = True
-        if sys.platform == "linux":
-            with suppress(ProcessLookupError, PermissionError, FileNotFoundError):
-                os.sched_setscheduler(
-                    self.pid, os.SCHED_IDLE, os.sched_param(0)
-                )  # nice 19 keeps a tenth less of a storm
-                pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[0])
-                limit = pages * os.sysconf("SC_PAGE_SIZE") + GROWTH_BYTES
-                hard = resource.prlimit(self.pid, resource.RLIMIT_AS)[1]
-                if hard == resource.RLIM_INFINITY or limit < hard:
-                    resource.prlimit(self.pid, resource.RLIMIT_AS, (limit, limit))
+            kill_group(self.pid)
+        self.channel.close()
 
 
-class Template(Channel):
-    """The process of template.py. Make it in a thread that lives as long as it shall live."""
+class ForkServer:
+    """Starts the process of fork_server.py; on Linux it ends with the thread that made this."""
 
-    __slots__ = ("_numbers", "at", "deadline", "process", "ready")
-
-    def __init__(self, arguments: tuple[str, ...], start_s: float):
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = _popen(arguments, theirs)
-        super().__init__(ours)
-        self.deadline = time.monotonic() + start_s
+    def __init__(self, arguments: tuple[str, ...], deadline: float):
+        self.process, self.channel = spawn(
+            (*COMMAND, *arguments), MAX_LINE_BYTES, {"PYTHONHASHSEED": "0"}
+        )  # one hash seed: sympy then orders terms alike
+        self.deadline = deadline  # clock seconds, for becoming ready; inf afterwards
         self.ready = False
-        self.at = 0  # the function that is being loaded
-        self._numbers = 0
+        self.function = 0  # index of the one that is being loaded
+        self._forks = 0
 
-    def fork(self, start_s: float) -> Worker:
-        """Ask for a worker; it says itself when it is ready."""
+    def fork(self, deadline: float) -> Worker:
+        """Ask for a worker, which says itself when it is ready."""
         ours, theirs = socket.socketpair()
-        self._numbers += 1
-        with theirs, suppress(BrokenPipeError, ConnectionResetError):  # its end also shows in read
-            socket.send_fds(
-                self.socket,
-                [json.dumps({"fork": self._numbers}).encode() + b"\n"],
-                [theirs.fileno()],
-            )
         ours.setblocking(False)
-        return Worker(ours, number=self._numbers, deadline=time.monotonic() + start_s)
+        self._forks += 1
+        self.channel.send({"fork": self._forks}, theirs.detach())
+        return Worker(number=self._forks, channel=Channel(ours, MAX_LINE_BYTES), deadline=deadline)
 
     def preload(self, module: str) -> None:
-        """Workers from now on have imported it."""
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.socket.sendall(json.dumps({"import": module}).encode() + b"\n")
-
-    def messages(self) -> tuple[list[dict[str, Any]], bool]:
-        """(what it has said, whether it may say more). Call it only when there is something to
-        read."""
-        lines, alive = self.read()
-        return [decode(line) for line in lines], alive
+        """Import a module for the workers that are forked from now on."""
+        self.channel.send({"import": module})
 
     def close(self) -> int:
-        """End it, with its workers; its exit status."""
-        self.socket.close()
+        """End it and its workers; returns its exit status."""
+        self.channel.close()
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(CLOSE_S)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         return self.process.wait()
-
-
-def kill_worker(pid: int) -> None:
-    """And everything that it has started."""
-    for kill in (os.killpg, os.kill):  # it has no group of its own in its first microseconds
-        # it is gone; macOS says it is not permitted
-        with suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
-def _popen(arguments: tuple[str, ...], channel: socket.socket) -> subprocess.Popen[bytes]:
-    """The template, in a session of its own: no terminal reaches it and its workers."""
-    # One thread each, as the cores belong to engine and trainer; one hash seed, so that sympy
-    # orders terms alike.
-    return subprocess.Popen(
-        [sys.executable, "-m", "tandem.rewards.pool.fork_server", *arguments, str(os.getpid())],
-        stdin=channel.fileno(),
-        env={**os.environ, **numerics.environment(), "PYTHONHASHSEED": "0"},
-        start_new_session=True,
-    )

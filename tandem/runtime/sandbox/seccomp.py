@@ -1,5 +1,5 @@
-"""The system calls that a sandboxed program must do without, as the filter that Linux runs at every
-call.
+"""Builds the filter of system calls that a sandboxed program must do without; Linux runs it at
+every call.
 
 Most of the list is what has hurt others as a way out of a container, or into the kernel: tracing,
 mounts, namespaces, keyrings, io_uring, bpf. The rest is memory that no limit of a process counts:
@@ -12,7 +12,7 @@ A refused call returns EPERM (a socket of another family EAFNOSUPPORT), so a pro
 exception. It knows nothing of who loads the filter, and has tables for x86-64 and AArch64 only:
 elsewhere there is none.
 
-    python -c "from tandem.runtime.sandbox.seccomp import seccomp_filter; print(len(seccomp_filter()) // 8, 'instructions')"
+    python -c "from tandem.runtime.sandbox.seccomp import *; print(len(seccomp_filter()) // 8)"
 """
 
 import errno
@@ -92,8 +92,7 @@ ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """The filter as the kernel takes it, 8 bytes an instruction; empty where there is no table for
-    the machine."""
+    """Assemble the filter for the kernel, 8 bytes an instruction; b"" for an unknown machine."""
     if machine not in ARCHITECTURES:
         return b""
     column, arch = ARCHITECTURES[machine]

@@ -1,10 +1,10 @@
-"""A rollout worker as it is, that can be told to fail: by signals, and by the environment variable
-SLEEP_S.
+"""A real rollout worker with faults on demand.
 
-SIGHUP     an exception, wherever it is        SIGALRM    writes GARBAGE to its socket and goes on
-SLEEP_S    seconds, of which it sleeps a random part between two passes of the engine
+SIGHUP     raises an exception, wherever it is
+SIGALRM    writes GARBAGE to its socket and goes on
+SLEEP_S    environment variable: seconds, of which it sleeps a random part between two passes
 
-python -m chaos.odd_worker PARENT_PID < SOCKET
+python -m chaos.faulty_worker PARENT_PID < SOCKET
 """
 
 import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem.engine.engine import Engine
     from tandem.engine.scheduler import RunningSequence
 
-COMMAND = (sys.executable, "-m", "chaos.odd_worker")
+COMMAND = (sys.executable, "-m", "chaos.faulty_worker")
 SLEEP_S = "TANDEM_ODD_SLEEP_S"
 GARBAGE = (
     b"\xff\xfe no message\n",
@@ -31,7 +31,7 @@ GARBAGE = (
 
 
 class Injected(Exception):
-    """The fault."""
+    """The injected fault."""
 
 
 def _crash(number: int, frame: FrameType | None) -> None:
@@ -43,15 +43,15 @@ def _babble(number: int, frame: FrameType | None) -> None:
 
 
 def load(start: dict[str, Any]) -> "Engine":
-    engine, most = load_engine(start), float(os.environ.get(SLEEP_S, "0"))
+    engine, longest = load_engine(start), float(os.environ.get(SLEEP_S, "0"))
     step = engine.step
 
-    def slowly() -> "list[RunningSequence]":
-        time.sleep(random.uniform(0, most))
+    def sleep_and_step() -> "list[RunningSequence]":
+        time.sleep(random.uniform(0, longest))
         return step()
 
-    if most:
-        engine.step = slowly  # type: ignore[method-assign]
+    if longest:
+        engine.step = sleep_and_step  # type: ignore[method-assign]
     return engine
 
 

@@ -1,7 +1,6 @@
-"""What a run needs of this machine, by arithmetic over the shapes of its models: memory and disk.
+"""Memory and disk that a run needs, by arithmetic over the shapes of its models.
 
-No weights are loaded, and what one step computes comes on top. It does not know what else a run
-could fail of.
+No weights are loaded; what one step computes comes on top.
 """
 
 import os
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import Config
-from tandem.model.load import check_model, empty_model
+from tandem.model.config_file import check_model
+from tandem.model.load import empty_model
 from tandem.model.lora import chosen_linears
 from tandem.runtime.disk import existing_parent, human_bytes
 from tandem.runtime.errors import UserError
@@ -21,7 +21,7 @@ Need = tuple[str, int, str]  # what, bytes, how
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a run may use, in bytes."""
+    """Memory and disk that a run may use, in bytes."""
 
     memory: int  # of the machine, or of the container
     disk: int  # free where the run folder is, and what the checkpoints there give back
@@ -49,6 +49,7 @@ class Sizes:
 
     @property
     def trained(self) -> int:
+        """Parameters that are trained, without those of a critic."""
         return self.adapters or self.policy
 
     @property
@@ -59,8 +60,10 @@ class Sizes:
 
 
 def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
-    """What a run of the command holds in float32."""
+    """Return what a run of the command holds in float32."""
     policy, trained, adapters = sizes.policy, sizes.trained, sizes.adapters
+    rollout, rank = config.rollout, config.lora.rank
+    cache = rollout.cache_mb << 20
     rows = [
         ("weights", 4 * policy, "4 bytes x parameters, of engine and trainer"),
         ("packed weights", 4 * policy, "the linear layers again, in oneDNN's order"),
@@ -68,63 +71,39 @@ def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
         ("Adam moments", 8 * trained, "8 bytes x trained parameters"),
     ]
     if command != "rm":
-        rows.append(("key/value cache", config.rollout.cache_mb << 20, "at most rollout.cache_mb"))
+        rows.append(("key/value cache", cache, "at most rollout.cache_mb"))
     if adapters:
-        rows.append(
-            (
-                "adapters",
-                4 * adapters,
-                f"4 bytes x (inputs + outputs) x {config.lora.rank} of each linear",
-            )
-        )
+        rows.append(("adapters", 4 * adapters, f"4 bytes x (inputs + outputs) x {rank} per linear"))
     for key, size in sizes.others.items():
         if key == "critic.path":
-            rows.append(
-                (
-                    "critic",
-                    8 * size + 12 * (adapters or size),
-                    "weights, packs, gradients and moments of its own",
-                )
-            )
+            held = 8 * size + 12 * (adapters or size)
+            rows.append(("critic", held, "weights, packs, gradients and moments of its own"))
         elif key == "model.reference" and adapters and not config.model.reference:
             rows.append(("reference", 4 * size, "packs of the weights without adapters"))
         else:
             rows.append((key.rpartition(".")[2], 8 * size, "weights and packs of the frozen model"))
-    rows.append(
-        ("a save under way", sizes.checkpoint, "weights and moments, copied until they are saved")
-    )
-    rollout = config.rollout
+    rows.append(("a save under way", sizes.checkpoint, "a copy of weights and moments"))
     if rollout.workers and command in ("train", "distill"):
-        each, versions = 8 * policy + (rollout.cache_mb << 20), rollout.staleness + 1
-        rows.append(
-            (
-                "rollout workers",
-                rollout.workers * each,
-                f"{rollout.workers} x weights, packs and rollout.cache_mb",
-            )
-        )
-        rows.append(
-            ("published weights", versions * 4 * policy, f"shared memory, {versions} versions")
-        )
+        each = f"{rollout.workers} x weights, packs and rollout.cache_mb"
+        rows.append(("rollout workers", rollout.workers * (8 * policy + cache), each))
+        versions = rollout.staleness + 1
+        published = f"shared memory, {versions} versions"
+        rows.append(("published weights", versions * 4 * policy, published))
     return rows
 
 
 def disk(sizes: Sizes, config: Config) -> list[Need]:
-    """What a run writes, besides its episodes."""
+    """Return what a run writes, besides its episodes."""
     kept = config.run.keep_checkpoints
+    checkpoints = f"weights and moments; {kept} kept while one is written"
     return [
-        (
-            "checkpoints",
-            (kept + 1) * sizes.checkpoint,
-            f"weights and moments; {kept} kept while one is written",
-        ),
+        ("checkpoints", (kept + 1) * sizes.checkpoint, checkpoints),
         ("export", 4 * sizes.policy, "the Hugging Face directory at the end"),
     ]
 
 
 def require_disk(config: Config, command: str, folder: Path, machine: Machine) -> None:
-    """Raise UserError where the checkpoints and the export of a run would not fit on the disk of
-    its folder."""
+    """Raise UserError if checkpoints and export do not fit on the disk of the run folder."""
     needed = sum(size for _, size, _ in disk(model_sizes(config, command), config))
     if needed > machine.disk:
         raise UserError(

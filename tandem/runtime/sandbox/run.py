@@ -1,4 +1,4 @@
-"""Holds the clock and the limits of programs that run, from outside: what the sandboxes of this
+"""Supervises running programs from outside: the clock and the limits that the sandboxes of this
 machine share.
 
 A run ends of itself, or is killed here: past its wall clock, its output cap, or (looked at every 20
@@ -6,11 +6,11 @@ ms) the memory and the number of files of all its processes together. Killed mea
 and, under bubblewrap, its process namespace, which is waited for. Output is read as it comes and
 kept up to the cap, so a flood costs nothing.
 
-    parent:  watch(run) --- reads stdout, stderr, gate --- every POLL_S: run.check() --- kill --- close
-    child:   setpriv > bwrap (monitor) > [namespace: bwrap as pid 1 > bash (asks at the gate) > prlimit > program]
+    parent:  supervise(run): reads stdout, stderr, gate -- every POLL_S: run.check() -- kill, close
+    child:   setpriv > bwrap (monitor) > [namespace: bwrap as pid 1 > bash (asks at the gate)
+             > prlimit > program]
 
-It does not know how a program is started or confined: tandem/sandbox/ does that, and is what to
-import and to run.
+It does not know how a program is started or confined: bubblewrap.py and local.py do that.
 """
 
 import ctypes
@@ -28,9 +28,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-StopReason = Literal["exit", "timeout", "memory", "output", "signal"]
+from tandem.runtime.sandbox.protocol import Limits, Result, SandboxFailed, StopReason, reason_of_end
 
 POLL_S = 0.02  # how often memory is looked at; a program that ends sooner is never measured
 MAPS_BYTES = 2**20  # some 10,000 mappings: numpy has 300
@@ -38,45 +38,9 @@ MAPS_BYTES = 2**20  # some 10,000 mappings: numpy has 300
 GONE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a run may use. Memory, CPU and file size bind each process; memory_mb also binds all of
-    them together."""
-
-    wall_s: float = 5.0
-    cpu_s: int = 5
-    memory_mb: int = 512
-    disk_mb: int = 16  # all files together
-    file_mb: int = 16  # one file
-    files: int = 4096  # files and directories that exist at once
-    open_files: int = 64
-    processes: int = 16  # threads count, and so does bubblewrap's own
-    output_bytes: int = 65536  # of stdout, and again of stderr
-
-
-LIMITS = Limits()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """How a run ended. Example: Result(stdout="4\\n", stderr="", exit_code=0, stop_reason="exit",
-    seconds=0.014)"""
-
-    stdout: str
-    stderr: str
-    # minus the signal's number after "signal"; None where it was stopped from outside
-    exit_code: int | None
-    stop_reason: StopReason  # "exit": of itself, with any code
-    seconds: float
-
-
-class SandboxFailed(RuntimeError):
-    """The sandbox could not run the program; the program has no part in it."""
-
-
 @dataclass(slots=True)
 class Run:
-    """A process that is under way, and what it has written so far."""
+    """A running program, and what it has written so far."""
 
     process: subprocess.Popen[bytes]
     limits: Limits
@@ -87,23 +51,24 @@ class Run:
     ended: float = 0.0
     stop_reason: StopReason | None = None  # why it was killed from here
     written: dict[str, bytearray] = field(
-        default_factory=lambda: {k: bytearray() for k in ("out", "err")}
+        default_factory=lambda: {"out": bytearray(), "err": bytearray()}
     )
     # all that bubblewrap said, once it has ended
     reports: list[dict[str, Any]] = field(default_factory=list)
     inside: tuple[int, int] | None = None  # pid of the namespace's first process, and a pidfd of it
-    shared_bytes: dict[str, int] = field(
-        default_factory=dict
-    )  # of the shared memory that is mapped, as large as it was seen
+    # of each mapped shared memory, as large as it was seen
+    shared_bytes: dict[str, int] = field(default_factory=dict)
 
     def streams(self) -> Iterator[tuple[int, str]]:
+        """Yield the descriptors to read from, with their names."""
         for stream, name in ((self.process.stdout, "out"), (self.process.stderr, "err")):
             if stream is not None:
                 yield stream.fileno(), name
         if self.gate >= 0:
             yield self.gate, "gate"
 
-    def take(self, name: str, data: bytes) -> None:
+    def on_data(self, name: str, data: bytes) -> None:
+        """Keep what came from a stream, up to the cap; answer at the gate."""
         if name == "gate":
             self._find_inside()
             with suppress(BrokenPipeError):
@@ -115,8 +80,7 @@ class Run:
             self.kill("output")
 
     def _reports(self) -> list[dict[str, Any]]:
-        """What bubblewrap has said, line by line: first {"child-pid": ...}, in the end
-        {"exit-code": ...}."""
+        """Read bubblewrap's reports: {"child-pid": ...} first, {"exit-code": ...} in the end."""
         text = os.pread(self.status, 65536, 0) if self.status >= 0 else b""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
 
@@ -129,9 +93,12 @@ class Run:
                 )
 
     def check(self) -> None:
+        """Kill the run if it is past its wall clock, memory or number of files."""
         if time.monotonic() - self.started > self.limits.wall_s:
             self.kill("timeout")
-        elif self.inside is not None and _exceeds(self.inside[0], self.limits, self.shared_bytes):
+        elif self.inside is not None and _uses_too_much(
+            self.inside[0], self.limits, self.shared_bytes
+        ):
             self.kill("memory")
 
     def kill(self, reason: StopReason) -> None:
@@ -145,7 +112,7 @@ class Run:
                 signal.pidfd_send_signal(self.inside[1], signal.SIGKILL)
 
     def close(self) -> None:
-        """Wait until nothing of it is left; its own end is when its last output was read."""
+        """Wait until nothing of the run is left; `ended` is when its last output was read."""
         self.ended = time.monotonic()
         self.process.wait()
         self.reports = self._reports()
@@ -177,7 +144,7 @@ class Run:
             stdout=out,
             stderr=err,
             exit_code=code,
-            stop_reason=self.stop_reason or why(code, err),
+            stop_reason=self.stop_reason or reason_of_end(code, err),
             seconds=self.ended - self.started,
         )
 
@@ -189,20 +156,13 @@ class Run:
                 code = int(report["exit-code"])
                 return 128 - code if 128 < code <= 128 + signal.NSIG else code
         raise SandboxFailed(
-            f"bubblewrap ended with {self.process.returncode} before the program began: {err.strip()}"
+            f"bubblewrap ended with {self.process.returncode} before the program began: "
+            f"{err.strip()}"
         )
 
 
-def why(code: int | None, err: str) -> StopReason:
-    if code in (-signal.SIGXCPU, None):
-        return "timeout"
-    if code and err.rstrip().rpartition("\n")[2].startswith("MemoryError"):
-        return "memory"
-    return "signal" if code < 0 else "exit"
-
-
-def _exceeds(first: int, limits: Limits, shared_bytes: dict[str, int]) -> bool:
-    """Whether a namespace's processes hold too much memory together, or its /tmp too many files.
+def _uses_too_much(first: int, limits: Limits, shared_bytes: dict[str, int]) -> bool:
+    """Tell if a namespace's processes hold too much memory together, or its /tmp too many files.
 
     Pages that processes share after a fork count for each of them. Shared memory counts once for
     all that map it, and as large as it was ever seen: pages can be hidden from every count of what
@@ -231,8 +191,7 @@ def _exceeds(first: int, limits: Limits, shared_bytes: dict[str, int]) -> bool:
 
 
 def _shared_mappings(pid: int) -> Iterator[tuple[str, int]]:
-    """(inode, bytes up to the mapping's end) of each anonymous memory that a process maps as
-    shared."""
+    """Yield (inode, bytes up to its end) of each shared anonymous mapping of a process."""
     with open(f"/proc/{pid}/maps", "rb") as file:
         text = file.read(MAPS_BYTES)
     if len(text) == MAPS_BYTES:
@@ -246,7 +205,7 @@ def _shared_mappings(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def adopt_orphans(wanted: bool = True) -> None:
-    """Let this process be the parent of what its children leave behind, or no longer.
+    """Make this process the parent of what its children leave behind, or no longer.
 
     Bubblewrap ends before the namespace that it made, which would then wait for ever for process 1
     to take note of its end; in a container that is often a program that never does.
@@ -255,8 +214,7 @@ def adopt_orphans(wanted: bool = True) -> None:
 
 
 class Adoption:
-    """Adopts orphans while a run is under way and no longer: those of other children of this
-    process would stay zombies."""
+    """Adopts orphans only while a run lasts: those of other children would stay zombies."""
 
     def __init__(self) -> None:
         self._lock, self._runs = threading.Lock(), 0
@@ -276,11 +234,11 @@ class Adoption:
 ADOPTION = Adoption()
 
 
-def watch(*runs: Run) -> None:
+def supervise(*runs: Run) -> None:
     """Read what runs write, and hold their limits, until the first of them has ended; then end the
     others.
 
-    Whatever interrupts it, such as Ctrl-C, ends all of them too.
+    An interrupt, such as Ctrl-C, ends all of them too.
     """
     try:
         _read(runs)
@@ -293,8 +251,7 @@ def watch(*runs: Run) -> None:
 
 
 def _read(runs: Sequence[Run]) -> None:
-    """Until the first one's process has ended, not its output: a program can close that and live
-    on."""
+    """Read until the first one's process has ended; a program can close its output and live on."""
     first = runs[0]
     with (
         selectors.DefaultSelector() as selector,
@@ -315,7 +272,7 @@ def _read(runs: Sequence[Run]) -> None:
                 run, name = key.data
                 data = os.read(key.fd, 65536) if run else b""
                 if run:
-                    run.take(name, data)
+                    run.on_data(name, data)
                 if not data:
                     selector.unregister(key.fileobj)
             if time.monotonic() - checked >= POLL_S:

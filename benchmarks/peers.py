@@ -1,5 +1,8 @@
 """Tandem's formulas beside TRL's own code, on the same numbers: equal where they are the same
-thing.
+thing. An occasional check by hand: what the formulas are is held by tests/rl.
+
+    pip install -c constraints.txt trl datasets
+    python benchmarks/peers.py
 
 Losses are read off TRL's trainers by calling their methods on objects that hold only the attributes
 which those methods read; advantages and engine corrections by a GRPOTrainer over a random tiny
@@ -9,16 +12,19 @@ clip, decoupled PPO.
 """
 
 import math
+import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.rewards import get_soft_overlong_punishment
 
 from tandem.model.linear import pack
-from tandem.model.logprobs import SamplingDistribution, token_logprobs
+from tandem.model.logprobs import token_logprobs
 from tandem.model.tiny import make_tiny
 from tandem.rl.advantages import centred, grpo, rloo
 from tandem.rl.aggregation import sequence_weights
@@ -28,13 +34,9 @@ from tandem.rl.filters import overlong_penalty
 from tandem.rl.kl import kl_estimate
 from tandem.rl.losses import cispo, gspo, off_policy_mask, ppo_clip, reinforce, sequence_sums
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
+from tandem.runtime import numerics
+from tandem.types import SamplingDistribution
 
-# Lazy: TRL loads its trainers, 2 s, when a test first names one, and not when the suite is
-# collected.
-trl = pytest.importorskip(
-    "trl", reason="TRL is not installed: pip install -c constraints.txt trl==1.16.0 datasets"
-)
-trl_rewards = pytest.importorskip("trl.rewards")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings(
@@ -42,6 +44,7 @@ pytestmark = [
     ),
 ]
 
+numerics.prepare()
 LENGTHS = [1, 9, 4, 2, 9, 6]
 SEQUENCES = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
 LOW, HIGH = 0.2, 0.28
@@ -165,7 +168,7 @@ AGGREGATIONS = {
 
 
 @pytest.mark.parametrize("loss_type", AGGREGATIONS)
-def test_the_clipped_loss_and_its_gradient_are_trls(loss_type):
+def test_clipped_loss_and_gradient_are_trls(loss_type):
     """TRL's bnpo divides by the tokens of a microbatch and dapo by those of the update, of which
     Tandem has only the second; here both are one microbatch. dr_grpo divides by the configured
     length in both."""
@@ -178,7 +181,7 @@ def test_the_clipped_loss_and_its_gradient_are_trls(loss_type):
     )
 
 
-def test_the_share_of_clipped_tokens_is_trls():
+def test_share_of_clipped_tokens_is_trls():
     """TRL's is a mean and split by side; Tandem's a sum over tokens. Both leave out tokens with
     advantage 0."""
     _, metrics = ppo_clip(POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH)
@@ -189,7 +192,7 @@ def test_the_share_of_clipped_tokens_is_trls():
     assert metrics["clip_share"] > 0
 
 
-def test_on_policy_the_loss_and_its_gradient_are_trls():
+def test_loss_and_gradient_on_policy_are_trls():
     same(
         lambda p: ours(
             ppo_clip(p, p.detach(), ADVANTAGES[SEQUENCES], clip_low=LOW, clip_high=HIGH)[0],
@@ -199,7 +202,7 @@ def test_on_policy_the_loss_and_its_gradient_are_trls():
     )
 
 
-def test_the_two_sided_clip_is_trls_delta():
+def test_two_sided_clip_is_trls_delta():
     same(
         lambda p: ours(
             ppo_clip(
@@ -216,7 +219,7 @@ def test_the_two_sided_clip_is_trls_delta():
     )
 
 
-def test_the_off_policy_sequence_mask_is_trls():
+def test_off_policy_sequence_mask_is_trls():
     threshold = 0.05
     found = off_policy_mask(POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], SEQUENCES, most=threshold)
     theirs = trl.GRPOTrainer.get_off_policy_mask(
@@ -225,7 +228,7 @@ def test_the_off_policy_sequence_mask_is_trls():
     assert found.tolist() == theirs[:, 0][SEQUENCES].tolist() and 0 < found.sum() < len(found)
 
 
-def test_the_sequence_loss_and_its_gradient_are_trls():
+def test_sequence_loss_and_gradient_are_trls():
     """TRL keeps one ratio a sequence, Tandem repeats it for each token; the sequence mean makes
     them equal."""
     same(
@@ -237,7 +240,7 @@ def test_the_sequence_loss_and_its_gradient_are_trls():
     )
 
 
-def test_the_clip_share_of_sequences_is_weighted_by_tokens_here_and_by_sequences_in_trl():
+def test_clip_share_of_sequences_weighs_tokens_unlike_trls():
     """Deliberate: Tandem's metrics are sums over tokens for every loss."""
     _, metrics = gspo(
         POLICY, PROXIMAL, ADVANTAGES[SEQUENCES], SEQUENCES, clip_low=LOW, clip_high=HIGH
@@ -252,7 +255,7 @@ def test_the_clip_share_of_sequences_is_weighted_by_tokens_here_and_by_sequences
     )
 
 
-def test_cispo_and_its_gradient_are_trls_where_the_lower_bound_is_off():
+def test_cispo_without_lower_bound_is_trls():
     """Deliberate: TRL's epsilon_high is the bound itself and it has no lower one; Tandem's bounds
     are the paper's 1 - clip_low and 1 + clip_high (eq. 5)."""
     same(
@@ -269,7 +272,7 @@ def test_cispo_and_its_gradient_are_trls_where_the_lower_bound_is_off():
     assert torch.equal(bounded != free, below & (ADVANTAGES[SEQUENCES] != 0))
 
 
-def test_dual_clip_is_trls_delta_where_it_lies_beyond_the_upper_clip():
+def test_dual_clip_beyond_the_upper_clip_is_trls_delta():
     """Deliberate: TRL's delta (INTELLECT-2) clamps the ratio before the minimum, for either sign of
     the advantage; dual clip bounds the objective where A < 0 and nothing else."""
     old, advantages = PROXIMAL - 1.0, ADVANTAGES[SEQUENCES]  # ratios e times as large
@@ -283,7 +286,7 @@ def test_dual_clip_is_trls_delta_where_it_lies_beyond_the_upper_clip():
     assert abs(dual(POLICY, 1.1) - trl_grpo(POLICY, "dapo", delta=1.1, old=old)[0]) > 0.01
 
 
-def test_the_kl_penalty_is_trls_and_adds_up_like_the_policy_loss():
+def test_kl_penalty_is_trls():
     same(
         lambda p: ours(kl_estimate("k3", p, REFERENCE), "token_mean") * 0.1,
         lambda p: trl_grpo(p, "dapo", beta=0.1)[0] - trl_grpo(p, "dapo")[0],
@@ -292,7 +295,7 @@ def test_the_kl_penalty_is_trls_and_adds_up_like_the_policy_loss():
     assert kl_estimate("k3", POLICY, REFERENCE).mean().item() == pytest.approx(mean, rel=1e-12)
 
 
-def test_a_correction_multiplies_the_loss_of_a_token_as_in_trl():
+def test_correction_multiplies_the_loss_of_a_token_as_in_trl():
     ratio = (PROXIMAL - REFERENCE).exp()
     same(
         lambda p: ours(
@@ -309,7 +312,7 @@ def trl_rloo(policy, old):
     return trl.RLOOTrainer._compute_loss(self, None, inputs)
 
 
-def test_reinforce_has_the_gradient_of_trls_rloo_on_policy_and_no_ratio():
+def test_reinforce_has_the_gradient_of_trls_rloo_on_policy():
     """Deliberate: TRL's RLOO clips the ratio of the whole sequence, a product over tokens; Tandem's
     is the paper's -A log p, for the first update. The values differ (-A against -A log p), the
     gradients do not."""
@@ -319,7 +322,7 @@ def test_reinforce_has_the_gradient_of_trls_rloo_on_policy_and_no_ratio():
     torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_trls_rloo_is_the_token_clip_where_sequences_have_one_token_and_is_off_elsewhere():
+def test_trls_rloo_is_the_token_clip_for_one_token_only():
     one = torch.zeros(len(SEQUENCES), dtype=torch.bool)
     # policy and old agree but for the last token of each
     one[torch.tensor(LENGTHS).cumsum(0) - 1] = True
@@ -339,7 +342,7 @@ def test_trls_rloo_is_the_token_clip_where_sequences_have_one_token_and_is_off_e
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-def test_log_probs_and_entropy_are_trls(temperature):
+def test_logprobs_and_entropy_are_trls(temperature):
     """In float32: Tandem's log_softmax and TRL's logsumexp round differently. TRL's top-p, top-k
     and min-p never reach its log-probs (#6789), so no filter is compared."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
@@ -465,7 +468,7 @@ def test_label_smoothing_is_trls_where_trl_has_it():
 
 
 @pytest.mark.parametrize(("loss_type", "loss"), [("ipo", ipo), ("sigmoid_norm", dpo)])
-def test_losses_of_mean_log_probs_are_trls(loss_type, loss):
+def test_losses_of_mean_logprobs_are_trls(loss_type, loss):
     """TRL divides by the answers' tokens inside; Tandem's functions take sums or means, and IPO's
     default is means too."""
     means = [x / COUNTS for x in (CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED)]
@@ -474,7 +477,7 @@ def test_losses_of_mean_log_probs_are_trls(loss_type, loss):
     )
 
 
-def test_the_loss_of_a_reward_model_and_its_metrics_are_trls():
+def test_reward_model_loss_and_metrics_are_trls():
     """TRL can add a margin and a penalty on the scores' size; Tandem has neither."""
     scores = torch.cat([CHOSEN, REJECTED])[:, None]
     self = trainer(
@@ -494,19 +497,19 @@ def test_the_loss_of_a_reward_model_and_its_metrics_are_trls():
 
 
 @pytest.mark.parametrize(("limit", "buffer"), [(100, 20), (100, 100), (10, 3), (7, 1)])
-def test_the_overlong_penalty_is_trls_with_the_other_sign(limit, buffer):
+def test_overlong_penalty_is_trls_with_the_other_sign(limit, buffer):
     """A penalty is positive here and is subtracted by whoever scores."""
     lengths = range(2 * limit)
-    theirs = trl_rewards.get_soft_overlong_punishment(limit, buffer)([[0] * n for n in lengths])
+    theirs = get_soft_overlong_punishment(limit, buffer)([[0] * n for n in lengths])
     assert [-overlong_penalty(n, limit, buffer) for n in lengths] == pytest.approx(
         theirs, rel=1e-15
     )
 
 
-def test_without_a_buffer_the_length_of_a_completion_costs_nothing():
+def test_length_costs_nothing_without_a_buffer():
     """Deliberate: TRL penalizes what is longer than the limit, and nothing can be; here
-    `loop.score` knows what was cut."""
-    theirs = trl_rewards.get_soft_overlong_punishment(10, 0)([[0] * n for n in (9, 10, 11)])
+    `rollout.score` knows what was truncated."""
+    theirs = get_soft_overlong_punishment(10, 0)([[0] * n for n in (9, 10, 11)])
     assert (theirs, [overlong_penalty(n, 10, 0) for n in (9, 10, 11)]) == ([0, 0, -1], [0, 0, 0])
 
 
@@ -576,7 +579,7 @@ def bessel(size):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_group_advantages_are_trls_up_to_its_std_and_epsilon(trainers, scale):
+def test_group_advantages_are_trls_up_to_std_and_epsilon(trainers, scale):
     """Deliberate: TRL's std has G - 1 in the denominator (Tandem's G, as the paper's), its epsilon
     is 1e-4 (1e-6), it computes in float32, and its `batch` scale is the std of rewards where
     REINFORCE++-baseline has that of centred ones."""
@@ -639,3 +642,7 @@ def test_engine_corrections_are_trls(trainers, kind, mode):
         and (plain < low).any()
         and not torch.equal(found, torch.ones_like(found))
     )
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-q", "-p", "no:cacheprovider"]))

@@ -1,0 +1,75 @@
+"""`tandem export`: a checkpoint as a Hugging Face directory, or its adapter in PEFT's format."""
+
+from pathlib import Path
+from typing import Literal
+
+from tandem.cli.progress import console
+from tandem.jobs.engines import prepare_process
+from tandem.jobs.models import build_model
+from tandem.model.load import ExactModel, unfilled_model
+from tandem.run_folder.checkpoint import (
+    checkpoint_step,
+    latest_checkpoint,
+    load_checkpoint,
+    step_name,
+)
+from tandem.run_folder.export import export, export_adapter, model_card
+from tandem.run_folder.metrics import read_metrics
+from tandem.run_folder.past_run import PastRun, entered
+from tandem.runtime.errors import UserError
+
+
+def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) -> None:
+    """Export a checkpoint of a run, by default the newest whole one; adapter: its adapter alone."""
+    if out is not None and out.exists():
+        raise UserError(
+            "the target of the export exists",
+            where=str(out),
+            expected="a new directory",
+            next="choose another --out",
+        )
+    target = out and out.absolute()
+    with entered(folder) as past:
+        checkpoint = _find_checkpoint(past.checkpoints, step)
+        model, done = _load_model(past, checkpoint), checkpoint_step(checkpoint)
+        base, rows = past.config.model.path, [{"step": done}, *read_metrics(past.folder)]
+        metrics = [row for row in rows if row["step"] == done][-1]
+        card = model_card(model, base=base, command=past.command, step=done, metrics=metrics)
+        target = target or past.folder / ("adapter" if adapter else "hf") / step_name(done)
+        if adapter:
+            export_adapter(model, base, target, card)
+        else:
+            export(model, past.kept_model, target, card)
+    console.print(f"model in {target}")
+
+
+def _load_model(past: PastRun, checkpoint: Path) -> ExactModel:
+    config = past.config
+    head: Literal["tokens", "value"] = "value" if past.command == "rm" else "tokens"
+    prepare_process(config)  # an adapter is merged by a product
+    tensors, _ = load_checkpoint(checkpoint)
+    if config.lora.rank or past.kept_model == config.model.path:
+        # an adapter's checkpoint lacks the base's weights
+        model = build_model(config, config.model.path, head=head)
+    else:
+        model = unfilled_model(past.kept_model, head=head)
+    model.load_weights(tensors["scorer" if past.command == "rm" else "policy"])
+    return model
+
+
+def _find_checkpoint(folder: Path, step: int | None) -> Path:
+    """Find the checkpoint of a step, or the newest whole one. Raises UserError where there is
+    none."""
+    if step is not None and (folder / step_name(step)).is_dir():
+        return folder / step_name(step)
+    newest = latest_checkpoint(folder, console.print) if step is None else None
+    if newest is None:
+        names = sorted(path.name for path in folder.glob("step_*"))
+        raise UserError(
+            "there is no such checkpoint",
+            where=str(folder),
+            found=", ".join(names) or "none",
+            expected="a checkpoint" if step is None else step_name(step),
+            next="name one that is there with --step, or run longer",
+        )
+    return newest

@@ -1,0 +1,291 @@
+"""Sections of the algorithm: how rewards become losses."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tandem.config.section import Section
+from tandem.config.training import LearningRate
+
+# advantages that compare the episodes of one problem
+GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo", "rloo_std", "max_at_k", "reinforce_pp_baseline")
+
+# The settings of [rl] that an algorithm is made of. `rl.algorithm` fills them in where the recipe
+# says nothing, so each can still be changed. Equations, functions and papers: docs/algorithms.md.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "sequence_mean"},
+    "dr_grpo": {"advantage": "grpo_no_std", "loss": "ppo_clip", "aggregation": "fixed_length"},
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "ppo_clip",
+        "aggregation": "fixed_length",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    "reinforce": {"advantage": "ema", "loss": "reinforce", "aggregation": "fixed_length"},
+    "reinforce_pp": {
+        "advantage": "reinforce_pp",
+        "loss": "ppo_clip",
+        "aggregation": "token_mean",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    "reinforce_pp_baseline": {
+        "advantage": "reinforce_pp_baseline",
+        "loss": "ppo_clip",
+        "aggregation": "token_mean",
+        "kl_estimator": "k2",
+    },
+    "dapo": {
+        "advantage": "grpo",
+        "loss": "ppo_clip",
+        "aggregation": "token_mean",
+        "clip_high": 0.28,
+        "max_gen_batches": 8,
+    },
+    "gspo": {
+        "advantage": "grpo",
+        "loss": "gspo",
+        "aggregation": "sequence_mean",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    "cispo": {
+        "advantage": "grpo",
+        "loss": "cispo",
+        "aggregation": "token_mean",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+    },
+    "ppo": {
+        "advantage": "gae",
+        "loss": "ppo_clip",
+        "aggregation": "token_mean",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+}
+
+
+class RL(Section):
+    """The algorithm: `algorithm` names a set of the other values, and each of them can be set on
+    its own."""
+
+    algorithm: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "dapo",
+        "gspo",
+        "cispo",
+        "ppo",
+    ] = Field(
+        "grpo", description="fills in what is not set below; docs/algorithms.md has the table"
+    )
+    prompts_per_step: int = Field(32, ge=1, description="problems in a step")
+    group_size: int = Field(8, ge=1, description="episodes of each problem")
+    minibatches: int = Field(
+        1, ge=1, description="optimizer updates in one pass over a step's episodes"
+    )
+    epochs: int = Field(1, ge=1, description="passes over a step's episodes")
+    advantage: Literal[
+        "grpo",
+        "grpo_no_std",
+        "rloo",
+        "rloo_std",
+        "gdpo",
+        "ema",
+        "max_at_k",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gae",
+    ] = Field("grpo", description="how rewards become advantages")
+    k: int = Field(
+        4, ge=1, description="max_at_k: the group is rewarded for the best of k episodes (pass@k)"
+    )
+    ema_decay: float = Field(
+        0.9, ge=0, lt=1, description="ema: decay of the running mean reward that is the baseline"
+    )
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="gae, reinforce_pp: discount per sampled token"
+    )
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="gae: lambda")
+    loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = Field(
+        "ppo_clip", description="policy loss"
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = Field(
+        "sequence_mean",
+        description="how the losses of tokens are averaged; fixed_length divides by episodes x "
+        "max_new_tokens",
+    )
+    clip_low: float = Field(0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
+    clip_high: float = Field(
+        0.2, gt=0, description="ratios above 1 + clip_high are clipped (larger: DAPO's clip-higher)"
+    )
+    dual_clip: float = Field(
+        0.0,
+        ge=0,
+        description="ppo_clip: largest ratio with a negative advantage (two-sided clip), above "
+        "1; 0: off",
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the KL to the reference; 0: no reference is loaded"
+    )
+    kl_in: Literal["loss", "reward"] = Field("loss", description="where the KL is added")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL")
+    correction: Literal[
+        "none", "decoupled", "tis", "tis_sequence", "icepop", "mis", "mis_geometric"
+    ] = Field(
+        "none",
+        description="off-policy correction by the ratio of policy to engine probability; none: "
+        "with exact engines and no staleness the ratio is 1",
+    )
+    correction_cap: float = Field(
+        2.0,
+        gt=0,
+        description="largest ratio: tis and tis_sequence truncate to it, the others mask what is "
+        "above",
+    )
+    correction_floor: float = Field(
+        0.5, ge=0, lt=1, description="smallest ratio that icepop and mis_geometric accept"
+    )
+    max_logprob_error: float = Field(
+        0.0,
+        ge=0,
+        description="sequences with a larger mean exp|policy - engine| log-prob carry no loss; 0: "
+        "off",
+    )
+    off_policy_mask: float = Field(
+        0.0,
+        ge=0,
+        description="sequences with a larger mean log engine/policy ratio carry no loss where "
+        "their advantage is negative; 0: off",
+    )
+    max_gen_batches: int = Field(
+        0,
+        ge=0,
+        description="dynamic sampling: batches sampled at most to fill a step with groups whose "
+        "rewards differ; 0: off",
+    )
+    max_truncated: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of truncated completions above which the run stops; 1: never",
+    )
+    max_flat_steps: int = Field(
+        50,
+        ge=0,
+        description="steps in a row without any advantage after which the run stops; 0: never",
+    )
+    mask_truncated: bool = Field(
+        False, description="episodes truncated by max_new_tokens carry no loss"
+    )
+    curriculum: bool = Field(
+        False,
+        description="draw problems with probability p (1 - p), where p is their last mean reward, "
+        "from 0 to 1; no epochs",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_algorithm(cls, given: Any) -> Any:
+        """Put the algorithm's values under the given ones. A wrong name is left to the check of the
+        field."""
+        if not isinstance(given, dict):
+            return given
+        name = given.get("algorithm", cls.model_fields["algorithm"].default)
+        return {**ALGORITHMS.get(name, {}), **given} if isinstance(name, str) else given
+
+    def contradictions(self) -> Iterator[str]:
+        compares_groups = self.advantage in (*GROUP_RELATIVE, "gdpo")
+        if compares_groups and self.group_size < 2:
+            yield (
+                f"rl.group_size: {self.advantage} compares the episodes of a group, so it needs at "
+                "least 2"
+            )
+        if self.max_gen_batches > 0 and self.advantage not in GROUP_RELATIVE:
+            yield (
+                "rl.max_gen_batches: drops groups of equal rewards, which do have advantages under "
+                f"rl.advantage={self.advantage}"
+            )
+        if self.max_gen_batches > 0 and self.needs_on_policy:
+            yield (
+                "rl.max_gen_batches: survivors are trained a step later, off policy, for which "
+                "rl.loss=reinforce has no ratio; use ppo_clip, or a correction"
+            )
+        if self.advantage == "max_at_k" and not 2 <= self.k <= self.group_size:
+            found = f"{self.k} of {self.group_size}"
+            yield f"rl.k: max_at_k needs 2 <= k <= rl.group_size, found {found}"
+        if self.prompts_per_step % self.minibatches:
+            yield "rl.minibatches: must divide rl.prompts_per_step, so that groups stay whole"
+        if self.loss == "reinforce" and self.minibatches * self.epochs > 1:
+            yield (
+                "rl.loss: reinforce has no probability ratio, so a second update on a step's "
+                "episodes (rl.minibatches, rl.epochs) would be off policy without a correction; "
+                "use ppo_clip"
+            )
+        if self.dual_clip > 0 and (self.dual_clip <= 1 or self.loss != "ppo_clip"):
+            yield (
+                "rl.dual_clip: belongs to rl.loss=ppo_clip and is above 1 (3 in the paper), or 0 "
+                "for off"
+            )
+        yield from self._kl_contradictions()
+        if (
+            self.correction in ("icepop", "mis_geometric")
+            and self.correction_floor >= self.correction_cap
+        ):
+            yield (
+                "rl.correction_floor: must be below rl.correction_cap, or icepop and mis_geometric "
+                "accept nothing"
+            )
+        if 0 < self.max_logprob_error < 1:
+            yield (
+                "rl.max_logprob_error: the mean of exp|difference| is at least 1, so a bound below "
+                "1 masks every sequence"
+            )
+
+    def _kl_contradictions(self) -> Iterator[str]:
+        if self.kl_coef == 0:
+            return
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
+                "rl.kl_estimator: the gradient of k1 as a loss is zero in expectation; use k2 or "
+                "k3, or rl.kl_in=reward"
+            )
+        if self.kl_in == "reward" and self.kl_estimator != "k1":
+            yield (
+                f"rl.kl_estimator: {self.kl_estimator} in the reward can push the policy away from "
+                "the reference; use k1"
+            )
+        if self.kl_in == "reward" and self.advantage == "gdpo":
+            yield (
+                "rl.kl_in: gdpo normalizes each reward function by itself, and a KL in the reward "
+                "is none; use rl.kl_in=loss"
+            )
+
+    @property
+    def needs_on_policy(self) -> bool:
+        """Whether episodes of older weights would be trained without any correction for that."""
+        return self.loss == "reinforce" and self.correction == "none"
+
+
+class Critic(Section):
+    """The value model of `rl.advantage = "gae"`, with an AdamW of its own."""
+
+    path: str = Field(
+        "",
+        description="model it starts from, e.g. of `tandem rm`; empty: model.path with a new head",
+    )
+    learning_rate: LearningRate = 1e-5
+    warmup_steps: int = Field(
+        0, ge=0, description="steps that train only the critic, before the policy's first update"
+    )
+    value_clip: float = Field(
+        0.2, ge=0, description="values move at most this far from the rollout's in one step; 0: off"
+    )

@@ -1,0 +1,259 @@
+"""Sections of what a run samples: model, data, rollouts, environment, rewards, evaluation."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from tandem.config.section import Section
+
+
+class Run(Section):
+    """Where a run lives and how long it is."""
+
+    folder: str = Field("", description="run folder; empty: runs/<recipe name>-<command>")
+    seed: int = Field(0, ge=0, description="every random draw of the run is addressed from it")
+    steps: int = Field(100, ge=1, description="steps of `tandem train` and `tandem distill`")
+    save_every: int = Field(
+        10, ge=1, description="steps between checkpoints; the last step is always saved"
+    )
+    keep_checkpoints: int = Field(2, ge=2, description="newest checkpoints kept")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="torch threads of the trainer, fixed for the whole run; 0: one per core when "
+        "the run starts. Fewer are used where that changes no bit: beside rollout workers, or on "
+        "fewer cores",
+    )
+    show_samples: int = Field(
+        1,
+        ge=0,
+        description="episodes shown at each evaluation, or ten times in a run without; 0: none",
+    )
+    stall_s: float = Field(
+        300.0,
+        gt=0,
+        description="seconds without a sign of life after which the run names the culprit and "
+        "stops",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.stall_s < 2:
+            yield "run.stall_s: must be at least 2: signs of life come twice a second"
+
+
+class Model(Section):
+    """The policy: a Hugging Face model directory or hub name."""
+
+    path: str = Field(
+        "",
+        description="Hugging Face directory or hub name of a causal language model with its "
+        "tokenizer",
+    )
+    reference: str = Field(
+        "", description="frozen reference of the KL term and of DPO; empty: the starting weights"
+    )
+
+
+class Data(Section):
+    """Problems to train on."""
+
+    train: str | list[str] = Field(
+        "",
+        description="problems (docs/data.md): JSONL, Parquet, CSV, a Hugging Face dataset; or a "
+        "list of several",
+    )
+    weights: list[float] = Field(
+        [], description="share of each source in the data; empty: all rows of each"
+    )
+    prompt_column: str = Field(
+        "prompt", description="column with the messages, or with the user's text"
+    )
+    answer_column: str = Field(
+        "answer",
+        description="column with the answer; verl's reward_model.ground_truth is found without it",
+    )
+    category_column: str = Field("data_source", description="column that evaluation is split by")
+    system: str = Field(
+        "", description="system message put before every problem without one (not before SFT chats)"
+    )
+    max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt accepted")
+    long_prompts: Literal["error", "drop"] = Field(
+        "error", description="what happens to a longer prompt"
+    )
+    shuffle: bool = Field(True, description="shuffle the problems anew in each epoch")
+
+    @property
+    def sources(self) -> list[str]:
+        return [self.train] if isinstance(self.train, str) else self.train
+
+    def contradictions(self) -> Iterator[str]:
+        if self.weights and len(self.weights) != len(self.sources):
+            count = f"{len(self.weights)} weights for {len(self.sources)} sources"
+            yield f"data.weights: {count} in data.train"
+        if not all(weight > 0 for weight in self.weights):
+            yield "data.weights: a weight must be above 0; leave the source out instead"
+
+
+class Rollout(Section):
+    """How episodes are sampled while training."""
+
+    max_new_tokens: int = Field(64, ge=1, description="longest completion, in tokens")
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="sampling temperature; log-probs are those of the distribution sampled from",
+    )
+    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: all")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="keep the likeliest tokens of this total probability"
+    )
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="keep tokens of at least this share of the likeliest one's probability",
+    )
+    repetition_penalty: float = Field(1.0, gt=0, description="weakens tokens seen before; 1: off")
+    stop: list[str] = Field(
+        [],
+        description="stop strings in the decoded text (no special tokens), besides the end of turn",
+    )
+    cache_mb: int = Field(1024, ge=1, description="size of the key/value cache, MiB")
+    max_batch: int = Field(256, ge=1, description="sequences decoded together at most")
+    staleness: int = Field(
+        0,
+        ge=0,
+        description="step t is sampled by the weights of step t - staleness, while earlier steps "
+        "are trained; 0: synchronous",
+    )
+    token_budget: int = Field(
+        0,
+        ge=0,
+        description="partial rollouts: tokens after which an episode pauses until the next step; "
+        "0: episodes run to their end",
+    )
+    workers: int = Field(
+        0, ge=0, description="rollout processes, one thread each; 0: in the trainer's own process"
+    )
+    restarts: int = Field(
+        10, ge=0, description="restarts of rollout processes before the run gives up"
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if "" in self.stop:
+            yield "rollout.stop: an empty string would end every completion at once"
+
+
+class Env(Section):
+    """The environment of an episode. `env = "NAME"` is short for `env.name`."""
+
+    name: str = Field(
+        "single_turn",
+        description="single_turn, tools, python, guess, gymnasium, verifiers or agent; or your own "
+        "as `file.py:Class`",
+    )
+    options: dict[str, Any] = Field({}, description="passed to the class, e.g. {limit = 10}")
+    max_turns: int = Field(8, ge=1, description="turns of the model in an episode at most")
+    max_tokens: int = Field(
+        0,
+        ge=0,
+        description="longest episode, observations included; 0: as long as the model allows",
+    )
+    timeout_s: float = Field(
+        60.0, gt=0, description="wall-clock seconds that the environment may take for one episode"
+    )
+    concurrency: int = Field(512, ge=1, description="episodes in flight at most")
+    on_error: Literal["mask", "zero"] = Field(
+        "mask",
+        description="an episode whose environment failed or took too long: no loss, or reward 0",
+    )
+    penalty_mode: Literal["lower", "set"] = Field(
+        "lower",
+        description="a turn that the environment penalizes: its advantage is lowered by the "
+        "penalty, or set to minus the penalty",
+    )
+    bad_thinking: float = Field(
+        0.0, ge=0, description="penalty of a turn with malformed <think> tags; 0: not checked"
+    )
+
+
+class Sandbox(Section):
+    """Where code that a model wrote runs: bubblewrap on this machine, or a server."""
+
+    url: str = Field(
+        "", description="a SandboxFusion server, e.g. http://127.0.0.1:8080; empty: bubblewrap here"
+    )
+    run_untrusted_code_without_isolation: bool = Field(
+        False,
+        description="run the model's code as a plain process of yours, where there is no sandbox",
+    )
+
+
+class Reward(Section):
+    """How an episode is scored, in killable worker processes. `reward = "NAME"` is short for
+    `reward.function`."""
+
+    function: str | list[str] = Field(
+        "answer",
+        description="a built-in (docs/environments.md) or your own as `file.py:function`; or a "
+        "list of several",
+    )
+    weights: list[float] = Field([], description="weight of each function; empty: 1 each")
+    options: dict[str, dict[str, Any]] = Field(
+        {}, description="keyword arguments by function name, e.g. {numeric = {tolerance = 0.01}}"
+    )
+    model: str = Field("", description="model of the function `reward_model`, e.g. of `tandem rm`")
+    timeout_s: float = Field(
+        5.0,
+        gt=0,
+        description="wall-clock seconds for one episode, after which the worker is killed",
+    )
+    workers: int = Field(1, ge=1, description="worker processes")
+    overlong_penalty: float = Field(
+        0.0, ge=0, description="subtracted when a completion was truncated by max_new_tokens"
+    )
+    overlong_buffer: int = Field(
+        0, ge=0, description="last tokens before that limit over which the penalty grows (DAPO)"
+    )
+
+    @property
+    def functions(self) -> list[str]:
+        return [self.function] if isinstance(self.function, str) else self.function
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the functions in parts and options: "score" for "my.py:score"."""
+        return [function.rpartition(":")[2] for function in self.functions]
+
+    def contradictions(self) -> Iterator[str]:
+        functions = self.functions
+        if len(set(functions)) != len(functions) or not functions:
+            yield "reward.function: names no function, or one of them twice"
+        if self.weights and len(self.weights) != len(functions):
+            yield f"reward.weights: {len(self.weights)} weights for {len(functions)} functions"
+        if self.overlong_buffer > 0 and not self.overlong_penalty:
+            yield "reward.overlong_buffer: has no effect without reward.overlong_penalty"
+        if ("reward_model" in functions) != bool(self.model):
+            yield (
+                "reward.model: belongs to the function `reward_model`, and that function needs it"
+            )
+        if set(self.options) - set(self.names):
+            options, names = ", ".join(sorted(self.options)), ", ".join(functions)
+            yield f"reward.options: has options for {options}, but reward.function is {names}"
+
+
+class Eval(Section):
+    """Held-out evaluation."""
+
+    data: str = Field("", description="problems, as data.train")
+    every: int = Field(
+        0,
+        ge=0,
+        description="steps between evaluations; 0: only before and after, as `sft` always does",
+    )
+    samples: int = Field(
+        4, ge=1, description="sampled episodes of each problem; pass@k is reported for k up to it"
+    )
+    success: float = Field(1.0, description="smallest reward that counts as passed, for pass@k")
+    greedy: bool = Field(True, description="also one greedy episode of each problem")

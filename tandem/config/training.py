@@ -1,0 +1,141 @@
+"""Sections of what trains: the optimizer, adapters, and the methods that are not RL."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from tandem.config.section import Section
+
+LearningRate = Annotated[float, Field(gt=0, description="peak learning rate of AdamW")]
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine"], Field(description="shape after the warm-up")
+]
+
+
+class Schedules(Section):
+    """The learning rate over the optimizer steps of a run."""
+
+    learning_rate: LearningRate = 1e-5
+    schedule: Schedule = "constant"
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+
+
+class Lora(Section):
+    """Low-rank adapters in place of full training, for every command that trains."""
+
+    rank: int = Field(0, ge=0, description="rank of the adapters; 0: all weights are trained")
+    alpha: float = Field(16.0, gt=0, description="the adapter counts alpha / rank times")
+    targets: list[str] = Field(
+        ["all-linear"], description="modules that get one, e.g. q_proj, v_proj"
+    )
+
+
+class Train(Schedules):
+    """The optimizer. [sft] and [preference] have a learning rate of their own; the other keys hold
+    for every command."""
+
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="gradients are scaled down to this global norm"
+    )
+    tokens_per_microbatch: int = Field(
+        8192, ge=16, description="token budget of one forward and backward pass"
+    )
+    activation_checkpointing: bool = Field(
+        False,
+        description="keep one activation per layer and recompute the others: less memory, more "
+        "time, the same bits",
+    )
+    max_bad_steps: int = Field(
+        3, ge=0, description="steps in a row lost to NaN or infinity before the run stops"
+    )
+
+
+class SFT(Schedules):
+    """`tandem sft`: supervised warm start on the same trainer."""
+
+    learning_rate: LearningRate = 1e-4
+    schedule: Schedule = "linear"
+    train: str = Field(
+        "", description="chats, JSONL or Parquet, with `messages`, or with `prompt` and `response`"
+    )
+    loss_on: Literal["assistant", "all"] = Field(
+        "assistant", description="what carries loss: the assistant's turns, or everything"
+    )
+    steps: int = Field(100, ge=1, description="optimizer steps")
+    batch_size: int = Field(64, ge=1, description="chats in a step")
+
+
+class Preference(Schedules):
+    """`tandem dpo` and `tandem rm`: learning from pairs of a chosen and a rejected answer."""
+
+    learning_rate: LearningRate = 1e-6
+    schedule: Schedule = "linear"
+    train: str = Field(
+        "", description="pairs, JSONL or Parquet, with `prompt`, `chosen` and `rejected`"
+    )
+    test: str = Field("", description="held-out pairs, for the accuracy before and after")
+    steps: int = Field(100, ge=1, description="optimizer steps")
+    batch_size: int = Field(64, ge=1, description="pairs in a step")
+    loss: Literal["dpo", "ipo"] = Field("dpo", description="dpo: loss of `tandem dpo`")
+    beta: float = Field(0.1, gt=0, description="dpo: strength of the KL to the reference")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="dpo: share of pairs assumed to be labelled the wrong way"
+    )
+    length_normalized: bool = Field(
+        False,
+        description="dpo: mean log-prob of the tokens instead of their sum; true by default for "
+        "ipo",
+    )
+    nll_coef: float = Field(
+        0.0,
+        ge=0,
+        description="dpo: weight of the chosen answer's mean negative log-likelihood in the loss",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalize_ipo(cls, given: Any) -> Any:
+        """Let IPO compare means over tokens, as its authors do, unless the recipe differs."""
+        is_ipo = isinstance(given, dict) and given.get("loss") == "ipo"
+        return {"length_normalized": True, **given} if is_ipo else given
+
+    def contradictions(self) -> Iterator[str]:
+        if self.loss == "ipo" and self.label_smoothing > 0:
+            yield "preference.label_smoothing: is defined for the dpo loss only"
+
+
+class Distill(Section):
+    """`tandem distill`: on-policy distillation from a teacher, over the problems and steps of
+    `tandem train`."""
+
+    teacher: str = Field(
+        "", description="Hugging Face directory or hub name of a model with the same tokenizer"
+    )
+    estimator: Literal["exact", "sampled"] = Field(
+        "exact",
+        description="the divergence over the vocabulary at each position, or the reverse KL at the "
+        "sampled token only",
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
+        "reverse_kl",
+        description="exact: KL from student to teacher, from teacher to student, or from both to "
+        "their mixture",
+    )
+    jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: the teacher's share of the mixture")
+    top_k: int = Field(
+        0,
+        ge=0,
+        description="exact: the teacher's k likeliest tokens, and all others as one; 0: every "
+        "token",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.estimator == "sampled" and (self.divergence != "reverse_kl" or self.top_k > 0):
+            yield (
+                "distill.estimator: sampled knows the teacher's log-prob of one token, which gives "
+                "the reverse KL only; use exact"
+            )

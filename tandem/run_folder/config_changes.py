@@ -1,0 +1,94 @@
+"""Which keys of a config may change while a run goes on in its folder.
+
+It does not know what a folder holds beside the config.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from tandem.run_folder.errors import KEPT
+from tandem.runtime.errors import UserError
+
+THREADS = "run.threads"  # free where the exactness probe has found that it changes no bit
+# Keys that change neither a step nor its place in the run. The folder may have been moved since.
+_FREE = {
+    "eval.every",
+    "run.folder",
+    "run.keep_checkpoints",
+    "run.save_every",
+    "run.show_samples",
+    "run.stall_s",
+    "reward.workers",
+    "rollout.workers",
+    "rollout.restarts",
+    "rl.max_truncated",
+    "rl.max_flat_steps",
+    "train.activation_checkpointing",
+}
+# what stopped a run, and may grow from that value on
+_BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}
+
+
+def toml_values(toml: str) -> dict[str, Any]:
+    """ "[run]\\nseed = 1" -> {"run.seed": 1}."""
+    return {
+        f"{section}.{name}": value
+        for section, fields in tomllib.loads(toml).items()
+        for name, value in fields.items()
+    }
+
+
+def identifying_values(toml: str) -> dict[str, Any]:
+    """The values that make a run this run and no other."""
+    others = {*_FREE, *_BOUNDS, "run.steps", THREADS}
+    return {key: value for key, value in toml_values(toml).items() if key not in others}
+
+
+def allowed_changes(
+    old: dict[str, Any], new: dict[str, Any], *, any_threads: bool, path: Path
+) -> list[str]:
+    """Describe the values that have changed, and may; old, new: values by key; any_threads: any
+    thread count gives the same bits; path: the config.toml with the old ones.
+
+    Raises UserError for what may not change.
+    """
+    changed = {
+        key: f"{key}: {old.get(key, 'unset')!r} -> {new.get(key, 'unset')!r}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    }
+    refused = [key for key in changed if key not in _FREE and not _extends(key, old, new)]
+    if THREADS in refused and (old[THREADS] == 0 or any_threads):
+        refused.remove(THREADS)
+    if refused:
+        raise _other_config(path, [changed[key] for key in refused])
+    return list(changed.values())
+
+
+def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Check whether a larger value makes the same run longer, or lets it go on.
+
+    More steps do, unless the learning rate of past steps was bent by their number, or rollouts that
+    would have been ahead of the last step were not made. A larger bound on what stopped the run
+    does: it changes no step that was made under the smaller one.
+    """
+    if key == "run.steps":
+        return (
+            new[key] > old.get(key, 0)
+            and new["train.schedule"] == "constant"
+            and not new["rollout.staleness"]
+        )
+    return key in _BOUNDS and new[key] > old.get(key, 0) >= _BOUNDS[key]
+
+
+def _other_config(path: Path, changes: list[str]) -> UserError:
+    return UserError(
+        "the config differs from that of the run in the folder (its value -> the value now)\n"
+        + "\n".join(f"  - {change}" for change in changes),
+        where=str(path),
+        expected=f"the same config ({', '.join(_BOUNDS)} may grow, and run.steps, with a constant "
+        f"schedule and no staleness; {THREADS} may change where the probe found that it changes "
+        "no bit; free to change: see docs/determinism.md)",
+        next=f"take the old values, another run.folder=PATH, or --fresh {KEPT}",
+    )

@@ -1,0 +1,22 @@
+"""What the errors of a run folder advise, in the same words everywhere."""
+
+from pathlib import Path
+
+from tandem.runtime.errors import UserError
+
+OTHER_FOLDER = "choose another with run.folder=PATH"
+KEPT = "(the old run is kept beside it)"
+FRESH = f"start over with --fresh {KEPT}"
+RESTORE = "restore it from a copy"
+RESTORE_OR_FRESH = f"{RESTORE}, or {FRESH}"
+
+
+def unreadable_file(path: Path, found: Exception | str, next: str = RESTORE) -> UserError:
+    """The error for a file that is absent, damaged or of another shape."""
+    return UserError(
+        "a file of the run folder cannot be read",
+        where=str(path),
+        found=f"{type(found).__name__}: {found}" if isinstance(found, Exception) else found,
+        expected="the file as Tandem wrote it",
+        next=next,
+    )

@@ -1,0 +1,110 @@
+"""What a sandbox is to its callers: a command with files and limits goes in, a Result comes out.
+
+It does not know how a program is confined.
+"""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal, Protocol, runtime_checkable
+
+# a command, and the files it finds in its working directory
+Program = tuple[Sequence[str], Mapping[str, str]]
+StopReason = Literal["exit", "timeout", "memory", "output", "signal"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a run may use.
+
+    Memory, CPU and file size bind each process; memory_mb also binds all of them together.
+    """
+
+    wall_s: float = 5.0
+    cpu_s: int = 5
+    memory_mb: int = 512
+    disk_mb: int = 16  # all files together
+    file_mb: int = 16  # one file
+    files: int = 4096  # files and directories that exist at once
+    open_files: int = 64
+    processes: int = 16  # threads count, and so does bubblewrap's own
+    output_bytes: int = 65536  # of stdout, and again of stderr
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a run ended.
+
+    Example:
+        Result(stdout="4\\n", stderr="", exit_code=0, stop_reason="exit", seconds=0.014)
+    """
+
+    stdout: str
+    stderr: str
+    # minus the signal's number after "signal"; None where it was stopped from outside
+    exit_code: int | None
+    stop_reason: StopReason  # "exit": of itself, with any code
+    seconds: float
+
+
+class SandboxFailed(RuntimeError):
+    """A failure of the sandbox itself, in which the program has no part."""
+
+
+class SandboxConfig(Protocol):
+    """The [sandbox] section of a config."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def run_untrusted_code_without_isolation(self) -> bool: ...
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """A place where untrusted programs run."""
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        files: Mapping[str, str] = {},
+        stdin: str = "",
+        limits: Limits = LIMITS,
+    ) -> Result:
+        """Run a command to its end or to a limit, with the files in its working directory.
+
+        A command that begins with `python` gets an interpreter. Raises SandboxFailed.
+        """
+        ...
+
+
+def run_python(sandbox: Sandbox, code: str, stdin: str = "", limits: Limits = LIMITS) -> Result:
+    """Run a script in a fresh interpreter."""
+    return sandbox.run(["python", "main.py"], files={"main.py": code}, stdin=stdin, limits=limits)
+
+
+def check_name(name: str) -> str:
+    """Return the name of a file, normalized; raises ValueError if it leaves the directory."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.name or "\0" in name:
+        raise ValueError(
+            f"a sandbox's file is named {name!r}, expected a path inside its working directory"
+        )
+    return str(path)
+
+
+def reason_of_end(exit_code: int | None, stderr: str) -> StopReason:
+    """Tell why a program ended that was not stopped from outside; no code is a timeout."""
+    if exit_code in (-signal.SIGXCPU, None):
+        return "timeout"
+    if exit_code and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
+        return "memory"
+    return "signal" if exit_code < 0 else "exit"

@@ -1,0 +1,132 @@
+"""The process that renders chats: many at once, after an error, beside threads, and gone at the
+end."""
+
+import gc
+import os
+import threading
+import time
+
+import pytest
+
+from tandem.data import chat_template
+from tandem.data.chat_template import ChatTemplate
+from tandem.runtime.errors import UserError
+
+SOURCE = (
+    "{% if messages[0].content == 'raise' %}{{ raise_exception('not this one') }}{% endif %}"
+    "{% if messages[0].content == 'memory' %}{{ 'a'.ljust(10**9) | length }}{% endif %}"
+    "{% if messages[0].content == 'time' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
+    "{{ messages[0].content }}{{ '!' if add_generation_prompt }}"
+)
+
+
+def chat(text):
+    return [{"role": "user", "content": text}]
+
+
+def render(template, *texts):
+    return template.render([chat(text) for text in texts], open_turn=True, special_tokens={})
+
+
+def pid_of(template):
+    return template._process.pid
+
+
+def ended(pid):
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_chats_larger_than_a_batch_keep_their_order():
+    texts = ["a" * 700_000, "b", "é" * 400_000, "c" * 900_000, "d"]
+    assert render(ChatTemplate(SOURCE, "m"), *texts) == [f"{text}!" for text in texts]
+
+
+def test_no_chats_have_no_texts():
+    assert render(ChatTemplate(SOURCE, "m")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("raise", "refuses a chat"), ("memory", "too long a text"), ("time", "come to an end")],
+)
+def test_chats_are_rendered_after_one_that_was_refused(text, what):
+    template = ChatTemplate(SOURCE, "m")
+    with pytest.raises(UserError, match=what):
+        render(template, "before", text, "after")
+    assert render(template, "next") == ["next!"]
+
+
+def test_a_process_that_was_killed_is_one_error_and_replaced():
+    template = ChatTemplate(SOURCE, "m")
+    render(template, "a")
+    os.kill(pid_of(template), 9)
+    with pytest.raises(UserError, match="ends the process") as error:
+        render(template, "b")
+    assert error.value.found == "exit status -9"
+    assert render(template, "c") == ["c!"]
+
+
+def test_an_interrupted_rendering_leaves_no_answer_behind():
+    class Stopped(Exception):
+        pass
+
+    class Interrupted:
+        """Standard output of the process; a signal arrives while it is read."""
+
+        def readline(self):
+            raise Stopped
+
+        def close(self):
+            pass
+
+    template = ChatTemplate(SOURCE, "m")
+    render(template, "a")
+    template._process.stdout.close()
+    template._process.stdout = Interrupted()
+    with pytest.raises(Stopped):
+        render(template, "b")
+    assert render(template, "c") == ["c!"]
+
+
+def test_threads_get_the_texts_of_their_own_chats():
+    template, texts = ChatTemplate(SOURCE, "m"), {}
+
+    def work(name):
+        texts[name] = [render(template, f"{name} {i}")[0] for i in range(50)]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {name: [f"{name} {i}!" for i in range(50)] for name in "abcd"}
+
+
+def test_the_process_ends_with_its_template():
+    template = ChatTemplate(SOURCE, "m")
+    render(template, "a")
+    pid = pid_of(template)
+    del template
+    gc.collect()
+    assert ended(pid)
+
+
+def test_a_json_py_in_the_working_directory_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    assert render(ChatTemplate(SOURCE, "m"), "a") == ["a!"]
+
+
+def test_a_text_one_character_too_long_is_refused():
+    template = ChatTemplate(SOURCE, "m")
+    most = chat_template.LONGEST_TEXT
+    assert len(render(template, "x" * (most - 1))[0]) == most
+    with pytest.raises(UserError, match="too long a text"):
+        render(template, "x" * most)

@@ -1,0 +1,79 @@
+"""Episodes of scripted turns: an engine, an environment, and a rollout of both."""
+
+import numpy as np
+
+from tandem.config.schema import Env as EnvConfig
+from tandem.rollout.env_pool import EnvPool
+from tandem.rollout.episode_builder import new_groups
+from tandem.rollout.episodes import run_episodes
+from tandem.types import Completion, Env, Observation, Problem, SamplingParams
+from tests.support.scripted import DigitRenderer, ScriptedEngine
+
+PROBLEMS = [
+    Problem(uid=f"p{n}", messages=({"role": "user", "content": str(n)},), answer=str(n))
+    for n in range(4)
+]
+PARAMS = SamplingParams(max_new_tokens=5, stop_token_ids=(91,))
+
+
+def user(text):
+    return ({"role": "user", "content": text},)
+
+
+def play(
+    make,
+    engine,
+    *,
+    problems=PROBLEMS[:1],
+    group_size=1,
+    sampling=PARAMS,
+    place=("test",),
+    on_end=None,
+    **limits,
+):
+    return run_episodes(
+        new_groups(problems, group_size, place),
+        engine=engine,
+        renderer=DigitRenderer(),
+        envs=EnvPool(make=make, limits=EnvConfig(**limits)),
+        sampling=sampling,
+        on_end=on_end,
+    )
+
+
+class TurnEngine(ScriptedEngine):
+    """Says [7, 91] in every turn; "text" is how many tokens it has read. `stop_reason` other
+    than "stop" says [7]."""
+
+    def __init__(self, stop_reason="stop"):
+        super().__init__()
+        self.stop_reason = stop_reason
+
+    def generate(self, requests):
+        tokens = [7, 91] if self.stop_reason == "stop" else [7]
+        return [
+            Completion(
+                tokens=np.array(tokens),
+                logprobs=np.full(len(tokens), -0.25, np.float32),
+                weight_versions=np.full(len(tokens), 4, np.int32),
+                text=f"{len(r.prompt)}",
+                stop_reason=self.stop_reason,
+            )
+            for r in requests
+        ]
+
+
+class Counting(Env):
+    """Answers "1", "2", ... and ends at `turns` with reward 1, after a penalty of 0.5 in its second
+    turn."""
+
+    def __init__(self, turns=3):
+        self.turns, self.heard = turns, []
+
+    async def step(self, text):
+        self.heard.append(text)
+        if len(self.heard) == self.turns:
+            return Observation(done=True, reward=1.0, parts={"turns": self.turns})
+        return Observation(
+            messages=user(str(len(self.heard))), reward=0.25, penalty=0.5 * (len(self.heard) == 2)
+        )
