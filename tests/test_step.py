@@ -569,6 +569,16 @@ def test_ema_baseline_is_running_mean_of_the_steps_before(tmp_path):
     assert train_step(stages, 3).metrics["grad_norm"] == 0.0
 
 
+def test_ema_baseline_is_from_before_the_step(tmp_path):
+    reward, settings = ConstantReward(0.0), config(rl__advantage="ema", rl__ema_decay=0.75)
+    stages = stages_in(tmp_path, settings, engine=NumberedEngine(), reward=reward)
+    baselines = []
+    for step, reward.reward in enumerate((1.0, 3.0, 5.0)):
+        baselines.append(rollout_step(stages, step, Timer()).baseline)
+        stages.sync.publish(step + 1)
+    assert baselines == [1.0, 1.0, 0.75 * 1 + 0.25 * 3]  # the first step's own mean starts it
+
+
 def test_episode_metrics_count_what_episodes_were_like():
     cut = groups_with([1.0, 0.0], [0.5, 0.5], stop_reason="length", parts={"answer": 1.0})
     odd = Group(

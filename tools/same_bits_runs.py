@@ -14,7 +14,7 @@ from typing import Any
 # Beside entries the hashes that depend on names are left out: what they are hashes of is compared.
 RENAMED_METRICS: dict[str, str] = {}
 # Columns of the journal; also keys of its notes, of the ledger and of state.json.
-RENAMED_COLUMNS: dict[str, str] = {"given": "env_rewards"}
+RENAMED_COLUMNS: dict[str, str] = {"given": "env_rewards", "untold": "pending_metrics"}
 # "rl.old": "rl.new", or "rl.old": "" for one that only one of the revisions has.
 RENAMED_SETTINGS: dict[str, str] = {}
 

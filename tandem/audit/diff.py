@@ -3,7 +3,7 @@ number of learning.
 
     config.toml, inputs     listed, not judged: many settings change no bit
     ledger.jsonl            weights; and whether the files of each run are still those that it wrote
-    episodes/, metrics      of the first step where they are not equal: who, where, both values
+    episodes/, metrics      of the first unequal step: who, where, both values
 
 Reads two run folders, also of runs in progress and of different length. It does not know the cause:
 `tandem why` and `replay` find it.
@@ -39,7 +39,7 @@ _OTHER_FIELDS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs compared. `divergence` is None where all `steps` that both have are equal."""
+    """Two runs compared. `divergence` is None if all their common `steps` are equal."""
 
     config: list[Divergence]
     inputs: list[Divergence]
@@ -53,18 +53,18 @@ class Comparison:
 
 
 def compare_runs(a: PastRun, b: PastRun) -> Comparison:
-    """Compare all steps that both runs have. Raises UserError where there is none, or a file of one
-    is damaged."""
+    """Compare the common steps of both runs. Raises UserError if there is none, or if a file is
+    damaged."""
     both = sorted(set(a.metrics) & set(b.metrics))
     if not both:
         raise _no_common_step(a, b)
     other_bytes: list[int] = []
-    differing = chain(
+    divergences = chain(
         ((step, one) for step in both for one in _compare_step(a, b, step, other_bytes)),
         # last, as an evaluation leaves nothing to the steps after it
         ((step, one) for step in both for one in _compare_evaluations(a, b, step)),
     )
-    step, divergence = next(differing, (both[-1], None))
+    step, divergence = next(divergences, (both[-1], None))
     return Comparison(
         config=list(compare_items(_config_values(a), _config_values(b))),
         inputs=list(compare_items(a.inputs() or b.inputs() or {}, b.inputs() or a.inputs() or {})),
@@ -77,14 +77,14 @@ def compare_runs(a: PastRun, b: PastRun) -> Comparison:
             (name, one)
             for name, past in (("A", a), ("B", b))
             for one in altered(past.folder, both[-1])
-            # the hash is enough where episodes have been removed
+            # the hash is enough if episodes have been removed
             if one.found or not one.what.startswith("episodes/")
         ],
     )
 
 
 def _config_values(past: PastRun) -> dict[str, str]:
-    """Every key with its value as text. Where the runs lie is no difference."""
+    """Return every key with its value as text, without the folder of the run."""
     values = {
         f"{section}.{name}": repr(value)
         for section, fields in past.config.model_dump().items()
@@ -98,7 +98,7 @@ def _compare_step(
     a: PastRun, b: PastRun, step: int, other_bytes: list[int]
 ) -> Iterator[Divergence]:
     """Compare episodes, metrics and the weights after the step, in this order. Adds the step to
-    other_bytes if its journal files differ in nothing but bytes."""
+    other_bytes if only the bytes of its journal files differ."""
     files = [_journal_hash(past, step) for past in (a, b)]
     if files[0] != files[1]:
         if "" in files:
@@ -117,14 +117,15 @@ def _compare_step(
 
 
 def _compare_evaluations(a: PastRun, b: PastRun, step: int) -> Iterator[Divergence]:
-    """Compare the figures that both have: evaluations need not fall on the same steps."""
+    """Compare the evaluation figures of the step that both runs have: they need not evaluate at the
+    same steps."""
     x, y = a.metrics[step], b.metrics[step]
     names = [name for name in x if name.startswith("eval/") and name in y]
     yield from compare_items({name: x[name] for name in names}, {name: y[name] for name in names})
 
 
 def _journal_hash(past: PastRun, step: int) -> str:
-    """Hash the journal file of a step; return the ledger's hash of it where it was removed."""
+    """Hash the journal file of a step; if it was removed, return the ledger's hash of it."""
     if past.journal(step).is_file():
         return file_hash(past.journal(step))
     return str(past.ledger[step]["episodes"]) if step in past.ledger else ""
@@ -142,8 +143,8 @@ def _compare_groups(a: Sequence[Group], b: Sequence[Group]) -> Iterator[Divergen
 
 
 def compare_episodes(a: Episode, b: Episode) -> Iterator[Divergence]:
-    """Compare two attempts at a problem: the first position where any array differs, then the other
-    fields."""
+    """Compare two attempts at a problem: the first position at which any array differs, then the
+    other fields."""
     name = f"episode {a.uid}:{a.sample_index}"
     yield from compare(f"sample_index of {name}", a.sample_index, b.sample_index)
     places = {
@@ -161,11 +162,14 @@ def compare_episodes(a: Episode, b: Episode) -> Iterator[Divergence]:
 
 
 def _first_difference(a: Array, b: Array) -> int | None:
-    """The first place where the bits are not the same, or where one array ends."""
+    """Return the first position at which the bits differ, or one array ends; None if there is
+    none."""
     shorter = min(len(a), len(b))
-    bits = [np.ascontiguousarray(side[:shorter]).view(f"V{side.dtype.itemsize}") for side in (a, b)]
-    differing = np.flatnonzero(bits[0] != bits[1])
-    return int(differing[0]) if len(differing) else None if len(a) == len(b) else shorter
+    bits = [
+        np.ascontiguousarray(array[:shorter]).view(f"V{array.dtype.itemsize}") for array in (a, b)
+    ]
+    unequal = np.flatnonzero(bits[0] != bits[1])
+    return int(unequal[0]) if len(unequal) else None if len(a) == len(b) else shorter
 
 
 def _entry(array: Array, place: int) -> str:

@@ -19,7 +19,7 @@ class Divergence:
     what: str
     a: str
     b: str
-    also: str = ""  # what else differs
+    also: str = ""  # the other differences
 
 
 def compare(what: str, a: object, b: object) -> Iterator[Divergence]:

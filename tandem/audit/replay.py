@@ -1,5 +1,4 @@
-"""Learn a step of a run again, from the run folder, and compare every number with what the run
-wrote.
+"""A step of a run, learned again from the run folder, with every number compared with the record.
 
     checkpoints/, or the starting weights --> learners
                                                  | the steps between, learned again
@@ -8,8 +7,8 @@ wrote.
           rewards scored again        log-probs of its tokens    equal to metrics.jsonl,
                                                                  ledger.jsonl, checkpoints/step_N ?
 
-Nothing is generated and nothing written: what was sampled, and what environments, tools and judges
-answered, is read back from the journal. It does not know how a step is learned: that is
+Nothing is generated and nothing written: samples, and the answers of environments, tools and
+judges, are read back from the journal. It does not know how a step is learned: that is
 replay_run.py.
 
     tandem replay runs/demo --step 12
@@ -41,17 +40,17 @@ from tandem.weights.hashing import tensor_hash
 
 @dataclass(kw_only=True)
 class ReplayReport:
-    """What a replay compared. `divergence` is the first thing that is not as recorded, which is its
-    a; None where all of it is equal."""
+    """The values that a replay compared. `divergence` is the first one unlike the record, which is
+    its a; None if all are equal."""
 
     step: int
     start: str = ""  # the weights that the replay began with
     episodes: int = 0  # scored again
     tokens: int = 0  # whose log-probs were computed again under the weights that sampled them
     metrics: Row = field(default_factory=dict)  # of the step's row, all equal
-    weights: str = ""  # the hash, equal to the ledger's; empty where the ledger has none
-    checkpoint: str = ""  # of the step, where it is still there and equal
-    notes: list[str] = field(default_factory=list)  # what was not compared, and why
+    weights: str = ""  # the hash, equal to the ledger's; empty if the ledger has none
+    checkpoint: str = ""  # of the step, if it is still there and equal
+    notes: list[str] = field(default_factory=list)  # parts not compared, and why
     divergence: Divergence | None = None
 
 
@@ -61,8 +60,8 @@ def replay(
     """Learn step `step` again, counted from 1 as in metrics.jsonl, and compare it with the run to
     the last bit.
 
-    observe sees the step's updates; score: also score its episodes again. Raises UserError where
-    the folder or an input is not what a replay can begin with.
+    observe sees the step's updates; score: also score its episodes again. Raises UserError if a
+    replay cannot begin with the folder or an input.
     """
     require_step(past, step)
     if not past.ledger:
@@ -72,8 +71,8 @@ def replay(
 
 
 class _Replay:
-    """One replay under way. Each `_compare_*` yields what differs; after the first one nothing more
-    is computed."""
+    """One replay under way. Each `_compare_*` yields the differences; nothing is computed after the
+    first one."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class _Replay:
             yield from self._compare_step(done, other_machine)
 
     def _load_start(self, latest: int) -> int:
-        """Load the newest whole checkpoint up to `latest`, or stay at the starting weights; returns
+        """Load the newest whole checkpoint up to `latest`, or stay at the starting weights; return
         the steps done."""
         for path in sorted(self.past.checkpoints.glob("step_*"), reverse=True):
             if checkpoint_step(path) > latest:
@@ -157,7 +156,7 @@ class _Replay:
         self, groups: Sequence[Group], step: int, version: int
     ) -> Iterator[Divergence]:
         """Compute the log-probs of the tokens of step `step` that weights `version` are recorded to
-        have sampled, with the weights now. Only where the run was held to that (P1)."""
+        have sampled, with the weights now. Only if the run required them to be equal (P1)."""
         learning = self.replayed.learning
         if learning is None or not learning.exact:
             return
@@ -199,17 +198,17 @@ class _Replay:
 
     def _compare_metrics(self, step: int, row: Row) -> Iterator[Divergence]:
         recorded = without_evaluation(self.past.metrics[step])
-        differing = list(compare_items(recorded, without_evaluation(row)))
-        if differing:
-            names = [one.what for one in differing]
+        differences = list(compare_items(recorded, without_evaluation(row)))
+        if differences:
+            names = [one.what for one in differences]
             also = f"also {', '.join(names[1:])}" if names[1:] else ""
-            yield replace(differing[0], what=f"{names[0]} of step {step}", also=also)
+            yield replace(differences[0], what=f"{names[0]} of step {step}", also=also)
         if step == self.step:
             self.result.metrics = recorded
 
     def _compare_rollout_state(self, step: int) -> Iterator[Divergence]:
-        """Compare batches drawn, running baseline and success rates with those that the journal's
-        file noted."""
+        """Compare batches drawn, running baseline and success rates with the note in the journal's
+        file."""
         note = None if self.replayed.learning is None else read_note(self.past.journal(step))
         if note is not None:
             computed = self.replayed.rollout_state()
@@ -218,10 +217,10 @@ class _Replay:
 
     def _compare_weights(self, step: int) -> Iterator[Divergence]:
         if step in self.past.ledger:
-            recorded, found = self.past.ledger[step]["weights"], self.replayed.weight_hash()
+            recorded, computed = self.past.ledger[step]["weights"], self.replayed.weight_hash()
             what = f"weights after step {step}" if step else "starting weights"
-            yield from compare(what, recorded, found)
-            self.result.weights = found
+            yield from compare(what, recorded, computed)
+            self.result.weights = computed
 
     def _compare_checkpoint(self, step: int) -> Iterator[Divergence]:
         """Compare every tensor of weights and optimizers, if the checkpoint is still there."""
@@ -244,9 +243,8 @@ class _Replay:
         self.result.checkpoint = f"{path.name}, {sum(map(len, tensors.values()))} tensors"
 
     def _compare_with_ledger(self) -> None:
-        """Compare the folder's files and rows, up to this step, with the ledger's hashes. What
-        differs becomes a note; if it is of this step, evaluations included, it is the
-        divergence."""
+        """Compare the folder's files and rows, up to this step, with the ledger's hashes. A
+        difference becomes a note; one in this step, evaluations included, is the divergence."""
         result = self.result
         changed = altered(self.past.folder, self.step)
         result.notes += [f"not as it was written: {one}" for one in changed]
@@ -261,7 +259,7 @@ def _trained(groups: Sequence[Group]) -> list[Group]:
 
 
 def _weight_versions(groups: Sequence[Group]) -> list[int]:
-    """The oldest weights that sampled each episode."""
+    """Return the oldest version of the weights that sampled each episode."""
     episodes = [episode for group in groups for episode in group.episodes]
     return [int(e.weight_versions[e.loss_mask].min()) for e in episodes if e.loss_mask.any()]
 
@@ -271,7 +269,7 @@ def _hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _other_machine(past: PastRun) -> list[str]:
-    """A note if the run has last computed on another processor, which may give other bits."""
+    """Return a note if the run last computed on another processor, which may give other bits."""
     machine, here = read_machine(past.folder), numerics.processor()
     if machine is None or machine["processor"] == here:
         return []

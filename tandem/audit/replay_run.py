@@ -1,10 +1,10 @@
-"""The steps of a past run, learned again from what its folder holds.
+"""The steps of a past run, learned again from its folder.
 
     journal (train, distill)      groups of episodes/train_step_N.parquet -> update
     data (sft, dpo, rm)           the command's own job, in a folder that is thrown away
 
-Nothing is generated and nothing written in the run's folder. It does not know what the run
-recorded of a step: that is replay.py.
+Nothing is generated and nothing written in the run's folder. It does not know the run's record of
+a step: that is replay.py.
 """
 
 from collections.abc import Iterator
@@ -29,15 +29,15 @@ from tandem.train_loop import TrainJob
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
 
-# inputs that a replay does not need: what they gave is in the journal
+# inputs that a replay does not need: their results are in the journal
 _MAY_DIFFER = ("reward.function/", "env/")
 
 
 class ReplayRun:
-    """A run of sft, dpo or rm, whose steps are functions of the data. `done` is always the number
-    of steps already done; notes: the inputs that are not the run's any more."""
+    """A run of sft, dpo or rm, whose steps are functions of the data. `done` is the number of steps
+    already done; notes: the inputs that are no longer the run's."""
 
-    learning: LearnStage | None = None  # None where there are no episodes
+    learning: LearnStage | None = None  # None without episodes
 
     def __init__(self, past: PastRun, job: TrainJob):
         self._job, self.learners = job, job.learners
@@ -50,7 +50,7 @@ class ReplayRun:
         self._job.restore(done, state)
 
     def rollout_state(self) -> dict[str, Any]:
-        """What the rollouts of the last step leave to the next."""
+        """Return the state that the rollouts of the last step leave to the next."""
         return {}
 
     def weight_hash(self) -> str:
@@ -105,7 +105,7 @@ class JournalReplayRun(ReplayRun):
 
 @contextmanager
 def open_replay_run(past: PastRun, report: Report) -> Iterator[ReplayRun]:
-    """Load the models of a run at its starting weights. Raises UserError where an input is not the
+    """Load the models of a run at its starting weights. Raises UserError if an input is not the
     run's."""
     match past.command:
         case "train" | "distill":
@@ -128,10 +128,10 @@ def open_replay_run(past: PastRun, report: Report) -> Iterator[ReplayRun]:
 
 
 def changed_inputs(past: PastRun, now: dict[str, str]) -> list[str]:
-    """Name the reward functions and environments that are not the run's any more. now: SHA-256 of
-    the inputs by key.
+    """Name the reward functions and environments that are no longer the run's. now: SHA-256 of the
+    inputs by key.
 
-    Raises UserError where data or a starting model has changed: nothing that follows would be the
+    Raises UserError if data or a starting model has changed: nothing that follows would be the
     run's step.
     """
     recorded = past.inputs()

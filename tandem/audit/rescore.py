@@ -1,10 +1,10 @@
-"""Score the episodes of a journal file again, with the run's reward functions, and compare with
-what was recorded.
+"""The episodes of a journal file, scored again with the run's reward functions and compared with
+the record.
 
-What cannot be repeated is read back instead: the score of a judge, what an environment or a reward
-model gave (the reward function reads it in the episode, so the rest of the reward is repeated), and
-episodes whose scoring failed, as that may have been a matter of time. It does not know how a step
-learns.
+Some values cannot be repeated and are read back instead: the score of a judge, the rewards of an
+environment or a reward model (the reward function reads them in the episode, so the rest of the
+reward is repeated), and episodes whose scoring failed, as that may have been a matter of time. It
+does not know how a step learns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ _READ_BACK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """The number of episodes that were scored again, what was read back instead, and the first
-    score that differs."""
+    """The number of episodes scored again, notes on what was read back instead, and the first score
+    that differs."""
 
     episodes: int
     notes: list[str]
@@ -57,13 +57,13 @@ def rescore(config: Config, groups: Sequence[Group], step: int) -> Scoring:
             (e, with_reward(e, score.result(), config.reward, config.rollout.max_new_tokens))
             for e, score in zip(episodes, scores, strict=True)
         )
-        differing = (one for pair in pairs for one in _compare_scores(*pair, config, step))
-        return Scoring(episodes=len(episodes), notes=notes, divergence=next(differing, None))
+        divergences = (one for pair in pairs for one in _compare_scores(*pair, config, step))
+        return Scoring(episodes=len(episodes), notes=notes, divergence=next(divergences, None))
 
 
 def _without_judge(config: Config) -> Config:
-    """Leave the other functions; with weights, so that each one's reward is a part under its own
-    name."""
+    """Remove the judge; give the other functions weights, so that each reward is a part under its
+    own name."""
     reward = config.reward
     weights = reward.weights or [1.0] * len(reward.functions)
     kept = {f: w for f, w in zip(reward.functions, weights, strict=True) if f != JUDGE}

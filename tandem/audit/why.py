@@ -1,7 +1,7 @@
 """The history of an episode and of each of its tokens, from the run folder.
 
     episodes/train_step_*.parquet  --> the weights that sampled it, how it ended, its reward,
-                                       the step that trained it or why none did
+                                       the step that trained it, or the reason for none
     audit/replay.py, observed      --> advantage, ratio, clipping and weight of each token
                                        in the last update on it
 
@@ -34,7 +34,7 @@ from tandem.types import Episode, Group, Microbatch, Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """One token. The columns of learning are None where it was read, or not learned from."""
+    """One token. The columns of learning are None if it was not sampled, or not learned from."""
 
     position: int
     token: int
@@ -78,7 +78,7 @@ class EpisodeRef:
 
 @dataclass(kw_only=True)
 class EpisodeUpdate:
-    """The last update of a step, of one episode; an entry a loss token."""
+    """An episode's part of the last update of a step, with an entry for each loss token."""
 
     columns: TokenTensors | None = None
     logprobs: Tensor | None = None
@@ -87,9 +87,9 @@ class EpisodeUpdate:
 
 def find_episodes(past: PastRun, name: str) -> list[EpisodeRef]:
     """Find the episodes that a name means, each once. name: STEP:UID:SAMPLE, or less of it, the
-    journal's key, or a step's number for all that it had; a number is read as a uid first.
+    journal's key, or a step's number for all of its episodes; a number is read as a uid first.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     steps = past.journaled()
     for step, uid, sample in _readings(name):
@@ -159,13 +159,13 @@ def _same_episode(past: PastRun, ref: EpisodeRef, step: int) -> EpisodeRef | Non
     return next((other for other in refs if other.episode.key == ref.episode.key), None)
 
 
-# What learning made of it
+# The last update on it
 # ------------------------------------------------------------------------------
 
 
 def trace_updates(past: PastRun, ref: EpisodeRef, report: Report) -> EpisodeUpdate:
-    """Replay the step that trained an episode and keep its part of the last update; empty where no
-    step has."""
+    """Replay the step that trained an episode and keep its part of the last update; empty if no
+    step trained it."""
     traced = EpisodeUpdate()
     step = ref.trained_in
     if step is None or step not in past.metrics:
@@ -192,7 +192,7 @@ def trace_updates(past: PastRun, ref: EpisodeRef, report: Report) -> EpisodeUpda
 
 
 def _part(columns: TokenTensors, which: Tensor | slice) -> TokenTensors:
-    """Take some of the tokens, as those of one sequence."""
+    """Select some of the tokens, as those of one sequence."""
     values = {one.name: getattr(columns, one.name) for one in fields(columns)}
     picked: dict[str, Any] = {
         name: None if value is None else value[which] for name, value in values.items()
@@ -224,7 +224,7 @@ def tokens(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> list
 def _learned(
     past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None
 ) -> Iterator[dict[str, Any]]:
-    """The fields of learning of each loss token."""
+    """Yield the fields of learning of each loss token."""
     if update is None or update.columns is None or update.logprobs is None:
         reason = "" if update is None else why_not_learned(past, ref, update)
         yield from repeat({"masked": reason})
@@ -248,7 +248,7 @@ def _learned(
 
 
 def why_not_learned(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate) -> str:
-    """The reason why no update had the episode."""
+    """Give the reason why no update had the episode."""
     config, episode, step = past.config, ref.episode, ref.trained_in
     if step is None:
         outcome = ref.history[-1][1]
@@ -272,7 +272,7 @@ def _ratio(
     rl: RL, columns: TokenTensors, logprobs: Tensor, n: int
 ) -> tuple[float | None, bool | None]:
     """Compute (ratio, clipped) of one token by the loss itself. gspo's ratio is that of the
-    sequence, so there the other tokens stand beside it."""
+    sequence, so it also needs the other tokens."""
     which = slice(None) if rl.loss == "gspo" else slice(n, n + 1)
     part = _part(columns, which)
     alone = replace(part, advantages=torch.full_like(part.advantages, float(columns.advantages[n])))

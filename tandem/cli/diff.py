@@ -8,30 +8,30 @@ from tandem.run_folder.past_run import open_past
 
 
 def diff(a: Path, b: Path) -> int:
-    """Print where two runs differ; returns the exit code, 0 where all steps that both have are
+    """Print where two runs differ and return the exit code, 0 if all their common steps are
     equal."""
-    found = compare_runs(open_past(a), open_past(b))
-    print_lines(lines(found, str(a), str(b)))
-    return int(found.divergence is not None or bool(found.altered))
+    comparison = compare_runs(open_past(a), open_past(b))
+    print_lines(lines(comparison, str(a), str(b)))
+    return int(comparison.divergence is not None or bool(comparison.altered))
 
 
-def lines(found: Comparison, a: str, b: str) -> list[str]:
+def lines(comparison: Comparison, a: str, b: str) -> list[str]:
     """Describe a comparison of the run folders a and b."""
-    text = [f"A {a}: step {found.last[0]}    B {b}: step {found.last[1]}"]
-    for title, differing in (("config", found.config), ("input", found.inputs)):
-        text += [f"  {title} {one.what}: A {one.a}, B {one.b}" for one in differing]
-    if found.other_bytes:
+    text = [f"A {a}: step {comparison.last[0]}    B {b}: step {comparison.last[1]}"]
+    for title, differences in (("config", comparison.config), ("input", comparison.inputs)):
+        text += [f"  {title} {one.what}: A {one.a}, B {one.b}" for one in differences]
+    if comparison.other_bytes:
         text.append(
-            f"  note: journal files of {len(found.other_bytes)} steps hold equal episodes "
+            f"  note: journal files of {len(comparison.other_bytes)} steps hold equal episodes "
             "in different bytes"
         )
-    text += [f"{name} is not as it was written: {one}" for name, one in found.altered]
-    if found.divergence is not None:
-        place = f"at step {found.step}" if found.step else "before the first step"
-        text.append(f"they part {place}: {found.divergence.what}")
-        return [*text, f"    A  {found.divergence.a}", f"    B  {found.divergence.b}"]
-    if found.altered:
-        verdict = f"NOT known to be equal over {found.steps} steps: "
-        return [*text, verdict + "restore what is not as it was written"]
-    longer = "" if found.last[0] == found.last[1] else ", all that both have"
-    return [*text, f"equal to the last bit over {found.steps} steps{longer}"]
+    text += [f"{name} is not as it was written: {one}" for name, one in comparison.altered]
+    if comparison.divergence is not None:
+        place = f"at step {comparison.step}" if comparison.step else "before the first step"
+        text.append(f"they part {place}: {comparison.divergence.what}")
+        return [*text, f"    A  {comparison.divergence.a}", f"    B  {comparison.divergence.b}"]
+    if comparison.altered:
+        doubt = f"NOT known to be equal over {comparison.steps} steps: "
+        return [*text, doubt + "restore what is not as it was written"]
+    longer = "" if comparison.last[0] == comparison.last[1] else ", all that both have"
+    return [*text, f"equal to the last bit over {comparison.steps} steps{longer}"]

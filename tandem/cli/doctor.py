@@ -64,13 +64,13 @@ def _exactness() -> tuple[bool, str]:
         num_key_value_heads=2,
     )
     with torch.random.fork_rng(devices=[]):
-        found = probe(make_exact(AutoModelForCausalLM.from_config(config).float()))
-    if found.parity:
-        operators = "; ".join(found.parity)
+        exactness = probe(make_exact(AutoModelForCausalLM.from_config(config).float()))
+    if exactness.parity:
+        operators = "; ".join(exactness.parity)
         return False, f"not exact on this machine: {operators}; set rl.correction in recipes"
     threads = ", with any number of threads"
-    if found.thread_dependent:
-        threads = f"; bits depend on the thread count: {'; '.join(found.thread_dependent)}"
+    if exactness.thread_dependent:
+        threads = f"; bits depend on the thread count: {'; '.join(exactness.thread_dependent)}"
     return True, f"engine = trainer, bit for bit{threads}"
 
 
@@ -88,7 +88,7 @@ def _rewards() -> tuple[bool, str]:
 
 
 def _sandbox() -> tuple[bool, str]:
-    """Describe the sandbox. Only code of a model needs it, so nothing fails without."""
+    """Describe the sandbox. A missing one fails nothing: only code of a model needs it."""
     from tandem.config.schema import Sandbox
     from tandem.runtime.sandbox import sandbox_state
 

@@ -58,8 +58,7 @@ def _load_model(past: PastRun, checkpoint: Path) -> ExactModel:
 
 
 def _find_checkpoint(folder: Path, step: int | None) -> Path:
-    """Find the checkpoint of a step, or the newest whole one. Raises UserError where there is
-    none."""
+    """Find the checkpoint of a step, or the newest whole one. Raises UserError if there is none."""
     if step is not None and (folder / step_name(step)).is_dir():
         return folder / step_name(step)
     newest = latest_checkpoint(folder, console.print) if step is None else None

@@ -1,6 +1,6 @@
 """`tandem generate`: a generated task as a JSONL file of problems, without torch.
 
-It does not know what is in the rows.
+It does not know the contents of the rows.
 """
 
 from pathlib import Path
@@ -98,8 +98,8 @@ def _rows(
 
 
 def _refuse_draws(task: str, split: str, seed: int, difficulty: int | None) -> None:
-    """Raise UserError for options that choose among drawn problems: here a list of them is
-    copied."""
+    """Raise UserError for options that choose among drawn problems: this task copies a fixed
+    list."""
     options = {"--split": (split, "train"), "--difficulty": (difficulty, None), "--seed": (seed, 0)}
     given = " ".join(
         f"{option} {value}" for option, (value, default) in options.items() if value != default

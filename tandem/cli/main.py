@@ -38,17 +38,17 @@ Fresh = Annotated[bool, Option("--fresh", help="start over; the old run folder i
 
 
 TRAINING = {
-    "train": "Reinforcement learning: GRPO, PPO and relatives. The same command resumes a run that "
-    "was stopped.",
-    "sft": "Supervised fine-tuning on chats.",
-    "dpo": "Preference optimization (DPO, IPO) on pairs of a chosen and a rejected answer.",
-    "rm": "A reward model on pairs (Bradley-Terry), as a sequence classifier with one label.",
-    "distill": "On-policy distillation: the model samples, a teacher grades every token.",
+    "train": "Train by reinforcement learning: GRPO, PPO and relatives. The same command resumes a "
+    "stopped run.",
+    "sft": "Fine-tune on chats, supervised.",
+    "dpo": "Optimize preferences (DPO, IPO) on pairs of a chosen and a rejected answer.",
+    "rm": "Train a reward model on pairs (Bradley-Terry), as a sequence classifier with one label.",
+    "distill": "Distill a teacher on-policy: the model samples, the teacher grades every token.",
 }
 
 
 def run() -> None:
-    """Run the command line and exit; a user's error is printed in full, without a traceback."""
+    """Run the command line and exit; print a user's error in full, without a traceback."""
     # SIGTERM ends like Ctrl-C; around a run signals.handle_signals takes over
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -118,8 +118,8 @@ def rollout(
         ),
     ] = "",
 ) -> None:
-    """Generate and score episodes of the training problems. The same command resumes what was
-    stopped."""
+    """Generate and score episodes of the training problems. The same command resumes a stopped
+    one."""
     config = load_config(recipe, overrides or [])
     from tandem.cli import rollout
     from tandem.cli.rollout_filter import parse_range
@@ -172,7 +172,7 @@ def tiny(
     context: Annotated[int, Option(min=8, help="tokens of the longest sequence")] = 256,
     seed: Annotated[int, Option(min=0, help="the same seed gives the same weights")] = 0,
 ) -> None:
-    """Make a tiny random model of characters, to train at once: a real model's every file, in
+    """Make a tiny random model of characters, ready to train: every file of a real model, in
     seconds, without a network."""
     from tandem.cli import tiny
 
@@ -252,8 +252,8 @@ Run = Annotated[Path, argument(help="run folder")]
 
 @app.command()
 def replay(run: Run, step: Annotated[int, unset(help="as in metrics.jsonl, from 1 on")]) -> None:
-    """Learn a step again from the run folder: equal to the last bit, or the first difference (exit
-    code 1)."""
+    """Learn a step again from the run folder: print that it is equal to the last bit, or the first
+    difference (exit code 1)."""
     from tandem.cli import replay
 
     sys.exit(replay.replay_step(run, step))
@@ -283,7 +283,7 @@ def why(
     ] = True,
     json: Annotated[Path | None, unset(help="also write all of it to this file")] = None,
 ) -> None:
-    """What happened to an episode, and to each of its tokens."""
+    """Explain what happened to an episode, and to each of its tokens."""
     from tandem.cli import why
 
     why.why(run, episode, learning=learning, out=json)
@@ -293,8 +293,8 @@ def why(
 def diff(
     a: Annotated[Path, argument(help="run folder")], b: Annotated[Path, argument(help="another")]
 ) -> None:
-    """The first step, episode and token where two runs part (exit code 1), or that they are equal
-    to the last bit."""
+    """Find the first step, episode and token where two runs part (exit code 1), or tell that they
+    are equal to the last bit."""
     from tandem.cli import diff
 
     sys.exit(diff.diff(a, b))

@@ -1,10 +1,10 @@
 """`tandem plan`: check whether a run could start here, without loading weights: changed keys, data,
 memory, disk, and the verdict.
 
-    tandem plan my.toml                of `tandem train`; exit code 0 where it could start, else 2
+    tandem plan my.toml                of `tandem train`; exit code 0 if it could start, else 2
     tandem plan my.toml --for sft      of another command that trains
 
-It checks what the run itself checks before its weights (jobs/inputs.py, run_folder/folder.py,
+It makes the checks of the run itself before its weights (jobs/inputs.py, run_folder/folder.py,
 train_loop.py). Memory is arithmetic over the shapes; the tensors of one step come on top. It does
 not know whether anything is learned.
 """
@@ -26,7 +26,7 @@ from tandem.train_loop import resumable
 
 
 def plan(config: Config, command: str, folder: Path, machine: Machine | None = None) -> int:
-    """Print the plan of a command of INPUTS in a run folder; returns the exit code: 0 where the run
+    """Print the plan of a command of INPUTS in a run folder; return the exit code, 0 if the run
     could start."""
     if command not in INPUTS:
         raise UserError(

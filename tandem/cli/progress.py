@@ -44,7 +44,7 @@ LINE_S = 10.0  # seconds after which slower steps get a line each
 
 
 class StepProgress:
-    """The progress of a run; call it with (steps done, metrics, timings) after each step. log gets
+    """The progress of a run. Call it with (steps done, metrics, timings) after each step. log gets
     every line, output shows them."""
 
     def __init__(
@@ -108,8 +108,8 @@ class StepProgress:
                 self._print(f"warning at step {done}: {warning}", style="yellow")
 
     def _is_due(self, done: int) -> bool:
-        """Decide whether a step gets a line: the first one, 20 of a run, and all that end long
-        after the line before."""
+        """Tell whether a step gets a line: the first one, 20 of a run, and all that end long after
+        the line before."""
         every = max(1, self.steps // LINES)
         due = done % every == 0 or done == self.steps or self.clock() - self.last_line >= LINE_S
         self.last_line = self.clock() if due else self.last_line
@@ -146,7 +146,7 @@ class StepProgress:
 
 class TimeLeft:
     """The seconds that a run still needs, from the times of its steps; None before the first step.
-    The live line's thread calls it while another one adds."""
+    The live line's thread may read it while another one adds."""
 
     def __init__(self, steps: int, eval_every: int, clock: Callable[[], float]):
         self.steps, self.eval_every, self.clock = steps, eval_every or steps, clock
@@ -224,7 +224,7 @@ def summary(metrics: Row, timings: Row, step_s: float | None) -> list[str]:
 
 
 def evaluation(metrics: Row) -> str:
-    """Write the held-out figures of a row in a line; empty where it has none."""
+    """Write the held-out figures of a row in a line; empty if it has none."""
     parts = []
     if "eval/accuracy" in metrics:
         accuracy, loss = metrics["eval/accuracy"], metrics["eval/loss"]

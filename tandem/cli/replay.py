@@ -1,5 +1,4 @@
-"""`tandem replay`: learn a step again from the run folder, and say whether every number is as it
-was."""
+"""`tandem replay`: learn a step again from the run folder, and compare every number."""
 
 from pathlib import Path
 
@@ -11,7 +10,7 @@ _SHOWN = ("reward", "policy_loss", "nll", "loss", "teacher_kl", "grad_norm", "cr
 
 
 def replay_step(folder: Path, step: int) -> int:
-    """Print the report of a replay; returns the exit code, 1 where something is not equal."""
+    """Print the report of a replay and return the exit code, 1 if something is not equal."""
     with entered(folder) as past:
         report = replay(past, step, console.print)
     print_lines(lines(report, str(folder)))

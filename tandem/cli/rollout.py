@@ -7,7 +7,7 @@
 
 A batch is `rl.prompts_per_step` problems. It counts once its episodes and then its row in
 metrics.jsonl are durable; a kill leaves at most parts of the next one, which is made again with the
-same bits. config.toml and rollout.json say what the batches are made from.
+same bits. config.toml and rollout.json name the inputs of the batches.
 
 It does not know the trainer. Config, lock, log and the rows of the batches are those of any run
 folder (run_folder/folder.py).
@@ -52,7 +52,7 @@ MakeBatch = Callable[[int, Timer], list[Group]]  # the scored episodes of a batc
 
 DEFAULT_OUT = Path("runs/rollout")
 BESIDE_JSONL = ".jsonl.rollout"
-ABOUT = "rollout.json"  # how many batches there will be, and the hashes of what they are made from
+ABOUT = "rollout.json"  # the number of batches, and the hashes of their inputs
 # of a model directory: tokenizer, chat template, configs
 TEXT_FILES = (".json", ".jinja", ".model", ".txt")
 FRESH = "start over with --fresh (the old output is kept beside it)"
@@ -61,11 +61,11 @@ FRESH = "start over with --fresh (the old output is kept beside it)"
 def rollout(
     config: Config, out: Path | None, fresh: bool = False, bounds: tuple[float, float] | None = None
 ) -> None:
-    """Generate what is missing; with bounds also write the data file of the problems whose mean
+    """Generate the missing batches; with bounds also write the data file of the problems whose mean
     reward lies within them.
 
-    Raises UserError for an output that is not a rollout's, or of another config, data file or
-    model.
+    Raises UserError for an output that belongs to something else, or to another config, data file
+    or model.
     """
     if out is not None and not out.parent.is_dir():
         raise _no_parent(out.parent)
@@ -99,8 +99,8 @@ def rollout(
 def batch_maker(
     config: Config, problems: Sequence[Problem], renderer: ChatRenderer
 ) -> Iterator[MakeBatch]:
-    """Start environments, reward workers and the engine; yields what generates and scores a
-    batch."""
+    """Start environments, reward workers and the engine; yield a function that generates and scores
+    a batch."""
     sampling = sampling_params(config.rollout, renderer.stop_token_ids)
     size = config.rl.prompts_per_step
     with open_envs_and_rewards(config) as (envs, rewards):
@@ -124,7 +124,7 @@ def batch_maker(
 
 
 def write_batches(output: "Output", batches: int, inputs: dict[str, str], make: MakeBatch) -> None:
-    """Make the batches behind the last one that counts, up to the last of all."""
+    """Make the batches after the last one that counts, up to the end."""
     rows = read_metrics(output.folder)
     done = output.count(rows)
     if not rows:
@@ -144,7 +144,7 @@ def write_batches(output: "Output", batches: int, inputs: dict[str, str], make: 
 
 
 def require_scores(folder: Path, config: Config) -> None:
-    """Raise UserError if not one episode was scored: the reward function is mistaken."""
+    """Raise UserError if no episode was scored: the reward function is mistaken."""
     if all(row["reward_errors"] == row["episodes"] for row in read_metrics(folder)):
         raise UserError(
             "not one episode could be scored",
@@ -192,8 +192,8 @@ def summary(rows: Sequence[dict[str, Any]], timings: Sequence[dict[str, Any]]) -
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where episodes go: a Parquet file for each batch in the run folder, and a JSONL file made of
-    them if that is what `path` names."""
+    """The output of a rollout: a Parquet file for each batch in the run folder, and a JSONL file
+    made of them if `path` names one."""
 
     path: Path  # --out
 
@@ -215,8 +215,8 @@ class Output:
         return self.path.with_name(self.path.name.removesuffix(".jsonl") + suffix)
 
     def check(self) -> None:
-        """Raise UserError for a path where something else is. That the folder is a run's, open_run
-        checks."""
+        """Raise UserError if something else is at the path. open_run checks that the folder belongs
+        to a run."""
         if not self.is_jsonl:
             if self.path.exists() and not self.path.is_dir():
                 wanted = "a folder of an earlier rollout, none, or a name that ends in .jsonl"
@@ -234,17 +234,17 @@ class Output:
             raise self._foreign(f"a file without {self.folder.name} beside it", wanted)
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Count the batches that have a row and their file, up to the first that has not."""
+        """Count the batches that have a row and their file, up to the first without them."""
         files = (episode_file(self.folder, int(row["step"]), "rollout") for row in rows)
         return sum(1 for _ in takewhile(Path.exists, files))
 
     def files(self) -> Iterator[Path]:
-        """The Parquet files, in order."""
+        """Yield the Parquet files, in order."""
         for row in read_metrics(self.folder):
             yield episode_file(self.folder, int(row["step"]), "rollout")
 
     def cut(self, batches: int) -> None:
-        """Leave the first batches only."""
+        """Remove all but the first batches."""
         cut_episodes(self.folder, batches - 1)
 
     def export(self) -> None:
@@ -262,7 +262,7 @@ class Output:
             DISK.fsync(self.path.parent)
 
     def move_aside(self) -> None:
-        """Rename the JSONL file of before --fresh."""
+        """Rename the JSONL file that was there before --fresh."""
         number = 1
         while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
@@ -296,12 +296,12 @@ def open_output(output: Output, config: Config, fresh: bool) -> Iterator[RunFold
         yield run
 
 
-# The same rollout, or another
+# Whether the output is of the same rollout
 # ------------------------------------------------------------------------------
 
 
 def hashes(config: Config) -> dict[str, str]:
-    """SHA-256 by key of what the episodes are a function of, besides the config: problems, model,
+    """Return the SHA-256 of the inputs of the episodes by key, besides the config: problems, model,
     reward function."""
     prefixes = ("data.train", "model.path/", "reward.", "env/")
     inputs = input_hashes(config, "data.train").items()
@@ -313,8 +313,7 @@ def hashes(config: Config) -> dict[str, str]:
 
 
 def begin(output: Output, batches: int, inputs: dict[str, str]) -> None:
-    """Write down what the batches are made from. From then on the file at the output is this
-    rollout's."""
+    """Record the inputs of the batches. From then on the file at the output is this rollout's."""
     about = output.folder / ABOUT
     if not about.exists():
         output.move_aside()
@@ -324,8 +323,7 @@ def begin(output: Output, batches: int, inputs: dict[str, str]) -> None:
 
 
 def is_complete(output: Output, inputs: dict[str, str]) -> bool:
-    """Check whether all batches are there. Raises UserError where some were made from other
-    inputs."""
+    """Tell whether all batches are there. Raises UserError if some were made from other inputs."""
     rows = read_metrics(output.folder)
     if not rows:
         return False

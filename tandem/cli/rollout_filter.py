@@ -42,7 +42,7 @@ def parse_range(text: str) -> tuple[float, float]:
 
 
 def mean_rewards(files: Iterable[Path]) -> dict[str, float]:
-    """Compute the mean reward by uid, of the episodes whose environment did not fail."""
+    """Compute the mean reward by uid, over the episodes whose environment did not fail."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for file in files:
         for row in read_columns(file, ["uid", "reward", "env_error"]):
@@ -58,8 +58,8 @@ def keep(
     path: Path,
     columns: Data,
 ) -> str:
-    """Write the problems whose mean reward lies within the bounds, both included; returns a line
-    for the user. Raises UserError where there is none."""
+    """Write the problems whose mean reward lies within the bounds, both included; return a line for
+    the user. Raises UserError if there is none."""
     low, high = bounds
     kept = [problem for problem in problems if low <= rates[problem.uid] <= high]
     if not kept:

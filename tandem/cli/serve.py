@@ -55,7 +55,7 @@ def serve(options: Options) -> None:
         _listen(sock, options)
         sys.set_int_max_str_digits(LONGEST_INTEGER)
         gc.collect()
-        gc.freeze()  # a full collection of what is loaded stops everything for 0.3 s
+        gc.freeze()  # a full collection of all loaded objects stops everything for 0.3 s
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
             server.run(sock, lambda: print(f"serving {options.model} on {_url(sock)}", flush=True))
 
@@ -88,7 +88,7 @@ def _server_class() -> "Callable[..., Server]":
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Take the port now, not after minutes of loading; connections are refused until the server
+    """Take the port now, before minutes of loading; connections are refused until the server
     listens."""
     with _address_errors(host, port), ExitStack() as undo:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -175,13 +175,13 @@ class RendererTexts:
         self.byte_tokens = frozenset(
             i for token, i in vocabulary.items() if re.fullmatch(r"<0x[0-9A-F]{2}>", token)
         )
-        # characters, or bytes where the vocabulary is of bytes
+        # characters, or bytes if the vocabulary is of bytes
         self.longest_token = max(map(len, vocabulary))
         self._renderer, self._tokenizer = renderer, tokenizer
         self._texts: dict[int, str] = {}
 
     def encode(self, text: str) -> Array:
-        """Encode plain text as int64 [T], with the token that begins a text if the tokenizer writes
+        """Encode plain text as int64 [T], with the begin-of-text token if the tokenizer writes
         one."""
         return np.array(self._tokenizer(text, verbose=False)["input_ids"], np.int64)
 

@@ -18,8 +18,8 @@ from tandem.runtime.errors import UserError
 
 
 def tiny(folder: Path, *, sources: Sequence[str], vocab: str, **sizes: int) -> None:
-    """Write a model with the characters of data sets and of vocab, or printable ASCII where neither
-    is given; sizes as make_tiny's."""
+    """Write a model with the characters of data sets and of vocab, or printable ASCII if neither is
+    given; sizes as make_tiny's."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             "there is something at the model's place",
@@ -43,13 +43,13 @@ def tiny(folder: Path, *, sources: Sequence[str], vocab: str, **sizes: int) -> N
 
 def characters_of(sources: Sequence[str], vocab: str) -> list[str]:
     """Collect every character of vocab and of the values in the rows of data sets, in order."""
-    found = set(vocab)
+    characters = set(vocab)
     for source in sources:
-        for characters in read_rows(
+        for row_characters in read_rows(
             source, lambda row: set().union(*_texts(row.values)), key="--from"
         ):
-            found |= characters
-    return sorted(found)
+            characters |= row_characters
+    return sorted(characters)
 
 
 def _texts(value: Any) -> Iterator[str]:

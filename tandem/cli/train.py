@@ -29,8 +29,7 @@ JOBS: dict[str, JobMaker] = {
 
 
 def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
-    """Run a command of JOBS to its end and export the result; returns the Hugging Face
-    directory."""
+    """Run a command of JOBS to its end, export the result and return the Hugging Face directory."""
     with open_run(folder, config, fresh=fresh, command=command) as run:
 
         def report(text: str) -> None:

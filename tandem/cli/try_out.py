@@ -51,8 +51,8 @@ END = 0  # the token that ends a typed turn; the others are code points
 
 
 def overrides_of(name: str) -> list[str]:
-    """Make the config overrides for the first argument: a class, or a built-in of that name, is an
-    environment; else it is a reward."""
+    """Return the config overrides for the first argument: env.name for a class or a built-in
+    environment, else the reward."""
     is_env = name in BUILT_IN or name.rpartition(":")[2][:1].isupper()
     if is_env and name != "single_turn":
         return [f"env.name={name}", "reward.function=env"]
@@ -60,10 +60,10 @@ def overrides_of(name: str) -> list[str]:
 
 
 def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
-    """Play and score the first rows of data.train, with model.path if there is one, else with
-    typed answers.
+    """Play and score the first rows of data.train, with model.path if there is one, else with typed
+    answers.
 
-    Returns how many rows failed in their environment or their reward function.
+    Returns the number of rows that failed in their environment or their reward function.
     """
     prepare_process(config)
     problems = read_data(config, "data.train")[:rows]
@@ -94,8 +94,8 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
 
 
 def _check_openings(runner: RolloutRunner, problems: Sequence[Problem]) -> None:
-    """Begin two episodes of each problem and end them. Raises UserError, as training would, where
-    they begin differently."""
+    """Begin two episodes of each problem and end them. Raises UserError, as training would, if they
+    begin differently."""
     groups = new_groups(problems, 2, ("try", "openings"))
     run_episodes(
         groups,
@@ -204,8 +204,7 @@ class Typist:
 
 
 class Mute(Typist):
-    """An engine whose every completion is truncated before its first word, which ends the
-    episode."""
+    """An engine whose completions are truncated before their first word, which ends the episode."""
 
     def _answer(self, request: Request) -> Completion:
         return _completion("", "length")

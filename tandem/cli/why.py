@@ -33,7 +33,7 @@ _WIDTHS = (8, 7, 7, 10, 10, 9, 10)
 
 
 def why(folder: Path, name: str, *, learning: bool, out: Path | None) -> None:
-    """Explain the episode that a name means; where it means several, list them."""
+    """Explain the episode that a name means; if it means several, list them."""
     target = out and out.absolute()
     with entered(folder) as past:
         refs = find_episodes(past, name)
@@ -87,7 +87,9 @@ def _account(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> li
         "text": repr(episode.text),
         "ended": episode.stop_reason,
         "reward": f"{episode.reward!r}{f' of {parts}' if parts else ''}; {group_mean}",
-        "given": ", ".join(f"{name} {value:g}" for name, value in episode.env_rewards.items()),
+        "env rewards": ", ".join(
+            f"{name} {value:g}" for name, value in episode.env_rewards.items()
+        ),
         "scoring": episode.reward_error,
         "failure": episode.env_error,
         "penalties": ", ".join(penalties),
@@ -104,7 +106,7 @@ def _account(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate | None) -> li
 
 
 def table(rows: Sequence[Token]) -> list[str]:
-    """Write a line for each sampled token, and one for each stretch that was read."""
+    """Write a line for each sampled token, and one for each stretch of other tokens."""
     lines = [f"{_cells(_COLUMNS)}  text"]
     for sampled, stretch in groupby(rows, key=lambda row: row.sampled):
         part = list(stretch)
@@ -134,7 +136,7 @@ def _cells(texts: Sequence[str]) -> str:
 def _as_json(
     ref: EpisodeRef, update: EpisodeUpdate | None, rows: Sequence[Token]
 ) -> dict[str, Any]:
-    """Collect what the journal has of the episode, and the tokens."""
+    """Collect the journal's record of the episode, and the tokens."""
     episode = ref.episode
     # the tokens say it
     arrays = ("tokens", "loss_mask", "engine_logprobs", "weight_versions", "penalties")

@@ -11,8 +11,8 @@ from tandem.config.training import LearningRate
 # advantages that compare the episodes of one problem
 GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo", "rloo_std", "max_at_k", "reinforce_pp_baseline")
 
-# The settings of [rl] that an algorithm is made of. `rl.algorithm` fills them in where the recipe
-# says nothing, so each can still be changed. Equations, functions and papers: docs/algorithms.md.
+# The settings of [rl] that make an algorithm. `rl.algorithm` fills them in if the recipe does not
+# set them, so each can still be changed. Equations, functions and papers: docs/algorithms.md.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "sequence_mean"},
     "dr_grpo": {"advantage": "grpo_no_std", "loss": "ppo_clip", "aggregation": "fixed_length"},
@@ -69,8 +69,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 class RL(Section):
-    """The algorithm: `algorithm` names a set of the other values, and each of them can be set on
-    its own."""
+    """The algorithm: `algorithm` names a set of the other values, and each of them can be set
+    alone."""
 
     algorithm: Literal[
         "grpo",
@@ -195,8 +195,8 @@ class RL(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_algorithm(cls, given: Any) -> Any:
-        """Put the algorithm's values under the given ones. A wrong name is left to the check of the
-        field."""
+        """Put the values of the algorithm under the given ones. The check of the field reports a
+        wrong name."""
         if not isinstance(given, dict):
             return given
         name = given.get("algorithm", cls.model_fields["algorithm"].default)
@@ -271,7 +271,7 @@ class RL(Section):
 
     @property
     def needs_on_policy(self) -> bool:
-        """Whether episodes of older weights would be trained without any correction for that."""
+        """True if episodes of older weights would be trained without any correction for that."""
         return self.loss == "reinforce" and self.correction == "none"
 
 

@@ -1,4 +1,4 @@
-"""Sections of what a run samples: model, data, rollouts, environment, rewards, evaluation."""
+"""Sections of sampling: model, data, rollouts, environment, rewards, evaluation."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from tandem.config.section import Section
 
 
 class Run(Section):
-    """Where a run lives and how long it is."""
+    """The place of a run and its length."""
 
     folder: str = Field("", description="run folder; empty: runs/<recipe name>-<command>")
     seed: int = Field(0, ge=0, description="every random draw of the run is addressed from it")
@@ -96,7 +96,7 @@ class Data(Section):
 
 
 class Rollout(Section):
-    """How episodes are sampled while training."""
+    """Sampling of episodes while training."""
 
     max_new_tokens: int = Field(64, ge=1, description="longest completion, in tokens")
     temperature: float = Field(
@@ -179,7 +179,7 @@ class Env(Section):
 
 
 class Sandbox(Section):
-    """Where code that a model wrote runs: bubblewrap on this machine, or a server."""
+    """The place for code that a model wrote: bubblewrap on this machine, or a server."""
 
     url: str = Field(
         "", description="a SandboxFusion server, e.g. http://127.0.0.1:8080; empty: bubblewrap here"
@@ -191,7 +191,7 @@ class Sandbox(Section):
 
 
 class Reward(Section):
-    """How an episode is scored, in killable worker processes. `reward = "NAME"` is short for
+    """The score of an episode, in killable worker processes. `reward = "NAME"` is short for
     `reward.function`."""
 
     function: str | list[str] = Field(

@@ -156,7 +156,7 @@ def _apply(tree: dict[str, Any], text: str, origin: dict[str, str]) -> None:
 
 
 def _takes_list(section: str, field: str) -> bool:
-    """Whether the key may hold a list or a table, so that text in brackets is meant as one."""
+    """Tell whether the key may hold a list or a table, so that text in brackets is meant as one."""
     fields = _section(section).model_fields if section in Config.model_fields else {}
     kind = str(fields[field].annotation) if field in fields else ""
     return "list" in kind or "dict" in kind
@@ -263,7 +263,7 @@ def _escape(char: str) -> str:
 
 
 def changed(config: Config) -> list[tuple[str, str, str]]:
-    """(key, value, default) of every leaf that differs from its default, in order."""
+    """List (key, value, default) of every leaf that differs from its default, in order."""
     defaults, tree = Config().model_dump(), config.model_dump()
     return [
         (f"{section}.{name}", _toml_value(value), _toml_value(defaults[section][name]))
@@ -274,7 +274,7 @@ def changed(config: Config) -> list[tuple[str, str, str]]:
 
 
 def describe() -> list[tuple[str, str, str]]:
-    """(key, default, help) of every leaf, in order."""
+    """List (key, default, help) of every leaf, in order."""
     return [
         (f"{section}.{name}", _toml_value(field.get_default()), field.description or "")
         for section in Config.model_fields

@@ -42,7 +42,7 @@ SHORTHANDS = {"env": "name", "reward": "function"}
 
 
 class Config(Section):
-    """Everything a run is a function of, besides its data."""
+    """All inputs of a run, besides its data."""
 
     run: Run = Run()
     model: Model = Model()
@@ -64,8 +64,8 @@ class Config(Section):
     def _check_contradictions(self) -> "Config":
         """Raise ValueError with every contradiction, inside of sections and between them."""
         sections: list[Section] = [getattr(self, name) for name in type(self).model_fields]
-        if found := [line for part in (*sections, self) for line in part.contradictions()]:
-            raise ValueError("\n".join(found))
+        if contradictions := [line for part in (*sections, self) for line in part.contradictions()]:
+            raise ValueError("\n".join(contradictions))
         return self
 
     def contradictions(self) -> Iterator[str]:

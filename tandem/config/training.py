@@ -1,4 +1,4 @@
-"""Sections of what trains: the optimizer, adapters, and the methods that are not RL."""
+"""Sections of training: the optimizer, adapters, and the methods that are not RL."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

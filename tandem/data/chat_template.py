@@ -57,8 +57,8 @@ class ChatTemplate:
         special_tokens: Mapping[str, object],
         tools: Sequence[Tool] = (),
     ) -> list[str]:
-        """The text of every chat; open_turn: with the header of the assistant's turn. Raises
-        UserError for the first chat that cannot be rendered."""
+        """Render every chat; open_turn: with the header of the assistant's turn. Raises UserError
+        for the first chat that cannot be rendered."""
         variables = {
             **special_tokens,
             "tools": list(tools) or None,
@@ -81,7 +81,7 @@ class ChatTemplate:
         return texts
 
     def _ask(self, request: str, count: int) -> list[dict[str, Any]]:
-        """The answers to a request for so many chats: a text for each, up to the first that is
+        """Return the answers to a request for count chats: a text for each, up to the first that is
         refused."""
         if self._process is None:
             self._process = _start()
@@ -97,8 +97,10 @@ class ChatTemplate:
                 stdin.flush()
             while len(answers) < count and (not answers or "text" in answers[-1]):
                 line = stdout.readline()
-                whole = line.endswith(b"\n")
-                answers.append(json.loads(line) if whole else {"status": self._process.wait()})
+                is_complete = line.endswith(b"\n")
+                answers.append(
+                    json.loads(line) if is_complete else {"status": self._process.wait()}
+                )
             in_step = bool(answers[-1].keys() & {"text", "error"})
         finally:
             # An interrupted exchange would leave answers for the next one.
@@ -144,7 +146,7 @@ class ChatTemplate:
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Describe the tools in the chat's system message, in Hermes' way, for a template that has no
+    """Describe the tools in the chat's system message, in Hermes' way, for a template without a
     place for them."""
     text = TOOLS_TEXT.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages and messages[0]["role"] == "system":
@@ -153,7 +155,7 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
 
 
 def with_calls(message: Message) -> Message:
-    """Write the message's `tool_calls`, if any, into its content, as models of Hermes' way do."""
+    """Write the message's `tool_calls`, if any, into its content, as Hermes models do."""
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
@@ -164,7 +166,7 @@ def with_calls(message: Message) -> Message:
 
 
 def _batches(chats: Iterable[str]) -> Iterator[list[str]]:
-    """The chats in their order, so many together as are BATCH characters at most."""
+    """Yield the chats in order, in batches of at most BATCH characters."""
     batch: list[str] = []
     size = 0
     for chat in chats:
@@ -178,7 +180,7 @@ def _batches(chats: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # -P: a user's json.py in the working directory is not the one that is meant. A session of its
+    # -P: does not import a user's json.py from the working directory. A session of its
     # own: Ctrl-C is this process's to handle.
     return subprocess.Popen(
         [sys.executable, "-P", str(_PROCESS), *map(str, _LIMITS)],

@@ -12,7 +12,7 @@ from tandem.types import Message
 
 
 def parse_chat(row: Row) -> tuple[Message, ...]:
-    """The row's chat, which ends with the assistant's message. Raises RowError."""
+    """Return the row's chat, which ends with the assistant's message. Raises RowError."""
     # `messages` wins over `prompt`: data sets with both keep the whole chat in `messages`.
     for name in ("messages", "conversations"):
         if row.values.get(name) is not None:
@@ -36,7 +36,7 @@ def parse_chat(row: Row) -> tuple[Message, ...]:
 
 
 def _instruction(row: Row) -> str:
-    """Alpaca's prompt: the instruction, an empty line, and its input."""
+    """Join Alpaca's prompt: the instruction, an empty line, and its input."""
     parts = [row.values["instruction"], row.values.get("input") or ""]
     if not all(isinstance(part, str) for part in parts):
         raise RowError(show(parts), "text", field="instruction and input")

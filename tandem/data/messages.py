@@ -14,7 +14,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "
 
 
 def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
-    """A prompt: the user's text, or messages that end with the user's. Raises RowError."""
+    """Read a prompt: the user's text, or messages that end with the user's. Raises RowError."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     messages = chat_messages(value, field=field)
@@ -28,9 +28,9 @@ def prompt_messages(value: Any, *, field: str) -> tuple[Message, ...]:
 
 
 def chat_messages(value: Any, *, field: str) -> tuple[Message, ...]:
-    """Messages with a known role and text; other keys with text are kept for the chat template.
+    """Read messages with a known role and text; keep other keys with text for the chat template.
 
-    Reads ShareGPT's {from, value} and OpenAI's content in parts of text, too. Raises RowError.
+    ShareGPT's {from, value} and OpenAI's content in parts of text are read, too. Raises RowError.
     """
     if not isinstance(value, list):
         raise RowError(show(value), "a list of messages {role, content}", field=field)
@@ -40,7 +40,7 @@ def chat_messages(value: Any, *, field: str) -> tuple[Message, ...]:
 
 
 def require_user_first(messages: Sequence[Message], *, field: str) -> None:
-    """Raise RowError where the assistant speaks before any user."""
+    """Raise RowError if the assistant speaks before any user."""
     roles = [message["role"] for message in messages]
     if "user" not in roles[: roles.index("assistant")]:
         raise RowError(
@@ -72,7 +72,7 @@ def _message(value: Any, field: str) -> Message:
 
 
 def _text_of_parts(parts: list[Any], field: str) -> str:
-    """The joined text of OpenAI's content in parts: [{"type": "text", "text": "..."}]."""
+    """Join the text of OpenAI's content in parts: [{"type": "text", "text": "..."}]."""
     texts = list[str]()
     for number, part in enumerate(parts):
         is_text = isinstance(part, dict) and part.get("type", "text") == "text"

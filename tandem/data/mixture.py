@@ -44,7 +44,7 @@ class Mixture(Sequence[T]):
         return self._items[place]
 
     def only(self, kept: Sequence[T]) -> "Mixture[T]":
-        """The mixture of the items that were kept. Raises UserError where a part keeps none."""
+        """Return the mixture of the items that were kept. Raises UserError if a part keeps none."""
         chosen = {id(item) for item in kept}
         parts = [[item for item in part if id(item) in chosen] for part in self.parts]
         for name, part in zip(self.names, parts, strict=True):
@@ -60,19 +60,19 @@ class Mixture(Sequence[T]):
 
 
 def only(items: Sequence[T], kept: Sequence[T]) -> Sequence[T]:
-    """The items that were kept, in their order; of a mixture, a mixture."""
+    """Return the items that were kept, in their order; a Mixture stays a Mixture."""
     return items.only(kept) if isinstance(items, Mixture) else kept
 
 
 def problems_of_step(
     problems: Sequence[T], step: int, per_step: int, seed: int, shuffle: bool
 ) -> list[T]:
-    """The problems of a step, counted from 0. Epochs follow each other without a gap, also within a
-    step.
+    """Return the problems of a step, counted from 0. Epochs follow each other without a gap, also
+    within a step.
 
     A problem comes twice in one step if per_step exceeds the number of problems, and may come twice
-    where the step spans the end of an epoch, because each epoch has its own shuffle. In a mixture
-    this holds for each part, and the parts alternate within the step.
+    if the step spans the end of an epoch, because each epoch has its own shuffle. In a mixture this
+    holds for each part, and the parts alternate within the step.
     """
     first, end = step * per_step, (step + 1) * per_step
     if not isinstance(problems, Mixture):
@@ -86,7 +86,7 @@ def problems_of_step(
 
 
 def _visits(size: int, first: int, end: int, seed: int, shuffle: bool, part: int) -> list[int]:
-    """The indices of visits first to end - 1 in a list's endless epochs."""
+    """Return the indices of visits first to end - 1 in a list's endless epochs."""
     chosen: list[int] = []
     for epoch in range(first // size, -(-end // size)):
         order = epoch_order(size, seed, epoch, shuffle, part)
@@ -95,15 +95,15 @@ def _visits(size: int, first: int, end: int, seed: int, shuffle: bool, part: int
 
 
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool, part: int = 0) -> Array:
-    """int64 [size]: the indices in the order of the epoch. Parts of equal size have different
-    orders."""
+    """Return int64 [size]: the indices in the order of the epoch. Parts of equal size have
+    different orders."""
     if not shuffle:
         return np.arange(size, dtype=np.int64)
     return rng.permutation(size, seed, "epoch order", epoch, *([part] if part else []))
 
 
 def taken_by(slots: int, weights: Sequence[Fraction]) -> list[int]:
-    """How many of the first `slots` items each part has: its share of what earlier parts leave,
+    """Count the items of each part among the first `slots`: its share of what earlier parts leave,
     rounded down.
 
     Each count grows by 0 or 1 from one slot to the next, so a step can begin anywhere.
@@ -116,7 +116,7 @@ def taken_by(slots: int, weights: Sequence[Fraction]) -> list[int]:
 
 
 def owners(taken: Sequence[Sequence[int]]) -> list[int]:
-    """The part of each slot: the one whose count grows."""
+    """Return the part of each slot: the one whose count grows."""
     return [
         next(part for part, (a, b) in enumerate(zip(before, after, strict=True)) if b > a)
         for before, after in pairwise(taken)

@@ -30,7 +30,7 @@ class Preference:
 
 
 def parse_preference(row: Row) -> Preference:
-    """The row's preference. Raises RowError."""
+    """Return the row's preference. Raises RowError."""
     chosen = column(row, "chosen", rename="rename {} to chosen")
     rejected = column(row, "rejected", rename="rename {} to rejected")
     if row.values.get("prompt") is None and not isinstance(chosen, str):
@@ -52,7 +52,7 @@ def parse_preference(row: Row) -> Preference:
 
 
 def _prompt(value: Any) -> Messages:
-    """The prompt column: the user's text, or messages."""
+    """Read the prompt column: the user's text, or messages."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -69,8 +69,8 @@ def _prompt(value: Any) -> Messages:
 
 
 def _continuation(value: Any, prompt: Messages, *, field: str) -> Messages:
-    """What follows the prompt: the assistant's text, or messages, which may begin with the
-    prompt."""
+    """Read the continuation of the prompt: the assistant's text, or messages, which may begin with
+    the prompt."""
     if isinstance(value, str):
         value = [{"role": "assistant", "content": value}]
     if not isinstance(value, list):
@@ -87,7 +87,7 @@ def _continuation(value: Any, prompt: Messages, *, field: str) -> Messages:
 
 
 def _messages(value: Any, *, field: str) -> Messages:
-    """Messages that end with a text of the assistant."""
+    """Read messages that end with a text of the assistant."""
     messages = chat_messages(value, field=field)
     if messages[-1]["role"] != "assistant":
         found = f"a last message from {messages[-1]['role']!r}"
@@ -98,7 +98,7 @@ def _messages(value: Any, *, field: str) -> Messages:
 
 
 def _common_prompt(chosen: Messages, rejected: Messages) -> Messages:
-    """The longest common start of two chats that the assistant continues in both."""
+    """Return the longest common start of two chats that the assistant continues in both."""
     shorter = min(len(chosen), len(rejected))
     same = next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter)
     starts = [

@@ -21,7 +21,7 @@ from tandem.types import Message, Problem
 DEFAULT_ANSWER = Data.model_fields["answer_column"].default
 DEFAULT_CATEGORY = Data.model_fields["category_column"].default
 VERL_ANSWER = ("reward_model", "ground_truth")
-# in the metadata, where the row's answer was no text: its value, for TRL's and verl's functions
+# in the metadata, if the row's answer was not text: its value, for TRL's and verl's functions
 RAW_ANSWER = "raw_answer"
 
 Uids = dict[str, int]  # of a source: uid -> row
@@ -30,7 +30,7 @@ Uids = dict[str, int]  # of a source: uid -> row
 def read_problems(
     source: str | Sequence[str], config: Data, *, key: str, weights: Sequence[float] = ()
 ) -> Sequence[Problem]:
-    """The problems of one source or several, in order; with weights, a Mixture of them.
+    """Read the problems of one source or several, in order; with weights, a Mixture of them.
 
     key: the config key that names them, e.g. "data.train". Raises UserError with every kind of
     mistake in a source, up to ten, and for a uid that comes twice.
@@ -93,8 +93,8 @@ def _require_new_uid(uid: str, number: int, uids: Uids, earlier: dict[str, Uids]
 
 
 def _answer_path(row: Row, name: str) -> tuple[str, ...]:
-    """The place of the row's answer: the answer column, or verl's place where the config names no
-    column; () for none."""
+    """Return the path of the row's answer: the answer column, or verl's place if the config names
+    no column; () for none."""
     if not name:
         return ()
     verl = row.values.get("reward_model")
@@ -159,11 +159,11 @@ def _with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, .
 
 
 def _metadata(row: Row, config: Data, answer_path: tuple[str, ...]) -> dict[str, Any]:
-    """The columns that are nowhere else in the Problem, so that a reward function finds its whole
-    row.
+    """Return the columns that are nowhere else in the Problem, so that a reward function has the
+    whole row.
 
     An answer or category of a column that the config names is here as well, for functions that ask
-    for columns by name; so is the answer's value where Problem.answer is its text.
+    for columns by name; so is the answer's value if Problem.answer is its text.
     """
     elsewhere = {config.prompt_column, "uid"}
     elsewhere |= {DEFAULT_ANSWER} if answer_path == (DEFAULT_ANSWER,) else set()

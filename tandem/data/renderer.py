@@ -2,8 +2,8 @@
 directory.
 
 Token in, token out: the tokens of a prompt are the first tokens of the same chat when it is
-trained, and a template for which that is not so is refused. Does not know files, rewards or
-weights. transformers is imported when a renderer is loaded, not with this module.
+trained; other templates are refused. Does not know files, rewards or weights. transformers is
+imported when a renderer is loaded, not with this module.
 """
 
 import logging
@@ -25,7 +25,7 @@ from tandem.types import Array, Message, Problem, Tool
 
 logger = logging.getLogger(__name__)
 
-# any, to see what the template writes behind it
+# any, to see the template's text after it
 _ANSWER = "tandem"
 _EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER})
 
@@ -39,14 +39,14 @@ VOCABULARY_FILES = (
     "spiece.model",
     "tekken.json",
 )
-# where a training chat carries loss; see ChatRenderer.training_samples
+# the part of a training chat that carries loss; see ChatRenderer.training_samples
 Loss = Literal["assistant", "last", "all"]
 CHUNK = 1024  # chats tokenized in one call: enough to be fast, and the memory stays small
 
 
 def load_renderer(model_path: str) -> "ChatRenderer":
-    """The renderer of a model directory or hub name. Raises UserError without directory, tokenizer
-    or chat template."""
+    """Load the renderer of a model directory or hub name. Raises UserError without directory,
+    tokenizer or chat template."""
     _require_model(model_path)
     tokenizer = load_tokenizer(model_path)
     try:
@@ -62,7 +62,7 @@ def load_renderer(model_path: str) -> "ChatRenderer":
 
 
 def _require_model(model_path: str) -> None:
-    """Raise UserError for a directory without a tokenizer, and for what cannot be a hub name: the
+    """Raise UserError for a directory without a tokenizer, and for an impossible hub name: the
     hub's client would try for minutes."""
     directory = Path(model_path)
     if model_path and directory.is_dir():
@@ -88,7 +88,8 @@ def _require_model(model_path: str) -> None:
 
 
 def _eos_ids(model_path: str, tokenizer: Any) -> set[int]:
-    """The ends of turn that the tokenizer and generation_config.json, which is optional, name."""
+    """Collect the ends of turn that the tokenizer and generation_config.json, which is optional,
+    name."""
     where = f"{model_path}/{GENERATION}"
     eos = (read_json(model_path, GENERATION, where, "generation config") or {}).get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
@@ -111,9 +112,9 @@ class _Rendering:
 
 
 class ChatRenderer:
-    """Renders chats for one model. Implements types.Renderer.
+    """The renderer of chats for one model. Implements types.Renderer.
 
-    stop_token_ids: what ends the assistant's turn, by tokenizer, generation_config.json, and the
+    stop_token_ids: the ends of the assistant's turn, by tokenizer, generation_config.json, and the
     chat template itself. Base models name only their end of document in the first two, while their
     template writes another token.
     """
@@ -133,15 +134,15 @@ class ChatRenderer:
     def prompts(
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
     ) -> list[Array]:
-        """int64 [T] of every chat and the header of the assistant's turn."""
+        """Return int64 [T] of every chat and the header of the assistant's turn."""
         return self._encode(self.prompt_texts(chats, tools))
 
     def prompt_texts(
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
     ) -> list[str]:
-        """The text of every chat and the header of the assistant's turn. A template that knows no
-        tools gets them in a system message; one that knows no `tool_calls` gets them in the content
-        of their message."""
+        """Render every chat and the header of the assistant's turn. A template without tools gets
+        them in a system message; one without `tool_calls` gets them in the content of their
+        message."""
         if tools and "tools" not in self._template.source:
             chats, tools = [with_tools(messages, tools) for messages in chats], ()
         if "tool_calls" not in self._template.source:
@@ -149,53 +150,53 @@ class ChatRenderer:
         return self._texts(chats, open_turn=True, tools=tools)
 
     def encode(self, text: str) -> Array:
-        """int64 [T]: the tokens of a text that the template wrote."""
+        """Return int64 [T]: the tokens of a text that the template wrote."""
         return self._encode([text])[0]
 
     def turn(self, messages: Sequence[Message]) -> Array:
-        """int64 [T]: what follows an assistant's text when these messages answer it: the stop token
-        that ends its turn, the messages, and the header of the assistant's next turn. It does not
-        depend on what came before."""
+        """Return int64 [T]: the tokens after an assistant's text when these messages answer it.
+        They are the stop token of its turn, the messages, and the header of the assistant's next
+        turn. They do not depend on the chat before."""
         chat = [*_EXCHANGE, *messages]
         [text] = self._texts([chat], open_turn=True)
         [tokens] = self._encode([text.partition(_ANSWER)[2]])
         return tokens[self._end_of_sampling(tokens, 0, len(tokens), 1) - 1 :]
 
     def chats(self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> list[Array]:
-        """int64 [T] of every whole chat, as the template writes it."""
+        """Return int64 [T] of every whole chat, as the template writes it."""
         return self._encode(self._texts(chats, open_turn=False, tools=tools))
 
     def difference(
         self, messages: Sequence[Message], tokens: Array, tools: Sequence[Tool] = ()
     ) -> str:
-        """Where the template's rendering of a whole chat first differs from an episode's tokens;
-        empty if nowhere."""
+        """Describe the first difference between the template's rendering of a whole chat and an
+        episode's tokens; empty if there is none."""
         if tools and "tools" not in self._template.source:
             messages, tools = with_tools(messages, tools), ()
-        [whole] = self.chats([messages], tools)
-        at = _first_difference(whole, tokens)
+        [rendered] = self.chats([messages], tools)
+        at = _first_difference(rendered, tokens)
         if at == len(tokens):
             return ""
-        ours, theirs = self._around(tokens, at), self._around(whole, at)
+        ours, theirs = self._around(tokens, at), self._around(rendered, at)
         return f"token {at}: the episode has {ours}, the chat template writes {theirs}"
 
     def training_samples(
         self, chats: Sequence[Sequence[Message]], loss: Loss = "assistant"
     ) -> list[tuple[Array, Array]]:
-        """(tokens int64 [T], loss_mask bool [T]) of every whole chat; the mask: which of its tokens
-        carry loss.
+        """Return (tokens int64 [T], loss_mask bool [T]) of every whole chat; the mask marks the
+        tokens that carry loss.
 
-        "assistant": what the assistant says, in every turn. A turn's loss covers what an engine
-        would have sampled: from the end of the turn's header to the first stop token, that one
-        included. "last": its last turn only. "all": every token but the first, which nothing
-        predicts. Raises UserError where the template does not keep earlier tokens as they were; for
-        "last", where it does not keep the last turn's prompt and what that turn says.
+        "assistant": the assistant's text, in every turn. A turn's loss covers the tokens that an
+        engine would have sampled: from the end of the turn's header to the first stop token, that
+        one included. "last": its last turn only. "all": every token but the first, which nothing
+        predicts. Raises UserError if the template does not keep earlier tokens as they were; for
+        "last", if it does not keep the last turn's prompt and text.
         """
         chunks = [chats[at : at + CHUNK] for at in range(0, len(chats), CHUNK)]
         return [sample for chunk in chunks for sample in self._sample_chunk(chunk, loss)]
 
     def decode(self, tokens: Array) -> str:
-        """The text of the tokens, without special tokens."""
+        """Return the text of the tokens, without special tokens."""
         return decode_text(self.tokenizer, tokens)
 
     def check_lengths(
@@ -206,8 +207,8 @@ class ChatRenderer:
         key: str = "data.train",
         room: int | None = None,
     ) -> list[Problem]:
-        """The problems whose prompt fits data.max_prompt_tokens; a longer one is an error, or
-        dropped and reported.
+        """Return the problems whose prompt fits data.max_prompt_tokens; a longer one is an error,
+        or dropped and reported.
 
         room: tokens that the model can place before a completion, if known; a larger limit than
         that is not advised.
@@ -261,7 +262,8 @@ class ChatRenderer:
         return [np.array(row, np.int64) for row in ids]
 
     def _end_of_turn(self) -> set[int]:
-        """The first added token that the template writes after an assistant's text, if any."""
+        """Return the first added token that the template writes after an assistant's text, if
+        any."""
         [text] = self._texts([_EXCHANGE], open_turn=False)
         [tail] = self._encode([text.rpartition(_ANSWER)[2]])
         return set([t for t in tail.tolist() if t in self.tokenizer.added_tokens_decoder][:1])
@@ -283,7 +285,7 @@ class ChatRenderer:
         return samples
 
     def _renderings(self, prefixes: list[tuple[Sequence[Message], bool]]) -> list[_Rendering]:
-        """The texts and tokens of (chat, with the header of the assistant's turn)."""
+        """Return the texts and tokens of (chat, with the header of the assistant's turn)."""
         texts = {
             open_turn: iter(
                 self._texts([chat for chat, is_open in prefixes if is_open == open_turn], open_turn)
@@ -294,8 +296,8 @@ class ChatRenderer:
         return [_Rendering(*pair) for pair in zip(ordered, self._encode(ordered), strict=True)]
 
     def _sample(self, turns: list[int], renderings: list[_Rendering]) -> tuple[Array, Array]:
-        """(tokens int64 [T], loss_mask bool [T]) of the last rendering, with loss on what is
-        sampled in these turns."""
+        """Return (tokens int64 [T], loss_mask bool [T]) of the last rendering, with loss on the
+        sampled tokens of these turns."""
         for n, (before, after) in enumerate(pairwise(renderings)):
             self._require_prefix(before, after, turns[n // 2], n)
         tokens = renderings[-1].tokens
@@ -306,7 +308,7 @@ class ChatRenderer:
         return tokens, loss_mask
 
     def _end_of_sampling(self, tokens: Array, start: int, end: int, turn: int) -> int:
-        """The place behind the first stop token of a turn's tokens[start:end]."""
+        """Return the index after the first stop token of a turn's tokens[start:end]."""
         stops = np.flatnonzero(np.isin(tokens[start:end], self.stop_token_ids))
         if not len(stops):
             stop_tokens = self.tokenizer.convert_ids_to_tokens(list(self.stop_token_ids))
@@ -323,8 +325,8 @@ class ChatRenderer:
     def _require_prefix(self, before: _Rendering, after: _Rendering, turn: int, n: int) -> None:
         """Raise UserError with the first difference unless before's tokens are after's first ones.
 
-        Of the pairs n, even ones add the message of the turn to its header, odd ones add what
-        follows it.
+        Of the pairs n, even ones add the message of the turn to its header, odd ones add the next
+        messages.
         """
         if np.array_equal(before.tokens, after.tokens[: len(before.tokens)]):
             return
@@ -363,8 +365,8 @@ class ChatRenderer:
 def _prefixes(
     messages: Sequence[Message], turns: list[int]
 ) -> list[tuple[Sequence[Message], bool]]:
-    """The chat up to the header of each of the assistant's turns and up to its end; then the whole
-    chat."""
+    """Return the chat up to the header of each of the assistant's turns and up to its end; then the
+    whole chat."""
     prefixes = [(messages[: i + ended], not ended) for i in turns for ended in (False, True)]
     return prefixes if messages[-1]["role"] == "assistant" else [*prefixes, (messages, False)]
 

@@ -1,4 +1,4 @@
-"""Render chats with a template in this process, which the kernel ends if it takes too much.
+"""The process that renders chats with a template; the kernel ends it if it takes too much.
 
     python -P template_process.py MEMORY_BYTES CPU_S LONGEST_TEXT     (chat_template.py starts it)
 
@@ -75,8 +75,8 @@ def _render(template: Template, messages: list[dict[str, Any]], variables: dict[
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without empty keys; thoughts under any of their names are also found under the
-    usual one."""
+    """Return the message without empty keys; thoughts under any of their names are also found under
+    the usual one."""
     message = {name: value for name, value in message.items() if value is not None}
     thoughts = next((message[name] for name in REASONING if name in message), None)
     if thoughts is None:
@@ -103,8 +103,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for other tools; here it
-    is only its body."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks the assistant's text for other
+    tools; here it is only its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's declaration)
 
@@ -128,7 +128,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON that is not escaped for HTML, as Jinja's own is."""
+    """Write JSON that is not escaped for HTML, as Jinja's own is."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -3,12 +3,12 @@
     submit --> Scheduler.schedule --> _forward: chunks of prompts, and one token of each other
                     ^                    |      sequence, in one pass
                     |                    v
-                  _end <------------- _sample: one addressed uniform a token
+                  _end <-------------- sample: one addressed uniform a token
          (stop token, stop string, length)
 
-What a request returns depends on the request and the weights only, never on its neighbours, the
-batch size, chunks, shared prefixes, preemption or order. It is called from one thread. It does not
-know problems, rewards or losses.
+A completion depends on its request and the weights only, never on its neighbours, the batch size,
+chunks, shared prefixes, preemption or order. One thread calls the engine. It does not know
+problems, rewards or losses.
 """
 
 from collections import defaultdict, deque
@@ -35,12 +35,12 @@ from tandem.types import Completion, CompletionStop, Microbatch, Request, Sampli
 from tandem.weights.hashing import weight_hash
 
 OnUpdate = Literal["finish", "restart", "continue"]
-# Of SamplingParams: what must be equal in sequences that are sampled in one call.
+# Fields of SamplingParams that are equal in sequences sampled in one call.
 _sampling_key = attrgetter(*(f.name for f in fields(SamplingDistribution)), "top_logprobs")
 
 
 class Engine:
-    """Generates with an ExactModel.
+    """Generator of completions with an ExactModel.
 
     decode: turns token ids into text, for results and stop strings; cache_bytes: budget of the
     key/value cache; max_batch: most sequences that run together; max_queue: most that wait;
@@ -63,29 +63,27 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens
         )
-        # ended while weights were changed; the next step returns them
+        # sequences that ended in `apply`; the next step returns them
         self._ended: list[RunningSequence] = []
         self._arrivals = self._generated = 0
-        # among the completions of these weights, the one with the least key
+        # of the completions by these weights the one with the least key
         self._to_check: RunningSequence | None = None
         self._stamp = self._weights_stamp()
 
     # ---- requests
 
     def submit(self, request: Request) -> RunningSequence:
-        """Queue a request. Raises UserError when it can never run and QueueFull when too many
-        wait."""
+        """Queue a request. Raises UserError if it can never run and QueueFull if too many wait."""
         self._require_room(request)
         if not self.has_work:
-            self._to_check = None  # what ended before belongs to another caller: an evaluation
+            self._to_check = None  # earlier completions belong to another caller: an evaluation
         sequence = RunningSequence.of(request, self._arrivals)
         self.scheduler.submit(sequence)
         self._arrivals += 1
         return sequence
 
     def cancel(self, sequence: RunningSequence) -> None:
-        """End a request now with the tokens it has, unless it has ended; its pages are free at
-        once."""
+        """End a request now with the tokens it has, unless it has ended, and free its pages."""
         if sequence.completion is None:
             self._end(sequence, self._text(sequence.tokens), "cancelled")
 
@@ -94,7 +92,7 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting or self._ended)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Run every request to its end; results in request order. Errors as `submit`, before any
+        """Run every request to its end; return completions in order. Raises as `submit`, before any
         work."""
         for request in requests:
             self._require_room(request)
@@ -129,8 +127,8 @@ class Engine:
         scheduler = self.scheduler
         if running == "finish":
             while scheduler.running or any(sequence.tokens for sequence in scheduler.waiting):
-                ready = self._pass(only_started=True)
-                self._ended += [sequence for sequence in ready if sequence.completion is not None]
+                ready = Engine.step(self, only_started=True)  # self.step may be wrapped
+                self._ended = [sequence for sequence in ready if sequence.completion is not None]
         scheduler.preempt_all()
         if running == "restart":
             for sequence in scheduler.waiting:
@@ -141,14 +139,14 @@ class Engine:
         self._forget()
 
     def weight_hash(self) -> str:
-        """SHA-256 over names, shapes and bytes of the weights in use, as in a checkpoint."""
+        """Hash names, shapes and bytes of the weights in use by SHA-256, as checkpoints do."""
         return weight_hash(self.model.named_weights())
 
     def _weights_stamp(self) -> tuple[int, int]:
         return self.weight_version, self.model.changes()
 
     def _check_weights(self) -> None:
-        """Drop every cached key and value when other weights computed it."""
+        """Drop every cached key and value if other weights computed it."""
         if self._stamp == self._weights_stamp():
             return
         if any(sequence.tokens for sequence in (*self.scheduler.running, *self.scheduler.waiting)):
@@ -183,61 +181,28 @@ class Engine:
         )
         with torch.no_grad():
             logprobs, *_ = batch_logprobs(self.model, batch, checked.request.params, entropy=False)
-        # others were sampled before a pause
+        # older tokens were sampled before a pause
         own = np.array(checked.weight_versions) == self.weight_version
         gaps = np.abs(logprobs.cpu().numpy() - np.array(checked.logprobs, np.float32))
         return float(gaps[own].max())
 
     # ---- one pass
 
-    def step(self) -> list[RunningSequence]:
-        """Run one forward pass; returns the sequences that got a token, with `completion` set on
-        those that ended."""
+    @torch.no_grad()
+    def step(self, *, only_started: bool = False) -> list[RunningSequence]:
+        """Run one forward pass; return the sequences that got a token, with `completion` set on
+        those that ended. only_started: admit only sequences that have sampled before."""
         watchdog.heartbeat()
         ended, self._ended = self._ended, []
-        return ended + self._pass(only_started=False)
-
-    @torch.no_grad()
-    def _pass(self, *, only_started: bool) -> list[RunningSequence]:
         self._check_weights()
         work = self.scheduler.schedule(only_started=only_started)
         if not work:
-            return []
+            return ended
         # the order of paged attention: no rows are moved then
         work.sort(key=lambda part: -len(part[0].page_table))
-        hidden = self._forward(work)
-        last = np.cumsum([count for _, count in work]) - 1
-        ready = [
-            (sequence, row)
-            for (sequence, _), row in zip(work, last, strict=True)
-            if sequence.num_cached == sequence.length
-        ]
-        sequences = [sequence for sequence, _ in ready]
-        if ready:
-            rows = torch.from_numpy(np.array([row for _, row in ready])).to(self.model.device)
-            self._sample(self.model.head(hidden.index_select(0, rows)), sequences)
-        for sequence in sequences:
-            if (ending := self._ending(sequence)) is not None:
-                self._end(sequence, *ending)
-        return sequences
-
-    def _forward(self, work: Work) -> Tensor:
-        """The last hidden states [T, D] of the new tokens; puts their keys and values into the
-        cache."""
-        cache = self.cache
-        starts = np.array([sequence.num_cached for sequence, _ in work])
-        counts = np.array([count for _, count in work])
-        tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
-        runs = Runs([sequence.page_table for sequence, _ in work], starts, counts)
-        plan = self.model.paged_plan(cache.keys, cache.values, runs)
-        hidden = self.model.hidden(torch.from_numpy(tokens), torch.from_numpy(runs.positions), plan)
-        cache.fill(runs.pages, runs.offsets, tokens)
-        for sequence, count in work:
-            sequence.num_cached += count
-        return hidden
-
-    def _sample(self, logits: Tensor, ready: list[RunningSequence]) -> None:
-        """Append one token to each sequence; logits [B, V] are theirs."""
+        ready, logits = self._forward(work)
+        if logits is None:
+            return ended
         keys = np.array([s.request.key for s in ready], np.uint64)
         positions = np.array([s.request.num_sampled + len(s.tokens) for s in ready])
         draws = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
@@ -260,9 +225,36 @@ class Engine:
                 if top:
                     sequence.top.append((top, their_logprobs))
         self._generated += len(ready)
+        for sequence in ready:
+            if (ending := self._ending(sequence)) is not None:
+                self._end(sequence, *ending)
+        return ended + ready
+
+    def _forward(self, work: Work) -> tuple[list[RunningSequence], Tensor | None]:
+        """Run the new tokens, whose keys and values go into the cache. Return the sequences without
+        further tokens to run, and their logits [B, V], or None for no sequence."""
+        cache = self.cache
+        starts = np.array([sequence.num_cached for sequence, _ in work])
+        counts = np.array([count for _, count in work])
+        tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
+        runs = Runs([sequence.page_table for sequence, _ in work], starts, counts)
+        plan = self.model.paged_plan(cache.keys, cache.values, runs)
+        hidden = self.model.hidden(torch.from_numpy(tokens), torch.from_numpy(runs.positions), plan)
+        cache.fill(runs.pages, runs.offsets, tokens)
+        for sequence, count in work:
+            sequence.num_cached += count
+        ready = [
+            (sequence, row)
+            for (sequence, _), row in zip(work, np.cumsum(counts) - 1, strict=True)
+            if sequence.num_cached == sequence.length
+        ]
+        if not ready:
+            return [], None
+        rows = torch.from_numpy(np.array([row for _, row in ready])).to(self.model.device)
+        return [sequence for sequence, _ in ready], self.model.head(hidden.index_select(0, rows))
 
     def _ending(self, sequence: RunningSequence) -> tuple[str, CompletionStop] | None:
-        """(text, stop reason) when the sequence has ended."""
+        """Return (text, stop reason) if the sequence has ended."""
         params, tokens = sequence.request.params, sequence.tokens
         if tokens[-1] in params.stop_token_ids:
             return self._text(tokens[:-1]), "stop"
@@ -298,7 +290,7 @@ class Engine:
         )
 
     def stats(self) -> dict[str, float]:
-        """Gauges, and counters since the start; pages are of 128 tokens."""
+        """Return gauges, and counters since the start; pages are of 128 tokens."""
         scheduler, cache = self.scheduler, self.cache
         in_use = cache.count - cache.available
         return {
@@ -316,7 +308,7 @@ class Engine:
 
 
 def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:
-    """The distinct tokens of each sequence so far."""
+    """Collect the distinct tokens of each sequence so far."""
     tokens = [np.unique(sequence.all_tokens()) for sequence in sequences]
     rows = np.arange(len(tokens)).repeat([len(t) for t in tokens])
     return SeenTokens(
@@ -325,8 +317,8 @@ def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:
 
 
 def check_room(config: Any, pages: int, page_bytes: int, longest: int) -> None:
-    """Raise UserError when a sequence of that many tokens does not fit the positions of the model
-    with that transformers config, or a cache of that many pages."""
+    """Raise UserError if a sequence of that many tokens does not fit the positions of the model
+    (config: transformers) or a cache of that many pages."""
     limit, needed = config.max_position_embeddings, -(-longest // PAGE)
     if longest > limit:
         raise _too_long(longest, limit)

@@ -1,7 +1,7 @@
-"""The key/value cache: pages of 128 tokens, shared by reference, found again by their tokens,
-within a byte budget.
+"""The key/value cache: pages of 128 tokens within a byte budget, shared by reference and found
+again by their tokens.
 
-A page is addressed by its prefix hash, a digest of all tokens before it, and its own tokens. Full
+A page is addressed by its own tokens and its prefix hash, a digest of all tokens before it. Full
 pages are shared as they are. Of a partly equal page the equal part is copied, because its owner
 goes on writing there. Equal pages may exist twice, when two sequences computed them at once.
 
@@ -34,14 +34,13 @@ EMPTY_PREFIX = b""  # the prefix hash of a first page
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """What the cache holds of a sequence: `pages` in full, then `tail_length` tokens of page
-    `tail`."""
+    """Cached part of a sequence: `pages` in full, then `tail_length` tokens of page `tail`."""
 
     pages: list[int]
     tail: int
     tail_length: int
     will_be_cached: (
-        int  # tokens it will hold when the running sequences have computed their prompts
+        int  # tokens it will hold once the running sequences have computed their prompts
     )
 
     @property
@@ -50,14 +49,14 @@ class Match:
 
 
 def page_bytes(config: Any, element_size: int = 4) -> int:
-    """The bytes of a page, of the model of a transformers config."""
+    """Return the bytes of a page of a model (transformers config)."""
     heads_and_layers = config.num_hidden_layers * config.num_key_value_heads
     return int(2 * heads_and_layers * head_size(config) * element_size * PAGE)
 
 
 class PageCache:
-    """As many pages as the budget in bytes holds, of the weights' type; raises UserError when it
-    holds none.
+    """Pages of the weights' type, as many as the byte budget holds; raises UserError if it holds
+    none.
 
     keys and values: [layers, pages, K, PAGE, E].
     """
@@ -78,20 +77,20 @@ class PageCache:
         self._filled = np.zeros(count, np.int64)  # tokens whose keys and values are there
         self._reserved = np.zeros(count, np.int64)  # tokens that will be there; at least _filled
         self._prefix_hash = [EMPTY_PREFIX] * count
-        # a clock's time when it was last held; later pages of a sequence first
+        # clock time when it was last held; later pages of a sequence first
         self._last_used = np.zeros(count, np.int64)
         self._clock = 0
         self._free = list(range(count - 1, -1, -1))
-        # pages by the hash of what is before them; full pages, reserved or filled, by the hash that
-        # includes them
+        # pages by the hash of the tokens before them; full pages, reserved or filled, by the hash
+        # that includes them
         self._following: dict[bytes, set[int]] = defaultdict(set)
         self._full: dict[bytes, set[int]] = defaultdict(set)
 
     # ---- finding
 
     def match(self, tokens: np.ndarray) -> Match:
-        """The longest cached prefix of tokens int64 [T] without the last one, whose logits must be
-        computed."""
+        """Find the longest cached prefix of tokens int64 [T] without the last one, whose logits
+        must be computed."""
         limit, prefix_hash = len(tokens) - 1, EMPTY_PREFIX
         pages: list[int] = []
         while (at := len(pages) * PAGE) + PAGE <= limit:
@@ -109,8 +108,8 @@ class PageCache:
         return Match(pages=pages, tail=tail, tail_length=tail_length, will_be_cached=will_be_cached)
 
     def _match_tail(self, rest: np.ndarray, prefix_hash: bytes) -> tuple[int, int, int]:
-        """(page behind the prefix that holds most of the tokens, how many it holds, how many one
-        will hold)"""
+        """Return (page behind the prefix that holds most of the tokens, number it holds, most that
+        a page will hold)."""
         candidates = np.fromiter(self._following.get(prefix_hash, ()), np.int64)
         if not len(rest) or not len(candidates):
             return 0, 0, 0
@@ -137,7 +136,7 @@ class PageCache:
         self.ref_count[pages] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give up a sequence's pages; what was filled stays cached until the room is needed."""
+        """Give up a sequence's pages; filled ones stay cached until the room is needed."""
         self.ref_count[pages] -= 1
         self._clock += len(pages)
         self._last_used[pages] = self._clock - np.arange(len(pages))
@@ -151,7 +150,7 @@ class PageCache:
                 self._evict(page)
 
     def allocate(self, prefix_hash: bytes) -> int:
-        """A page to follow that prefix, held once. One must be available."""
+        """Allocate a page behind that prefix, held once. One must be available."""
         if not self._free:
             cached = np.flatnonzero(self.ref_count == 0)
             self._evict(int(cached[self._last_used[cached].argmin()]))
@@ -162,7 +161,7 @@ class PageCache:
         return page
 
     def next_prefix_hash(self, page: int) -> bytes:
-        """The prefix hash of the page that follows a full page."""
+        """Return the prefix hash of the page that follows a full page."""
         return hash_page(self._prefix_hash[page], self._tokens[page])
 
     def reserve(self, pages: Sequence[int], tokens: np.ndarray, start: int) -> None:
@@ -192,7 +191,7 @@ class PageCache:
         self._filled[target] = self._reserved[target] = length
 
     def flush(self) -> None:
-        """Forget every page, as the weights changed. None may be held."""
+        """Forget every page when the weights change. None may be held."""
         assert not self.ref_count.any(), "a page is held across a change of weights"
         self._free = list(range(self.count - 1, -1, -1))
         self._following.clear()
@@ -211,12 +210,12 @@ class PageCache:
 
 
 def hash_page(prefix_hash: bytes, tokens: np.ndarray) -> bytes:
-    """The digest of a prefix and one more full page of tokens int64 [PAGE]."""
+    """Hash a prefix and one more full page of tokens int64 [PAGE]."""
     return hashlib.blake2b(prefix_hash + tokens.tobytes(), digest_size=16).digest()
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros of like's type and device; on a CPU, memory that is only taken when it is first
+    """Make zeros of like's type and device; on a CPU the memory is taken when it is first
     written."""
     if like.is_cuda:
         return like.new_zeros(shape, requires_grad=False)

@@ -14,8 +14,8 @@ BLOCK = 128  # tokens of the vocabulary
 
 
 class SampledTokens(NamedTuple):
-    """tokens int64 [B] and their log-probs float32 [B]; the likeliest tokens int64 [B, k] and
-    theirs float32 [B, k]."""
+    """Sampled tokens int64 [B] with log-probs float32 [B], and the likeliest tokens int64 [B, k]
+    with theirs float32 [B, k]."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -47,8 +47,8 @@ def sample(
 
 
 def _inverse_cdf(table: Tensor, uniform: Tensor) -> Tensor:
-    """Tokens int64 [B]. Searched in two levels, block of the vocabulary and token in it: a running
-    sum over all of it takes three times as long."""
+    """Find tokens int64 [B] in two levels, block of the vocabulary and token in it: one running sum
+    over the vocabulary takes three times as long."""
     probs = F.pad(table.exp(), (0, -table.shape[1] % BLOCK)).view(len(table), -1, BLOCK)
     cdf = probs.sum(-1).cumsum(-1)
     block, rest = _search(cdf, uniform * cdf[:, -1])
@@ -57,10 +57,10 @@ def _inverse_cdf(table: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _search(cdf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Find target [B] in cdf [B, n]: the first index whose cdf is above it, int64 [B], and how far
-    into it [B]."""
+    """Find target [B] in cdf [B, n]: the first index with a greater cdf, int64 [B], and the
+    distance into it [B]."""
     total = cdf[:, -1]
-    # strictly below the total, so that what is found has positive probability
+    # strictly below the total, so that the token found has positive probability
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     place = torch.searchsorted(cdf, target[:, None], right=True)
     before = F.pad(cdf, (1, 0)).gather(1, place)

@@ -1,4 +1,4 @@
-"""Which sequences run in the next forward pass: first come, first served, within the page budget.
+"""Sequences of the next forward pass: first come, first served, within the page budget.
 
     submit --> waiting --admit: pages for all its tokens--> running --end or cancel--> gone
                   ^                                            |
@@ -6,8 +6,8 @@
 
 Every running sequence gets its next token, or the next chunk of its prompt, in each pass. The
 oldest is never preempted, and a waiting sequence is older than all that come later, so none
-starves. A preempted sequence keeps its tokens and computes their keys and values again. It does not
-know the model.
+starves. A preempted sequence keeps its tokens and computes their keys and values again. The
+scheduler does not know the model.
 """
 
 from bisect import insort
@@ -29,7 +29,7 @@ class QueueFull(RuntimeError):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RunningSequence:
-    """One request on its way. `completion` is set when it has ended."""
+    """A request on its way. `completion` is set once it has ended."""
 
     request: Request
     arrival: int
@@ -61,18 +61,18 @@ class RunningSequence:
         return len(self.request.prompt) + len(self.tokens)
 
     def all_tokens(self) -> np.ndarray:
-        """int64 [T]: the prompt and what was sampled."""
+        """Return prompt and sampled tokens, int64 [T]."""
         return np.concatenate([self.request.prompt, np.array(self.tokens, np.int64)])
 
     def next_tokens(self, count: int) -> list[int]:
-        """The tokens that come after those in the cache."""
+        """Return the tokens that come after those in the cache."""
         start = self.num_cached - len(self.request.prompt)
         if start >= 0:
             return self.tokens[start : start + count]
         return self.all_tokens()[self.num_cached : self.num_cached + count].tolist()
 
     def restart(self) -> None:
-        """Drop what was sampled."""
+        """Drop the sampled tokens."""
         for column in (self.tokens, self.logprobs, self.weight_versions, self.top):
             column.clear()
 
@@ -81,8 +81,8 @@ Work = list[tuple[RunningSequence, int]]  # a sequence and how many of its token
 
 
 class Scheduler:
-    """Admits, preempts and shares; chunk_tokens bounds the prompt tokens of a pass, max_queue the
-    waiting sequences."""
+    """Admission, preemption and sharing; chunk_tokens bounds the prompt tokens of a pass, max_queue
+    the waiting sequences."""
 
     def __init__(self, cache: PageCache, *, max_batch: int, max_queue: int, chunk_tokens: int):
         self.cache = cache
@@ -107,7 +107,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def schedule(self, *, only_started: bool = False) -> Work:
-        """The next pass. only_started: admit none but those that have sampled before."""
+        """Plan the next pass. only_started: admit only sequences that have sampled before."""
         work: Work = []
         budget, preempted, at = self.chunk_tokens, self.preemptions, 0
         while at < len(self.running):  # _grow preempts from the end
@@ -123,7 +123,7 @@ class Scheduler:
         return work
 
     def preempt_all(self) -> None:
-        """Put every running sequence back into the queue with its tokens: its keys and values are
+        """Put every running sequence back into the queue with its tokens; its keys and values are
         out of date."""
         for sequence in list(self.running):
             self._preempt(sequence)
@@ -154,8 +154,8 @@ class Scheduler:
         return work
 
     def _place(self, sequence: RunningSequence, tokens: np.ndarray, match: Match) -> bool:
-        """Give a sequence pages for all its tokens, shared ones and new ones; False when there are
-        too few."""
+        """Give a sequence shared and new pages for all its tokens; return False if there are too
+        few."""
         cache, shared, tail_length = self.cache, match.pages, match.tail_length
         needed = -(-len(tokens) // PAGE) - len(shared)
         source = [match.tail] if tail_length else []
@@ -175,8 +175,8 @@ class Scheduler:
         return enough
 
     def _grow(self, sequence: RunningSequence) -> bool:
-        """Give a sequence a page for its next token, taken from the youngest if need be; False when
-        it was itself the youngest."""
+        """Give a sequence a page for its next token, taken from the youngest if need be; return
+        False if that is this one."""
         if sequence.length <= len(sequence.page_table) * PAGE:
             return True
         while not self.cache.available:

@@ -1,9 +1,9 @@
-"""Calls of an environment's methods: in one event loop of the process, plain ones in threads, with
-a time limit.
+"""Calls of an environment's methods, with a time limit: coroutines in one event loop of the
+process, plain methods in threads.
 
-The loop runs in a thread of its own, so an environment's time goes on while the engine computes, a
-client that an environment keeps stays valid from step to step, and a method that hangs cannot hold
-up the run. Knows neither episodes nor engines.
+The loop runs in a thread of its own. So an environment's time goes on while the engine computes,
+its client stays valid from step to step, and a hanging method cannot hold up the run. Knows neither
+episodes nor engines.
 """
 
 import asyncio
@@ -27,28 +27,28 @@ class EnvironmentFailed(Exception):
 
 @cache
 def environment_loop() -> asyncio.AbstractEventLoop:
-    """The loop in which all environments of this process live, started at the first call."""
+    """Return the loop of all environments in this process; the first call starts it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=LOOP, daemon=True).start()
     return loop
 
 
 def where_it_is() -> str:
-    """The innermost line, outside of the standard library, that the loop's thread is at."""
+    """Find the innermost line of the loop's thread outside of the standard library."""
     thread = next(thread for thread in threading.enumerate() if thread.name == LOOP)
     return line_of_thread(thread) or "the environments' loop"
 
 
 class Caller:
-    """Calls the methods of one environment, which may take seconds_left in all; the plain ones in
-    one thread of their own."""
+    """The caller of one environment's methods, within seconds_left in all; plain ones run in one
+    thread of their own."""
 
     def __init__(self, seconds: float):
         self.seconds_left = seconds
         self._thread: _Thread | None = None
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method and return its result. Raises EnvironmentFailed for what it raises, and
+        """Call a method and return its result. Raises EnvironmentFailed for its exceptions, and
         TimeoutError when the time is over."""
         clock = asyncio.get_running_loop().time
         start = clock()
@@ -91,8 +91,8 @@ async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _Thread:
-    """A daemon thread that makes one call after the other. A call that never returns holds up its
-    own caller only."""
+    """A daemon thread for one call after the other. A call that never returns holds up its own
+    caller only."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

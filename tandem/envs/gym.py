@@ -6,9 +6,9 @@ extra `gymnasium`.
     options = {id = "FrozenLake-v1", actions = ["left", "down", "right", "up"]}
 
 The problem's messages state the task; the first observation is appended to the last of them, and
-every later one is a user's message. The model's turn is the action: the whole turn where the action
-space is Text; where it is Discrete, the last choice that the turn names, by number or by `actions`.
-Knows no tokens and no task.
+every later one is a user's message. The model's turn is the action: in a Text space the whole turn,
+in a Discrete space the last choice named in the turn, by number or by `actions`. Knows no tokens
+and no task.
 """
 
 import json
@@ -33,8 +33,8 @@ class GymEnv(Env):
     """One episode of a gymnasium environment.
 
     All samples of a problem begin alike: with the `seed` of its metadata, or one made of its uid.
-    The reward is the sum of all rewards. Parts: `turns`, and `bad_actions`, turns that name no
-    action; such a turn changes nothing.
+    The reward is the sum of all rewards. Parts: `turns`, and `bad_actions`, turns without an
+    action, which change nothing.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class GymEnv(Env):
 
         id, kwargs: as gymnasium.make takes them; `my_module:My-v0` imports the module first.
         actions: names of a Discrete space's actions, in order; without them, their numbers.
-        render: show the ansi picture and not the observation; left out: where there is a picture
-            and the observation is not text.
+        render: show the ansi picture and not the observation; default: if there is a picture and
+        the observation is not text.
         invalid_action_penalty: of a turn that names no action.
         """
         if invalid_action_penalty < 0:
@@ -99,8 +99,8 @@ class GymEnv(Env):
             spoken = text.strip()
             return spoken if self._world.action_space.contains(spoken) else None
         names = "|".join(re.escape(name) for name in sorted(self._choices, key=len, reverse=True))
-        found = re.findall(rf"(?<![\w.-])(?:{names})(?![\w-]|\.\d)", text.casefold())
-        return self._choices[found[-1]] if found else None
+        mentions = re.findall(rf"(?<![\w.-])(?:{names})(?![\w-]|\.\d)", text.casefold())
+        return self._choices[mentions[-1]] if mentions else None
 
     def _help(self) -> str:
         choices = f"one of {', '.join(self._choices)}" if self._choices else ""
@@ -114,7 +114,7 @@ class GymEnv(Env):
 
 
 def plain(picture: str) -> str:
-    """An ansi picture without escapes; colours are named, "[red S]FFF"."""
+    """Return an ansi picture without escapes; colours are named, "[red S]FFF"."""
     named = _COLOURED.sub(lambda m: f"[{COLOURS[int(m[1])]} {m[2]}]" if m[1] else m[2], picture)
     return _ESCAPE.sub("", named).strip("\n")
 
@@ -146,8 +146,8 @@ def _gymnasium() -> ModuleType:
 def _inspect_env(
     id: str, kwargs: str, actions: tuple[str, ...], render: bool | None
 ) -> tuple[bool, dict[str, Any]]:
-    """Tell whether it is shown as a picture, and its choices, {"left": 0}; none where actions are
-    text. Raises UserError."""
+    """Return whether the environment is shown as a picture, and its choices, {"left": 0}; none if
+    actions are text. Raises UserError."""
     gymnasium = _gymnasium()
     try:
         world = gymnasium.make(id, **json.loads(kwargs))

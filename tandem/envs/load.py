@@ -1,9 +1,9 @@
-"""From `[env]` to a maker of environments: the built-in ones, and a user's own `file.py:Class` or
+"""The way from `[env]` to a maker of environments: built-in, or a user's `file.py:Class` or
 `module:Class`.
 
 env.options are the keyword arguments of the class, checked against its signature and type hints by
-making one instance, before any model is loaded. A class whose constructor has a parameter `sandbox`
-is also given the section of that name.
+making one instance, before any model is loaded. A constructor with a parameter `sandbox` also gets
+the section of that name.
 """
 
 import copy
@@ -38,7 +38,7 @@ BUILT_IN: dict[str, type[Env]] = {
 
 
 def load_env(config: EnvConfig, sandbox: Sandbox) -> Callable[[], Env]:
-    """Find the class that config names and return a maker of its environments, one an episode.
+    """Find the class named in config and return a maker of its environments, one an episode.
 
     Raises UserError.
     """
@@ -58,8 +58,8 @@ def load_env(config: EnvConfig, sandbox: Sandbox) -> Callable[[], Env]:
 
 
 def source_files(config: EnvConfig) -> list[Path]:
-    """The user's files behind an environment: its class's, and those of tools in its options."""
-    option = {"tools": "tools", "agent": "run"}  # those that name code
+    """List the user's files behind an environment: its class's, and its tools' or agent's."""
+    option = {"tools": "tools", "agent": "run"}  # the options that name code
     named = config.options.get(option[config.name], []) if config.name in option else []
     specs = [config.name, *([named] if isinstance(named, str) else named)]
     return [file for spec in specs if (file := source_file(str(spec))) is not None]
@@ -70,15 +70,15 @@ def _class(name: str) -> type[Env]:
         return BUILT_IN[name]
     if ":" not in name:
         raise _no_such_env(name)
-    found = load_user_object(name, key="env.name")
-    if inspect.isclass(found) and issubclass(found, Env):
-        return found
-    raise _not_an_env(name, found)
+    loaded = load_user_object(name, key="env.name")
+    if inspect.isclass(loaded) and issubclass(loaded, Env):
+        return loaded
+    raise _not_an_env(name, loaded)
 
 
 def _checked_options(cls: type[Env], config: EnvConfig, sandbox: Sandbox) -> dict[str, Any]:
-    """The keyword arguments, in the types of the class's hints. Raises UserError that names the
-    option."""
+    """Return the keyword arguments, in the types of the class's hints. Raises UserError that names
+    the option."""
     # object itself takes nothing, which inspect does not say
     bare = cls.__init__ is object.__init__
     signature = inspect.Signature() if bare else inspect.signature(cls)
@@ -96,9 +96,9 @@ def _checked_options(cls: type[Env], config: EnvConfig, sandbox: Sandbox) -> dic
         and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     if unknown or missing:
-        what = f"has no option {unknown[0]!r}" if unknown else f"needs the option {missing[0]!r}"
+        problem = f"has no option {unknown[0]!r}" if unknown else f"needs the option {missing[0]!r}"
         raise UserError(
-            f"the environment {config.name} {what}",
+            f"the environment {config.name} {problem}",
             where="env.options",
             expected=f"{cls.__name__}{signature}",
             found=", ".join(config.options) or "no options",
@@ -145,13 +145,13 @@ def _no_such_env(name: str) -> UserError:
     )
 
 
-def _not_an_env(name: str, found: Any) -> UserError:
+def _not_an_env(name: str, loaded: Any) -> UserError:
     source, _, own = name.rpartition(":")
-    is_class = inspect.isclass(found)
+    is_class = inspect.isclass(loaded)
     return UserError(
         "this is not an environment",
         where=f"env.name = {name}",
-        found=f"the class {found.__name__}" if is_class else f"{type(found).__name__} {found!r}",
+        found=f"the class {loaded.__name__}" if is_class else f"{type(loaded).__name__} {loaded!r}",
         expected="a subclass of tandem.types.Env",
         next=f"write `class {own}(Env):` in {source}",
     )

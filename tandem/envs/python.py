@@ -1,5 +1,4 @@
-"""The built-in environment `python`: the model writes code, which runs in the sandbox, and reads
-its output.
+"""The built-in environment `python`: the model writes code and reads its output from the sandbox.
 
     [env]
     name = "python"
@@ -32,8 +31,8 @@ _RUNS = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 class PythonEnv(ToolEnv):
-    """Answers a fenced block in the user's role, which every chat template knows, and a tool call
-    in the role `tool`.
+    """The environment `python`: answers a fenced block in the user's role, which every chat
+    template knows, and a tool call in the role `tool`.
 
     Parts: `runs`, `failed_runs` (exit code not 0), and those of ToolEnv.
     """
@@ -93,7 +92,7 @@ class PythonEnv(ToolEnv):
 
 
 def fenced_code(text: str) -> str:
-    """The fenced blocks of Python after a text's thoughts, as one program; empty without one.
+    """Join the fenced blocks of Python after a text's thoughts into one program; "" without one.
 
     A prompt may have opened the <think>, so the last </think> ends the thoughts.
     """
@@ -101,8 +100,8 @@ def fenced_code(text: str) -> str:
 
 
 def report(result: Result, longest: int) -> str:
-    """Tell the model of a run: the start of its output and the end of its errors, at most `longest`
-    characters in all, and how it ended if not well."""
+    """Describe a run for the model: the start of its output and the end of its errors, at most
+    `longest` characters in all, and how it ended if not well."""
     out, errors = result.stdout.strip("\n"), result.stderr.strip("\n")
     room = longest // 2 if errors else longest
     out = out if len(out) <= room else f"{out[:room]}... ({len(out) - room} more characters)"

@@ -1,5 +1,5 @@
-"""Tool use, the built-in environment `tools`: Python functions that a model calls, whose results it
-reads.
+"""Tool use, the built-in environment `tools`: a model calls Python functions and reads their
+results.
 
     [env]
     name = "tools"
@@ -44,15 +44,16 @@ VARIADIC = (
 
 
 class ToolUnavailable(Exception):
-    """A tool cannot do its work, through no fault of the model; raised by a tool, it costs the
-    episode (env.on_error)."""
+    """A tool's failure through no fault of the model; raised by a tool, it costs the episode
+    (env.on_error)."""
 
 
 class ToolEnv(Env):
-    """Runs calls in their order, and answers each with a message of the role `tool`.
+    """The environment `tools`: runs calls in order, and answers each with a message of the role
+    `tool`.
 
     A subclass names its own tools, methods too: super().__init__(tools=[self.price, add]). The
-    parts of an episode are `tool_calls`, those that were answered, and `bad_calls`, the others.
+    parts of an episode are `tool_calls`, the answered ones, and `bad_calls`, the others.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ToolEnv(Env):
         self.num_calls = self.num_bad_calls = 0
 
     def read(self, text: str) -> Reading:
-        """The text's calls."""
+        """Read the calls in a text."""
         return read_calls(text, self.format, self._tools)
 
     async def step(self, text: str) -> Observation:
@@ -150,7 +151,8 @@ class _Parameters:
     required: frozenset[str]
 
     def read(self, call: Call) -> dict[str, Any]:
-        """The arguments in the types of the hints; raises ValueError in the model's terms."""
+        """Return the arguments in the types of the hints; raises ValueError in the model's
+        terms."""
         missing = self.required - call.arguments.keys()
         unknown = call.arguments.keys() - self.types.keys()
         if missing or unknown:
@@ -168,7 +170,7 @@ def _value(name: str, type_: TypeAdapter[Any], value: Any, typed: bool) -> Any:
         # as JSON, where a list may be a tuple
         return type_.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        if not typed:  # text where the hint wants something else is JSON
+        if not typed:  # text for a hint of another type is JSON
             try:
                 return type_.validate_json(value, strict=True)
             except ValidationError:
@@ -192,7 +194,7 @@ class _Tool:
 
 
 def _read_tools(tools: Sequence[str | ToolFunction]) -> dict[str, _Tool]:
-    """The tools by name. Raises UserError for one that a model could not call."""
+    """Return the tools by name. Raises UserError for one that a model could not call."""
     by_name: dict[str, _Tool] = {}
     for tool in tools:
         function = _load(tool) if isinstance(tool, str) else tool
@@ -239,7 +241,8 @@ def _load(name: str) -> ToolFunction:
 
 @cache  # environments are made by the hundred, of a few functions
 def _parameters(function: ToolFunction) -> _Parameters:
-    """Raises UserError for a function that a model cannot call by names and values."""
+    """Read a function's parameters. Raises UserError if a model cannot call it by names and
+    values."""
     signature = inspect.signature(function)
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -266,8 +269,8 @@ def _parameters(function: ToolFunction) -> _Parameters:
 
 @cache
 def _schema(function: ToolFunction) -> Tool:
-    """The JSON schema that the chat template shows, as transformers writes it. Imports torch with
-    it. Raises UserError."""
+    """Return the JSON schema for the chat template, as transformers writes it, which imports torch.
+    Raises UserError."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,

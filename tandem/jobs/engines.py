@@ -38,7 +38,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 def prepare_process(config: Config) -> None:
     """Make arithmetic reproducible, and let memory stay with the process: page faults of fresh
-    tensors cost a tenth of a small step. Called before the first product."""
+    tensors cost a tenth of a small step. Call it before the first product."""
     numerics.prepare(config.run.threads)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
@@ -130,8 +130,8 @@ def load_engine(
 
 
 def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
-    """Raise UserError if the longest prompt and its completion do not fit the cache. Called at the
-    start, not when a step first draws that prompt. shape: the transformers config."""
+    """Raise UserError if the longest prompt and its completion do not fit the cache: at the start,
+    not once a step draws that prompt. shape: the transformers config."""
     size = page_bytes(shape)
     num_pages = (config.rollout.cache_mb << 20) // size
     check_room(shape, num_pages, size, longest_prompt + config.rollout.max_new_tokens)
@@ -139,7 +139,7 @@ def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
 
 @contextmanager
 def open_envs_and_rewards(config: Config) -> Iterator[tuple[EnvPool, RewardPool]]:
-    """Open environments and reward workers; checks what they need, before anything expensive is
+    """Open environments and reward workers; check their needs before anything expensive is
     loaded."""
     envs = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
@@ -164,8 +164,8 @@ def build_reward_pool(config: Config) -> RewardPool:
 def open_rollouts(
     config: Config, engine: Engine, local: RolloutRunner, report: Report
 ) -> Iterator[tuple[RolloutRunner, Sync, Callable[[], None]]]:
-    """Open what samples for training: the trainer's own engine, or rollout workers. Yields the
-    runner, the way weights get there, and what ends a rollout under way."""
+    """Open the engine that samples for training: the trainer's own, or rollout workers. Yields the
+    runner, the transport of weights, and a function that ends a rollout under way."""
     rollout, model = config.rollout, engine.model
     if not rollout.workers:
         yield local, InlineSync(engine), lambda: None

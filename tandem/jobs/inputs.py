@@ -90,8 +90,8 @@ def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequen
 
 
 def input_hashes(config: Config, *keys: str) -> dict[str, str]:
-    """Hash what a run is a function of: the data files that these keys name, the files of reward
-    functions and environment, and the weights in local model directories. SHA-256 by key."""
+    """Hash the inputs of a run: the data files that these keys name, the files of reward functions
+    and environment, and the weights in local model directories. SHA-256 by key."""
     models = {
         "model.path": config.model.path,
         "model.reference": config.model.reference,
@@ -134,7 +134,7 @@ def _names(source: str | list[str]) -> list[str]:
 
 
 def training_inputs(config: Config) -> ProblemInputs:
-    """Read and check what `tandem train` needs. Raises UserError, as all of them do."""
+    """Read and check the inputs of `tandem train`. Raises UserError, as all of them do."""
     if config.model.reference and not config.rl.kl_coef:
         raise UserError(
             "a setting that would never be used",
@@ -149,7 +149,7 @@ def training_inputs(config: Config) -> ProblemInputs:
 
 
 def distill_inputs(config: Config) -> ProblemInputs:
-    """Read and check what `tandem distill` needs."""
+    """Read and check the inputs of `tandem distill`."""
     if not config.distill.teacher:
         raise _missing(
             "no teacher is named", "distill.teacher", "a Hugging Face directory or hub name"
@@ -199,7 +199,7 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
 
 
 def sft_inputs(config: Config) -> ChatInputs:
-    """Read and check what `tandem sft` needs."""
+    """Read and check the inputs of `tandem sft`."""
     if not config.sft.train:
         raise _missing("no chats are named", "sft.train", "a JSONL or Parquet file of chats")
     chats = read_rows(config.sft.train, parse_chat, key="sft.train")
@@ -223,12 +223,12 @@ def sft_inputs(config: Config) -> ChatInputs:
 
 
 def dpo_inputs(config: Config) -> PairInputs:
-    """Read and check what `tandem dpo` needs."""
+    """Read and check the inputs of `tandem dpo`."""
     return _pair_inputs(config, answer_pair, read_data(config, "eval.data"), "model.reference")
 
 
 def rm_inputs(config: Config) -> PairInputs:
-    """Read and check what `tandem rm` needs."""
+    """Read and check the inputs of `tandem rm`."""
     inputs = _pair_inputs(config, scored_pair, [])
     tokenizer = inputs.renderer.tokenizer
     if tokenizer.pad_token_id in {

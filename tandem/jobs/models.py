@@ -50,8 +50,8 @@ def build_learner(
 
 
 def build_reference(config: Config, policy: ExactModel) -> ExactModel:
-    """Return the frozen model of KL and DPO: the one that is named, the policy without its
-    adapters, or the starting weights."""
+    """Return the frozen model of KL and DPO: the named one, the policy without its adapters, or the
+    starting weights."""
     if config.lora.rank and not config.model.reference:
         return policy
     return load_model(config.model.reference or config.model.path)

@@ -44,8 +44,8 @@ from tandem.weights.in_process import InlineSync
 
 
 class OfflineJob:
-    """A job for train_loop.py over fixed items, in addressed shuffles; a subclass says what is
-    learned of them. sync and evaluator: of the engine that evaluates, if there is one."""
+    """A job for train_loop.py over fixed items, in addressed shuffles; a subclass learns from them.
+    sync and evaluator: of the engine that evaluates, if there is one."""
 
     learner_name = "policy"
 
@@ -83,13 +83,13 @@ class OfflineJob:
         return {} if self.evaluator is None else self.evaluator(done)
 
     def restore(self, done: int, state: dict[str, Any]) -> None:
-        """Do nothing: the number of the step is all the state there is."""
+        """Do nothing: the only state is the number of the step."""
 
     def wait_until_durable(self, done: int) -> None:
-        """Return at once: a checkpoint needs nothing else."""
+        """Return at once: a checkpoint needs no other file."""
 
     def stop_soon(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no thread waits."""
 
 
 class SFTJob(OfflineJob):
@@ -168,8 +168,8 @@ class RewardModelJob(PairJob):
 
 
 class LossWatch:
-    """Warns once if the loss of pairs has not moved: at a learning rate too small for the model it
-    stays at ln 2 = 0.693."""
+    """Warning, given once, if the loss of pairs has not moved: at a learning rate too small for the
+    model it stays at ln 2 = 0.693."""
 
     STEPS, MOVED = 10, 1e-3  # steps after the warm-up, and share of the first loss
 

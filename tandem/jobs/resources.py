@@ -1,6 +1,6 @@
 """Memory and disk that a run needs, by arithmetic over the shapes of its models.
 
-No weights are loaded; what one step computes comes on top.
+No weights are loaded; the computation of a step comes on top.
 """
 
 import os
@@ -24,7 +24,7 @@ class Machine:
     """Memory and disk that a run may use, in bytes."""
 
     memory: int  # of the machine, or of the container
-    disk: int  # free where the run folder is, and what the checkpoints there give back
+    disk: int  # free for the run folder, with the space that its old checkpoints give back
 
     @classmethod
     def here(cls, folder: Path) -> "Machine":
@@ -54,13 +54,13 @@ class Sizes:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of weights and moments of all that is trained."""
+        """Bytes of all trained weights and their moments."""
         critic = self.others.get("critic.path", 0)
         return 12 * (self.trained + (critic and (self.adapters or critic)))
 
 
 def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
-    """Return what a run of the command holds in float32."""
+    """List the memory of a run of the command, in float32."""
     policy, trained, adapters = sizes.policy, sizes.trained, sizes.adapters
     rollout, rank = config.rollout, config.lora.rank
     cache = rollout.cache_mb << 20
@@ -93,7 +93,7 @@ def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
 
 
 def disk(sizes: Sizes, config: Config) -> list[Need]:
-    """Return what a run writes, besides its episodes."""
+    """List the disk needs of a run, besides its episodes."""
     kept = config.run.keep_checkpoints
     checkpoints = f"weights and moments; {kept} kept while one is written"
     return [

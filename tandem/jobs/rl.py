@@ -56,14 +56,14 @@ class RLJob:
         self.stages.collector.progress.restore(state, groups)
 
     def wait_until_durable(self, done: int) -> None:
-        """Return at once: what a step was trained on is in the journal before it is trained."""
+        """Return at once: the episodes of a step are in the journal before it is trained."""
 
     def stop_soon(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no thread waits."""
 
 
 class AsyncRLJob(RLJob):
-    """The same with rollouts ahead of the training."""
+    """An RLJob with rollouts ahead of the training."""
 
     def __init__(
         self,
@@ -136,7 +136,6 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
                     journal=journal,
                 ),
                 sync=sync,
-                journal=journal,
             )
             journal.clean()
             if not config.rollout.staleness:

@@ -9,7 +9,7 @@ Four rules make it so (fp32, CPU; `probe` checks them on the machine at hand):
   4. the keys of queries x keys are stored by token on both sides (`query_key`), and MKL is in its
      strict mode (`numerics`).
 A layer attends by the plan it is given: `PackedPlan` for packed segments,
-`paged_attention.PagedPlan` in the engine. Nothing here knows sampling, losses or schedules.
+`paged_attention.PagedPlan` in the engine. This file knows no sampling, losses or schedules.
 """
 
 from collections import defaultdict
@@ -41,7 +41,7 @@ def query_key(query: Tensor, keys: Tensor) -> Tensor:
 def weigh(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Turn scores [n, K, R, g, L] into probabilities, in place but for the softmax.
 
-    mask bool [n, 1, R, 1, L] is true where a key is hidden.
+    mask bool [n, 1, R, 1, L] is true for hidden keys.
     """
     return scores.mul_(scale).masked_fill_(mask, float("-inf")).softmax(-1)
 
@@ -188,7 +188,8 @@ def _forward(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Saves q, k, v only; the backward pass computes probabilities again, bucket by bucket."""
+    """Autograd function over q, k, v; its backward computes probabilities again, bucket by
+    bucket."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
-"""Read a model directory's config.json as data, and refuse a model that cannot run exactly.
+"""A model directory's config.json, read as data; a model that cannot run exactly is refused.
 
 transformers takes many keys of that file as instructions: Python files to import (auto_map),
 attention kernels to fetch, quantizers, other weight files. So the file is read here, its model type
 must be one that Tandem knows, its numbers must be plausible, and only the fields that the type's
-config class declares are passed on. Nothing here knows weights.
+config class declares are passed on. This file knows no weights.
 """
 
 import dataclasses
@@ -143,7 +143,7 @@ def read_json(
 def refuse_adapter(path: str, where: str) -> None:
     """Raise UserError for an adapter beside the model.
 
-    transformers would load and merge it, and import what it names.
+    transformers would load and merge it, and import the modules that it names.
     """
     if _find(path, ADAPTER) is not None:
         raise UserError(
@@ -217,7 +217,7 @@ def _implausible_values(config: Any) -> list[str]:
 
 
 def why_not_exact(config: Any) -> list[str]:
-    """List why the exact engine cannot run this transformers config; empty when it can."""
+    """List why the exact engine cannot run this transformers config; empty if it can."""
     if config.model_type not in EXACT_ARCHITECTURES:
         return [f"architecture {config.model_type}"]
     reasons = []
@@ -239,7 +239,7 @@ def head_size(config: Any) -> int:
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """Return the sliding window of a layer; None where it sees every token before."""
+    """Return the sliding window of a layer; None if it sees every token before."""
     types = getattr(config, "layer_types", None)
     full = types is not None and types[layer] != "sliding_attention"
     return None if full else getattr(config, "sliding_window", None)
@@ -254,7 +254,8 @@ def _is_positive(value: Any) -> bool:
 
 
 def _no_model(path: str, key: str) -> UserError:
-    """Say what lies at path instead of a model directory, and the command that leads to one."""
+    """Say what lies at path instead of a model directory, and name the command that leads to
+    one."""
     folder = Path(path)
     next_command = "tandem tiny DIR makes a tiny model; or give a hub name such as Qwen/Qwen3-0.6B"
     if folder.is_file():

@@ -29,7 +29,7 @@ def divergences(student: Head, teacher: Head, temperature: float, divergence: Di
 
 
 class _Divergences(torch.autograd.Function):
-    """Saves hidden states only; the backward pass computes both models' logits again."""
+    """Autograd function over hidden states; its backward computes both models' logits again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Exact mixture of experts: transformers' router and experts on the exact linear.
 
 One expert runs at a time, so a token's output is the sum over its experts in the order of their
-numbers and does not depend on what other tokens chose. No load-balancing loss is added.
+numbers and does not depend on the choices of other tokens. No load-balancing loss is added.
 """
 
 from typing import Any

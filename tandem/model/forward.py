@@ -51,7 +51,7 @@ def teacher_divergences(
     temperature: float,
     divergence: Divergence,
 ) -> Tensor:
-    """Compute the divergence over the vocabulary where each target was sampled, float32 [N]."""
+    """Compute the divergence over the vocabulary at the place of each target, float32 [N]."""
     with torch.no_grad():
         teacher_head = _head(teacher, batch)
     return divergences(_head(student, batch), teacher_head, temperature, divergence)

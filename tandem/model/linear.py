@@ -8,8 +8,8 @@ than one.
 
 Backward is plain matmul: gradients are deterministic, not batch-invariant, and made only where
 wanted. A pack is renewed by the version counters of the weight and of its adapter, so a stale one
-cannot be used. Where oneDNN's operators are missing, rows are padded to a multiple of 4 for plain
-`F.linear`; `probe` tells whether that is exact on the machine at hand. Nothing here knows layers.
+cannot be used. If oneDNN's operators are missing, rows are padded to a multiple of 4 for plain
+`F.linear`; `probe` tells whether that is exact on the machine at hand. This file knows no layers.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tandem.model.triton.dispatch import triton_for
 
-# The one place where private PyTorch operators are looked for.
+# The one place that looks for private PyTorch operators.
 HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
 )
@@ -89,7 +89,7 @@ class Part(NamedTuple):
 class PackedWeight:
     """The pack of one weight, or of several stacked.
 
-    It is renewed when a weight has changed in place (an optimizer step, a load).
+    It is renewed once a weight has changed in place (an optimizer step, a load).
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class ExactLinear(nn.Module):
     """nn.Linear with the exact forward, on the same parameters, so names and ties stay.
 
     With an adapter (lora_A, lora_B) it runs the merged weight. While `base_only` is set it runs the
-    base weight alone, from a second pack that is kept; set it only where there is an adapter.
+    base weight alone, from a second pack that is kept; set it only if there is an adapter.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Load a Hugging Face causal language model with Tandem's exact layer, linear and attention.
+"""A Hugging Face causal language model with Tandem's exact layer, linear and attention.
 
 With `head="value"` it is a value model, whose head gives one number a token and which no engine
 runs. The module stays transformers' own, parameter names included, so a checkpoint is a plain
 Hugging Face directory. A model that cannot be exact is refused by name, before any work
-(config_file.py). Nothing here knows sampling or training.
+(config_file.py). This file knows no sampling or training.
 """
 
 import copy
@@ -188,7 +188,7 @@ def load_model(path: str, lora: Lora | None = None, *, head: HeadKind = "tokens"
     """Load a directory or hub name as an exact float32 model, with a new adapter if lora is given.
 
     A value model made of a language model, which has no `score.weight`, starts with a score of
-    exactly zero. Raises UserError when the model is missing or not exact.
+    exactly zero. Raises UserError if the model is missing or not exact.
     """
     config = check_model(path, head=head)
     check_sums(path)
@@ -212,7 +212,7 @@ def unfilled_model(path: str, *, head: HeadKind = "tokens") -> ExactModel:
 def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
     """Make the module of check_model's config without storage, on the meta device.
 
-    Raises UserError where transformers cannot make it.
+    Raises UserError if transformers cannot make it.
     """
     try:
         with torch.device("meta"):

@@ -3,7 +3,7 @@ trainer.
 
 The engine calls `log_distribution` on the rows it decodes. The trainer calls `token_logprobs`,
 which runs the same function chunk by chunk and never holds [N, V]. Equal logits therefore give
-equal log-probs, with repetition penalty, temperature, top-k, top-p and min-p. Nothing here knows
+equal log-probs, with repetition penalty, temperature, top-k, top-p and min-p. This file knows no
 batches or losses.
 """
 
@@ -32,7 +32,7 @@ class SeenTokens:
     tokens: Tensor
 
 
-# Makes the pairs of predictions start .. stop - 1 when their chunk is computed.
+# Makes the pairs of predictions start .. stop - 1 once their chunk is computed.
 SeenBefore = Callable[[int, int], SeenTokens]
 
 
@@ -54,9 +54,9 @@ def log_distribution(
     """Turn penalized logits [N, V] into log-probs [N, V] after temperature, top-k, top-p and min-p.
 
     Filtered tokens get -inf. forced int64 [N] names tokens that pass the filters in any case. The
-    engine never needs it, because it sampled from what was kept. The trainer does after an update
+    engine never needs it, because it sampled from the kept set. The trainer does after an update
     has moved a sampled token out of the set: the ratio stays finite, and unbiased on the first
-    pass, where the sets are equal. Ties at the edge are all kept, so no sort order matters. A row's
+    pass, whose sets are equal. Ties at the edge are all kept, so no sort order matters. A row's
     bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
     """
     tempered = logits if sampling.temperature in (0.0, 1.0) else logits / sampling.temperature
@@ -100,7 +100,7 @@ def token_logprobs(
 
     weight: the output projection [V, D]; packed: its pack.
     seen: needed with a repetition penalty.
-    expected: float32 [N], the gradient that the log-probs will receive, where the loss knows it
+    expected: float32 [N], the gradient that the log-probs will receive, if the loss knows it
         beforehand. The gradients are then made while the logits are at hand. If another gradient
         arrives, the backward pass computes the logits again.
     entropy: whether to compute it, in three passes over the logits; it is zero otherwise.
@@ -109,7 +109,8 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Saves hidden states only; unless `expected` held, the backward pass repeats the logits."""
+    """Autograd function over hidden states; its backward repeats the logits unless `expected`
+    held."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685): made and saved with PEFT, run by Tandem.
 
-A PEFT layer exists only between `add_adapter` and `make_exact`, where `exact_adapted` replaces it.
-No other file knows PEFT. It is imported when the first adapter is wanted.
+A PEFT layer exists only between `add_adapter` and `make_exact`, in which `exact_adapted` replaces
+it. No other file knows PEFT. It is imported for the first adapter.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def add_adapter(module: Any, lora: Lora) -> None:
         torch.manual_seed(lora.seed)
         peft.inject_adapter_in_model(config, module)
     if module.get_output_embeddings() is None:
-        module.score.requires_grad_(True)  # a new head has nothing to start from
+        module.score.requires_grad_(True)  # a new head is always trained
 
 
 def exact_adapted(layer: Any) -> ExactLinear:
@@ -137,7 +137,7 @@ def _peft_config(peft: Any, lora: Lora, linears: Sequence[str]) -> Any:
 
 
 def require_peft() -> Any:
-    """Import PEFT. Raises UserError where it is not installed."""
+    """Import PEFT. Raises UserError if it is not installed."""
     try:
         import peft
     except ImportError:

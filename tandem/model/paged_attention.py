@@ -68,7 +68,7 @@ class Runs:
 
 
 class PagedPlan:
-    """Writes the new tokens' keys and values into their pages, then attends.
+    """Plan that writes the new tokens' keys and values into their pages, then attends.
 
     keys and values: per layer [pages, K, PAGE, E]; heads: query heads.
     """

@@ -1,4 +1,4 @@
-"""Contract D7: test exactness on the machine at hand, at the model's own shapes, before a run.
+"""Contract D7: a test of exactness on the machine at hand, at the model's own shapes, before a run.
 
 Two questions. *Parity*: does a token have the same bits in the trainer's packed pass and in the
 engine's prefill and decode? *Threads*: do forward and backward pass have the same bits with one
@@ -28,7 +28,7 @@ from tandem.types import SamplingDistribution
 # Row counts at which kernels were seen to change, and those around a block of queries.
 ROWS = (*SHORT, *LONG)
 PACKED_ROWS = 640  # rows of a packed pass
-# Rows of the output projection, where a row costs as much as a layer; a chunk's rows are added.
+# Rows of the output projection: one costs as much as a layer. A chunk's rows are added.
 HEAD_ROWS = (4, 32)
 GRADIENT_ROWS, HEAD_GRADIENT_ROWS = 330, 37
 MANY_ROWS = 1100  # rows for the gradient of the smallest linear
@@ -88,7 +88,7 @@ def _linears_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
         else:
             drawn = torch.randint(1, PACKED_ROWS, (3,), generator=noise).tolist()
             counts = [*ROWS, *drawn, PACKED_ROWS]
-        if HAS_PREPACKED:  # what is rounded up to the same count is the same product
+        if HAS_PREPACKED:  # counts that round up to the same number are the same product
             counts = sorted({padded_rows(rows): rows for rows in counts}.values())
         x = torch.randn(counts[-1], inputs, generator=noise)
         counts = _differing_counts(linear, x, counts[:-1])

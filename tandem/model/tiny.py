@@ -1,4 +1,4 @@
-"""Write a model small enough to train on a laptop in a minute: a random Qwen3 and a tokenizer.
+"""A model small enough to train on a laptop in a minute: a random Qwen3 and a tokenizer.
 
     tandem tiny DIR
 

@@ -1,7 +1,7 @@
-"""Load a model directory's tokenizer and decode tokens, the same in every process.
+"""A model directory's tokenizer and its decoding of tokens, the same in every process.
 
 The driver's renderer and the engine of a rollout worker share it, so a completion's text does not
-depend on where it was made. Knows no chat template and no weights; transformers is imported when a
+depend on its process. Knows no chat template and no weights; transformers is imported when a
 tokenizer is loaded.
 """
 

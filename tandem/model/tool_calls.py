@@ -1,4 +1,4 @@
-"""Read the tool calls in a model's text, in the formats of Qwen, Hermes, Llama and Mistral.
+"""The tool calls in a model's text, in the formats of Qwen, Hermes, Llama and Mistral.
 
     hermes       <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>
                  Hermes, Qwen2.5 and Qwen3
@@ -12,10 +12,10 @@
                  the marker is a special token, which a decoded text lacks
     auto         the format whose markers the text has; a call without one must name a known tool
 
-Nothing raises: a call that cannot be read is a BadCall with a reason for the model. Thoughts, up to
-the last </think>, are not read. Environments and the server share this reader, so what is trained
-is what is served. Of tools it knows the names and, for arguments written as text, the types of the
-schema; nothing is evaluated.
+No error is raised: a malformed call is a BadCall with a reason for the model. Thoughts, up to the
+last </think>, are not read. Environments and the server share this reader, so training and
+serving agree. Of tools it knows the names and, for arguments written as text, the types of the
+schema. No text is evaluated.
 """
 
 import ast
@@ -111,7 +111,7 @@ def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
 
 
 def _argument_types(tool: Tool) -> dict[str, object]:
-    """Look up the JSON type of each of a tool's parameters, where its schema names one."""
+    """Look up the JSON type of each of a tool's parameters that its schema gives one."""
     match tool:
         case {"function": {"parameters": {"properties": dict(properties)}}}:
             return {

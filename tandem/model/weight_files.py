@@ -1,4 +1,4 @@
-"""Check the weight files of a model directory before transformers opens them.
+"""Checks of the weight files of a model directory before transformers opens them.
 
 They must be safetensors inside the directory, as exported, and as many numbers as config.json
 describes: transformers fills missing ones with random numbers, however much memory that takes.
@@ -43,7 +43,7 @@ def check_weights(path: str, parameters: int = 0) -> None:
 
 
 def check_sums(path: str) -> None:
-    """Raise UserError where weights differ from SHA256SUMS; a directory without it passes."""
+    """Raise UserError if weights differ from SHA256SUMS; a directory without it passes."""
     folder = Path(path)
     if not (folder / SUMS).is_file():
         return
@@ -58,7 +58,7 @@ def check_sums(path: str) -> None:
 def _weight_files(folder: Path) -> list[Path]:
     """List the safetensors files that transformers will read.
 
-    Raises UserError, and ValueError for an index that is not one.
+    Raises UserError, and ValueError for a malformed index.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]

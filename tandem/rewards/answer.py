@@ -19,13 +19,13 @@ TEXT_CHARS = 2_000  # the final answer is near the end; a longer tail only costs
 
 
 def score(text: str, answer: str, loading: Loading = ignore_loading) -> float:
-    """1.0 if the final answer of text equals answer, else 0.0.
+    """Return 1.0 if the final answer of text equals answer, else 0.0.
 
     loading: called with True before Math-Verify is imported (0.5 s once, more on a cold disk) and
     with False after, so that a caller with a time limit can allow for it.
     """
-    found = extract(text)
-    return float(found is not None and equal(found, answer, loading))
+    final = extract(text)
+    return float(final is not None and equal(final, answer, loading))
 
 
 # ---------------------------------------------------------------- the final answer of a completion
@@ -55,28 +55,28 @@ _BETWEEN_BOXES = re.compile(
 
 
 def extract(text: str) -> str | None:
-    r"""The final answer as written; None without one, or if it is taken back.
+    r"""Return the final answer as written; None without one, or if it is taken back.
 
     Example: "**Answer:** $5$." gives "$5$.". Boxes with nothing but commas, "and" or "or" between
     them are one answer: "\boxed{2} and \boxed{3}" gives "2, 3".
     """
     text = text[-TEXT_CHARS:]
-    found = _last_boxed(text)
+    candidate = _last_boxed(text)
     for match in list(_ANSWER.finditer(text))[-1:]:
         lines = [line for line in text[match.end() :].splitlines() if line.strip(MARKUP)]
         start = text.index(lines[0], match.end()) if lines else len(text)
-        if lines and (found is None or found[1] < start + len(lines[0])):
-            found = _last_boxed(lines[0]) or (lines[0], 0)
-            found = found[0], start + found[1]
-    return None if found is None or _TAKEN_BACK.search(text, found[1]) else found[0]
+        if lines and (candidate is None or candidate[1] < start + len(lines[0])):
+            candidate = _last_boxed(lines[0]) or (lines[0], 0)
+            candidate = candidate[0], start + candidate[1]
+    return None if candidate is None or _TAKEN_BACK.search(text, candidate[1]) else candidate[0]
 
 
 _BOX = re.compile(r"\\f?boxed\s*\{([^{}]*)\}")
 
 
 def _last_boxed(text: str) -> tuple[str, int] | None:
-    r"""The content of the last complete \boxed{...}, or of the last ones that belong together, and
-    the place of the first of them.
+    r"""Find the content of the last complete \boxed{...}, or of the last ones that belong together,
+    and the place of the first of them.
 
     A truncated box at the very end does not hide the one before.
     """
@@ -97,7 +97,7 @@ def _last_boxed(text: str) -> tuple[str, int] | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    r"""The place of the brace that closes the one before start; \{ and \} are not braces."""
+    r"""Find the brace that closes the one before start; \{ and \} are not braces."""
     depth = 1
     for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += {"{": 1, "}": -1}.get(match[0], 0)

@@ -1,5 +1,5 @@
-r"""Compares two answers: as text, as a choice, as numbers, or as formulas; lists, sets and tuples
-member by member.
+r"""The comparison of two answers: as text, as a choice, as numbers, or as formulas; lists, sets and
+tuples member by member.
 
 Numbers are compared exactly as fractions, with their units, and nothing is evaluated: when the
 truth is a number, `2+3` is not 5, because paying for arithmetic left undone pays for repeating the
@@ -78,7 +78,7 @@ def equal(found: str, truth: str, loading: Loading = ignore_loading) -> bool:
 
 
 def _key(text: str) -> str:
-    """The form to compare as a string: words in any case and without their article, a choice
+    """Return the form to compare as a string: words in any case and without their article, a choice
     without its parentheses."""
     text = re.sub(r" ?([,;]) ?", r"\1", without_fonts(text)).strip(" .")
     text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)
@@ -88,14 +88,13 @@ def _key(text: str) -> str:
 
 
 def _same_verdict(one: str, other: str) -> bool:
-    """Compare yes, no, true or false with a text that begins with it, "yes, because ..."."""
+    """Compare yes, no, true or false with the beginning of a text, "yes, because ..."."""
     words = re.findall(r"[a-z]+", one)
     return words[:1] == [other] and _VERDICTS.isdisjoint(words[1:]) and one[len(words[0])] in ",;:."
 
 
 def _same_choice(one: str, other: str, loading: Loading) -> bool:
-    """Compare two choices by their letters; a choice's text counts where the other names no
-    letter."""
+    """Compare two choices by their letters; a choice's text counts if the other names no letter."""
     guess = _CHOICE.fullmatch(one) or _CHOICE.fullmatch(_LEAD.sub("", one, count=1))
     truth = _CHOICE.fullmatch(other)
     assert truth is not None
@@ -135,7 +134,7 @@ def _same(one: str, other: str, loading: Loading) -> bool:
 
 
 def _matched(ones: list[str], others: list[str], loading: Loading) -> bool:
-    """Pair each of ones with another of others, in any order; False where one has no partner."""
+    """Pair each of ones with another of others, in any order; False if one has no partner."""
     left = list(others)
     for one in ones:
         partner = next((other for other in left if _same(one, other, loading)), None)
@@ -146,8 +145,8 @@ def _matched(ones: list[str], others: list[str], loading: Loading) -> bool:
 
 
 def _by_name(items: list[str]) -> list[str]:
-    """The point of coordinates that are named one by one, ["(3,-1)"] for x=3 and y=-1; any other
-    list unchanged."""
+    """Return the point of coordinates named one by one, ["(3,-1)"] for x=3 and y=-1; any other list
+    unchanged."""
     named = sorted(split_name(item) for item in items)
     names = {name for name, _ in named}
     point = "" not in names and len(names) == len(items)
@@ -166,7 +165,7 @@ _BRACES = re.compile(r"\\\{(.*)\\\}|\{(.*,.*)\}")
 
 
 def _members(text: str) -> list[str]:
-    r"""The members of a set, of a list without brackets, of a union; else the text alone.
+    r"""List the members of a set, of a list without brackets, of a union; else the text alone.
 
     "\pm" makes two members. A name before "\in" or before the equals sign of a set is left out.
     """
@@ -220,7 +219,7 @@ _TWO_SIDED = re.compile(
 
 
 def _as_interval(text: str) -> str:
-    r"""An inequality of one variable as its interval, "1<x\le 2" as "(1,2]"; any other text
+    r"""Write an inequality of one variable as its interval, "1<x\le 2" as "(1,2]"; any other text
     unchanged."""
     text = re.sub(r"\s*(\\[lg]e)(?![A-Za-z])\s*", r"\1 ", text)
     if match := _TWO_SIDED.fullmatch(text):
@@ -242,7 +241,8 @@ _MATRIX = re.compile(
 
 
 def _as_rows(text: str) -> str:
-    r"""A matrix as its rows, "[[1,2],[3,4]]", a column as "[1,2]"; any other text unchanged."""
+    r"""Write a matrix as its rows, "[[1,2],[3,4]]", a column as "[1,2]"; any other text
+    unchanged."""
     match = _MATRIX.fullmatch(text)
     if match is None:
         return text
@@ -280,7 +280,7 @@ _MEASURED = re.compile(r"(.*[0-9)}a-z°!]) ([A-Za-z/^0-9 ]+)")
 
 
 def _without_unit(formula: str) -> tuple[str, str]:
-    r"""A formula and the unit behind it: "2\pi" and "cm" of "2\pi\text{ cm}"; no unit is ""."""
+    r"""Split a formula from its unit: "2\pi" and "cm" of "2\pi\text{ cm}"; no unit is ""."""
     match = _MEASURED.fullmatch(re.sub(" +", " ", without_fonts(formula, r" \1 ")).strip())
     unit = parse_unit(match[2]) if match and "=" not in formula else None
     return (match[1], unit) if match and unit and not unit.isdigit() else (formula, "")
@@ -305,7 +305,7 @@ def _is_math(text: str) -> bool:
 
 
 def _math_verify(found: str, truth: str, loading: Loading) -> bool:
-    """Math-Verify's verdict, without its alarms: they need the main thread, and cannot stop C."""
+    """Ask Math-Verify, without its alarms: they need the main thread, and cannot stop C."""
     first = "math_verify" not in sys.modules
     if first:
         loading(True)

@@ -1,4 +1,4 @@
-r"""Parses numbers and units as answers write them: exact values, one name for each unit.
+r"""A parser of numbers and units as answers write them: exact values, one name for each unit.
 
 Nothing is evaluated: `2+3` is no number, while `3\times 10^8`, the way to write a large one, is.
 Knows neither completions nor the right answer.
@@ -92,9 +92,10 @@ _UNIT_WORD = re.compile(r"[A-Za-zµ°%$€£¢]+|\\\$|[/^]|[23]|-[12](?![0-9])")
 
 
 def parse_unit(text: str, spaced: bool = True) -> str | None:
-    """The unit that text names, e.g. "km/h" for "kilometers per hour"; None for any other text.
+    """Return the unit named by text, e.g. "km/h" for "kilometers per hour"; None for any other
+    text.
 
-    spaced: it stands apart from its number. Only then may a unit be one letter, or a longer word
+    spaced: the unit stands apart from its number. Only then may it be one letter, or a longer word
     that no table has: "5 apples".
     """
     words = _UNIT_WORD.findall(text := re.sub(r"\\cdot|[{}.\s]+", " ", text))
@@ -108,12 +109,12 @@ def parse_unit(text: str, spaced: bool = True) -> str | None:
             parts.append(_AFTER[word])
         else:
             forms = (word, word.removesuffix("s"), word.removesuffix("es"))
-            known = next((form for form in forms if form in _UNITS), "")
-            if not known and (not spaced or _NO_UNIT.fullmatch(word) or len(word) < 3):
+            known_form = next((form for form in forms if form in _UNITS), "")
+            if not known_form and (not spaced or _NO_UNIT.fullmatch(word) or len(word) < 3):
                 return None
-            if known and not spaced and len(word) == 1 and word.isalpha():
+            if known_form and not spaced and len(word) == 1 and word.isalpha():
                 return None
-            parts.append((_UNITS[known] if known else word.removesuffix("s")) + power)
+            parts.append((_UNITS[known_form] if known_form else word.removesuffix("s")) + power)
             power = ""
     unit = " ".join(parts)
     unit = re.sub(r"(\w+) \^ -([12])", lambda m: f"/{m[1]}{'^2' * (m[2] == '2')}", unit)
@@ -154,13 +155,13 @@ _CURRENCY = re.compile(r"([+-]?)(\\\$|[$€£]|USD|US\\\$) ?([+-]?[0-9.].*)")
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """The name before an equals sign and the rest, e.g. "x" and "5" of "x=5"; no name is ""."""
+    """Split off the name before an equals sign, e.g. "x" and "5" of "x=5"; no name is ""."""
     match = _NAME.fullmatch(text)
     return (match[1], match[2]) if match else ("", text)
 
 
 def parse_number(text: str) -> Number | None:
-    r"""The number that text writes; None for any other text, or more than NUMBER_CHARS.
+    r"""Read text as a number; None for any other text, or more than NUMBER_CHARS.
 
     Integers, decimals, `1,000`, `1e-5`, `3\times 10^8`, `a/b`, `\frac{a}{b}`, `1\frac{1}{2}`,
     `0.\overline{3}`, with a sign, parentheses, `%`, `x =`, a currency before it, a unit behind it.
@@ -178,7 +179,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def _unwrapped(text: str) -> str:
-    """Text without one pair of brackets around all of it."""
+    """Remove one pair of brackets around all of a text."""
     match = re.fullmatch(r"\(([^()]*)\)|\\\{([^{}]*)\\\}|\{([^{}]*)\}", text)
     return text if match is None else match[match.lastindex or 0].strip()
 
@@ -203,7 +204,7 @@ _IN_PROSE = re.compile(rf"(?<![\w.,/])[+-]?{_UNSIGNED}(?:/{_UNSIGNED})?%?")
 
 
 def written_numbers(text: str) -> list[str]:
-    """The numbers in a text, for parse_number: "2" and "-3.5" of "2 cats and -3.5 dogs."."""
+    """Find the numbers in a text, for parse_number: "2" and "-3.5" of "2 cats and -3.5 dogs."."""
     return _IN_PROSE.findall(re.sub(r"[−–]", "-", text))
 
 
@@ -242,7 +243,7 @@ def _ratio(sign: str, above: str, below: str) -> Fraction | None:
 def same_number(one: Number, other: Number) -> bool:
     """Compare values. A name or a unit may be left out, but not differ, nor may quantities.
 
-    50% is 0.5, and is 50 where the question asked for a percentage. 0.5% is not 0.5, which may be a
+    50% is 0.5, and is 50 if the question asked for a percentage. 0.5% is not 0.5, which may be a
     share.
     """
     if one.name and other.name and one.name != other.name:
@@ -271,7 +272,8 @@ _BASED = re.compile(
 
 
 def parse_based(text: str) -> tuple[str, int] | None:
-    """Digits and base of a number, e.g. ("-1f", 16) for "-1F_{16}"; the base is 0 if not named."""
+    """Split a number into digits and base, e.g. ("-1f", 16) for "-1F_{16}"; 0 if no base is
+    named."""
     match = _BASED.fullmatch(without_fonts(normal(text)).replace("{", "").replace("}", ""))
     if match is None:
         return None

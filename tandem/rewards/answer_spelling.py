@@ -78,8 +78,8 @@ _NO_NUMBERS = {"nan", "inf", "infinity"}
 
 
 def normal(text: str) -> str:
-    """One spelling of an answer, without markup, in ASCII, with equal spaces and fractions; "" if
-    it cannot be an answer."""
+    """Return one spelling of an answer, without markup, in ASCII, with equal spaces and fractions;
+    "" if it cannot be an answer."""
     text = text.translate(_CHARACTERS).strip(MARKUP + "$").rstrip(".").strip(MARKUP + "$")
     text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", text)
     for pattern, replacement in _REWRITES:
@@ -94,6 +94,6 @@ _WRAPPED = re.compile(
 
 
 def without_fonts(text: str, put: str = r"\1") -> str:
-    r"""Text without `\text{...}` and its like around words. put: the replacement, where `\1` are
-    the words."""
+    r"""Remove `\text{...}` and its like around words. put: the replacement, in which `\1` are the
+    words."""
     return _WRAPPED.sub(put, text)

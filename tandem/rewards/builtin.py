@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 def find(name: str) -> Function:
-    """The function of that name; raises BadFunction. Those that import much are imported here."""
+    """Return the function of that name, imported here if it imports much; raises BadFunction."""
     match name:
         case "code":
             from tandem.rewards.code import code_reward
@@ -52,7 +52,7 @@ def find(name: str) -> Function:
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse options whose values cannot work, before the first item; raises BadFunction."""
+    """Refuse impossible values of options, before the first item; raises BadFunction."""
     match name:
         case "regex":
             try:
@@ -93,7 +93,7 @@ def from_checker(name: str, checker: Function) -> Function:
 
 
 def answer(problem: Problem, completion: str, loading: Loading = ignore_loading) -> float:
-    """1 if the final answer is the ground truth, as number, list, text, choice or formula
+    """Return 1 if the final answer is the ground truth, as number, list, text, choice or formula
     (answer.py)."""
     return score(completion, problem.answer, loading)
 
@@ -101,7 +101,7 @@ def answer(problem: Problem, completion: str, loading: Loading = ignore_loading)
 def exact(
     problem: Problem, completion: str, *, strip: bool = True, casefold: bool = False
 ) -> float:
-    """1 if the whole completion is the ground truth."""
+    """Return 1 if the whole completion is the ground truth."""
     texts = [completion, problem.answer]
     texts = [text.strip() for text in texts] if strip else texts
     one, other = [text.casefold() for text in texts] if casefold else texts
@@ -111,8 +111,9 @@ def exact(
 def numeric(
     problem: Problem, completion: str, *, tolerance: float = 1e-6, relative: float = 0.0
 ) -> float:
-    """1 if the final answer, else the last number of the completion, is near the ground truth:
-    |number - truth| <= max(tolerance, relative x |truth|). 50% is 0.5. Compared as fractions."""
+    """Return 1 if the final answer, else the last number of the completion, is near the ground
+    truth: |number - truth| <= max(tolerance, relative x |truth|). 50% is 0.5. Compared as
+    fractions."""
     parsed = parse_number(problem.answer)
     if parsed is None:
         raise _bad_answer(problem, "a number")
@@ -124,8 +125,8 @@ def numeric(
 
 
 def _number(completion: str) -> Number | None:
-    """The number of the final answer; in an answer with words ("about 3.1 cm") the only number, as
-    two are two guesses."""
+    """Read the number of the final answer; in an answer with words ("about 3.1 cm") the only
+    number, as two are two guesses."""
     final = extract(completion)
     if final is None:
         written = written_numbers(completion[-TEXT_CHARS:])[-1:]
@@ -142,8 +143,8 @@ _CHOICE = re.compile(r"[(\[]?([A-Za-z])(?:[)\].:,]|\s|$)")
 
 
 def choice(problem: Problem, completion: str) -> float:
-    """1 if the chosen letter is the ground truth's: the letter of the final answer ("Answer: (B)
-    12"), else the last one in parentheses, else one alone in the last line."""
+    """Return 1 if the chosen letter is the ground truth's: the letter of the final answer ("Answer:
+    (B) 12"), else the last one in parentheses, else one alone in the last line."""
     truth = _CHOICE.match(problem.answer.strip())
     if truth is None:
         raise _bad_answer(problem, "a letter")
@@ -163,7 +164,7 @@ def _letter(text: str) -> str:
 
 
 def regex(problem: Problem, completion: str, *, pattern: str = "", full: bool = False) -> float:
-    """1 if the pattern is found (full: matches all of the stripped completion).
+    """Return 1 if the pattern is found (full: matches all of the stripped completion).
 
     The pattern is the option, else metadata["pattern"], else the answer.
     """
@@ -189,7 +190,7 @@ def format_of_tags(
     opened: bool = False,
     rest: bool = True,
 ) -> float:
-    """1 if the completion is <think>...</think> and then text.
+    """Return 1 if the completion is <think>...</think> and then text.
 
     tags: each once, in order, not empty, with nothing before or between them. opened: the prompt
     has opened the first one. rest: text must follow the last; else none may.
@@ -208,8 +209,8 @@ def format_of_tags(
 def length(
     problem: Problem, completion: str, *, target: int = 0, limit: int = 0, unit: str = "characters"
 ) -> float:
-    """1 up to `target` characters (or words), falling evenly to 0 at `limit`; a negative weight
-    makes it a penalty."""
+    """Return 1 up to `target` characters (or words), falling evenly to 0 at `limit`; a negative
+    weight makes it a penalty."""
     if unit not in ("characters", "words"):
         raise BadValue(f"length: unit is {unit!r}, expected characters or words")
     size = len(completion) if unit == "characters" else len(completion.split())
@@ -220,14 +221,14 @@ def length(
 
 
 def env(problem: Problem, completion: str, attempt: Attempt) -> dict[str, float]:
-    """The environment's reward, the sum of all turns; its other numbers are parts."""
+    """Return the environment's reward, the sum of all turns; its other numbers are parts."""
     reward = _given(attempt, "env", "this environment gives no reward: set env.name")
     others = attempt.env_rewards.items()
     return {**{k: v for k, v in others if k not in ("env", "reward_model")}, "reward": reward}
 
 
 def reward_model(problem: Problem, completion: str, attempt: Attempt) -> float:
-    """The score of reward.model, which the trainer has asked."""
+    """Return the score of reward.model, which the trainer has asked."""
     return _given(attempt, "reward_model", "no reward model was asked: set reward.model")
 
 

@@ -1,14 +1,13 @@
 """The reward function `code`: the share of a problem's tests that a completion's program passes.
 
 The program runs in a sandbox that no expected value ever enters. Its results are text or plain
-data, compared here, so a program can print "passed", exit with 0, replace builtins or return an
-object that equals everything, and gains nothing. code_tests.py reads the tests.
+data, compared here. So it gains nothing by printing "passed", exiting with 0, replacing builtins or
+returning an object that equals everything. code_tests.py reads the tests.
 
 An assert of `call == constant` is a function call with an expected value. Any other script runs in
 a sandbox of its own beside the solution's, and reaches the solution by messages only
 (code_inside.py); that needs a sandbox on this machine. MBPP's `test_imports` and `test_setup_code`
-come before each script. Knows neither models nor training, and of isolation only the sandbox's
-Protocol.
+come before each script. Knows neither models nor training, and only the Protocol of the sandbox.
 """
 
 import json
@@ -37,7 +36,7 @@ from tandem.runtime.sandbox import (
 )
 from tandem.types import Problem
 
-ANSWER_BYTES = 2**20  # of what a program prints in one test, or returns in all of them
+ANSWER_BYTES = 2**20  # of a program's output in one test, or its return values in all
 _INSIDE = ("python", "-S", "code_inside.py")
 
 
@@ -56,11 +55,11 @@ def code_reward(
 
     Parts: `passed`, that share, and `tests`, their number.
     sandbox: the config's section, or an open one.
-    timeout_s: wall clock of all tests together; those that it does not reach have failed, so keep
-        it below reward.timeout_s.
+    timeout_s: wall clock of all tests together; tests not reached have failed, so keep it below
+    reward.timeout_s.
     test_timeout_s: wall clock of one process.
     tolerance: relative, between numbers.
-    Raises UserError for a problem without readable tests, SandboxFailed where the sandbox did not
+    Raises UserError for a problem without readable tests, SandboxFailed if the sandbox did not
     work.
     """
     tests, columns = read_tests(problem)
@@ -102,7 +101,7 @@ class _TestRun:
     tolerance: float
 
     def passed(self, tests: Sequence[Test], all_or_nothing: bool) -> list[bool]:
-        """Run the tests, kind by kind, and tell for each whether it passed.
+        """Run the tests, kind by kind, and return for each whether it passed.
 
         all_or_nothing: only all together count, so the first failure ends it.
         """
@@ -117,7 +116,7 @@ class _TestRun:
         return verdicts
 
     def _next_limits(self) -> Limits | None:
-        """The limits of the next run; None where there is no time for one."""
+        """Return the limits of the next run; None if there is no time for one."""
         left = self.deadline - time.monotonic()
         return replace(self.limits, wall_s=min(left, self.limits.wall_s)) if left > 0 else None
 
@@ -141,7 +140,7 @@ class _TestRun:
         return (verdicts + [False] * len(tests))[: len(tests)]
 
     def _call(self, tests: Sequence[CallTest], limits: Limits) -> tuple[list[bool], bool]:
-        """Verdicts on the calls that were answered, and whether time sufficed for all. A reply is
+        """Return verdicts on the answered calls, and whether time sufficed for all. A reply is
         trusted to be a value, and no more."""
         requests = "".join(repr(test.expression) + "\n" for test in tests)
         result = self.sandbox.run(

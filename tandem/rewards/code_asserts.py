@@ -1,8 +1,8 @@
-"""Reads test scripts: finds those of nothing but asserts of `call == constant`, and needed names.
+"""A reader of test scripts: finds scripts of only asserts of `call == constant`, and needed names.
 
 Such an assert is taken apart here, so that the call goes to the solution and the constant does not.
-A script is taken apart as a whole or not at all, and only where a call certainly holds nothing of
-the expected value: no comparison, no name that the script itself has made.
+A script is taken apart as a whole or not at all, and only if its calls certainly hold nothing of
+the expected value: no comparison, no name of the script's own.
 
 Runs nothing, and knows neither sandboxes nor scores.
 
@@ -54,31 +54,31 @@ class CallTest:
 
 
 def calls(script: str, entry_point: str = "", before: Sequence[str] = ()) -> list[CallTest]:
-    """The asserts of a script; none if there is anything else in it.
+    """Read the asserts of a script; none if there is anything else in it.
 
-    entry_point: the function that HumanEval's `check(candidate)` tests; with one, no other call is
-    the solution's. before: statements that make names for the script.
+    entry_point: the function under HumanEval's `check(candidate)`; with one, no other call is the
+    solution's. before: statements that make names for the script.
     """
     tree = ast.parse(script)
     of_solution = _imported(tree)
     made = (bound(tree) | bound(ast.parse("\n".join(before))) | set(modules(script))) - of_solution
     if entry_point or of_solution:
         made |= _names(tree) - {_root(entry_point)} - of_solution - MAKERS
-    found = []
+    tests = []
     for statement in _statements(tree.body, entry_point):
         match statement:
             case ast.Assert():
                 test = _condition(statement.test, made)
                 if test is None:
                     return []
-                found.append(test)
+                tests.append(test)
             case ast.Import(names) if any(alias.name == "solution" for alias in names):
                 return []
             case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant()):
                 pass
             case _ if not _is_metadata(statement):
                 return []
-    return found
+    return tests
 
 
 def _is_metadata(statement: ast.stmt) -> bool:
@@ -90,7 +90,8 @@ def _is_metadata(statement: ast.stmt) -> bool:
 
 
 def _statements(body: list[ast.stmt], entry_point: str) -> Iterator[ast.stmt]:
-    """The statements of a script, with the body of `check` in its place, and without its call."""
+    """List the statements of a script, with the body of `check` in its place, and without its
+    call."""
     for statement in body:
         match statement:
             case ast.FunctionDef("check", ast.arguments([], [ast.arg(name)], None)) if entry_point:
@@ -112,7 +113,7 @@ class _Renamed(ast.NodeTransformer):
 
 
 def _condition(node: ast.expr, made: set[str]) -> CallTest | None:
-    """The test in an assert's condition; None unless it is of a call and a constant."""
+    """Read the test in an assert's condition; None unless it is of a call and a constant."""
     match node:
         case ast.Compare(left, [ast.Eq()], [right]):
             return _comparison(left, right, made) or _comparison(right, left, made)
@@ -125,7 +126,7 @@ def _condition(node: ast.expr, made: set[str]) -> CallTest | None:
 
 
 def _truth(node: ast.expr, made: set[str], expected: bool) -> CallTest | None:
-    """The test of a call's own truth. A call around another, `same(f(1), 2)`, could hold the
+    """Read the test of a call's own truth. A call around another, `same(f(1), 2)`, could hold the
     expected value, and is refused."""
     if any(_root_name(call) not in MAKERS for call in _calls_in_arguments(node)):
         return None
@@ -164,7 +165,7 @@ def _constant(node: ast.expr, made: set[str]) -> Any:
 
 
 def _call(node: ast.expr, made: set[str]) -> str:
-    """The source of a call of something that only the solution can have made, or ""."""
+    """Return the source of a call of something that only the solution can have made, or ""."""
     root = _root_name(node)
     if not isinstance(node, ast.Call) or not root or root in vars(builtins):
         return ""
@@ -182,7 +183,8 @@ def _calls_in_arguments(node: ast.expr) -> Iterator[ast.Call]:
 
 
 def _root_name(node: ast.expr) -> str:
-    """The first name of a chain of calls and attributes, "Solution" of `Solution().f(1)`, or ""."""
+    """Return the root of a chain of calls and attributes, "Solution" of `Solution().f(1)`, or
+    ""."""
     while isinstance(node, ast.Call | ast.Attribute):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -193,7 +195,7 @@ def _root(entry_point: str) -> str:
 
 
 def _imported(tree: ast.AST) -> set[str]:
-    """The names that a script imports from the module `solution`, or reads from it."""
+    """List the names that a script imports from the module `solution`, or reads from it."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -205,7 +207,7 @@ def _imported(tree: ast.AST) -> set[str]:
 
 
 def bound(tree: ast.AST) -> set[str]:
-    """Every name that a script assigns, defines or imports, anywhere in it."""
+    """List every name that a script assigns, defines or imports, anywhere in it."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -225,7 +227,7 @@ def bound(tree: ast.AST) -> set[str]:
 
 
 def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> set[str]:
-    """The names of a script that the solution makes: its imports from it, else the entry point,
+    """List a script's names for the solution to make: its imports from it, else the entry point,
     else the names that it reads and nothing else makes.
 
     A solution cannot stand in for constants, Python's own names and modules, names of the problem's
@@ -260,10 +262,10 @@ def needed(script: str, entry_point: str = "", before: Sequence[str] = ()) -> se
 
 def is_missing(script: str, name: str) -> bool:
     """Tell whether a missing name is the script's mistake: it never makes the name, and needs it
-    whatever the solution answers.
+    for every answer of the solution.
 
-    A name that it does make, in a loop over an empty answer for instance, is missing because of the
-    solution, and so is one that only a branch reads, `if f(1) != 2: fail()`.
+    A name made in the script, in a loop over an empty answer for instance, is missing because of
+    the solution, and so is one that only a branch reads, `if f(1) != 2: fail()`.
     """
     tree = ast.parse(script)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -275,7 +277,7 @@ def is_missing(script: str, name: str) -> bool:
 
 
 def _always_read(node: ast.AST) -> Iterator[str]:
-    """The names that are read outside of branches, error handlers and the messages of asserts."""
+    """List the names read outside of branches, error handlers and the messages of asserts."""
     if isinstance(node, ast.Name):
         yield node.id
     skipped = {ast.If: ("body", "orelse"), ast.IfExp: ("body", "orelse"), ast.Assert: ("msg",)}
@@ -288,7 +290,7 @@ def _always_read(node: ast.AST) -> Iterator[str]:
 
 
 def free(program: str) -> set[str]:
-    """The names that a program reads and does not make; none if it cannot be parsed."""
+    """List the names that a program reads and does not make; none if it cannot be parsed."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -297,7 +299,7 @@ def free(program: str) -> set[str]:
 
 
 def modules(script: str) -> list[str]:
-    """The modules of Python's library that a script uses, `math.pi`, and does not import."""
+    """List modules of Python's library that a script uses, `math.pi`, and does not import."""
     tree = ast.parse(script)
     used = {
         node.value.id
@@ -308,9 +310,10 @@ def modules(script: str) -> list[str]:
 
 
 def with_copies(script: str) -> str:
-    """The script, with a copy for a call whose argument the same comparison, or the call around it,
-    reads again: else `f(a) == sorted(a)` would hold for a solution that empties a."""
-    tree, found = ast.parse(script), dict[int, ast.Call]()
+    """Return the script, with copied arguments for each call whose argument the same comparison, or
+    the call around it, reads again: else `f(a) == sorted(a)` would hold for a solution that empties
+    a."""
+    tree, to_copy = ast.parse(script), dict[int, ast.Call]()
     for node in ast.walk(tree):
         parts: list[ast.AST] = []
         if isinstance(node, ast.Compare):
@@ -320,10 +323,12 @@ def with_copies(script: str) -> str:
         for part in parts:
             read = _names(*(other for other in parts if other is not part))
             calls = (inner for inner in ast.walk(part) if isinstance(inner, ast.Call))
-            found |= {id(call): call for call in calls if _names(*call.args, *call.keywords) & read}
-    for call in found.values():
+            to_copy |= {
+                id(call): call for call in calls if _names(*call.args, *call.keywords) & read
+            }
+    for call in to_copy.values():
         call.func = ast.Call(ast.Name(COPY, ast.Load()), [call.func], [])
-    return ast.unparse(tree) if found else script
+    return ast.unparse(tree) if to_copy else script
 
 
 def _called(tree: ast.AST) -> set[str]:

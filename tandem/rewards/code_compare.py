@@ -1,4 +1,4 @@
-"""Compares a program's output, or a function's result, with a test's, outside any sandbox.
+"""The comparison of a program's output, or a function's result, with a test's, outside any sandbox.
 
 Trusts a reply to be text, or plain data in the JSON of code_inside.py, and no more.
 
@@ -80,7 +80,7 @@ def _same(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert to what JSON has: tuples become lists, and a dict's keys strings."""
+    """Convert to JSON's types: tuples become lists, and a dict's keys strings."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict):

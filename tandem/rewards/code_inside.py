@@ -31,7 +31,7 @@ INVOKE, OBJECTS, COPY = "__invoke__", "__objects__", "__on_a_copy__"
 
 
 def encode(value: Any, objects: list[Any]) -> str:
-    """JSON of plain data, else its number in objects; a kind that JSON lacks is a dict of one item.
+    """Write plain data as JSON, else its number in objects; other kinds are dicts of one item.
 
     Example: encode([1, (2.5, None)], []) gives '[1, {"tuple": [2.5, null]}]'
     """
@@ -85,7 +85,7 @@ STANDARD: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(value: Any, make: Callable[[int], Any]) -> Any:
-    """The data behind parsed JSON of `encode`; raises ValueError or TypeError for other JSON.
+    """Read the data behind parsed JSON of `encode`; raises ValueError or TypeError for other JSON.
     make(n): object n."""
     if isinstance(value, list):
         return [decode(item, make) for item in value]
@@ -93,24 +93,24 @@ def decode(value: Any, make: Callable[[int], Any]) -> Any:
         return value
     if len(value) != 1:
         raise ValueError("a value's dict has one entry")
-    ((kind, held),) = value.items()
+    ((kind, content),) = value.items()
     if kind in COLLECTIONS:
-        return COLLECTIONS[kind](decode(item, make) for item in held)
+        return COLLECTIONS[kind](decode(item, make) for item in content)
     if kind == "dict":
-        return {decode(key, make): decode(item, make) for key, item in held}
+        return {decode(key, make): decode(item, make) for key, item in content}
     if kind == "complex":
-        return complex(*(float(decode(part, make)) for part in held))
+        return complex(*(float(decode(part, make)) for part in content))
     if kind == "object":
-        return make(int(held))
+        return make(int(content))
     if kind in STANDARD:
         module, _, name = kind.rpartition(".")
-        made = getattr(__import__(module), name)(*decode(held, make))
+        made = getattr(__import__(module), name)(*decode(content, make))
         if isinstance(made, range) and len(made) > 10**6:
             raise ValueError("a range of more than a million")
         return made
     if kind not in READERS:
         raise ValueError(f"no value is of kind {kind!r}")
-    return READERS[kind](held)
+    return READERS[kind](content)
 
 
 COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -176,7 +176,7 @@ def _attempt(act: Callable[[], Any], objects: list[Any]) -> str:
 
 
 def _invoke(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a call, and its arguments after it."""
+    """Return the result of a call, and its arguments after it."""
     return [function(*args, **kwargs), args]
 
 
@@ -193,7 +193,7 @@ def _private_streams() -> tuple[Any, Any]:
 
 
 class SolutionError(Exception):
-    """The solution's process is gone, or it sent an invalid value."""
+    """An end of the solution's process, or an invalid value from it."""
 
 
 # A loop of the test would end at one of these, and not notice the failure.
@@ -224,7 +224,7 @@ class Remote:
         return self._call(args, kwargs, keep=True)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> Any:
-        """keep: change the test's own lists and dicts as the solution changed them."""
+        """Call the object. keep: change the test's own lists and dicts as the solution did."""
         sources = f"{self._source}, {self._line.source([*args])}, {self._line.source(kwargs)}"
         reply = self._line.ask(f"{INVOKE}({sources})")
         if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
@@ -294,7 +294,7 @@ class Line:
         return Remote(self, f"{OBJECTS}[{number}]")
 
     def source(self, value: Any) -> str:
-        """An expression that gives the solution this value; raises TypeError if there is none."""
+        """Write an expression for this value in the solution; raises TypeError if there is none."""
         if isinstance(value, Remote):
             return str(value._source)
         if value is None or type(value) in (bool, int, str, bytes):
@@ -332,22 +332,22 @@ def test() -> None:
 
 
 def _verdict(line: Line, script: str, tests: dict[str, Any]) -> list[str]:
-    """[] if a script passed, else [reason, the name or module that the script itself lacked]."""
+    """Return [] if a script passed, else [reason, the name or module that the script lacked]."""
     try:
-        given = {name: line.ask(name) for name in tests["names"]}
+        provided = {name: line.ask(name) for name in tests["names"]}
         before = line.asked
-        _run_script(script, given, tests)
+        _run_script(script, provided, tests)
     except SystemExit as error:  # a script that did not come to its end did not pass
         return [f"exit with {error.code}"[:200], ""]
     except BaseException as error:  # nor did this one
         own = isinstance(error, (ImportError, NameError)) and not hasattr(error, "of_solution")
         lacked = getattr(error, "name", "") if own else ""
         return [f"{type(error).__name__}: {error}"[:200], lacked or ""]
-    idle = line.asked == before and all(isinstance(value, Remote) for value in given.values())
+    idle = line.asked == before and all(isinstance(value, Remote) for value in provided.values())
     return ["the script never used the solution", ""] if idle else []
 
 
-def _run_script(script: str, given: dict[str, Any], tests: dict[str, Any]) -> None:
+def _run_script(script: str, provided: dict[str, Any], tests: dict[str, Any]) -> None:
     """Run a test script, then its HumanEval `check`, cases of unittest, tests of pytest."""
     # unittest.main looks for its cases in the first
     module, solution = ModuleType("__main__"), ModuleType("solution")
@@ -355,14 +355,14 @@ def _run_script(script: str, given: dict[str, Any], tests: dict[str, Any]) -> No
     for statement in tests["before"]:
         with contextlib.suppress(ImportError):  # it may be the solution's only
             exec(statement, vars(module))
-    vars(module).update(given, **{COPY: on_a_copy})
-    vars(solution).update(given)
+    vars(module).update(provided, **{COPY: on_a_copy})
+    vars(solution).update(provided)
     there = set(vars(module))
     with contextlib.suppress(SystemExit) if "unittest.main" in script else contextlib.nullcontext():
         exec(compile(script, "test", "exec"), vars(module))
     own = {name: value for name, value in vars(module).items() if name not in there}
     if tests["entry_point"] and "check" in own:
-        own["check"](given[tests["entry_point"]])
+        own["check"](provided[tests["entry_point"]])
         return
     if "unittest" in sys.modules:
         _run_cases(module)

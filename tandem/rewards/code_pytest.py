@@ -1,5 +1,5 @@
-"""What `import pytest` finds beside the tests of a data set, in the sandbox: as much of it as such
-tests use.
+"""A stand-in for pytest beside the tests of a data set, in the sandbox: the parts that such tests
+use.
 
 raises, approx, fail, skip and mark.parametrize work as in pytest; other marks do nothing. It is a
 program of the sandbox, like code_inside.py, and imports nothing of Tandem.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class raises:
-    """`with raises(ValueError, match="..."):` fails where nothing, or something else, is raised."""
+    """A context, `with raises(ValueError, match="..."):`, that fails without such an exception."""
 
     value: BaseException
 
@@ -31,8 +31,8 @@ class raises:
 
 
 class approx:
-    """Equals a number within 1e-6 of it, relatively, or 1e-12; a list, tuple or dict of numbers
-    entry by entry."""
+    """A number equal to others within 1e-6 of it, relatively, or 1e-12; a list, tuple or dict of
+    numbers entry by entry."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None):
         self.expected, self.rel, self.abs = (
@@ -61,7 +61,8 @@ class approx:
 
 class _Marks:
     def parametrize(self, names: str | list[str], values: list[Any], **_: Any) -> Any:
-        """A test that is called once with each row of values; `cases` holds the rows."""
+        """Return a decorator for a test that runs once with each row of values; `cases` holds the
+        rows."""
         columns = (
             [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
         )
@@ -78,7 +79,7 @@ class _Marks:
         return marked
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *given, **_: given[0] if given and callable(given[0]) else lambda test: test
+        return lambda *args, **_: args[0] if args and callable(args[0]) else lambda test: test
 
 
 mark = _Marks()
@@ -89,10 +90,10 @@ def fail(reason: str = "") -> None:
 
 
 def skip(reason: str = "") -> None:
-    """A skipped test proves nothing, so it has failed."""
+    """Fail the test, as a skipped one proves nothing."""
     raise AssertionError(f"skipped: {reason}")
 
 
 def main(*_: Any) -> int:
-    """Nothing: the tests are called by code_inside.py."""
+    """Do nothing: code_inside.py calls the tests."""
     return 0

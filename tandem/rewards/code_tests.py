@@ -1,4 +1,4 @@
-"""Reads the tests of a problem for the reward `code`, and the program of a completion.
+"""A reader of a problem's tests for the reward `code`, and of a completion's program.
 
 Forms of `tests` in a problem's metadata (or, as JSON, in its answer):
 
@@ -51,7 +51,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The columns of a problem, beside its tests, that they are read and run with."""
+    """The columns of a problem for reading and running its tests."""
 
     entry_point: str
     function: str  # called by LiveCodeBench's functional tests
@@ -64,7 +64,7 @@ Test = IoTest | CallTest | Script
 
 
 def extract_code(completion: str) -> str:
-    """The last fenced block labelled as Python, else the last without a label, else the whole text.
+    """Return the last fenced block labelled as Python, else the last one unlabelled, else all text.
 
     A truncated block counts. Text before a closing </think> is a draft, and does not.
     """
@@ -86,38 +86,42 @@ def extract_code(completion: str) -> str:
 
 
 def read_tests(problem: Problem) -> tuple[list[Test], Columns]:
-    """The tests of a problem, at least one, and its other columns; raises UserError."""
+    """Read the tests of a problem, at least one, and its other columns; raises UserError."""
     columns_with_tests = [problem.metadata.get(k) for k in ("tests", "test_list", "test")]
-    given = next(filter(None, columns_with_tests), problem.answer)
+    column = next(filter(None, columns_with_tests), problem.answer)
     try:
         columns = _columns(problem)
-        tests = _tests(_unquoted(given), columns)
+        tests = _tests(_unquoted(column), columns)
     except (KeyError, TypeError, ValueError, SyntaxError) as error:
-        found = f"{type(error).__name__}: {error} in {str(given)[:200]}"
+        found = f"{type(error).__name__}: {error} in {str(column)[:200]}"
         raise _unreadable(problem, found) from error
     if not tests:
-        raise _unreadable(problem, str(given)[:200] or "nothing")
+        raise _unreadable(problem, str(column)[:200] or "nothing")
     return tests, columns
 
 
 def _columns(problem: Problem) -> Columns:
-    given, entry_point = problem.metadata, str(problem.metadata.get("entry_point") or "")
-    lines = given.get("test_imports") or []
+    metadata, entry_point = problem.metadata, str(problem.metadata.get("entry_point") or "")
+    lines = metadata.get("test_imports") or []
     imports = "".join(f"{line}\n" for line in ([lines] if isinstance(lines, str) else lines))
-    held = given.get("metadata")  # LiveCodeBench's column, JSON
-    more = json.loads(held) if isinstance(held, str) and held.lstrip().startswith("{") else given
+    nested = metadata.get("metadata")  # LiveCodeBench's column, JSON
+    more = (
+        json.loads(nested)
+        if isinstance(nested, str) and nested.lstrip().startswith("{")
+        else metadata
+    )
     return Columns(
         entry_point=entry_point,
         function=str(more.get("func_name") or entry_point),
         imports=imports,
-        setup=f"{imports}{given.get('test_setup_code') or ''}\n".lstrip("\n"),
+        setup=f"{imports}{metadata.get('test_setup_code') or ''}\n".lstrip("\n"),
         helpers=_helpers(problem, entry_point) if entry_point else (),
     )
 
 
 def _helpers(problem: Problem, entry_point: str) -> tuple[str, ...]:
-    """Statements of the code in a problem's text that its tests may rely on, as in HumanEval's
-    prompts. A solution may call the functions; a test that does calls these, not the solution's."""
+    """List statements of code in a problem's text for its tests, as in HumanEval's prompts. A
+    solution may call the functions; a test that does calls these, not the solution's."""
     prompts = [str(m.get("content") or "") for m in problem.messages if m.get("role") == "user"]
     try:
         body = ast.parse(extract_code("".join(prompts[-1:]))).body
@@ -136,52 +140,52 @@ def _is_helper(statement: ast.stmt, entry_point: str) -> bool:
     return False
 
 
-def _unquoted(given: Any) -> Any:
+def _unquoted(value: Any) -> Any:
     """Parse a string that is JSON of a list or an object; a script stays as it is."""
-    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
-        return json.loads(given)
-    return given
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        return json.loads(value)
+    return value
 
 
-def _tests(given: Any, columns: Columns) -> list[Test]:
-    match given:
-        case str() if given.strip():
-            script = columns.setup + given
+def _tests(column: Any, columns: Columns) -> list[Test]:
+    match column:
+        case str() if column.strip():
+            script = columns.setup + column
             calls = code_asserts.calls(script, columns.entry_point, columns.helpers)
             return [*calls] if calls else [Script(text=script)]
         case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
-            name = given.get("fn_name")
+            name = column.get("fn_name")
             return [_column(name, one, other) for one, other in zip(inputs, outputs, strict=True)]
         case {"input": _, "output": _} | {"expected": _}:
-            return [_test(given, columns)]
+            return [_test(column, columns)]
         case list() | tuple():
-            return [test for item in given for test in _tests(_unquoted(item), columns)]
+            return [test for item in column for test in _tests(_unquoted(item), columns)]
     raise ValueError("no form of tests")
 
 
-def _test(given: dict[str, Any], columns: Columns) -> Test:
-    if given.get("testtype") == "functional":
-        args = [json.loads(line) for line in str(given["input"]).split("\n") if line.strip()]
-        return _call(columns.function, args, {}, [json.loads(given["output"])])
-    if "input" in given:
-        return IoTest(input=_text(given["input"]), output=_text(given["output"]))
-    name = given.get("function") or given.get("entry_point") or columns.entry_point
+def _test(row: dict[str, Any], columns: Columns) -> Test:
+    if row.get("testtype") == "functional":
+        args = [json.loads(line) for line in str(row["input"]).split("\n") if line.strip()]
+        return _call(columns.function, args, {}, [json.loads(row["output"])])
+    if "input" in row:
+        return IoTest(input=_text(row["input"]), output=_text(row["output"]))
+    name = row.get("function") or row.get("entry_point") or columns.entry_point
     if not name:
         raise KeyError("function")
-    args, kwargs = list(given.get("args") or []), dict(given.get("kwargs") or {})
-    return _call(str(name), args, kwargs, [given["expected"]])
+    args, kwargs = list(row.get("args") or []), dict(row.get("kwargs") or {})
+    return _call(str(name), args, kwargs, [row["expected"]])
 
 
 def _column(name: str | None, one: Any, other: Any) -> Test:
-    """A test in APPS' columns, where a returned value may stand in a list of its own."""
+    """Read a test in APPS' columns, in which a returned value may stand in a list of its own."""
     if not name:
         return IoTest(input=_text(one), output=_text(other))
     expected = [other, other[0]] if isinstance(other, list) and len(other) == 1 else [other]
     return _call(name, list(one), {}, expected)
 
 
-def _text(given: Any) -> str:
-    return "".join(f"{line}\n" for line in given) if isinstance(given, list) else str(given)
+def _text(value: Any) -> str:
+    return "".join(f"{line}\n" for line in value) if isinstance(value, list) else str(value)
 
 
 def _call(name: str, args: list[Any], kwargs: dict[str, Any], expected: list[Any]) -> CallTest:

@@ -51,7 +51,7 @@ _PLACE = re.compile(r"\{(question|answer|completion|scale)\}")
 
 
 class Busy(Exception):
-    """A judge that gave no score this time, and may the next."""
+    """A judge's failure to give a score this time; another try may help."""
 
 
 def judge(
@@ -69,8 +69,8 @@ def judge(
     pause_s: float = 0.5,
     request_s: float = 60.0,
 ) -> float:
-    """The judge's score divided by `scale`: `Score: X` with X from 0 to scale, or `Verdict: yes` /
-    `no`; the last counts.
+    """Return the judge's score divided by `scale`: `Score: X` with X from 0 to scale, or `Verdict:
+    yes` / `no`; the last counts.
 
     template: {question}, {answer}, {completion} and {scale} are filled in. api_key_env: the
     environment variable that holds the key; unset is no key. retries: further requests, after
@@ -109,7 +109,7 @@ def _key(variable: str) -> dict[str, str]:
 
 
 def _reply(request: urllib.request.Request, seconds: float) -> str:
-    """The judge's reply. Raises Busy if another try may help, BadValue if none will."""
+    """Return the judge's reply. Raises Busy if another try may help, BadValue if none will."""
     try:
         with urllib.request.urlopen(request, timeout=seconds) as response:
             reply = json.loads(response.read(REPLY_BYTES))
@@ -127,9 +127,9 @@ def _reply(request: urllib.request.Request, seconds: float) -> str:
 
 
 def read_score(reply: str, scale: float) -> float:
-    """The last score in a judge's reply, from 0 to 1; raises Busy if there is none."""
-    found = _SCORE.findall(reply)
-    verdict = found[-1].casefold() if found else ""
+    """Read the last score in a judge's reply, from 0 to 1; raises Busy if there is none."""
+    scores = _SCORE.findall(reply)
+    verdict = scores[-1].casefold() if scores else ""
     if verdict in VERDICTS:
         return VERDICTS[verdict]
     try:

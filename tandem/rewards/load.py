@@ -1,4 +1,4 @@
-"""Finds the reward function of a name, and calls it by its signature.
+"""The reward function of a name: found here, and called by its signature.
 
 A FUNCTION is a built-in (builtin.py), `module:function` or `path/file.py:function`. Plain or
 `async`, a user's function has one of three signatures, told apart by the names of its parameters;
@@ -45,7 +45,7 @@ Arguments = Mapping[str, Any]
 # None: the function does not apply to this problem
 Scorer = Callable[[Problem, Attempt, Loading], Result | None]
 
-RAW_ANSWER = "raw_answer"  # in a problem's metadata: the row's own answer where it was no text
+RAW_ANSWER = "raw_answer"  # in a problem's metadata: the row's own answer if it was not text
 # verl's names for the completion's text
 _VERL_TEXTS = ("solution_str", "predict_str", "model_output")
 _VERL_FORM = "(data_source, solution_str, ground_truth, extra_info)"
@@ -59,7 +59,7 @@ _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_id
 def load_all(
     functions: Sequence[str], options: Options, announce: Callable[[int], None], alone: bool
 ) -> dict[str, Scorer]:
-    """Load the scorers, by name: "score" of "my.py:score". Raises what load raises.
+    """Load the scorers, by name: "score" of "my.py:score". Raises as load does.
 
     announce: called with the index of each function after the first, before it is loaded.
     alone: a lone float is a part; else weigh makes it one.
@@ -74,8 +74,8 @@ def load_all(
 
 
 def load(name: str, options: Arguments, part: str = "") -> Scorer:
-    """Load the scorer that FUNCTION `name` names. Raises BadFunction, and what importing the user's
-    module raises.
+    """Load the scorer of FUNCTION `name`. Raises BadFunction, and the exceptions of importing the
+    user's module.
 
     part: the name of a lone float among the parts; empty: it is not a part.
     """
@@ -110,10 +110,10 @@ def _adapt(function: Function, part: str, name: str, options: Arguments) -> Scor
         return partial(_call_trl, function, part, names, options)
     if not parameters.keys().isdisjoint(_VERL_TEXTS):
         names = _names(signature, name, options, expected=_VERL_FORM)
-        known = {*_VERL_TEXTS, "data_source", "ground_truth", "extra_info", *options}
+        known_names = {*_VERL_TEXTS, "data_source", "ground_truth", "extra_info", *options}
         for p in parameters.values():
             named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            if named and p.default is p.empty and p.name not in known:
+            if named and p.default is p.empty and p.name not in known_names:
                 raise _bad_signature(name, signature, options, _VERL_FORM)
         return partial(_call_verl, function, part, names, options)
     positional = [
@@ -134,7 +134,7 @@ def _adapt(function: Function, part: str, name: str, options: Arguments) -> Scor
 def _names(
     signature: inspect.Signature, name: str, options: Arguments, expected: str
 ) -> frozenset[str] | None:
-    """The keyword arguments that a function takes; None for any. Refuses unknown options."""
+    """Return the keyword arguments that a function takes; None for any. Refuses unknown options."""
     if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return None
     if not set(options) <= set(signature.parameters):
@@ -145,9 +145,9 @@ def _names(
 def _bad_signature(
     name: str, signature: inspect.Signature, options: Arguments, expected: str
 ) -> BadFunction:
-    given = f" and the options {', '.join(options)}" if options else ""
+    option_text = f" and the options {', '.join(options)}" if options else ""
     return BadFunction(
-        f"{name} takes ({', '.join(signature.parameters)}), expected {expected}{given}"
+        f"{name} takes ({', '.join(signature.parameters)}), expected {expected}{option_text}"
     )
 
 
@@ -174,9 +174,9 @@ def _call_own(
     attempt: Attempt,
     loading: Loading,
 ) -> Result:
-    known = {"attempt": attempt, "loading": loading}
-    given = {extra: known[extra] for extra in extras}
-    return read_value(_finished(function(problem, attempt.text, **given, **options)), part)
+    available = {"attempt": attempt, "loading": loading}
+    extra_args = {extra: available[extra] for extra in extras}
+    return read_value(_finished(function(problem, attempt.text, **extra_args, **options)), part)
 
 
 def _call_trl(
@@ -188,8 +188,8 @@ def _call_trl(
     attempt: Attempt,
     _: Loading,
 ) -> Result | None:
-    """Call with a batch of one, as GRPOTrainer does: every column a list, and messages only where
-    the prompt was messages.
+    """Call with a batch of one, as GRPOTrainer does: every column a list, and messages only if the
+    prompt was messages.
 
     A None for this completion: the function does not apply. Values of log_metric are parts.
     """
@@ -244,7 +244,7 @@ def _call_verl(
 
 
 def _truth(problem: Problem) -> Any:
-    """The row's own answer: a number where the row has a number."""
+    """Return the row's own answer: a number if the row has a number."""
     raw = problem.metadata.get(RAW_ANSWER)
     return problem.answer if raw is None else raw
 
@@ -260,7 +260,7 @@ def _wanted(arguments: dict[str, Any], names: frozenset[str] | None) -> dict[str
 
 
 def _finished(value: Any) -> Any:
-    """The result of a function that may be `async def`."""
+    """Return the result of a function that may be `async def`."""
     if not inspect.isawaitable(value):
         return value
     import asyncio

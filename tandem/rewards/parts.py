@@ -1,5 +1,4 @@
-"""Turns the results of reward functions into one reward with named parts; checks lists of
-functions.
+"""One reward with named parts from the results of reward functions; checks of lists of functions.
 
 Knows neither processes nor how a function is called.
 
@@ -35,13 +34,13 @@ class BadValue(Exception):
 
 
 def part_name(function: str) -> str:
-    """The name of FUNCTION in parts, options and errors: "score" for "my.py:score"."""
+    """Return the name of FUNCTION in parts, options and errors: "score" for "my.py:score"."""
     return function.rpartition(":")[2]
 
 
 def cannot_load(function: str, found: str, where: str) -> UserError:
-    """The error for a reward function that does not exist, fails while it is loaded, or has an
-    unknown form. found: the described exception; where: its line."""
+    """Make the error for a reward function that does not exist, fails to load, or has an unknown
+    form. found: the described exception; where: its line."""
     reason = found.removeprefix("BadFunction: ")
     look = run_by_hand(function.rpartition(":")[0])
     return UserError(
@@ -55,14 +54,14 @@ def cannot_load(function: str, found: str, where: str) -> UserError:
 
 
 def as_it_is(functions: Sequence[str], weights: Sequence[float]) -> bool:
-    """True if there is one unweighted function, whose result is the score as it is; else weigh
+    """Tell whether the result of the one function, unweighted, is the score as it is; else weigh
     makes the score."""
     return len(functions) == 1 and not weights
 
 
 def check_functions(functions: Sequence[str], weights: Sequence[float], options: Options) -> None:
-    """Refuse, before anything is loaded, functions with equal names, and weights and options that
-    do not fit them. Raises UserError."""
+    """Refuse functions with equal names, and weights and options that do not fit them, before
+    loading any. Raises UserError."""
     names = [part_name(function) for function in functions]
     if len(set(names)) < max(1, len(names)):
         raise UserError(
@@ -90,7 +89,7 @@ def check_functions(functions: Sequence[str], weights: Sequence[float], options:
 
 
 def read_value(value: Any, part: str) -> Result:
-    """The (reward, parts) of a function's result; raises BadValue.
+    """Return the (reward, parts) of a function's result; raises BadValue.
 
     part: the name of a lone float among the parts; empty: it is not a part.
     """
@@ -109,10 +108,10 @@ def read_value(value: Any, part: str) -> Result:
 
 
 def weigh(results: Mapping[str, Result | None], weights: Sequence[float]) -> Result:
-    """The weighted sum of the functions' rewards, and the parts of all; raises BadValue.
+    """Return the weighted sum of the functions' rewards, and the parts of all; raises BadValue.
 
     The parts are each function's reward, unweighted and under the function's name, and the parts of
-    its dict, under their own names, or as `function.part` where another function has the name or a
+    its dict, under their own names, or as `function.part` if another function has the name or a
     part of it. A function that does not apply (None) adds nothing.
 
     Example: weigh({"a": (0.5, {}), "b": (3.0, {"x": 1.0, "a": 2.0})}, [1.0, 0.1]) gives (0.8, {"a":
@@ -135,13 +134,13 @@ def weigh(results: Mapping[str, Result | None], weights: Sequence[float]) -> Res
 
 
 def number(value: Any, what: str) -> float:
-    """A finite float; raises BadValue. what: the value's name in the error."""
+    """Return a finite float; raises BadValue. what: the value's name in the error."""
     if not isinstance(value, (Real, np.bool_)):
         raise BadValue(f"{what} is of type {type(value).__name__}, expected a float")
     try:
-        found = float(value)
+        as_float = float(value)
     except OverflowError:
-        found = math.inf
-    if not math.isfinite(found):
-        raise BadValue(f"{what} is {found}, expected a finite number")
-    return found
+        as_float = math.inf
+    if not math.isfinite(as_float):
+        raise BadValue(f"{what} is {as_float}, expected a finite number")
+    return as_float

@@ -1,4 +1,5 @@
-"""The reward `json_schema`: checks the last JSON value of a completion. Needs the extra `schema`.
+"""The reward `json_schema`: a check of the last JSON value of a completion. Needs the extra
+`schema`.
 
 Knows one text and one schema.
 
@@ -19,8 +20,8 @@ NOTHING = object()  # no JSON in a text
 
 
 def json_schema(problem: Problem, completion: str, *, schema: dict[str, Any] = {}) -> float:  # noqa: B006
-    """1 if the last JSON value of the completion is valid under the option `schema`, or, without
-    one, metadata["schema"]."""
+    """Return 1 if the last JSON value of the completion is valid under the option `schema`, or,
+    without one, metadata["schema"]."""
     from jsonschema.validators import validator_for  # type: ignore[import-untyped]
 
     wanted = schema or problem.metadata.get("schema")
@@ -33,8 +34,8 @@ def json_schema(problem: Problem, completion: str, *, schema: dict[str, Any] = {
 
 
 def last_json(text: str) -> Any:
-    """The whole text as JSON, else the last fenced block of JSON, else the last object or list in
-    the text, else NOTHING."""
+    """Return the whole text as JSON, else the last fenced block of JSON, else the last object or
+    list in the text, else NOTHING."""
     text = text[-JSON_CHARS:].strip()
     blocks = re.findall(r"```(?:json)?[ \t]*\n(.*?)```", text, re.DOTALL)
     for candidate in (text, *blocks[:-4:-1]):
@@ -46,17 +47,17 @@ def last_json(text: str) -> Any:
 
 
 def _last_inside(text: str) -> Any:
-    found, at, decoder = NOTHING, 0, json.JSONDecoder(parse_constant=_refuse)
+    value, at, decoder = NOTHING, 0, json.JSONDecoder(parse_constant=_refuse)
     for opening in re.finditer(r"[{\[]", text):
         if opening.start() < at:  # inside the one before
             continue
         try:
-            found, at = decoder.raw_decode(text, opening.start())
+            value, at = decoder.raw_decode(text, opening.start())
         except ValueError:
             continue
         except RecursionError:  # each of the next thousand would be as deep
             return NOTHING
-    return found
+    return value
 
 
 def _refuse(name: str) -> None:

@@ -25,7 +25,7 @@ def centred(rewards: np.ndarray) -> np.ndarray:
     favours problems nearly solved).
 
     Its expectation is (G - 1) / G of the policy gradient: the baseline holds the episode itself.
-    Exactly 0 where all rewards of a group are equal, whatever they are.
+    Exactly 0 if all rewards of a group are equal.
     """
     shifted = rewards - rewards[:, :1]
     return shifted - shifted.mean(1, keepdims=True)

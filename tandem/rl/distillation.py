@@ -36,7 +36,7 @@ def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tenso
     """Compute beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta)
     student (generalized Jensen-Shannon divergence, GKD, arXiv 2306.13649, eq. 1)."""
     gap = teacher - student
-    # log m, and in this form log p itself where p = q
+    # log m; in this form it is log p itself if p = q
     below = student + torch.log1p(beta * gap.clamp(max=0).expm1())
     above = teacher + torch.log1p((1 - beta) * (-gap).clamp(max=0).expm1())
     mixture = torch.where(gap > 0, above, below)

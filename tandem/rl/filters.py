@@ -1,5 +1,5 @@
-"""Filters and weights of what is worth training on: groups with signal, completions that ended,
-problems neither solved nor hopeless."""
+"""Filters and weights of groups and problems to train on: groups with signal, completions that
+ended, problems neither solved nor hopeless."""
 
 import numpy as np
 

@@ -14,7 +14,7 @@ Metrics = dict[str, float]  # sums over tokens; the caller divides by the update
 
 
 def total(values: Tensor) -> float:
-    """Sum in float64 in one fixed order, whatever the number of threads."""
+    """Sum in float64 in one fixed order, with any number of threads."""
     return float(values.detach().to("cpu", torch.float64).numpy().sum(dtype=np.float64))
 
 

@@ -1,4 +1,4 @@
-"""Checks of a step's groups before anything is trained on them: what nothing else would show.
+"""Checks of a step's groups before anything is trained on them, for mistakes that no metric shows.
 
 A mistake found here has touched no weight; the journal has the episodes.
 """
@@ -18,8 +18,8 @@ UNTOUCHED = "report this; the last checkpoint and the journal are as they were"
 
 
 def check_groups(batch: RolloutBatch, max_truncated: float) -> None:
-    """Raise InvariantError if an episode stands with another problem or another prompt than its
-    group, and UserError if more than `max_truncated` of the completions were truncated."""
+    """Raise InvariantError if an episode has another problem or prompt than its group, and
+    UserError if more than `max_truncated` of the completions were truncated."""
     for group in batch.trained:
         first = next((e for e in group.episodes if e.trainable), group.episodes[0])
         for number, episode in enumerate(group.episodes):
@@ -32,8 +32,8 @@ def check_groups(batch: RolloutBatch, max_truncated: float) -> None:
 
 
 def _belongs(episode: Episode, number: int, group: Group, first: Episode) -> bool:
-    """Tell whether it is the group's episode `number`, with the same prompt as `first`, the first
-    one that can be trained."""
+    """Tell whether it is the group's episode `number`, with the same prompt as `first`, its first
+    trainable one."""
     if (episode.uid, episode.sample_index) != (group.problem.uid, number):
         return False
     if not (episode.trainable and first.trainable):
@@ -85,8 +85,8 @@ def check_sampled(sync: Sync, step: int) -> None:
 
 
 def check_progress(progress: Progress, journal: Journal, step: int) -> None:
-    """Raise InvariantError if the rollouts would not go on where those of the step before ended: a
-    part of the data would be skipped or repeated."""
+    """Raise InvariantError unless the rollouts go on from the end of those before: a part of the
+    data would be skipped or repeated."""
     note = read_note(episode_file(journal.folder, step))
     if note is not None and note["run"] == journal.run and note["state"] != progress.state():
         expected = f"{note['state']['batches']}, and the rest as the journal of step {step} has it"

@@ -1,4 +1,4 @@
-"""Collects the scored groups of a step: new problems, groups carried from earlier steps, and
+"""Collection of a step's scored groups: new problems, groups carried from earlier steps, and
 episodes that were paused.
 
 Dynamic sampling (DAPO, arXiv 2503.14476) leaves out groups whose rewards are all equal and draws
@@ -18,12 +18,7 @@ from tandem.data.mixture import problems_of_step
 from tandem.rl.advantages import running_mean
 from tandem.rl.filters import learnability, pick
 from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.episode_metrics import (
-    carries_signal,
-    episode_metrics,
-    sampled_tokens,
-    valid_rewards,
-)
+from tandem.rollout.episode_metrics import carries_signal, episode_metrics, valid_rewards
 from tandem.rollout.score import RolloutRunner, generate_and_score
 from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
@@ -34,7 +29,7 @@ from tandem.types import Group, Problem, Row, SamplingParams
 
 @dataclass(kw_only=True)
 class Progress:
-    """What the rollouts of a step leave to those of the next.
+    """State that the rollouts of a step leave to those of the next.
 
     The groups are kept in the journal; all else is in checkpoints and in the journal's notes.
     """
@@ -52,7 +47,7 @@ class Progress:
         return {"batches": self.batches, "baseline": self.baseline, "rates": dict(self.rates)}
 
     def restore(self, state: dict[str, Any], groups: Sequence[Group]) -> None:
-        """Go back to where a step stood after it had rolled out these groups."""
+        """Go back to the state of a step after it had rolled out these groups."""
         self.batches, self.baseline = state["batches"], state["baseline"]
         self.rates = dict(state["rates"])
         self.keep(groups)
@@ -109,7 +104,7 @@ class RolloutBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens sampled, of the groups that ended in this step."""
-        return sampled_tokens(self.fresh)
+        return sum(int(e.loss_mask.sum()) for group in self.fresh for e in group.episodes)
 
 
 def make_rollout_batch(
@@ -126,7 +121,7 @@ def make_rollout_batch(
 
 
 def step_metrics(batch: RolloutBatch, learned: Row, config: Config) -> Row:
-    """Return a step's row of metrics: its episodes, what was learned of them, and with dynamic
+    """Return a step's row of metrics: its episodes, the learning from them, and with dynamic
     sampling the batches drawn so far and the groups carried in."""
     row = {**episode_metrics(batch.logged), **learned}
     if config.rl.max_gen_batches:
@@ -137,7 +132,8 @@ def step_metrics(batch: RolloutBatch, learned: Row, config: Config) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Collector:
-    """Draws problems, has them rolled out, and decides which groups a step trains on."""
+    """Collector of groups: draws problems, has them rolled out, and decides which are trained
+    on."""
 
     config: Config
     problems: Sequence[Problem]

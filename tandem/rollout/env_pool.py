@@ -1,4 +1,4 @@
-"""The environments of a run: how they are made, and those whose episodes are paused."""
+"""The environments of a run: their maker, and those whose episodes are paused."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from tandem.config.schema import Env as EnvConfig
 from tandem.envs.calls import Caller, EnvironmentFailed, environment_loop
 from tandem.types import Env
 
-CLOSE_S = 5.0  # for an environment to give back what it holds
+CLOSE_S = 5.0  # for an environment to release its resources
 ALIVE_S = 1.0  # between looks whether the environments' loop still answers
 
 
@@ -38,7 +38,7 @@ class EnvPool:
 
 
 async def close_env(env: Env, caller: Caller) -> None:
-    """Let an environment give back what it holds, for CLOSE_S at most."""
+    """Let an environment release its resources, for CLOSE_S at most."""
     caller.seconds_left = CLOSE_S
     with suppress(EnvironmentFailed, TimeoutError):  # the episode is over and stays what it was
         await caller.call(env.close)

@@ -104,7 +104,7 @@ class EpisodeBuilder:
         self.unfinished_turn = None
 
     def apply_observation(self, observation: Observation, penalty: float) -> None:
-        """Add what the environment answers to the last turn. penalty: further cost of that turn."""
+        """Add the environment's answer to the last turn. penalty: further cost of that turn."""
         self.messages += observation.messages
         if self.env_rewards:
             self.env_rewards["env"] += float(observation.reward)

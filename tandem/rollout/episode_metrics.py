@@ -1,4 +1,4 @@
-"""Metrics of episodes: of a step's, and of an evaluation's."""
+"""Metrics of the episodes of a step or an evaluation."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def carries_signal(group: Group) -> bool:
 
 
 def episode_metrics(groups: Sequence[Group]) -> Row:
-    """Return the metrics of a step's episodes, with those that dynamic sampling leaves out."""
+    """Return the metrics of a step's episodes, including those left out by dynamic sampling."""
     if not groups:
         return {}
     episodes = [e for g in groups for e in g.episodes]
@@ -54,7 +54,7 @@ def episode_metrics(groups: Sequence[Group]) -> Row:
 
 
 def env_metrics(episodes: Sequence[Episode]) -> Row:
-    """Return how episodes went in their environment; nothing for single turns that went well."""
+    """Return metrics of episodes in their environment; none for single turns that went well."""
     row: Row = {}
     if any(e.num_turns > 1 for e in episodes):
         row["turns"] = float(np.mean([e.num_turns for e in episodes]))
@@ -62,8 +62,3 @@ def env_metrics(episodes: Sequence[Episode]) -> Row:
         row["penalized"] = float(np.mean([e.penalties.any() for e in episodes]))
     stops = Counter(e.stop_reason for e in episodes)
     return row | {name: float(stops[stop]) for stop, name in ENV_STOPS.items() if stops[stop]}
-
-
-def sampled_tokens(groups: Sequence[Group]) -> int:
-    """Count the sampled tokens."""
-    return sum(int(e.loss_mask.sum()) for g in groups for e in g.episodes)

@@ -1,4 +1,4 @@
-"""Runs episodes: problems in, token sequences out. Knows the engine as `Generate` and the chat as
+"""Rollouts: problems in, token sequences out. Knows the engine as `Generate` and the chat as
 `Renderer` only.
 
     environments' thread: a coroutine for each episode   caller's thread: run_episodes
@@ -9,12 +9,12 @@
     env.step(text) -> Observation, while others generate
     tokens += renderer.turn(messages), again from _generate; until done, or a limit
 
-    The caller's thread waits for the inbox when nobody generates, and before each pass lets the
+    The caller's thread waits for the inbox if no episode generates, and before each pass lets the
     episodes that can go on do so (at most SETTLE_S). An episode waits for that thread, for its
     environment (at most env.timeout_s in all), and at first for its place among env.concurrency.
 
 Sampled tokens are never tokenized again: a turn only appends. An episode depends on its address,
-the weights and its environment, never on who else is under way or came first.
+the weights and its environment, never on other episodes or their order.
 
 With a token budget an episode pauses after so many tokens; a later call goes on with it, in its
 environment if that is still there, otherwise in a new one brought to the same place.
@@ -124,7 +124,7 @@ class _Rollout:
         return episodes
 
     def cancel(self, episodes: "Future[list[Episode]]") -> None:
-        """Cancel what has not ended."""
+        """Cancel the episodes that have not ended."""
         if not episodes.done():
             episodes.cancel()
             self._over.wait(CLOSE_S + ALIVE_S)
@@ -136,8 +136,8 @@ class _Rollout:
         self._loop.call_soon_threadsafe(_set_result, self.generating.pop(ticket), completion)
 
     def submit_requests(self) -> None:
-        """Submit what episodes ask for, after those that can go on have done so. Waits for a
-        request, or the end of the last episode, if nobody generates."""
+        """Submit the requests of episodes, after those that can go on have done so. If none
+        generates, wait for a request or the end of the last episode."""
         if self.generating:
             self._settle()
         elif (asked := self._wait_for_request()) is None:
@@ -204,7 +204,7 @@ class _Rollout:
             return episode
         async with places:
             episode = await self._run_episode(row, EpisodeBuilder(episode))
-        self._inbox.put(None)  # a sign of life for whoever waits for the environments
+        self._inbox.put(None)  # a sign of life for the thread that waits
         if self.on_end is not None and episode.stop_reason != "paused":
             self.on_end(row, episode)
         return episode
@@ -238,8 +238,8 @@ class _Rollout:
             raise EnvironmentFailed(describe(error)) from error
 
     async def _take_up(self, env: Env, row: int, builder: EpisodeBuilder, caller: Caller) -> None:
-        """Begin the episode, or bring a new environment to where it stands. What the environment
-        answered then counts, not what it answers now."""
+        """Begin the episode, or bring a new environment to where it stands. The environment's
+        earlier answers count, not those of now."""
         chat = await caller.call(env.reset, self.groups[row].problem)
         if not builder.length:
             self._begin(row, builder, chat, env)

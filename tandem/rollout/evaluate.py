@@ -1,6 +1,6 @@
 """Held-out evaluation: greedy and sampled, by category, with an interval.
 
-Draws are the same at every step. Knows nothing of training.
+Draws are the same at every step. Does not know training.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ NO_PENALTY = RewardConfig()  # shaping is for training
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Evaluates on held-out problems. A pass that the journal already holds is not made again."""
+    """Evaluation on held-out problems. A pass that the journal already holds is not made again."""
 
     config: Config
     problems: Sequence[Problem]
@@ -86,7 +86,7 @@ def sampling_params(rollout: Rollout, stop_token_ids: tuple[int, ...]) -> Sampli
 
 
 def _summary(name: str, groups: Sequence[Group]) -> Row:
-    """Return the mean reward of a pass, with an interval, by category, and what went wrong."""
+    """Return the mean reward of a pass, with an interval, by category, and its failures."""
     means = np.array([g.rewards.mean() for g in groups])
     half = 1.96 * float(means.std(ddof=1)) / np.sqrt(len(means)) if len(means) > 1 else 0.0
     by_category: dict[str, list[float]] = defaultdict(list)

@@ -1,5 +1,4 @@
-"""Checks of what a user's environment returns: chats and observations that an episode can go on
-with."""
+"""Checks of the chats and observations that a user's environment returns."""
 
 import math
 import re
@@ -20,7 +19,8 @@ def check_opening(chat: Any) -> None:
 
 
 def check_observation(observation: Any) -> Observation:
-    """Return what `step` returned; raise EnvironmentFailed unless an episode can go on with it."""
+    """Return the observation of `step`; raise EnvironmentFailed unless an episode can go on with
+    it."""
     if not isinstance(observation, Observation):
         raise EnvironmentFailed(f"step returned {_short(observation)}, expected an Observation")
     if not observation.done or observation.messages:

@@ -1,4 +1,4 @@
-"""Generates episodes and scores them: environments, engine and reward workers side by side.
+"""Generation and scoring of episodes: environments, engine and reward workers side by side.
 
 Training, evaluation and `tandem rollout` share it. Knows no step and no weights.
 """
@@ -129,8 +129,8 @@ class _Scoring:
         return rewarded
 
     def results(self, generated: Sequence[tuple[Episode, ...]]) -> list[Group]:
-        """Wait for the scores; return the groups, with the episodes that were not scored now as
-        they were generated."""
+        """Wait for the scores; return the groups. Episodes not scored now stay as they were
+        generated."""
         with watchdog.waiting_for("rewards", "the last scores"):
             scored = {key: future.result() for key, future in self._futures.items()}
         return [
@@ -149,8 +149,8 @@ def _with_recalled(group: Group, parts: Parts | None) -> Group:
 
 
 def _require_some_success(errors: Sequence[str], failure: str, where: str) -> None:
-    """Raise UserError if there are several episodes and all have an error; a single failure costs
-    one episode, but where nothing works the run would be lost."""
+    """Raise UserError if there are several episodes and all have an error: a single failure costs
+    one episode, but these would cost the run."""
     if len(errors) > 1 and all(errors):
         raise UserError(
             f"every episode {failure}",

@@ -1,4 +1,4 @@
-"""Saves checkpoints while training goes on, as of the moment of `save`.
+"""Checkpoint saves while training goes on, as of the moment of `save`.
 
     trainer                                thread "saver", one for each save
     -------                                ---------------------------------
@@ -16,8 +16,8 @@
 The trainer waits only for the save before, the saver only for before_write; neither waits for the
 other while it holds anything. A snapshot costs the memory of what is saved until it is written. The
 thread is a daemon: a program that ends without close() is not held up, and leaves a `.tmp-` folder,
-as a kill does. It gives a sign of life to the watchdog after each file. It does not know what is
-saved or when.
+as a kill does. It gives a sign of life to the watchdog after each file. It does not know the
+content or the time of a save.
 """
 
 from collections.abc import Callable

@@ -70,7 +70,7 @@ def save_checkpoint(
     hold no tensor twice; state is JSON; config is the text of the run's config.toml, whose hash
     goes into the manifest. before_write is called when all but the manifest is written: the
     checkpoint cannot be seen before it returns. Raises UserError when the disk is full or
-    read-only, and whatever before_write raises; checkpoints already there stay intact.
+    read-only, and every error of before_write; checkpoints already there stay intact.
     """
     state_text = json.dumps(plain_state(state), sort_keys=True).encode()
     target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
@@ -92,8 +92,7 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """Find the newest whole and verified checkpoint, None where there is none at all; reads, never
-    writes.
+    """Find the newest whole and verified checkpoint, None if there is none at all; write nothing.
 
     A damaged one is told to report and the one before it is tried. Raises UserError when there are
     some and none verifies: the user must ask for a training from scratch.
@@ -142,7 +141,7 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[s
 
 
 def find_damage(path: Path, *, hashed: bool = True) -> list[str]:
-    """Describe what is wrong with a checkpoint, one line a file with what was expected and found;
+    """Describe the damage of a checkpoint, one line a file with the expected and the found value;
     empty when it is whole. hashed=False checks the sizes only."""
     damage, files = _read_manifest(path)
     return damage or [
@@ -151,18 +150,18 @@ def find_damage(path: Path, *, hashed: bool = True) -> list[str]:
 
 
 def checkpoint_step(path: Path) -> int:
-    """The N of a path that latest_checkpoint returned."""
+    """Return the N of a path that latest_checkpoint returned."""
     return int(path.name.rpartition("_")[2])
 
 
 def step_name(step: int) -> str:
-    """12 -> "step_000012"."""
+    """Return the name of a step's folder: 12 -> "step_000012"."""
     return f"step_{step:06d}"
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a state as it will be read back. Raises TypeError or ValueError for what JSON would
-    change in silence (tuples, integer keys, NaN): a resumed run must read what was saved."""
+    """Copy a state as it will be read back. Raises TypeError or ValueError for values that JSON
+    would silently change (tuples, integer keys, NaN): a resumed run must read what was saved."""
     copy: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
     if copy != state:
         raise TypeError(
@@ -216,7 +215,7 @@ def _save_bytes(data: bytes, path: Path) -> None:
 
 
 def _put_in_place(temporary: Path, target: Path, disk: Disk) -> None:
-    """Rename. A target that is there already (a resumed run saves a step again) steps aside, and is
+    """Rename. A target that is already there (a resumed run saves a step again) steps aside, and is
     the checkpoint until then."""
     aside = target.with_name(f".aside-{target.name}")
     if target.exists():
@@ -231,8 +230,7 @@ def _prune(folder: Path, step: int, keep: int, disk: Disk) -> None:
     """Keep the newest whole ones up to this step. Sizes are checked, not hashes: that would read
     gigabytes each save.
 
-    Steps after this one are left: a resume that reached back behind a damaged checkpoint comes to
-    it again.
+    Steps after this one are left: a resume from before a damaged checkpoint reaches them again.
     """
     older = [path for path in _newest_first(folder) if checkpoint_step(path) <= step]
     intact = [path for path in older if not find_damage(path, hashed=False)]
@@ -242,16 +240,15 @@ def _prune(folder: Path, step: int, keep: int, disk: Disk) -> None:
 
 
 def _discard(path: Path, disk: Disk) -> None:
-    """Rename and remove: a kill in between does not leave what looks like a damaged
-    checkpoint."""
+    """Rename and remove: after a kill in between nothing looks like a damaged checkpoint."""
     gone = path.with_name(f".tmp-gone-{path.name}")
     disk.rename(path, gone)
     disk.remove(gone)
 
 
 def _sweep(folder: Path, disk: Disk) -> None:
-    """Remove the unfinished folders of a killed save; bring back a checkpoint that stepped aside
-    for nothing."""
+    """Remove the unfinished folders of a killed save; bring back a checkpoint that stepped aside in
+    vain."""
     for path in folder.glob(".tmp-*"):
         disk.remove(path)
     for aside in folder.glob(".aside-step_*"):
@@ -285,7 +282,8 @@ def _manifest(step: int, config: str, files: list[Path]) -> bytes:
 
 
 def _sealed(body: dict[str, Any]) -> bytes:
-    """Write the manifest with its own hash, so that one changed byte anywhere in it is found."""
+    """Return the manifest as bytes with its own hash, so that one changed byte anywhere in it is
+    found."""
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     sealed = {**body, "sha256_of_the_rest": seal}
     return json.dumps(sealed, sort_keys=True, indent=1).encode() + b"\n"
@@ -313,7 +311,7 @@ def _read_manifest(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
 
 
 def _is_manifest(body: dict[str, Any]) -> bool:
-    """Check that a manifest names files of its own folder only, STATE among them, with size and
+    """Tell whether a manifest names only files of its own folder, STATE among them, with size and
     hash."""
     match body:
         case {"step": int(), "files": dict(files)} if STATE in files:

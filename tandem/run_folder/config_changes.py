@@ -1,4 +1,4 @@
-"""Which keys of a config may change while a run goes on in its folder.
+"""The keys of a config that may change while a run goes on in its folder.
 
 It does not know what a folder holds beside the config.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from tandem.run_folder.errors import KEPT
 from tandem.runtime.errors import UserError
 
-THREADS = "run.threads"  # free where the exactness probe has found that it changes no bit
+THREADS = "run.threads"  # free if the exactness probe has found that it changes no bit
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
     "eval.every",
@@ -26,12 +26,12 @@ _FREE = {
     "rl.max_flat_steps",
     "train.activation_checkpointing",
 }
-# what stopped a run, and may grow from that value on
+# bounds that may have stopped a run, and may grow from that value on
 _BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}
 
 
 def toml_values(toml: str) -> dict[str, Any]:
-    """ "[run]\\nseed = 1" -> {"run.seed": 1}."""
+    """Read TOML by key: "[run]\\nseed = 1" -> {"run.seed": 1}."""
     return {
         f"{section}.{name}": value
         for section, fields in tomllib.loads(toml).items()
@@ -40,7 +40,7 @@ def toml_values(toml: str) -> dict[str, Any]:
 
 
 def identifying_values(toml: str) -> dict[str, Any]:
-    """The values that make a run this run and no other."""
+    """Return the values that identify a run."""
     others = {*_FREE, *_BOUNDS, "run.steps", THREADS}
     return {key: value for key, value in toml_values(toml).items() if key not in others}
 
@@ -48,10 +48,10 @@ def identifying_values(toml: str) -> dict[str, Any]:
 def allowed_changes(
     old: dict[str, Any], new: dict[str, Any], *, any_threads: bool, path: Path
 ) -> list[str]:
-    """Describe the values that have changed, and may; old, new: values by key; any_threads: any
-    thread count gives the same bits; path: the config.toml with the old ones.
+    """Describe the allowed changes of values; old, new: values by key; any_threads: any thread
+    count gives the same bits; path: the config.toml with the old ones.
 
-    Raises UserError for what may not change.
+    Raises UserError for a change that is not allowed.
     """
     changed = {
         key: f"{key}: {old.get(key, 'unset')!r} -> {new.get(key, 'unset')!r}"
@@ -67,11 +67,11 @@ def allowed_changes(
 
 
 def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Check whether a larger value makes the same run longer, or lets it go on.
+    """Tell whether a larger value makes the same run longer, or lets it go on.
 
-    More steps do, unless the learning rate of past steps was bent by their number, or rollouts that
-    would have been ahead of the last step were not made. A larger bound on what stopped the run
-    does: it changes no step that was made under the smaller one.
+    More steps do, unless the learning rate of past steps was bent by their number, or rollouts
+    ahead of the last step were not made. So does a larger bound on what stopped the run: it changes
+    no step made under the smaller one.
     """
     if key == "run.steps":
         return (

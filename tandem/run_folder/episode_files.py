@@ -92,11 +92,11 @@ def write_episodes(
     part: str = "",
     disk: Disk = DISK,
 ) -> Path:
-    """Write `folder/<kind>_step_N.parquet`, durable on return; a file that is there is replaced.
-    Raises UserError.
+    """Write `folder/<kind>_step_N.parquet`, durable on return, in place of an existing file. Raises
+    UserError.
 
-    note: JSON for the file's metadata; part: what follows N in the name of a file of some of a
-    step's episodes.
+    note: JSON for the file's metadata; part: the end of the name, after N, for a file with some of
+    a step's episodes.
     """
     path = episode_file(folder, step, kind, part)
     table = _table(step, groups)
@@ -122,7 +122,7 @@ def json_lines(path: Path) -> Iterator[bytes]:
     """Yield each episode of a file as a line of JSONL with the same columns; chats, metadata and
     maps are objects, not text. Raises UserError for a damaged file.
 
-    A float32 is written as the double of its value, and what JSON has no number for (NaN,
+    A float32 is written as the double of its value, and a value without a JSON number (NaN,
     infinities) as null.
     """
     for row in _read(path).to_pylist():
@@ -185,7 +185,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def read_note(path: Path) -> Any:
-    """Read the note of a file's writer; None where there is no such file, or no note in it."""
+    """Read the note of a file's writer; None if there is no such file, or no note in it."""
     if not path.exists():
         return None
     try:
@@ -217,8 +217,8 @@ def _episodes(table: pa.Table) -> list[Episode]:
 
 
 def cut_episodes(folder: Path, after_step: int) -> list[Path]:
-    """Remove the files of later steps, of every kind, which a resumed run makes again; returns what
-    was removed."""
+    """Remove the files of later steps, of every kind, which a resumed run makes again; return the
+    removed paths."""
     unfinished = set(folder.glob(".tmp-*"))  # of a killed write
     later = [
         path
@@ -253,7 +253,7 @@ def _table(step: int, groups: Sequence[Group]) -> pa.Table:
 
 
 def _row(step: int, number: int, group: Group, episode: Episode) -> dict[str, Any]:
-    """The columns of an episode but for its arrays."""
+    """Return the columns of an episode but for its arrays."""
     problem = group.problem
     if episode.uid != problem.uid:
         raise ValueError(
@@ -278,7 +278,7 @@ def _row(step: int, number: int, group: Group, episode: Episode) -> dict[str, An
 
 
 def _lists(arrays: Sequence[Array], kind: type[np.generic]) -> pa.ListArray:
-    """A list column from arrays of the column's own dtype; another dtype is refused, as a cast
+    """Make a list column from arrays of the column's own dtype; refuse another dtype, as a cast
     could change a value."""
     dtype = np.dtype(kind)
     for array in arrays:

@@ -1,4 +1,4 @@
-"""What the errors of a run folder advise, in the same words everywhere."""
+"""Advice in the errors of a run folder, in the same words everywhere."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ RESTORE_OR_FRESH = f"{RESTORE}, or {FRESH}"
 
 
 def unreadable_file(path: Path, found: Exception | str, next: str = RESTORE) -> UserError:
-    """The error for a file that is absent, damaged or of another shape."""
+    """Make the error for a file that is absent, damaged or of another shape."""
     return UserError(
         "a file of the run folder cannot be read",
         where=str(path),

@@ -80,8 +80,8 @@ def export_adapter(model: ExactModel, source: str, folder: Path, card: str) -> P
 
 
 def _write_folder(folder: Path, write: Callable[[Path], None], card: str) -> Path:
-    """Let write fill a directory, add card and SHA-256 sums, and put it at folder, in place of what
-    was there."""
+    """Let write fill a directory, add card and SHA-256 sums, and put it at folder, in place of an
+    older one."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     with disk_errors(folder):
         try:
@@ -112,7 +112,7 @@ def _fill(folder: Path, write: Callable[[Path], None], card: str) -> None:
 def model_card(
     model: ExactModel, *, base: str, command: str, step: int, metrics: dict[str, object]
 ) -> str:
-    """Write the README.md of an exported model: where it comes from and what was measured."""
+    """Write the README.md of an exported model: its origin and its metrics."""
     task, method = (
         ("text-classification", "reward-model") if command == "rm" else ("text-generation", command)
     )

@@ -101,7 +101,7 @@ class RunFolder:
 def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iterator[RunFolder]:
     """Create the folder, or take up the run in it; command is "train" or "sft".
 
-    fresh moves what is there to `<folder>.old-1` (-2, ...) first. Raises UserError when another
+    fresh first moves its contents to `<folder>.old-1` (-2, ...). Raises UserError when another
     process has the folder, when it belongs to another command or config, when it is not a run, and
     when the disk does not take it.
     """
@@ -144,7 +144,7 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
 
 
 def check_run(folder: Path, config: Config, command: str) -> bool:
-    """Check that open_run would take the folder, and change nothing; returns whether there is a run
+    """Check that open_run would take the folder, and change nothing; return whether there is a run
     to go on with. Raises UserError as open_run."""
     _refuse_foreign(folder)
     _check_writable(folder)
@@ -155,8 +155,7 @@ def check_run(folder: Path, config: Config, command: str) -> bool:
 
 
 def read_machine(folder: Path) -> dict[str, Any] | None:
-    """Read machine.json of a run folder: processor, threads, any_threads; None where there is
-    none."""
+    """Read machine.json of a run folder: processor, threads, any_threads; None if there is none."""
     path, names = folder / _MACHINE, ("processor", "threads", "any_threads")
     if not path.exists():
         return None
@@ -165,7 +164,7 @@ def read_machine(folder: Path) -> dict[str, Any] | None:
 
 
 def identity(config: Config, inputs: dict[str, str]) -> str:
-    """SHA-256 of all that the episodes of a run are a function of; inputs: hashes of its files by
+    """Return the SHA-256 of all inputs of the episodes of a run; inputs: hashes of its files by
     key."""
     values = identifying_values(to_toml(config))
     return hashlib.sha256(json.dumps([values, inputs], sort_keys=True).encode()).hexdigest()
@@ -198,7 +197,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _with_threads(config: Config, folder: Path) -> Config:
-    """Resolve run.threads = 0: to the count of the run in the folder, or of torch where it has not
+    """Resolve run.threads = 0: to the count of the run in the folder, or of torch if it has not
     begun."""
     if config.run.threads:
         return config
@@ -219,8 +218,8 @@ def _move_aside(folder: Path) -> Path:
 
 
 def _changes(folder: Path, config: Config, command: str) -> list[str]:
-    """Describe what of the config has changed since the run in the folder began, and may. Raises
-    UserError for what may not, and for a run of another command."""
+    """Describe the allowed changes of the config since the run in the folder began. Raises
+    UserError for others, and for a run of another command."""
     about = _read_about(folder)
     if about["command"] != command:
         raise _other_command(folder, about["command"], command)

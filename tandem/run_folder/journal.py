@@ -32,14 +32,13 @@ from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 from tandem.types import Episode, Group, Problem
 
-PART_S = 2.0  # what has ended is durable after this time, and until the step is complete
+PART_S = 2.0  # seconds after which ended episodes are durable, until the step is complete
 
 Ended = dict[int, Episode]  # by the key of its draws
 
 
 class Journal:
-    """The episodes of one run. run: the hash of everything it is a function of; problems: those of
-    its data."""
+    """The episodes of one run. run: the hash of all its inputs; problems: those of its data."""
 
     def __init__(self, folder: Path, run: str, problems: Sequence[Problem]):
         self.folder, self.run = folder, run
@@ -55,7 +54,7 @@ class Journal:
             self._remove(self.folder.glob(f"part_step_{step:06d}_*.parquet"))
 
     def read(self, step: int, kind: str = "train") -> tuple[list[Group], Any] | None:
-        """Read (groups, state) of a step; None where this run has not written them."""
+        """Read (groups, state) of a step; None if this run has not written them."""
         path = episode_file(self.folder, step, kind)
         note = read_note(path)
         if note is None or note["run"] != self.run:
@@ -77,7 +76,7 @@ class Journal:
             parts.close(write_rest=not complete)
 
     def clean(self) -> None:
-        """Remove what a kill left behind: half files, and parts of steps that are complete."""
+        """Remove the leftovers of a kill: half files, and parts of steps that are complete."""
         own = [path for path in self.folder.glob("train_step_*.parquet") if self.is_own(path)]
         complete = {path.stem.rpartition("_")[2] for path in own}
         parts = list(self.folder.glob("part_step_*.parquet"))
@@ -85,7 +84,7 @@ class Journal:
         self._remove(self.folder.glob(".tmp-*"))
 
     def is_own(self, path: Path) -> bool:
-        """Check whether this run wrote a file."""
+        """Tell whether this run wrote a file."""
         with suppress(UserError):  # a damaged file
             return bool((read_note(path) or {}).get("run") == self.run)
         return False
@@ -104,7 +103,7 @@ class Parts:
         self._journal, self._step, self._tick, self._problems = journal, step, tick, problems
         self._new: list[tuple[int, Episode]] = []
         self._lock, self._over, self._error = threading.Lock(), threading.Event(), list[Exception]()
-        self._rest = False  # whether what is left is written when it is over
+        self._rest = False  # whether the rest is written at the end
         self.ended, self._count = self._read()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -144,8 +143,8 @@ class Parts:
         self._count += 1
 
     def _read(self) -> tuple[Ended, int]:
-        """Read what ended in this tick in earlier starts; returns it and the number of the next
-        part."""
+        """Read the episodes that ended in this tick in earlier starts; return them and the number
+        of the next part."""
         ended: Ended = {}
         paths = self._journal.folder.glob(f"part_step_{self._step:06d}_{self._tick}_*.parquet")
         parts = {int(path.stem.rpartition("_")[2]): path for path in paths}

@@ -22,8 +22,8 @@ _fork_hook: list[bool] = []
 
 @contextmanager
 def locked(folder: Path) -> Iterator[str]:
-    """Hold the lock; yields news of a holder that was killed, or "". Creates the folder. Raises
-    UserError where another process has it."""
+    """Hold the lock; yield news of a holder that was killed, or "". Creates the folder. Raises
+    UserError if another process has it."""
     descriptor = _acquire(folder)
     _close_in_forks(descriptor)
     try:
@@ -49,7 +49,7 @@ def check_unlocked(folder: Path) -> None:
 
 
 def now() -> str:
-    """The time, as "2026-01-31T12:00:00Z"."""
+    """Return the time, as "2026-01-31T12:00:00Z"."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

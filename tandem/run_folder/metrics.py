@@ -1,9 +1,9 @@
 """The numbers of a run: one row a step in metrics.jsonl, times and memory in timings.jsonl, both in
-TensorBoard; and hashes of what the step left in ledger.jsonl.
+TensorBoard; and hashes of the results of a step in ledger.jsonl.
 
-metrics.jsonl holds nothing that differs between two runs of one config, so a resumed run leaves the
-same bytes as one that was never stopped; seconds and memory do differ, so they have their own file.
-It does not know what a metric means.
+metrics.jsonl is the same for two runs of one config, so a resumed run leaves the same bytes as one
+that was never stopped; seconds and memory do differ, so they have their own file. It does not know
+what a metric means.
 """
 
 import hashlib
@@ -35,17 +35,17 @@ class MetricsWriter:
     """The files of a run's numbers; a row is durable before write returns. The order at a step:
     write its row, then save its checkpoint.
 
-    Opening them at resume_step cuts the later rows off, as those steps are run again. Raises
+    Opening them at resume_step removes the later rows, as those steps are run again. Raises
     UserError when the row of resume_step is not there, and when the disk is full.
     """
 
     def __init__(self, run_folder: Path, resume_step: int):
         paths = [run_folder / f"{name}.jsonl" for name in ("metrics", "timings", "ledger")]
-        self._last_step = _cut(paths[0], resume_step)
+        self._last_step = _truncate(paths[0], resume_step)
         if resume_step > 0 and self._last_step != resume_step:
             raise _missing(paths[0], self._last_step, resume_step)
         for path in paths[1:]:
-            _cut(path, resume_step)
+            _truncate(path, resume_step)
         self._metrics, self._timings, self._ledger = map(_Lines, paths)
         self._events = _EventFile(run_folder / "tensorboard", resume_step + 1)
 
@@ -65,7 +65,7 @@ class MetricsWriter:
         if ledger is not None:
             row_hash = hashlib.sha256(_line(row)).hexdigest()
             self._ledger.append({"step": step, **ledger, "metrics": row_hash})
-        # last: the next start cuts the other rows off where a kill came before it
+        # last: after a kill before it, the next start removes the other rows
         self._metrics.append(row)
         self._events.append(step, _flat(metrics) | _flat(timings, "timings/"))
         self._last_step = step
@@ -97,7 +97,7 @@ def read_lines(run_folder: Path) -> dict[int, bytes]:
 
 
 def peak_rss_mb() -> float:
-    """The most memory this process has held at once, MiB."""
+    """Return the most memory this process has held at once, MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)  # bytes there, KiB here
 
@@ -151,7 +151,7 @@ def _value(value: Any, name: str, non_finite: dict[str, str]) -> Any:
 
 
 def _flat(metrics: Metrics, prefix: str = "") -> dict[str, float]:
-    """{"eval": {"algebra": 0.5}} -> {"eval/algebra": 0.5}; None is left out."""
+    """Flatten metrics: {"eval": {"algebra": 0.5}} -> {"eval/algebra": 0.5}; None is left out."""
     flat: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, dict):
@@ -161,8 +161,8 @@ def _flat(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     return flat
 
 
-def _cut(path: Path, last_step: int) -> int | None:
-    """Keep the rows up to last_step, their bytes untouched; returns the last step that is left."""
+def _truncate(path: Path, last_step: int) -> int | None:
+    """Keep the rows up to last_step, their bytes untouched; return the last step that is left."""
     rows = [(line, row["step"]) for line, row in _read_rows(path) if row["step"] <= last_step]
     kept = b"".join(line for line, _ in rows)
     if path.exists() and path.stat().st_size != len(kept):
@@ -211,7 +211,7 @@ class _EventFile:
     """One TensorBoard file for each start, written at once: no thread whose errors come late, and
     no torch.
 
-    purge_step tells TensorBoard to forget what earlier files say from that step on.
+    purge_step tells TensorBoard to forget the steps from there on in earlier files.
     """
 
     def __init__(self, folder: Path, purge_step: int):
@@ -240,7 +240,8 @@ class _EventFile:
         self._put(self._event.Event(step=step, summary=self._summary.Summary(value=values)))
 
     def append_text(self, step: int, tag: str, text: str) -> None:
-        """As TensorBoard's text tab wants it: a tensor of one string, with that plugin's name."""
+        """Append a text as TensorBoard's text tab wants it: a tensor of one string, with that
+        plugin's name."""
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
         tensor = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()])
         tensor.tensor_shape.dim.add(size=1)

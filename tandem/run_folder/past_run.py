@@ -1,5 +1,5 @@
-"""A run folder, read: its rows by step, the episodes of a step, its checkpoints, and what the
-ledger says of each step.
+"""A run folder, read: its rows by step, the episodes of a step, its checkpoints, and the ledger's
+row of each step.
 
     ledger.jsonl    {"step": 12, "weights": "<hash of the weights after it>",
                      "episodes": "<SHA-256 of its journal file>",
@@ -40,7 +40,7 @@ class PastRun:
     folder: Path
     config: Config
     command: str  # the one that made it, e.g. "train"
-    # where relative paths of the config begin; empty where that is not there any more
+    # where relative paths of the config begin; empty if that no longer exists
     directory: str
 
     @property
@@ -73,20 +73,20 @@ class PastRun:
         return self.folder / "episodes"
 
     def journal(self, step: int) -> Path:
-        """The file of the episodes of step `step`, counted from 1."""
+        """Return the path of the episodes of step `step`, counted from 1."""
         return episode_file(self.episodes, step)
 
     def journaled(self, kind: str = "train") -> list[int]:
-        """The steps whose episodes are there, ascending; kind "eval_sampled" or "eval_greedy": of
-        their evaluations."""
+        """List the steps whose episodes are there, ascending; kind "eval_sampled" or "eval_greedy":
+        of their evaluations."""
         return sorted(
             int(path.stem.rpartition("_")[2])
             for path in self.episodes.glob(f"{kind}_step_*.parquet")
         )
 
     def inputs(self) -> dict[str, str] | None:
-        """SHA-256 by key of the data, reward functions and models that the run began with, as each
-        checkpoint has them; None where none can be read."""
+        """Read the SHA-256 by key of the data, reward functions and models that the run began with,
+        from the newest readable checkpoint; None without one."""
         for path in sorted(self.checkpoints.glob("step_*/state.json"), reverse=True):
             with suppress(UserError, KeyError):  # damaged, or pruned by the run just now
                 inputs: dict[str, str] = _read_json(path)["data"]
@@ -95,8 +95,8 @@ class PastRun:
 
 
 def open_past(folder: Path) -> PastRun:
-    """Read what a run folder says of itself. Raises UserError for what is not one, or whose config
-    this version does not read."""
+    """Read the config and the command of a run folder. Raises UserError for another folder, or a
+    config that this version does not read."""
     if not (folder / "config.toml").is_file():
         raise _not_a_run(folder)
     about = _read_json(folder / "run.json")
@@ -109,8 +109,8 @@ def open_past(folder: Path) -> PastRun:
 
 @contextmanager
 def entered(folder: Path) -> Iterator[PastRun]:
-    """Open the run of a folder, with its directory as the working directory, so that the config's
-    relative paths are the run's."""
+    """Open the run of a folder, with its directory as the working directory, for the config's
+    relative paths."""
     past = open_past(folder.absolute())
     with chdir(past.directory or "."):
         yield past
@@ -145,7 +145,7 @@ def altered(folder: Path, up_to: int) -> list[Altered]:
 
 
 def _check_row(folder: Path, row: Metrics, line: bytes | None) -> Iterator[Altered]:
-    """Hash what a row of the ledger has the hashes of; line: of metrics.jsonl."""
+    """Hash the files and the line named in a row of the ledger; line: its metrics row."""
     step = row["step"]
     for kind, recorded in row.items():
         if kind == "metrics":
@@ -181,7 +181,7 @@ def read_step(path: Path) -> list[Group]:
     """Read every group of a journal file, in its order. Raises UserError for a damaged or absent
     one.
 
-    The problems are as the journal has them: their metadata is what was left of it as JSON.
+    The problems are as the journal has them: their metadata is only what JSON keeps.
     """
     if not path.is_file():
         raise UserError(
@@ -195,8 +195,8 @@ def read_step(path: Path) -> list[Group]:
 
 
 def holds(path: Path, column: str, value: str | int) -> bool:
-    """Check whether some episode of a journal file has this uid, or this key. Raises UserError for
-    a damaged file."""
+    """Tell whether some episode of a journal file has this uid, or this key. Raises UserError for a
+    damaged file."""
     return any(row[column] == value for row in read_columns(path, [column]))
 
 

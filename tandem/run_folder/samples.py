@@ -60,7 +60,7 @@ class Sample:
 
 def sample_file(episodes: Path, step: int, *, held_out: bool) -> Path | None:
     """Find the file of the step's episodes, or of its evaluation, which comes first if held_out;
-    None where it has neither."""
+    None if it has neither."""
     kinds = ("eval_sampled", "train") if held_out else ("train", "eval_sampled")
     return next(
         (path for kind in kinds if (path := episode_file(episodes, step, kind)).is_file()), None

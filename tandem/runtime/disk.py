@@ -1,8 +1,8 @@
-"""Durable writing: a kill leaves the old file or the new one under a real name, never a half; a
-full disk is a UserError.
+"""Durable writing: a kill leaves the whole old file or the whole new one; a full disk is a
+UserError.
 
 Checkpoints, journal, metrics and the run folder write through these few operations. It does not
-know what it writes. Tests hand in a Disk that dies at its n-th operation.
+know the contents. Tests hand in a Disk that dies at its n-th operation.
 """
 
 import errno
@@ -44,7 +44,7 @@ _CAUSES = (
 
 
 class Disk:
-    """The operations between which a kill can fall."""
+    """The durable operations; a kill can fall between any two."""
 
     def write(self, path: Path, save: Callable[[Path], None]) -> None:
         """Let `save` make the file."""
@@ -63,14 +63,14 @@ class Disk:
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all it holds, of which a kill can leave a part."""
+        """Remove a file, or a folder with its contents, in part if a kill interrupts."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
     def free_bytes(self, folder: Path) -> int:
-        """The bytes that this user may still write there."""
+        """Return the bytes that this user may still write there."""
         return shutil.disk_usage(folder).free
 
 
@@ -86,8 +86,8 @@ def file_hash(path: Path) -> str:
 def open_regular_file(path: Path, flags: int) -> int:
     """Open a file of a run folder for writing.
 
-    Neither follows a link, whose target may be anybody's, nor waits for a pipe: raises OSError for
-    all that is not a regular file.
+    It follows no link, whose target may be anybody's, and waits for no pipe: raises OSError for
+    anything but a regular file.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -155,13 +155,13 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def os_error(error: Exception, path: Path) -> OSError | None:
-    """Parse the system's error out of a Rust library's, which has it as text: "(os error 28)"."""
+    """Parse the system's error from the text of a Rust library's: "(os error 28)"."""
     match = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(match[1]), os.strerror(int(match[1])), str(path)) if match else None
 
 
 def existing_parent(path: Path) -> Path:
-    """Find the nearest folder that exists: the path itself, or one that it would lie in."""
+    """Find the nearest existing folder: the path itself, or one above it."""
     path = path.absolute()
     # Path.is_dir raises for a name that is too long
     while not os.path.isdir(path) and path != path.parent:

@@ -6,7 +6,7 @@ keeps its traceback and exits with 1.
 
 
 class UserError(Exception):
-    """A mistake in the user's input or surroundings, with all that is needed to mend it.
+    """A mistake in the user's input or surroundings, with the facts needed to mend it.
 
     Example:
         UserError("the model directory does not exist", where="model.path (demo.toml)",

@@ -1,5 +1,5 @@
-"""Makes the arithmetic of a process reproducible: sets, before the first product, what the bits
-depend on besides the numbers.
+"""Reproducible arithmetic of a process: settings, made before the first product, on which its bits
+depend.
 
 Every process that computes calls `prepare` first: driver, rollout worker, benchmark, notebook. A
 process that runs a user's code is started with `environment`. Importing this module, or `tandem`,
@@ -13,7 +13,7 @@ a small exp        MKL's first parallel exp of a process can race with its own s
                    elements get other bits. Seen on one Intel Xeon in 5 of 16 new processes, on
                    another in 0 of 42.
 thread count       Once it is set, MKL no longer takes fewer by itself. On every processor.
-denormal numbers   Whether they are flushed is each thread's own setting. A caller may have set it;
+denormal numbers Flushing them is each thread's own setting. A caller may have set it;
                    they are kept.
 float32 products   torch can be told to round them to bf16 (AVX512-BF16, AMX). A caller may have;
                    they are not rounded.
@@ -31,10 +31,10 @@ _STRICT_BIT = 0x10000  # MKL_CBWR_STRICT of mkl_types.h
 
 
 def prepare(threads: int = 0) -> int:
-    """Make this process's arithmetic reproducible; returns the number of threads it computes with.
+    """Make this process's arithmetic reproducible; return its number of compute threads.
 
-    threads: 0 takes torch's own choice (the cores at hand, or OMP_NUM_THREADS). An MKL_CBWR that is
-    set already stays, and `why_not_reproducible` then names it.
+    threads: 0 takes torch's own choice (the cores at hand, or OMP_NUM_THREADS). An MKL_CBWR set
+    before stays; `why_not_reproducible` then names it.
     """
     if vendor() == "GenuineIntel":
         os.environ.setdefault("MKL_CBWR", STRICT)
@@ -99,7 +99,7 @@ def cores() -> int:
 
 
 def _mkl_mode() -> int:
-    """Ask MKL for its mode; where torch does not export the call, return the mode asked for."""
+    """Ask MKL for its mode; if torch does not export the call, return the requested mode."""
     import torch
 
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

@@ -1,7 +1,7 @@
-"""Looks at this machine's processes from outside: descendants, what they do, how they are killed.
+"""This machine's processes, seen from outside: descendants, their activity, and killing them.
 
-The watchdog, its second process and the second Ctrl-C need it. It does not know what any process
-is for, and imports little, because the watchdog's process starts with every run. Without /proc
+The watchdog, its second process and the second Ctrl-C need it. It does not know the purpose of any
+process, and imports little, because the watchdog's process starts with every run. Without /proc
 (macOS) it asks `ps`, and knows less.
 """
 
@@ -32,7 +32,7 @@ STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A process of this machine, as it was when it was listed.
+    """A process of this machine at the time of listing.
 
     Example: Process(pid=4711, parent=4700, state="T", command="python -m pytest tests")
     """
@@ -44,7 +44,7 @@ class Process:
 
     @property
     def activity(self) -> str:
-        """Its state, and the kernel's function it waits in where that can be read."""
+        """The process's state, and the kernel function in which it waits if that can be read."""
         function = _read(f"/proc/{self.pid}/wchan")
         state = STATES.get(self.state, self.state)
         return state if function in ("", "0") else f"{state}, in {function}"
@@ -82,7 +82,7 @@ def state_of(pid: int, thread: int = 0) -> str:
 
 
 def catches(pid: int, signal_number: int) -> bool:
-    """Tell if the process has a handler for the signal; False if that cannot be read."""
+    """Tell whether the process has a handler for the signal; False if that cannot be read."""
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
@@ -90,7 +90,7 @@ def catches(pid: int, signal_number: int) -> bool:
 
 
 def innermost_line(stack: Iterable[tuple[str, int | str, str]]) -> str:
-    """Find the first line that is not the standard library's, as "file:line, function", or "".
+    """Find the first line outside of the standard library, as "file:line, function", or "".
 
     stack: (file, line, function) of each call, the innermost first. The standard library only
     waits; the cause is in the program or a package.
@@ -104,14 +104,14 @@ def innermost_line(stack: Iterable[tuple[str, int | str, str]]) -> str:
 
 
 def line_of_thread(thread: threading.Thread) -> str:
-    """Find the innermost_line that a thread of this process is at, or ""."""
+    """Find the innermost_line of a thread of this process, or ""."""
     frame = sys._current_frames().get(thread.ident or 0)
     frames = traceback.walk_stack(frame) if frame is not None else ()
     return innermost_line((f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames)
 
 
 def write_report(text: str, log: Path | None) -> None:
-    """Write to stderr and to the end of the log. Gives up on one that hangs, passes over errors."""
+    """Write to stderr and to the end of the log. Gives up on one that hangs and ignores errors."""
     _within(WRITE_S, lambda: os.write(2, text.encode(errors="replace")))
     if log is not None:
         _within(WRITE_S, lambda: _append(log, text))

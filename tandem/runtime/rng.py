@@ -1,7 +1,7 @@
-"""Addressed randomness (contract D1): a draw is a hash of the place that uses it, never the next of
-a stream.
+"""Addressed randomness (contract D1): a draw is a hash of its place of use, never the next of a
+stream.
 
-No generator has state, so no draw depends on what else ran, in which order, or on a restart.
+No generator has state, so no draw depends on other draws, their order, or a restart.
 """
 
 import hashlib

@@ -9,9 +9,8 @@ one at once.
                   whichever comes first                      that were started are killed, exit 130
 
 A handler of Python runs in the main thread only, when that is between two lines: a call in C that
-takes a minute delays the KeyboardInterrupt by a minute, and nothing can raise it sooner. That is
-what the thread is for. It does not know what a run saves; nothing that a kill can harm is left to
-it (see runtime/disk.py).
+takes a minute delays the KeyboardInterrupt by a minute, and nothing can raise it sooner. Hence the
+thread. It does not know what a run saves; a kill harms nothing that is saved (see runtime/disk.py).
 """
 
 import os
@@ -27,7 +26,7 @@ from tandem.runtime.processes import kill_descendants, write_report
 
 EXIT_CODE = 130
 EXIT_S = 10.0  # from the first signal to the end of the process
-# a shell or a launcher may pass on what the terminal has sent already: not a second signal
+# a shell or a launcher may repeat the terminal's signal: not a second one
 AGAIN_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -73,17 +72,18 @@ def defer_interrupts(limit_s: float = 5.0) -> AbstractContextManager[None]:
 
 
 def allow_interrupts() -> AbstractContextManager[None]:
-    """Allow interrupts again inside a deferring section, where a wait leaves nothing half done."""
+    """Allow interrupts again inside a deferring section, for a wait that leaves nothing half
+    done."""
     return _section.within(()) if _in_main_thread() else nullcontext()
 
 
 def _in_main_thread() -> bool:
-    """Elsewhere there is no KeyboardInterrupt."""
+    """Tell whether this is the main thread, the only one with a KeyboardInterrupt."""
     return threading.current_thread() is threading.main_thread()
 
 
 class _Section:
-    """The section that the main thread is in.
+    """The main thread's current section.
 
     limits: seconds of the deferring sections, the innermost last; signalled: a first signal came.
     """

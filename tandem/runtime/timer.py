@@ -8,7 +8,7 @@ from tandem.types import Row
 
 
 class Timer:
-    """Sums wall seconds by part; they go to timings.jsonl and never into a decision."""
+    """A sum of wall seconds by part, for timings.jsonl and never for a decision."""
 
     def __init__(self) -> None:
         self.parts: Row = {}

@@ -22,7 +22,7 @@ ERROR_CHARS = 500
 
 
 def load_user_object(spec: str, *, key: str) -> Any:
-    """Load the object that spec names. Raises UserError, whatever the user's module raises.
+    """Load the object named by spec. Raises UserError for every exception of the user's module.
 
     key: the config key that holds spec, e.g. "env.name".
     """
@@ -41,8 +41,8 @@ def load_user_object(spec: str, *, key: str) -> Any:
 
 
 def find_user_object(spec: str, *, key: str) -> Any:
-    """Load the object that spec names. Raises UserError if there is none, and what its module
-    raises."""
+    """Load the object named by spec. Raises UserError if there is none, and its module's
+    exceptions."""
     source, colon, name = spec.rpartition(":")
     if not (colon and source and name):
         raise UserError(
@@ -71,11 +71,11 @@ def find_user_object(spec: str, *, key: str) -> Any:
 
 @cache  # two functions of one file share its module, as those of a module do
 def load_file(path: Path) -> ModuleType:
-    """Execute an existing file, once in a process, and return its module. Raises what the file
-    raises.
+    """Execute an existing file, once in a process, and return its module. Raises the file's
+    exceptions.
 
-    The file may import its neighbours, and shadows nothing: one that is named like a package, e.g.
-    math_verify.py, becomes a module of another name, so that the package is still found.
+    The file may import its neighbours, and shadows nothing: if it is named like a package, e.g.
+    math_verify.py, its module gets another name, so that the package is still found.
     """
     name = path.stem if _is_free(path) else f"{path.stem}_py"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -92,28 +92,32 @@ def load_file(path: Path) -> ModuleType:
 def _is_free(path: Path) -> bool:
     """Check that nothing else is imported by the file's name."""
     try:
-        found = importlib.util.find_spec(path.stem)
+        module_spec = importlib.util.find_spec(path.stem)
     except (ImportError, ValueError):  # ValueError: a module without a spec has the name
         return path.stem not in sys.modules
-    return found is None or (
-        found.origin is not None and Path(found.origin).resolve() == path.resolve()
+    return module_spec is None or (
+        module_spec.origin is not None and Path(module_spec.origin).resolve() == path.resolve()
     )
 
 
 def source_file(spec: str) -> Path | None:
-    """The file that spec is loaded from, found without loading it; None for a built-in name."""
+    """Find the file that holds spec, without loading it; None for a built-in name."""
     source = spec.rpartition(":")[0]
     if not source or source.endswith(".py"):
         return Path(source) if source else None
     try:
-        found = importlib.util.find_spec(source)
+        module_spec = importlib.util.find_spec(source)
     except (ImportError, ValueError):
         return None
-    return Path(found.origin) if found is not None and found.origin and found.has_location else None
+    return (
+        Path(module_spec.origin)
+        if module_spec is not None and module_spec.origin and module_spec.has_location
+        else None
+    )
 
 
 def user_line(error: BaseException) -> str:
-    """file:line of the deepest frame outside of Tandem and the import system; empty without one."""
+    """Find file:line of the deepest frame outside of Tandem and the import system; "" if none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(f.filename)]
@@ -125,7 +129,7 @@ def _is_ours(file: str) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an error, such as can be written down."""
+    """Return the type and text of an error, in characters that can be written."""
     try:
         text = str(error)
     except Exception:  # a user's __str__
@@ -134,7 +138,7 @@ def describe(error: BaseException) -> str:
 
 
 def run_by_hand(source: str) -> str:
-    """The command that shows the whole error of a file or module."""
+    """Return the command that shows the whole error of a file or module."""
     return f"python {source}" if source.endswith(".py") else f'python -c "import {source}"'
 
 

@@ -1,4 +1,4 @@
-"""Stops a run that gets nothing done, and says who waits for whom.
+"""The watchdog: stops a run that gets nothing done, and says who waits for whom.
 
     any thread                 the thread "watchdog"              the process of watchdog_process.py
     ----------                 ---------------------              ----------------------------------
@@ -7,19 +7,18 @@
                                to the culprit; report, kill what  missing for deadline_s: a call in
                                was started, exit 3                C that keeps the interpreter
 
-An *actor* is a thread that has sent a heartbeat or waited; the main thread is called "trainer",
-others by their thread's name. An actor has stalled when its last sign of life, a heartbeat or the
-beginning or end of a wait, is older than deadline_s. From it the chain of waits leads to the
-culprit: an actor that waits for nobody, a thread that has ended, something outside this process,
-or, in a circle, a deadlock. A chain that leads to a live actor blames nobody yet. A livelock (an
-actor that sends heartbeats and never delivers) is not detected.
+An *actor* is a thread that has sent a heartbeat or waited: "trainer", the main thread, or another
+by its thread's name. An actor has stalled when its last sign of life, a heartbeat or the beginning
+or end of a wait, is older than deadline_s. From it the chain of waits leads to the culprit: an
+actor that waits for nobody, a thread that has ended, something outside this process, or, in a
+circle, a deadlock. A chain that leads to a live actor blames nobody yet. A livelock (an actor that
+sends heartbeats and never delivers) is not detected.
 
 Time in which the watchdog could not look (the process was stopped, the lid was closed) counts for
 nobody.
 
-It knows neither what the waits are for nor which lock is behind one; it believes its callers. It
-does not see the waits of coroutines: their thread is the actor. One watchdog a process, as with
-logging.
+It knows neither the reason of a wait nor the lock behind it; it believes its callers. It does not
+see the waits of coroutines: their thread is the actor. One watchdog a process, as with logging.
 """
 
 import ctypes
@@ -71,7 +70,7 @@ def waiting_for(target: str, what: str) -> Iterator[None]:
     """Record that this thread waits.
 
     target: the name of an actor, or of something outside the threads here: "reward workers", "disk"
-    what: what the target is to give
+    what: the thing that the target is to give
 
     Example: with waiting_for("rollouts", "the episodes of step 7"): episodes = future.result()
     """
@@ -90,7 +89,7 @@ def waiting_for(target: str, what: str) -> Iterator[None]:
 
 
 def dump_stacks_on_signal(file: TextIO | int = 2) -> None:
-    """Let SIGUSR1 write the stacks of this process's threads, wherever they hang.
+    """Let SIGUSR1 write the stacks of this process's threads, even if they hang.
 
     For processes that a run starts; the watchdog sends the signal.
     """
@@ -145,7 +144,7 @@ class _Actor:
 class _Watchdog:
     """The actors of this process and the thread that looks at them.
 
-    second: the process that watches this one; over: set when there is nothing more to watch.
+    second: the process watching this one; over: set when there is nothing more to watch.
     """
 
     def __init__(self, deadline_s: float, log: Path | None, on_stall: OnStall):
@@ -157,7 +156,7 @@ class _Watchdog:
         self._actors: dict[threading.Thread, _Actor] = {}
 
     def actor(self) -> _Actor:
-        """The calling thread's."""
+        """Return the actor of the calling thread, a new one at first."""
         thread = threading.current_thread()
         actor = self._actors.get(thread)
         if actor is None:
@@ -180,7 +179,7 @@ class _Watchdog:
             self.second.say_still_here(list(self._actors.values()))
 
     def _forgive(self, missed_s: float, now: float) -> None:
-        """Take back the seconds in which nobody looked; a sign of life that came since stays."""
+        """Take back the seconds in which nobody looked; a later sign of life stays."""
         if missed_s > 0:
             for actor in list(self._actors.values()):
                 actor.last_sign = min(now, actor.last_sign + missed_s)
@@ -203,7 +202,7 @@ class _Watchdog:
     # ---- the culprit
 
     def _blame(self, first: _Actor, now: float) -> str:
-        """Follow the waits of a stalled actor to the culprit; "" if that one has not stalled."""
+        """Follow the waits of a stalled actor to the culprit; "" if the culprit has not stalled."""
         text, chain = f"`{first.name}`", [first]
         while True:
             last = chain[-1]
@@ -225,12 +224,12 @@ class _Watchdog:
             chain.append(target)
 
     def _actor_named(self, name: str) -> _Actor | None:
-        """Of several actors of that name the liveliest."""
+        """Return the actor of that name, of several the liveliest; None without one."""
         actors = [actor for actor in list(self._actors.values()) if actor.name == name]
         return max(actors, key=lambda a: (a.thread.is_alive(), a.last_sign), default=None)
 
     def _outside(self, wait: _Wait) -> str:
-        """Say what is known of a target that is no actor."""
+        """Describe a target outside the actors."""
         thread = wait.thread or _thread_named(wait.target)
         if thread is not None and thread.is_alive():
             return f", which is at {_line_of(thread)}"
@@ -308,7 +307,7 @@ def _line_of(thread: threading.Thread) -> str:
 
 
 def _exit_process(report: str) -> None:
-    """End all, whatever the main thread hangs in; the report is written already."""
+    """End all processes, even if the main thread hangs; the report is written already."""
     kill_descendants(os.getpid())
     os._exit(EXIT_CODE)
 

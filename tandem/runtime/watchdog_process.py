@@ -12,7 +12,7 @@ it is still here, and this process, which watchdog.watching starts, takes over w
 without a word on which of the threads keeps the interpreter, with the started processes left
 behind, and also when the run was only stopped for a while (SIGSTOP, a debugger).
 
-It ends with the run, whose end of the pipe closes.
+It ends with the run, as the pipe then closes.
 """
 
 import json
@@ -76,7 +76,7 @@ def report_and_end(
 ) -> float:
     """Report which thread keeps the interpreter, and end the run and all that it started.
 
-    Returns the seconds of silence: 0 if the run speaks after all, which is then left alone.
+    Returns the seconds of silence: 0 if the run speaks after all and is left alone.
     """
     running = [number for number, (_, thread) in names.items() if state_of(run, thread) == "R"]
     os.kill(run, signal.SIGUSR1)
@@ -105,7 +105,7 @@ def report_and_end(
 
 
 def _line_of(stacks: str, number: str) -> str:
-    """The innermost line of the thread with this number; of the first one if there is none."""
+    """Find the innermost line of the thread with this number; of the first one if there is none."""
     _, _, stack = stacks.partition(number) if number else ("", "", stacks)
     calls = re.findall(r'File "(.+)", line (\d+) in (.+)', stack.partition("\n\n")[0])
     return innermost_line(calls) or "a line that is not known"
@@ -118,7 +118,7 @@ class _Pipe:
         self._rest = b""
 
     def read(self, seconds: float) -> list[str] | None:
-        """Read the lines that come within seconds; None where no more can come."""
+        """Read the lines that come within seconds; None if no more can come."""
         if not select.select([0], [], [], seconds)[0]:
             return []
         data = os.read(0, 65536)

@@ -6,8 +6,8 @@
     Channel.receive        <--- one JSON line      Channel.send
     RestartLimit.spend     <--- the end of the socket
 
-Bounds the size of a line and refuses what is not a JSON object, as a worker runs code of users. It
-does not know what the messages mean, nor when a worker is late.
+Bounds the size of a line and refuses all but JSON objects, as a worker runs code of users. Knows
+neither the meaning of the messages nor when a worker is late.
 """
 
 import ctypes
@@ -35,17 +35,17 @@ _QUOTED = 60  # bytes of a bad line in the error
 
 
 class ProtocolError(ValueError):
-    """The other side wrote something that is not a message."""
+    """An invalid message from the other side."""
 
 
 class RestartLimit:
-    """Counts lost workers; the one after `limit` ends the run, or the pool."""
+    """A count of lost workers; the one after `limit` ends the run, or the pool."""
 
     def __init__(self, limit: int):
         self.limit, self.used = limit, 0
 
     def spend(self) -> bool:
-        """Count a lost worker; false if no restart was left."""
+        """Count a lost worker; return False if no restart was left."""
         left = self.used < self.limit
         self.used += left
         return left
@@ -59,7 +59,7 @@ class Channel:
     """A socket of JSON lines, and of file descriptors beside them.
 
     send queues on a non-blocking socket (flush sends the rest) and waits on a blocking one. receive
-    never waits. max_descriptors: beside one chunk; the kernel closes what comes beyond.
+    never waits. max_descriptors: beside one chunk; the kernel closes any more.
     """
 
     def __init__(self, connection: socket.socket, max_line_bytes: int, max_descriptors: int = 0):
@@ -85,7 +85,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what goes without waiting. A broken connection shows in `receive`."""
+        """Send as much as goes without waiting. A broken connection shows in `receive`."""
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._outgoing:
                 data, descriptor = self._outgoing[0]
@@ -102,7 +102,7 @@ class Channel:
         """Yield the messages that have arrived.
 
         Raises ProtocolError at a line that is not a message or is too long, and EOFError at the end
-        of the connection; what came before has been yielded by then.
+        of the connection; earlier messages have been yielded by then.
         """
         while True:
             try:
@@ -202,7 +202,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process group, which may be gone already; macOS then says that it is not permitted."""
+    """Kill a process group, which may be gone already; macOS then reports a lack of permission."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

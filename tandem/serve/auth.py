@@ -1,10 +1,10 @@
-"""Who may use the server: clients with the key or, without one, only this machine and no web page.
+"""Access to the server: for clients with the key or, without one, for this machine but no web page.
 Knows no HTTP server.
 
 Every page in a browser on this machine can reach a server without a key. So a POST must be JSON (a
-page cannot send it to another site without asking first, and no such question is answered here), a
-Host that is not this machine's is refused (a page may have its own name point here), and so is what
-a browser marks as cross-site.
+page cannot send it to another site without asking first, and no such question is answered here). A
+Host that is not this machine's is refused (a page may have its own name point here), and so is a
+request that a browser marks as cross-site.
 """
 
 import hmac
@@ -19,7 +19,7 @@ MAX_HEADERS, MAX_HEADER_BYTES = 100, 16 << 10  # of all names and values togethe
 
 
 def is_loopback(host: str) -> bool:
-    """localhost, 127.0.0.0/8 or ::1; a name that only resolves to them does not count."""
+    """Tell whether host is localhost, 127.0.0.0/8 or ::1, not a name resolving to them."""
     if host.lower() == "localhost":
         return True
     try:
@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raises ApiError 431."""
+    """Raise ApiError 431 for too many or too large ones."""
     size = sum(len(name) + len(value) for name, value in headers)
     if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         raise ApiError(
@@ -39,8 +39,8 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 
 def check_access(method: str, path: str, headers: Mapping[str, str], api_key: str) -> None:
-    """Raises ApiError 401, 403 or 415. headers have lower-case names; api_key is empty where none
-    is needed."""
+    """Raise ApiError 401, 403 or 415. headers have lower-case names; api_key is empty if none is
+    needed."""
     if api_key:
         if path not in OPEN_PATHS:
             _check_key(headers, api_key)
@@ -71,7 +71,7 @@ def _check_local(headers: Mapping[str, str]) -> None:
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without its port; empty when there is none."""
+    """Read the name in a Host header, without its port; empty if there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

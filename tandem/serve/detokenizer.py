@@ -1,7 +1,7 @@
 """The text of a completion while it grows: the part that may be sent now.
 
-It never ends in half a character or in the beginning of a stop string, so the final text starts
-with all that was sent. Decodes a window of tokens, not the whole. Does not know requests.
+That part never ends in half a character or in the beginning of a stop string, so the final text
+starts with all that was sent. A window of tokens is decoded, not the whole. Does not know requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ import numpy as np
 
 from tandem.types import Array
 
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character yet
+REPLACEMENT = "\ufffd"  # written by a decoder for bytes of an incomplete character
 
 
 class Detokenizer:
-    """Turns the tokens of one completion into pieces of text.
+    """Decoder of one completion's tokens into pieces of text.
 
     decode: token ids int64 [T] -> text; byte_tokens: tokens of one byte of a character. Decoders
     read a whole run of byte tokens at once, so their text is held back until the run ends.
@@ -31,7 +31,7 @@ class Detokenizer:
         self._sent = 0  # characters
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that may be sent after these tokens of a running completion."""
+        """Return the text that may be sent after these tokens of a running completion."""
         self._tokens += tokens
         self._pending += self._complete()
         size = len(self._pending) - max(
@@ -42,11 +42,11 @@ class Detokenizer:
         return text
 
     def end(self, text: str) -> str:
-        """The rest of a completion's text."""
+        """Return the rest of a completion's text."""
         return text[self._sent :]
 
     def _complete(self) -> str:
-        """The whole characters since the last call."""
+        """Decode the whole characters since the last call."""
         if self._byte_tokens and self._in_byte_run():
             return ""
         before = self._decode(np.array(self._tokens[self._start : self._read], np.int64))
@@ -57,13 +57,13 @@ class Detokenizer:
         return text[len(before) :]
 
     def _in_byte_run(self) -> bool:
-        """Whether the last token leaves a run of byte tokens open; one without text, such as a
+        """Tell whether the last token leaves a run of byte tokens open. One without text, such as a
         special one, never reaches the decoder and ends no run."""
         last = self._tokens[-1]
         return last in self._byte_tokens or not self._decode(np.array([last], np.int64))
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of text that begins stop and is shorter than it."""
+    """Measure the longest end of text that begins stop and is shorter than it."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

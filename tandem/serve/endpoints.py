@@ -134,7 +134,7 @@ class _JsonResponse(Response):
 
 
 class Endpoints:
-    """Answers the requests that passed the access check."""
+    """Answers to requests that passed the access check."""
 
     def __init__(self, service: EngineService, tokenizer: ChatTokenizer, served: Served):
         self.counts = ServerMetrics()
@@ -242,7 +242,7 @@ class Endpoints:
 
 
 def _bad_request(error: UserError, param: str) -> ApiError:
-    """The error without its `where` and `next`, which are for the owner of the server."""
+    """Report the error without its `where` and `next`, which are for the owner of the server."""
     found = f"; found {error.found}" if error.found else ""
     expected = f"; expected {error.expected}" if error.expected else ""
     return ApiError(400, error.what + found + expected, param=param)
@@ -261,7 +261,7 @@ async def _read_body(request: HttpRequest, longest: int) -> bytes:
 
 
 def _trim_memory() -> None:
-    """Give freed memory back to the system: glibc's malloc is told to keep it for tensors, and
+    """Give freed memory back to the system. glibc's malloc is told to keep it for tensors, and
     errors keep their bodies until cycles are collected."""
     gc.collect()
     with suppress(AttributeError):  # another C library
@@ -269,7 +269,7 @@ def _trim_memory() -> None:
 
 
 def _next_slice(work: Generator[None, None, T]) -> T | None:
-    """Run work to its next yield; returns its result once it has ended."""
+    """Run work to its next yield; return its result once it has ended."""
     try:
         next(work)
     except StopIteration as end:
@@ -285,7 +285,7 @@ async def _collect(answer: Answer, updates: AsyncIterator[list[Update]]) -> bool
 
 
 async def _slices(answer: Answer) -> AsyncIterator[str]:
-    """A whole answer, some kilobytes at a time, with a pause for others in between."""
+    """Yield a whole answer, some kilobytes at a time, with a pause for others in between."""
     text = ""
     for part in answer.full():
         text += part
@@ -297,7 +297,8 @@ async def _slices(answer: Answer) -> AsyncIterator[str]:
 
 
 async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> AsyncIterator[str]:
-    """Server-sent events, those of a pass together; the last one reports an engine that stops."""
+    """Yield server-sent events, those of a pass together; the last one reports an engine that
+    stops."""
     try:
         async for several in updates:
             if text := "".join(map(event, answer.chunks(several))):
@@ -310,7 +311,7 @@ async def _events(answer: Answer, updates: AsyncIterator[list[Update]]) -> Async
 
 
 class _Stream(Response):
-    """Sends the parts of an answer, and cancels its generation at the end in any case."""
+    """Response that sends the parts of an answer, and always cancels its generation at the end."""
 
     def __init__(
         self,

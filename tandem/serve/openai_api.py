@@ -1,8 +1,8 @@
 """The parts of OpenAI's API that the server and the server of agents (envs/agent) share: errors,
 messages with tool calls, and the frames of answers.
 
-A model forbids unknown fields. Validated as `lenient`, it ignores them: agents send what their
-frameworks write. Knows no HTTP server and no engine.
+A model forbids unknown fields. Validated as `lenient`, it ignores those that an agent's framework
+writes. Knows no HTTP server and no engine.
 """
 
 import json
@@ -34,8 +34,7 @@ _EXPECTED = {
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's shape: {"error": {"message", "type", "param",
-    "code"}}."""
+    """An error answer, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class ApiError(Exception):
 
 
 def _shortened(text: str) -> str:
-    """Cut a text that quotes what a client sent."""
+    """Shorten a text that quotes a client's."""
     return text if len(text) <= MAX_ERROR_TEXT else f"{text[:MAX_ERROR_TEXT]}..."
 
 
@@ -68,7 +67,7 @@ def _shortened(text: str) -> str:
 
 
 class Strict(BaseModel):
-    """An object of a request; a null is a field that is not given."""
+    """An object of a request; a null counts as a missing field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -99,8 +98,8 @@ def read_object(raw: bytes) -> Json:
 
 
 def first_unsupported(fields: Json, neutral: dict[str, tuple[object, ...]]) -> str | None:
-    """The first field that asks for something not done here. neutral: such fields, with the values
-    that ask for nothing."""
+    """Find the first field that asks for something not done here. neutral: such fields, with the
+    values that ask for nothing."""
     for name in sorted(fields.keys() & neutral.keys()):
         if fields[name] is not None and fields[name] not in neutral[name]:
             return name
@@ -108,7 +107,7 @@ def first_unsupported(fields: Json, neutral: dict[str, tuple[object, ...]]) -> s
 
 
 def validate(kind: type[M], fields: Json, *, lenient: bool = False) -> M:
-    """Raises ApiError, which names the field."""
+    """Validate fields. Raises ApiError, which names the field."""
     try:
         return kind.model_validate(fields, context="lenient" if lenient else None)
     except ValidationError as error:
@@ -147,7 +146,7 @@ def _join_parts(content: object, info: ValidationInfo) -> object:
 
 
 def _parse_arguments(arguments: object) -> object:
-    """The arguments of a call, which OpenAI writes as JSON in a text."""
+    """Parse the arguments of a call, which OpenAI writes as JSON in a text."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except RecursionError:
@@ -169,7 +168,7 @@ class ToolCall(Strict):
 
     @classmethod
     def of(cls, id: str, name: str, arguments: Json) -> "ToolCall":
-        """A call that the model made; it is not validated."""
+        """Make a call by the model; it is not validated."""
         function = FunctionCall.model_construct(name=name, arguments=arguments)
         return cls.model_construct(id=id, function=function)
 
@@ -180,7 +179,7 @@ class ToolCall(Strict):
 
 
 def _check_count(calls: object, info: ValidationInfo) -> object:
-    """A model that is trained may write any number of calls."""
+    """Bound the calls of a request; a model in training may write any number."""
     if isinstance(calls, list) and not info.context and not 0 < len(calls) <= MAX_TOOLS:
         raise ValueError(f"expected 1 to {MAX_TOOLS} calls")
     return calls
@@ -204,7 +203,7 @@ class ChatMessage(Strict):
 
 
 def _check_tool(tool: Tool) -> Tool:
-    """The tool as it came, so that the template writes what it writes in training."""
+    """Keep the tool as it came, so that the template writes the same text as in training."""
     match tool:
         case {"type": "function", "function": {"name": str(name), **rest}} if name:
             if isinstance(rest.get("parameters") or {}, dict):
@@ -228,7 +227,7 @@ def assistant_message(content: str, calls: Sequence[ToolCall]) -> Json:
 
 
 def call_deltas(calls: Sequence[ToolCall]) -> list[Json]:
-    """Calls as a piece of a streamed answer holds them."""
+    """Write calls as a piece of a streamed answer holds them."""
     return [{"index": index} | call.to_json() for index, call in enumerate(calls)]
 
 
@@ -238,7 +237,7 @@ def model_list(name: str, created: int = 0, **more: object) -> Json:
 
 
 def event(data: str) -> str:
-    """A server-sent event."""
+    """Write a server-sent event."""
     return f"data: {data}\n\n"
 
 

@@ -2,10 +2,9 @@
 
     work = to_requests(body, ...)   # a generator; a slice is at most one prompt or SLICE characters
 
-What can be refused without the tokenizer is refused before the first token is made: the number of
-sequences, texts that cannot fit the context however they are tokenized, token ids. The tokens of a
-long text are counted first, and it is refused as soon as they are too many. Knows no threads and no
-HTTP.
+All that needs no tokenizer is refused before the first token is made: the number of sequences,
+texts that cannot fit the context however they are tokenized, token ids. The tokens of a long text
+are counted first, and it is refused as soon as they are too many. Knows no threads and no HTTP.
 """
 
 import itertools
@@ -38,8 +37,8 @@ class DrawKeys:
 def to_requests(
     body: Body, tokenizer: ChatTokenizer, served: Served, keys: DrawKeys
 ) -> Generator[None, None, list[Request]]:
-    """Make n requests for each prompt, side by side. Raises ApiError and UserError for what cannot
-    run."""
+    """Make n requests for each prompt, side by side. Raises ApiError and UserError for prompts that
+    cannot run."""
     field, count = body.source()
     if count * body.n > served.max_choices:
         raise ApiError(
@@ -71,7 +70,7 @@ def to_requests(
 def _tokenize(
     text: str, encode: Callable[[str], Array], field: str, served: Served
 ) -> Generator[None, None, Array]:
-    """The tokens of a text, made in one piece. Their number is bounded before, in pieces: cuts add
+    """Make the tokens of a text in one piece. Their number is bounded before, in pieces: cuts add
     only a few tokens, so a text with twice as many as the context in pieces is too long."""
     count = 0
     for at in range(0, len(text), SLICE) if len(text) > SLICE else ():

@@ -1,7 +1,7 @@
 """Requests for completions in OpenAI's shape, with the extensions of docs/serving.md.
 
-A field that would change the output and is not supported is refused by name; one that would not is
-accepted and ignored. Knows no HTTP server and no engine.
+An unsupported field is refused by name if it would change the output; otherwise it is accepted and
+ignored. Knows no HTTP server and no engine.
 """
 
 from abc import abstractmethod
@@ -45,7 +45,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True,),
 }
 
-# A body is parsed in one piece that nothing can interrupt; these counts bound it to 0.1 s.
+# A body is parsed in one uninterruptible piece; these counts bound it to 0.1 s.
 MAX_COMMAS, MAX_OPENINGS = 1 << 18, 1 << 16  # openings: colons, and opening brackets and braces
 _COUNTED = 1 << 20  # bytes, in one piece
 
@@ -104,7 +104,7 @@ def _zero_if_off(top_k: object) -> object:
 
 
 class Body(Strict):
-    """The fields that both endpoints have."""
+    """Fields of both endpoints."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -137,20 +137,21 @@ class Body(Strict):
 
     @abstractmethod
     def top_logprobs_wanted(self) -> int | None:
-        """How many of the likeliest tokens to report with each log-prob; None: no log-probs."""
+        """Return how many of the likeliest tokens to report with each log-prob; None: no
+        log-probs."""
 
     @abstractmethod
     def source(self) -> tuple[str, int]:
-        """The field of the prompts, and their number."""
+        """Return the field of the prompts, and their number."""
 
     @abstractmethod
     def prompts(self, tokenizer: ChatTokenizer) -> Sequence[str | Array]:
-        """The prompts: texts for `encode`, or token ids int64 [T]. Raises UserError when the chat
-        template refuses the messages."""
+        """Return the prompts: texts for `encode`, or token ids int64 [T]. Raises UserError if the
+        chat template refuses the messages."""
 
     @abstractmethod
     def encode(self, text: str, tokenizer: ChatTokenizer) -> Array:
-        """The tokens int64 [T] of such a text."""
+        """Tokenize such a text to int64 [T]."""
 
 
 class CompletionBody(Body):
@@ -214,7 +215,7 @@ class ChatBody(Body):
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
-        """Tools that the model is shown, and whose calls are read in its answer."""
+        """Tools that the model is shown; calls of them are read in its answer."""
         return self.tools if self.tool_choice == "auto" else ()
 
     def top_logprobs_wanted(self) -> int | None:
@@ -237,7 +238,7 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], raw: bytes, served: Served) -> B:
-    """The body of a request. Raises ApiError, which names the field."""
+    """Parse the body of a request. Raises ApiError, which names the field."""
     _check_size(raw)
     fields = read_object(raw)
     neutral = {name: NEUTRAL[name] for name in NEUTRAL.keys() - kind.model_fields.keys()}

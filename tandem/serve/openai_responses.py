@@ -58,7 +58,7 @@ def write_json(value: object) -> Iterator[str]:
 
 
 class _Choice:
-    """The tokens and the text of one choice so far."""
+    """Tokens and text of one choice so far."""
 
     def __init__(self, request: Request, tokenizer: ChatTokenizer):
         self.detokenizer = Detokenizer(tokenizer.decode, request.params.stop, tokenizer.byte_tokens)
@@ -66,7 +66,7 @@ class _Choice:
         self.weight_versions: list[int] = []
         self.sampled: list[SampledToken] = []  # tokens whose log-probs are not written yet
         self.offset = 0  # of the first of them in the text of all tokens
-        # set when it has ended, as are calls and finish_reason
+        # set at the end, as are calls and finish_reason
         self.text = ""
         self.calls: list[ToolCall] = []
         self.finish_reason: str | None = None
@@ -74,8 +74,7 @@ class _Choice:
 
 
 class Answer(ABC):
-    """One answer in the making, fed with every update: by `chunks`, or by `add` and then
-    `full`."""
+    """An answer in the making, fed with every update: by `chunks`, or by `add` and then `full`."""
 
     def __init__(
         self, body: Body, requests: Sequence[Request], tokenizer: ChatTokenizer, served: Served
@@ -86,7 +85,7 @@ class Answer(ABC):
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
         self._head_sent, self._version = False, -1  # the newest token's
 
-    # ---- what the two endpoints do differently
+    # ---- differences of the two endpoints
 
     prefix: str
     full_object: str
@@ -94,21 +93,21 @@ class Answer(ABC):
 
     @abstractmethod
     def _full_choice(self, choice: _Choice) -> Json:
-        """The text, and the log-probs under "logprobs"."""
+        """Return the text, and the log-probs under "logprobs"."""
 
     @abstractmethod
     def _chunk_choice(self, choice: _Choice, text: str) -> Json:
-        """The same for a chunk, with the new text."""
+        """Return the same for a chunk, with the new text."""
 
     @abstractmethod
     def _logprobs(self, sampled: Sequence[SampledToken], offsets: Sequence[int]) -> Json:
-        """Columns of rows, as iterators; offsets: where each token begins in the text."""
+        """Make columns of rows, as iterators; offsets: where each token begins in the text."""
 
     def _end(self, choice: _Choice, text: str, reason: str) -> None:
         choice.text, choice.finish_reason = text, reason
 
     def _next_text(self, choice: _Choice, update: Update) -> str:
-        """The text that may be sent of a choice now."""
+        """Return the text of a choice that may be sent now."""
         if update.completion is not None:
             return choice.detokenizer.end(choice.text)
         return choice.detokenizer.add(update.tokens)
@@ -130,7 +129,7 @@ class Answer(ABC):
             self._end(choice, update.completion.text, update.completion.stop_reason)
 
     def full(self) -> Iterator[str]:
-        """The answer in slices, when every choice has ended."""
+        """Yield the answer in slices, once every choice has ended."""
         yield json.dumps(self._head(self.full_object))[:-1] + ', "choices": ['
         for index, choice in enumerate(self._choices):
             yield "," if index else ""
@@ -140,7 +139,7 @@ class Answer(ABC):
         yield f'], "usage": {json.dumps(self._usage())}}}'
 
     def chunks(self, updates: Sequence[Update]) -> Iterator[str]:
-        """The chunks that the updates of a pass add, at most one a choice."""
+        """Yield the chunks that the updates of a pass add, at most one a choice."""
         usage: Json = {"usage": None} if self._body.stream_options.include_usage else {}
         for update in updates:
             if (fields := self._chunk_of(update)) is not None:
@@ -148,7 +147,7 @@ class Answer(ABC):
                 yield f'{head}, "choices": [{"".join(write_json(fields))}]}}'
 
     def usage_chunk(self) -> str | None:
-        """The usage, when it was asked for."""
+        """Write the usage, if it was asked for."""
         if not self._body.stream_options.include_usage:
             return None
         return json.dumps(self._head(self.chunk_object) | {"choices": [], "usage": self._usage()})
@@ -188,7 +187,7 @@ class Answer(ABC):
         }
 
     def _logprobs_field(self, choice: _Choice) -> Json | None:
-        """The log-probs that are not written yet."""
+        """Take the log-probs that are not written yet."""
         if self._body.top_logprobs_wanted() is None:
             return None
         sampled, choice.sampled = choice.sampled, []
@@ -215,7 +214,7 @@ class _CompletionAnswer(Answer):
         }
 
     def _likeliest(self, token: int, logprob: float, top: dict[int, float]) -> dict[str, float]:
-        """The likeliest tokens and, as OpenAI has it, the sampled one."""
+        """Return the likeliest tokens and, as OpenAI has it, the sampled one."""
         likeliest: dict[str, float] = {}
         for t, value in [*top.items(), (token, logprob)]:
             # tokens of half a character look alike: keep the likelier
@@ -233,7 +232,7 @@ class _ChatAnswer(Answer):
         self._tools = body.callable_tools
 
     def _end(self, choice: _Choice, text: str, reason: str) -> None:
-        """Read the calls of a text, unless it is truncated: it may hold half a call."""
+        """Read the calls of a text, unless it is truncated and may hold half a call."""
         choice.text, choice.finish_reason = text, reason
         content, calls = split_calls(text, self._tools) if reason == "stop" else (text, [])
         if calls:
@@ -244,7 +243,7 @@ class _ChatAnswer(Answer):
             ]
 
     def _next_text(self, choice: _Choice, update: Update) -> str:
-        """With tools the whole text at the end, as its beginning may become a call."""
+        """Return, with tools, the whole text at the end: its beginning may become a call."""
         return choice.text if self._tools else super()._next_text(choice, update)
 
     def _full_choice(self, choice: _Choice) -> Json:

@@ -43,7 +43,7 @@ class ServerMetrics:
         )
 
     def text(self, stats: Mapping[str, float]) -> str:
-        """The exposition; stats: of the engine, empty when it has stopped."""
+        """Write the exposition; stats: of the engine, empty if it has stopped."""
         name = "tandem_engine_up"
         lines = [*_header(name, "gauge", "Whether the engine runs."), f"{name} {int(bool(stats))}"]
         for name, value in stats.items():

@@ -28,8 +28,8 @@ READ_BYTES = 1 << 14  # of a connection, before others have their turn
 
 
 class Server:
-    """Serves one engine on one socket. request_s: for a client to send a request, head and
-    body."""
+    """Server of one engine on one socket. request_s: time for a client to send head and body of a
+    request."""
 
     def __init__(
         self,
@@ -47,8 +47,7 @@ class Server:
         self._uvicorn: _Uvicorn | None = None
 
     def run(self, sock: socket.socket, ready: Callable[[], None]) -> None:
-        """Serve until `stop`, SIGINT or SIGTERM. sock is bound; ready is called when the server
-        listens."""
+        """Serve until `stop`, SIGINT or SIGTERM. sock is bound; ready is called once it listens."""
         connection: Any = partial(_Connection, request_s=self._request_s)
         config = uvicorn.Config(
             self._app,
@@ -73,8 +72,8 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Starts the engine before the first request, and stops it before it waits for the last
-    answers."""
+    """uvicorn that starts the engine before the first request, and stops it before the wait for the
+    last answers."""
 
     def __init__(self, config: uvicorn.Config, service: EngineService, ready: Callable[[], None]):
         super().__init__(config)
@@ -93,8 +92,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(H11Protocol, asyncio.BufferedProtocol):
-    """Reads a little at a time, drops a client that takes too long to send a request, and answers
-    in JSON."""
+    """Connection that reads a little at a time, drops a client too slow to send a request, and
+    answers in JSON."""
 
     def __init__(self, *, request_s: float, **uvicorns: Any):
         super().__init__(**uvicorns)

@@ -107,14 +107,14 @@ class Generation:
         self.requests = requests
         self._service = service
         self._unfinished = len(requests)
-        # a text is the reason why there are no more
+        # a text: the reason why there are no more
         self._updates: asyncio.Queue[list[Update] | str] = asyncio.Queue()
 
     def __aiter__(self) -> "Generation":
         return self
 
     async def __anext__(self) -> list[Update]:
-        """The updates of a pass, at least one. Raises EngineStopped."""
+        """Return the updates of a pass, at least one. Raises EngineStopped."""
         if not self._unfinished:
             raise StopAsyncIteration
         updates = await self._updates.get()
@@ -132,11 +132,11 @@ class Generation:
 
 
 class EngineService:
-    """Runs an engine in a thread of its own; every method is called on the event loop that started
-    it. join_s: how long `stop` waits for the pass that runs."""
+    """Engine in a thread of its own. The event loop that started it calls every method. join_s: how
+    long `stop` waits for the pass under way."""
 
     def __init__(self, engine: ServedEngine, *, join_s: float = JOIN_S):
-        self.stopped = ""  # why, when it has
+        self.stopped = ""  # the reason, once it has
         self._engine, self._join_s = engine, join_s
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[RunningSequence, _Live] = {}
@@ -161,7 +161,8 @@ class EngineService:
             )
 
     async def submit(self, requests: Sequence[Request]) -> Generation:
-        """Take all of the requests or none. Raises what engine.submit raises, and EngineStopped."""
+        """Take all of the requests or none. Raises EngineStopped and the errors of
+        engine.submit."""
         generation = Generation(self, requests)
         self._generations.add(generation)
         admitted = False
@@ -179,7 +180,7 @@ class EngineService:
             self._inbox.put(partial(self._drop, generation))
 
     async def ask(self, question: Callable[[ServedEngine], T]) -> T:
-        """Call question(engine) between two passes. Raises what it raises, and EngineStopped."""
+        """Call question(engine) between two passes. Raises its errors, and EngineStopped."""
         if self.stopped:
             raise EngineStopped(self.stopped)
         future: asyncio.Future[T] = self._loop.create_future()
@@ -214,16 +215,16 @@ class EngineService:
                 self._deliver(self._engine.step())
             for sequence in self._live:
                 self._engine.cancel(sequence)
-        # after any failure of the engine its clients must not wait for ever
+        # clients must not wait for ever after a failure of the engine
         except Exception as error:
             logger.exception("the engine failed")
             reason = f"the engine failed: {type(error).__name__}: {error}"
             self._loop.call_soon_threadsafe(self._end, reason)
 
     def _run_commands(self) -> bool:
-        """Run the commands that wait, and wait for one while the engine has no work; False when
+        """Run the waiting commands, and wait for one while the engine has no work; return False if
         told to stop."""
-        # commands that come meanwhile wait for a pass, so that questions cannot stop generation
+        # later commands wait for a pass, so that questions cannot stop generation
         waiting = self._inbox.qsize()
         while waiting or not self._engine.has_work:
             waiting = max(waiting - 1, 0)

@@ -16,7 +16,7 @@ _first_new = partial(first_new, salt="algebra test side")
 
 
 def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """Draw count different problems, the templates in turn; fewer where all templates have run out.
+    """Draw count different problems, the templates in turn; fewer if all templates have run out.
 
     Example row: {"data_source": "fraction_linear", "prompt": [{"role": "user", "content":
     "(x+3)/4=2, x?"}], "ability": "math", "reward_model": {"style": "rule", "ground_truth": "5"},
@@ -42,7 +42,7 @@ def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
 
 
 def warm_start(count: int, seed: int, difficulty: int, careless: float) -> list[Row]:
-    """Chats for supervised training, with problems of the train split, which may repeat.
+    """Make chats for supervised training, with problems of the train split, which may repeat.
 
     A share `careless` of them answers at once, with another problem's answer: plausible, and mostly
     wrong. A model trained on them has two habits, and reinforcement learning a better one to find.
@@ -65,7 +65,7 @@ def _template(number: int) -> str:
 
 
 def _train_problem(seed: int, level: str, use: str, number: int) -> TaskProblem:
-    """A problem of the train split, which other places may have too."""
+    """Draw a problem of the train split, which other places may have too."""
     template = _template(number)
     place = (seed, "algebra", level, use, template, number)
     problem = _first_new(TEMPLATES[template][level], place, "train", set())

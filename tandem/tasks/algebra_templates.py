@@ -1,10 +1,9 @@
 """Eight school-algebra templates at two levels: question, worked solution and answer of a problem.
 
-Every function draws its numbers from the generator it is handed and returns a TaskProblem whose
-answer is unique and well defined by the question alone; its column `solution` holds the working, a
-true statement a line, and the answer line. "easy" is terse, for a character-level model of under a
-million parameters that learns it in seconds; "school" is for real language models. Knows nothing of
-splits, seeds, files or rows.
+Every function draws its numbers from a generator and returns a TaskProblem. The question alone
+defines the one answer; the column `solution` holds the working, a true statement a line, and the
+answer line. "easy" is terse, for a character-level model of under a million parameters that learns
+it in seconds; "school" is for real language models. Knows nothing of splits, seeds, files or rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 
 def _nonzero(rng: Generator, limit: int) -> int:
-    """Uniform over -limit..limit without 0."""
+    """Draw uniformly from -limit..limit without 0."""
     value = randint(rng, 1, 2 * limit)
     return value if value <= limit else limit - value
 
@@ -28,7 +27,8 @@ def _pick(rng: Generator, choices: tuple[T, ...]) -> T:
 
 
 def _problem(question: str, dedup_key: str, steps: Sequence[str], answer: object) -> TaskProblem:
-    """steps: the working, every line a true statement. answer: an integer or reduced fraction."""
+    """Make a problem. steps: the working, true line by line. answer: integer or reduced
+    fraction."""
     solution = "\n".join((*steps, f"Answer: {answer}"))
     return TaskProblem(
         prompt=question, answer=str(answer), dedup_key=dedup_key, columns={"solution": solution}
@@ -39,7 +39,7 @@ def _problem(question: str, dedup_key: str, steps: Sequence[str], answer: object
 
 
 def _plus(value: int, unit: str = "") -> str:
-    """A later term of a sum: ' + 3', ' - 2x', or nothing for 0."""
+    """Write a later term of a sum: ' + 3', ' - 2x', or nothing for 0."""
     if value == 0:
         return ""
     size = "" if unit and abs(value) == 1 else str(abs(value))
@@ -47,12 +47,12 @@ def _plus(value: int, unit: str = "") -> str:
 
 
 def _times(value: int, unit: str) -> str:
-    """A first term: '3x', 'x', '-x'."""
+    """Write a first term: '3x', 'x', '-x'."""
     return {1: unit, -1: f"-{unit}"}.get(value, f"{value}{unit}")
 
 
 def _polynomial(coefficients: tuple[int, ...]) -> str:
-    """Highest power first; the first coefficient is not 0."""
+    """Write a polynomial, highest power first; the first coefficient is not 0."""
     top = len(coefficients) - 1
     units = [f"x^{top - i}" if top - i > 1 else "x" * (top - i) for i in range(top + 1)]
     later = (_plus(c, u) for c, u in zip(coefficients[1:], units[1:], strict=True))
@@ -68,8 +68,8 @@ def _tight(text: str) -> str:
 
 
 def _linear_steps(k: int, shift: int, right: Fraction) -> tuple[str, ...]:
-    """How kx + shift = right is solved, the equation itself first; steps that change nothing are
-    left out."""
+    """List the steps that solve kx + shift = right, the equation first, without steps that change
+    nothing."""
     rest = right - shift
     steps = [
         f"{_times(k, 'x')}{_plus(shift)} = {right}",
@@ -83,14 +83,14 @@ def _linear_steps(k: int, shift: int, right: Fraction) -> tuple[str, ...]:
 # One small table look-up a line, and no spaces, because every character is a token.
 
 
-def _easy(given: str, ask: str, steps: list[str], answer: int) -> TaskProblem:
-    question = f"{given}, {ask}?"
+def _easy(condition: str, ask: str, steps: list[str], answer: int) -> TaskProblem:
+    question = f"{condition}, {ask}?"
     return _problem(question, question, steps, answer)
 
 
 def _easy_shift(rng: Generator) -> tuple[int, str]:
-    """A shift and its term. Five templates end in it, so a model learns one small table of
-    differences for all of them."""
+    """Draw a shift and its term. Five templates end in it, so that a model learns one small table
+    of differences for all of them."""
     shift = _nonzero(rng, 5)
     return shift, _tight(f"x{_plus(shift)}")
 
@@ -164,7 +164,8 @@ def _school(
     answer: Fraction | int,
     more_key: str = "",
 ) -> TaskProblem:
-    """formula: what a wording is filled in with, and, with more_key, the problem's dedup_key."""
+    """Make a problem. formula fills in a wording, and is, with more_key, the problem's
+    dedup_key."""
     question = f"{_pick(rng, wordings).format(formula)}\n{SCHOOL_FORMAT}"
     return _problem(question, formula + more_key, steps, answer)
 

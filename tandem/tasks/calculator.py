@@ -85,8 +85,8 @@ async def calculator(expression: str) -> str:
 
 
 def calculate(expression: str) -> str:
-    """The value as text: "7", "-5/3", and "0.75" where the expression has a decimal point and the
-    value ends. Raises ValueError with words for the model."""
+    """Return the value as text: "7", "-5/3", and "0.75" if the expression has a decimal point and
+    the value ends. Raises ValueError with words for the model."""
     if len(expression) > MAX_CHARS:
         raise ValueError(f"longer than {MAX_CHARS} characters")
     parser = _Parser(_tokens(expression.translate(_SPELLINGS)))
@@ -97,27 +97,27 @@ def calculate(expression: str) -> str:
 
 
 def _tokens(text: str) -> list[str]:
-    """The tokens, the first one last."""
+    """Split an expression into tokens, the first one last."""
     tokens, at = [], 0
     text = text.rstrip()
     while at < len(text):
-        found = _TOKEN.match(text, at)
-        if found is None:
+        match = _TOKEN.match(text, at)
+        if match is None:
             raise ValueError(f"unexpected {text[at:].lstrip()[0]!r}")
-        tokens.append(found[1] or found[2])
-        at = found.end()
+        tokens.append(match[1] or match[2])
+        at = match.end()
     return tokens[::-1]
 
 
 class _Parser:
-    """Precedence climbing over the tokens, the next one last."""
+    """A precedence-climbing parser of tokens, the next one last."""
 
     def __init__(self, tokens: list[str]):
         self.tokens = tokens
         self.depth = 0
 
     def value(self, level: int) -> Fraction:
-        """The value of what follows, up to the first operator that binds no tighter than level."""
+        """Compute the tokens up to the first operator that binds no tighter than level."""
         left = self._operand()
         while self.tokens and _LEVELS.get(self.tokens[-1], 0) > level:
             sign = self.tokens.pop()
@@ -185,7 +185,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 
 def _decimal(value: Fraction) -> str | None:
-    """3/4 as "0.75" and 3 as "3"; None where the digits never end."""
+    """Write 3/4 as "0.75" and 3 as "3"; None if the digits never end."""
     counts, rest = [], value.denominator
     for prime in (2, 5):
         counts.append(0)

@@ -4,9 +4,10 @@ many numbers.
     tandem generate countdown --difficulty 3 --count 400 --out train.jsonl
     python -c "from tandem.tasks.countdown import value_of; print(value_of('(1 + 5) * 4'))"
 
-Every problem has a solution, which the row holds, and mostly more, so the checker works out what
-was written. Nothing is evaluated by Python: an expression of at most EXPRESSION_CHARS characters is
-parsed, and computed in fractions. Knows arithmetic. Does not know files, models or rewards.
+Every problem has a solution, which the row holds, and mostly more, so the checker computes the
+written expression. Nothing is evaluated by Python: an expression of at most EXPRESSION_CHARS
+characters is parsed, and computed in fractions. Knows arithmetic. Does not know files, models or
+rewards.
 """
 
 import ast
@@ -92,10 +93,10 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 def check(
     problem: Problem, completion: str, extract: Callable[[str], str | None], *, use_all: bool = True
 ) -> float:
-    """1 if the expression makes the target from the numbers, else 0.
+    """Return 1 if the expression makes the target from the numbers, else 0.
 
     The numbers are metadata["numbers"] (or "nums"), the target metadata["target"], else the answer.
-    The expression is the last <answer>...</answer>, else what `extract` finds (the final answer);
+    The expression is the last <answer>...</answer>, else the final answer, which `extract` finds;
     `= 24` may follow it. use_all: every number once; else at most once. Raises ValueError for a
     problem without numbers.
     """
@@ -108,23 +109,23 @@ def check(
     value = value_of(text.strip(" \t\r\n$*_`.").partition("=")[0])
     if value is None or value[0] != target:
         return 0.0
-    used, given = Counter(value[1]), Counter(numbers)
-    return float(used == given if use_all else used <= given)
+    used, available = Counter(value[1]), Counter(numbers)
+    return float(used == available if use_all else used <= available)
 
 
 def _read(problem: Problem) -> tuple[list[int], Fraction]:
     metadata = problem.metadata
-    given: Any = metadata.get("numbers", metadata.get("nums"))
+    numbers: Any = metadata.get("numbers", metadata.get("nums"))
     target = metadata.get("target", problem.answer)
     try:
-        return [int(number) for number in given], Fraction(str(target))
+        return [int(number) for number in numbers], Fraction(str(target))
     except (TypeError, ValueError, ZeroDivisionError):
-        found = f"numbers {given!r} and target {target!r}"[:200]
+        found = f"numbers {numbers!r} and target {target!r}"[:200]
         raise ValueError(f"problem {problem.uid!r} has {found}, expected whole numbers") from None
 
 
 def value_of(text: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression of whole numbers, + - * / and parentheses, and the numbers in it.
+    """Return the value of an expression of whole numbers, + - * / and parentheses, and its numbers.
 
     None for anything else, and for a division by zero.
     """

@@ -46,7 +46,7 @@ def draw_rows(
     difficulty: int,
     difficulties: Sequence[int],
 ) -> list[Row]:
-    """Draw count different problems of a split; fewer where the task has no more.
+    """Draw count different problems of a split; fewer if the task has no more.
 
     make(rng, difficulty) draws one. Raises UserError for an unknown split or difficulty.
     """
@@ -80,7 +80,7 @@ def first_new(
 ) -> TaskProblem | None:
     """Draw at `place` until a problem is in the split and its key not in `seen`; add the key there.
 
-    None where the task has run out. salt: as in is_test.
+    None if the task has run out. salt: as in is_test.
     """
     for attempt in range(ATTEMPTS):
         problem = make(generator_at(*place, attempt))
@@ -92,7 +92,7 @@ def first_new(
 
 
 def is_test(dedup_key: str, salt: str = "test side") -> bool:
-    """Tell whether a problem is in the test split: a fifth are, whatever the seed and the size."""
+    """Tell whether a problem is in the test split: a fifth are, at any seed and size."""
     return address(salt, dedup_key) % 5 == 0
 
 
@@ -115,15 +115,15 @@ def check_request(task: str, split: str, difficulty: int, difficulties: Sequence
 
 
 def generator_at(*place: int | str) -> Generator:
-    """A generator whose numbers depend on the place alone."""
+    """Make a generator whose numbers depend on the place alone."""
     return np.random.Generator(np.random.Philox(key=address(*place)))
 
 
 def randint(rng: Generator, low: int, high: int) -> int:
-    """Uniform over low..high, both included."""
+    """Draw uniformly from low..high, both included."""
     return int(rng.integers(low, high + 1))
 
 
 def rand_digits(rng: Generator, count: int) -> int:
-    """Uniform over the positive numbers of that many digits."""
+    """Draw uniformly from the positive numbers of that many digits."""
     return randint(rng, 10 ** (count - 1), 10**count - 1)

@@ -19,10 +19,10 @@ _INTEGER = re.compile(r"(?<![\d.])-?\d{1,18}(?!\d|\.\d)")
 
 
 def rows(split: str, count: int, seed: int, difficulty: int) -> list[Row]:
-    """Draw count different games, a range and a secret each; fewer where there are no more.
+    """Draw count different games, a range and a secret each; fewer if there are no more.
 
-    Difficulty 1 has about 580 games for training and 150 for testing. No game is in both splits,
-    while ranges are.
+    Difficulty 1 has about 580 games for training and 150 for testing. No game is in both splits;
+    ranges are.
 
     Example row: {"uid": "guess/1/train/0", "prompt": "Guess my number, 12 to 19. I say higher or
     lower.", "answer": "17", "data_source": "guess_1", "difficulty": 1, "low": 12, "high": 19}

@@ -1,6 +1,6 @@
 """reasoning-gym's generators and scorers, by name; needs the extra `reasoning-gym`.
 
-A row carries all that its scorer reads. Knows the package's entries. Does not know models.
+A row carries everything for its scorer. Knows the package's entries. Does not know models.
 
     tandem generate reasoning_gym:chain_sum,leg_counting --weights 2,1 --count 400 --out train.jsonl
     tandem train my.toml data.train=train.jsonl reward=reasoning_gym
@@ -59,7 +59,7 @@ def rows(
     seed: int,
     difficulty: int | None,
 ) -> list[Row]:
-    """Draw count different questions, each data set its share; fewer where one has no more for it.
+    """Draw count different questions, each data set its share; fewer if one runs out.
 
     difficulty: a level of each curriculum, 1 the lowest; None: each data set's default. Raises
     UserError.
@@ -115,7 +115,7 @@ def _rows_of(name: str, split: str, seed: int, difficulty: int | None) -> Iterat
 def _new_entries(
     name: str, split: str, seed: int, difficulty: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Entries of the split, no question twice."""
+    """Make entries of the split, no question twice."""
     seen: set[str] = set()
     chunk = barren = 0
     while barren < BARREN:
@@ -176,12 +176,14 @@ def score(problem: Problem, completion: str) -> float:
 
 @cache
 def _scorer(name: str, difficulty: int | None) -> Any:
-    """A data set to score with; some scorers read the entry's config, none its seed and size."""
+    """Make a data set to score with; some scorers read the entry's config, none its seed and
+    size."""
     return _dataset(name, difficulty, 0, 1)
 
 
 def answer_of(completion: str) -> str | None:
-    """The text in the last <answer>...</answer>, else behind the last `Answer:`; None without."""
+    """Return the text in the last <answer>...</answer>, else behind the last `Answer:`, else
+    None."""
     tagged = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
     if tagged:
         return str(tagged[-1].strip())
@@ -196,7 +198,7 @@ def _is_harmless(dataset: str, answer: str) -> bool:
 
 
 def _parses(text: str) -> bool:
-    """Tell whether eval would run a text; True where it is too deep to know."""
+    """Tell whether eval would run a text; True if it is too deep to know."""
     try:
         ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError):

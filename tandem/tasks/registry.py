@@ -1,7 +1,7 @@
-"""The built-in tasks by name: their rows, and what checks and plays them.
+"""The built-in tasks by name: their rows, checkers and environments.
 
-A new task is one file beside this one and one line in TASKS. Knows which tasks there are, and not
-what is in them. reasoning_gym.py is apart: its rows are of many data sets, and it needs an extra.
+A new task is one file beside this one and one line in TASKS. Knows the list of tasks, not their
+contents. reasoning_gym.py is apart: its rows are of many data sets, and it needs an extra.
 """
 
 import json
@@ -46,8 +46,8 @@ TASKS = {
 
 
 def task_rows(task: str, split: str, count: int, seed: int, difficulty: int | None) -> list[Row]:
-    """Draw count different problems of one of TASKS, or all that it has; difficulty None is its
-    lowest. Raises UserError.
+    """Draw count different problems of one of TASKS, or all it has; difficulty None is its lowest.
+    Raises UserError.
 
     The rows of (task, split, seed, difficulty) begin with those of a smaller count, and no problem
     is in both splits.

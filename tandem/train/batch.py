@@ -1,4 +1,4 @@
-"""The episodes of a step as a batch to train on: packed into microbatches, with what the models say
+"""The episodes of a step as a batch to train on: packed into microbatches, with the models' values
 of their tokens.
 
 A value per loss token is kept as `TokenArrays`, one array a sample; `token_tensors` makes the
@@ -45,7 +45,7 @@ class Models:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTensors:
-    """What the policy loss needs of a microbatch besides the policy's own log-probs, each [N]."""
+    """Inputs of the policy loss of a microbatch besides the policy's own log-probs, each [N]."""
 
     engine: Tensor  # float32, nats
     proximal: Tensor  # float32, nats
@@ -77,11 +77,11 @@ class TrainBatch:
 
     @property
     def episodes(self) -> list[Episode]:
-        """The episode of each sample."""
+        """Episodes of the samples, in order."""
         return [self.groups[group].episodes[number] for group, number in self.sample_index]
 
     def forward_all(self, model: Callable[[Microbatch], Tensor]) -> TokenArrays:
-        """Return what a model says of every loss token, without gradients."""
+        """Return a model's value of every loss token, without gradients."""
         microbatches, found = list(chain.from_iterable(self.minibatches)), []
         with torch.no_grad():
             for batch in microbatches:
@@ -127,8 +127,8 @@ def pack_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
 def compute_logprobs(
     batch: TrainBatch, models: Models, rl: RL, sampling: SamplingDistribution
 ) -> None:
-    """Fill in what needs a forward pass before the first update: recomputed log-probs, where a
-    correction asks for them, the reference's log-probs and the critic's values."""
+    """Run the models before the first update: the policy, if a correction asks for recomputed
+    log-probs, the reference, and the critic for its values."""
     if rl.correction != "none" or rl.max_logprob_error:
         policy = models.policy.model
         batch.recomputed = batch.forward_all(
@@ -166,8 +166,8 @@ def token_weights(
 ) -> dict[int, Array]:
     """Return the weights of a minibatch's loss tokens, float32 [n] by sample.
 
-    They are fixed by the whole minibatch, so that microbatches change nothing. A masked sample
-    weighs 0 and is not counted.
+    They depend on the whole minibatch, not on its microbatches. A masked sample weighs 0 and is not
+    counted.
     """
     samples = [sample for b in minibatch for sample in b.samples.tolist()]
     lengths = np.array([len(batch.engine[sample]) for sample in samples])

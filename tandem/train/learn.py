@@ -46,7 +46,7 @@ SKIPPED = {"num_loss_tokens": 0.0, "skipped_updates": 1.0}  # metrics of a step 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnStage:
-    """What training on collected groups needs; `tandem replay` builds it without an engine."""
+    """Inputs of training on collected groups; `tandem replay` builds it without an engine."""
 
     config: Config
     models: Models
@@ -99,7 +99,7 @@ def token_advantages(
 
 
 def _kl_rewards(batch: TrainBatch, rl: RL) -> TokenArrays:
-    """Return the KL of each token that is part of the reward, nats; zeros without one."""
+    """Return the part of the reward that is KL, nats a token; zeros without one."""
     if rl.kl_in == "loss" or not batch.reference:
         return [np.zeros(len(logprobs)) for logprobs in batch.engine]
     pairs = zip(batch.proximal, batch.reference, strict=True)
@@ -111,7 +111,7 @@ def _kl_rewards(batch: TrainBatch, rl: RL) -> TokenArrays:
 
 def _reward_parts(batch: TrainBatch, reward: Reward) -> tuple[Array, Array]:
     """Return (float64 [K, P, G], weights [K]) of each reward function by itself, and of the
-    overlong penalty; 0 where a function gave nothing."""
+    overlong penalty; 0 if a function gave none."""
     weights = dict(zip(reward.names, reward.weights or [1.0] * len(reward.names), strict=True))
     if reward.overlong_penalty:
         weights["overlong"] = 1.0

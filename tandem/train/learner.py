@@ -43,8 +43,8 @@ class Update:
     def step(self, *, count: int = 0) -> Metrics:
         """Step the optimizer; return means over `count` things, by default the loss tokens.
 
-        A loss or a gradient that is not finite changes no weight; "bad/loss" or "bad/gradient" says
-        so.
+        If a loss or a gradient is not finite, no weight changes, and "bad/loss" or "bad/gradient"
+        says so.
         """
         step = self.learner.optimizer.update(skip=not self.finite)
         bad = {"bad/gradient": 1.0} if self.finite and step["skipped_updates"] else {}

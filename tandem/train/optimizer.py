@@ -40,8 +40,8 @@ class Optimizer:
         )
 
     def update(self, *, skip: bool = False) -> dict[str, float]:
-        """Make one step; return grad_norm (before clipping) and learning_rate. A norm that is not
-        finite changes nothing."""
+        """Make one step, unless the norm is not finite; return grad_norm (before clipping) and
+        learning_rate."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = global_norm(grads)
         rate = self.learning_rate * factor(

@@ -27,7 +27,7 @@ Rendered = tuple[Array, Array]  # tokens, mask of the answer
 
 
 def answer_pair(pair: int, chosen: Rendered, rejected: Rendered) -> list[Sample]:
-    """Return the samples of a pair; their prefix is what both share before the answer."""
+    """Return the samples of a pair; their prefix is all that both share before the answer."""
     size = min(int(np.argmax(mask)) for _, mask in (chosen, rejected))
     different = np.flatnonzero(chosen[0][:size] != rejected[0][:size])
     prefix = int(different[0]) if len(different) else size
@@ -43,7 +43,7 @@ def scored_pair(pair: int, chosen: Rendered, rejected: Rendered) -> list[Sample]
 
 
 def _read_at_end(sample: Sample) -> Sample:
-    """Append a token that is never read, so that there is a target where the score is read."""
+    """Append a token that is never read, as a target at the last place."""
     tokens = np.append(sample.tokens, 0)
     return replace(sample, tokens=tokens, loss_mask=np.arange(len(tokens)) == len(sample.tokens))
 

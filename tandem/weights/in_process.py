@@ -10,8 +10,7 @@ from tandem.types import RolloutEngine
 
 
 class InlineSync:
-    """Publishes to an engine that shares the trainer's memory, which holds the newest version
-    alone."""
+    """Publication to an engine that shares the trainer's memory, with the newest version alone."""
 
     def __init__(self, engine: RolloutEngine):
         self.engine = engine
@@ -20,7 +19,7 @@ class InlineSync:
         self.engine.apply(version)
 
     def sync_to(self, version: int) -> None:
-        """Raises UserError unless the engine runs that version."""
+        """Raise UserError unless the engine runs that version."""
         if version != self.engine.weight_version:
             raise weights_gone(
                 version, found=f"version {self.engine.weight_version} in the trainer's memory"

@@ -1,5 +1,5 @@
-"""Weight publication to other processes of this machine: shared memory for each version that is
-still needed.
+"""Weight publication to other processes of this machine: shared memory for each version still
+needed.
 
     trainer's thread             rollouts' thread (engine/worker_pool)    rollout worker
     ----------------             -------------------------------------    --------------
@@ -8,10 +8,10 @@ still needed.
     release(below=v)             compares the hash with hash_of(v)  <-------------+
 
 The caller ensures that publish(v) happens before apply(v). The memory is a file without a name, a
-memfd on Linux and an unlinked temporary file elsewhere, so none is left behind: it is gone with the
+memfd on Linux and an unlinked temporary file elsewhere. So none is left behind: it is gone with the
 last process that holds a descriptor. It is written once and never used for another version, so a
-worker that is still reading an old one cannot see half of a new one. Does not know who computes the
-weights, or who runs them.
+worker that is still reading an old one cannot see half of a new one. Does not know the trainer or
+the engines.
 """
 
 import mmap
@@ -35,8 +35,8 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bf
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which tensors lie one behind the other. Example: Layout((("lm_head.weight", "torch.float32",
-    (97, 96)),))"""
+    """Tensors one behind the other. Example: Layout((("lm_head.weight", "torch.float32", (97,
+    96)),))"""
 
     parts: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, dtype, shape
 
@@ -46,7 +46,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, parts: list[Any]) -> "Layout":
-        """Read `parts` back from JSON, where tuples are lists."""
+        """Read `parts` back from JSON, which has lists for tuples."""
         return cls(tuple((name, dtype, tuple(shape)) for name, dtype, shape in parts))
 
     @property
@@ -55,7 +55,7 @@ class Layout:
         return sum(_aligned(prod(shape) * DTYPES[dtype].itemsize) for _, dtype, shape in self.parts)
 
     def views(self, memory: mmap.mmap) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in the memory, by name; they keep it mapped."""
+        """Yield the tensors in the memory, by name; they keep it mapped."""
         at = 0
         for name, dtype, shape in self.parts:
             flat = torch.frombuffer(memory, dtype=DTYPES[dtype], count=prod(shape), offset=at)
@@ -64,7 +64,7 @@ class Layout:
 
 
 class SharedWeights:
-    """The published versions. Any thread may call any method.
+    """Published versions of the weights. Any thread may call any method.
 
     tensors: names, types and shapes of all versions, e.g. `model.merged_weights()`.
     """
@@ -75,7 +75,7 @@ class SharedWeights:
         self._published: dict[int, tuple[int, str]] = {}  # by version: descriptor, hash
 
     def publish(self, version: int, tensors: dict[str, Tensor]) -> str:
-        """Keep a copy of the weights under that number; returns their weight_hash.
+        """Keep a copy of the weights under that number; return their weight_hash.
 
         The same weights may be published again under their number; others are an error.
         """
@@ -92,13 +92,12 @@ class SharedWeights:
         return digest
 
     def hash_of(self, version: int) -> str:
-        """weight_hash of a version. Raises LookupError where it is not published, or was
-        released."""
+        """Return the weight_hash of a version. Raises LookupError unless it is published."""
         with self._lock:
             return self._entry(version)[1]
 
     def descriptor(self, version: int) -> int:
-        """A descriptor for read_tensors, the caller's own to close. Raises LookupError as
+        """Return a descriptor for read_tensors, to be closed by the caller. Raises LookupError as
         hash_of."""
         with self._lock:
             return os.dup(self._entry(version)[0])
@@ -109,7 +108,7 @@ class SharedWeights:
             return sorted(self._published)
 
     def release(self, below: int) -> None:
-        """Forget the versions with smaller numbers."""
+        """Forget the versions below that number."""
         with self._lock:
             for version in [version for version in self._published if version < below]:
                 os.close(self._published.pop(version)[0])
@@ -127,12 +126,13 @@ class SharedWeights:
 
 def read_tensors(layout: Layout, descriptor: int) -> dict[str, Tensor]:
     """Map the tensors of a published version, without a copy; the descriptor may be closed
-    afterwards. A write goes to pages of the reader's own."""
+    afterwards. A write goes to the reader's own pages."""
     return dict(layout.views(mmap.mmap(descriptor, layout.size, access=mmap.ACCESS_COPY)))
 
 
 def _write_tensors(layout: Layout, tensors: dict[str, Tensor]) -> int:
-    """The descriptor of a new file that holds a copy of the tensors; the caller's to close."""
+    """Write a copy of the tensors to a new file; return its descriptor, to be closed by the
+    caller."""
     if Layout.of(tensors) != layout:
         raise ValueError("the tensors are not those of the layout: other names, types or shapes")
     descriptor = _nameless_file(layout.size)

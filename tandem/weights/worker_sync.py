@@ -15,7 +15,7 @@ from tandem.weights.shared import SharedWeights
 
 
 class ProcessSync:
-    """Publishes to rollout workers, and to the engine of evaluations.
+    """Publication to rollout workers, and to the engine of evaluations.
 
     workers: run the versions that rollouts ask for; local: the engine of evaluations, which runs
     the trainer's own tensors; keep: how many versions before the newest may still be asked for.
@@ -38,8 +38,8 @@ class ProcessSync:
         self.local.apply(version)
 
     def sync_to(self, version: int) -> None:
-        """Raises UserError where the version is gone, and where a worker runs other weights than
-        were published."""
+        """Raise UserError if the version is gone, or a worker runs other weights than the published
+        ones."""
         if self.workers.weight_version == version:
             return
         if version not in self.shared.versions:

@@ -91,7 +91,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("command", "argument"), CASES)
-def test_a_mistake_is_told_as_it_was_read_and_found_good(folder, command, argument):
+def test_message_of_a_mistake_equals_the_snapshot(folder, command, argument):
     known = {
         text.partition("\n")[0]: text for text in SNAPSHOT.read_text().rstrip("\n").split("\n\n")
     }

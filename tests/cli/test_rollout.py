@@ -203,7 +203,7 @@ def test_jsonl_has_the_columns_of_the_journal_with_native_values(undisturbed):
         assert row == {
             **other,
             **texts,
-            **{name: dict(other[name]) for name in ("reward_parts", "given")},
+            **{name: dict(other[name]) for name in ("reward_parts", "env_rewards")},
         }
         assert list(row) == SCHEMA.names
     assert rows[1]["reward_parts"] == {"answer": 1.0, "overlong": -0.5} and rows[1]["loss_mask"][
@@ -318,7 +318,7 @@ def test_every_problem_comes_once_in_order_in_both_formats(home, outputs):
         "tools",
         "transcript",
         "reward_parts",
-        "given",
+        "env_rewards",
     }:
         assert [row[name] for row in rows] == [row[name] for row in wanted]
 

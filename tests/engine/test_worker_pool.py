@@ -131,7 +131,7 @@ def test_a_line_that_is_not_a_message_is_a_protocol_error(line):
 
 
 def test_a_malformed_completion_is_a_protocol_error():
-    message = completion_message(7, "", everything().begun)
+    message = completion_message(7, "", everything().resume_from)
     for broken in (
         {**message, "tokens": message["weight_versions"][:8]},
         {**message, "logprobs": "?"},

@@ -607,7 +607,6 @@ def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
             config=config, problems=PROBLEMS, runner=runner, sampling=PARAMS, journal=journal
         ),
         sync=InlineSync(engine),
-        journal=journal,
     )
     metrics = train_step(stages, 0).metrics
     assert (metrics["logprob_gap"], metrics["ratio"]) == (0.0, 1.0) and metrics["grad_norm"] > 0

@@ -209,8 +209,8 @@ def test_a_rollout_plays_it_and_closes_every_world():
         new_groups(problems, 4, ("test",)),
         engine=Guesser(),
         renderer=Digits(),
-        world=world,
-        params=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
+        envs=world,
+        sampling=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
     )
     assert len(Echo.begun) == 8 and set(Echo.begun) <= set(Echo.closed)
     for problem, group in zip(problems, groups, strict=True):

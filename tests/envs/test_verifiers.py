@@ -15,7 +15,8 @@ from tandem.envs.agent.run import AgentFailed, agents_loop
 from tandem.envs.agent.server import the_server
 from tandem.envs.verifiers.env import VerifiersEnv, _host, rows
 from tandem.rollout.episode_builder import new_groups
-from tandem.rollout.episodes import EnvPool, run_episodes
+from tandem.rollout.env_pool import EnvPool
+from tandem.rollout.episodes import run_episodes
 from tandem.runtime.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
 from tests.support.scripted import DigitRenderer, ScriptedEngine
@@ -255,8 +256,8 @@ def test_a_rollout_plays_tasks_at_once_and_ends_what_they_share():
             new_groups(problems("tandem-sums"), 4, ("test",)),
             engine=Successor(),
             renderer=DigitRenderer(),
-            world=world,
-            params=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
+            envs=world,
+            sampling=SamplingParams(max_new_tokens=5, stop_token_ids=(91,)),
         )
         assert [[e.env_rewards["env"] for e in group] for group in groups] == [
             [0.0] * 4,

@@ -139,7 +139,6 @@ def stages_in(folder, settings, *, engine=None, reward=None, seed=0, sampling=PA
             journal=journal,
         ),
         sync=InlineSync(engine),
-        journal=journal,
     )
 
 

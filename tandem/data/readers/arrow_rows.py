@@ -20,7 +20,7 @@ STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
 def parquet_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every row."""
+    """Yield (place, payload) for every row."""
     import pyarrow.parquet as pq
 
     from tandem.data.readers.parquet_size import check_size
@@ -35,7 +35,7 @@ def parquet_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
 
 
 def folder_rows(folder: Path, split: str, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every row of a save_to_disk folder. split: its name where there are
+    """Yield (place, payload) for every row of a save_to_disk folder. split: its name if there are
     several."""
     import pyarrow as pa
 
@@ -51,8 +51,8 @@ def folder_rows(folder: Path, split: str, key: str) -> Iterator[tuple[str, Paylo
 
 
 def folder_files(folder: Path, split: str, key: str) -> list[Path]:
-    """The Arrow files of a save_to_disk folder. Raises UserError where it is another folder, or the
-    split is not clear."""
+    """Return the Arrow files of a save_to_disk folder. Raises UserError if it is another folder, or
+    the split is not clear."""
     if (folder / SPLITS).is_file():
         names = _read_json(folder / SPLITS, "splits", key)
         folder = folder / choose_split(names, split, str(folder), key)
@@ -77,7 +77,7 @@ def folder_files(folder: Path, split: str, key: str) -> list[Path]:
 
 
 def choose_split(names: list[str], split: str, source: str, key: str) -> str:
-    """The split asked for, or the only one. Raises UserError that lists the splits."""
+    """Return the split asked for, or the only one. Raises UserError that lists the splits."""
     if split in names:
         return split
     if not split and len(names) == 1:
@@ -107,7 +107,7 @@ def _read_json(file: Path, field: str, key: str) -> list[Any]:
 
 
 def table_rows(batches: Iterable[Any], mistake: str, where: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every row of record batches or tables. mistake: the message for a
+    """Yield (place, payload) for every row of record batches or tables. mistake: the message for a
     damaged file."""
     import pyarrow as pa
 
@@ -131,8 +131,8 @@ def _refuse_equal_names(names: list[str]) -> None:
 
 
 def _must_check_rows(batch: Any) -> bool:
-    """Whether the rows must be checked one by one. Raises ArrowException for wrong offsets, which
-    would end the process: Arrow does not check mapped files."""
+    """Tell whether the rows must be checked one by one. Raises ArrowException for wrong offsets,
+    which would end the process: Arrow does not check mapped files."""
     is_utf8 = [_is_text_utf8(column) for column in batch.columns]
     if not all(is_utf8) or batch.nbytes > MAX_ROW_BYTES:
         return True
@@ -152,8 +152,8 @@ def _is_text_utf8(column: Any) -> bool:
 
 
 def _is_plain(kind: Any, depth: int = 1) -> bool:
-    """Whether a column of this type holds nothing but text, whole numbers, and lists and objects of
-    them that are not deep."""
+    """Tell whether a column of this type holds nothing but text, whole numbers, and shallow lists
+    and objects of them."""
     from pyarrow import types
 
     if depth > 8 or types.is_map(kind):
@@ -176,8 +176,8 @@ def _checked(payload: Payload) -> Payload:
 
 
 def _json_value(value: Any, field: str) -> Any:
-    """The value as JSON can write it. Decimals and times become their text, which keeps all digits
-    of a decimal."""
+    """Convert a value to one that JSON can write. Decimals and times become their text, which keeps
+    all digits of a decimal."""
     match value:
         case None | str() | int() | float():
             return value

@@ -20,18 +20,18 @@ CONNECT_S = 3.0  # longest wait for the hub itself; the libraries try for a minu
 
 
 def is_hub_name(name: str) -> bool:
-    """OWNER/NAME or OWNER/NAME:CONFIGURATION, without the split."""
+    """Tell whether a name is OWNER/NAME or OWNER/NAME:CONFIGURATION, without the split."""
     return _NAME.fullmatch(name) is not None
 
 
 def hub_rows(name: str, split: str, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every row, downloaded once and mapped from the cache."""
+    """Yield (place, payload) for every row, downloaded once and mapped from the cache."""
     table = _load(name, split, key).with_format("arrow")
     return table_rows(table.iter(batch_size=BATCH), f"{key} cannot be read from the hub", name)
 
 
 def hub_files(name: str, split: str, key: str) -> list[Path]:
-    """The files of its rows in the cache."""
+    """Return the files of its rows in the cache."""
     return [Path(file["filename"]) for file in _load(name, split, key).cache_files]
 
 
@@ -60,8 +60,8 @@ def _load(name: str, split: str, key: str) -> Any:
 
 
 def _require_connection(name: str, key: str, offline: bool) -> None:
-    """Raise UserError at once where the hub cannot be reached: its own client tries for half a
-    minute. Behind a proxy only the client can tell."""
+    """Raise UserError at once if the hub cannot be reached: its own client tries for half a minute.
+    Behind a proxy only the client can tell."""
     from huggingface_hub import constants
 
     address = urlsplit(constants.ENDPOINT)

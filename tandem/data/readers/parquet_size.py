@@ -2,7 +2,7 @@
 million times.
 
 The file's own numbers count a repeated value once. Here every repetition counts: by the longest
-entry of the column's dictionary or, where that is too much, by every row's entry. Knows Parquet's
+entry of the column's dictionary or, if that is too much, by every row's entry. Knows Parquet's
 encodings. Does not know what a row means.
 """
 
@@ -40,8 +40,7 @@ def check_size(path: Path) -> None:
 
 
 def _at_least(column: Any, width: int) -> int:
-    """Count the bytes of the values without repetition. width: bytes of a value, 0 where it
-    varies."""
+    """Count the bytes of the values without repetition. width: bytes of a value, 0 if it varies."""
     return max(column.total_uncompressed_size, (width or NUMBER_BYTES) * column.num_values)
 
 
@@ -63,7 +62,7 @@ def _decoded(path: Path, group: int, column: Any, room: int) -> int:
 
 
 def _repeated(path: Path, group: int, column: Any, room: int) -> int:
-    """Count the bytes of a column's texts with every repetition, or bound them where the bound is
+    """Count the bytes of a column's texts with every repetition, or bound them if the bound is
     within the room."""
     name = column.path_in_schema
     file = pq.ParquetFile(path, read_dictionary=[name])
@@ -82,7 +81,7 @@ def _repeated(path: Path, group: int, column: Any, room: int) -> int:
 
 
 def _dictionary(column: Any) -> Any:
-    """The dictionary of texts in a column, also inside of lists and objects."""
+    """Return the dictionary of texts in a column, also inside of lists and objects."""
     while not pa.types.is_dictionary(column.type):
         if not pa.types.is_nested(column.type):
             raise ValueError("two columns of one name")

@@ -1,4 +1,4 @@
-"""What no row may hold, and the mistakes of all rows in the one error that a user sees.
+"""The values that no row may hold, and the mistakes of all rows in the one error that a user sees.
 
 Knows values, places, fields and counts. Does not know files, formats or what a row means.
 """
@@ -24,7 +24,8 @@ class RowError(Exception):
 
 
 def show(value: Any) -> str:
-    """A value for an error message: its JSON, or the kind and size of what is too long to print."""
+    """Write a value for an error message: its JSON, or the kind and size of one that is too long to
+    print."""
     match value:
         case None | bool():
             return json.dumps(value)
@@ -83,21 +84,21 @@ class Mistakes:
         return f"{self.source}{place}{', ' * bool(field)}{field}{more}"
 
 
-# ---- what no row may hold
+# ---- values that no row may hold
 
 
 def refuse_bad_leaf(values: dict[str, Any]) -> None:
     """Raise RowError for the first value that JSON or UTF-8 cannot write, with its path as the
     field. json.loads lets all of them pass."""
-    found = _bad_leaf(values, 1)
-    if found is not None:
-        path, error = found
+    bad = _bad_leaf(values, 1)
+    if bad is not None:
+        path, error = bad
         error.field = path.lstrip(".")
         raise error
 
 
 def _bad_leaf(value: Any, depth: int) -> tuple[str, RowError] | None:
-    """(path, mistake) of the first bad leaf."""
+    """Return (path, mistake) of the first bad leaf."""
     if isinstance(value, str):
         return _bad_text(value)
     if isinstance(value, float):

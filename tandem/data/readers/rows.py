@@ -36,11 +36,11 @@ class Row:
 
     number: int  # counts the rows of the source from 1; blank lines are no rows
     values: dict[str, Any]
-    line: str  # the row's JSON; empty where the source is not JSONL
+    line: str  # the row's JSON; empty if the source is not JSONL
 
 
 def read_rows(source: str, build: Callable[[Row], T], *, key: str) -> list[T]:
-    """Call `build` with every row of a source (sources.py); returns the results in order.
+    """Call `build` with every row of a source (sources.py) and return the results in order.
 
     key: the config key that names the source. Raises UserError with up to MAX_MISTAKES different
     mistakes.
@@ -86,14 +86,14 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-# ---- what build functions use
+# ---- for build functions
 
 
 def column(row: Row, name: str, *, rename: str, otherwise: str = "") -> Any:
-    """The row's value in a column that must be there.
+    """Return the row's value in a required column.
 
-    rename: advice where a column has a similar name, with {} for that name; otherwise: where none
-    has. Raises RowError.
+    rename: advice if a column has a similar name, with {} for that name; otherwise: if none has.
+    Raises RowError.
     """
     if name in row.values:
         return row.values[name]
@@ -109,7 +109,7 @@ def column(row: Row, name: str, *, rename: str, otherwise: str = "") -> Any:
 
 
 def exact_number(row: Row, *path: str) -> str:
-    """The number at path as the file writes it: 0.10 stays 0.10, and all digits are kept."""
+    """Return the number at path as the file writes it: 0.10 stays 0.10, and all digits are kept."""
     value = _DECODE_EXACTLY(row.line) if row.line else row.values
     for name in path:
         value = value[name]

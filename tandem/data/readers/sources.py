@@ -1,9 +1,9 @@
-"""Where rows come from: a file, a folder or a name of the hub, by what exists and by the suffix.
+"""The source of rows: a file, a folder or a name of the hub, by what exists and by the suffix.
 
     problems.jsonl   chats.parquet   pairs.csv   folder   folder#train   openai/gsm8k:main#train
 
-Knows names. Does not know what is in the rows; the formats are in text_rows.py, arrow_rows.py and
-hub.py.
+Knows names. Does not know the contents of the rows; the formats are in text_rows.py, arrow_rows.py
+and hub.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class Source:
 
 
 def source_rows(name: str, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every row. key: the config key that names the source. Raises
+    """Yield (place, payload) for every row. key: the config key that names the source. Raises
     UserError."""
     source = _locate(name, key)
     if source.on_hub:
@@ -51,7 +51,7 @@ def source_rows(name: str, key: str) -> Iterator[tuple[str, Payload]]:
 
 
 def source_files(name: str, key: str) -> list[Path]:
-    """The files that the rows of a source are in. Raises UserError."""
+    """Return the files that the rows of a source are in. Raises UserError."""
     source = _locate(name, key)
     if source.on_hub:
         return hub_files(str(source.path), source.split, key)
@@ -95,8 +95,8 @@ def _split(name: str) -> Source:
 
 
 def uid_prefixes(names: Sequence[str], key: str) -> list[str]:
-    """How the uids of rows without one begin: the file's name without suffix, or as much more of
-    the path as tells two sources apart. Raises UserError for a source that comes twice.
+    """Return the uid prefixes of rows without a uid: the file's name without suffix, or as much
+    more of the path as tells two sources apart. Raises UserError for a source that comes twice.
 
     Example: ["a/train.jsonl", "b/train.jsonl", "c.csv"] gives ["a/train.jsonl", "b/train.jsonl",
     "c"]
@@ -117,7 +117,7 @@ def uid_prefixes(names: Sequence[str], key: str) -> list[str]:
 
 
 def _end(source: Source, parts: int) -> str:
-    """So many last parts of a source's path; 0: the last one without its suffix."""
+    """Join the last `parts` parts of a source's path; 0: the last one without its suffix."""
     path = source.path
     stem = path.stem if path.suffix in SUFFIXES else path.name
     end = "/".join(path.parts[-parts:]) if parts else stem

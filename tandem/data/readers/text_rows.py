@@ -22,15 +22,15 @@ from tandem.data.readers.row_errors import (
 from tandem.runtime.errors import UserError
 
 Values = dict[str, Any]
-# (values, their JSON: empty where the file is not JSON), or why there are none
+# (values, their JSON: empty if the file is not JSON), or why there are none
 Payload = tuple[Values, str] | RowError
 
 UTF8_MARK = b"\xef\xbb\xbf"  # the byte order mark that some editors write
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of every line, without the byte order mark. An overlong line is truncated to
-    MAX_ROW_BYTES + 1."""
+    """Yield (number, bytes) of every line, without the byte order mark. An overlong line is
+    truncated to MAX_ROW_BYTES + 1."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES + 1):
         number += 1
@@ -62,7 +62,7 @@ def _overlong() -> RowError:
 
 
 def jsonl_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every line that is not blank."""
+    """Yield (place, payload) for every line that is not blank."""
     with file.open("rb") as stream:
         head = stream.read(16)
         stream.seek(0)
@@ -127,8 +127,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> Values:
-    """Build an object. Raises RowError for a key that comes twice: json.loads takes the last value
-    and says nothing."""
+    """Build an object. Raises RowError for a key that comes twice: json.loads silently takes the
+    last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -144,7 +144,7 @@ _DECODE_FINITE = json.JSONDecoder(
 
 
 def _decode(text: str) -> tuple[Any, bool]:
-    """(the value, whether its leaves must be checked). Checking every leaf would take a third of
+    """Return (value, whether its leaves must be checked). Checking every leaf would take a third of
     the reading time, and each bad leaf leaves a trace in the row's text."""
     deep = text.count("[") + text.count("{") > MAX_DEPTH
     # in text decoded from UTF-8, surrogates are escapes
@@ -159,11 +159,11 @@ def _decode(text: str) -> tuple[Any, bool]:
 
 
 def csv_rows(file: Path, key: str) -> Iterator[tuple[str, Payload]]:
-    """(place, payload) for every record below the header. All values are text, and an empty cell is
-    null.
+    """Yield (place, payload) for every record below the header. All values are text, and an empty
+    cell is null.
 
-    Reading ends at a line that is too long and at a quote that never ends: there is no telling
-    where the next record begins.
+    Reading ends at a line that is too long and at a quote that never ends: the start of the next
+    record is unknown.
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process: the module has no other setting
     with file.open("rb") as stream:

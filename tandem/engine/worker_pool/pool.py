@@ -56,7 +56,7 @@ BEATS = 4  # signs of life at least in heartbeat_s
 
 
 class Published(Protocol):
-    """Where the weights are: weights/shared.py."""
+    """The published weights: weights/shared.py."""
 
     layout: "Layout"
 
@@ -70,12 +70,12 @@ class Published(Protocol):
 
 
 class Workers:
-    """Starts the workers; weights reach them with the first `apply`. Use it as a context, or close
-    it.
+    """Pool of rollout workers; weights reach them with the first `apply`. Use it as a context, or
+    close it.
 
-    longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest has
-    it. cache_mb and max_batch are for each worker. restarts: how many workers may be lost in all;
-    the next one ends the run with a UserError. report gets a line about every loss.
+    longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
+    cache_mb and max_batch are for each worker. restarts: most workers that may be lost in all; the
+    next one ends the run with a UserError. report gets a line about every loss.
     """
 
     def __init__(
@@ -125,8 +125,7 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End every worker now; nothing that they have is needed. A thread that is in `step` gets
-        an error."""
+        """End every worker now, its requests unanswered. A thread in `step` gets an error."""
         with self._closing:
             self._closed = True
             while self._workers:
@@ -136,7 +135,7 @@ class Workers:
     # ---------------------------------------------------------------- Generate
 
     def submit(self, request: Request) -> Ticket:
-        """Take a request. Raises UserError when no engine has room for it."""
+        """Take a request. Raises UserError if no engine has room for it."""
         needed = len(request.prompt) + request.params.max_new_tokens
         if needed > self.longest:
             raise _too_long(needed, self.longest)
@@ -146,7 +145,7 @@ class Workers:
         return ticket
 
     def step(self) -> list[Ticket]:
-        """Wait a moment for requests to end; returns those that have."""
+        """Wait a moment for requests to end; return those that have."""
         if self._closed:
             raise RuntimeError("the rollout workers are closed")
         self._dispatch()
@@ -156,7 +155,7 @@ class Workers:
         return ended
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request now, with an empty completion; one that has ended stays as it is."""
+        """End a request now, with an empty completion; an ended one stays as it is."""
         if ticket.completion is not None:
             return
         ticket.completion = cancelled_completion()
@@ -169,7 +168,7 @@ class Workers:
     def apply(self, version: int) -> None:
         """Run the published weights of that version from now on. No request may be under way.
 
-        Raises UserError when a worker's weights are not the trainer's.
+        Raises UserError if a worker's weights are not the trainer's.
         """
         given = [ticket for worker in self._workers.values() for ticket in worker.tickets.values()]
         if self._todo or any(ticket.completion is None for ticket in given):
@@ -184,8 +183,8 @@ class Workers:
         )
 
     def logprob_gap(self) -> float:
-        """Return the largest Engine.logprob_gap of the workers that are up, each of a completion of
-        its own; a worker that is lost meanwhile does not count."""
+        """Return the largest Engine.logprob_gap of the workers that are up, each of its own
+        completion; a worker lost meanwhile does not count."""
         up = [worker for worker in self._workers.values() if worker.version == self.weight_version]
         self._gaps = dict.fromkeys((worker.number for worker in up), None)
         for worker in up:
@@ -272,7 +271,7 @@ class Workers:
         self._spawn(worker.number)
 
     def _poll(self) -> None:
-        """Wait for something to happen, handle it, and hand out what that makes possible."""
+        """Wait for an event, handle it, and dispatch requests."""
         for key, events in self._selector.select(WAIT_S):
             worker: WorkerProcess = key.data
             if events & selectors.EVENT_READ and self._is_current(worker):
@@ -283,7 +282,7 @@ class Workers:
         self._dispatch()
 
     def _check_heartbeats(self) -> None:
-        """Replace silent workers. Time that the pool did not listen counts little: messages of then
+        """Replace silent workers. Time in which the pool did not listen counts little: messages
         wait in the sockets."""
         now = time.monotonic()
         passed, self._polled = min(now - self._polled, self._beat_s), now

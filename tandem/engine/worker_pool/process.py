@@ -1,6 +1,6 @@
 """The process of a rollout worker, as the pool holds it: its start, state, last words and end.
 
-Does not know what a message means, nor what becomes of the requests.
+Does not know the meaning of messages or the fate of requests.
 """
 
 import os
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 class Ticket:
-    """A request on its way; `completion` is set when it has ended."""
+    """A request on its way; `completion` is set once it has ended."""
 
     __slots__ = ("completion", "identity", "number", "request")
 
@@ -42,7 +42,7 @@ class Ticket:
 
 
 class WorkerProcess:
-    """Starts a worker process."""
+    """A worker process."""
 
     def __init__(self, number: int, command: Sequence[str]):
         self.number = number
@@ -73,7 +73,7 @@ class WorkerProcess:
         return f"rollout worker {self.number} (process {self.pid})"
 
     def stack(self) -> str:
-        """Return where a silent worker is, innermost call first, if it can tell; it is to be ended
+        """Return a silent worker's stack, innermost call first, if it can tell; end it
         afterwards."""
         before = os.fstat(self._log).st_size
         with suppress(ProcessLookupError):
@@ -91,7 +91,7 @@ class WorkerProcess:
         return os.pread(self._log, LOG_BYTES, start).decode(errors="replace").strip().splitlines()
 
     def how_it_ended(self) -> str:
-        """Say how it ended, after its socket has."""
+        """Describe how it ended, after its socket has."""
         try:
             code = self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:

@@ -2,7 +2,8 @@
 
     to a worker    {"start": {"model_path", "cache_bytes", "max_batch", "layout", "beat_s"}}
                    {"apply": 4}        with the descriptor of the weights of version 4 beside it
-                   {"request": 7, "key", "prompt", "params", "num_sampled", "resume_from", "max_tokens_now"}
+                   {"request": 7, "key", "prompt", "params", "num_sampled", "resume_from",
+                    "max_tokens_now"}
                    {"cancel": 7}
                    {"check": 4}        a completion of version 4 against the trainer's packed pass
     from a worker  {"alive": true}     a sign of life, as any line is, and whether it is at work
@@ -60,8 +61,7 @@ def read_request(message: Message) -> Request:
 
 
 def completion_message(number: int, identity: str, completion: Completion) -> Message:
-    """Encode a completion. identity: of the request it was made for, so that no answer is taken for
-    another's."""
+    """Encode a completion. identity: of its request, so that no answer is taken for another."""
     return {"completion": number, "identity": identity, **_completion_fields(completion)}
 
 
@@ -87,8 +87,7 @@ def cancelled_completion() -> Completion:
 
 
 def identity_of(request: Request) -> str:
-    """Return a hex digest of the prompt, the address of the draws, and the tokens to go on
-    from."""
+    """Hash the prompt, the address of the draws, and the tokens to go on from, to hex."""
     sampled = np.zeros(0, np.int64) if request.resume_from is None else request.resume_from.tokens
     digest = hashlib.sha256(
         f"{request.key} {request.num_sampled} {len(request.prompt)} {len(sampled)} ".encode()

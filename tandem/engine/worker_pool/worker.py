@@ -8,8 +8,8 @@ that started it.
 
 Standard input is the channel (protocol.py has the messages), standard output the standard error of
 the pool's process, and standard error a file that is quoted after a crash. One thread does all of
-it, so a sign of life says that the engine itself goes on; only while the process starts or loads
-weights, which is one long call, a second thread gives it, for a bounded time. It ends when the
+it, so a sign of life says that the engine itself goes on. Only while the process starts or loads
+weights, one long call, a second thread gives it, for a bounded time. The worker ends when the
 channel does, and on Linux with the thread that started it. It knows no problem, no reward, and no
 other worker.
 
@@ -45,14 +45,15 @@ LONG_CALL_S = 600.0  # after which starting, or loading weights, gives no more s
 
 
 class Server:
-    """Serves a channel with an engine until the channel ends. layout: of the weights that come."""
+    """Service of a channel with an engine until the channel ends. layout: of the weights that
+    come."""
 
     def __init__(self, channel: Channel, engine: "Engine", layout: list[Any], beat_s: float):
         self._channel, self._engine, self._layout, self._beat_s = channel, engine, layout, beat_s
         self._numbers: dict[RunningSequence, int] = {}  # of the requests that run
 
     def serve(self) -> None:
-        """Raises EOFError when the pool is gone."""
+        """Serve. Raises EOFError when the pool is gone."""
         while True:
             self._channel.wait(0.0 if self._engine.has_work else self._beat_s)
             for message in self._channel.receive():
@@ -109,8 +110,7 @@ class Server:
 
 @contextmanager
 def signs_of_life(channel: Channel, beat_s: float) -> Iterator[None]:
-    """Give signs of life from another thread, while this one is in a long call and sends
-    nothing."""
+    """Give signs of life from another thread while this one is in a long call."""
     over = threading.Event()
 
     def beat() -> None:
@@ -146,8 +146,8 @@ def load_engine(start: dict[str, Any]) -> "Engine":
 
 
 def run(channel: Channel, load: "Callable[[dict[str, Any]], Engine]" = load_engine) -> None:
-    """Serve from the message that starts the worker to the end of the channel. The pool is told of
-    a UserError."""
+    """Serve from the message that starts the worker to the end of the channel. A UserError is sent
+    to the pool."""
     try:
         messages: list[Message] = []
         while not messages:
@@ -165,7 +165,7 @@ def run(channel: Channel, load: "Callable[[dict[str, Any]], Engine]" = load_engi
 
 
 def prepare(parent: int) -> Channel:
-    """Make this process a worker of `parent`; returns its channel. Ctrl-C in the terminal does not
+    """Make this process a worker of `parent`; return its channel. Ctrl-C in the terminal does not
     end it."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

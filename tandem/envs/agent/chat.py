@@ -1,5 +1,5 @@
-"""Chat completions as an agent asks for them and gets them; and whether a request goes on where the
-one before ended.
+"""Chat completions for an agent: its requests, their answers, and the check that a request
+continues the one before.
 
 Fields that only change how tokens are sampled (temperature, top_p, stop, seed, max_tokens) are
 accepted and ignored, as sampling is the trainer's; those that would change the answer are refused.
@@ -77,7 +77,7 @@ class _Body(Strict):
 
 
 def read_request(raw: bytes) -> ChatRequest:
-    """The body of POST /chat/completions. Raises ApiError."""
+    """Read the body of POST /chat/completions. Raises ApiError."""
     fields = read_object(raw)
     if (name := first_unsupported(fields, NEUTRAL)) is not None:
         raise ApiError(
@@ -103,14 +103,15 @@ def read_request(raw: bytes) -> ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReward:
-    """What an agent gives its episode. Example: AgentReward(reward=1.0, parts={"format": 1.0})"""
+    """The reward that an agent gives its episode. Example: AgentReward(reward=1.0, parts={"format":
+    1.0})"""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
 
 
 def read_reward(raw: bytes) -> AgentReward:
-    """The body of POST /reward. Raises ApiError."""
+    """Read the body of POST /reward. Raises ApiError."""
     try:
         return parse_reward(read_object(raw))
     except ValueError as error:
@@ -118,7 +119,7 @@ def read_reward(raw: bytes) -> AgentReward:
 
 
 def parse_reward(value: object) -> AgentReward:
-    """A number, or {"reward": number, "parts": {name: number}}. Raises ValueError."""
+    """Read a number, or {"reward": number, "parts": {name: number}}. Raises ValueError."""
     match value:
         case Real():
             return AgentReward(reward=_finite(value))
@@ -171,8 +172,8 @@ class Reply:
         return "tool_calls" if self.calls else "stop"
 
     def is_message(self, message: ChatMessage) -> bool:
-        """Whether an agent's message is this reply; surrounding space, and how arguments are
-        written, do not count."""
+        """Tell whether an agent's message is this reply, up to surrounding space and the spelling
+        of arguments."""
         content, calls = message.content.strip(), message.tool_calls or ()
         if message.role != "assistant":
             return False
@@ -182,16 +183,15 @@ class Reply:
 
 
 def chat_completion(reply: Reply, request: ChatRequest) -> Json:
-    """The answer to a request that does not stream. Without `usage`: an environment knows no
-    tokens."""
+    """Return the answer to a request that does not stream, without `usage`: no tokens are known."""
     message = assistant_message(reply.content, reply.calls)
     choice = {"message": message, "logprobs": None, "finish_reason": reply.finish_reason}
     return {**_head(reply, request, "chat.completion"), "choices": [{"index": 0, **choice}]}
 
 
 def completion_events(reply: Reply, request: ChatRequest) -> bytes:
-    """The answer to a request that streams, as server-sent events: the whole turn in one of
-    them."""
+    """Return the answer to a streaming request as server-sent events: the whole turn in one
+    event."""
     delta = assistant_message(reply.content, reply.calls)
     if reply.calls:
         delta["tool_calls"] = call_deltas(reply.calls)
@@ -217,7 +217,7 @@ def _head(reply: Reply, request: ChatRequest, kind: str) -> Json:
 
 
 def opening(request: ChatRequest) -> list[Message]:
-    """The chat that an episode starts with. Raises ConversationBroken if a turn in it called
+    """Return the first chat of an episode. Raises ConversationBroken if a turn in it called
     tools."""
     if any(message.tool_calls for message in request.messages):
         raise ConversationBroken(
@@ -227,21 +227,21 @@ def opening(request: ChatRequest) -> list[Message]:
 
 
 def continuation(before: ChatRequest, reply: Reply, now: ChatRequest) -> list[Message]:
-    """The messages with which `now` goes on after `before` was answered. Raises ConversationBroken,
-    which says where it differs."""
-    known = len(before.messages)
+    """Return the messages that `now` adds after the answer to `before`. Raises ConversationBroken,
+    which says where they differ."""
+    num_before = len(before.messages)
     for place, (old, new) in enumerate(zip(before.messages, now.messages, strict=False)):
         if _key(old) != _key(new):
             raise _broken(f"message {place + 1}", f"{_short(new)}, and was {_short(old)}")
-    if len(now.messages) <= known:
+    if len(now.messages) <= num_before:
         raise ConversationBroken(
-            f"a later request has {len(now.messages)} messages, and {known} were said before: "
+            f"a later request has {len(now.messages)} messages, and {num_before} were said before: "
             + ONE_CONVERSATION
         )
-    answer, *added = now.messages[known:]
+    answer, *added = now.messages[num_before:]
     if not reply.is_message(answer):
-        found = f"{_short(answer)}, and the model had said {reply.text[:SHORT]!r}"
-        raise _broken(f"message {known + 1}", found)
+        difference = f"{_short(answer)}, and the model had said {reply.text[:SHORT]!r}"
+        raise _broken(f"message {num_before + 1}", difference)
     if not added or any(message.role == "assistant" for message in added):
         roles = ", ".join(message.role for message in added) or "nothing"
         raise ConversationBroken(
@@ -254,8 +254,8 @@ def continuation(before: ChatRequest, reply: Reply, now: ChatRequest) -> list[Me
     return [_plain(message) for message in added]
 
 
-def _broken(place: str, found: str) -> ConversationBroken:
-    return ConversationBroken(f"{place} of a later request is {found}: {ONE_CONVERSATION}")
+def _broken(place: str, difference: str) -> ConversationBroken:
+    return ConversationBroken(f"{place} of a later request is {difference}: {ONE_CONVERSATION}")
 
 
 def _short(message: ChatMessage) -> str:
@@ -268,7 +268,7 @@ def _plain(message: ChatMessage) -> Message:
 
 
 def _key(message: ChatMessage) -> tuple[object, ...]:
-    """A message as far as two are compared: without names and ids."""
+    """Return the part of a message that is compared: all but names and ids."""
     return message.role, message.content, _keys(message.tool_calls or ())
 
 

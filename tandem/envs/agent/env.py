@@ -9,7 +9,7 @@ The agent calls BASE_URL/chat/completions as often as it likes. `reset` returns 
 `step` answers it with the model's turn, and returns the next request, which must continue the
 conversation, as the observation. Only the new messages are tokenized. The episode is over when
 `run` returns. Its reward is the value that `run` returned or, if that is None, the one last posted
-to BASE_URL/reward. Does not know tokens, nor what an agent does.
+to BASE_URL/reward. Knows neither tokens nor agents.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class AgentDrivenEnv(Env):
         try:
             return Observation(messages=continuation(before, reply, event.request))
         except ConversationBroken as broken:
-            self._session.close(str(broken))  # the agent is told too
+            self._session.close(str(broken))  # the agent gets the error too
             raise
 
     async def close(self) -> None:
@@ -95,8 +95,7 @@ class AgentDrivenEnv(Env):
         await agent.stop()
 
     async def _next_event(self, before: ChatRequest, reply: Reply) -> Event:
-        """Wait for the agent; answer retries of the request just answered, whose answer was
-        lost."""
+        """Wait for the agent; repeat the last answer if the agent lost it and asks again."""
         while True:
             event = await self._events.get()
             if not (isinstance(event, Pending) and event.is_retry and event.request == before):
@@ -104,18 +103,18 @@ class AgentDrivenEnv(Env):
             event.answer.set_result(reply)
 
     def _end(self, returned: Any) -> Observation:
-        given = self._session.posted if returned is None else parse_reward(returned)
-        if given is None:
+        agent_reward = self._session.posted if returned is None else parse_reward(returned)
+        if agent_reward is None:
             return Observation(done=True)
-        return Observation(done=True, reward=given.reward, parts=given.parts)
+        return Observation(done=True, reward=agent_reward.reward, parts=agent_reward.parts)
 
 
 class AgentEnv(AgentDrivenEnv):
     """The built-in environment `agent`."""
 
     def __init__(self, run: str):
-        """run: the agent, a function of (problem, base_url, api_key), as `file.py:function` or
-        `module:function`."""
+        """Take the agent `run`, a function of (problem, base_url, api_key), as `file.py:function`
+        or `module:function`."""
         function = load_user_object(run, key="env.options.run")
         if not callable(function):
             raise UserError(

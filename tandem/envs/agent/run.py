@@ -25,8 +25,7 @@ class AgentFailed(Exception):
 
 
 class AgentRun:
-    """An agent that runs. ended: the function's result or AgentFailed, set in the agent's
-    thread."""
+    """A running agent. ended: the function's result or AgentFailed, set in the agent's thread."""
 
     def __init__(self, run: Run, problem: Problem, base_url: str, api_key: str):
         self.ended: Future[Any] = Future()
@@ -39,8 +38,8 @@ class AgentRun:
             threading.Thread(target=self._run_in_thread, name="agent", daemon=True).start()
 
     async def stop(self) -> None:
-        """Cancel an `async def` and wait for it. A thread cannot be cancelled: it ends with its
-        next request, which is refused."""
+        """Cancel an `async def` and wait for it. A thread ends only at its next request, which is
+        refused."""
         if self._is_async:
             agents_loop().call_soon_threadsafe(self._cancel)
             with suppress(AgentFailed):
@@ -83,7 +82,7 @@ def _failed(error: BaseException) -> AgentFailed:
 
 @cache
 def agents_loop() -> asyncio.AbstractEventLoop:
-    """Runs in a daemon thread from its first use to the end of the process."""
+    """Return the loop of all agents, in a daemon thread from its first use to the process's end."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="agents", daemon=True).start()
     return loop

@@ -45,7 +45,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Pending:
-    """A request that waits for its answer."""
+    """A request waiting for its answer."""
 
     request: ChatRequest
     is_retry: bool  # the client did not get the answer to the same request before
@@ -86,7 +86,7 @@ class Session:
                     raise ApiError(503, "the rollout is over") from None
 
     def close(self, reason: str) -> None:
-        """Refuse the requests that wait, and those that still come."""
+        """Refuse all requests, waiting and later ones."""
         with self._lock:
             self._over, waiting = reason, list(self._waiting)
         for pending in waiting:
@@ -95,7 +95,7 @@ class Session:
 
 
 class AgentServer(socketserver.ThreadingTCPServer):
-    """Serves the open sessions, in threads."""
+    """An HTTP server of the open sessions, in threads."""
 
     daemon_threads = True
     block_on_close = False

@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class ClassicHost:
-    """An environment with its arguments; plays the rows of its dataset."""
+    """An environment with its arguments, for playing the rows of its dataset."""
 
     def __init__(self, id: str, args: Json, env: Json):
         if env:
@@ -79,7 +79,7 @@ class ClassicHost:
 
 
 def _chat(prompt: Any) -> list[Json]:
-    """The prompt as text, for a reader: the environment asks by itself."""
+    """Return the prompt as text, for a reader: the environment asks by itself."""
     texts = [
         {"role": m["role"], "content": m["content"] if isinstance(m["content"], str) else "..."}
         for m in prompt

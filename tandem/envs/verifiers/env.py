@@ -6,8 +6,8 @@ unchanged.
 
 Its agent speaks to the same server as the environment `agent` does, and its own rewards are the
 reward. The problem is one of its tasks, by the columns that `rows` writes. verifiers has two
-generations with little but the name in common; the installed one is imported when an environment
-is made. Does not know the tasks, nor how they are scored.
+generations with little in common; the installed one is imported when an environment is made. Knows
+neither the tasks nor their scoring.
 """
 
 import importlib.util
@@ -69,7 +69,8 @@ def rows(
     env: Mapping[str, Any] | None = None,
     limit: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The first `limit` tasks as rows of a data file: uid, prompt, answer, task and task_hash.
+    """Return the first `limit` tasks as rows of a data file: uid, prompt, answer, task and
+    task_hash.
 
     The prompt is for a reader: the environment itself asks the model.
     """
@@ -77,7 +78,7 @@ def rows(
 
 
 def _host(id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Host:
-    """The host of this id in this process. Raises UserError."""
+    """Return the host of this id in this process. Raises UserError."""
     if importlib.util.find_spec("verifiers") is None:
         raise UserError(
             "verifiers is not installed",

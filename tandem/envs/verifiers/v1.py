@@ -109,7 +109,7 @@ def _wire(message: Any) -> Json:
 
 
 def _with_chat(cls: type[Any], names: list[str]) -> type[Any]:
-    """A subclass of the environment whose agents of these names are played by Chat."""
+    """Make a subclass of the environment in which Chat plays the agents of these names."""
 
     class WithChat(cls):  # type: ignore[misc]
         async def setup(self, agents: Any) -> None:
@@ -122,7 +122,7 @@ def _with_chat(cls: type[Any], names: list[str]) -> type[Any]:
 
 
 class V1Host:
-    """An environment with its configuration; plays its tasks."""
+    """An environment with its configuration, for playing its tasks."""
 
     def __init__(self, id: str, args: Json, env: Json):
         self.id = id
@@ -166,7 +166,7 @@ class V1Host:
             yield _row(self.id, task)
 
     def _task_of(self, problem: Problem) -> Any:
-        """The problem's task. The taskset is read once, and only as far as needed."""
+        """Return the problem's task. The taskset is read once, and only as far as needed."""
         number, hash_ = problem.metadata["task"], problem.metadata["task_hash"]
         with self._lock:
             while len(self._tasks) <= number:
@@ -180,7 +180,8 @@ class V1Host:
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[Any]:
-        """The environment with its servers, started by the first episode and ended by the last."""
+        """Yield the environment with its servers; the first episode starts them, the last ends
+        them."""
         self._users += 1
         if self._serving is None:
             self._serving = _Serving(self._class(self._config))
@@ -196,8 +197,8 @@ class V1Host:
 
 
 class _Serving:
-    """An environment's servers, held by a task of their own: a context must be left in the task
-    that entered it."""
+    """An environment's servers, in a task of their own: a context must be left in the task that
+    entered it."""
 
     def __init__(self, env: Any):
         self.env = env
@@ -222,10 +223,10 @@ class _Serving:
 
 
 def _configured(id: str, args: Json, env: Json) -> tuple[Any, type[Any]]:
-    """The configuration and the class of the environment.
+    """Return the configuration and the class of the environment.
 
-    An agent runs on this machine unless configured otherwise, and is played by Chat where neither
-    the user nor the environment nor its taskset names a harness.
+    An agent runs on this machine unless configured otherwise, and is played by Chat unless the
+    user, the environment or its taskset names a harness.
     """
     kind, chatting = env_config_type(id, env.get("id", "")), []
     bundled = vf.default_agent_harness(id).id != DEFAULT_HARNESS
@@ -249,7 +250,7 @@ def _configured(id: str, args: Json, env: Json) -> tuple[Any, type[Any]]:
 
 
 def _verdict(episode: Any) -> Json:
-    """The reward of the one trained agent. Raises AgentFailed, with the first error."""
+    """Return the reward of the one trained agent. Raises AgentFailed, with the first error."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise AgentFailed(

@@ -15,7 +15,7 @@ Attention over pages (engine) and over packed rows (trainer) is one kernel that 
 finds a key. Forward only. `ops.py` launches the kernels.
 """
 
-# What @triton.jit compiles is not typed Python.
+# Code that @triton.jit compiles is not typed Python.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 import triton
@@ -108,7 +108,7 @@ def _join(peak, total, acc, next_peak, next_total, next_acc):
 
 @triton.jit
 def _mean(total, acc):
-    """Compute acc / total, zero where every key is hidden."""
+    """Compute acc / total, zero if every key is hidden."""
     # + 0.0 because a later no-op may have turned -0.0 into 0.0
     return acc / tl.where(total > 0.0, total, 1.0)[:, None] + 0.0
 

@@ -1,8 +1,8 @@
 """Matmul, attention and cache writes on tensors: they launch the kernels of `kernels.py`.
 
 E, the head size, must be the contiguous dimension of every tensor. The kernels run on the current
-CUDA device, or on the CPU in Triton's interpreter when TRITON_INTERPRET=1 was set before triton was
-imported. Nothing here knows layers, plans, sampling or gradients. Checked by `pytest tests/gpu`.
+CUDA device, or on the CPU in Triton's interpreter if TRITON_INTERPRET=1 was set before triton was
+imported. This file knows no layers, plans, sampling or gradients. Checked by `pytest tests/gpu`.
 """
 
 import math

@@ -77,7 +77,7 @@ def main(functions: str, weights: str, options: str, memory_mb: str, *rest: str)
 
 
 class _ForkServer:
-    """Forks workers. loaded: the functions; None if every worker loads them."""
+    """The parent of forked workers. loaded: the functions; None if every worker loads them."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _ForkServer:
     def _work(self, channel: int, parent: int) -> NoReturn:
         """Run a worker: the whole life of the forked process."""
         try:
-            os.setpgid(0, 0)  # what it starts is killed with it
+            os.setpgid(0, 0)  # its children are killed with it
             die_with_parent(parent)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -161,7 +161,7 @@ class _ForkServer:
         serve(loaded, weights, pool.makefile("rb"), send)
 
     def _report_exits(self) -> None:
-        """Report the exit status of every worker that has ended, and kill what it has left."""
+        """Report the exit status of every ended worker, and kill the processes that it left."""
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
@@ -217,7 +217,7 @@ def _count_sockets() -> int:
 
 
 def _reseed_numpy() -> None:
-    """Seed numpy anew, which would draw the same numbers in every fork; Python does so itself."""
+    """Seed numpy anew, else every fork draws the same numbers; Python does so itself."""
     if "numpy.random" in sys.modules:
         import numpy as np
 
@@ -225,8 +225,8 @@ def _reseed_numpy() -> None:
 
 
 def _end_orphans() -> None:
-    """End what workers have started in sessions of its own; Linux gave it to this process when its
-    parent ended."""
+    """End processes that workers started in sessions of their own; Linux gave them to this process
+    when their parents ended."""
     while sys.platform == "linux" and descendants(os.getpid()):
         kill_descendants(os.getpid())
         with suppress(ChildProcessError):

@@ -6,7 +6,7 @@
     fork_server.py  loads the reward functions once, forks a worker in milliseconds
     worker.py       scores one attempt after another
 
-Knows how a score is asked for, and not what a reward is. An attempt can cost its own score only:
+Knows requests and scores, not reward functions. An attempt can cost its own score only:
 at most timeout_s and, until the thread has killed its worker, a moment.
 """
 
@@ -28,14 +28,14 @@ THREAD = "rewards"  # its name, for the watchdog
 
 
 class RewardPool:
-    """Scores attempts with functions: built-ins, `module:function` or `file.py:function`; see
-    rewards/load.py and docs/rewards.md.
+    """A pool that scores attempts with functions: built-ins, `module:function` or
+    `file.py:function`; see rewards/load.py and docs/rewards.md.
 
     Example: RewardPool("answer").submit(problem, Attempt(text="Answer: 3")).result() gives
     Score(reward=1.0, parts={"answer": 1.0}). With several functions, or weights, the reward is the
     sum of weight x reward in their order, and each function's reward and parts are parts
-    (parts.weigh has their names). An attempt that cannot be scored has reward 0 and an error that
-    says why, and in which of several functions; failures counts those by kind.
+    (parts.weigh has their names). An attempt that cannot be scored has reward 0 and an error with
+    the reason, and the function if there are several; failures counts them by kind.
 
     options: keyword arguments by function name. memory_mb bounds the address space of each process.
     clock: monotonic seconds. Raises UserError if a function cannot be loaded.

@@ -1,7 +1,7 @@
 """The processes of a RewardPool, as its scheduler holds them: one fork server, and the workers that
 it forks.
 
-Knows how they are started, reached and killed; not what they score, nor for how long.
+Knows how they are started, reached and killed, not their tasks or deadlines.
 """
 
 import math
@@ -61,15 +61,14 @@ class Worker:
         self.used_before = self._processor_clock()
 
     def start_loading(self, now: float, timeout_s: float) -> None:
-        """Allow for an import in tasks[0], which does not count as its processor time."""
+        """Allow for an import in tasks[0] that does not count as its processor time."""
         self.deadline, self.used_before = now + timeout_s, math.inf
 
     def end_loading(self, now: float, timeout_s: float) -> None:
         self.deadline, self.used_before = now + timeout_s, self._processor_clock()
 
     def processor_s(self) -> float:
-        """Return the processor seconds of tasks[0], without the processes that it started; 0 if
-        unknown."""
+        """Return the processor seconds of tasks[0], without its child processes; 0 if unknown."""
         return self._processor_clock() - self.used_before
 
     def _processor_clock(self) -> float:
@@ -81,14 +80,14 @@ class Worker:
             return 0.0
 
     def deprioritize(self) -> None:
-        """Let it run only when nobody else wants the core. Irreversible without privileges."""
+        """Let the process run only on an otherwise idle core. Irreversible without privileges."""
         self.deprioritized = True
         if sys.platform == "linux":
             with suppress(ProcessLookupError, PermissionError):
                 os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
 
     def is_exiting(self) -> bool:
-        """Tell whether it has begun to exit, so that its exit status will be reported. True if
+        """Tell whether the process has begun to exit and its status will be reported. True if
         unknown."""
         if sys.platform != "linux" or not self.pid:
             return True
@@ -99,14 +98,14 @@ class Worker:
         return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
     def kill(self) -> None:
-        """Kill it and the processes that it started."""
+        """Kill the process and its children."""
         if self.pid:
             kill_group(self.pid)
         self.channel.close()
 
 
 class ForkServer:
-    """Starts the process of fork_server.py; on Linux it ends with the thread that made this."""
+    """The process of fork_server.py; on Linux it ends with the thread that started it."""
 
     def __init__(self, arguments: tuple[str, ...], deadline: float):
         self.process, self.channel = spawn(
@@ -118,7 +117,7 @@ class ForkServer:
         self._forks = 0
 
     def fork(self, deadline: float) -> Worker:
-        """Ask for a worker, which says itself when it is ready."""
+        """Ask for a worker, which itself reports that it is ready."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._forks += 1
@@ -126,11 +125,11 @@ class ForkServer:
         return Worker(number=self._forks, channel=Channel(ours, MAX_LINE_BYTES), deadline=deadline)
 
     def preload(self, module: str) -> None:
-        """Import a module for the workers that are forked from now on."""
+        """Import a module for the workers forked from now on."""
         self.channel.send({"import": module})
 
     def close(self) -> int:
-        """End it and its workers; returns its exit status."""
+        """End the fork server and its workers; return its exit status."""
         self.channel.close()
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(CLOSE_S)

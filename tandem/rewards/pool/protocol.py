@@ -11,7 +11,7 @@
 
 A text travels as its last MAX_CHARS characters, and so does each message of an attempt; of its
 tokens the last MAX_TOKENS. Metadata arrives as JSON has it (tuples are lists, keys are strings).
-Does not trust what a worker wrote.
+Does not trust a worker's lines.
 """
 
 import json
@@ -23,7 +23,7 @@ import numpy as np
 from tandem.runtime.worker_channel import Message
 from tandem.types import Attempt, Problem, Score
 
-HELLO = -1  # the id of what a worker says before its first task
+HELLO = -1  # the id of a worker's messages before its first task
 MAX_CHARS = 500_000
 MAX_TOKENS = 128_000
 MAX_REQUEST_BYTES = 8 * 2**20

@@ -1,4 +1,4 @@
-"""PoolScheduler: the thread of a RewardPool. It gives tasks to workers, holds the clock, kills, and
+"""PoolScheduler: the thread of a RewardPool. Gives tasks to workers, holds the clock, kills, and
 settles futures.
 
     any thread             this thread                            worker (1 .. max_workers)
@@ -47,7 +47,7 @@ NOT_AN_ANSWER = "worker died: it wrote what is not an answer"
 
 
 class PoolScheduler:
-    """started: set when the first worker is ready. clock: monotonic seconds."""
+    """The pool's thread. started: set when the first worker is ready. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PoolScheduler:
             self.wake()
 
     def stop(self) -> None:
-        """Have run return; what is not scored by then fails."""
+        """Have run return; tasks not scored by then fail."""
         with self._lock:
             if not self._closing:
                 self._closing = True
@@ -153,7 +153,7 @@ class PoolScheduler:
             return self._selector.select(min(max(0.0, nearest - self._clock()), look_s))
 
     def _check_deadlines(self) -> None:
-        """Kill what is out of time; what it wrote before counts."""
+        """Kill processes that are out of time; their earlier lines count."""
         now = self._clock()
         for worker in list(self._workers.values()):
             if now >= worker.deadline and not worker.closed:
@@ -183,7 +183,7 @@ class PoolScheduler:
                 worker.deprioritize()
 
     def _give_up(self, error: BaseException) -> None:
-        """End every process and fail what is not scored with the error."""
+        """End every process and fail the unscored tasks with the error."""
         self._restarts.reset()
         tasks = [task for worker in self._workers.values() for task in worker.tasks]
         for worker in list(self._workers.values()):
@@ -376,7 +376,7 @@ class PoolScheduler:
                 self._give_up(cannot_load(self._functions[server.function], failed, where))
 
     def _on_exit(self, worker: Worker, reason: str) -> None:
-        """Blame the task in flight of a worker that has ended; what it wrote before counts."""
+        """Blame the task in flight of a worker that has ended; the worker's earlier lines count."""
         if not worker.closed:
             self._on_readable(worker)
         if not worker.dropped:

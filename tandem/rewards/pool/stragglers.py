@@ -3,10 +3,9 @@
 The tasks behind a straggler go to other workers and a spare takes its place, so that an endless
 loop holds up nobody. If most of the last stragglers had to be killed, the pool is overloaded: a
 straggler then runs only when nobody else wants the core, as it would take the time that honest
-tasks need before their own deadline (benchmarks/storm.py). A task that waits, for a judge or for a
-program that it started, uses no processor time and is never a straggler, so that reward.workers
-bounds the requests to a judge. Processor time is known on Linux only; elsewhere nothing is a
-straggler.
+tasks need before their own deadline (benchmarks/storm.py). A task that waits, for a judge or a
+program, uses no processor time and is never a straggler, so that reward.workers bounds the requests
+to a judge. Processor time is known on Linux only; elsewhere nothing is a straggler.
 """
 
 from collections import deque
@@ -20,7 +19,7 @@ _EVIDENCE = 4  # stragglers that must have ended before anything is concluded
 
 
 class StragglerDetector:
-    """Knows what tasks usually take, and how the last stragglers ended."""
+    """A detector that knows the usual time of tasks, and how the last stragglers ended."""
 
     def __init__(self) -> None:
         self._usual_s: float | None = None  # moving average of processor seconds
@@ -42,6 +41,7 @@ class StragglerDetector:
         return len(self._killed) >= _EVIDENCE and 2 * sum(self._killed) > len(self._killed)
 
     def is_straggler(self, worker: Worker) -> bool:
-        """Tell by the processor time of the task in flight; false while no task has been scored."""
+        """Tell whether the task in flight is a straggler, by its processor time; False before the
+        first score."""
         usual = self._usual_s
         return usual is not None and worker.processor_s() > max(MIN_S, RATIO * usual)

@@ -1,9 +1,9 @@
 """A reward worker: scores one attempt after another with the reward functions, until it is killed.
 
-It is a process that fork_server.py forked, in a process group of its own; protocol.py has the
+It is a process forked by fork_server.py, in a process group of its own; protocol.py has the
 messages. It does not know the time: RewardPool kills it. Its only defence against hostile code is a
-memory limit and its own process group; it is a fuse, not a sandbox. Threads that a reward function
-leaves running are at its own risk.
+memory limit and its own process group; it is a fuse, not a sandbox. A reward function leaves
+threads running at its own risk.
 
     python -m tandem.rewards.pool.worker answer      (requests of protocol.py on standard input)
 """
@@ -27,7 +27,7 @@ Functions = Mapping[str, Scorer]  # by name, in the order of the config
 def serve(
     functions: Functions, weights: Sequence[float], requests: Iterable[bytes], send: Send
 ) -> None:
-    """Answer the requests in order, until there are no more or the process should not go on.
+    """Answer the requests in order, to their end or until the process should not go on.
 
     weights: one for each function; empty if the only function's reward and parts are sent as they
     are.

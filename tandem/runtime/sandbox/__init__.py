@@ -1,7 +1,7 @@
-"""Runs untrusted programs: under bubblewrap on this machine, or on a SandboxFusion server.
+"""Untrusted programs: run under bubblewrap on this machine, or on a SandboxFusion server.
 
-protocol.py has what a caller sees, opening.py chooses a sandbox. docs/sandbox.md has what is
-guaranteed. It does not know what the programs are for: rewards/code.py compares what they return,
+protocol.py has the callers' interface, opening.py chooses a sandbox, docs/sandbox.md lists the
+guarantees. It does not know the purpose of the programs: rewards/code.py compares their results,
 and believes nothing else.
 
     python -c "from tandem.runtime.sandbox import *; print(run_python(Bubblewrap(), 'print(1)'))"

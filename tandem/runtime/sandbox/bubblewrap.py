@@ -1,9 +1,10 @@
-"""Runs programs in namespaces of their own, which bubblewrap makes for every run.
+"""Programs in namespaces of their own, made by bubblewrap for every run.
 
 A program has an unprivileged uid (a root parent gives its own up first, because limits do not bind
 root), no network, an environment of five words, the system's /usr read-only and a small /tmp, and
-limits on time, memory, files, processes and output. run.py holds the clock, outside; when it ends,
-the whole process namespace is killed, and `run` returns only once that is gone.
+limits on time, memory, files, processes and output. run.py holds the clock, outside; when time is
+up or the program ends, the whole process namespace is killed, and `run` returns only once that is
+gone.
 """
 
 import itertools
@@ -80,8 +81,8 @@ class Bubblewrap(LocalSandbox):
 
 
 def _view(python: str, limits: Limits) -> list[str]:
-    """Name the files that exist: the system's programs, the interpreter where it lies elsewhere,
-    five devices, a /tmp."""
+    """List the visible files: the system's programs, the interpreter if it lies elsewhere, five
+    devices, a /tmp."""
     args = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -116,11 +117,11 @@ def _confinement(bpf: Sequence[int], status: int) -> list[str]:
 
 
 def _gated(gate: int) -> list[str]:
-    """Return the words that hold a program back, inside: it asks its parent, and without an answer
-    never begins.
+    """Return the words that hold a program back, inside: it asks its parent, and never begins
+    without an answer.
 
     Bubblewrap's processes die with their parents only once they are set up, as they are when the
-    question comes. A parent that was killed before would leave a program that nobody watches.
+    question comes. A parent killed before would leave an unwatched program.
     """
     script = f'echo >&{gate} && read -r -u {gate} && exec {gate}>&- && exec "$@"'
     return ["/usr/bin/bash", "-c", script, "bash"]
@@ -151,10 +152,10 @@ def _capped(kind: int, value: int) -> int:
 
 
 def _without_root() -> list[str]:
-    """Return the words before bubblewrap that give up root; none where there is no root.
+    """Return the words before bubblewrap that give up root; none if this process is not root.
 
-    The uid is no other process's, nor that of this one's 63 runs before; in a container whose uid
-    map is short it is `nobody`. Runs of one uid share what the kernel counts by user.
+    No other process has the uid, nor had this one's last 63 runs; in a container with a short uid
+    map it is `nobody`. Runs of one uid share the kernel's counts by user.
     """
     if os.geteuid():
         return []

@@ -1,4 +1,4 @@
-"""Runs programs on a server of ByteDance's SandboxFusion, over its HTTP API.
+"""Programs on a server of ByteDance's SandboxFusion, over its HTTP API.
 
 Isolation and memory are the server's. https://github.com/bytedance/SandboxFusion
 """

@@ -1,6 +1,6 @@
-"""Runs programs on this machine: what bubblewrap and plain processes share, and the plain ones.
+"""Programs on this machine: the base of bubblewrap and plain processes, and the plain ones.
 
-It does not know how bubblewrap confines a program.
+Does not know how bubblewrap confines a program.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 class LocalSandbox(ABC):
-    """Programs that run on this machine; a subclass starts them. Implements Sandbox."""
+    """A sandbox on this machine; a subclass starts the programs. Implements Sandbox."""
 
     @abstractmethod
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:
@@ -77,7 +77,7 @@ class LocalSandbox(ABC):
 
 @contextmanager
 def sealed_file(data: bytes) -> Iterator[int]:
-    """Yield a file in memory, at its beginning, which nobody can write to or resize any more."""
+    """Yield a file in memory, at its beginning, sealed against writing and resizing."""
     fd = os.memfd_create("tandem", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -105,9 +105,9 @@ os.execvp(sys.argv[6], sys.argv[6:])
 
 
 class Unisolated(LocalSandbox):
-    """Programs as plain processes of yours, which can read, change and send what you can.
+    """Programs as plain processes with all your rights to read, change and send.
 
-    Used only where the config has the switch for it.
+    Used only if the config has the switch for it.
     """
 
     def start(self, program: Program, limits: Limits, stdin: int, stdout: int) -> Run:

@@ -1,6 +1,6 @@
-"""Opens the sandbox that a config asks for, after a trial run.
+"""The opening of a config's sandbox, after a trial run.
 
-It does not know what the sandbox is for.
+Does not know the purpose of the sandbox.
 """
 
 import shutil
@@ -24,7 +24,7 @@ TRIAL, TRIAL_OUTPUT, TRIAL_LIMITS = "print(6 * 7)", "42\n", Limits(wall_s=30.0)
 
 
 def open_sandbox(config: SandboxConfig) -> Sandbox:
-    """Open the sandbox of a config; raises UserError where there is none."""
+    """Open the sandbox of a config; raises UserError if there is none."""
     if config.url:
         return SandboxFusion(config.url)
     trouble = _bubblewrap_trouble()
@@ -46,7 +46,7 @@ open_sandbox_once = cache(open_sandbox)  # one trial run in a process is enough
 
 
 def sandbox_state(config: SandboxConfig) -> str:
-    """Describe in one line, for `tandem doctor`, what would run code, with a trial of it."""
+    """Describe in one line, for `tandem doctor`, the sandbox for code, after a trial of it."""
     try:
         sandbox = open_sandbox(config)
         result = run_python(sandbox, TRIAL, limits=TRIAL_LIMITS)

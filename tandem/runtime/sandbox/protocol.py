@@ -1,6 +1,6 @@
-"""What a sandbox is to its callers: a command with files and limits goes in, a Result comes out.
+"""The callers' view of a sandbox: a command with files and limits goes in, a Result comes out.
 
-It does not know how a program is confined.
+Does not know how a program is confined.
 """
 
 import signal
@@ -16,7 +16,7 @@ StopReason = Literal["exit", "timeout", "memory", "output", "signal"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a run may use.
+    """The resources that a run may use.
 
     Memory, CPU and file size bind each process; memory_mb also binds all of them together.
     """
@@ -37,7 +37,7 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run ended.
+    """The end of a run.
 
     Example:
         Result(stdout="4\\n", stderr="", exit_code=0, stop_reason="exit", seconds=0.014)
@@ -45,14 +45,14 @@ class Result:
 
     stdout: str
     stderr: str
-    # minus the signal's number after "signal"; None where it was stopped from outside
+    # minus the signal's number after "signal"; None if it was stopped from outside
     exit_code: int | None
     stop_reason: StopReason  # "exit": of itself, with any code
     seconds: float
 
 
 class SandboxFailed(RuntimeError):
-    """A failure of the sandbox itself, in which the program has no part."""
+    """A failure of the sandbox itself, not of the program."""
 
 
 class SandboxConfig(Protocol):
@@ -102,7 +102,7 @@ def check_name(name: str) -> str:
 
 
 def reason_of_end(exit_code: int | None, stderr: str) -> StopReason:
-    """Tell why a program ended that was not stopped from outside; no code is a timeout."""
+    """Tell why a program ended by itself; no code is a timeout."""
     if exit_code in (-signal.SIGXCPU, None):
         return "timeout"
     if exit_code and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):

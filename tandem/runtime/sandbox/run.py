@@ -1,9 +1,9 @@
-"""Supervises running programs from outside: the clock and the limits that the sandboxes of this
-machine share.
+"""The supervision of running programs from outside: the clock and limits of this machine's
+sandboxes.
 
 A run ends of itself, or is killed here: past its wall clock, its output cap, or (looked at every 20
 ms) the memory and the number of files of all its processes together. Killed means its process group
-and, under bubblewrap, its process namespace, which is waited for. Output is read as it comes and
+and, under bubblewrap, its process namespace, until that is gone. Output is read as it comes and
 kept up to the cap, so a flood costs nothing.
 
     parent:  supervise(run): reads stdout, stderr, gate -- every POLL_S: run.check() -- kill, close
@@ -40,7 +40,7 @@ GONE_S = 10.0
 
 @dataclass(slots=True)
 class Run:
-    """A running program, and what it has written so far."""
+    """A running program and its output so far."""
 
     process: subprocess.Popen[bytes]
     limits: Limits
@@ -68,7 +68,7 @@ class Run:
             yield self.gate, "gate"
 
     def on_data(self, name: str, data: bytes) -> None:
-        """Keep what came from a stream, up to the cap; answer at the gate."""
+        """Keep data of a stream, up to the cap; answer at the gate."""
         if name == "gate":
             self._find_inside()
             with suppress(BrokenPipeError):
@@ -117,7 +117,7 @@ class Run:
         self.process.wait()
         self.reports = self._reports()
         with suppress(ProcessLookupError, PermissionError):
-            # what a program without a namespace left behind
+            # leftovers of a program without a namespace
             os.killpg(self.process.pid, signal.SIGKILL)
         gone = self.inside is None or bool(select.select([self.inside[1]], [], [], GONE_S)[0])
         if self.inside is not None and gone:
@@ -162,14 +162,15 @@ class Run:
 
 
 def _uses_too_much(first: int, limits: Limits, shared_bytes: dict[str, int]) -> bool:
-    """Tell if a namespace's processes hold too much memory together, or its /tmp too many files.
+    """Tell whether a namespace's processes hold too much memory together, or its /tmp too many
+    files.
 
     Pages that processes share after a fork count for each of them. Shared memory counts once for
-    all that map it, and as large as it was ever seen: pages can be hidden from every count of what
-    is resident, by unmapping all but one of them too. What ends meanwhile counts as nothing.
+    all its processes, at its largest size seen: unmapping hides pages from every count of resident
+    memory. A process that ends meanwhile counts as nothing.
     """
     used, pids, before = 0, [first], dict(shared_bytes)
-    shared_bytes.clear()  # what nobody maps any more is gone
+    shared_bytes.clear()  # forget mappings without a process
     for pid in pids:
         with suppress(OSError):
             resident, shared = (
@@ -205,16 +206,16 @@ def _shared_mappings(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def adopt_orphans(wanted: bool = True) -> None:
-    """Make this process the parent of what its children leave behind, or no longer.
+    """Make this process the parent of its children's orphans, or no longer.
 
-    Bubblewrap ends before the namespace that it made, which would then wait for ever for process 1
-    to take note of its end; in a container that is often a program that never does.
+    Bubblewrap ends before its namespace, which would then wait for process 1 to take note of its
+    end; in a container that is often a program that never does.
     """
     ctypes.CDLL(None).prctl(36, int(wanted), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 class Adoption:
-    """Adopts orphans only while a run lasts: those of other children would stay zombies."""
+    """An adoption of orphans only while a run lasts: those of other children would stay zombies."""
 
     def __init__(self) -> None:
         self._lock, self._runs = threading.Lock(), 0
@@ -235,7 +236,7 @@ ADOPTION = Adoption()
 
 
 def supervise(*runs: Run) -> None:
-    """Read what runs write, and hold their limits, until the first of them has ended; then end the
+    """Read the runs' output and enforce their limits until the first has ended; then end the
     others.
 
     An interrupt, such as Ctrl-C, ends all of them too.
@@ -265,7 +266,7 @@ def _read(runs: Sequence[Run]) -> None:
         while first.process.poll() is None or any(
             key.data[0] is first for key in selector.get_map().values()
         ):
-            # asked before, so that what it wrote last is there now
+            # asked before, so that its last output is there now
             ended = first.process.poll() is not None
             ready = selector.select(POLL_S)
             for key, _ in ready:
@@ -281,4 +282,4 @@ def _read(runs: Sequence[Run]) -> None:
                     run.check()
             late = time.monotonic() - first.started > first.limits.wall_s + 1
             if ended and (late or not ready):
-                break  # what still holds the pipes is an orphan outside any namespace
+                break  # an orphan outside any namespace still holds the pipes

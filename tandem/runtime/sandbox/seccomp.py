@@ -1,16 +1,15 @@
-"""Builds the filter of system calls that a sandboxed program must do without; Linux runs it at
-every call.
+"""The filter of system calls for sandboxed programs, which Linux runs at every call.
 
-Most of the list is what has hurt others as a way out of a container, or into the kernel: tracing,
-mounts, namespaces, keyrings, io_uring, bpf. The rest is memory that no limit of a process counts:
-System V segments, message queues and memfds stay behind when the process has unmapped or closed
-them. Of sockets only those between processes (AF_UNIX) are left: AF_VSOCK talks to the hypervisor
-from any namespace, and the buffers of TCP connections, which would lead nowhere, held gigabytes of
-the kernel's memory.
+Most of the refused calls have served elsewhere as a way out of a container, or into the kernel:
+tracing, mounts, namespaces, keyrings, io_uring, bpf. The rest is memory outside every limit of a
+process: System V segments, message queues and memfds outlive the process's use of them. Of sockets
+only those between processes (AF_UNIX) are left: AF_VSOCK talks to the hypervisor from any
+namespace, and the buffers of TCP connections, which would lead nowhere, held gigabytes of the
+kernel's memory.
 
 A refused call returns EPERM (a socket of another family EAFNOSUPPORT), so a program sees an
-exception. It knows nothing of who loads the filter, and has tables for x86-64 and AArch64 only:
-elsewhere there is none.
+exception. Does not load the filter, and has tables for x86-64 and AArch64 only: elsewhere there is
+no filter.
 
     python -c "from tandem.runtime.sandbox.seccomp import *; print(len(seccomp_filter()) // 8)"
 """
@@ -19,7 +18,7 @@ import errno
 import platform
 import struct
 
-# name: its number on x86-64 and on AArch64; None where the machine has no such call.
+# name: its number on x86-64 and on AArch64; None if the machine has no such call.
 REFUSED: dict[str, tuple[int | None, int | None]] = {
     # into another process, or back into oneself by a way that is not watched
     "ptrace": (101, 117),

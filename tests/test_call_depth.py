@@ -1,0 +1,82 @@
+"""The depth of a training step and the number of functions that its thread runs: `tandem train` in
+a process of its own, observed. Functions without a name (lambdas, comprehensions) do not count."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import prepare
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import json, sys
+import tandem.engine.engine as engine, tandem.jobs.rl as rl, tandem.train.learn as learn
+from tandem.cli.main import run
+
+def name(frame):
+    return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
+
+def ours(frame):
+    return frame.f_globals.get("__name__", "").startswith("tandem.")
+
+stacks, functions, recording = {}, set(), []
+
+def observed(function, key):
+    def call(*arguments, **options):
+        frame, names = sys._getframe(1), [function.__qualname__]
+        while frame is not None:
+            names += [name(frame)] * ours(frame)
+            frame = frame.f_back
+        stacks.setdefault(key, names[::-1])
+        return function(*arguments, **options)
+    return call
+
+def profile(frame, event, _):
+    if recording and event == "call" and ours(frame) and not frame.f_code.co_name.startswith("<"):
+        functions.add(name(frame))
+
+def step(stages, number):
+    recording.extend([True] * (number == 1))  # the second step: nothing is done for the first time
+    try:
+        return train_step(stages, number)
+    finally:
+        recording.clear()
+
+train_step, rl.train_step = rl.train_step, step
+engine.sample, learn.ppo_clip = observed(engine.sample, "token"), observed(learn.ppo_clip, "loss")
+sys.setprofile(profile)
+try:
+    run()
+finally:
+    print("\\n" + json.dumps({"stacks": stacks, "functions": sorted(functions)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("depth")
+    python, _, _, *arguments = prepare(folder, steps=2)
+    command = [python, "-c", PROGRAM, *arguments, f"run.folder={folder}/run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    output = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert output.returncode == 0, output.stdout + output.stderr
+    return json.loads(output.stdout.splitlines()[-1])
+
+
+def test_loss_is_at_most_ten_frames_below_the_command(seen):
+    stack = seen["stacks"]["loss"]
+    assert len(stack) <= 10 and stack[0] == "tandem.cli.main.run", stack
+
+
+def test_sampled_token_is_at_most_twelve_frames_below_the_command(seen):
+    stack = seen["stacks"]["token"]
+    assert len(stack) <= 12 and stack[0] == "tandem.cli.main.run", stack
+
+
+def test_one_step_runs_at_most_260_functions(seen):
+    assert 100 < len(seen["functions"]) <= 260, len(seen["functions"])
