@@ -240,5 +240,13 @@ def test_only_the_reward_workers_recover_from_everything_and_no_test_patches():
         }
 
 
+def test_no_test_module_imports_another():
+    """What they share is in tests/support."""
+    modules = {path: imported(path) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(modules) > 80
+    shared = {path: {m for m in found if m and ".test_" in m} for path, found in modules.items()}
+    assert {path: found for path, found in shared.items() if found} == {}
+
+
 def test_the_page_of_the_configuration_is_made_from_the_code():
     assert config_page.PAGE.read_text() == config_page.page()

@@ -23,7 +23,7 @@ from tandem.run_folder.checkpoint import latest_checkpoint, load_checkpoint, sav
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import MetricsWriter
 from tandem.runtime.errors import UserError
-from tests.data.test_renderer import make_model
+from tests.support.byte_models import make_model
 from tests.support.tiny import stock_model, tiny_config
 from tests.support.waiting import WAIT_S
 

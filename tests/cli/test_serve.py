@@ -15,7 +15,7 @@ from tandem.cli import serve
 from tandem.data.renderer import load_renderer
 from tandem.model.tiny import make_tiny
 from tandem.runtime.errors import UserError
-from tests.data.test_renderer import make_model
+from tests.support.byte_models import make_model
 from tests.support.command import ENTRY, ROOT, assert_is_a_users_error, tandem
 from tests.support.waiting import WAIT_S
 

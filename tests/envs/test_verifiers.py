@@ -14,8 +14,8 @@ from tandem.envs.agent.chat import Reply, chat_completion, read_request
 from tandem.envs.agent.run import AgentFailed, agents_loop
 from tandem.envs.agent.server import the_server
 from tandem.envs.verifiers.env import VerifiersEnv, _host, rows
-from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.env_pool import EnvPool
+from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
 from tandem.runtime.errors import UserError
 from tandem.types import Completion, Problem, SamplingParams
