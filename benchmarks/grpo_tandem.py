@@ -62,7 +62,9 @@ def main() -> None:
             collector = Collector(
                 config=config,
                 problems=read_data(config, "data.train"),
-                runner=RolloutRunner(engine=engine, renderer=renderer, envs=envs, rewards=rewards),
+                runner=RolloutRunner(
+                    engine=engine, renderer=renderer, envs=envs, rewards=rewards, reward_model=None
+                ),
                 sampling=sampling,
                 journal=journal,
             )

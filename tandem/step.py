@@ -59,15 +59,15 @@ class StepResult:
 def train_step(stages: Stages, step: int) -> StepResult:
     """Make step `step`, counted from 0."""
     timer = Timer()
-    batch = rollout_step(stages, step, timer)
+    rollouts = rollout_step(stages, step, timer)
     with timer("learn_s"):
-        metrics = learn_step(stages, batch)
+        metrics = learn_step(stages, rollouts)
     with timer("sync_s"):
         stages.sync.publish(step + 1)
     return StepResult(
-        metrics=step_metrics(batch, metrics, stages.config),
-        timings=timer.timings(tokens=batch.num_tokens),
-        state=batch.state,
+        metrics=step_metrics(rollouts, metrics, stages.config),
+        timings=timer.timings(tokens=rollouts.num_tokens),
+        state=rollouts.state,
     )
 
 
@@ -111,13 +111,13 @@ def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | Non
     batch.advantages, batch.returns = token_advantages(batch, config, rollouts.baseline)
     if bad := not_finite(batch):
         return {**SKIPPED, **bad}
-    metrics, rows = off_policy_weights(batch, config.rl), []
+    metrics = off_policy_weights(batch, config.rl)
+    rows: list[Row] = []
     trains_policy = models.critic is None or step >= config.critic.warmup_steps
     for number, minibatch in enumerate(batch.minibatches * config.rl.epochs):
         row: Row = {"num_loss_tokens": sum(len(b.targets) for b in minibatch)}
         if trains_policy:
-            first = number == 0
-            row = update_policy(stage, batch, minibatch, step, first=first, observe=observe)
+            row = update_policy(stage, batch, minibatch, step, first=number == 0, observe=observe)
         if models.critic is not None:
             critic = update_critic(models.critic, batch, minibatch, config.critic.value_clip)
             row |= {n if n.startswith("bad/") else f"critic/{n}": v for n, v in critic.items()}

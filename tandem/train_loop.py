@@ -95,13 +95,13 @@ def run_training(run: RunFolder, job: TrainJob, show: Show, report: Report | Non
             while loop.done < job.steps:
                 with signals.defer_interrupts():
                     result = job.step(loop.done)
-                    loop.count_step(result)
+                    loop.record_step(result)
                     loop.finish_step(result.metrics, result.timings)
     return weight_hash(trained_model(job).merged_weights())
 
 
 @dataclass
-class _BadSteps:
+class _Streaks:
     """Counts of bad steps in a row, by kind."""
 
     bad_steps: int = 0  # NaN or infinity
@@ -120,7 +120,7 @@ class _TrainLoop:
     job: TrainJob
     show: Show
     report: Report
-    streaks: _BadSteps = field(default_factory=_BadSteps)
+    streaks: _Streaks = field(default_factory=_Streaks)
     done: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     pending_metrics: Row | None = field(default_factory=dict)  # of step 0: its evaluation only
@@ -134,7 +134,7 @@ class _TrainLoop:
             for name, learner in job.learners.items():
                 _load_learner(name, learner, tensors, state["optimizer_steps"][name])
             self.done, self.state = checkpoint_step(path), state["progress"]
-            self.streaks = _BadSteps(state["bad_steps"], state["flat_steps"])
+            self.streaks = _Streaks(state["bad_steps"], state["flat_steps"])
             self.pending_metrics = json.loads(state["pending_metrics"])
             job.restore(self.done, self.state)
             self.report(f"resumed from {path.name}")
@@ -165,7 +165,7 @@ class _TrainLoop:
             self.job.stop_soon()
             raise
 
-    def count_step(self, result: StepResult) -> None:
+    def record_step(self, result: StepResult) -> None:
         """Count a step that is done."""
         self.done, self.state, self.pending_metrics = self.done + 1, result.state, result.metrics
         self.fingerprint = self._fingerprint()
@@ -174,7 +174,7 @@ class _TrainLoop:
         # elsewhere equal rewards are an advantage, or nothing
         compares = self.run.command == "train" and rl.advantage in GROUP_RELATIVE
         flat = compares and metrics.get("groups_without_signal") == 1.0
-        self.streaks = _BadSteps(
+        self.streaks = _Streaks(
             bad_steps=self.streaks.bad_steps + 1 if bad else 0,
             flat_steps=self.streaks.flat_steps + 1 if flat else 0,
         )
@@ -277,6 +277,8 @@ def resumable(
         _require_no_progress(folder, config)
         return None
     tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
+    if "pending_metrics" not in state:
+        raise _of_another_version(path)
     if changed := [k for k in {**state["data"], **data} if state["data"].get(k) != data.get(k)]:
         raise _other_data(changed)
     logged = checkpoint_step(path) - (json.loads(state["pending_metrics"]) is not None)
@@ -367,6 +369,16 @@ def _no_checkpoints(folder: Path, last: int, every: int) -> UserError:
         expected=f"some: metrics.jsonl ends at step {last}, with run.save_every = {every}",
         next="restore them, or set back a run.save_every that was lowered before the first save, "
         "or start over with --fresh (the old run is kept beside it)",
+    )
+
+
+def _of_another_version(checkpoint: Path) -> UserError:
+    return UserError(
+        "the run was begun by an earlier version of Tandem",
+        where=str(checkpoint),
+        expected="a checkpoint of this version",
+        next="finish it with that version, or start over with --fresh "
+        "(the old run is kept beside it)",
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tandem.config.schema import Config
+from tandem.run_folder.checkpoint import save_checkpoint
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.disk import file_hash
@@ -15,7 +16,7 @@ from tandem.runtime.errors import UserError
 from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
-from tandem.train_loop import run_training
+from tandem.train_loop import resumable, run_training
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
@@ -247,3 +248,11 @@ def test_resume_refuses_changed_episodes_and_reports_missing(tmp_path):
         "no longer there, of steps before the checkpoint: episodes/train_step_000002.parquet"
         in told
     )
+
+
+def test_checkpoint_of_an_earlier_version_is_refused(tmp_path):
+    state = {"step": 1, "data": {}, "progress": {}}
+    tensors = {"policy": {"w": torch.zeros(2)}}
+    save_checkpoint(tmp_path / "checkpoints", 1, tensors, state, 1, config="")
+    with pytest.raises(UserError, match="earlier version"):
+        resumable(tmp_path, Config(), {}, print)

@@ -68,15 +68,18 @@ class OfflineJob:
         raise NotImplementedError
 
     def start(self, done: int) -> None:
+        self._publish(done)
+
+    def _publish(self, version: int) -> None:
         if self.sync is not None:
-            self.sync.publish(done)
+            self.sync.publish(version)
 
     def step(self, done: int) -> StepResult:
         timer, seed, shuffle = Timer(), self.config.run.seed, self.config.data.shuffle
         with timer("learn_s"):
             size = self.settings.batch_size
             metrics = self.learn(problems_of_step(self.items, done, size, seed, shuffle))
-        self.start(done + 1)
+        self._publish(done + 1)
         return StepResult(metrics=metrics, timings=timer.timings(tokens=0), state={})
 
     def evaluate(self, done: int) -> Row:
@@ -126,15 +129,17 @@ class PairJob(OfflineJob):
     def learn(self, items: Pairs) -> Metrics:
         return self._loss_watch(self.update(self._pack(items)))
 
-    @torch.no_grad()
     def evaluate(self, done: int) -> Row:
         """Return means over the held-out pairs, under "eval/", and the evaluation on eval.data."""
+        return {**self._pair_means(), **super().evaluate(done)}
+
+    @torch.no_grad()
+    def _pair_means(self) -> Row:
         sums: Row = {}
         for batch in self._pack(self.test):
             for name, part in self.pair_losses(batch).items():
                 sums[name] = sums.get(name, 0.0) + part
-        means = {f"eval/{name}": part / len(self.test) for name, part in sums.items()}
-        return {**means, **super().evaluate(done)}
+        return {f"eval/{name}": part / len(self.test) for name, part in sums.items()}
 
     def _pack(self, pairs: Pairs) -> list[Microbatch]:
         samples = [sample for pair in pairs for sample in pair]

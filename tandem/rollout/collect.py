@@ -68,11 +68,11 @@ class Progress:
         if config.rl.advantage == "ema" and len(rewards) and np.isfinite(rewards).all():
             self.baseline = running_mean(self.baseline, rewards, config.rl.ema_decay)
         if config.rl.curriculum:
-            for group in groups[num_carried:]:
-                if group.outcome != "unfinished" and group.valid.any():
-                    rate = float(group.rewards.mean())
-                    if np.isfinite(rate):
-                        self.rates[group.problem.uid] = min(max(rate, 0.0), 1.0)
+            ended = [g for g in groups[num_carried:] if g.outcome != "unfinished" and g.valid.any()]
+            rates = {group.problem.uid: float(group.rewards.mean()) for group in ended}
+            self.rates |= {
+                uid: min(max(rate, 0.0), 1.0) for uid, rate in rates.items() if np.isfinite(rate)
+            }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class Collector:
         if not self.config.rollout.token_budget:
             return 1
         size = self.config.rl.prompts_per_step
-        return max((batches_in_flight(self.config) * size - under_way) // size, 0)
+        return max((_batches_in_flight(self.config) * size - under_way) // size, 0)
 
     def _with_outcome(self, group: Group) -> Group:
         filtered = self.config.rl.max_gen_batches and not carries_signal(group)
@@ -211,11 +211,11 @@ class Collector:
         """Raise UserError if dynamic sampling has used up rl.max_gen_batches; partial rollouts may
         begin a few more in their first step."""
         limit = self.config.rl.max_gen_batches
-        if limit and drawn >= limit + batches_in_flight(self.config) - 1:
+        if limit and drawn >= limit + _batches_in_flight(self.config) - 1:
             raise _could_not_fill(step, drawn, num_ready, self.config.rl.prompts_per_step)
 
 
-def batches_in_flight(config: Config) -> int:
+def _batches_in_flight(config: Config) -> int:
     """Return how many batches are under way at once, so that one ends in every step although an
     episode may span several (partial rollouts)."""
     if not config.rollout.token_budget:

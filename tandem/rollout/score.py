@@ -33,7 +33,7 @@ class RolloutRunner:
     renderer: Renderer
     envs: EnvPool
     rewards: Reward
-    reward_model: RewardModel | None = None
+    reward_model: RewardModel | None
 
 
 def generate_and_score(

@@ -596,7 +596,9 @@ def test_training_step_with_an_agent_is_exactly_on_policy(tmp_path):
         max_grad_norm=1.0,
     )
     envs = EnvPool(make=lambda: AgentDrivenEnv(chatty), limits=config.env)
-    runner = RolloutRunner(engine=engine, renderer=DigitRenderer(), envs=envs, rewards=Given())
+    runner = RolloutRunner(
+        engine=engine, renderer=DigitRenderer(), envs=envs, rewards=Given(), reward_model=None
+    )
     journal = Journal(tmp_path, "run", PROBLEMS)
     stages = Stages(
         config=config,

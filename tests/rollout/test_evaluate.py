@@ -56,6 +56,7 @@ def evaluated(folder, samples, **settings):
         renderer=DigitRenderer(),
         envs=EnvPool(make=Env, limits=config.env),
         rewards=ThirdReward(),
+        reward_model=None,
     )
     evaluate = Evaluator(
         config=config, problems=PROBLEMS, runner=runner, stop_token_ids=(91,), journal=journal

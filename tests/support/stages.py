@@ -134,6 +134,7 @@ def stages_in(folder, settings, *, engine=None, reward=None, seed=0, sampling=PA
                 renderer=DigitRenderer(),
                 envs=EnvPool(make=Env, limits=settings.env),
                 rewards=reward or NumberedReward(),
+                reward_model=None,
             ),
             sampling=sampling,
             journal=journal,
