@@ -7,6 +7,7 @@ goes on with one error. Does not know tokenizers.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tandem.types import Message, Tool
 LONGEST_TEXT = 4 << 20  # characters of one rendered chat
 MEMORY_MIB = 512  # address space of the process
 CPU_S = 2.0  # for one chat; ordinary templates take less than a millisecond
+IDLE = 2  # processes kept: of the server's small and large requests, or of rollouts and evaluation
 BATCH = 1 << 20  # characters of JSON that are sent together: many chats, or one long one
 
 TOOLS_TEXT = (  # as the templates of Hermes and Qwen have it
@@ -35,11 +37,22 @@ TOOLS_TEXT = (  # as the templates of Hermes and Qwen have it
 
 _PROCESS = Path(__file__).with_name("template_process.py")
 _LIMITS = (MEMORY_MIB << 20, CPU_S, LONGEST_TEXT)
+# of this process, for the one that renders: no keys or tokens
+_ENVIRONMENT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+)
 _ADVICE = "shorten the chat, or see what the template repeats"
 
 
 class ChatTemplate:
-    """A chat template and the process that renders it, which is started when it is first needed.
+    """A chat template and the processes that render it. A thread that renders has a process of its
+    own; IDLE of them are kept for the next ones.
 
     name: of the model, for errors.
     """
@@ -47,7 +60,7 @@ class ChatTemplate:
     def __init__(self, source: str, name: str):
         self.source, self.where = source, f"chat template of {name}"
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._idle: list[_TemplateProcess] = []
 
     def render(
         self,
@@ -71,43 +84,44 @@ class ChatTemplate:
             shared = json.dumps(variables, default=str)
         except (TypeError, ValueError, RecursionError) as error:
             raise self._refused(f"{type(error).__name__}: {error}", next(iter(chats), ())) from None
-        with self._lock:
-            for batch in _batches(encoded):
-                request = f'{{"chats": [{", ".join(batch)}], "variables": {shared}}}\n'
-                for answer in self._ask(request, len(batch)):
-                    if "text" not in answer:
-                        raise self._explain(answer, chats[len(texts)])
-                    texts.append(answer["text"])
+        for batch in _batches(encoded):
+            request = f'{{"chats": [{", ".join(batch)}], "variables": {shared}}}\n'
+            for answer in self._ask(request, len(batch)):
+                if "text" not in answer:
+                    raise self._explain(answer, chats[len(texts)])
+                texts.append(answer["text"])
         return texts
 
     def _ask(self, request: str, count: int) -> list[dict[str, Any]]:
         """Return the answers to a request for count chats: a text for each, up to the first that is
         refused."""
-        if self._process is None:
-            self._process = _start()
-            weakref.finalize(self, _end, self._process)
-            request = f"{json.dumps(self.source)}\n{request}"
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        process: _TemplateProcess | None = (running := self._take())
         answers: list[dict[str, Any]] = []
-        in_step = False
         try:
-            with suppress(BrokenPipeError):  # then its output ends, too
-                stdin.write(request.encode())
-                stdin.flush()
+            running.write(request)
             while len(answers) < count and (not answers or "text" in answers[-1]):
-                line = stdout.readline()
-                is_complete = line.endswith(b"\n")
-                answers.append(
-                    json.loads(line) if is_complete else {"status": self._process.wait()}
-                )
-            in_step = bool(answers[-1].keys() & {"text", "error"})
+                answers.append(running.read())
+            with self._lock:
+                # after any other answer the process may have ended
+                if answers[-1].keys() & {"text", "error"} and len(self._idle) < IDLE:
+                    self._idle.append(running)
+                    process = None
         finally:
             # An interrupted exchange would leave answers for the next one.
-            if not in_step:
-                _end(self._process)
-                self._process = None
+            if process is not None:
+                process.end()
         return answers
+
+    def _take(self) -> "_TemplateProcess":
+        """Return an idle process that is still alive, or a new one."""
+        while True:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is None:
+                return _TemplateProcess(self.source)
+            if process.is_alive():
+                return process
+            process.end()
 
     def _explain(self, answer: dict[str, Any], chat: Sequence[Message]) -> UserError:
         match answer:
@@ -179,16 +193,43 @@ def _batches(chats: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _start() -> subprocess.Popen[bytes]:
-    # -P: does not import a user's json.py from the working directory. A session of its
-    # own: Ctrl-C is this process's to handle.
-    return subprocess.Popen(
-        [sys.executable, "-P", str(_PROCESS), *map(str, _LIMITS)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+class _TemplateProcess:
+    """A process that renders one template (template_process.py), until it takes too much."""
+
+    def __init__(self, source: str):
+        # -P: does not import a user's json.py from the working directory. A session of its own:
+        # Ctrl-C is this process's to handle.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-B", str(_PROCESS), *map(str, _LIMITS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            start_new_session=True,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        self.pid, self.stdin, self.stdout = process.pid, process.stdin, process.stdout
+        self._process, self._owner = process, os.getpid()
+        self.end = weakref.finalize(self, _end, process)
+        self.write(f"{json.dumps(source)}\n")
+
+    def is_alive(self) -> bool:
+        """Tell whether the process runs, and is not one of a parent that has forked."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def write(self, text: str) -> None:
+        """Write text to the process; if it has ended, `read` tells."""
+        with suppress(BrokenPipeError):
+            self.stdin.write(text.encode())
+            self.stdin.flush()
+
+    def read(self) -> dict[str, Any]:
+        """Read an answer; {"status": exit status} if the process has ended."""
+        line: bytes = self.stdout.readline()
+        if not line.endswith(b"\n"):
+            return {"status": self._process.wait()}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -42,6 +42,14 @@ def main(memory_bytes: int, cpu_s: float, longest_text: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # The template needs no file: no core dump, no writing, no descriptors.
+    for what, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 16),
+    ):
+        resource.setrlimit(what, (most, most))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     # Without a handler the timer's signal ends the process, in the middle of a C function too.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     source = json.loads(sys.stdin.buffer.readline())

@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,7 @@ def render(template, *texts):
 
 
 def pid_of(template):
-    return template._process.pid
+    return template._idle[-1].pid
 
 
 def ended(pid):
@@ -63,14 +64,38 @@ def test_chats_are_rendered_after_one_that_was_refused(text, what):
     assert render(template, "next") == ["next!"]
 
 
-def test_a_process_that_was_killed_is_one_error_and_replaced():
+def test_a_process_that_was_killed_while_idle_is_replaced():
     template = ChatTemplate(SOURCE, "m")
     render(template, "a")
     os.kill(pid_of(template), 9)
-    with pytest.raises(UserError, match="ends the process") as error:
-        render(template, "b")
-    assert error.value.found == "exit status -9"
-    assert render(template, "c") == ["c!"]
+    template._idle[-1]._process.wait()
+    assert render(template, "b") == ["b!"]
+
+
+def test_a_slow_chat_does_not_keep_another_thread_waiting():
+    template, order = ChatTemplate(SOURCE, "m"), []
+
+    def slow():
+        with pytest.raises(UserError):
+            render(template, "time")
+        order.append("slow")
+
+    render(template, "first")
+    thread = threading.Thread(target=slow)
+    thread.start()
+    render(template, "quick")
+    order.append("quick")
+    thread.join()
+    assert order == ["quick", "slow"]
+
+
+def test_the_process_has_no_keys_and_writes_no_file(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    template = ChatTemplate(SOURCE, "m")
+    render(template, "a")
+    environment = Path(f"/proc/{pid_of(template)}/environ").read_text()
+    limits = Path(f"/proc/{pid_of(template)}/limits").read_text()
+    assert "secret" not in environment and "Max file size             0 " in limits
 
 
 def test_an_interrupted_rendering_leaves_no_answer_behind():
@@ -88,8 +113,8 @@ def test_an_interrupted_rendering_leaves_no_answer_behind():
 
     template = ChatTemplate(SOURCE, "m")
     render(template, "a")
-    template._process.stdout.close()
-    template._process.stdout = Interrupted()
+    template._idle[-1].stdout.close()
+    template._idle[-1].stdout = Interrupted()
     with pytest.raises(Stopped):
         render(template, "b")
     assert render(template, "c") == ["c!"]
