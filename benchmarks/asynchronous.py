@@ -1,5 +1,5 @@
-"""What rolling out ahead gains where the reward is slow: whole runs of `tandem train`, one pinned
-thread a process.
+"""Throughput of asynchronous rollouts where the reward is slow: whole runs of `tandem train`, one
+pinned thread for each process.
 
     python benchmarks/asynchronous.py [STEPS [ROUNDS]]        default: 12 steps, 3 rounds; writes docs/asynchronous.json
 
@@ -210,8 +210,8 @@ def watch(
 
 
 def processor_s(driver: int) -> dict[str, float]:
-    """Of the driver, of its main thread alone, which is the trainer, and of the rollout worker; so
-    far."""
+    """Return the processor seconds so far: of the driver, of its main thread (the trainer), and of
+    the rollout worker."""
     workers = [
         p.pid for p in descendants(driver) if "tandem.engine.worker_pool.worker" in p.command
     ]

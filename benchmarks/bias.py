@@ -54,8 +54,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one world gives at each staleness: KL(behaviour || policy) in nats, and every row's
-    entries."""
+    """Measurements of one world: KL(behaviour || policy) in nats at each staleness, and the entries
+    of every row."""
 
     kls: list[float]
     rows: dict[str, list[Entry]]

@@ -84,7 +84,7 @@ def write_rows(folder: Path) -> list[str]:
 
 
 def save(folder: Path, table: pa.Table) -> None:
-    """As datasets' save_to_disk writes it."""
+    """Write the rows as datasets' save_to_disk does."""
     folder.mkdir()
     with (
         pa.OSFile(str(folder / "data.arrow"), "wb") as file,

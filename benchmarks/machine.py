@@ -1,5 +1,5 @@
-"""What the machine can do, measured in the same run as what is judged by it; and whether it is
-quiet enough to judge."""
+"""Ceilings of the machine, measured in the same run as the results they are compared with, and
+whether it is quiet enough to measure."""
 
 import os
 import platform

@@ -60,7 +60,7 @@ MASK = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]  # [B, 9], TR
 
 
 class OneProcess:
-    """What a trainer asks of its accelerator, where there is one process."""
+    """The parts of an accelerator that a trainer uses, for one process."""
 
     num_processes, process_index, device = 1, 0, torch.device("cpu")
 
@@ -80,7 +80,8 @@ def padded(flat, fill=0.0):
 
 
 def trainer(**attributes):
-    """What the methods read besides their formula's own settings."""
+    """Return an object with the attributes that the methods read besides the settings of their
+    formula."""
     return SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=OneProcess(),

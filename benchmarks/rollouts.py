@@ -1,5 +1,5 @@
-"""How full tools that take their time leave the engine's batch: 64 episodes at once, 0 to 500 ms
-for every answer.
+"""Share of the engine's batch in use while tools are slow: 64 episodes at once, 0 to 500 ms for
+every answer.
 
     python benchmarks/rollouts.py
 

@@ -1,5 +1,4 @@
-"""What the machine allows: floors as arithmetic, from the ceilings measured in the same run
-(machine.ceilings)."""
+"""Lower bounds of times, computed from the ceilings measured in the same run (machine.ceilings)."""
 
 
 def decode_floor(

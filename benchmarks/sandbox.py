@@ -67,7 +67,7 @@ def lines_of(figures):
 
 
 def missed(figures):
-    """What is not as it should be, in words."""
+    """Return what is wrong, in words."""
     rows, median = figures["escapes"], figures["times_ms"]["run"]["median"]
     idle = [row["name"] for row in rows if not row["ran"]]
     out = [row["name"] for row in rows if row["escapes"]]

@@ -1,5 +1,4 @@
-"""Where the time of a decode step goes: the operators of one step of the engine, from torch's
-profiler.
+"""Time of a decode step by operator, from torch's profiler.
 
     python benchmarks/step_profile.py MODEL_DIR BATCH
 

@@ -166,7 +166,7 @@ def summary(
 
 
 def processes() -> list[int]:
-    """Those that come from this one, itself included; zombies too."""
+    """Return this process and its descendants, zombies included."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

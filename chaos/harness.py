@@ -48,7 +48,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a section ended; problem and left (behind) are empty when all is well."""
+    """Result of a section; problem and left (behind) are empty when all is well."""
 
     rows: list[Result]
     problem: str = ""

@@ -292,7 +292,7 @@ def relayed(change: Callable) -> Change:
 
 
 def each(change: Callable) -> Callable:
-    """Of what changes one completion; None leaves it."""
+    """Turn a change of one completion, or None to leave it, into a change of all."""
 
     def change_all(ended, witness: Witness) -> None:
         for ticket in ended:
@@ -473,7 +473,7 @@ def one_group_lost(groups: list) -> list:
 
 
 def end_not_trained(groups: list) -> list:
-    """Where a completion ended by itself its last token carries no loss."""
+    """Take the last token of a completion that ended by itself out of the loss."""
 
     def without(episode):
         mask = episode.loss_mask.copy()
@@ -969,7 +969,8 @@ def with_critic(stages: Stages, witness: Witness) -> Stages:
 
 
 def with_adapter(stages: Stages, witness: Witness) -> Stages:
-    """Which is its own reference, as the adapter is left out."""
+    """Compute the policy's log-probs with the adapter as its own reference, which leaves the
+    adapter out."""
     lora = Lora(rank=2, alpha=16.0, targets=("all-linear",), seed=0)
     stages = with_policy(stages, learner_of(make_exact(stock_model(tiny_config("qwen3")), lora)))
     return replace(stages, models=replace(stages.models, reference=stages.models.policy.model))

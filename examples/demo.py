@@ -65,7 +65,7 @@ def demo(folder: Path, seed: int, fresh: bool) -> None:
 
 
 def recipe(folder: Path, seed: int, command: str, model: Path) -> list[str]:
-    """What differs from recipes/demo.toml."""
+    """Return the settings that differ from recipes/demo.toml."""
     data = folder / "data"
     return [
         f"run.seed={seed}",

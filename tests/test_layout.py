@@ -241,7 +241,7 @@ def test_only_the_reward_workers_recover_from_everything_and_no_test_patches():
 
 
 def test_no_test_module_imports_another():
-    """What they share is in tests/support."""
+    """Helpers that they share are in tests/support."""
     modules = {path: imported(path) for path in (ROOT / "tests").rglob("test_*.py")}
     assert len(modules) > 80
     shared = {path: {m for m in found if m and ".test_" in m} for path, found in modules.items()}

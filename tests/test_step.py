@@ -207,7 +207,7 @@ def test_scores_and_failures_land_on_their_episodes(tmp_path):
 
 
 def shaped(episodes, **shaping):
-    """What the overlong penalty leaves of a reward of 1, by episode; at most 10 tokens."""
+    """Return what the overlong penalty leaves of a reward of 1, by episode; at most 10 tokens."""
     made = [
         with_reward(episode, Score(reward=1.0, parts={}), RewardConfig(**shaping), 10)
         for episode in episodes

@@ -6,8 +6,13 @@ import re
 import tokenize
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "tandem"
-FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "tandem").rglob("*.py"))
+BESIDE = [
+    path
+    for folder in ("benchmarks", "chaos", "examples", "tests", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 DROPPED = """
 seat playground player_of Player player told untold tell bring imitate annotate Rolled rolled
 rolled_out hurry crew Crew Patience storm Handed Lost Garbage Item Draft drawing Again Verdict
@@ -22,7 +27,7 @@ NO_VERB = f"{VAGUE} The A An Each One All Every It Its This No Some"
 def test_words_that_were_dropped_do_not_come_back():
     """Names that only this project used; docs/architecture.md has those of today."""
     found = {
-        f"{path.relative_to(PACKAGE)}:{token.start[0]}: {token.string}"
+        f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string}"
         for path in FILES
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
         if token.type == tokenize.NAME and token.string in DROPPED.split()
@@ -31,19 +36,23 @@ def test_words_that_were_dropped_do_not_come_back():
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun():
-    wrong = []
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(
-                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
-            ):
-                continue
-            first = (ast.get_docstring(node) or "").split(maxsplit=1)[:1]
-            if first and not begins_well(node, first[0]):
-                wrong.append(
-                    f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}: {first[0]}"
-                )
+    wrong = [place for place, node, word in first_words(FILES) if not begins_well(node, word)]
     assert wrong == []
+
+
+def test_docstrings_beside_the_package_begin_with_their_subject():
+    assert [place for place, _, word in first_words(BESIDE) if word in VAGUE.split()] == []
+
+
+def first_words(paths):
+    """Yield (place, node, first word) of every docstring."""
+    documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, documented):
+                continue
+            for word in (ast.get_docstring(node) or "").split(maxsplit=1)[:1]:
+                yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {word}", node, word
 
 
 def begins_well(node, word):

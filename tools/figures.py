@@ -148,7 +148,7 @@ def environments() -> list[str]:
 
 
 def storm() -> list[str]:
-    """What is left of the throughput when a tenth of the samples is hostile."""
+    """Return the share of the throughput that is left when a tenth of the samples is hostile."""
     lines = [
         "`python benchmarks/storm.py --write`; 10% hostile samples of eight kinds against none, alternating:",
         "",
@@ -167,7 +167,7 @@ def storm() -> list[str]:
 
 
 def asynchronous() -> list[str]:
-    """What rolling out ahead gains where the reward is slow."""
+    """Return the gain of asynchronous rollouts where the reward is slow."""
     found = recorded("asynchronous")
     if not found:
         return ["Not measured yet."]
@@ -218,7 +218,7 @@ SURVIVED = {  # section of docs/chaos.json: what README says of it
 
 
 def chaos_rows() -> list[Row]:
-    """What was injected, in all, and what was got over."""
+    """Return the totals of the faults injected and survived."""
     rows = []
     for section, label in SURVIVED.items():
         found = recorded("chaos").get(section, {})

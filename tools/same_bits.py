@@ -106,7 +106,7 @@ class Side:
 
 
 def verdict(old: Side, new: Side, name: str) -> Iterator[str]:
-    """What is wrong with a run that both have made."""
+    """Return what is wrong with a run that both have made."""
     run, left = RUNS[name], {side: Left(side.runs / name) for side in (old, new)}
     if found := first_difference(facts(left[old]), facts(left[new])):
         yield found

@@ -123,7 +123,7 @@ def old_names(value: Any, table: dict[str, str]) -> Any:
 
 
 def first_difference(one: Facts, other: Facts) -> str:
-    """Where the two first differ, with both values; empty where they do not."""
+    """Return the first difference with both values; empty if there is none."""
     differ = [place for place in one.keys() | other.keys() if one.get(place) != other.get(place)]
     if not differ:
         return ""

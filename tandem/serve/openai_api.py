@@ -146,9 +146,9 @@ def _join_parts(content: object, info: ValidationInfo) -> object:
 
 
 def _parse_arguments(arguments: object) -> object:
-    """Parse the arguments of a call, which OpenAI writes as JSON in a text."""
+    """Parse the arguments of a call: JSON in a text, which is empty if there are none."""
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -1,5 +1,5 @@
-"""Where two runs part: the first step, and in it the first episode and token, or the first number
-of learning."""
+"""The first difference of two runs: the step, and in it the first episode and token, or the first
+number of learning."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""What happened to an episode and to each of its tokens: from the journal, and from the step that
-trained it, replayed."""
+"""The history of an episode and of each of its tokens: from the journal, and from a replay of the
+step that trained it."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_advantages_and_weights_are_those_of_the_step():
 
 
 def test_ratios_and_clipping_are_those_of_the_last_update():
-    """What a step carried on is trained by newer weights; its log-probs then are the next
+    """Groups that a step carried on are trained by newer weights; their log-probs then are the next
     version's, which is in a checkpoint."""
     past, found = of("dapo, narrow", "carry")
     assert [outcome for _, outcome in found.history] == [

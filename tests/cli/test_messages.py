@@ -1,4 +1,4 @@
-"""What a person reads who got something wrong: each message as it is in messages.txt.
+"""Messages for users' mistakes, each as it is in messages.txt.
 
 python -m tests.cli.test_messages     # writes the file again; read the diff before a commit
 """

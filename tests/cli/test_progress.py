@@ -1,4 +1,5 @@
-"""What a person sees of a run: on a terminal of 80 columns, in a file and in log.txt."""
+"""The progress of a run as a person sees it: on a terminal of 80 columns, in a file and in
+log.txt."""
 
 import io
 

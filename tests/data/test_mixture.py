@@ -1,4 +1,4 @@
-"""Which items a step takes, from one list and from several."""
+"""Choice of the items of a step, from one list and from several."""
 
 from collections import Counter
 from fractions import Fraction

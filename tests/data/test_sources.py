@@ -73,7 +73,7 @@ def error_of(path, **columns):
 
 
 def place(form, row):
-    """Where a mistake in a row is told: CSV has a header above its rows."""
+    """Return the place that the error for a row names: CSV has a header above its rows."""
     places = {
         "jsonl": f"rows.jsonl:{row}",
         "csv": f"rows.csv:{row + 1}",

@@ -145,7 +145,7 @@ def test_a_malformed_completion_is_a_protocol_error():
 
 
 def expected(workers, requests):
-    """What one engine in this process makes of them."""
+    """Return the results of one engine in this process for the same requests."""
     engine = LightEngine()
     engine.version = workers.weight_version
     engine.weights = workers.published.hash_of(engine.version)
@@ -240,8 +240,8 @@ def test_new_weights_under_a_running_request_are_a_bug():
 
 @contextmanager
 def struck(workers, state, how):
-    """While this context lasts, the first worker seen in that state gets a signal; the list has its
-    number and pid."""
+    """Send a signal to the first worker seen in that state while this context lasts; the list has
+    its number and pid."""
     hit, over = [], threading.Event()
 
     def look():

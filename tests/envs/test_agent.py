@@ -78,8 +78,7 @@ def ask(base_url, messages, **more):
 
 
 def play(run, *texts, problem=PROBLEM):
-    """What reset, and a step for each text that the model says, return; the environment is
-    closed."""
+    """Return what reset returns, and step for each text of the model; the environment is closed."""
 
     async def driver():
         env = AgentDrivenEnv(run)
@@ -573,7 +572,7 @@ def real_engine(model):
 
 
 class Given(ScriptedReward):
-    """What the agent gave."""
+    """The result that the agent gave."""
 
     def score(self, problem, attempt):
         return Score(reward=attempt.env_rewards.get("env", 0.0), parts={})

@@ -73,7 +73,7 @@ def call(name, **arguments):
 
 
 def told(env, text):
-    """What the tools say to one turn."""
+    """Return the messages of the tools for one turn."""
     [observation] = play(env, text)
     return [message["content"] for message in observation.messages]
 

@@ -92,8 +92,8 @@ def sequence(dtype=BF16):
 
 @cache
 def packed_pass(window, dtype):
-    """What a trainer computes: the whole sequence in one pass, one program walking all splits of a
-    tile."""
+    """Compute as a trainer does: the whole sequence in one pass, one program walking all splits of
+    a tile."""
     q, k, v = sequence(dtype)
     segments = int32((0, LENGTH, 0, 0))
     return segment_attention(q, k, v, segments, SCALE, window, scratch_bytes=0)

@@ -87,8 +87,8 @@ def test_kill_after_a_checkpoint_leaves_no_trace(kind, forks, tmp_path):
 
 @pytest.mark.parametrize("kind", ["partial", "multi-turn, two steps off"])
 def test_kill_while_rollouts_are_ahead_leaves_no_trace(kind, forks, tmp_path):
-    """What is killed has a rollout worker; what is never stopped has none. The journal may then
-    hold more than a checkpoint."""
+    """The killed run has a rollout worker, the one that is never stopped has none. The journal may
+    then hold more than a checkpoint."""
     command = [*prepare(tmp_path, steps=STEPS, command=kind), "run.save_every=2", "eval.every=0"]
     assert forks.run([*command, "rollout.workers=0"], tmp_path / "whole") == 0
     killed = [*command, f"rollout.workers={int(kind == 'partial')}"]

@@ -1,5 +1,4 @@
-"""What the models say of packed microbatches against stock transformers run sample by sample:
-values and gradients."""
+"""Packed microbatches against stock transformers run sample by sample: values and gradients."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What loads, what is refused by name before any weight is read, and logits against stock
+"""Loading of models, refusals by name before any weight is read, and logits against stock
 transformers."""
 
 import json

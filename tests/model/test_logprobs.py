@@ -216,7 +216,7 @@ def tables_in_float64(hidden, weight, targets, sampling):
 
 
 def assert_gradients_with_entropy(hidden, weight, targets, sampling, *, of_logprobs):
-    """Of logprobs x noise (or 0) + entropy x other noise, ours against autograd's."""
+    """Compare the gradients of logprobs x noise (or 0) + entropy x other noise with autograd's."""
     above, above_entropy = noise(len(targets), seed=3) * of_logprobs, noise(len(targets), seed=4)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     found, entropy = token_logprobs(*ours, pack(weight), targets, sampling)

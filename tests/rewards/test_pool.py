@@ -21,7 +21,7 @@ import pytest
 from tandem.rewards.pool.pool import RewardPool
 from tandem.rewards.pool.processes import ForkServer, Worker
 from tandem.rewards.pool.protocol import MAX_CHARS
-from tandem.rewards.pool.scheduler import WINDOW, PoolScheduler
+from tandem.rewards.pool.scheduler import EXIT_S, WINDOW, PoolScheduler
 from tandem.rewards.pool.stragglers import StragglerDetector
 from tandem.runtime.errors import UserError
 from tandem.runtime.worker_channel import Channel
@@ -81,14 +81,15 @@ def hostile_pool(workers=1, timeout_s=LIMIT_S, clock=time.monotonic):
 
 
 def state(pid):
-    """As proc(5) has it: R, S, Z, ...; "" where there is no such process."""
+    """Return the state of a process as proc(5) has it: R, S, Z, ...; "" if there is no such
+    process."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def alive(pid):
-    """Whether the process runs; a zombie that nobody has waited for does not."""
+    """Tell whether the process runs; a zombie that nobody has waited for does not."""
     return state(pid) not in ("", "Z", "X")
 
 
@@ -110,8 +111,8 @@ def processor_ticks(pid):
 
 
 def naps(place):
-    """How often it has begun to sleep or was made to wait: a process, or one thread of one (as
-    "PID/task/ID")."""
+    """Return how often it has begun to sleep or was made to wait: a process, or one thread of one
+    (as "PID/task/ID")."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return [
             line
@@ -309,7 +310,7 @@ def mine(tmp_path):
 
 @pytest.fixture
 def server():
-    """Where `wait` waits."""
+    """Yield the server where the reward function `wait` waits."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(WAIT_S)
         yield server
@@ -549,6 +550,17 @@ def test_a_function_that_waits_gets_no_spare_worker(mine, server):
         assert {future.result(WAIT_S).error for future in held + behind} == {""}
 
 
+@LINUX
+def test_tasks_behind_one_that_waits_go_to_an_idle_worker(mine, server):
+    with RewardPool(mine("wait"), timeout_s=600.0, workers=2) as pool:
+        held, *behind = submit_all(pool, PROBLEM, [port(server)] + [""] * 100)
+        connection, _ = begun(server)
+        assert {future.result(WAIT_S).error for future in behind} == {""}
+        assert not held.done()
+        connection.sendall(b".")
+        assert held.result(WAIT_S).error == ""
+
+
 def worker_that_used(seconds, *, straggler=False):
     return SimpleNamespace(processor_s=lambda: seconds, straggler=straggler)
 
@@ -770,6 +782,25 @@ def test_a_worker_that_died_idle_is_replaced_without_a_failure():
         os.kill(pid, signal.SIGKILL)
         assert gone(pid)
         assert scores_of(pool, PROBLEM, ["fine"] * 3) == scores_of(pool, PROBLEM, ["fine"] * 3)
+    assert not any(pool.failures.values())
+
+
+@LINUX
+def test_a_worker_whose_exit_is_never_reported_is_replaced():
+    clock = FakeClock()
+    with hostile_pool(clock=clock) as pool:
+        pid = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
+        worker, fork_server = pool._scheduler._workers[1], parent(pid)
+        os.kill(fork_server, signal.SIGSTOP)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda: worker.closed)
+            (scored,) = submit_all(pool, PROBLEM, ["fine"])
+            clock.advance(pool, EXIT_S + 1)
+            assert eventually(lambda: worker.dropped)
+        finally:
+            os.kill(fork_server, signal.SIGCONT)
+        assert scored.result(WAIT_S).reward == 0.25
     assert not any(pool.failures.values())
 
 

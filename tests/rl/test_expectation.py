@@ -1,5 +1,5 @@
-"""What each estimator is an estimator of: its mean over *every* group of episodes against the
-enumerated gradient.
+"""The expectation of each estimator: its mean over *every* group of episodes against the enumerated
+gradient.
 
 Nothing is sampled, so an unbiased estimator equals its gradient to rounding, and a bias is a
 number. The last tests sample, where a group is too large to enumerate.

@@ -117,7 +117,8 @@ def test_logprobs_of_the_sampling_temperature_make_first_ratio_1(temperature):
     np.testing.assert_allclose(trainer_table(how), right, atol=1e-5)
 
     def clip_share(trainer):
-        """Of advantages of both signs, so that both bounds count."""
+        """Return the share of clipped ratios, with advantages of both signs, so that both bounds
+        count."""
         before = engine.reshape(-1)
         losses = [
             ppo_clip(trainer.reshape(-1), before, a * torch.ones_like(before), **CLIP)

@@ -176,7 +176,7 @@ def test_state_that_json_would_change_is_refused_at_once(tmp_path):
 
 def test_saver_thread_that_dies_is_an_error(tmp_path):
     class Panic(BaseException):
-        """What a library in Rust raises."""
+        """An error such as a library in Rust raises."""
 
     def before_write():
         raise Panic

@@ -50,7 +50,7 @@ def log_of(folder):
 
 
 def resumed(run):
-    """Whether the last start found a run in the folder, as log.txt has it."""
+    """Tell whether the last start found a run in the folder, by log.txt."""
     starts = [line for line in log_of(run.path).splitlines() if " by pid " in line]
     return " resumed by pid " in starts[-1]
 

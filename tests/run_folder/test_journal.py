@@ -1,5 +1,5 @@
-"""What a run wrote to its journal it reads back, and nobody else; a resumed step plays only what is
-missing."""
+"""The journal: a run reads back what it wrote, and nobody else does; a resumed step plays only what
+is missing."""
 
 from dataclasses import replace
 

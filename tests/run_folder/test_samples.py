@@ -19,7 +19,7 @@ def home(tmp_path_factory):
 
 
 def trained(home, folder, *overrides):
-    """What a run printed."""
+    """Return what a run printed."""
     result = invoke("train", home / "recipe.toml", f"run.folder={folder}", *overrides)
     assert result.exit_code == 0, result.exception or result.output
     return result.output

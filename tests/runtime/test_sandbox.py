@@ -485,7 +485,7 @@ def test_url_in_the_config_chooses_the_server():
 
 
 def verdict(program, arch, number, argument=0):
-    """What the kernel would do: classic BPF over struct seccomp_data."""
+    """Decide as the kernel would: classic BPF over struct seccomp_data."""
     data = struct.pack("=iIQ6Q", number, arch, 0, argument, 0, 0, 0, 0, 0)
     instructions = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
     at = held = 0

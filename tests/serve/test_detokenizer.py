@@ -1,4 +1,4 @@
-"""What is sent of a growing text, against the whole text, with the two kinds of decoder that models
+"""Text sent while it grows against the whole text, with the two kinds of decoder that models
 have."""
 
 from itertools import chain

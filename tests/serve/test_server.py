@@ -52,7 +52,7 @@ class Tiny:
         return Engine(model, self.renderer.decode, cache_bytes=8 << 20, max_batch=64, max_queue=256)
 
     def complete(self, prompt, *, seed, choice=0, stop=(), **params):
-        """What the engine gives for it without a server."""
+        """Return the engine's result for the request without a server."""
         params = SamplingParams(stop_token_ids=self.renderer.stop_token_ids, stop=stop, **params)
         request = Request(
             key=address(seed, "serve", choice), prompt=np.array(prompt, np.int64), params=params
@@ -330,8 +330,8 @@ def test_clients_that_come_and_go_leave_nothing_behind(url, client):
         return await asyncio.gather(*(one_client(url, rng) for _ in range(64)))
 
     def noticed():
-        """Whether half of those that left did so while the engine was at their answers, as on a
-        machine that is not busy."""
+        """Tell whether half of those that left did so while the engine was at their answers, as on
+        a machine that is not busy."""
         before, ends = metric(url, "tandem_disconnects_total"), asyncio.run(all_of_them())
         assert set(ends) == {"left", "stayed"}
         for name in ("tandem_running", "tandem_waiting", "tandem_pages_in_use"):

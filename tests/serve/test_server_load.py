@@ -229,7 +229,7 @@ def test_an_answer_is_written_in_small_slices():
 
 
 def conversation(url, *parts):
-    """What comes back until the server closes, of bytes that are sent."""
+    """Send bytes; return what comes back until the server closes."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock:
         for part in parts:

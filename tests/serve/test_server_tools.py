@@ -13,6 +13,7 @@ from tandem.cli.serve import RendererTexts
 from tandem.data.renderer import load_renderer
 from tandem.envs.tools import ToolEnv
 from tandem.model.tool_calls import Call, write_calls
+from tandem.serve.openai_api import FunctionCall
 from tests.support.byte_models import CHATML, make_model
 from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import post, running
@@ -216,3 +217,9 @@ def test_served_conversation_with_tools_has_training_tokens(template, tmp_path):
     assert first["prompt_token_ids"] == trained[0].tolist()
     assert second["prompt_token_ids"] == np.concatenate(trained).tolist()
     assert observation.messages[0]["content"] == "42"
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", {}])
+def test_call_without_arguments_is_read(arguments):
+    function = FunctionCall.model_validate({"name": "now", "arguments": arguments})
+    assert function.arguments == {}

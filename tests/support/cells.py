@@ -207,7 +207,7 @@ def run(number: int, chosen: list[int], timeout_s: float = 3600) -> list[dict[st
 
 
 def is_false_yes(cell: dict[str, Any], measured: bool = False) -> bool:
-    """Whether the probe says that something is exact which is not; measured: what it would say
+    """Tell whether the probe says "exact" of something that is not; measured: what it would say
     without knowing MKL's mode."""
     parity, threads = (
         cell[f"{'measured' if measured else 'says'}_{name}"] for name in ("parity", "threads")
@@ -245,7 +245,7 @@ def main(number: int, chosen: list[int]) -> None:
 
 
 def tried(shape: Shape, seed: int) -> dict[str, Any]:
-    """What the probe says of a random model of that shape, and what is so."""
+    """Return the probe's answer for a random model of that shape, and the truth."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, logging
 

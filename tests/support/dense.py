@@ -21,7 +21,7 @@ def table(stock, tokens, temperature=1.0):
 
 
 def logprobs(stock, tokens, mask, temperature=1.0):
-    """Of the tokens under the mask."""
+    """Return the log-probs of the tokens under the mask."""
     places = np.flatnonzero(mask)
     return table(stock, tokens, temperature)[places - 1, tokens[places]]
 

@@ -126,7 +126,7 @@ class RefusingDisk(FaultyDisk):
 
 
 class FreezingDisk(FaultyDisk):
-    """What freeze does to the file system happens before operation n."""
+    """A disk that calls freeze before operation n."""
 
     def __init__(self, n: int, freeze: Callable[[], object]):
         super().__init__(n)

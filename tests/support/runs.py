@@ -224,7 +224,7 @@ class Forks:
 
 
 def output(folder: Path) -> str:
-    """What the runs of a fork in this folder have printed."""
+    """Return what the runs of a fork in this folder have printed."""
     return (folder.parent / f"{folder.name}.out").read_text()
 
 

@@ -68,7 +68,8 @@ def time_out(pool, clock, hung, *, seconds, function=0):
 
 
 def scores_of_some_that_hang(pool, clock, problem, texts, hung, *, timeout_s):
-    """As scores_of, with texts that hang until they run out of time."""
+    """Return one score for each text, as scores_of does, of which some hang until they run out of
+    time."""
     futures = submit_all(pool, problem, texts)
     time_out(pool, clock, [text for text in texts if text in hung], seconds=timeout_s + 1)
     return [future.result(WAIT_S) for future in futures]

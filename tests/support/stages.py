@@ -154,7 +154,7 @@ def without_evaluation(done):
 
 
 def resumed(stages, done, state):
-    """What a new process makes of the state that step `done` has left."""
+    """Return what a new process makes of the state that step `done` has left."""
     job = RLJob(stages, without_evaluation, {})
     job.start(done)
     job.restore(done, state)

@@ -11,7 +11,7 @@ WAIT_S = 120.0
 
 
 def eventually(holds, *, within_s=WAIT_S):
-    """Whether it comes to hold."""
+    """Tell whether it comes to hold."""
     deadline = time.monotonic() + within_s
     while not (result := holds()) and time.monotonic() < deadline:
         time.sleep(0.01)

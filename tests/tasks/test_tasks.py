@@ -41,7 +41,7 @@ OPERATORS = {
 
 
 def value(text):
-    """What an expression of whole numbers is worth."""
+    """Return the value of an expression of whole numbers."""
 
     def of(node):
         match node:

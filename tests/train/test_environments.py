@@ -1,4 +1,4 @@
-"""What environments leave for training: penalties of single turns, and episodes that carry no
+"""Traces of environments in training: penalties of single turns, and episodes that carry no
 loss."""
 
 from dataclasses import replace

@@ -69,7 +69,8 @@ def packed(pairs, make=answer_pair, budget=40, numbers=None):
 
 
 def padded_logprobs(stock, renderings):
-    """Of every answer: log-probs [B, T - 1] out of one padded batch, and which of them count."""
+    """Return log-probs [B, T - 1] of every answer out of one padded batch, and which of them
+    count."""
     longest = max(len(tokens) for tokens, _ in renderings)
     ids, counts, there = (
         torch.zeros(len(renderings), longest, dtype=torch.int64) for _ in range(3)
@@ -85,7 +86,7 @@ def padded_logprobs(stock, renderings):
 
 
 def padded_margins(stock, stock_reference, pairs, preference):
-    """How much more than the reference the policy prefers each chosen answer."""
+    """Return how much more than the reference the policy prefers each chosen answer."""
     renderings, scores = [side for pair in pairs for side in pair], []
     for model in (stock, stock_reference):
         logprobs, counts = padded_logprobs(model, renderings)
@@ -280,7 +281,7 @@ def test_pairs_without_a_common_first_token_stay_together():
 
 
 def stock_scores(stock, renderings):
-    """What a stock classifier says of each sequence, alone: its last token's."""
+    """Return a stock classifier's scores of each sequence, alone: those of its last token."""
     return torch.cat(
         [stock(input_ids=torch.from_numpy(tokens)[None]).logits[:, 0] for tokens, _ in renderings]
     )

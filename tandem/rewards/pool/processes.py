@@ -49,7 +49,8 @@ class Worker:
     function: int = 0  # index of the one that scores tasks[0], or is being loaded
     loading_notes: int = 2  # how many more are believed: an import begins, and has ended
     used_before: float = 0.0  # processor seconds of the process before tasks[0]
-    straggler: bool = False  # the tasks behind tasks[0] went to others, and a spare works
+    last_task: bool = False  # it ends after tasks[0]; what was sent behind it went to others
+    straggler: bool = False  # its last task takes long, and a spare works
     deprioritized: bool = False
     closed: bool = False  # its socket has ended
     dropped: bool = False  # another one takes its place

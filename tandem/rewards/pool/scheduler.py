@@ -7,7 +7,7 @@ settles futures.
                            _dispatch       up to WINDOW ahead ->  read a line, score, answer
     future <- _on_score    _on_readable    its socket         <-  {"id": 7, "reward": 1.0, ...}
                            _check_deadlines   SIGKILL when the task in flight has had timeout_s
-                           _check_stragglers  a spare for a worker at an endless loop
+                           _check_stragglers  tasks behind a long one go to other workers
 
 Waits for: wake, the sockets of fork server and workers, the nearest deadline; without a deadline it
 waits without a clock. While scores are due it looks up each LOOK_S. That is the sign of life of all
@@ -27,7 +27,7 @@ from contextlib import suppress
 from tandem.rewards.parts import cannot_load, part_name
 from tandem.rewards.pool.processes import ForkServer, ScoringTask, Worker
 from tandem.rewards.pool.protocol import HELLO, read_score, request_line
-from tandem.rewards.pool.stragglers import CHECK_S, MAX_STRAGGLERS, StragglerDetector
+from tandem.rewards.pool.stragglers import CHECK_S, StragglerDetector
 from tandem.runtime import watchdog
 from tandem.runtime.worker_channel import (
     Message,
@@ -40,10 +40,12 @@ from tandem.types import Score
 
 START_S = 60.0  # importing the user's module, on a cold disk under load
 LOADING_S = 20.0  # importing Math-Verify, likewise; allowed once for each process
+EXIT_S = 5.0  # from the end of a worker's socket to its exit status
 LOOK_S = 0.5
 WINDOW = 16  # tasks sent ahead to a worker, so that it never waits for us
 RESTARTS = 2  # of fork server or workers that fail in a row and score nothing
 NOT_AN_ANSWER = "worker died: it wrote what is not an answer"
+CLOSED = "died", "worker died: it closed its pipe"
 
 
 class PoolScheduler:
@@ -155,32 +157,31 @@ class PoolScheduler:
     def _check_deadlines(self) -> None:
         """Kill processes that are out of time; their earlier lines count."""
         now = self._clock()
-        for worker in list(self._workers.values()):
-            if now >= worker.deadline and not worker.closed:
+        for worker in [w for w in self._workers.values() if now >= w.deadline]:
+            if not worker.closed:
                 self._on_readable(worker)
             if now >= worker.deadline and not worker.dropped:
-                limit = self._timeout_s if worker.ready else START_S
-                self._fail_current(worker, "timeout", f"timeout after {limit} s")
+                late = "timeout", f"timeout after {self._timeout_s if worker.ready else START_S} s"
+                self._fail_current(worker, *(CLOSED if worker.closed else late))
         server = self._fork_server
         if server and now >= server.deadline:
             server.process.kill()
             self._fail_loading(server.function, f"timeout after {START_S} s")
 
     def _check_stragglers(self) -> None:
-        """Give the tasks behind a straggler to others; it no longer counts as a worker."""
+        """Give the tasks behind a straggler, or any task while a worker is idle, to others."""
         now = self._clock()
         if now < self._next_check:
             return
         self._next_check = now + CHECK_S
-        room = MAX_STRAGGLERS - sum(worker.straggler for worker in self._workers.values())
-        for worker in self._workers.values():
-            waiting = worker.tasks and (self._todo or len(worker.tasks) > 1)
-            if room and waiting and not worker.straggler and self._stragglers.is_straggler(worker):
-                worker.straggler, room = True, room - 1
+        workers = self._workers.values()
+        self._stragglers.mark(workers, others_wait=bool(self._todo))
+        idle = not self._todo and any(w.ready and not w.tasks and not w.closed for w in workers)
+        for worker in workers:
+            if len(worker.tasks) > 1 and (idle or worker.straggler):
+                worker.last_task = True  # it would score the ones behind it all the same
                 while len(worker.tasks) > 1:
                     self._todo.appendleft(worker.tasks.pop())
-            if worker.straggler and self._stragglers.overloaded and not worker.deprioritized:
-                worker.deprioritize()
 
     def _give_up(self, error: BaseException) -> None:
         """End every process and fail the unscored tasks with the error."""
@@ -214,8 +215,7 @@ class PoolScheduler:
         return server.close()
 
     def _spawn_workers(self) -> None:
-        """Fork workers for the tasks there are, up to the limit and at least one. Stragglers do not
-        count."""
+        """Fork workers for the tasks there are, at least one; stragglers are not counted."""
         if self._fork_server is None and (self._todo or not self.started.done()):
             self._start_fork_server()
         server = self._fork_server
@@ -264,7 +264,7 @@ class PoolScheduler:
         """Send a worker its share of the tasks, at most WINDOW ahead and fewer near the end."""
         if self._todo and worker.ready and not worker.tasks and not worker.closed:
             self._on_readable(worker)  # it may have died idle, and then no task is to blame
-        if not worker.ready or worker.straggler or worker.closed or worker.dropped:
+        if not worker.ready or worker.last_task or worker.closed or worker.dropped:
             return
         share = max(1, min(WINDOW, len(self._todo) // (2 * self._max_workers)))
         while self._todo and len(worker.tasks) < share:
@@ -298,8 +298,9 @@ class PoolScheduler:
         except EOFError:
             self._selector.unregister(worker.channel.socket)
             worker.closed = True
+            worker.deadline = min(worker.deadline, self._clock() + EXIT_S)
             if not worker.is_exiting():  # else the fork server will say why
-                self._fail_current(worker, "died", "worker died: it closed its pipe")
+                self._fail_current(worker, *CLOSED)
 
     def _on_message(self, worker: Worker, message: Message) -> None:
         expected = worker.tasks[0].index if worker.tasks else None if worker.ready else HELLO
@@ -345,7 +346,7 @@ class PoolScheduler:
         self._restarts.reset()
         if kind:
             self.failures[kind] += 1
-        if message["last"] or worker.straggler:
+        if message["last"] or worker.last_task:
             self._replace(worker)
         task.future.set_result(score)
 
@@ -383,10 +384,8 @@ class PoolScheduler:
             self._fail_current(worker, "died", f"worker died: {reason}")
 
     def _on_server_exit(self, server: ForkServer) -> None:
-        """Start again after the fork server died with all workers.
-
-        It is unknown which task killed it, so a task that was in flight twice fails.
-        """
+        """Start again after the fork server died with all workers. It is unknown which task killed
+        it, so a task that was in flight twice fails."""
         reason = f"worker died: {exit_reason(self._end_fork_server(server))}"
         scoring = any(worker.tasks for worker in self._workers.values())
         if not server.ready or not (scoring or self._restarts.spend()):

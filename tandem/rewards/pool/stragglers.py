@@ -9,6 +9,7 @@ to a judge. Processor time is known on Linux only; elsewhere nothing is a stragg
 """
 
 from collections import deque
+from collections.abc import Collection
 
 from tandem.rewards.pool.processes import Worker
 
@@ -39,6 +40,18 @@ class StragglerDetector:
     @property
     def overloaded(self) -> bool:
         return len(self._killed) >= _EVIDENCE and 2 * sum(self._killed) > len(self._killed)
+
+    def mark(self, workers: Collection[Worker], *, others_wait: bool) -> None:
+        """Mark the workers that have become stragglers while tasks wait, and deprioritize them
+        if the pool is overloaded."""
+        room = MAX_STRAGGLERS - sum(worker.straggler for worker in workers)
+        for worker in workers:
+            waiting = worker.tasks and (others_wait or len(worker.tasks) > 1)
+            if room and waiting and not worker.straggler and self.is_straggler(worker):
+                worker.straggler = worker.last_task = True
+                room -= 1
+            if worker.straggler and self.overloaded and not worker.deprioritized:
+                worker.deprioritize()
 
     def is_straggler(self, worker: Worker) -> bool:
         """Tell whether the task in flight is a straggler, by its processor time; False before the
