@@ -223,7 +223,7 @@ class _TrainLoop:
     def _save(self) -> None:
         job, done, tensors = self.job, self.done, {}
         for name, learner in job.learners.items():
-            tensors[name] = {key: p.detach() for key, p in learner.model.trainable().items()}
+            tensors[name] = learner.optimizer.weights()
             tensors[f"{name}_optimizer"] = learner.optimizer.state()
         state = {
             "step": done,
@@ -318,13 +318,10 @@ def _load_learner(
 ) -> None:
     """Load a learner from a checkpoint. Raises InvariantError unless weights, moments and place in
     the schedule are then the checkpoint's."""
-    model, optimizer = learner.model, learner.optimizer
-    weights, moments = tensors[name], tensors[f"{name}_optimizer"]
-    model.load_weights(weights)
-    optimizer.load_state(moments, optimizer_steps)
-    loaded = {key: p.detach() for key, p in model.trainable().items()}
+    optimizer, weights, moments = learner.optimizer, tensors[name], tensors[f"{name}_optimizer"]
+    learner.load(weights, moments, optimizer_steps)
     same = {
-        "weights": weight_hash(loaded) == weight_hash(weights),
+        "weights": weight_hash(optimizer.weights()) == weight_hash(weights),
         "moments of AdamW": weight_hash(optimizer.state()) == weight_hash(moments),
         "steps of the schedule": optimizer.step == optimizer_steps,
     }

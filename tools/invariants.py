@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import HealthCheck, given, settings
 
 ROOT = Path(__file__).parent.parent
@@ -202,13 +203,17 @@ def resident_mib() -> float:
 
 
 def parity() -> Found:
-    rows = {name: parity_of(name) for name in CONFIGS}
+    rows = {
+        f"{name}, {dtype}": parity_of(name, getattr(torch, dtype))
+        for dtype in ("float32", "bfloat16")
+        for name in CONFIGS
+    }
     return {"rows": rows, "met": all(gap == 0.0 for _, gap in rows.values())}
 
 
-def parity_of(name: str) -> tuple[int, float]:
-    """(tokens sampled, largest gap)"""
-    model = random_model(name)
+def parity_of(name: str, dtype: torch.dtype) -> tuple[int, float]:
+    """Return (tokens sampled, largest gap) of a model with weights of that type."""
+    model = random_model(name, dtype=dtype)
     optimizer = Optimizer(
         dict(model.module.named_parameters()),
         learning_rate=1e-3,

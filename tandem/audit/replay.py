@@ -118,10 +118,8 @@ class _Replay:
                 continue
             tensors, state = load_checkpoint(path, verify=False)
             for name, learner in self.replayed.learners.items():
-                learner.model.load_weights(tensors[name])
-                learner.optimizer.load_state(
-                    tensors[f"{name}_optimizer"], state["optimizer_steps"][name]
-                )
+                moments = tensors[f"{name}_optimizer"]
+                learner.load(tensors[name], moments, state["optimizer_steps"][name])
             self.replayed.restore(state["step"], state["progress"])
             self.result.start = f"checkpoint {path.name}"
             return int(state["step"])
@@ -233,13 +231,13 @@ class _Replay:
             return
         tensors, state = load_checkpoint(path, verify=False)
         for name, learner in self.replayed.learners.items():
-            weights = {key: tensor.detach() for key, tensor in learner.model.trainable().items()}
-            optimizer = learner.optimizer.state()
-            for stem, computed in ((name, weights), (f"{name}_optimizer", optimizer)):
+            optimizer = learner.optimizer
+            files = (name, optimizer.weights()), (f"{name}_optimizer", optimizer.state())
+            for stem, computed in files:
                 what = f"{{}} in {path.name}/{stem}.safetensors"
                 yield from compare_items(_hashes(tensors[stem]), _hashes(computed), what)
             what = f"optimizer steps of the {name} in {path.name}"
-            yield from compare(what, state["optimizer_steps"][name], learner.optimizer.step)
+            yield from compare(what, state["optimizer_steps"][name], optimizer.step)
         self.result.checkpoint = f"{path.name}, {sum(map(len, tensors.values()))} tensors"
 
     def _compare_with_ledger(self) -> None:

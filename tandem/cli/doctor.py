@@ -3,10 +3,15 @@ passes, else 1."""
 
 import platform
 import shutil
+import subprocess
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 
 from tandem.cli.progress import console
 from tandem.runtime import numerics
+from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 
 Check = tuple[str, Callable[[], tuple[bool, str]]]
@@ -18,7 +23,10 @@ def doctor() -> int:
         ("python", lambda: (True, platform.python_version())),
         ("torch", _torch),
         ("transformers", _transformers),
-        ("exactness", _exactness),
+        ("gpu", _gpu),
+        ("exactness", lambda: _exactness("cpu", "float32")),
+        ("bfloat16", lambda: _exactness("cpu", "bfloat16")),
+        *_gpu_checks(),
         ("reward workers", _rewards),
         ("sandbox", _sandbox),
         ("disk", _disk),
@@ -34,11 +42,48 @@ def doctor() -> int:
 def _torch() -> tuple[bool, str]:
     import torch
 
-    device = "CPU"
-    if torch.cuda.is_available():
-        device = "CUDA is available, but the exact engine runs on the CPU for now"
     threads = f"{torch.get_num_threads()} threads on {numerics.cores()} cores"
-    return True, f"{torch.__version__}, {threads}, {numerics.processor()}, {device}"
+    return True, f"{torch.__version__}, {threads}, {numerics.processor()}"
+
+
+def _gpu() -> tuple[bool, str]:
+    """Describe the GPUs. A GPU without what it needs fails; none at all does not."""
+    import torch
+
+    if torch.version.cuda is None:
+        return True, "none: this PyTorch is built for the CPU; runs take the CPU"
+    if not torch.cuda.is_available():
+        return True, (
+            f"none that PyTorch sees, which is built for CUDA {torch.version.cuda}; runs take the "
+            "CPU. If there is one: does nvidia-smi show it, and is its driver new enough?"
+        )
+    from tandem.model.placement import place_models
+
+    found = []
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        processor = place_models(f"cuda:{number}", "auto").processor()
+        found.append(f"cuda:{number} {processor}, {human_bytes(free)} of {human_bytes(total)} free")
+    if find_spec("triton") is None:
+        return False, f"{'; '.join(found)}; Triton is missing: pip install triton"
+    return True, f"{'; '.join(found)}; driver {_driver()}, Triton {version('triton')}"
+
+
+def _driver() -> str:
+    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if shutil.which(command[0]) is None:
+        return "unknown (no nvidia-smi)"
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return (asked.stdout.splitlines() or ["unknown"])[0]
+
+
+def _gpu_checks() -> list[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    types = ("float32", "bfloat16")
+    return [(f"gpu {dtype}", partial(_exactness, "cuda", dtype)) for dtype in types]
 
 
 def _transformers() -> tuple[bool, str]:
@@ -47,13 +92,17 @@ def _transformers() -> tuple[bool, str]:
     return True, __version__
 
 
-def _exactness() -> tuple[bool, str]:
+def _exactness(device: str, dtype: str) -> tuple[bool, str]:
     """Run model/probe.py on a random model with the shapes of a 0.5B Qwen layer."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
+    from tandem.model.linear import has_bfloat16_tiles
     from tandem.model.load import make_exact
+    from tandem.model.placement import place_models
     from tandem.model.probe import probe
+
+    place = place_models(device, dtype)
 
     config = Qwen2Config(
         vocab_size=32768,
@@ -64,14 +113,18 @@ def _exactness() -> tuple[bool, str]:
         num_key_value_heads=2,
     )
     with torch.random.fork_rng(devices=[]):
-        exactness = probe(make_exact(AutoModelForCausalLM.from_config(config).float()))
+        module = AutoModelForCausalLM.from_config(config, dtype=place.dtype)
+        exactness = probe(make_exact(module.to(place.device)))
     if exactness.parity:
         operators = "; ".join(exactness.parity)
         return False, f"not exact on this machine: {operators}; set rl.correction in recipes"
     threads = ", with any number of threads"
     if exactness.thread_dependent:
         threads = f"; bits depend on the thread count: {'; '.join(exactness.thread_dependent)}"
-    return True, f"engine = trainer, bit for bit{threads}"
+    slow = ""
+    if (device, dtype) == ("cpu", "bfloat16") and not has_bfloat16_tiles():
+        slow = "; no faster than float32 on this processor, which has no AMX"
+    return True, f"engine = trainer, bit for bit{threads}{slow}"
 
 
 def _rewards() -> tuple[bool, str]:

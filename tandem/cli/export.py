@@ -5,7 +5,7 @@ from typing import Literal
 
 from tandem.cli.progress import console
 from tandem.jobs.engines import prepare_process
-from tandem.jobs.models import build_model
+from tandem.jobs.models import build_model, placement
 from tandem.model.load import ExactModel, unfilled_model
 from tandem.run_folder.checkpoint import (
     checkpoint_step,
@@ -52,7 +52,7 @@ def _load_model(past: PastRun, checkpoint: Path) -> ExactModel:
         # an adapter's checkpoint lacks the base's weights
         model = build_model(config, config.model.path, head=head)
     else:
-        model = unfilled_model(past.kept_model, head=head)
+        model = unfilled_model(past.kept_model, head=head, dtype=placement(config).dtype)
     model.load_weights(tensors["scorer" if past.command == "rm" else "policy"])
     return model
 

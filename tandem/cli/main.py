@@ -317,6 +317,8 @@ def serve(
     max_new_tokens_default: Annotated[
         int, Option(min=1, help="completion length of requests without max_tokens")
     ] = 256,
+    device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    dtype: Annotated[str, Option(help="auto, float32 or bfloat16")] = "auto",
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's clients: see docs/serving.md."""
     from tandem.cli import serve
@@ -332,6 +334,8 @@ def serve(
             max_batch=max_batch,
             max_queue=max_queue,
             max_new_tokens=max_new_tokens_default,
+            device=device,
+            dtype=dtype,
         )
     )
 

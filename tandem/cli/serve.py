@@ -42,6 +42,8 @@ class Options:
     max_batch: int
     max_queue: int
     max_new_tokens: int  # of a request that does not say
+    device: str
+    dtype: str
 
 
 def serve(options: Options) -> None:
@@ -130,15 +132,17 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     from tandem.jobs.engines import build_engine, prepare_process, probe_exactness
     from tandem.model.config_file import check_model
     from tandem.model.load import load_model
+    from tandem.model.placement import place_models
 
+    place = place_models(options.device, options.dtype)
     config = Config(
-        model=Model(path=options.model),
+        model=Model(path=options.model, device=str(place.device), dtype=place.dtype_name),
         rollout=Rollout(cache_mb=options.cache_mb, max_batch=options.max_batch),
     )
     prepare_process(config)
     check_model(options.model)
     renderer = load_renderer(options.model)
-    model = load_model(options.model)
+    model = load_model(options.model, place=place)
     sizes = {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
     probe_exactness(config, model, lambda line: print(line, file=sys.stderr))
     return build_engine(config, model, renderer, **sizes), renderer

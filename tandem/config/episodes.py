@@ -53,6 +53,16 @@ class Model(Section):
     reference: str = Field(
         "", description="frozen reference of the KL term and of DPO; empty: the starting weights"
     )
+    device: str = Field(
+        "auto",
+        pattern="^(auto|cpu|cuda(:[0-9]+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto: the first GPU if there is one, else the CPU",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="type of the weights that engine and trainer run; bfloat16 is trained on "
+        "float32 masters; auto: bfloat16 on a GPU, float32 on a CPU",
+    )
 
 
 class Data(Section):
@@ -138,6 +148,9 @@ class Rollout(Section):
     )
     restarts: int = Field(
         10, ge=0, description="restarts of rollout processes before the run gives up"
+    )
+    devices: list[str] = Field(
+        [], description="devices of the rollout processes, in turn; empty: that of model.device"
     )
 
     def contradictions(self) -> Iterator[str]:

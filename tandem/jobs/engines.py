@@ -15,9 +15,10 @@ from tandem.engine.engine import Engine, check_room
 from tandem.engine.page_cache import page_bytes
 from tandem.engine.worker_pool.pool import Workers
 from tandem.envs.load import load_env
-from tandem.jobs.models import check_tokenizer
+from tandem.jobs.models import check_tokenizer, placement
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
+from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, probe
 from tandem.rewards.pool.pool import RewardPool
 from tandem.rollout.env_pool import EnvPool
@@ -124,7 +125,7 @@ def load_engine(
     """Load the engine of a command that only generates; every prompt has room."""
     longest = max(map(len, renderer.prompts([problem.messages for problem in problems])))
     require_room(config, check_model(config.model.path), longest)
-    model = load_model(config.model.path)
+    model = load_model(config.model.path, place=placement(config))
     probe_exactness(config, model, report)
     return build_engine(config, model, renderer)
 
@@ -132,7 +133,7 @@ def load_engine(
 def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
     """Raise UserError if the longest prompt and its completion do not fit the cache: at the start,
     not once a step draws that prompt. shape: the transformers config."""
-    size = page_bytes(shape)
+    size = page_bytes(shape, placement(config).dtype.itemsize)
     num_pages = (config.rollout.cache_mb << 20) // size
     check_room(shape, num_pages, size, longest_prompt + config.rollout.max_new_tokens)
 
@@ -167,6 +168,8 @@ def open_rollouts(
     """Open the engine that samples for training: the trainer's own, or rollout workers. Yields the
     runner, the transport of weights, and a function that ends a rollout under way."""
     rollout, model = config.rollout, engine.model
+    for device in rollout.devices:
+        place_models(device, config.model.dtype)
     if not rollout.workers:
         yield local, InlineSync(engine), lambda: None
         return
@@ -174,6 +177,8 @@ def open_rollouts(
         closing(SharedWeights(model.merged_weights())) as shared,
         Workers(
             model_path=config.model.path,
+            devices=rollout.devices or [str(model.device)],
+            dtype=placement(config).dtype_name,
             cache_mb=rollout.cache_mb,
             max_batch=rollout.max_batch,
             longest=engine.longest,
@@ -193,7 +198,7 @@ def load_reward_model(config: Config) -> RewardModel | None:
     the model, and stores the score in `env_rewards`."""
     if not config.reward.model:
         return None
-    scorer = load_model(config.reward.model, head="value")
+    scorer = load_model(config.reward.model, head="value", place=placement(config))
     renderer = load_renderer(config.reward.model)
     lock = threading.Lock()  # rollouts ahead and an evaluation may ask at once
 

@@ -7,6 +7,7 @@ from tandem.data.renderer import ChatRenderer
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
 from tandem.model.lora import Lora, require_peft
+from tandem.model.placement import Placement, place_models
 from tandem.model.weight_files import check_weights
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
@@ -15,6 +16,11 @@ from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 
 Head = Literal["tokens", "value"]
+
+
+def placement(config: Config) -> Placement:
+    """Resolve model.device and model.dtype. Raises UserError for a device that is not there."""
+    return place_models(config.model.device, config.model.dtype)
 
 
 def build_model(config: Config, path: str, *, head: Head = "tokens") -> ExactModel:
@@ -26,7 +32,8 @@ def build_model(config: Config, path: str, *, head: Head = "tokens") -> ExactMod
         targets=tuple(lora.targets),
         seed=address(config.run.seed, "lora") >> 1,
     )
-    model = load_model(path, adapters if lora.rank else None, head=head)
+    place = placement(config)
+    model = load_model(path, adapters if lora.rank else None, head=head, place=place)
     model.checkpointing = config.train.activation_checkpointing
     return model
 
@@ -54,7 +61,7 @@ def build_reference(config: Config, policy: ExactModel) -> ExactModel:
     starting weights."""
     if config.lora.rank and not config.model.reference:
         return policy
-    return load_model(config.model.reference or config.model.path)
+    return load_model(config.model.reference or config.model.path, place=placement(config))
 
 
 def build_rl_models(config: Config) -> Models:
@@ -77,12 +84,14 @@ def build_distill_models(config: Config) -> Models:
     """Build the student, and load its teacher."""
     steps = config.run.steps * config.rl.minibatches * config.rl.epochs
     student = build_learner(config, build_model(config, config.model.path), config.train, steps)
-    return Models(policy=student, teacher=load_model(config.distill.teacher))
+    teacher = load_model(config.distill.teacher, place=placement(config))
+    return Models(policy=student, teacher=teacher)
 
 
 def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     """Check, before any weights are loaded, that model.path and the models that the other keys name
     are there, exact, and of one vocabulary. Returns the transformers config of model.path."""
+    placement(config)
     shape = check_model(config.model.path, head=head)
     check_weights(config.model.path)
     for key in others:

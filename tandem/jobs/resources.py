@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.schema import Config
+from tandem.jobs.models import placement
 from tandem.model.config_file import check_model
+from tandem.model.linear import pack_bytes
 from tandem.model.load import empty_model
 from tandem.model.lora import chosen_linears
 from tandem.runtime.disk import existing_parent, human_bytes
@@ -60,35 +62,43 @@ class Sizes:
 
 
 def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
-    """List the memory of a run of the command, in float32."""
+    """List the memory of a run of the command, on the device of its models."""
     policy, trained, adapters = sizes.policy, sizes.trained, sizes.adapters
-    rollout, rank = config.rollout, config.lora.rank
-    cache = rollout.cache_mb << 20
-    rows = [
-        ("weights", 4 * policy, "4 bytes x parameters, of engine and trainer"),
-        ("packed weights", 4 * policy, "the linear layers again, in oneDNN's order"),
+    rollout, rank, place = config.rollout, config.lora.rank, placement(config)
+    cache, width = rollout.cache_mb << 20, place.dtype.itemsize
+    packed = pack_bytes(place.dtype) if place.device.type == "cpu" else 0
+    frozen, masters = width + packed, 4 * (width < 4)
+    rows = [("weights", width * policy, f"{width} bytes x parameters, of engine and trainer")]
+    if packed:
+        order = f"{packed} bytes x parameters: the linear layers again, in oneDNN's order"
+        rows.append(("packed weights", packed * policy, order))
+    if masters:
+        rows.append(("masters", masters * trained, "float32, 4 bytes x trained parameters"))
+    rows += [
         ("gradients", 4 * trained, "4 bytes x trained parameters"),
         ("Adam moments", 8 * trained, "8 bytes x trained parameters"),
     ]
     if command != "rm":
         rows.append(("key/value cache", cache, "at most rollout.cache_mb"))
     if adapters:
-        rows.append(("adapters", 4 * adapters, f"4 bytes x (inputs + outputs) x {rank} per linear"))
+        each = f"{width} bytes x (inputs + outputs) x {rank} per linear"
+        rows.append(("adapters", width * adapters, each))
     for key, size in sizes.others.items():
         if key == "critic.path":
-            held = 8 * size + 12 * (adapters or size)
+            held = frozen * size + (12 + masters) * (adapters or size)
             rows.append(("critic", held, "weights, packs, gradients and moments of its own"))
         elif key == "model.reference" and adapters and not config.model.reference:
-            rows.append(("reference", 4 * size, "packs of the weights without adapters"))
+            rows.append(("reference", packed * size, "packs of the weights without adapters"))
         else:
-            rows.append((key.rpartition(".")[2], 8 * size, "weights and packs of the frozen model"))
+            text = "weights and packs of the frozen model"
+            rows.append((key.rpartition(".")[2], frozen * size, text))
     rows.append(("a save under way", sizes.checkpoint, "a copy of weights and moments"))
     if rollout.workers and command in ("train", "distill"):
         each = f"{rollout.workers} x weights, packs and rollout.cache_mb"
-        rows.append(("rollout workers", rollout.workers * (8 * policy + cache), each))
+        rows.append(("rollout workers", rollout.workers * (frozen * policy + cache), each))
         versions = rollout.staleness + 1
         published = f"shared memory, {versions} versions"
-        rows.append(("published weights", versions * 4 * policy, published))
+        rows.append(("published weights", versions * width * policy, published))
     return rows
 
 
@@ -98,7 +108,7 @@ def disk(sizes: Sizes, config: Config) -> list[Need]:
     checkpoints = f"weights and moments; {kept} kept while one is written"
     return [
         ("checkpoints", (kept + 1) * sizes.checkpoint, checkpoints),
-        ("export", 4 * sizes.policy, "the Hugging Face directory at the end"),
+        ("export", placement(config).dtype.itemsize * sizes.policy, "the Hugging Face directory"),
     ]
 
 

@@ -16,14 +16,13 @@ from tandem.jobs.engines import (
     require_parity,
 )
 from tandem.jobs.inputs import KEYS, distill_inputs, input_hashes, training_inputs
-from tandem.jobs.models import build_distill_models, build_rl_models
+from tandem.jobs.models import build_distill_models, build_rl_models, placement
 from tandem.model.probe import Exactness
 from tandem.rollout.collect import Collector
 from tandem.rollout.evaluate import Evaluator, sampling_params
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
-from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.step import Stages, StepResult, train_step
 from tandem.step_async import RolloutPrefetcher, train_step_async
@@ -148,7 +147,8 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
 
 def note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
     """Write the processor to machine.json; report it if it has changed."""
-    if news := run.note_machine(numerics.processor(), not found.thread_dependent):
+    processor = placement(run.config).processor()
+    if news := run.note_machine(processor, not found.thread_dependent):
         report(news)
 
 

@@ -1,6 +1,7 @@
 """Exact attention: a token's output has the same bits in a packed training pass and in decode.
 
-Four rules make it so (fp32, CPU; `probe` checks them on the machine at hand):
+Four rules make it so on a CPU, in float32 (`probe` checks them on the machine at hand). Queries,
+keys and values may be bfloat16: the arithmetic is float32, and the output is rounded once.
   1. the query rows of a key/value head (new tokens x GQA group) are padded to a multiple of 4,
      keys to a multiple of 16;
   2. softmax runs over the padded row, where masked keys add exact zeros;
@@ -177,14 +178,15 @@ def _probabilities(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, buckets: list[Bucket], scale: float, window: int | None
 ) -> Tensor:
-    heads, kv_heads = q.shape[1], k.shape[1]
+    heads, kv_heads, dtype = q.shape[1], k.shape[1], q.dtype
+    q, k, v = q.float(), k.float(), v.float()
     out = torch.zeros(q.shape)  # rows in no segment are padding
     for bucket in buckets:
         keys, values = (_gather(t, bucket.keys, kv_heads) for t in (k, v))
         probs = _probabilities(_gather(q, bucket.queries, kv_heads), keys, bucket, scale, window)
         rows = rows_first(combine(probs, values), bucket.queries.shape[1], heads)
         out.index_copy_(0, bucket.queries.reshape(-1)[bucket.valid], rows[bucket.valid])
-    return out
+    return out.to(dtype)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -207,12 +209,12 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
+        q, k, v, above = (t.float() for t in (*ctx.saved_tensors, grads[0]))
         buckets, scale, window = ctx.call
-        grad_q, grad_k, grad_v = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+        totals = torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
         for bucket in buckets:
-            _bucket_backward(bucket, (q, k, v), grads[0], (grad_q, grad_k, grad_v), scale, window)
-        return grad_q, grad_k, grad_v, None, None, None
+            _bucket_backward(bucket, (q, k, v), above, totals, scale, window)
+        return *(total.to(grads[0].dtype) for total in totals), None, None, None
 
 
 def _bucket_backward(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.linear import multiply
+from tandem.model.linear import add_product, gradient_product, multiply
 from tandem.model.logprobs import chunks, log_distribution
 from tandem.types import SamplingDistribution
 
@@ -35,7 +35,7 @@ class _Divergences(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, ctx.sampling, ctx.divergence = arguments
         hidden, weight, *_ = tensors
-        values = hidden.new_empty(len(hidden))
+        values = hidden.new_empty(len(hidden), dtype=torch.float32)
         for rows in chunks(len(hidden), len(weight)):
             values[rows], _ = ctx.divergence(*_tables(tensors, rows, ctx.sampling))
         ctx.save_for_backward(*tensors)
@@ -46,13 +46,14 @@ class _Divergences(torch.autograd.Function):
         tensors = ctx.saved_tensors
         hidden, weight, *_ = tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        wanted = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
         for rows in chunks(len(hidden), len(weight)):
             _, slope = ctx.divergence(*_tables(tensors, rows, ctx.sampling))
             slope.mul_(grads[0][rows, None] / ctx.sampling.temperature)
-            grad_hidden[rows] = slope @ weight
+            grad_hidden[rows] = gradient_product(slope, weight)
             if grad_weight is not None:
-                grad_weight.addmm_(slope.t(), hidden[rows])
+                add_product(grad_weight, slope.t(), hidden[rows])
         return grad_hidden, grad_weight, *(None for _ in range(6))
 
 
@@ -61,5 +62,6 @@ def _tables(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probs of student and teacher, each [n, V]."""
     hidden, _, packed, teacher_hidden, _, teacher_packed = tensors
-    student = log_distribution(multiply(hidden[rows], packed), sampling)
-    return student, log_distribution(multiply(teacher_hidden[rows], teacher_packed), sampling)
+    student = log_distribution(multiply(hidden[rows], packed).float(), sampling)
+    teacher = multiply(teacher_hidden[rows], teacher_packed).float()
+    return student, log_distribution(teacher, sampling)

@@ -27,7 +27,7 @@ class ExactRouter(nn.Module):
         """Map x [..., D] to (logits [T, experts], scores [T, k], chosen experts int64 [T, k])."""
         flat = x.reshape(-1, self.hidden_dim)
         logits = linear(flat, self.weight, None, self.pack.of(self.weight))
-        scores, experts = F.softmax(logits, -1).topk(self.top_k, -1)
+        scores, experts = F.softmax(logits.float(), -1).topk(self.top_k, -1)
         if self.norm_topk_prob:
             scores = scores / scores.sum(-1, keepdim=True)
         return logits, scores, experts
@@ -44,7 +44,7 @@ class ExactExperts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """Map x [T, D] to [T, D]; chosen int64 [T, k] and scores [T, k] are the router's."""
-        out = torch.zeros_like(x)
+        out = torch.zeros(x.shape, device=x.device)
         weights = zip(self.gate_up_proj.unbind(), self.down_proj.unbind(), self.packs, strict=True)
         for number, (up_weight, down_weight, (up_pack, down_pack)) in enumerate(weights):
             token, place = torch.where(chosen == number)
@@ -53,4 +53,4 @@ class ExactExperts(nn.Module):
             inner = swiglu(linear(x[token], up_weight, None, up_pack.of(up_weight)))
             value = linear(inner, down_weight, None, down_pack.of(down_weight))
             out = out.index_add(0, token, value * scores[token, place, None])
-        return out
+        return out.to(x.dtype)

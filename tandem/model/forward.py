@@ -41,7 +41,7 @@ def reference_logprobs(
 
 def batch_values(model: ExactModel, batch: Microbatch) -> Tensor:
     """Compute a value model's value of the state before each target, float32 [N]."""
-    return model.head(_hidden(model, batch))[:, 0]
+    return model.head(_hidden(model, batch))[:, 0].float()
 
 
 def teacher_divergences(
@@ -62,7 +62,7 @@ def _head(model: ExactModel, batch: Microbatch) -> Head:
 
 
 def _hidden(model: ExactModel, batch: Microbatch) -> Tensor:
-    """Compute the states that predict the targets, float32 [N, D]."""
+    """Compute the states that predict the targets, [N, D] of the model's type."""
     plan = model.packed_plan(batch.segments)
     hidden = model.hidden(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), plan)
     return hidden.index_select(0, torch.from_numpy(batch.rows).to(model.device))

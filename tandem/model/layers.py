@@ -61,9 +61,30 @@ class ExactLayer(nn.Module):
         return self.mlp.down_proj(swiglu(self.gate_up(x)))
 
 
+def embed(weight: Tensor, tokens: Tensor) -> Tensor:
+    """Look up tokens int64 [T] in the weight [V, D]; its gradient is summed in float32."""
+    if weight.dtype == torch.float32 or not torch.is_grad_enabled():
+        return F.embedding(tokens, weight)
+    return _Embed.apply(weight, tokens)  # type: ignore[no-any-return]
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows = len(weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (tokens,), above = ctx.saved_tensors, grads[0].float()
+        return torch.ops.aten.embedding_dense_backward(above, tokens, ctx.rows, -1, False), None
+
+
 def norm(module: Any, x: Tensor) -> Tensor:
-    """Run transformers' RMSNorm in one call."""
-    return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+    """Run transformers' RMSNorm in one call, in float32."""
+    shape, weight = (x.shape[-1],), module.weight.float()
+    return F.rms_norm(x.float(), shape, weight, module.variance_epsilon).to(x.dtype)
 
 
 def rotation_of(rotary: Any, x: Tensor, positions: Tensor) -> Rotation:

@@ -10,9 +10,15 @@ Backward is plain matmul: gradients are deterministic, not batch-invariant, and 
 wanted. A pack is renewed by the version counters of the weight and of its adapter, so a stale one
 cannot be used. If oneDNN's operators are missing, rows are padded to a multiple of 4 for plain
 `F.linear`; `probe` tells whether that is exact on the machine at hand. This file knows no layers.
+
+bfloat16 on a CPU: with AMX the product itself is in bfloat16, summed in float32, for exactly
+TILE_ROWS rows at a time, because other counts take other kernels. Any other CPU multiplies the
+same numbers in float32 and rounds the result once.
 """
 
+import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +32,46 @@ HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
 )
 _PACK_ROWS_HINT = 32
+TILE_ROWS = 32  # rows of a bfloat16 product
+
+
+@cache
+def has_bfloat16_tiles() -> bool:
+    """Tell whether oneDNN multiplies bfloat16 in AMX tiles here."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    allowed = limit in ("ALL", "DEFAULT") or "AMX" in limit
+    return HAS_PREPACKED and torch.cpu._is_amx_tile_supported() and allowed
+
+
+def in_float32(t: Tensor) -> bool:
+    """Tell whether products with t run in float32: always, but for bfloat16 on AMX and on GPUs."""
+    return t.dtype == torch.float32 or not (t.is_cuda or has_bfloat16_tiles())
+
+
+def pack_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes of a parameter in a pack of weights of that type, on a CPU."""
+    return 4 if in_float32(torch.empty(0, dtype=dtype)) else dtype.itemsize
 
 
 def pack(weight: Tensor) -> Tensor:
     """Reorder the weight [O, I] for `multiply`, if the kernel at hand wants another order."""
-    if not HAS_PREPACKED or triton_for(weight):
-        return weight.detach()
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_ROWS_HINT)
+    weight = weight.detach()
+    if triton_for(weight):
+        return weight
+    weight = weight.float() if in_float32(weight) else weight
+    if not HAS_PREPACKED:
+        return weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS_HINT)
 
 
-def padded_rows(rows: int) -> int:
-    """Round up to a multiple of 4, coarser for many rows: at most 1/16 too many beyond 64."""
+def padded_rows(rows: int, dtype: torch.dtype = torch.float32) -> int:
+    """Round up to a row count that `multiply` takes without padding.
+
+    It is a multiple of 4, coarser for many rows: at most 1/16 too many beyond 64. bfloat16 has
+    whole tiles.
+    """
+    if dtype != torch.float32:
+        return rows + -rows % TILE_ROWS
     step = max(4, (1 << rows.bit_length()) // 32)
     return rows + -rows % step
 
@@ -45,13 +80,35 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [N, I] with a packed weight, without gradients, to [N, O]."""
     if triton := triton_for(x):
         return triton.matmul(x, packed, bias)  # type: ignore[no-any-return]
+    if x.dtype != torch.float32 and in_float32(x):
+        return multiply(x.float(), packed, None if bias is None else bias.float()).to(x.dtype)
     rows = x.shape[0]
-    if HAS_PREPACKED:
-        padded = padded_rows(rows)
-        if padded != rows:
-            x = F.pad(x, (0, 0, 0, padded - rows))
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")[:rows]
-    return F.linear(F.pad(x, (0, 0, 0, -rows % 4)), packed, bias)[:rows]
+    if not HAS_PREPACKED:
+        return F.linear(F.pad(x, (0, 0, 0, -rows % 4)), packed, bias)[:rows]
+    padded, run = padded_rows(rows, x.dtype), torch.ops.mkldnn._linear_pointwise
+    if padded != rows:
+        x = F.pad(x, (0, 0, 0, padded - rows))
+    if x.dtype == torch.float32 or padded <= TILE_ROWS:
+        return run(x, packed, bias, "none", [], "")[:rows]
+    return torch.cat([run(part, packed, bias, "none", [], "") for part in x.split(TILE_ROWS)])[
+        :rows
+    ]
+
+
+def gradient_product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply a [N, K] with b [K, M] for a gradient: deterministic, not batch-invariant.
+
+    Both are rounded to b's type, and the product has it too; on a CPU without AMX it is float32.
+    """
+    return a.float() @ b.float() if in_float32(b) else a.to(b.dtype) @ b
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `gradient_product` of a and b to total, float32 [N, M], in place."""
+    if b.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        total.add_(gradient_product(a, b))
 
 
 class Adapter(NamedTuple):
@@ -77,7 +134,8 @@ class Part(NamedTuple):
         if self.adapter is None:
             return self.weight.detach()
         a, b, scaling = self.adapter
-        return torch.addmm(self.weight.detach(), b.detach(), a.detach(), alpha=scaling)
+        weight, a, b = (t.detach().float() for t in (self.weight, a, b))
+        return torch.addmm(weight, b, a, alpha=scaling).to(self.weight.dtype)
 
     def version(self) -> tuple[int, ...]:
         """Collect PyTorch's version counters of the tensors behind the merged weight."""
@@ -205,9 +263,13 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *tensors = ctx.saved_tensors
-        parts, wanted = _parts(tensors, ctx.scalings), ctx.needs_input_grad
-        above = grads[0].split([len(part.weight) for part in parts], 1)
+        saved: list[Any] = [grads[0], *ctx.saved_tensors]
+        if in_float32(grads[0]):
+            saved = [None if t is None else t.float() for t in saved]
+        grad, x, *tensors = saved
+        wanted = ctx.needs_input_grad
+        parts = _parts(tensors, ctx.scalings)
+        above = grad.split([len(part.weight) for part in parts], 1)
         grad_x = _input_gradient(above, parts) if wanted[0] else None
         own = [
             gradient
@@ -263,9 +325,9 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
+    gate, up = x.float().chunk(2, -1)
     inner = gate.neg().exp_().add_(1.0)
-    return torch.div(gate, inner, out=inner).mul_(up)
+    return torch.div(gate, inner, out=inner).mul_(up).to(x.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -276,12 +338,12 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        x = ctx.saved_tensors[0]
+        x, above = ctx.saved_tensors[0].float(), grads[0].float()
         (gate, up), grad = x.chunk(2, -1), torch.empty_like(x)
         # written in place: at few features this is memory traffic only
         grad_gate, grad_up = grad.chunk(2, -1)
         torch.ops.aten.silu_backward.grad_input(
-            torch.mul(grads[0], up, out=grad_up), gate, grad_input=grad_gate
+            torch.mul(above, up, out=grad_up), gate, grad_input=grad_gate
         )
-        torch.mul(grads[0], F.silu(gate), out=grad_up)
-        return grad
+        torch.mul(above, F.silu(gate), out=grad_up)
+        return grad.to(grads[0].dtype)

@@ -20,10 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.config_file import HeadKind, check_model, first_line, head_size, window_of
 from tandem.model.experts import ExactExperts, ExactRouter
-from tandem.model.layers import ExactLayer, Rotation, norm, rotation_of
+from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, padded_rows
 from tandem.model.lora import Lora, add_adapter, exact_adapted
 from tandem.model.paged_attention import PagedPlan, Runs
+from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.triton.dispatch import triton_for
 from tandem.model.weight_files import cannot_load, check_sums, check_weights
 from tandem.runtime.errors import UserError
@@ -58,8 +59,8 @@ class ExactModel(nn.Module):
         Rows are padded once here, so that no linear has to. A plan leaves padding rows at zero.
         """
         rows, inner = len(tokens), self.module.model
-        padding = (0, padded_rows(rows) - rows)
-        x = inner.embed_tokens(F.pad(tokens, padding).to(self.device))
+        padding = (0, padded_rows(rows, self.dtype) - rows)
+        x = embed(inner.embed_tokens.weight, F.pad(tokens, padding).to(self.device))
         rotation = rotation_of(inner.rotary_emb, x, F.pad(positions, padding).to(self.device))
         for layer in inner.layers:
             x = self._layer(layer, x, rotation, plan)
@@ -150,6 +151,10 @@ class ExactModel(nn.Module):
     def device(self) -> torch.device:
         return self.head.weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
     def changes(self) -> int:
         """Return a version counter of the weights: a cached result of another value is stale.
 
@@ -184,26 +189,35 @@ class ExactModel(nn.Module):
             parameters[name].copy_(weight)
 
 
-def load_model(path: str, lora: Lora | None = None, *, head: HeadKind = "tokens") -> ExactModel:
-    """Load a directory or hub name as an exact float32 model, with a new adapter if lora is given.
+def load_model(
+    path: str,
+    lora: Lora | None = None,
+    *,
+    head: HeadKind = "tokens",
+    place: Placement = CPU_FLOAT32,
+) -> ExactModel:
+    """Load a directory or hub name as an exact model, with a new adapter if lora is given.
 
-    A value model made of a language model, which has no `score.weight`, starts with a score of
-    exactly zero. Raises UserError if the model is missing or not exact.
+    place: the device and the type of the weights, which are read in that type. A value model made
+    of a language model, which has no `score.weight`, starts with a score of exactly zero. Raises
+    UserError if the model is missing or not exact.
     """
     config = check_model(path, head=head)
     check_sums(path)
     check_weights(path, sum(p.numel() for p in empty_model(path, config, head=head).parameters()))
-    return make_exact(_stock_model(path, config, head), lora)
+    return make_exact(_stock_model(path, config, head, place), lora)
 
 
-def unfilled_model(path: str, *, head: HeadKind = "tokens") -> ExactModel:
+def unfilled_model(
+    path: str, *, head: HeadKind = "tokens", dtype: torch.dtype = torch.float32
+) -> ExactModel:
     """Make the exact model of a directory with a config and no weights, for `load_weights` to fill.
 
     Until then its numbers are random.
     """
     from transformers import GenerationConfig
 
-    module = _stock_class(head).from_config(check_model(path, head=head), dtype=torch.float32)
+    module = _stock_class(head).from_config(check_model(path, head=head), dtype=dtype)
     if head == "tokens":
         module.generation_config = GenerationConfig.from_pretrained(path)
     return make_exact(module)
@@ -235,7 +249,7 @@ def _stock_class(head: HeadKind) -> Any:
     return AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
 
 
-def _stock_model(path: str, config: Any, head: HeadKind) -> Any:
+def _stock_model(path: str, config: Any, head: HeadKind, place: Placement) -> Any:
     """Load transformers' module, using only plain fields of config.json and safetensors."""
     if head == "value":
         config.num_labels = 1
@@ -243,7 +257,7 @@ def _stock_model(path: str, config: Any, head: HeadKind) -> Any:
         module, report = _stock_class(head).from_pretrained(
             path,
             config=config,
-            dtype=torch.float32,
+            dtype=place.dtype,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
@@ -257,7 +271,7 @@ def _stock_model(path: str, config: Any, head: HeadKind) -> Any:
     if missing:
         names = ", ".join(sorted(missing)[:3])
         raise cannot_load(path, f"no weights for {len(missing)} parameters: {names}")
-    return module
+    return module.to(place.device)
 
 
 def make_exact(module: Any, lora: Lora | None = None) -> ExactModel:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.linear import multiply
+from tandem.model.linear import add_product, gradient_product, multiply
 from tandem.types import SamplingDistribution
 
 CHUNK_BYTES = 1 << 25  # logits held at once
@@ -169,7 +169,7 @@ class _Gradients:
     def __init__(self, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]):
         self.inputs = hidden, weight
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
-        self.weight = torch.zeros_like(weight) if wanted[1] else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
 
     def add(
         self,
@@ -186,9 +186,9 @@ class _Gradients:
             seen, factor = penalized
             slope[seen.rows, seen.tokens] = slope[seen.rows, seen.tokens] * factor
         if self.hidden is not None:
-            self.hidden[rows] = slope @ weight
+            self.hidden[rows] = gradient_product(slope, weight)
         if self.weight is not None:
-            self.weight.addmm_(slope.t(), hidden[rows])
+            add_product(self.weight, slope.t(), hidden[rows])
 
 
 def _slope(

@@ -70,7 +70,7 @@ class Runs:
 class PagedPlan:
     """Plan that writes the new tokens' keys and values into their pages, then attends.
 
-    keys and values: per layer [pages, K, PAGE, E]; heads: query heads.
+    keys and values: per layer [pages, K, PAGE, E]; heads: query heads. Arithmetic is float32.
     """
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs, heads: int):
@@ -91,15 +91,16 @@ class PagedPlan:
             )
         if self.buckets[0].rows is None:
             out = _attend(self.buckets[0], q[:new], keys, values, scale, window)
+            out = out.to(q.dtype)
             return out if new == len(q) else F.pad(out, (0, 0, 0, 0, 0, len(q) - new))
-        out = torch.zeros(q.shape)  # rows beyond the sequences' are padding
+        out = torch.zeros_like(q)  # rows beyond the sequences' are padding
         for bucket in self.buckets:
             rows = bucket.rows
             assert rows is not None
             part = _attend(bucket, q.index_select(0, rows), keys, values, scale, window)
             if bucket.kept is not None:
                 part, rows = part.index_select(0, bucket.kept), rows.index_select(0, bucket.kept)
-            out.index_copy_(0, rows, part)
+            out.index_copy_(0, rows, part.to(q.dtype))
         return out
 
 
@@ -119,7 +120,7 @@ def _attend(
     """Attend the bucket's queries [n * R, H, E] over the cache, to [n * R, H, E]."""
     n, run = bucket.positions.shape
     heads, kv_heads = q.shape[1], keys.shape[1]
-    query = heads_first(q, run, kv_heads)
+    query = heads_first(q.float(), run, kv_heads)
     rows = query.shape[2]
     if rows % 4:
         query = F.pad(query, (0, 0, 0, -rows % 4))
@@ -145,8 +146,9 @@ def _attend(
 
 
 def _pages(cache: Tensor, pages: slice | Tensor) -> Tensor:
-    """Read pages as [m, K, ...]: consecutive ones in place, others gathered."""
-    return cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+    """Read pages as float32 [m, K, ...]: consecutive ones in place, others gathered."""
+    part = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+    return part.float()
 
 
 def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:

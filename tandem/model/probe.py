@@ -18,10 +18,10 @@ from torch import Tensor
 
 from tandem.model.attention import Plan
 from tandem.model.layers import ExactLayer
-from tandem.model.linear import HAS_PREPACKED, ExactLinear, padded_rows, swiglu
+from tandem.model.linear import HAS_PREPACKED, ExactLinear, gradient_product, padded_rows, swiglu
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
-from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_model, threads_of
+from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_like, random_model, threads_of
 from tandem.runtime import numerics
 from tandem.types import SamplingDistribution
 
@@ -89,8 +89,8 @@ def _linears_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
             drawn = torch.randint(1, PACKED_ROWS, (3,), generator=noise).tolist()
             counts = [*ROWS, *drawn, PACKED_ROWS]
         if HAS_PREPACKED:  # counts that round up to the same number are the same product
-            counts = sorted({padded_rows(rows): rows for rows in counts}.values())
-        x = torch.randn(counts[-1], inputs, generator=noise)
+            counts = sorted({padded_rows(rows, model.dtype): rows for rows in counts}.values())
+        x = random_like(model, noise, counts[-1], inputs)
         counts = _differing_counts(linear, x, counts[:-1])
         differing += _findings(f"linear {inputs} -> {outputs}", counts)
     return differing
@@ -101,13 +101,13 @@ def _rowwise_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
     operators: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
         "SwiGLU": (swiglu, 2 * model.config.intermediate_size),
         "log-softmax": (
-            lambda x: log_distribution(x, SamplingDistribution()),
+            lambda x: log_distribution(x.float(), SamplingDistribution()),
             model.config.vocab_size,
         ),
     }
     differing = []
     for name, (function, width) in operators.items():
-        x = torch.randn(40, width, generator=noise)
+        x = random_like(model, noise, 40, width)
         differing += _findings(name, _differing_counts(function, x, SHORT[:-1]))
     return differing
 
@@ -155,16 +155,16 @@ def _gradients_differ(
     smallest = min(outputs * inputs for outputs, inputs in linears)
     for (outputs, inputs), linear in linears.items():
         if linear is model.head:
-            left = torch.randn(HEAD_GRADIENT_ROWS, outputs, generator=noise)
+            left = random_like(model, noise, HEAD_GRADIENT_ROWS, outputs)
             right = model.head.weight.detach()
         else:
             rows = MANY_ROWS if outputs * inputs == smallest else GRADIENT_ROWS
-            left, right = (torch.randn(rows, width, generator=noise) for width in (outputs, inputs))
+            left, right = (random_like(model, noise, rows, width) for width in (outputs, inputs))
             left = left.t()
         products = []
         for count in threads:
             with threads_of(count):
-                products.append(left @ right)
+                products.append(gradient_product(left, right))
         if not all(torch.equal(products[0], other) for other in products[1:]):
             differing.append(f"gradient of a linear {inputs} -> {outputs}")
     return differing
@@ -174,7 +174,7 @@ def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
     """Compare one packed segment with segments behind a prefix, paged prefill and paged decode."""
     heads, kv_heads, size = model.heads
     q, k, v = (
-        torch.randn(LENGTH, count, size, generator=noise) for count in (heads, kv_heads, kv_heads)
+        random_like(model, noise, LENGTH, count, size) for count in (heads, kv_heads, kv_heads)
     )
 
     def attended(plan: Plan, rows: slice | list[int]) -> Tensor:

@@ -37,16 +37,21 @@ def random_model(model: ExactModel, seed: int) -> ExactModel:
     config.vocab_size, config.pad_token_id = VOCABULARY, None
     noise = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config).float()
-    module.to_empty(device="cpu")
+        module = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    module.to_empty(device=model.device)
     # the buffers of a rotary embedding are not parameters
-    module.model.rotary_emb = type(module.model.rotary_emb)(config)
+    module.model.rotary_emb = type(module.model.rotary_emb)(config).to(model.device)
     for weight in module.parameters():
         spread = torch.randn(weight.shape, generator=noise)
         weight.data.copy_(
             1.0 + 0.1 * spread if weight.dim() == 1 else spread / weight.shape[-1] ** 0.5
         )
     return make_exact(module)
+
+
+def random_like(model: ExactModel, noise: torch.Generator, *shape: int) -> Tensor:
+    """Draw a normal tensor of the model's type on its device."""
+    return torch.randn(shape, generator=noise).to(model.device, model.dtype)
 
 
 def _one_layer_of_each_kind(model: ExactModel) -> Any:
@@ -85,7 +90,8 @@ class Cache:
         self.tables = [part.tolist() for part in np.split(order, self._ends[:-1])]
         _, kv_heads, size = model.heads
         layers = int(model.config.num_hidden_layers)
-        self.keys, self.values = torch.zeros(2, layers, len(order), kv_heads, PAGE, size).unbind()
+        shape = 2, layers, len(order), kv_heads, PAGE, size
+        self.keys, self.values = model.head.weight.new_zeros(shape).unbind()
 
     def fill(self, k: Tensor, v: Tensor) -> None:
         """Write keys and values [T, K, E] into the pages of every sequence, in the first layer."""
@@ -116,8 +122,11 @@ class Schedule:
         self.sequences = [
             np.concatenate([common, self.random.integers(0, VOCABULARY, n)]) for n in self.own
         ]
-        self.targets = torch.from_numpy(self.random.integers(0, VOCABULARY, sum(self.own)))
-        self.above = torch.from_numpy(self.random.standard_normal(sum(self.own), np.float32))
+        targets = self.random.integers(0, VOCABULARY, sum(self.own))
+        above = self.random.standard_normal(sum(self.own), np.float32)
+        self.targets, self.above = (
+            torch.from_numpy(array).to(model.device) for array in (targets, above)
+        )
 
     def packed(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the trainer's pass, the prefix once: (log-probs [N], gradients of all weights)."""
@@ -153,7 +162,7 @@ class Schedule:
         lengths = np.array([len(sequence) for sequence in self.sequences])
         cache, done = Cache(self.model, lengths.tolist(), self.random), np.zeros_like(lengths)
         targets = self.targets.split(self.own)
-        logprobs = [torch.zeros(n) for n in self.own]
+        logprobs = [torch.zeros(n, device=self.model.device) for n in self.own]
         while (left := np.flatnonzero(done < lengths)).size:
             members = self.random.permutation(left)[: int(self.random.integers(1, len(left) + 1))]
             counts = np.minimum(self.random.choice(CHUNKS, len(members)), (lengths - done)[members])
@@ -166,7 +175,8 @@ class Schedule:
                 hidden = self.model.hidden(
                     torch.from_numpy(np.concatenate(new)), torch.from_numpy(positions), plan
                 )
-                table = log_distribution(self.model.head(hidden), SamplingDistribution())
+                logits = self.model.head(hidden).float()
+                table = log_distribution(logits, SamplingDistribution())
             for member, rows, start in zip(
                 members, table.split(counts.tolist()), done[members], strict=True
             ):

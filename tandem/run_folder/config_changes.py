@@ -14,6 +14,7 @@ THREADS = "run.threads"  # free if the exactness probe has found that it changes
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
     "eval.every",
+    "model.device",
     "run.folder",
     "run.keep_checkpoints",
     "run.save_every",
@@ -22,6 +23,7 @@ _FREE = {
     "reward.workers",
     "rollout.workers",
     "rollout.restarts",
+    "rollout.devices",
     "rl.max_truncated",
     "rl.max_flat_steps",
     "train.activation_checkpointing",

@@ -7,8 +7,9 @@ overwritten in silence.
                 log.txt        machine.json (processor, threads)
                 and what others write: metrics.jsonl, episodes/, checkpoints/ ...
 
-run.threads = 0 is resolved when a run begins, and kept: a resume with other cores at hand computes
-as the run began. It does not know what a step is, nor what the folder's other files hold.
+run.threads = 0 and model.dtype = auto are resolved when a run begins, and kept: a resume with other
+cores at hand computes as the run began. It does not know what a step is, nor what the folder's
+other files hold.
 """
 
 import errno
@@ -23,6 +24,7 @@ from typing import Any
 
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
+from tandem.model.placement import place_models
 from tandem.run_folder.config_changes import (
     THREADS,
     allowed_changes,
@@ -121,7 +123,7 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
 @contextmanager
 def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Iterator[RunFolder]:
     verb = "resumed" if _is_run(folder) else "started"
-    config, changes = _with_threads(config, folder), list[str]()
+    config, changes = _resolved(config, folder), list[str]()
     # A start that a mistake ended before the first metrics row leaves nothing to protect: the
     # corrected config replaces it.
     begins = not _has_steps(folder)
@@ -150,7 +152,7 @@ def check_run(folder: Path, config: Config, command: str) -> bool:
     _check_writable(folder)
     check_unlocked(folder)
     if _has_steps(folder):
-        _changes(folder, _with_threads(config, folder), command)
+        _changes(folder, _resolved(config, folder), command)
     return _has_steps(folder)
 
 
@@ -196,16 +198,18 @@ def _check_writable(folder: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
 
 
-def _with_threads(config: Config, folder: Path) -> Config:
-    """Resolve run.threads = 0: to the count of the run in the folder, or of torch if it has not
-    begun."""
-    if config.run.threads:
-        return config
-    threads = 0
-    if _has_steps(folder):
-        threads = _read(folder / "config.toml", lambda text: toml_values(text)[THREADS])
-    run = config.run.model_copy(update={"threads": threads or numerics.prepare()})
-    return config.model_copy(update={"run": run})
+def _resolved(config: Config, folder: Path) -> Config:
+    """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
+    this machine if it has not begun."""
+    run, model = config.run, config.model
+    begun = _read(folder / "config.toml", toml_values) if _has_steps(folder) else {}
+    if not run.threads:
+        threads = begun.get(THREADS) or numerics.prepare()
+        run = run.model_copy(update={"threads": threads})
+    if model.dtype == "auto":
+        dtype = begun.get("model.dtype") or place_models(model.device, "auto").dtype_name
+        model = model.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"run": run, "model": model})
 
 
 def _move_aside(folder: Path) -> Path:

@@ -21,6 +21,14 @@ class Learner:
     model: ExactModel
     optimizer: Optimizer
 
+    def load(
+        self, weights: dict[str, Tensor], moments: dict[str, Tensor], optimizer_steps: int
+    ) -> None:
+        """Take up what a checkpoint holds. Raises UserError if it is another model's."""
+        self.model.load_weights(weights)
+        self.optimizer.load_weights(weights)
+        self.optimizer.load_state(moments, optimizer_steps)
+
 
 @dataclass
 class Update:

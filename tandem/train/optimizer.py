@@ -1,4 +1,10 @@
-"""Fused AdamW with a schedule and clipping whose bits do not depend on the thread count."""
+"""Fused AdamW with a schedule and clipping whose bits do not depend on the thread count.
+
+Parameters of another type than float32 have masters: float32 copies that gradients and updates go
+to. The parameters, which engine and trainer run, are the masters rounded once. An update smaller
+than the spacing of bfloat16 is then kept, and counts once several have added up (Micikevicius et
+al. 2018, arXiv 1710.03740, section 3.1).
+"""
 
 import math
 from collections.abc import Iterable
@@ -12,7 +18,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 class Optimizer:
-    """AdamW over named parameters. `update` clips, steps and clears the gradients."""
+    """AdamW over named parameters, or their masters. `update` clips, steps and clears the
+    gradients."""
 
     def __init__(
         self,
@@ -29,8 +36,12 @@ class Optimizer:
         self.parameters, self.max_grad_norm = parameters, max_grad_norm
         self.learning_rate, self.schedule = learning_rate, schedule
         self.warmup_steps, self.total_steps, self.step = warmup_steps, total_steps, 0
-        decayed = [p for p in parameters.values() if p.dim() > 1]
-        plain = [p for p in parameters.values() if p.dim() <= 1]
+        # what AdamW steps: a master, or the parameter itself
+        self.masters = {name: _master(p) for name, p in parameters.items()}
+        for p in parameters.values():
+            p.grad_dtype = torch.float32
+        decayed = [p for p in self.masters.values() if p.dim() > 1]
+        plain = [p for p in self.masters.values() if p.dim() <= 1]
         groups = [
             {"params": decayed, "weight_decay": weight_decay},
             {"params": plain, "weight_decay": 0.0},
@@ -53,29 +64,59 @@ class Optimizer:
                 torch._foreach_mul_(grads, self.max_grad_norm / norm)
             for group in self.adam.param_groups:
                 group["lr"] = rate
+            for name, p in self.parameters.items():
+                self.masters[name].grad = p.grad
             self.adam.step()
+            self._round()
             # the fused kernel does not count its writes, and the linear packs are renewed by that
             # count
             torch.autograd.graph.increment_version(list(self.parameters.values()))
             self.step += 1
-        self.adam.zero_grad(set_to_none=True)
+        for p in (*self.parameters.values(), *self.masters.values()):
+            p.grad = None
         return {"grad_norm": norm, "learning_rate": rate, "skipped_updates": float(skip)}
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Write the masters into their parameters."""
+        for name, p in self.parameters.items():
+            if p is not self.masters[name]:
+                p.copy_(self.masters[name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the float32 weights that the next update starts from, by parameter name."""
+        return {name: p.detach() for name, p in self.masters.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Return the moments by parameter name; none before the first update."""
         return {
             f"{moment}.{name}": self.adam.state[p][moment]
-            for name, p in self.parameters.items()
+            for name, p in self.masters.items()
             if p in self.adam.state
             for moment in ("exp_avg", "exp_avg_sq", "step")
         }
+
+    @torch.no_grad()
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take up the weights that `weights` gave."""
+        for name, weight in weights.items():
+            self.masters[name].copy_(weight)
+        self._round()
 
     def load_state(self, tensors: dict[str, Tensor], step: int) -> None:
         """Take up the moments and the place in the schedule."""
         for key, tensor in tensors.items():
             moment, _, name = key.partition(".")
-            self.adam.state[self.parameters[name]][moment] = tensor.clone()
+            master = self.masters[name]
+            device = tensor.device if moment == "step" else master.device
+            self.adam.state[master][moment] = tensor.to(device, copy=True)
         self.step = step
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == torch.float32:
+        return parameter
+    return nn.Parameter(parameter.detach().float())
 
 
 def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
@@ -100,5 +141,5 @@ def global_norm(tensors: Iterable[Tensor]) -> float:
     for tensor in tensors:
         rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[:, None]
         norms = torch.linalg.vector_norm(rows, dim=1) if rows.shape[0] > 1 else rows.flatten()
-        squares += float(np.square(norms.numpy().astype(np.float64)).sum())
+        squares += float(np.square(norms.cpu().numpy().astype(np.float64)).sum())
     return math.sqrt(squares)

@@ -27,9 +27,13 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_engine_and_policy_agree_in_gradient_mode(name, threads):
-    model = random_model(name)
+BFLOAT16 = [(name, torch.bfloat16) for name in ("qwen3", "mistral", "qwen3_moe")]
+TYPES = [*((name, torch.float32) for name in CONFIGS), *BFLOAT16]
+
+
+@pytest.mark.parametrize(("name", "dtype"), TYPES)
+def test_engine_and_policy_agree_in_gradient_mode(name, dtype, threads):
+    model = random_model(name, dtype=dtype)
     requests = random_requests(np.random.default_rng(1), prompts=7, longest=150, group=3)
     completions = engine_for(model, max_batch=8).generate(requests)
     assert largest_gap(model, requests, completions, 400, gradients=True) == 0.0
@@ -44,9 +48,9 @@ def test_engine_and_policy_agree_at_two_thousand_tokens(name):
     assert largest_gap(model, requests, completions, 4096, gradients=False) == 0.0
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_engine_and_policy_agree_after_optimizer_steps(name):
-    model = random_model(name)
+@pytest.mark.parametrize(("name", "dtype"), TYPES)
+def test_engine_and_policy_agree_after_optimizer_steps(name, dtype):
+    model = random_model(name, dtype=dtype)
     optimizer = Optimizer(
         dict(model.module.named_parameters()),
         learning_rate=1e-2,

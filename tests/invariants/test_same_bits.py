@@ -18,6 +18,7 @@ KINDS = [
     "dapo, curriculum",
     "ppo, lora",
     "multi-turn",
+    "bfloat16",
 ]  # each by itself, and more: python -m tests.support.runs
 
 ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if shutil.which("taskset") else ()

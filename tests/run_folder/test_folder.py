@@ -31,7 +31,7 @@ with open_run(Path(sys.argv[1]), Config(), fresh=False, command="train"):
 def config(**changes):
     """config(run__seed=1): the defaults but for run.seed, and one thread."""
     tree = Config().model_dump()
-    tree["run"]["threads"] = 1
+    tree["run"]["threads"], tree["model"]["dtype"] = 1, "float32"
     for key, value in changes.items():
         section, field = key.split("__")
         tree[section][field] = value

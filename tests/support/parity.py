@@ -51,10 +51,10 @@ FILTERS = (
 )
 
 
-def random_model(name: str, seed: int = 0) -> ExactModel:
+def random_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> ExactModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return make_exact(AutoModelForCausalLM.from_config(CONFIGS[name]()).float())
+        return make_exact(AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype))
 
 
 def words(tokens: np.ndarray) -> str:

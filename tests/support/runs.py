@@ -103,6 +103,7 @@ KINDS = {  # name: command and overrides
         "rl.kl_coef=0.05",
     ],
 }
+KINDS["bfloat16"] = [*KINDS["ppo"], "rl.kl_coef=0.05", "model.dtype=bfloat16"]
 AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
 KINDS |= {
     "one-step-off": [*KINDS["train"], *AHEAD],

@@ -40,7 +40,7 @@ def set_gradients(weights, step, scale=1.0):
 
 
 def bits(weights):
-    return {name: p.detach().numpy().tobytes() for name, p in weights.items()}
+    return {name: p.detach().float().numpy().tobytes() for name, p in weights.items()}
 
 
 def test_updates_are_torchs_adamw_with_decay_on_matrices_only():
@@ -214,3 +214,56 @@ def test_global_norm_has_the_same_bits_for_one_and_two_threads():
     assert norms[0] == norms[1]
     exact = math.sqrt(sum(float(np.square(t.numpy().astype(np.float64)).sum()) for t in tensors))
     assert norms[0] == pytest.approx(exact, rel=1e-6)  # rows are summed in float32
+
+
+def bfloat16_parameters():
+    return {name: nn.Parameter(p.detach().bfloat16()) for name, p in parameters().items()}
+
+
+def test_bfloat16_parameters_are_their_masters_rounded():
+    """The masters take the steps that float32 parameters with the same gradients take."""
+    rounded = bfloat16_parameters()
+    exact = {name: nn.Parameter(p.detach().float()) for name, p in rounded.items()}
+    ours, theirs = optimizer(rounded), optimizer(exact)
+    for step in range(3):
+        set_gradients(rounded, step)
+        set_gradients(exact, step)
+        assert ours.update() == theirs.update()
+    assert bits(ours.weights()) == bits(exact)
+    assert all(torch.equal(p, exact[name].bfloat16()) for name, p in rounded.items())
+    assert all(tensor.dtype == torch.float32 for tensor in ours.state().values())
+
+
+def test_updates_below_the_spacing_of_bfloat16_add_up():
+    weights = {"w": nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))}
+    ours = optimizer(weights, learning_rate=1e-4)
+    moved = []
+    for _ in range(60):
+        weights["w"].grad = torch.ones(4, 4)
+        ours.update()
+        moved.append(bool((weights["w"] != 1.0).any()))
+    assert not moved[0] and moved[-1]  # 60 x 1e-4 is more than half of 2 ** -8
+
+
+def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
+    weights = {"w": nn.Parameter(torch.zeros(1, 2, dtype=torch.bfloat16))}
+    optimizer(weights)
+    for part in (1.0, 2.0**-9):  # whose sum bfloat16 does not have
+        (weights["w"] * torch.tensor([[part, 0.0]])).sum().backward()
+    assert weights["w"].grad.tolist() == [[1.0 + 2.0**-9, 0.0]]
+
+
+def test_masters_and_moments_are_loaded_to_the_same_bits():
+    weights = bfloat16_parameters()
+    ours = optimizer(weights)
+    set_gradients(weights, 0)
+    ours.update()
+    copies = bfloat16_parameters()
+    again = optimizer(copies)
+    again.load_weights({name: w.clone() for name, w in ours.weights().items()})
+    again.load_state({name: t.clone() for name, t in ours.state().items()}, ours.step)
+    for step in (1, 2):
+        set_gradients(weights, step)
+        set_gradients(copies, step)
+        assert ours.update() == again.update()
+        assert bits(ours.weights()) == bits(again.weights()) and bits(weights) == bits(copies)

@@ -74,14 +74,17 @@ class Workers:
     close it.
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
-    cache_mb and max_batch are for each worker. restarts: most workers that may be lost in all; the
-    next one ends the run with a UserError. report gets a line about every loss.
+    Worker n is on devices[n % len(devices)]. cache_mb and max_batch are for each worker. restarts:
+    most workers that may be lost in all; the next one ends the run with a UserError. report gets a
+    line about every loss.
     """
 
     def __init__(
         self,
         *,
         model_path: str,
+        devices: Sequence[str] = ("cpu",),
+        dtype: str = "float32",
         cache_mb: int,
         max_batch: int,
         longest: int,
@@ -98,8 +101,10 @@ class Workers:
         self._max_batch, self._heartbeat_s = max_batch, heartbeat_s
         self._weights, self._report, self._command = weights, report, command
         self._beat_s = min(1.0, heartbeat_s / BEATS)
+        self._devices = devices
         self._start = {
             "model_path": model_path,
+            "dtype": dtype,
             "cache_bytes": cache_mb << 20,
             "max_batch": max_batch,
             "layout": weights.layout.parts,
@@ -249,7 +254,8 @@ class Workers:
                 raise RuntimeError("the rollout workers are closed")
             worker = self._workers[number] = WorkerProcess(number, self._command)
             self._selector.register(worker.channel.socket, selectors.EVENT_READ, worker)
-        self._send(worker, {"start": self._start})
+        device = self._devices[worker.number % len(self._devices)]
+        self._send(worker, {"start": {**self._start, "device": device}})
 
     def _is_current(self, worker: WorkerProcess) -> bool:
         return self._workers.get(worker.number) is worker

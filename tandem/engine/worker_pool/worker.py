@@ -132,10 +132,12 @@ def load_engine(start: dict[str, Any]) -> "Engine":
     numerics.prepare(threads=1)
     from tandem.engine.engine import Engine
     from tandem.model.load import load_model
+    from tandem.model.placement import place_models
     from tandem.model.tokenizer import decode_text, load_tokenizer
 
-    model, tokenizer = load_model(start["model_path"]), load_tokenizer(start["model_path"])
-    size = start["max_batch"]
+    place = place_models(start["device"], start["dtype"])
+    model = load_model(start["model_path"], place=place)
+    tokenizer, size = load_tokenizer(start["model_path"]), start["max_batch"]
     return Engine(
         model,
         lambda tokens: decode_text(tokenizer, tokens),

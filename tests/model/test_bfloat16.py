@@ -1,0 +1,68 @@
+"""bfloat16 on a CPU: rows keep their bits in any company, and numbers are close to float32's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tandem.model.layers import embed
+from tandem.model.linear import Part, fused_linear, gradient_product, multiply, pack, swiglu
+
+BF16 = torch.bfloat16
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 40), (96, 172), (576, 1536), (1536, 49)])
+def test_a_row_has_the_same_bits_in_any_company(inputs, outputs):
+    x, packed = random(130, inputs), pack(random(outputs, inputs, seed=1))
+    whole = multiply(x, packed)
+    for start, count in [(0, 1), (7, 3), (31, 2), (0, 32), (64, 33), (2, 100), (129, 1)]:
+        part = slice(start, start + count)
+        assert torch.equal(multiply(x[part].contiguous(), packed), whole[part])
+
+
+def test_products_are_rounded_once():
+    x, weight, bias = random(40, 96), random(50, 96, seed=1), random(50, seed=2)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    found = multiply(x, pack(weight), bias)
+    assert found.dtype == BF16
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-3)
+
+
+def test_gradients_of_a_fused_linear_are_those_of_float32():
+    x = random(37, 48).requires_grad_()
+    weights = [random(24, 48, seed=1).requires_grad_(), random(16, 48, seed=2).requires_grad_()]
+    parts = [Part(weight) for weight in weights]
+    above = random(37, 40, seed=3)
+    fused_linear(x, parts, pack(torch.cat(weights))).backward(above)
+    exact = above.float() @ torch.cat(weights).float()
+    torch.testing.assert_close(x.grad.float(), exact, rtol=2e-2, atol=5e-2)
+    for weight, grad in zip(weights, above.float().split([24, 16], 1), strict=True):
+        torch.testing.assert_close(weight.grad.float(), grad.t() @ x.float(), rtol=2e-2, atol=5e-2)
+
+
+def test_swiglu_and_its_gradient_are_those_of_float32():
+    x = random(9, 26).requires_grad_()
+    twin = x.detach().float().requires_grad_()
+    above = random(9, 13, seed=1)
+    out, expected = swiglu(x), swiglu(twin)
+    assert torch.equal(out, expected.to(BF16))
+    out.backward(above)
+    expected.backward(above.float())
+    assert torch.equal(x.grad, twin.grad.to(BF16))
+
+
+def test_gradient_of_a_frequent_token_is_summed_in_float32():
+    weight = torch.zeros(3, 2, dtype=BF16, requires_grad=True)
+    weight.grad_dtype = torch.float32
+    embed(weight, torch.ones(1000, dtype=torch.int64)).sum().backward()
+    assert weight.grad.tolist() == [[0.0, 0.0], [1000.0, 1000.0], [0.0, 0.0]]
+
+
+def test_gradient_products_have_the_type_of_the_second_factor_or_float32():
+    a, b = torch.randn(5, 32), random(32, 7)
+    found = gradient_product(a, b)
+    assert found.dtype in (BF16, torch.float32)
+    torch.testing.assert_close(found.float(), a @ b.float(), rtol=2e-2, atol=5e-2)
