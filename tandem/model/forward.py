@@ -1,4 +1,8 @@
-"""Log-probs, entropies, values and divergences of a microbatch: each [N], one for a loss token."""
+"""Log-probs, entropies, values and divergences of a microbatch: each [N], one for a loss token.
+
+They come back to the CPU, whatever the model's device: losses are arithmetic over a few thousand
+numbers, and their sums have a fixed order there.
+"""
 
 from functools import partial
 
@@ -27,7 +31,11 @@ def batch_logprobs(
     hidden, weight, packed = _head(model, batch)
     targets = torch.from_numpy(batch.targets).to(model.device)
     seen = None if sampling.repetition_penalty == 1.0 else partial(_seen, batch, model.device)
-    return token_logprobs(hidden, weight, packed, targets, sampling, seen, expected, entropy)
+    expected = None if expected is None else expected.to(model.device)
+    logprobs, entropies = token_logprobs(
+        hidden, weight, packed, targets, sampling, seen, expected, entropy
+    )
+    return logprobs.cpu(), entropies.cpu()
 
 
 @torch.no_grad()
@@ -41,7 +49,7 @@ def reference_logprobs(
 
 def batch_values(model: ExactModel, batch: Microbatch) -> Tensor:
     """Compute a value model's value of the state before each target, float32 [N]."""
-    return model.head(_hidden(model, batch))[:, 0].float()
+    return model.head(_hidden(model, batch))[:, 0].float().cpu()
 
 
 def teacher_divergences(
@@ -54,7 +62,7 @@ def teacher_divergences(
     """Compute the divergence over the vocabulary at the place of each target, float32 [N]."""
     with torch.no_grad():
         teacher_head = _head(teacher, batch)
-    return divergences(_head(student, batch), teacher_head, temperature, divergence)
+    return divergences(_head(student, batch), teacher_head, temperature, divergence).cpu()
 
 
 def _head(model: ExactModel, batch: Microbatch) -> Head:

@@ -108,8 +108,7 @@ class Optimizer:
         for key, tensor in tensors.items():
             moment, _, name = key.partition(".")
             master = self.masters[name]
-            device = tensor.device if moment == "step" else master.device
-            self.adam.state[master][moment] = tensor.to(device, copy=True)
+            self.adam.state[master][moment] = tensor.to(master.device, copy=True)
         self.step = step
 
 
