@@ -1,9 +1,10 @@
 """Sections of sampling: model, data, rollouts, environment, rewards, evaluation."""
 
+import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from tandem.config.section import Section
 
@@ -42,6 +43,15 @@ class Run(Section):
             yield "run.stall_s: must be at least 2: signs of life come twice a second"
 
 
+def _device(value: str) -> str:
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", value):
+        raise ValueError("expected auto, cpu, cuda or cuda:N")
+    return value
+
+
+Device = Annotated[str, AfterValidator(_device)]
+
+
 class Model(Section):
     """The policy: a Hugging Face model directory or hub name."""
 
@@ -53,9 +63,8 @@ class Model(Section):
     reference: str = Field(
         "", description="frozen reference of the KL term and of DPO; empty: the starting weights"
     )
-    device: str = Field(
+    device: Device = Field(
         "auto",
-        pattern="^(auto|cpu|cuda(:[0-9]+)?)$",
         description="auto, cpu, cuda or cuda:N; auto: the first GPU if there is one, else the CPU",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -149,7 +158,7 @@ class Rollout(Section):
     restarts: int = Field(
         10, ge=0, description="restarts of rollout processes before the run gives up"
     )
-    devices: list[str] = Field(
+    devices: list[Device] = Field(
         [], description="devices of the rollout processes, in turn; empty: that of model.device"
     )
 

@@ -215,7 +215,8 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
             near = difflib.get_close_matches(str(found), choices, 1, 0.5)
             advice = f"; did you mean {near[0]}?" if near else ""
             return f"expected one of {', '.join(choices)}{advice}"
-    return mistake["msg"][0].lower() + mistake["msg"][1:]
+    reason = mistake["msg"].removeprefix("Value error, ")
+    return reason[0].lower() + reason[1:]
 
 
 def _nearest(key: str) -> str:

@@ -79,6 +79,8 @@ def test_an_unknown_key_is_reported_with_the_nearest_one(text, message, tmp_path
         ("[train]\nlearning_rate = inf\n", "train.learning_rate", "inf"),
         ("[rollout]\ntop_p = 1.5\n", "rollout.top_p", "1.5"),
         ("[rl]\nadvantage = 'dr_grpo'\n", "rl.advantage", "'dr_grpo'"),
+        ("[model]\ndevice = 'gpu'\n", "model.device", "'gpu'"),
+        ("[rollout]\ndevices = ['cuda:1', 'tpu']\n", "rollout.devices.1", "'tpu'"),
         ("rl = 3\n", "rl", "3"),
     ],
 )
