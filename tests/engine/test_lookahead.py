@@ -201,18 +201,19 @@ def test_random_lives_hold_what_they_are_to_compare():
 
 def test_the_next_step_runs_before_the_host_waits_for_this_one():
     engine, log = logged_engine()
-    engine.generate([request(n, [n], max_new_tokens=6) for n in range(3)])
+    engine.generate([request(n, [n, 5], max_new_tokens=6) for n in range(3)])
     # the pass of the prompts samples the first token and starts the step of the second
     assert log == ["load", "run", *["run", "wait"] * 4, "wait"]
 
 
 def test_a_step_is_loaded_again_for_a_new_page_an_end_or_a_newcomer_only():
     engine, log = logged_engine(max_batch=3)
-    lengths = [10, 30, 60, 40]  # the last joins when the first ends
-    engine.generate(
-        [request(n, PROMPTS[2][: 30 + n], max_new_tokens=count) for n, count in enumerate(lengths)]
-    )
-    assert log.count("run") > 60 and log.count("load") == 5
+    lengths = [10, 30, 60, 40]  # the last joins when the first has ended
+    engine.generate([request(n, [n, 5], max_new_tokens=m) for n, m in enumerate(lengths)])
+    assert log.count("run") == 59 and log.count("load") == 5
+    log.clear()
+    engine.generate([request(n, prompt, max_new_tokens=9) for n, prompt in enumerate(PROMPTS[3:5])])
+    assert log.count("run") == 8 and log.count("load") == 3
 
 
 def test_a_token_behind_a_stop_reaches_nobody():
@@ -247,7 +248,7 @@ def test_a_page_is_foreseen_and_a_guess_that_fails_is_run_again():
 
 
 def test_a_full_cache_gives_no_page_ahead():
-    asked = [request(n, PROMPTS[4] + n, max_new_tokens=9) for n in range(4)]
+    asked = [request(n, (PROMPTS[4] + n) % 97, max_new_tokens=9) for n in range(4)]
     engine = engine_of(pages=3, max_batch=2)
     plain = engine_of(pages=3, max_batch=2, ahead=False)
     for one in asked:

@@ -25,7 +25,7 @@ from tests.support.tiny import random_tokens, stock_model, tiny_config
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 # the interpreter takes a second for each ten tokens
-LONG = 60 if DEVICE == "cuda" else 5
+LONG = 60 if DEVICE == "cuda" else 4
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,8 @@ def triton_kernels():
         yield
 
 
-def model_of(kind="qwen3", seed=0):
-    config = tiny_config(kind, **SHAPE, num_hidden_layers=1)
+def model_of(seed=0):
+    config = tiny_config("mistral", **SHAPE, num_hidden_layers=1)
     return make_exact(stock_model(config, seed=seed).to(DEVICE))
 
 
@@ -62,10 +62,9 @@ def play(model, other, *, ahead):
     return order, [facts(s.completion) for s in running], books
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_steps_ahead_give_the_bits_of_plain_steps_over_triton(kind):
-    results = [play(model_of(kind), model_of(kind, seed=1), ahead=ahead) for ahead in (False, True)]
-    assert results[0] == results[1]
+def test_steps_ahead_give_the_bits_of_plain_steps_over_triton():
+    plain, ahead = (play(model_of(), model_of(seed=1), ahead=ahead) for ahead in (False, True))
+    assert plain == ahead
 
 
 @pytest.mark.parametrize("live", [1, 3])
