@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Step = Callable[[], None]
-MOST_STEPS = 256  # kinds of step that are kept
+MOST_STEPS = 512  # kinds that are kept; one more, and all are forgotten
 
 
 class Graph(Protocol):

@@ -47,13 +47,10 @@ class Row(NamedTuple):
         return len(self.sequence.request.prompt) + self.sampled - 1
 
     def is_next(self) -> bool:
-        """Tell whether a sequence of the schedule has just this to run."""
-        sequence = self.sequence
-        return (
-            self.sampled == len(sequence.tokens)
-            and self.table is sequence.page_table
-            and self.page == self.table[self.position // PAGE]
-        )
+        """Tell, after `schedule`, whether the sequence has just this to run: it still holds its
+        pages, and the page of the key is the one that was foreseen."""
+        held = self.table is self.sequence.page_table
+        return held and self.page == self.table[self.position // PAGE]
 
 
 class Taken(NamedTuple):
@@ -93,18 +90,13 @@ class Lookahead:
     def take(self, work: Work) -> Taken:
         """Return what the step in flight has for the schedule. If it has nothing, and one step can
         run the whole schedule, run that."""
-        sequences = [sequence for sequence, _ in work]
-        scheduled = set(sequences)
-        rows = {
-            row.sequence: number
-            for number, row in enumerate(self._rows)
-            if row.sequence in scheduled and row.is_next()
-        }
+        rows = {row.sequence: n for n, row in enumerate(self._rows) if row.is_next()}
         if not rows:
+            sequences = [sequence for sequence, _ in work]
             if any(s.length - s.num_cached > 1 for s in sequences) or not _alike(sequences):
                 return NOTHING
             tokens = np.array([s.next_tokens(1) for s in sequences])[:, 0]
-            rows = {sequence: number for number, sequence in enumerate(sequences)}
+            rows = {sequence: n for n, sequence in enumerate(sequences)}
             self._start(
                 [Row(s, len(s.tokens), s.page_table, s.page_table[-1]) for s in sequences],
                 upload(tokens, self._step.tokens.device),
