@@ -19,7 +19,7 @@ from tandem.engine.sampler import device_uniforms, sample, sampling_key
 from tandem.model.decode_rows import DecodeRows
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE, Runs
-from tandem.types import SamplingDistribution
+from tandem.types import SamplingParams
 
 SHORTEST = 512  # least max_length of a step: one split of the Triton kernel
 
@@ -48,23 +48,20 @@ class DecodeStep:
         self.logprobs = zeros(rows, dtype=torch.float32)
 
     def load(self, tokens: Tensor, runs: Runs, draws: np.ndarray, keys: np.ndarray) -> None:
-        """Set the live rows: tokens int64 [n] on the device, runs of one token each, and the keys
-        and numbers of the draws, int64 [n]."""
+        """Set the live rows: tokens int64 [n] on the device, runs of one token each; number and key
+        of each draw, int64 [n]."""
         live, padded = len(tokens), padded_batch(len(tokens))
-        columns = np.zeros((4, padded), np.int64)
+        buffers = self.counts, self.positions, self.draws, self.keys
+        columns = np.zeros((len(buffers), padded), np.int64)
         columns[:, :live] = runs.counts, runs.positions, draws, keys
         device = self.model.device
-        for buffer, column in zip(
-            (self.counts, self.positions, self.draws, self.keys),
-            upload(columns, device),
-            strict=True,
-        ):
+        for buffer, column in zip(buffers, upload(columns, device), strict=True):
             buffer[:padded].copy_(column)
         self.tokens[:live].copy_(tokens)
         table = upload(runs.table.astype(np.int32), device)
         self.tables[:live, : table.shape[1]].copy_(table)
 
-    def run(self, live: int, longest: int, sampling: SamplingDistribution) -> HostCopy:
+    def run(self, live: int, longest: int, sampling: SamplingParams) -> HostCopy:
         """Run the step for the live rows, all at positions below `longest`; return their next
         tokens int64 [n] and log-probs float32 [n]."""
         rows, max_length = padded_batch(live), max(SHORTEST, 1 << (longest - 1).bit_length())
@@ -74,7 +71,7 @@ class DecodeStep:
         )
         return HostCopy(self.tokens[:live], self.logprobs[:live])
 
-    def _step(self, rows: int, max_length: int, sampling: SamplingDistribution) -> None:
+    def _step(self, rows: int, max_length: int, sampling: SamplingParams) -> None:
         tokens, positions, draws = self.tokens[:rows], self.positions[:rows], self.draws[:rows]
         counts, tables = self.counts[:rows], self.tables[:rows]
         places = DecodeRows(

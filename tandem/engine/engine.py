@@ -7,8 +7,9 @@
          (stop token, stop string, length)
 
 A completion depends on its request and the weights only, never on its neighbours, the batch size,
-chunks, shared prefixes, preemption or order. One thread calls the engine. It does not know
-problems, rewards or losses.
+chunks, shared prefixes, preemption or order. On a GPU decode steps run ahead of the host
+(lookahead.py); nothing that can be seen here changes by it. One thread calls the engine. It does
+not know problems, rewards or losses.
 """
 
 from collections import defaultdict, deque
