@@ -7,22 +7,22 @@
          (stop token, stop string, length)
 
 A completion depends on its request and the weights only, never on its neighbours, the batch size,
-chunks, shared prefixes, preemption or order. One thread calls the engine. It does not know
-problems, rewards or losses.
+chunks, shared prefixes, preemption or order. On a GPU decode steps run ahead of the host
+(lookahead.py); nothing that can be seen here changes by it. One thread calls the engine. It does
+not know problems, rewards or losses.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.lookahead import NOTHING, Sampled, Taken, lookahead_for
 from tandem.engine.page_cache import PageCache
-from tandem.engine.sampler import sample
+from tandem.engine.sampler import sample, sampling_key
 from tandem.engine.scheduler import RunningSequence, Scheduler, Work
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel
@@ -31,12 +31,10 @@ from tandem.model.paged_attention import PAGE, Runs
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import uniforms
-from tandem.types import Completion, CompletionStop, Microbatch, Request, SamplingDistribution
+from tandem.types import Completion, CompletionStop, Microbatch, Request
 from tandem.weights.hashing import weight_hash
 
 OnUpdate = Literal["finish", "restart", "continue"]
-# Fields of SamplingParams that are equal in sequences sampled in one call.
-_sampling_key = attrgetter(*(f.name for f in fields(SamplingDistribution)), "top_logprobs")
 
 
 class Engine:
@@ -63,6 +61,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens
         )
+        self.lookahead = lookahead_for(model, self.cache, max_batch)
         # sequences that ended in `apply`; the next step returns them
         self._ended: list[RunningSequence] = []
         self._arrivals = self._generated = 0
@@ -156,6 +155,8 @@ class Engine:
 
     def _forget(self) -> None:
         self.cache.flush()
+        if self.lookahead is not None:
+            self.lookahead.clear()
         self._to_check = None
         self._stamp = self._weights_stamp()
 
@@ -200,22 +201,16 @@ class Engine:
             return ended
         # the order of paged attention: no rows are moved then
         work.sort(key=lambda part: -len(part[0].page_table))
-        ready, logits = self._forward(work)
-        if logits is None:
-            return ended
-        keys = np.array([s.request.key for s in ready], np.uint64)
-        positions = np.array([s.request.num_sampled + len(s.tokens) for s in ready])
-        draws = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
-        rows_by_sampling: dict[tuple[float, ...], list[int]] = defaultdict(list)
-        for row, sequence in enumerate(ready):
-            rows_by_sampling[_sampling_key(sequence.request.params)].append(row)
-        for rows in rows_by_sampling.values():
-            members = [ready[row] for row in rows]
-            sampling = members[0].request.params
-            part = slice(None) if len(rows) == len(ready) else torch.tensor(rows)
-            seen = _seen(members, logits.device) if sampling.repetition_penalty != 1.0 else None
-            sampled = sample(logits[part], sampling, draws[part], seen, sampling.top_logprobs)
-            columns = (column.tolist() for column in sampled)
+        ahead = self.lookahead
+        taken = ahead.take(work) if ahead is not None else NOTHING
+        ready, logits = self._forward(work, taken)
+        sampled = []
+        if logits is not None:
+            sampled = self._sample([s for s in ready if s not in taken.rows], logits)
+        if ahead is not None:
+            ahead.launch(taken, sampled)
+        for members, results in sampled + taken.read():
+            columns = (column.tolist() for column in results)
             for sequence, token, logprob, top, their_logprobs in zip(
                 members, *columns, strict=True
             ):
@@ -230,28 +225,46 @@ class Engine:
                 self._end(sequence, *ending)
         return ended + ready
 
-    def _forward(self, work: Work) -> tuple[list[RunningSequence], Tensor | None]:
-        """Run the new tokens, whose keys and values go into the cache. Return the sequences without
-        further tokens to run, and their logits [B, V], or None for no sequence."""
-        cache = self.cache
-        starts = np.array([sequence.num_cached for sequence, _ in work])
-        counts = np.array([count for _, count in work])
-        tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
-        runs = Runs([sequence.page_table for sequence, _ in work], starts, counts)
-        plan = self.model.paged_plan(cache.keys, cache.values, runs)
-        hidden = self.model.hidden(torch.from_numpy(tokens), torch.from_numpy(runs.positions), plan)
+    def _forward(self, work: Work, taken: Taken) -> tuple[list[RunningSequence], Tensor | None]:
+        """Run the new tokens, whose keys and values go into the cache, but for those that ran
+        ahead. Return the sequences without further tokens to run, and the logits [B, V] of those
+        that ran here, or None for none."""
+        cache, (tokens, runs) = self.cache, _new_tokens(work)
+        here = [part for part in work if part[0] not in taken.rows]
+        if here:
+            own_tokens, own = _new_tokens(here) if taken.rows else (tokens, runs)
+            plan = self.model.paged_plan(cache.keys, cache.values, own)
+            positions = torch.from_numpy(own.positions)
+            hidden = self.model.hidden(torch.from_numpy(own_tokens), positions, plan)
         cache.fill(runs.pages, runs.offsets, tokens)
         for sequence, count in work:
             sequence.num_cached += count
-        ready = [
-            (sequence, row)
-            for (sequence, _), row in zip(work, np.cumsum(counts) - 1, strict=True)
-            if sequence.num_cached == sequence.length
-        ]
-        if not ready:
-            return [], None
-        rows = torch.from_numpy(np.array([row for _, row in ready])).to(self.model.device)
-        return [sequence for sequence, _ in ready], self.model.head(hidden.index_select(0, rows))
+        ready = [sequence for sequence, _ in work if sequence.num_cached == sequence.length]
+        ends = np.cumsum([count for _, count in here]) - 1
+        rows = [row for (s, _), row in zip(here, ends, strict=True) if s.num_cached == s.length]
+        if not rows:
+            return ready, None
+        at = torch.from_numpy(np.array(rows)).to(self.model.device)
+        return ready, self.model.head(hidden.index_select(0, at))
+
+    def _sample(self, sequences: list[RunningSequence], logits: Tensor) -> list[Sampled]:
+        """Sample the next token of each sequence from its logits [B, V]; one call for those that
+        are sampled alike."""
+        keys = np.array([s.request.key for s in sequences], np.uint64)
+        positions = np.array([s.request.num_sampled + len(s.tokens) for s in sequences])
+        draws = torch.from_numpy(uniforms(keys, positions)).to(logits.device)
+        rows_by_sampling: dict[tuple[float, ...], list[int]] = defaultdict(list)
+        for row, sequence in enumerate(sequences):
+            rows_by_sampling[sampling_key(sequence.request.params)].append(row)
+        sampled = []
+        for rows in rows_by_sampling.values():
+            members = [sequences[row] for row in rows]
+            sampling = members[0].request.params
+            part = slice(None) if len(rows) == len(sequences) else torch.tensor(rows)
+            seen = _seen(members, logits.device) if sampling.repetition_penalty != 1.0 else None
+            results = sample(logits[part], sampling, draws[part], seen, sampling.top_logprobs)
+            sampled.append((members, results))
+        return sampled
 
     def _ending(self, sequence: RunningSequence) -> tuple[str, CompletionStop] | None:
         """Return (text, stop reason) if the sequence has ended."""
@@ -305,6 +318,14 @@ class Engine:
             "prompt_tokens_cached": scheduler.prompt_tokens_cached,
             "preemptions": scheduler.preemptions,
         }
+
+
+def _new_tokens(work: Work) -> tuple[np.ndarray, Runs]:
+    """Return the tokens of a pass, int64 [T], and where they go."""
+    tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
+    starts = np.array([sequence.num_cached for sequence, _ in work])
+    counts = np.array([count for _, count in work])
+    return tokens, Runs([sequence.page_table for sequence, _ in work], starts, counts)
 
 
 def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:

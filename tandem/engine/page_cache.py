@@ -160,6 +160,11 @@ class PageCache:
         self._following[prefix_hash].add(page)
         return page
 
+    def next_free(self, count: int) -> list[int]:
+        """List the pages that the next allocations take, at most `count`; nothing is cached in
+        them. Fewer if cached pages would have to be evicted."""
+        return self._free[: -count - 1 : -1]
+
     def next_prefix_hash(self, page: int) -> bytes:
         """Return the prefix hash of the page that follows a full page."""
         return hash_page(self._prefix_hash[page], self._tokens[page])

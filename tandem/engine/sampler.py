@@ -1,6 +1,8 @@
 """The next token of each row, by inverse CDF from one addressed uniform. Does not know requests or
 caches."""
 
+from dataclasses import fields
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,8 @@ from tandem.model.logprobs import SeenTokens, log_distribution, penalize
 from tandem.types import SamplingDistribution
 
 BLOCK = 128  # tokens of the vocabulary
+# Fields of SamplingParams that are equal in sequences sampled in one call.
+sampling_key = attrgetter(*(f.name for f in fields(SamplingDistribution)), "top_logprobs")
 
 
 class SampledTokens(NamedTuple):
@@ -44,6 +48,28 @@ def sample(
     likeliest = table.topk(top, -1)
     logprobs = table.gather(1, tokens[:, None])[:, 0]
     return SampledTokens(tokens, logprobs, likeliest.indices, likeliest.values)
+
+
+def device_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Draw the uniforms of runtime.rng, float32 [B], to the same bits where the tensors are.
+
+    keys are its uint64 [B] read as int64, positions are int64 [B].
+    """
+    z = keys + _signed(0x9E3779B97F4A7C15) * (positions + 1)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shift(z, 31)
+    return _shift(z, 40).float() * 2.0**-24  # 24 bits: exact in float32
+
+
+def _signed(value: int) -> int:
+    """Read 64 bits as int64."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Shift int64 right with zeros, as uint64 are shifted."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _inverse_cdf(table: Tensor, uniform: Tensor) -> Tensor:

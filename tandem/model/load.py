@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.config_file import HeadKind, check_model, first_line, head_size, window_of
+from tandem.model.decode_rows import DecodeRows
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, padded_rows
@@ -93,6 +94,14 @@ class ExactModel(nn.Module):
         if triton := triton_for(self.head.weight):
             return triton.TritonPagedPlan(keys, values, runs)  # type: ignore[no-any-return]
         return PagedPlan(keys, values, runs, self.heads[0])
+
+    def decode_plan(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows
+    ) -> Plan:
+        """Plan as `paged_plan` for a decode step over static tensors."""
+        if triton := triton_for(self.head.weight):
+            return triton.TritonDecodePlan(keys, values, rows)  # type: ignore[no-any-return]
+        return PagedPlan(keys, values, rows.runs(), self.heads[0])
 
     @property
     def heads(self) -> tuple[int, int, int]:

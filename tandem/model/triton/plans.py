@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.model.decode_rows import DecodeRows
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.model.triton.ops import PagedRows, attention, segment_attention, write_cache
 from tandem.model.triton.ops import matmul as matmul
@@ -55,3 +56,19 @@ class TritonPagedPlan:
         keys, values, new = self.keys[layer], self.values[layer], len(self.slots)
         write_cache(k[:new], v[:new], keys, values, self.slots)
         return attention(q, keys, values, self.rows, scale, window)
+
+
+class TritonDecodePlan(TritonPagedPlan):
+    """Attention of a decode step, from tensors on the device alone: it can be captured in a graph
+    that reads their later values."""
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: DecodeRows):
+        self.keys, self.values = keys, values
+        self.rows = PagedRows(
+            tables=rows.tables,
+            first=torch.arange(len(rows.counts), dtype=torch.int32, device=rows.counts.device),
+            count=rows.counts,
+            start=rows.positions.to(torch.int32),
+            max_length=rows.max_length,
+        )
+        self.slots = rows.slots()

@@ -1,0 +1,91 @@
+"""A decode step over static buffers: tokens in, the next tokens out, into the same buffers.
+
+    tokens, positions --> hidden, head --> sample with uniforms of keys, draws
+        ^                                                 |
+        +------- next tokens, positions + 1, draws + 1 ---+--> logprobs
+
+So a step needs nothing from the host as long as the rows stay who they are and where their pages
+are. It runs on the GPU as one CUDA graph for each size of a ladder, and on the CPU as the same
+function. Knows no request; `lookahead.py` says which rows there are and when.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.graphs import HostCopy, NewCapture, StepGraphs, upload
+from tandem.engine.page_cache import PageCache
+from tandem.engine.sampler import device_uniforms, sample, sampling_key
+from tandem.model.decode_rows import DecodeRows
+from tandem.model.load import ExactModel
+from tandem.model.paged_attention import PAGE, Runs
+from tandem.types import SamplingParams
+
+SHORTEST = 512  # least max_length of a step: one split of the Triton kernel
+
+
+class DecodeStep:
+    """The buffers of at most `max_rows` sequences, and the step over them.
+
+    The first of B rows are live, the others padding (count 0).
+    """
+
+    def __init__(
+        self, model: ExactModel, cache: PageCache, max_rows: int, new_capture: NewCapture | None
+    ):
+        self.model, self.cache = model, cache
+        self.graphs = StepGraphs(new_capture)
+        longest = min(model.config.max_position_embeddings, cache.count * PAGE)
+        rows, pages = padded_batch(max_rows), -(-longest // PAGE)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=model.device)
+
+        self.tables, self.counts = (zeros(*s, dtype=torch.int32) for s in ((rows, pages), (rows,)))
+        # positions of the tokens, and the numbers of the draws of the next ones
+        self.tokens, self.positions, self.draws = (zeros(rows) for _ in range(3))
+        self.keys = zeros(rows)  # of the draws, uint64 read as int64
+        self.logprobs = zeros(rows, dtype=torch.float32)
+
+    def load(self, tokens: Tensor, runs: Runs, draws: np.ndarray, keys: np.ndarray) -> None:
+        """Set the live rows: tokens int64 [n] on the device, runs of one token each; number and key
+        of each draw, int64 [n]."""
+        live, padded = len(tokens), padded_batch(len(tokens))
+        buffers = self.counts, self.positions, self.draws, self.keys
+        columns = np.zeros((len(buffers), padded), np.int64)
+        columns[:, :live] = runs.counts, runs.positions, draws, keys
+        device = self.model.device
+        for buffer, column in zip(buffers, upload(columns, device), strict=True):
+            buffer[:padded].copy_(column)
+        self.tokens[:live].copy_(tokens)
+        table = upload(runs.table.astype(np.int32), device)
+        self.tables[:live, : table.shape[1]].copy_(table)
+
+    def run(self, live: int, longest: int, sampling: SamplingParams) -> HostCopy:
+        """Run the step for the live rows, all at positions below `longest`; return their next
+        tokens int64 [n] and log-probs float32 [n]."""
+        rows, max_length = padded_batch(live), max(SHORTEST, 1 << (longest - 1).bit_length())
+        self.graphs.run(
+            (rows, max_length, sampling_key(sampling)),
+            lambda: self._step(rows, max_length, sampling),
+        )
+        return HostCopy(self.tokens[:live], self.logprobs[:live])
+
+    def _step(self, rows: int, max_length: int, sampling: SamplingParams) -> None:
+        tokens, positions, draws = self.tokens[:rows], self.positions[:rows], self.draws[:rows]
+        counts, tables = self.counts[:rows], self.tables[:rows]
+        places = DecodeRows(
+            tables=tables, counts=counts, positions=positions, max_length=max_length
+        )
+        plan = self.model.decode_plan(self.cache.keys, self.cache.values, places)
+        logits = self.model.head(self.model.hidden(tokens, positions, plan))
+        sampled = sample(logits, sampling, device_uniforms(self.keys[:rows], draws))
+        tokens.copy_(sampled.tokens)
+        self.logprobs[:rows].copy_(sampled.logprobs)
+        positions.add_(counts)
+        draws.add_(counts)
+
+
+def padded_batch(rows: int) -> int:
+    """Round up to the ladder of batch sizes: 1, 2, 4, 8, 16, 24, 32 and so on by 8."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else rows + -rows % 8

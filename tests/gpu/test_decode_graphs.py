@@ -1,0 +1,99 @@
+"""Decoding ahead over Triton's kernels: captured as CUDA graphs where there is a GPU, in the
+interpreter elsewhere."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tandem.engine.decode import DecodeStep
+from tandem.engine.engine import Engine
+from tandem.engine.page_cache import PageCache
+from tandem.engine.sampler import device_uniforms
+from tandem.model.load import make_exact
+from tandem.model.paged_attention import Runs
+from tandem.model.triton.dispatch import triton_everywhere
+from tandem.runtime.rng import uniforms
+from tandem.types import SamplingParams
+from tests.support.engines import facts, request
+from tests.support.parity import words
+from tests.support.tiny import random_tokens, stock_model, tiny_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+# the interpreter takes a second for each ten tokens
+LONG = 60 if DEVICE == "cuda" else 4
+
+
+@pytest.fixture(autouse=True)
+def triton_kernels():
+    with triton_everywhere(), torch.no_grad():
+        yield
+
+
+def model_of(seed=0):
+    config = tiny_config("mistral", **SHAPE, num_hidden_layers=1)
+    return make_exact(stock_model(config, seed=seed).to(DEVICE))
+
+
+def play(model, other, *, ahead):
+    """Requests that end at stops and lengths, cross a page, join, are cancelled and get new
+    weights; return all that came out."""
+    engine = Engine(model, words, cache_bytes=1 << 18, max_batch=3)
+    assert engine.lookahead is not None
+    if not ahead:
+        engine.lookahead = None
+    prompts = [random_tokens(np.random.default_rng(n), size) for n, size in enumerate((3, 126, 2))]
+    filters = {"temperature": 0.8, "top_p": 0.9, "stop_token_ids": tuple(range(9))}
+    asked = [request(n, prompts[n % 3], max_new_tokens=LONG + n, **filters) for n in range(4)]
+    running = [
+        engine.submit(replace(one, max_tokens_now=3 * (n == 2))) for n, one in enumerate(asked)
+    ]
+    order = [[s.arrival for s in engine.step()] for _ in range(4)]
+    engine.cancel(running[1])
+    weights = other.named_weights()
+    engine.apply(1, lambda: model.load_weights(weights), "continue")
+    while engine.has_work:
+        order.append([s.arrival for s in engine.step()])
+    books = engine.cache._filled.tolist(), engine.cache._tokens.tolist(), engine.cache._free
+    return order, [facts(s.completion) for s in running], books
+
+
+def test_steps_ahead_give_the_bits_of_plain_steps_over_triton():
+    plain, ahead = (play(model_of(), model_of(seed=1), ahead=ahead) for ahead in (False, True))
+    assert plain == ahead
+
+
+@pytest.mark.parametrize("live", [1, 3])
+def test_padding_rows_touch_no_page_over_triton(live):
+    model = model_of()
+    cache = PageCache(model, 1 << 18)
+    cache._keys.normal_(), cache._values.normal_()
+    before = [side.clone() for side in (cache._keys, cache._values)]
+    step = DecodeStep(model, cache, 4, None)
+    step.tables.fill_(1)  # what earlier rows left behind
+    runs = Runs(
+        [[5 - n, 6 + n] for n in range(live)], np.array([130, 7, 255])[:live], np.ones(live, int)
+    )
+    step.load(torch.arange(live, device=DEVICE), runs, np.arange(live), np.arange(live))
+    step.run(live, 256, SamplingParams(max_new_tokens=1))
+    for side, old in zip((cache._keys, cache._values), before, strict=True):
+        changed = torch.nonzero((side != old).any(-1).any(2)[0]).tolist()
+        assert changed == sorted(map(list, zip(runs.pages, runs.offsets, strict=True)))
+
+
+def test_uniforms_of_the_device_are_those_of_the_host():
+    keys = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)
+    columns = (keys.view(np.int64), np.arange(1000))
+    found = device_uniforms(*(torch.from_numpy(column).to(DEVICE) for column in columns))
+    assert found.cpu().numpy().tobytes() == uniforms(keys, columns[1]).tobytes()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a graph is captured on a GPU only")
+def test_steps_were_captured_on_the_gpu():
+    engine = Engine(model_of(), words, cache_bytes=1 << 18, max_batch=3)
+    engine.generate([request(n, max_new_tokens=20) for n in range(3)])
+    assert any(engine.lookahead._step.graphs._steps.values())
