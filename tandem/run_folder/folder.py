@@ -200,14 +200,14 @@ def _check_writable(folder: Path) -> None:
 
 def _resolved(config: Config, folder: Path) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
-    this machine if it has not begun."""
+    this machine if it has not recorded."""
     run, model = config.run, config.model
-    begun = _read(folder / "config.toml", toml_values) if _has_steps(folder) else {}
+    recorded = _read(folder / "config.toml", toml_values) if _has_steps(folder) else {}
     if not run.threads:
-        threads = begun.get(THREADS) or numerics.prepare()
+        threads = recorded.get(THREADS) or numerics.prepare()
         run = run.model_copy(update={"threads": threads})
     if model.dtype == "auto":
-        dtype = begun.get("model.dtype") or place_models(model.device, "auto").dtype_name
+        dtype = recorded.get("model.dtype") or place_models(model.device, "auto").dtype_name
         model = model.model_copy(update={"dtype": dtype})
     return config.model_copy(update={"run": run, "model": model})
 

@@ -70,13 +70,11 @@ class Published(Protocol):
 
 
 class Workers:
-    """Pool of rollout workers; weights reach them with the first `apply`. Use it as a context, or
-    close it.
+    """Pool of rollout workers, a context; weights reach them with the first `apply`.
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
-    Worker n is on devices[n % len(devices)]. cache_mb and max_batch are for each worker. restarts:
-    most workers that may be lost in all; the next one ends the run with a UserError. report gets a
-    line about every loss.
+    Worker n is on devices[n % len(devices)]. cache_mb and max_batch: of each worker. restarts: most
+    workers that may be lost in all; the next ends the run with a UserError. report: told of losses.
     """
 
     def __init__(
@@ -100,8 +98,7 @@ class Workers:
         self.restarts = RestartLimit(restarts)
         self._max_batch, self._heartbeat_s = max_batch, heartbeat_s
         self._weights, self._report, self._command = weights, report, command
-        self._beat_s = min(1.0, heartbeat_s / BEATS)
-        self._devices = devices
+        self._beat_s, self._devices = min(1.0, heartbeat_s / BEATS), devices
         self._start = {
             "model_path": model_path,
             "dtype": dtype,
@@ -254,8 +251,8 @@ class Workers:
                 raise RuntimeError("the rollout workers are closed")
             worker = self._workers[number] = WorkerProcess(number, self._command)
             self._selector.register(worker.channel.socket, selectors.EVENT_READ, worker)
-        device = self._devices[worker.number % len(self._devices)]
-        self._send(worker, {"start": {**self._start, "device": device}})
+        device = self._devices[number % len(self._devices)]
+        self._send(worker, {"start": self._start | {"device": device}})
 
     def _is_current(self, worker: WorkerProcess) -> bool:
         return self._workers.get(worker.number) is worker
