@@ -62,19 +62,17 @@ class Published(Protocol):
 
     def descriptor(self, version: int) -> int:
         """Return a descriptor for weights.shared.read_tensors; the caller closes it."""
-        ...
 
     def hash_of(self, version: int) -> str:
         """Return weights.hashing.weight_hash of the trainer's weights."""
-        ...
 
 
 class Workers:
     """Pool of rollout workers, a context; weights reach them with the first `apply`.
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
-    Worker n is on devices[n % len(devices)]. cache_mb and max_batch: of each worker. restarts: most
-    workers that may be lost in all; the next ends the run with a UserError. report: told of losses.
+    Worker n is on devices[n % len(devices)]; cache_mb, max_batch: of each. restarts: most workers
+    that may be lost; the next one ends the run with a UserError. report: told of losses.
     """
 
     def __init__(
@@ -251,8 +249,8 @@ class Workers:
                 raise RuntimeError("the rollout workers are closed")
             worker = self._workers[number] = WorkerProcess(number, self._command)
             self._selector.register(worker.channel.socket, selectors.EVENT_READ, worker)
-        device = self._devices[number % len(self._devices)]
-        self._send(worker, {"start": self._start | {"device": device}})
+        start = {**self._start, "device": self._devices[number % len(self._devices)]}
+        self._send(worker, {"start": start})
 
     def _is_current(self, worker: WorkerProcess) -> bool:
         return self._workers.get(worker.number) is worker
