@@ -198,8 +198,9 @@ class Engine:
         work = self.scheduler.schedule(only_started=only_started)
         if not work:
             return ended
-        # the order of paged attention: no rows are moved then
-        work.sort(key=lambda part: -len(part[0].page_table))
+        # the order of paged attention, where no rows are moved then, and sequences that share pages
+        # stand beside each other
+        work.sort(key=lambda part: (-len(part[0].page_table), part[0].page_table))
         ready, logits = self._forward(work)
         if logits is None:
             return ended
@@ -241,8 +242,7 @@ class Engine:
         plan = self.model.paged_plan(cache.keys, cache.values, runs)
         hidden = self.model.hidden(torch.from_numpy(tokens), torch.from_numpy(runs.positions), plan)
         cache.fill(runs.pages, runs.offsets, tokens)
-        for sequence, count in work:
-            sequence.num_cached += count
+        self.scheduler.advance(work)
         ready = [
             (sequence, row)
             for (sequence, _), row in zip(work, np.cumsum(counts) - 1, strict=True)
