@@ -1,7 +1,9 @@
 """`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this
 machine, in one run.
 
-    python benchmarks/run.py [decode] [long] [ragged] [trainer] [tiny] [smollm2]     default: all; rewrites docs/performance.md
+    python benchmarks/run.py [decode] [long] [ragged] [prefixes] [trainer] [tiny] [smollm2]     default: all
+
+It rewrites docs/performance.md.
 
 Every side runs with the allocator settings that Tandem gives itself (memory stays with the
 process), and with as many threads as there are cores. Refuses to judge while other processes use
@@ -61,6 +63,10 @@ def long() -> dict:
 
 def ragged() -> dict:
     return run("decode.py", str(model_with_examples()), "ragged", "shared", "exact")
+
+
+def prefixes() -> dict:
+    return run("shared_prefix.py")
 
 
 def tiny() -> dict:
@@ -148,6 +154,8 @@ def write_table(results: dict) -> None:
             lines += measured(results[section], table)
     if "ragged" in results:
         lines += measured(results["ragged"], ragged_table(results["ragged"]))
+    if "prefixes" in results:
+        lines += measured(results["prefixes"], prefix_table(results["prefixes"]))
     if "trainer" in results:
         lines += measured(results["trainer"], trainer_table(results["trainer"]))
     if "tiny" in results:
@@ -227,6 +235,23 @@ def ragged_table(result: dict) -> list[str]:
     ]
 
 
+def prefix_table(result: dict) -> list[str]:
+    lines = [
+        f"## Decode from shared pages, {result['layers']} layers of {result['width']}, 64 sampled tokens",
+        "",
+        "Each sample reading the pages of its prompt, and each page read once, with the same tokens and log-probs.",
+        "",
+        "| prompts | each | once | ratio |",
+        "|---|---|---|---|",
+    ]
+    for name, row in result["rows"].items():
+        cells = (
+            f"{row['each_tok_s']:.0f} tok/s | {row['once_tok_s']:.0f} tok/s | {row['ratio']:.2f}x"
+        )
+        lines.append(f"| {name} | {cells} |")
+    return [*lines, ""]
+
+
 def trainer_table(result: dict) -> list[str]:
     ragged, logprobs, adamw = result["ragged"], result["logprobs"], result["adamw"]
     lines = ["## The trainer's parts, SmolLM2-135M", ""]
@@ -292,6 +317,7 @@ SECTIONS = {
     "decode": decode,
     "long": long,
     "ragged": ragged,
+    "prefixes": prefixes,
     "trainer": trainer,
     "tiny": tiny,
     "smollm2": smollm2,

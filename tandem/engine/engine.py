@@ -199,8 +199,9 @@ class Engine:
         work = self.scheduler.schedule(only_started=only_started)
         if not work:
             return ended
-        # the order of paged attention: no rows are moved then
-        work.sort(key=lambda part: -len(part[0].page_table))
+        # the order of paged attention, where no rows are moved then, and sequences that share pages
+        # stand beside each other
+        work.sort(key=lambda part: (-len(part[0].page_table), part[0].page_table))
         ahead = self.lookahead
         taken = ahead.take(work) if ahead is not None else NOTHING
         ready, logits = self._forward(work, taken)
@@ -237,8 +238,7 @@ class Engine:
             positions = torch.from_numpy(own.positions)
             hidden = self.model.hidden(torch.from_numpy(own_tokens), positions, plan)
         cache.fill(runs.pages, runs.offsets, tokens)
-        for sequence, count in work:
-            sequence.num_cached += count
+        self.scheduler.advance(work)
         ready = [sequence for sequence, _ in work if sequence.num_cached == sequence.length]
         ends = np.cumsum([count for _, count in here]) - 1
         rows = [row for (s, _), row in zip(here, ends, strict=True) if s.num_cached == s.length]

@@ -82,9 +82,9 @@ class PageCache:
         self._clock = 0
         self._free = list(range(count - 1, -1, -1))
         # pages by the hash of the tokens before them; full pages, reserved or filled, by the hash
-        # that includes them
-        self._following: dict[bytes, set[int]] = defaultdict(set)
-        self._full: dict[bytes, set[int]] = defaultdict(set)
+        # that includes them. Keys of a dict are in order, so that equal pages give way to one page.
+        self._following: dict[bytes, dict[int, None]] = defaultdict(dict)
+        self._full: dict[bytes, dict[int, None]] = defaultdict(dict)
 
     # ---- finding
 
@@ -157,7 +157,7 @@ class PageCache:
         page = self._free.pop()
         self.ref_count[page] = 1
         self._prefix_hash[page] = prefix_hash
-        self._following[prefix_hash].add(page)
+        self._following[prefix_hash][page] = None
         return page
 
     def next_free(self, count: int) -> list[int]:
@@ -177,7 +177,7 @@ class PageCache:
             self._tokens[page, : len(part)] = part
             self._reserved[page] = len(part)
             if len(part) == PAGE:
-                self._full[self.next_prefix_hash(page)].add(page)
+                self._full[self.next_prefix_hash(page)][page] = None
 
     def fill(self, pages: np.ndarray, offsets: np.ndarray, tokens: np.ndarray) -> None:
         """Record that tokens int64 [T] are in their pages, at these offsets (ascending within a
@@ -186,7 +186,22 @@ class PageCache:
         self._filled[pages] = offsets + 1
         self._reserved[pages] = np.maximum(self._reserved[pages], self._filled[pages])
         for page in pages[offsets == PAGE - 1].tolist():
-            self._full[self.next_prefix_hash(page)].add(page)
+            self._full[self.next_prefix_hash(page)][page] = None
+
+    def merge(self, page: int) -> int:
+        """Give up a page that has just been filled if another holds the same tokens.
+
+        Returns the page that its sequence holds from now on.
+        """
+        same = self._full[self.next_prefix_hash(page)]
+        others = [other for other in same if other != page and self._filled[other] == PAGE]
+        if not others or self.ref_count[page] > 1:
+            return page
+        kept = max(others, key=lambda other: int(self.ref_count[other]))
+        self.retain([kept])
+        self.ref_count[page] = 0
+        self._evict(page)
+        return kept
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first tokens of a page into another page."""
@@ -228,8 +243,8 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return raw.view(like.dtype).view(shape)
 
 
-def _discard(index: dict[bytes, set[int]], key: bytes, page: int) -> None:
-    index[key].discard(page)
+def _discard(index: dict[bytes, dict[int, None]], key: bytes, page: int) -> None:
+    index[key].pop(page, None)
     if not index[key]:
         del index[key]
 

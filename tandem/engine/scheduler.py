@@ -122,6 +122,14 @@ class Scheduler:
             work += self._admit(budget, only_started)
         return work
 
+    def advance(self, work: Work) -> None:
+        """Count the tokens of a pass as cached, and keep one of equal pages that it filled."""
+        for sequence, count in work:
+            full = sequence.num_cached // PAGE
+            sequence.num_cached += count
+            for at in range(full, sequence.num_cached // PAGE):
+                sequence.page_table[at] = self.cache.merge(sequence.page_table[at])
+
     def preempt_all(self) -> None:
         """Put every running sequence back into the queue with its tokens; its keys and values are
         out of date."""

@@ -92,7 +92,7 @@ class ExactModel(nn.Module):
     def paged_plan(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs) -> Plan:
         """Plan the attention of new tokens over a paged cache, as paged_attention.PagedPlan."""
         if triton := triton_for(self.head.weight):
-            return triton.TritonPagedPlan(keys, values, runs)  # type: ignore[no-any-return]
+            return triton.TritonPagedPlan(keys, values, runs, self.heads[0])  # type: ignore[no-any-return]
         return PagedPlan(keys, values, runs, self.heads[0])
 
     def decode_plan(

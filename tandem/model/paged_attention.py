@@ -22,10 +22,10 @@ from tandem.model.attention import (
     heads_first,
     hidden_keys,
     ladder,
-    query_key,
     rows_first,
     weigh,
 )
+from tandem.model.page_columns import Column, column_of
 
 PAGE = KEY_BLOCK
 
@@ -38,14 +38,13 @@ class Bucket:
     rows: Tensor | None
     kept: Tensor | None  # int64, places of the n * R that are not padding; None: all
     positions: Tensor  # int64 [n, R]
-    # for each page column: pages [m] of the first m sequences, keys used
-    columns: list[tuple[slice | Tensor, int]]
+    columns: list[Column]
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
         """Look up `hidden_keys` [n, 1, R, 1, L], made once for all layers."""
         if window not in self.masks:
-            keys = sum(used for _, used in self.columns)
+            keys = sum(column.used for column in self.columns)
             self.masks[window] = hidden_keys(self.positions, keys, window)
         return self.masks[window]
 
@@ -79,7 +78,7 @@ class PagedPlan:
         head = runs.pages[:, None] * kv_heads + np.arange(kv_heads)  # [T, K]
         self._rows = torch.from_numpy((head * PAGE + runs.offsets[:, None]).reshape(-1))
         self._new = len(runs.pages)
-        self.buckets = _buckets(runs, heads)
+        self.buckets = _buckets(runs, heads, kv_heads)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -124,34 +123,25 @@ def _attend(
     rows = query.shape[2]
     if rows % 4:
         query = F.pad(query, (0, 0, 0, -rows % 4))
-    (first, first_used), *others = bucket.columns
-    scores = query_key(query, _pages(keys[:, :, :first_used], first))
+    first, *others = bucket.columns
     if others:
-        first_scores = scores
-        scores = query.new_empty(*query.shape[:3], len(others) * PAGE + others[-1][1])
-        scores[..., :PAGE] = first_scores
-        for at, (pages, used) in enumerate(others, 1):
-            page_keys = _pages(keys[:, :, :used], pages)
-            columns = slice(at * PAGE, at * PAGE + used)
-            m = len(page_keys)
-            scores[:m, :, :, columns] = query_key(query[:m], page_keys)
+        keys_read = len(others) * PAGE + others[-1].used
+        scores = query.new_empty(*query.shape[:3], keys_read)
+        for at, column in enumerate(bucket.columns):
+            part = slice(at * PAGE, at * PAGE + column.used)
+            scores[: column.sequences, :, :, part] = column.scores(query, keys)
+    else:
+        scores = first.scores(query, keys)
     split = scores.view(n, kv_heads, run, -1, scores.shape[-1])
     probs = weigh(split, bucket.mask(window), scale).view(scores.shape)
-    out = probs[..., :PAGE] @ _pages(values[:, :, :first_used], first)
-    for at, (pages, used) in enumerate(others, 1):
-        page_values = _pages(values[:, :, :used], pages)
-        m = len(page_values)
-        out[:m] += probs[:m, :, :, at * PAGE : at * PAGE + used] @ page_values
+    out = first.weighted(probs[..., :PAGE], values)
+    for at, column in enumerate(others, 1):
+        part = slice(at * PAGE, at * PAGE + column.used)
+        out[: column.sequences] += column.weighted(probs[..., part], values)
     return rows_first(out[:, :, :rows], run, heads)
 
 
-def _pages(cache: Tensor, pages: slice | Tensor) -> Tensor:
-    """Read pages as float32 [m, K, ...]: consecutive ones in place, others gathered."""
-    part = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
-    return part.float()
-
-
-def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:
+def _buckets(all_runs: Runs, heads: int, kv_heads: int) -> list[Bucket]:
     """Group runs of at most QUERY_BLOCK queries by padded size, with scores within BUCKET_BYTES."""
     starts, counts, firsts = all_runs.starts, all_runs.counts, all_runs.firsts
     blocks = -(-counts // QUERY_BLOCK)
@@ -162,13 +152,14 @@ def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:
     padded = np.array([1 if c == 1 else ladder(c, 4) for c in count.tolist()])
     buckets = []
     for size in np.unique(padded).tolist():
+        tile_rows = size * (heads // kv_heads) + -size * (heads // kv_heads) % 4
         members = runs[padded == size]
         pages = -(-(members[:, 1] + members[:, 2]) // PAGE)
         members = members[np.argsort(-pages, kind="stable")]
         while len(members):
             longest = int(members[0, 1] + members[0, 2]) + PAGE
             limit = max(1, BUCKET_BYTES // (4 * heads * size * longest))
-            buckets.append(_bucket(size, members[:limit], all_runs.table))
+            buckets.append(_bucket(size, members[:limit], all_runs.table, tile_rows))
             members = members[limit:]
     [first, *others] = buckets
     assert first.rows is not None
@@ -177,10 +168,10 @@ def _buckets(all_runs: Runs, heads: int) -> list[Bucket]:
     return buckets
 
 
-def _bucket(size: int, runs: np.ndarray, table: np.ndarray) -> Bucket:
+def _bucket(size: int, runs: np.ndarray, table: np.ndarray, tile_rows: int) -> Bucket:
     """Make a bucket of runs int64 [n, 4]: first row, its position, rows, sequence.
 
-    Runs with more pages come first.
+    Runs with more pages come first. tile_rows: padded rows of a run and key/value head.
     """
     first, start, count, owner = runs.T
     step = np.minimum(np.arange(size)[None], count[:, None] - 1)
@@ -190,9 +181,7 @@ def _bucket(size: int, runs: np.ndarray, table: np.ndarray) -> Bucket:
     for at in range(0, longest, PAGE):
         m = int((lengths > at).sum())
         used = min(PAGE, ladder(longest - at, 16))
-        pages = table[owner[:m], at // PAGE]
-        row = slice(int(pages[0]), int(pages[0]) + m)
-        columns.append((row if (np.diff(pages) == 1).all() else torch.from_numpy(pages), used))
+        columns.append(column_of(table[owner[:m], at // PAGE], used, tile_rows))
     padding = count.min() < size
     return Bucket(
         rows=torch.from_numpy((first[:, None] + step).reshape(-1)),

@@ -33,6 +33,7 @@ HEAD_ROWS = (4, 32)
 GRADIENT_ROWS, HEAD_GRADIENT_ROWS = 330, 37
 MANY_ROWS = 1100  # rows for the gradient of the smallest linear
 LENGTH = 400  # past three key blocks, with a partial fourth
+SHARERS = (2, 3, 5, 8, 33)  # sequences that read the same pages in decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +172,8 @@ def _gradients_differ(
 
 
 def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
-    """Compare one packed segment with segments behind a prefix, paged prefill and paged decode."""
+    """Compare one packed segment with segments behind a prefix, paged prefill and paged decode,
+    also of sequences that share their pages."""
     heads, kv_heads, size = model.heads
     q, k, v = (
         random_like(model, noise, LENGTH, count, size) for count in (heads, kv_heads, kv_heads)
@@ -185,6 +187,7 @@ def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
         "behind a prefix": [],
         "by pages": [],
         "decode beside others": [],
+        "decode from shared pages": [],
     }
     cache = Cache(model, [LENGTH] * 8, np.random.default_rng(0))
     cache.fill(k, v)
@@ -204,6 +207,11 @@ def _attention_differs(model: ExactModel, noise: torch.Generator) -> list[str]:
             plan, _ = cache.plan(range(batch), places, np.ones(batch, np.int64))
             if not torch.equal(attended(plan, places.tolist())[-1], whole[position]):
                 differing["decode beside others"].append(batch)
+    for batch in SHARERS:
+        places = np.sort(torch.randint(LENGTH, (batch,), generator=noise).numpy())[::-1].copy()
+        plan, _ = cache.plan([0] * batch, places, np.ones(batch, np.int64))
+        if not torch.equal(attended(plan, places.tolist()), whole[places]):
+            differing["decode from shared pages"].append(batch)
     findings = []
     for name, counts in differing.items():
         findings += _findings(f"attention {name}", counts)

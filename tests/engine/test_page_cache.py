@@ -149,3 +149,31 @@ def test_either_of_two_equal_pages_may_be_evicted():
     cache.allocate(EMPTY_PREFIX)
     cache.allocate(EMPTY_PREFIX)  # both pages of the first are gone
     assert cache.match(second).length == 199 and cache.match(second).pages == other[:1]
+
+
+def test_a_page_filled_twice_is_held_once():
+    cache, sequence = cache_of(4), tokens(PAGE)
+    [kept], [page] = write(cache, sequence), write(cache, sequence)
+    assert cache.merge(page) == kept and cache.ref_count[[kept, page]].tolist() == [2, 0]
+    assert (cache.available, cache.cached) == (3, 0)
+    assert cache.match(np.append(sequence, 1)).pages == [kept]
+    assert cache.merge(kept) == kept  # no other is left
+    cache.release([kept])
+    cache.release([kept])
+    assert (cache.available, cache.cached) == (4, 1)
+
+
+def test_a_page_that_others_hold_already_stays():
+    cache, sequence = cache_of(4), tokens(PAGE)
+    pages = [write(cache, sequence)[0] for _ in range(3)]
+    held = {page: cache.merge(page) for page in pages}
+    assert len(set(held.values())) == 1
+    assert cache.available == 3 and int(cache.ref_count.sum()) == 3
+
+
+def test_a_page_is_not_given_up_for_one_that_is_half_computed():
+    cache, sequence = cache_of(4), tokens(PAGE)
+    [page], half = write(cache, sequence), cache.allocate(EMPTY_PREFIX)
+    cache.reserve([half], sequence, 0)
+    cache.fill(np.full(50, half), np.arange(50), sequence[:50])
+    assert cache.merge(page) == page

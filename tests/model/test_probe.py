@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.model.linear import ExactLinear
 from tandem.model.load import make_exact
-from tandem.model.probe import PACKED_ROWS, ROWS, probe
+from tandem.model.probe import PACKED_ROWS, ROWS, SHARERS, _attention_differs, probe
 from tandem.model.trial import Schedule, random_model, threads_of
 from tests.support import cells
 from tests.support.parity import CONFIGS
@@ -105,6 +105,23 @@ def test_a_schedule_shows_an_attention_that_depends_on_the_chunks():
     model.paged_plan = odd
     schedule = Schedule(model, 0)
     assert not torch.equal(schedule.paged((1,)), schedule.packed()[0])
+
+
+def test_decode_from_shared_pages_that_rounds_otherwise_is_named():
+    model = random_model(model_of("llama"), seed=0)
+    plan = model.paged_plan
+
+    def odd(keys, values, runs):
+        made = plan(keys, values, runs)
+        attend = made.attend
+        if max(column.width for bucket in made.buckets for column in bucket.columns) > 1:
+            made.attend = lambda *args: torch.nextafter(out := attend(*args), out + 1)
+        return made
+
+    model.paged_plan = odd
+    found = _attention_differs(model, torch.Generator().manual_seed(0))
+    batches = " ".join(map(str, SHARERS))
+    assert found == [f"attention decode from shared pages: {batches} rows"]
 
 
 def test_threads_are_as_before_afterwards():

@@ -14,6 +14,7 @@ from tandem.model.decode_rows import DecodeRows
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.model.triton.ops import PagedRows, attention, segment_attention, write_cache
 from tandem.model.triton.ops import matmul as matmul
+from tandem.model.triton.shared_splits import shared_attention, split_tiles
 
 
 class TritonPackedPlan:
@@ -31,9 +32,9 @@ class TritonPackedPlan:
 
 
 class TritonPagedPlan:
-    """Attention over a paged cache; keys, values and runs are as in PagedPlan."""
+    """Attention over a paged cache; keys, values, runs and heads are as in PagedPlan."""
 
-    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs):
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs, heads: int):
         self.keys, self.values = keys, values
         device = keys[0].device
 
@@ -49,12 +50,20 @@ class TritonPagedPlan:
             max_length=longest,
         )
         self.slots = torch.from_numpy(runs.pages * PAGE + runs.offsets).to(device)
+        decode = (runs.counts == 1).all()
+        group = heads // keys[0].shape[1]
+        tiles = split_tiles(runs.table, runs.starts, PAGE, group) if decode else None
+        self.tiles: Tensor | None = None if tiles is None else int32(tiles)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         keys, values, new = self.keys[layer], self.values[layer], len(self.slots)
         write_cache(k[:new], v[:new], keys, values, self.slots)
+        if self.tiles is not None:
+            out = shared_attention(q, keys, values, self.rows, self.tiles, scale, window)
+            if out is not None:
+                return out
         return attention(q, keys, values, self.rows, scale, window)
 
 
@@ -71,4 +80,4 @@ class TritonDecodePlan(TritonPagedPlan):
             start=rows.positions.to(torch.int32),
             max_length=rows.max_length,
         )
-        self.slots = rows.slots()
+        self.slots, self.tiles = rows.slots(), None  # tiles follow from the tables' later values
