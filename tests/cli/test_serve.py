@@ -44,6 +44,8 @@ def options(**changes):
         "max_batch": 4,
         "max_queue": 4,
         "max_new_tokens": 8,
+        "device": "cpu",
+        "dtype": "auto",
     }
     return serve.Options(**{**values, **changes})
 
