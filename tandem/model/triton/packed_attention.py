@@ -118,7 +118,7 @@ def _gradients(
         (1 << 30) if window is None else window,
     )
     tile = {"GROUP": group, "WIDTH": width, "BLOCK_E": block_e, "PAIRS": side, "KEYS": side}
-    options = {"num_warps": 4, "num_stages": 1}
+    options = {"num_warps": 8, "num_stages": 1}
     query_gradient_kernel[tokens * group // side + sequences, kv_heads](
         *(q, k, v, out, above, lse, deltas, grads[0], segments.columns, sequences),
         *numbers,
