@@ -28,6 +28,8 @@ LONG_PREFIX = [(0, 130, 0, 0), (130, 17, 0, 130), (147, 1, 0, 130), (148, 40, 0,
 MIDDLE_PREFIX = [(0, 66, 0, 0), (66, 5, 0, 66), (71, 1, 0, 66), (72, 9, 0, 66)]
 # a second group, whose prompt begins in the middle of a block
 TWO_GROUPS = [(0, 9, 0, 0), (9, 5, 0, 9), (14, 70, 0, 9), (84, 33, 0, 0), (117, 20, 84, 33)]
+# keys of two splits, whose log-sum-exp a second kernel joins
+TWO_SPLITS = [(513, 2, 0, 513)]
 SCALE = 0.2
 
 
@@ -71,6 +73,7 @@ def inputs(rows, group, kv_heads, width, dtype=FP32):
         (LONG_PREFIX, 3, 1, 16, None, FP32),
         (LONG_PREFIX, 1, 1, 96, 30, FP32),
         (TWO_GROUPS, 3, 1, 128, 4, FP32),
+        (TWO_SPLITS, 1, 1, 16, None, FP32),
         (SEVENTEEN, 8, 1, 256, 5, BF16),
         (TWO_GROUPS, 1, 1, 128, None, BF16),
         (TWO_GROUPS, 1, 1, 80, 100, BF16),
@@ -78,7 +81,7 @@ def inputs(rows, group, kv_heads, width, dtype=FP32):
     ],
 )
 def test_gradients_are_near_float64(segments, group, kv_heads, width, window, dtype):
-    rows = max(first + count for first, count, *_ in segments) + 3  # and padding
+    rows = max(first + count for first, count, *_ in segments) + 3  # padding
     q, k, v, above = inputs(rows, group, kv_heads, width, dtype)
     found = gradients(on_triton(segments, window), q, k, v, above=above)
     expected = gradients(

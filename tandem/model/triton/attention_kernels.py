@@ -3,9 +3,9 @@
 Four rules make it so:
   1. tile shapes are constants, so one row and ten thousand take the same matrix instruction, and no
      integer that changes from step to step (rows, sequences, window) picks another compilation;
-  2. a sum runs in one order: inputs ascending; keys ascending in blocks of 64 inside splits of 512
-     counted from position 0; splits joined ascending, by one program or, when there is room for
-     partial results, by a second kernel;
+  2. a sum runs in one order: keys ascending in blocks of 64 inside splits of 512 counted from
+     position 0; splits joined ascending, by one program or, when there is room for partial results,
+     by a second kernel;
   3. hidden keys change nothing: a masked key weighs exp2(-inf) = 0, a masked block or split
      multiplies the sums by exp2(0) = 1;
   4. sums across blocks are explicit fused multiply-adds, so that no compiler contracts them in one
