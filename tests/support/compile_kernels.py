@@ -92,8 +92,7 @@ def attend_everywhere(new, width):
     """Attend over pages with the splits apart, and over packed rows with gradients in turn."""
     q, k, v = new(ROWS, 8, width), new(ROWS, 2, width), new(ROWS, 2, width)
     keys, values = (new(4, 2, 128, width).detach() for _ in range(2))
-    places = [torch.zeros(1, dtype=torch.int32) for _ in range(3)]
-    first, count, start = places
+    first, count, start = torch.zeros(3, 1, dtype=torch.int32)
     rows = ops.PagedRows(
         tables=first[:, None], first=first, count=count, start=start, max_length=1024
     )
