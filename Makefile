@@ -82,8 +82,9 @@ environments: $(DEV)
 	@$(BIN)/python benchmarks/sandbox.py
 
 # Small bugs, one at a time, each of which a named test must find; `make mutants only="kl clip"` runs these.
+# The tests of the kernels run in Triton's interpreter.
 mutants: $(DEV)
-	@$(BIN)/python tools/mutants.py $(only)
+	@TRITON_INTERPRET=1 $(BIN)/python tools/mutants.py $(only)
 
 # The API's pages from the docstrings, in build/docs.
 docs: $(DEV)

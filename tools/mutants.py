@@ -1,7 +1,7 @@
 """Small bugs put into Tandem one at a time, each of which a named test must find.
 
-    python tools/mutants.py                 all of them
-    python tools/mutants.py kl "stop token" those whose name contains one of these words
+    make mutants                    all of them
+    make mutants only="kl reward"   those whose name contains one of these words
 
 mutants.txt has them: the file under tandem/ with the tests (files or node ids under tests/), then
 each mutant's name, the lines that are there (-) and those that it puts in their place (+). A text

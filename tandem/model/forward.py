@@ -8,11 +8,13 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.model.divergence import Divergence, Head, divergences
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens, token_logprobs
+from tandem.model.triton.dispatch import triton_for
 from tandem.types import Microbatch, SamplingDistribution
 
 
@@ -73,7 +75,12 @@ def _hidden(model: ExactModel, batch: Microbatch) -> Tensor:
     """Compute the states that predict the targets, [N, D] of the model's type."""
     plan = model.packed_plan(batch.segments)
     hidden = model.hidden(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), plan)
-    return hidden.index_select(0, torch.from_numpy(batch.rows).to(model.device))
+    rows = torch.from_numpy(batch.rows).to(model.device)
+    if triton_for(hidden):
+        # a row before several responses is there several times; on a GPU index_select would sum
+        # its gradients in no fixed order, the embedding sorts them
+        return F.embedding(rows, hidden)
+    return hidden.index_select(0, rows)
 
 
 def _seen(batch: Microbatch, device: torch.device, start: int, stop: int) -> SeenTokens:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tandem.model.attention import Plan
 from tandem.model.linear import FusedLinear, swiglu
+from tandem.model.triton.dispatch import triton_for
 
 Rotation = tuple[Tensor, Tensor]  # cosine and signed sine, each [T, 1, E]
 
@@ -40,8 +41,9 @@ class ExactLayer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
         """Map x [T, D] to [T, D]."""
-        x = x + self._attention(norm(self.input_layernorm, x), rotation, plan)
-        return x + self._mlp(norm(self.post_attention_layernorm, x))
+        change = self._attention(norm(self.input_layernorm, x), rotation, plan)
+        x, normed = add_norm(self.post_attention_layernorm, x, change)
+        return x + self._mlp(normed)
 
     def _attention(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
         attention, kv_heads = self.self_attn, self.kv_heads
@@ -83,8 +85,18 @@ class _Embed(torch.autograd.Function):
 
 def norm(module: Any, x: Tensor) -> Tensor:
     """Run transformers' RMSNorm in one call, in float32."""
+    if triton := triton_for(x):
+        return triton.rms_norm(x, module.weight, module.variance_epsilon)  # type: ignore[no-any-return]
     shape, weight = (x.shape[-1],), module.weight.float()
     return F.rms_norm(x.float(), shape, weight, module.variance_epsilon).to(x.dtype)
+
+
+def add_norm(module: Any, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute x + change [T, D] and transformers' RMSNorm of it."""
+    if triton := triton_for(x):
+        return triton.add_rms_norm(x, change, module.weight, module.variance_epsilon)  # type: ignore[no-any-return]
+    x = x + change
+    return x, norm(module, x)
 
 
 def rotation_of(rotary: Any, x: Tensor, positions: Tensor) -> Rotation:
@@ -100,4 +112,6 @@ def rotation_of(rotary: Any, x: Tensor, positions: Tensor) -> Rotation:
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Apply the rotary embedding to x [T, n, E]: the bits of x * cos + rotate_half(x) * sin."""
     cos, sin = rotation
+    if triton := triton_for(x):
+        return triton.rotate(x, cos, sin)  # type: ignore[no-any-return]
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))

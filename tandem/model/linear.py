@@ -321,6 +321,8 @@ def swiglu(x: Tensor) -> Tensor:
     on how many elements there are and on the thread count (measured: 1 element in 25 of a short
     tail differs).
     """
+    if triton := triton_for(x):
+        return triton.swiglu(x)  # type: ignore[no-any-return]
     return _SwiGLU.apply(x) if torch.is_grad_enabled() else _swiglu(x)  # type: ignore[no-any-return]
 
 

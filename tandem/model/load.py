@@ -85,7 +85,7 @@ class ExactModel(nn.Module):
     def packed_plan(self, segments: np.ndarray) -> Plan:
         """Plan the attention of packed segments, int64 [S, 4] as in types.Microbatch."""
         if triton := triton_for(self.head.weight):
-            return triton.TritonPackedPlan(segments)  # type: ignore[no-any-return]
+            return triton.TritonPackedPlan(segments, self.device)  # type: ignore[no-any-return]
         heads, kv_heads, _ = self.heads
         return PackedPlan(segments, group=heads // kv_heads, kv_heads=kv_heads)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.model.linear import add_product, gradient_product, multiply
+from tandem.model.triton.dispatch import triton_for
 from tandem.types import SamplingDistribution
 
 CHUNK_BYTES = 1 << 25  # logits held at once
@@ -59,10 +60,8 @@ def log_distribution(
     pass, whose sets are equal. Ties at the edge are all kept, so no sort order matters. A row's
     bits depend on that row only: log_softmax works row by row, unlike logsumexp of a single row.
     """
-    tempered = logits if sampling.temperature in (0.0, 1.0) else logits / sampling.temperature
-    logprobs = tempered.log_softmax(-1)
-    filtered = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p
-    if sampling.temperature == 0.0 or not filtered:
+    logprobs = _log_softmax(logits, sampling.temperature or 1.0)
+    if not _is_filtered(sampling):
         return logprobs
     keep = torch.ones_like(logprobs, dtype=torch.bool)
     if 0 < sampling.top_k < logprobs.shape[-1]:
@@ -73,7 +72,18 @@ def log_distribution(
         keep &= logprobs >= logprobs.amax(-1, keepdim=True) + math.log(sampling.min_p)
     if forced is not None:
         keep.scatter_(1, forced[:, None], True)
-    return logprobs.masked_fill(~keep, float("-inf")).log_softmax(-1)
+    return _log_softmax(logprobs.masked_fill(~keep, float("-inf")), 1.0)
+
+
+def _is_filtered(sampling: SamplingDistribution) -> bool:
+    filtered = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p
+    return sampling.temperature != 0.0 and bool(filtered)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    if triton := triton_for(logits):
+        return triton.log_softmax(logits, temperature)  # type: ignore[no-any-return]
+    return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
 
 
 def _top_p_edge(logprobs: Tensor, top_p: float) -> Tensor:
@@ -130,11 +140,12 @@ class _TokenLogprobs(torch.autograd.Function):
         grads = _Gradients(hidden, weight, wanted)
         for rows in chunks(len(targets), weight.shape[0]):
             table, penalized = _chunk_table(hidden, packed, targets, sampling, seen, rows)
-            logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
-            if with_entropy:
-                entropy[rows] = -row_sums(table.exp() * table.clamp_min(-1e4))
+            logprobs[rows], entropies = _values(table, targets[rows], sampling, with_entropy)
+            if entropies is not None:
+                entropy[rows] = entropies
             if expected is not None and any(wanted):
-                slope = _slope(table, targets[rows], entropy[rows], expected[rows, None], None)
+                parts = entropy[rows], expected[rows, None], None
+                slope = _slope(table, targets[rows], sampling, *parts)
                 grads.add(rows, slope, sampling, penalized)
         ctx.save_for_backward(
             hidden, weight, packed, targets, entropy, expected, grads.hidden, grads.weight
@@ -158,7 +169,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in chunks(len(targets), weight.shape[0]):
             table, penalized = _chunk_table(hidden, packed, targets, ctx.sampling, ctx.seen, rows)
             parts = (None if grad is None else grad[rows, None] for grad in above)
-            slope = _slope(table, targets[rows], entropy[rows], *parts)
+            slope = _slope(table, targets[rows], ctx.sampling, entropy[rows], *parts)
             grads.add(rows, slope, ctx.sampling, penalized)
         return grads.hidden, grads.weight, *[None] * 6
 
@@ -191,9 +202,26 @@ class _Gradients:
             add_product(self.weight, slope.t(), hidden[rows])
 
 
+def _fused(table: Tensor, sampling: SamplingDistribution) -> Any:
+    """Return Triton's module if its kernels read logits, as they do without filters, else None."""
+    return None if _is_filtered(sampling) else triton_for(table)
+
+
+def _values(
+    table: Tensor, targets: Tensor, sampling: SamplingDistribution, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute (log-probs of targets, entropies) [n] from a table of `_chunk_table`."""
+    if triton := _fused(table, sampling):
+        temperature = sampling.temperature or 1.0
+        return triton.target_logprobs(table, targets, temperature, entropy=with_entropy)  # type: ignore[no-any-return]
+    logprobs = table.gather(1, targets[:, None])[:, 0]
+    return logprobs, -row_sums(table.exp() * table.clamp_min(-1e4)) if with_entropy else None
+
+
 def _slope(
     table: Tensor,
     targets: Tensor,
+    sampling: SamplingDistribution,
     entropy: Tensor,
     above: Tensor | None,
     above_entropy: Tensor | None,
@@ -202,6 +230,9 @@ def _slope(
 
     d logprob = onehot - p and d entropy = -p (log p + entropy) on the kept set, 0 outside it.
     """
+    if triton := _fused(table, sampling):
+        temperature = sampling.temperature or 1.0
+        return triton.logprob_slope(table, targets, temperature, above, above_entropy)  # type: ignore[no-any-return]
     if above_entropy is None:
         slope = table.exp_().mul_(-above)  # type: ignore[operator]
     else:
@@ -219,13 +250,18 @@ def _chunk_table(
     seen: SeenBefore | None,
     rows: slice,
 ) -> tuple[Tensor, tuple[SeenTokens, Tensor] | None]:
-    """Compute log-probs [n, V] of these rows, and (tokens, slope) of a repetition penalty."""
+    """Compute log-probs [n, V] of these rows, and (tokens, slope) of a repetition penalty.
+
+    Where kernels are fused, the table holds the penalized logits instead.
+    """
     logits = multiply(hidden[rows], packed).float()
     penalized = None
     if sampling.repetition_penalty != 1.0:
         assert seen is not None, "a repetition penalty needs the tokens seen before"
         tokens = seen(rows.start, rows.stop)
         penalized = tokens, penalize(logits, sampling.repetition_penalty, tokens)
+    if _fused(logits, sampling):
+        return logits, penalized
     return log_distribution(logits, sampling, targets[rows]), penalized
 
 

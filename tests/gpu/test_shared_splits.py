@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.model.paged_attention import PAGE, Runs
-from tandem.model.triton.kernels import SPLIT_KEYS
+from tandem.model.triton.attention_kernels import SPLIT_KEYS
 from tandem.model.triton.ops import attention
 from tandem.model.triton.plans import TritonPagedPlan
 from tandem.model.triton.shared_splits import shared_attention, split_tiles

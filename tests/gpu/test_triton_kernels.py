@@ -11,42 +11,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-import triton.language as tl
-from triton.runtime import JITFunction
 
 from tandem.model.triton.ops import PagedRows, attention, matmul, segment_attention, write_cache
+from tests.support.kernels import BF16, DEVICE, FP16, FP32, assert_near, int32, random, same_bits
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU and isinstance(tl.cdiv, JITFunction):
-    pytest.skip(
-        "triton was imported before TRITON_INTERPRET was set; next: pytest tests/gpu",
-        allow_module_level=True,
-    )
-
-DEVICE = "cuda" if ON_GPU else "cpu"
 PAGE = 128
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-TOLERANCE = {FP32: (1e-5, 1e-5), BF16: (1e-2, 1e-2), FP16: (2e-3, 2e-3)}
-BITS = {FP32: torch.int32, BF16: torch.int16, FP16: torch.int16}
-
-
-def random(seed, *shape, dtype=FP32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def same_bits(a, b):
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(BITS[a.dtype]), b.contiguous().view(BITS[b.dtype])
-    )
-
-
-def assert_near(found, expected, dtype):
-    rtol, atol = TOLERANCE[dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
-
-
-def int32(*rows):
-    return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
 
 
 def in_float64(q, k, v, scale, window):

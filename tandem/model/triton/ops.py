@@ -1,4 +1,4 @@
-"""Matmul, attention and cache writes on tensors: they launch the kernels of `kernels.py`.
+"""Matmul, attention and cache writes on tensors, without gradients: they launch the kernels.
 
 E, the head size, must be the contiguous dimension of every tensor. The kernels run on the current
 CUDA device, or on the CPU in Triton's interpreter if TRITON_INTERPRET=1 was set before triton was
@@ -7,24 +7,25 @@ imported. This file knows no layers, plans, sampling or gradients. Checked by `p
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from tandem.model.triton.kernels import (
+from tandem.model.triton.attention_kernels import (
     BLOCK_KEYS,
     BLOCK_Q,
-    MATMUL_TILE,
     SPLIT_KEYS,
     attend_kernel,
-    matmul_kernel,
     merge_kernel,
     write_kernel,
 )
+from tandem.model.triton.matmul_kernels import MATMUL_TILE, matmul_kernel, persistent_matmul_kernel
 
 # Partial results of one attention call; beyond it one program walks all splits of a tile.
 SCRATCH_BYTES = 1 << 28
+MatmulKernel = Literal["plain", "persistent", "tma"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,29 +50,43 @@ class PagedRows:
     max_length: int
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel: MatmulKernel = "plain"
+) -> Tensor:
     """Multiply x [N, I] with weight [O, I], plus bias [O], to [N, O] of their common dtype.
 
-    Sums are float32.
+    Sums are float32. Every kernel sums the same tiles in the same order. "persistent" starts one
+    program for each multiprocessor; "tma" does too and reads through tensor descriptors, for which
+    addresses and row strides must be multiples of 16 bytes.
     """
     _need_contiguous_rows(x, weight)
     (rows, inputs), outputs = x.shape, weight.shape[0]
     out = x.new_empty(rows, outputs)
-    grid = (triton.cdiv(outputs, MATMUL_TILE.value), triton.cdiv(rows, MATMUL_TILE.value))
-    matmul_kernel[grid](
-        x,
-        weight,
-        bias,
-        out,
-        rows,
-        outputs,
-        inputs,
-        x.stride(0),
-        weight.stride(0),
-        num_warps=4,
-        num_stages=3,
-    )
+    row_tiles = triton.cdiv(rows, MATMUL_TILE.value)
+    output_tiles = triton.cdiv(outputs, MATMUL_TILE.value)
+    arguments = x, weight, bias, out, rows, outputs, inputs, x.stride(0), weight.stride(0)
+    options = {"num_warps": 4, "num_stages": 3}
+    if kernel == "plain":
+        matmul_kernel[output_tiles, row_tiles](*arguments, **options)
+        return out
+    if kernel == "tma":
+        _need_aligned_rows(x, weight)
+        triton.set_allocator(_descriptor_memory)
+    programs = min(_processors(x.device), row_tiles * output_tiles)
+    persistent_matmul_kernel[(programs,)](*arguments, TMA=kernel == "tma", **options)
     return out
+
+
+def _processors(device: torch.device) -> int:
+    """Count the multiprocessors of a GPU; 3 in the interpreter, so that a program walks tiles."""
+    if device.type == "cpu":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Allocate the device memory that a kernel writes its tensor descriptors to."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def attention(
@@ -105,19 +120,21 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attend packed rows: q [T, H, E] over keys and values [T, K, E], to [T, H, E].
 
     Rows of no segment are zero. segments int [S, 4] holds (first row, rows, first row of the
     prefix, rows of the prefix): token i of a segment stands at position prefix + i and sees the
-    prefix and the segment's rows up to its own.
+    prefix and the segment's rows up to its own. lse, if given, is filled: float32 [T, H], the
+    base-2 log-sum-exp of a query's scores; that of rows of no segment is undefined.
     """
     first, count, prefix_first, prefix = segments.to(q.device, torch.int32).t().contiguous()
     rows = PagedRows(
         tables=prefix_first[:, None], first=first, count=count, start=prefix, max_length=len(q)
     )
     keys, values = (t.transpose(0, 1)[None] for t in (keys, values))  # one page [1, K, T, E]
-    return _attend(q, keys, values, rows, False, scale, window, scratch_bytes)
+    return _attend(q, keys, values, rows, False, scale, window, scratch_bytes, lse)
 
 
 def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -154,6 +171,7 @@ def _attend(
     scale: float,
     window: int | None,
     scratch_bytes: int,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Attend over pages [P, K, PAGE, E], or over packed rows [1, K, T, E].
 
@@ -165,7 +183,7 @@ def _attend(
     apart = splits > 1 and 4 * splits * tokens * heads * (width + 2) <= scratch_bytes
     sums = q.new_empty(2, splits, tokens, heads, dtype=torch.float32) if apart else None
     parts = q.new_empty(splits, tokens, heads, width, dtype=torch.float32) if apart else None
-    out = torch.zeros_like(q) if parts is None else parts
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if parts is None else parts
     # A program whose keys are all hidden stores nothing: its peak stays -inf.
     peaks, totals = (None, None) if sums is None else (sums[0].fill_(float("-inf")), sums[1])
     # Each sequence fills its tiles but the last, so T * group / 16 + S suffice for any counts.
@@ -178,6 +196,7 @@ def _attend(
         out,
         peaks,
         totals,
+        lse,
         rows.tables,
         rows.first,
         rows.count,
@@ -201,7 +220,7 @@ def _attend(
     if not apart:
         return out
     merged = torch.empty_like(q, memory_format=torch.contiguous_format)
-    merge_kernel[(tokens * heads,)](peaks, totals, out, merged, splits, **shape, num_warps=1)
+    merge_kernel[(tokens * heads,)](peaks, totals, out, merged, lse, splits, **shape, num_warps=1)
     return merged
 
 
@@ -210,3 +229,10 @@ def _need_contiguous_rows(*tensors: Tensor) -> None:
         if t.stride(-1) != 1:
             found = f"a tensor {tuple(t.shape)} has strides {t.stride()}"
             raise ValueError(f"{found}, expected 1 in the last dimension")
+
+
+def _need_aligned_rows(*tensors: Tensor) -> None:
+    for t in tensors:
+        if t.data_ptr() % 16 or t.stride(0) * t.element_size() % 16:
+            found = f"a tensor {tuple(t.shape)} at {t.data_ptr():#x} has strides {t.stride()}"
+            raise ValueError(f"{found}, expected addresses and rows of whole 16 bytes for TMA")

@@ -1,7 +1,8 @@
-"""Attention plans over the Triton kernels, like `PackedPlan` and `PagedPlan` on the CPU.
+"""The operators of the GPU path: attention plans like `PackedPlan` and `PagedPlan` on the CPU, and
+by their names those of linear, layers and log-probs.
 
 Cache and shapes are the same, the arithmetic is another: engine and trainer agree with each other
-to the bit, and with the CPU closely. Forward only.
+to the bit, and with the CPU closely.
 """
 
 from collections.abc import Sequence
@@ -12,23 +13,29 @@ from torch import Tensor
 
 from tandem.model.decode_rows import DecodeRows
 from tandem.model.paged_attention import PAGE, Runs
-from tandem.model.triton.ops import PagedRows, attention, segment_attention, write_cache
+from tandem.model.triton.ops import PagedRows, attention, write_cache
 from tandem.model.triton.ops import matmul as matmul
+from tandem.model.triton.packed_attention import PackedSegments, packed_attention
+from tandem.model.triton.rowwise import add_rms_norm as add_rms_norm
+from tandem.model.triton.rowwise import rms_norm as rms_norm
+from tandem.model.triton.rowwise import rotate as rotate
+from tandem.model.triton.rowwise import swiglu as swiglu
 from tandem.model.triton.shared_splits import shared_attention, split_tiles
+from tandem.model.triton.vocabulary import log_softmax as log_softmax
+from tandem.model.triton.vocabulary import logprob_slope as logprob_slope
+from tandem.model.triton.vocabulary import target_logprobs as target_logprobs
 
 
 class TritonPackedPlan:
-    """Attention of packed segments, as in types.Microbatch."""
+    """Attention of packed segments, as in types.Microbatch, with a backward pass."""
 
-    def __init__(self, segments: np.ndarray):
-        self.segments = torch.from_numpy(segments)
+    def __init__(self, segments: np.ndarray, device: torch.device):
+        self.segments = PackedSegments(segments, device)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("the Triton kernels have no backward pass")
-        return segment_attention(q, k, v, self.segments, scale, window)
+        return packed_attention(q, k, v, self.segments, scale, window)
 
 
 class TritonPagedPlan:

@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.triton.kernels import BLOCK_KEYS, BLOCK_Q, SPLIT_KEYS, _join, _see, merge_kernel
+from tandem.model.triton.attention_kernels import (
+    BLOCK_KEYS,
+    BLOCK_Q,
+    SPLIT_KEYS,
+    _join,
+    _see,
+    merge_kernel,
+)
 from tandem.model.triton.ops import SCRATCH_BYTES, PagedRows
 
 
@@ -92,7 +99,9 @@ def shared_attention(
         num_stages=2,
     )
     merged = torch.empty_like(q, memory_format=torch.contiguous_format)
-    merge_kernel[(tokens * heads,)](peaks, totals, parts, merged, splits, **shape, num_warps=1)
+    merge_kernel[(tokens * heads,)](
+        peaks, totals, parts, merged, None, splits, **shape, num_warps=1
+    )
     return merged
 
 

@@ -1,18 +1,18 @@
-"""Batch-invariant matmul and attention in Triton: a row's output bits do not depend on other rows.
+"""Batch-invariant attention in Triton: a row's output bits do not depend on other rows.
 
 Four rules make it so:
   1. tile shapes are constants, so one row and ten thousand take the same matrix instruction, and no
      integer that changes from step to step (rows, sequences, window) picks another compilation;
-  2. a sum runs in one order: inputs ascending; keys ascending in blocks of 64 inside splits of 512
-     counted from position 0; splits joined ascending, by one program or, when there is room for
-     partial results, by a second kernel;
+  2. a sum runs in one order: keys ascending in blocks of 64 inside splits of 512 counted from
+     position 0; splits joined ascending, by one program or, when there is room for partial results,
+     by a second kernel;
   3. hidden keys change nothing: a masked key weighs exp2(-inf) = 0, a masked block or split
      multiplies the sums by exp2(0) = 1;
   4. sums across blocks are explicit fused multiply-adds, so that no compiler contracts them in one
      kernel only.
 
 Attention over pages (engine) and over packed rows (trainer) is one kernel that differs in where it
-finds a key. Forward only. `ops.py` launches the kernels.
+finds a key. `ops.py` launches the kernels, attention_backward_kernels.py has the backward pass.
 """
 
 # Code that @triton.jit compiles is not typed Python.
@@ -21,11 +21,8 @@ finds a key. Forward only. `ops.py` launches the kernels.
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# rows, outputs and inputs of a tile; 64 rows are what Hopper's wgmma takes
-MATMUL_TILE = tl.constexpr(64)
-# row tiles that read the weight together while it is in the L2 cache
-ROW_GROUP = tl.constexpr(8)
+from tandem.model.triton.matmul_kernels import dot
+
 # (token, query head) pairs of a tile: the smallest that mma takes, so decode wastes least
 BLOCK_Q = tl.constexpr(16)
 BLOCK_KEYS = tl.constexpr(64)
@@ -34,49 +31,12 @@ SEQUENCES_AT_ONCE = tl.constexpr(256)
 
 
 @triton.jit
-def _dot(a, b, acc):
-    """Compute a @ b + acc in float32, without TF32."""
-    # the interpreter multiplies bfloat16 as if it were integers
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit(do_not_specialize=["rows"])
-def matmul_kernel(x, weight, bias, out, rows, outputs, inputs, x_row, weight_row):
-    """Compute one tile of out [rows, outputs]."""
-    row_tile, output_tile = tl.swizzle2d(
-        tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), ROW_GROUP
-    )
-    row = (row_tile * MATMUL_TILE + tl.arange(0, MATMUL_TILE)).to(tl.int64)
-    output = (output_tile * MATMUL_TILE + tl.arange(0, MATMUL_TILE)).to(tl.int64)
-    acc = tl.zeros([MATMUL_TILE, MATMUL_TILE], tl.float32)
-    for base in range(0, inputs, MATMUL_TILE):
-        index = base + tl.arange(0, MATMUL_TILE)
-        a = tl.load(
-            x + row[:, None] * x_row + index,
-            mask=(row < rows)[:, None] & (index < inputs),
-            other=0.0,
-        )
-        b = tl.load(
-            weight + output[:, None] * weight_row + index,
-            mask=(output < outputs)[:, None] & (index < inputs),
-            other=0.0,
-        )
-        acc = _dot(a, tl.trans(b), acc)
-    if bias is not None:
-        acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)
-    inside = (row < rows)[:, None] & (output < outputs)
-    tl.store(out + row[:, None] * outputs + output, acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _locate(count, sequences, tile, GROUP: tl.constexpr):
-    """Find (sequence, tile in it) of a tile; each sequence has ceil(count * GROUP / BLOCK_Q)."""
+def locate(count, sequences, tile, GROUP: tl.constexpr, PAIRS: tl.constexpr):
+    """Find (sequence, tile in it) of a tile; each sequence has ceil(count * GROUP / PAIRS)."""
     seen, sequence, before = 0, 0, 0
     for base in range(0, sequences, SEQUENCES_AT_ONCE):
         index = base + tl.arange(0, SEQUENCES_AT_ONCE)
-        tiles = tl.cdiv(tl.load(count + index, mask=index < sequences, other=0) * GROUP, BLOCK_Q)
+        tiles = tl.cdiv(tl.load(count + index, mask=index < sequences, other=0) * GROUP, PAIRS)
         passed = seen + tl.cumsum(tiles, 0) <= tile
         sequence += tl.sum(passed.to(tl.int32), 0)
         before += tl.sum(tl.where(passed, tiles, 0), 0)
@@ -87,12 +47,12 @@ def _locate(count, sequences, tile, GROUP: tl.constexpr):
 @triton.jit
 def _see(query, key, value, visible, scale, peak, total, acc):
     """Add a block of keys to the running softmax (peak [R], total [R], acc [R, E]) of a tile."""
-    scores = _dot(query, tl.trans(key), tl.zeros([BLOCK_Q, BLOCK_KEYS], tl.float32)) * scale
+    scores = dot(query, tl.trans(key), tl.zeros([BLOCK_Q, BLOCK_KEYS], tl.float32)) * scale
     scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(peak, tl.max(scores, 1))
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     faded, weight = tl.exp2(peak - shift), tl.exp2(scores - shift[:, None])
-    seen = _dot(weight.to(value.dtype), value, tl.zeros_like(acc))
+    seen = dot(weight.to(value.dtype), value, tl.zeros_like(acc))
     return highest, tl.fma(total, faded, tl.sum(weight, 1)), tl.fma(acc, faded[:, None], seen)
 
 
@@ -113,6 +73,13 @@ def _mean(total, acc):
     return acc / tl.where(total > 0.0, total, 1.0)[:, None] + 0.0
 
 
+@triton.jit
+def _store_lse(lse, at, peak, total, mask):
+    """Store the base-2 log-sum-exp of the scores, if a backward pass will read it."""
+    if lse is not None:
+        tl.store(lse + at, peak + tl.log2(total), mask=mask)
+
+
 @triton.jit(do_not_specialize=["sequences", "rows", "table_stride", "window"])
 def attend_kernel(
     q,
@@ -121,6 +88,7 @@ def attend_kernel(
     out,
     peaks,
     totals,
+    lse,
     tables,
     first,
     count,
@@ -147,9 +115,10 @@ def attend_kernel(
 ):
     """Attend BLOCK_Q (token, query head) pairs of one sequence and key/value head.
 
-    With APART it attends one split and stores its partial result, otherwise all splits.
+    With APART it attends one split and stores its partial result, otherwise all splits. lse [T, H]
+    may be None.
     """
-    sequence, tile = _locate(count, sequences, tl.program_id(0), GROUP)
+    sequence, tile = locate(count, sequences, tl.program_id(0), GROUP, BLOCK_Q)
     if sequence >= sequences:
         return
     kv_head, heads = tl.program_id(1), tl.num_programs(1) * GROUP
@@ -205,15 +174,18 @@ def attend_kernel(
         tl.store(peaks + at, peak, mask=token < new)
         tl.store(totals + at, total, mask=token < new)
     else:
+        _store_lse(lse, at, peak, total, token < new)
         acc = _mean(total, acc)
     tl.store(out + at[:, None] * WIDTH + element, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge_kernel(peaks, totals, parts, out, splits, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr):
+def merge_kernel(
+    peaks, totals, parts, out, lse, splits, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr
+):
     """Join the splits of one (row, head) into out [T * H, E].
 
-    peaks and totals are [splits, T * H], parts are [splits, T * H, E].
+    peaks and totals are [splits, T * H], parts are [splits, T * H, E]; lse [T * H] may be None.
     """
     at, pairs = tl.program_id(0).to(tl.int64) + tl.arange(0, 1), tl.num_programs(0).to(tl.int64)
     element = tl.arange(0, BLOCK_E)
@@ -227,6 +199,7 @@ def merge_kernel(peaks, totals, parts, out, splits, WIDTH: tl.constexpr, BLOCK_E
         where = part[:, None] * WIDTH + element
         part_acc = tl.load(parts + where, mask=written[:, None] & (element < WIDTH), other=0.0)
         peak, total, acc = _join(peak, total, acc, part_peak, part_total, part_acc)
+    _store_lse(lse, at, peak, total, at >= 0)
     mean = _mean(total, acc).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * WIDTH + element, mean, mask=(at >= 0)[:, None] & (element < WIDTH))
 

@@ -1,0 +1,54 @@
+"""Every kernel compiles to machine code for the GPUs that Tandem names, without one.
+
+It shows that types, shapes and shared memory are right for the compiler; what the code computes
+only a GPU can show.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+from triton import knobs
+
+ROOT = Path(__file__).parents[2]
+KERNELS = {
+    node.name
+    for path in (ROOT / "tandem/model/triton").glob("*_kernels.py")
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+}
+CAPABILITIES = (80, 90, 100)
+
+
+@cache
+def compiled(folder):
+    """Rows of the program that compiles, once for all tests."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.support.compile_kernels", *map(str, CAPABILITIES)],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_compiles(capability, dtype, tmp_path_factory):
+    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
+    if not Path(tool.path).exists():
+        pytest.skip(f"this build of triton has no assembler for compute capability {capability}")
+    rows = compiled(tmp_path_factory.getbasetemp() / "kernels")
+    mine = [row for row in rows if (row["capability"], row["dtype"]) == (capability, dtype)]
+    assert len(KERNELS) >= 14 and {row["kernel"] for row in mine} == KERNELS
+    assert all(row["bytes"] > 0 for row in mine)
