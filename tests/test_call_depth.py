@@ -1,5 +1,6 @@
 """The depth of a training step and the number of functions that its thread runs: `tandem train` in
-a process of its own, observed. Functions without a name (lambdas, comprehensions) do not count."""
+a process of its own, observed. Functions without a name (lambdas, comprehensions) do not count, nor
+do those that `dataclasses` writes."""
 
 import json
 import os
@@ -35,7 +36,9 @@ def observed(function, key):
     return call
 
 def profile(frame, event, _):
-    if recording and event == "call" and ours(frame) and not frame.f_code.co_name.startswith("<"):
+    code = frame.f_code
+    written = not code.co_name.startswith("<") and not code.co_qualname.startswith("__create_fn__")
+    if recording and event == "call" and ours(frame) and written:
         functions.add(name(frame))
 
 def step(stages, number):

@@ -203,14 +203,15 @@ class Engine:
         # stand beside each other
         work.sort(key=lambda part: (-len(part[0].page_table), part[0].page_table))
         ahead = self.lookahead
-        taken = ahead.take(work) if ahead is not None else NOTHING
+        taken = NOTHING if ahead is None else ahead.take(work)
         ready, logits = self._forward(work, taken)
         sampled = []
         if logits is not None:
             sampled = self._sample([s for s in ready if s not in taken.rows], logits)
         if ahead is not None:
             ahead.launch(taken, sampled)
-        for members, results in sampled + taken.read():
+            sampled += taken.read()
+        for members, results in sampled:
             columns = (column.tolist() for column in results)
             for sequence, token, logprob, top, their_logprobs in zip(
                 members, *columns, strict=True

@@ -70,7 +70,7 @@ def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
     frozen, masters = width + packed, 4 * (width < 4)
     rows = [("weights", width * policy, f"{width} bytes x parameters, of engine and trainer")]
     if packed:
-        order = f"{packed} bytes x parameters: the linear layers again, in oneDNN's order"
+        order = f"{packed} bytes x parameters, in oneDNN's order"
         rows.append(("packed weights", packed * policy, order))
     if masters:
         rows.append(("masters", masters * trained, "float32, 4 bytes x trained parameters"))

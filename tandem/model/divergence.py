@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.linear import add_product, gradient_product, multiply
+from tandem.model.linear import gradient_product, multiply
 from tandem.model.logprobs import chunks, log_distribution
 from tandem.types import SamplingDistribution
 
@@ -53,7 +53,7 @@ class _Divergences(torch.autograd.Function):
             slope.mul_(grads[0][rows, None] / ctx.sampling.temperature)
             grad_hidden[rows] = gradient_product(slope, weight)
             if grad_weight is not None:
-                add_product(grad_weight, slope.t(), hidden[rows])
+                gradient_product(slope.t(), hidden[rows], grad_weight)
         return grad_hidden, grad_weight, *(None for _ in range(6))
 
 

@@ -64,8 +64,9 @@ class ExactLayer(nn.Module):
 
 
 def embed(weight: Tensor, tokens: Tensor) -> Tensor:
-    """Look up tokens int64 [T] in the weight [V, D]; its gradient is summed in float32."""
-    if weight.dtype == torch.float32 or not torch.is_grad_enabled():
+    """Look up tokens int64 [T] in a weight [V, D] of a lower precision than its gradient, which is
+    summed in float32."""
+    if not torch.is_grad_enabled():
         return F.embedding(tokens, weight)
     return _Embed.apply(weight, tokens)  # type: ignore[no-any-return]
 

@@ -44,13 +44,13 @@ def has_bfloat16_tiles() -> bool:
 
 
 def in_float32(t: Tensor) -> bool:
-    """Tell whether products with t run in float32: always, but for bfloat16 on AMX and on GPUs."""
-    return t.dtype == torch.float32 or not (t.is_cuda or has_bfloat16_tiles())
+    """Tell whether products with t, bfloat16, run in float32: not with AMX, and not on a GPU."""
+    return not (t.is_cuda or has_bfloat16_tiles())
 
 
 def pack_bytes(dtype: torch.dtype) -> int:
     """Return the bytes of a parameter in a pack of weights of that type, on a CPU."""
-    return 4 if in_float32(torch.empty(0, dtype=dtype)) else dtype.itemsize
+    return dtype.itemsize if has_bfloat16_tiles() else 4
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -58,7 +58,8 @@ def pack(weight: Tensor) -> Tensor:
     weight = weight.detach()
     if triton_for(weight):
         return weight
-    weight = weight.float() if in_float32(weight) else weight
+    if weight.dtype != torch.float32 and in_float32(weight):
+        weight = weight.float()
     if not HAS_PREPACKED:
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS_HINT)
@@ -95,20 +96,16 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     ]
 
 
-def gradient_product(a: Tensor, b: Tensor) -> Tensor:
+def gradient_product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
     """Multiply a [N, K] with b [K, M] for a gradient: deterministic, not batch-invariant.
 
     Both are rounded to b's type, and the product has it too; on a CPU without AMX it is float32.
+    total, float32 [N, M]: the product is added to it in place.
     """
-    return a.float() @ b.float() if in_float32(b) else a.to(b.dtype) @ b
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `gradient_product` of a and b to total, float32 [N, M], in place."""
     if b.dtype == torch.float32:
-        total.addmm_(a, b)
-    else:
-        total.add_(gradient_product(a, b))
+        return a @ b if total is None else total.addmm_(a, b)
+    product = a.float() @ b.float() if in_float32(b) else a.to(b.dtype) @ b
+    return product if total is None else total.add_(product)
 
 
 class Adapter(NamedTuple):
@@ -264,7 +261,7 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved: list[Any] = [grads[0], *ctx.saved_tensors]
-        if in_float32(grads[0]):
+        if grads[0].dtype != torch.float32 and in_float32(grads[0]):
             saved = [None if t is None else t.float() for t in saved]
         grad, x, *tensors = saved
         wanted = ctx.needs_input_grad

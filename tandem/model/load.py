@@ -60,8 +60,10 @@ class ExactModel(nn.Module):
         Rows are padded once here, so that no linear has to. A plan leaves padding rows at zero.
         """
         rows, inner = len(tokens), self.module.model
-        padding = (0, padded_rows(rows, self.dtype) - rows)
-        x = embed(inner.embed_tokens.weight, F.pad(tokens, padding).to(self.device))
+        table = inner.embed_tokens.weight
+        padding = (0, padded_rows(rows, table.dtype) - rows)
+        tokens = F.pad(tokens, padding).to(table.device)
+        x = F.embedding(tokens, table) if table.dtype == torch.float32 else embed(table, tokens)
         rotation = rotation_of(inner.rotary_emb, x, F.pad(positions, padding).to(self.device))
         for layer in inner.layers:
             x = self._layer(layer, x, rotation, plan)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.linear import add_product, gradient_product, multiply
+from tandem.model.linear import gradient_product, multiply
 from tandem.model.triton.dispatch import triton_for
 from tandem.types import SamplingDistribution
 
@@ -199,7 +199,7 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden[rows] = gradient_product(slope, weight)
         if self.weight is not None:
-            add_product(self.weight, slope.t(), hidden[rows])
+            gradient_product(slope.t(), hidden[rows], self.weight)
 
 
 def _fused(table: Tensor, sampling: SamplingDistribution) -> Any:

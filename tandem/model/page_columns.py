@@ -5,13 +5,16 @@ beside each other. Their queries are then rows of one tile, which multiplies the
 has the same bits for any rows beside it (attention.py, rule 1), so tiles change time and no result.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.model.attention import QUERY_BLOCK, query_key
+from tandem.model.attention import QUERY_BLOCK
+
+Product = Callable[[Tensor, Tensor], Tensor]
 
 # Rows whose products take as long as reading the page: 20 (heads of 16) to 48 (of 64, from memory)
 # on an Intel Xeon with AVX-512.
@@ -36,33 +39,28 @@ class Column:
     members: Tensor | None = None
     places: Tensor | None = None  # int64 [m], place of each sequence; None: in order
 
-    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
-        """Multiply queries [n, K, R, E] with the pages of keys [P, K, PAGE, E]: [m, K, R, used]."""
-        return self._split(query_key(self._tile(query), self._read(keys)))
+    def multiply(self, product: Product, rows: Tensor, cache: Tensor) -> Tensor:
+        """Multiply rows [n, K, R, x] with the column's pages of a cache [P, K, PAGE, E], in
+        float32: [m, K, R, y].
 
-    def weighted(self, probs: Tensor, values: Tensor) -> Tensor:
-        """Multiply probs [n, K, R, used] with the pages of values [P, K, PAGE, E]: [m, K, R, E]."""
-        return self._split(self._tile(probs) @ self._read(values))
-
-    def _read(self, cache: Tensor) -> Tensor:
-        """Read the pages as float32 [tiles, K, used, E]: consecutive ones in place, others
-        gathered."""
+        product: `query_key` for queries and keys, [m, K, R, used]; `torch.matmul` for probabilities
+        [n, K, R, used] and values, [m, K, R, E].
+        """
         cache, pages = cache[:, :, : self.used], self.pages
-        part = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
-        return part.float()
+        # consecutive pages are read in place
+        read = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+        if self.width == 1:
+            return product(rows[: self.sequences], read.float())
+        return self._split(product(self._tile(rows), read.float()))
 
     def _tile(self, rows: Tensor) -> Tensor:
         """Put rows [n, K, R, x] of the sequences into tiles [tiles, K, width * R, x]."""
-        if self.width == 1:
-            return rows[: self.sequences]
         at = self.members
         rows = rows[: self.sequences] if at is None else rows.index_select(0, at)
         return rows.unflatten(0, (-1, self.width)).transpose(1, 2).flatten(2, 3)
 
     def _split(self, tiles: Tensor) -> Tensor:
         """Take the rows [m, K, R, x] of the sequences out of tiles [tiles, K, width * R, x]."""
-        if self.width == 1:
-            return tiles
         rows = tiles.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
         return rows if self.places is None else rows.index_select(0, self.places)
 
@@ -70,22 +68,25 @@ class Column:
 def column_of(pages: np.ndarray, used: int, rows: int) -> Column:
     """Plan the column of pages int64 [m], where each sequence has that many rows (a multiple of
     4)."""
+    sequences, members, places = len(pages), None, None
     firsts = np.flatnonzero(np.diff(pages, prepend=-1))  # where another page begins
-    counts = np.diff(firsts, append=len(pages))
-    width = _width(counts, rows) if len(counts) < len(pages) else 1
-    if width == 1:
-        return Column(sequences=len(pages), used=used, pages=_slice_or_index(pages), width=1)
-    tiles = -(-counts // width)
-    moved = width * (np.cumsum(tiles) - tiles) - firsts  # padding before a group's first
-    places = np.arange(len(pages)) + moved.repeat(counts)
-    in_order = len(places) == width * tiles.sum()
+    counts = np.diff(firsts, append=sequences)
+    width = _width(counts, rows) if len(counts) < sequences else 1
+    if width > 1:
+        tiles = -(-counts // width)
+        total, pages = width * tiles.sum(), pages[firsts].repeat(tiles)
+        if total > sequences:  # else they are in order
+            moved = width * (np.cumsum(tiles) - tiles) - firsts  # padding before a group's first
+            at = np.arange(sequences) + moved.repeat(counts)
+            members, places = torch.from_numpy(_members(at, total)), torch.from_numpy(at)
+    first, is_run = int(pages[0]), bool((np.diff(pages) == 1).all())
     return Column(
-        sequences=len(pages),
+        sequences=sequences,
         used=used,
-        pages=_slice_or_index(pages[firsts].repeat(tiles)),
+        pages=slice(first, first + len(pages)) if is_run else torch.from_numpy(pages),
         width=width,
-        members=None if in_order else torch.from_numpy(_members(places, width * tiles.sum())),
-        places=None if in_order else torch.from_numpy(places),
+        members=members,
+        places=places,
     )
 
 
@@ -104,10 +105,3 @@ def _width(counts: np.ndarray, rows: int) -> int:
     best = seconds.argmin()
     alone = counts.sum() * (PAGE_ROWS + rows)
     return int(widths[best]) if seconds[best] <= (1 - LEAST_SAVED) * alone else 1
-
-
-def _slice_or_index(pages: np.ndarray) -> slice | Tensor:
-    first = int(pages[0])
-    if (np.diff(pages) == 1).all():
-        return slice(first, first + len(pages))
-    return torch.from_numpy(pages)

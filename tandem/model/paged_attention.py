@@ -22,6 +22,7 @@ from tandem.model.attention import (
     heads_first,
     hidden_keys,
     ladder,
+    query_key,
     rows_first,
     weigh,
 )
@@ -129,15 +130,15 @@ def _attend(
         scores = query.new_empty(*query.shape[:3], keys_read)
         for at, column in enumerate(bucket.columns):
             part = slice(at * PAGE, at * PAGE + column.used)
-            scores[: column.sequences, :, :, part] = column.scores(query, keys)
+            scores[: column.sequences, :, :, part] = column.multiply(query_key, query, keys)
     else:
-        scores = first.scores(query, keys)
+        scores = first.multiply(query_key, query, keys)
     split = scores.view(n, kv_heads, run, -1, scores.shape[-1])
     probs = weigh(split, bucket.mask(window), scale).view(scores.shape)
-    out = first.weighted(probs[..., :PAGE], values)
+    out = first.multiply(torch.matmul, probs[..., :PAGE], values)
     for at, column in enumerate(others, 1):
         part = slice(at * PAGE, at * PAGE + column.used)
-        out[: column.sequences] += column.weighted(probs[..., part], values)
+        out[: column.sequences] += column.multiply(torch.matmul, probs[..., part], values)
     return rows_first(out[:, :, :rows], run, heads)
 
 

@@ -40,6 +40,7 @@ class Optimizer:
         self.masters = {name: _master(p) for name, p in parameters.items()}
         for p in parameters.values():
             p.grad_dtype = torch.float32
+        self.rounds = any(p is not self.masters[name] for name, p in parameters.items())
         decayed = [p for p in self.masters.values() if p.dim() > 1]
         plain = [p for p in self.masters.values() if p.dim() <= 1]
         groups = [
@@ -67,7 +68,8 @@ class Optimizer:
             for name, p in self.parameters.items():
                 self.masters[name].grad = p.grad
             self.adam.step()
-            self._round()
+            if self.rounds:
+                self._round()
             # the fused kernel does not count its writes, and the linear packs are renewed by that
             # count
             torch.autograd.graph.increment_version(list(self.parameters.values()))
