@@ -16,7 +16,7 @@ RENAMED_METRICS: dict[str, str] = {}
 # Columns of the journal; also keys of its notes, of the ledger and of state.json.
 RENAMED_COLUMNS: dict[str, str] = {"given": "env_rewards", "untold": "pending_metrics"}
 # "rl.old": "rl.new", or "rl.old": "" for one that only one of the revisions has.
-RENAMED_SETTINGS: dict[str, str] = {}
+RENAMED_SETTINGS: dict[str, str] = {"model.device": "", "model.dtype": "", "rollout.devices": ""}
 
 STEPS, KILL_AT = 4, 3
 COMMON = f"""
