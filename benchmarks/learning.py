@@ -1,7 +1,7 @@
 """`make learning`: does everything learn? The demo on five seeds, every algorithm on three, and
 what needs no reward.
 
-    python benchmarks/learning.py [demo] [grpo] [ppo ...] [preferences] [distillation]     default: all; rewrites docs/learning.md
+    python benchmarks/learning.py [demo] [bfloat16] [grpo] [ppo ...] [preferences] [distillation]     default: all; rewrites docs/learning.md
 
 All start from the demo's warm models (runs/learning/seed-N, made by `demo`). Numbers are kept in
 docs/learning.json.
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
@@ -56,13 +57,14 @@ ALGORITHMS = {
 
 def main() -> int:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in sys.argv[1:] or ["demo", *ALGORITHMS, "preferences", "distillation"]:
+    for name in sys.argv[1:] or ["demo", "bfloat16", *ALGORITHMS, "preferences", "distillation"]:
         print(f"== {name}", flush=True)
         if name in ALGORITHMS:
             results.setdefault("algorithms", {})[name] = algorithm(name)
         else:
             results[name] = {
                 "demo": demo,
+                "bfloat16": lambda: demo("bfloat16-", ["model.dtype=bfloat16"]),
                 "preferences": preferences,
                 "distillation": distillation,
             }[name]()
@@ -72,14 +74,15 @@ def main() -> int:
     return 0
 
 
-def demo() -> list[dict]:
+def demo(kind: str = "", changes: Sequence[str] = ()) -> list[dict]:
     """The whole demo, each seed in a fresh folder: data, model, SFT and RL all seeded."""
     rows = []
     for seed in SEEDS:
-        folder = RUNS / f"seed-{seed}"
+        folder = RUNS / f"{kind}seed-{seed}"
         shutil.rmtree(folder, ignore_errors=True)
         start = time.perf_counter()
-        run([sys.executable, "examples/demo.py", "--folder", str(folder), "--seed", str(seed)])
+        place = ["--folder", str(folder), "--seed", str(seed)]
+        run([sys.executable, "examples/demo.py", *place, *changes])
         rows.append(
             {"seed": seed, **rise(folder / "train"), "seconds": time.perf_counter() - start}
         )
@@ -235,9 +238,11 @@ def table(results: dict) -> str:
         f"at temperature 1, 64 problems x 4 samples. Machine: {results['machine']}; {results['date']}.",
         "",
     ]
-    if "demo" in results:
+    for name, dtype in (("demo", "float32"), ("bfloat16", "bfloat16")):
+        if name not in results:
+            continue
         lines += [
-            "## The demo on five seeds",
+            f"## The demo on five seeds, {dtype}",
             "",
             "The warm start and after 60 steps; seconds are of the whole demo.",
             "",
@@ -249,7 +254,7 @@ def table(results: dict) -> str:
         lines += [
             f"| {r['seed']} | {r['before']:.3f} | {r['after']:.3f} | {r['after'] - r['before']:+.3f} | {r['gap']} "
             f"| {r['seconds']:.0f} |"
-            for r in results["demo"]
+            for r in results[name]
         ] + [""]
     if "algorithms" in results:
         lines += algorithm_table(results["algorithms"])

@@ -31,9 +31,10 @@ def main() -> int:
     parser.add_argument(
         "--fresh", action="store_true", help="start over; earlier runs are kept beside the new ones"
     )
+    parser.add_argument("overrides", nargs="*", help="settings of both runs: model.dtype=bfloat16")
     args = parser.parse_args()
     try:
-        demo(args.folder, args.seed, args.fresh)
+        demo(args.folder, args.seed, args.fresh, args.overrides)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -43,15 +44,15 @@ def main() -> int:
     return 0
 
 
-def demo(folder: Path, seed: int, fresh: bool) -> None:
+def demo(folder: Path, seed: int, fresh: bool, changes: list[str]) -> None:
     started = time.perf_counter()
     make_inputs(folder, seed)
     from tandem.cli import train  # imports torch, after the first line has been shown
 
-    overrides = recipe(folder, seed, "sft", model=folder / "model")
+    overrides = [*recipe(folder, seed, "sft", model=folder / "model"), *changes]
     say(f"warm start: {BY_HAND} sft recipes/demo.toml {' '.join(overrides)}")
     warm_model = train.train("sft", load_config(RECIPE, overrides), folder / "sft", fresh)
-    overrides = recipe(folder, seed, "train", model=warm_model)
+    overrides = [*recipe(folder, seed, "train", model=warm_model), *changes]
     say(f"GRPO: {BY_HAND} train recipes/demo.toml {' '.join(overrides)}")
     final = train.train("train", load_config(RECIPE, overrides), folder / "train", fresh)
     report(folder, final)
