@@ -9,7 +9,8 @@ goes on writing there. Equal pages may exist twice, when two sequences computed 
                           ^                                            |
                           +-- retain; allocate, least recent first <---+
 
-The cache holds one weight version: `flush` empties it when the weights change. It does not know
+The cache holds one weight version: `flush` empties it when the weights change. From `give_back` to
+the next `flush` or `restore` an update on the same device may use its memory. It does not know
 requests.
 """
 
@@ -68,9 +69,11 @@ class PageCache:
         count = budget // self.page_bytes
         if not count:
             raise _budget_too_small(budget, self.page_bytes)
-        # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
-        self._keys, self._values = _zeros((2, layers, count, kv_heads, PAGE, size), weight)
-        self.keys, self.values = self._keys.unbind(), self._values.unbind()
+        self._shape, self._like = (2, layers, count, kv_heads, PAGE, size), weight
+        self.keys: tuple[Tensor, ...] = ()
+        self.values: tuple[Tensor, ...] = ()
+        self.allocations = 0  # a captured graph that reads the pages is stale once it has grown
+        self.restore()
         self.count = count
         self.ref_count = np.zeros(count, np.int64)  # sequences that hold the page
         self._tokens = np.zeros((count, PAGE), np.int64)
@@ -85,6 +88,25 @@ class PageCache:
         # that includes them
         self._following: dict[bytes, set[int]] = defaultdict(set)
         self._full: dict[bytes, set[int]] = defaultdict(set)
+
+    # ---- memory
+
+    def give_back(self) -> None:
+        """Forget every page and give their memory back until `restore`. None may be held."""
+        self.flush()
+        self.keys, self.values = (), ()
+        self._keys = self._values = self._like.new_empty(0, requires_grad=False)
+        _empty_allocator(self._like)
+
+    def restore(self) -> None:
+        """Take the memory of the pages, if they have none."""
+        if self.keys:
+            return
+        _empty_allocator(self._like)
+        # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
+        self._keys, self._values = _zeros(self._shape, self._like)
+        self.keys, self.values = self._keys.unbind(), self._values.unbind()
+        self.allocations += 1
 
     # ---- finding
 
@@ -193,6 +215,7 @@ class PageCache:
     def flush(self) -> None:
         """Forget every page when the weights change. None may be held."""
         assert not self.ref_count.any(), "a page is held across a change of weights"
+        self.restore()
         self._free = list(range(self.count - 1, -1, -1))
         self._following.clear()
         self._full.clear()
@@ -221,6 +244,12 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_zeros(shape, requires_grad=False)
     raw = torch.from_numpy(np.zeros(math.prod(shape) * like.element_size(), np.uint8))
     return raw.view(like.dtype).view(shape)
+
+
+def _empty_allocator(like: Tensor) -> None:
+    """Return the GPU's free blocks, whose sizes fit the other user of the memory badly."""
+    if like.is_cuda:
+        torch.cuda.empty_cache()
 
 
 def _discard(index: dict[bytes, set[int]], key: bytes, page: int) -> None:

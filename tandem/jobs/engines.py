@@ -119,6 +119,13 @@ def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **si
     )
 
 
+def make_room(config: Config, engine: Engine) -> Callable[[], None]:
+    """Return the function that makes room for an update: by rollout.release_cache it takes the
+    memory of the engine's idle cache, which has it again when weights are published."""
+    release, on_gpu = config.rollout.release_cache, engine.model.device.type == "cuda"
+    return engine.cache.give_back if release is True or (release and on_gpu) else lambda: None
+
+
 def load_engine(
     config: Config, renderer: ChatRenderer, problems: Sequence[Problem], report: Report
 ) -> Engine:

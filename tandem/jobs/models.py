@@ -13,6 +13,7 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
+from tandem.train.offload import BUCKET
 from tandem.train.optimizer import Optimizer
 
 Head = Literal["tokens", "value"]
@@ -52,6 +53,7 @@ def build_learner(
         weight_decay=config.train.weight_decay,
         betas=(config.train.beta1, config.train.beta2),
         max_grad_norm=config.train.max_grad_norm,
+        offload_bucket=BUCKET if config.train.offload_optimizer else 0,
     )
     return Learner(model, optimizer)
 

@@ -259,3 +259,25 @@ def test_logprob_gap_of_a_resumed_completion_skips_old_tokens():
     [whole] = engine.generate([replace(request(max_new_tokens=20), resume_from=paused)])
     assert whole.weight_versions.tolist() == [0] * 7 + [1] * 13
     assert engine.logprob_gap() == 0.0
+
+
+def test_a_cache_without_memory_has_it_again_after_a_flush_and_gives_the_same_completions():
+    engine = engine_of()
+    first = [facts(c) for c in engine.generate(mixed_requests())]
+    pages = engine.cache._keys.shape
+    engine.cache.give_back()
+    assert engine.cache._keys.numel() == 0 and engine.cache.keys == ()
+    assert engine.stats()["pages_cached"] == 0
+    engine.apply(1)
+    assert engine.cache._keys.shape == pages and not engine.cache._keys.any()
+    assert engine.cache.allocations == 2
+    engine.apply(0)
+    assert [facts(c) for c in engine.generate(mixed_requests())] == first
+
+
+def test_a_cache_in_use_does_not_give_its_memory_away():
+    engine = engine_of()
+    engine.submit(request())
+    engine.step()
+    with pytest.raises(AssertionError, match="a page is held"):
+        engine.cache.give_back()
