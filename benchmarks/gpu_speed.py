@@ -224,7 +224,7 @@ def memory(bench: Bench, name: str) -> Figures:
     under way."""
     tokens = bench.size(8192, 32)
     settings = {
-        "rollout": {"cache_mb": bench.size(4096, 1)},
+        "rollout": {"cache_mb": bench.size(4096, 1), "release_cache": False},
         "train": {"tokens_per_microbatch": tokens},
     }
     with tempfile.TemporaryDirectory() as folder:

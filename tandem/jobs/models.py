@@ -24,6 +24,12 @@ def placement(config: Config) -> Placement:
     return place_models(config.model.device, config.model.dtype)
 
 
+def releases_cache(config: Config, place: Placement) -> bool:
+    """Tell whether the engine's cache gives its memory to the updates (rollout.release_cache)."""
+    release = config.rollout.release_cache
+    return place.device.type == "cuda" if release == "auto" else release
+
+
 def build_model(config: Config, path: str, *, head: Head = "tokens") -> ExactModel:
     """Load a model to train, with the config's adapters and activation checkpointing."""
     lora = config.lora

@@ -23,6 +23,7 @@ _FREE = {
     "reward.workers",
     "rollout.workers",
     "rollout.restarts",
+    "rollout.cache_mb",
     "rollout.devices",
     "rollout.release_cache",
     "rl.max_truncated",
