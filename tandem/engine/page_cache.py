@@ -10,8 +10,7 @@ goes on writing there. Equal pages may exist twice, when two sequences computed 
                           +-- retain; allocate, least recent first <---+
 
 The cache holds one weight version: `flush` empties it when the weights change. From `give_back` to
-the next `flush` or `restore` an update on the same device may use its memory. It does not know
-requests.
+`restore` an update on the same device may use its memory. It does not know requests.
 """
 
 import hashlib
@@ -215,7 +214,6 @@ class PageCache:
     def flush(self) -> None:
         """Forget every page when the weights change. None may be held."""
         assert not self.ref_count.any(), "a page is held across a change of weights"
-        self.restore()
         self._free = list(range(self.count - 1, -1, -1))
         self._following.clear()
         self._full.clear()
