@@ -72,10 +72,15 @@ class Sizes:
         return self.adapters or self.policy
 
     @property
+    def trained_critic(self) -> int:
+        """Parameters of a critic that are trained; 0 without one."""
+        critic = self.others.get("critic.path", 0)
+        return critic and (self.adapters or critic)
+
+    @property
     def checkpoint(self) -> int:
         """Bytes of all trained weights and their moments."""
-        critic = self.others.get("critic.path", 0)
-        return 12 * (self.trained + (critic and (self.adapters or critic)))
+        return 12 * (self.trained + self.trained_critic)
 
 
 def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
@@ -88,9 +93,10 @@ def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
         rows.append(("packed weights", packed * policy, order))
     if _is_offloaded(sizes, config):
         text = "three buckets; the others are in host memory"
-        rows.append(("optimizer's share", min(3 * 12 * BUCKET, 12 * sizes.trained), text))
+        state = sum(size for _, size, _ in _optimizer_rows(sizes, sizes.trained))
+        rows.append(("optimizer's share", min(3 * 12 * BUCKET, state), text))
     else:
-        rows += _optimizer_rows(sizes)
+        rows += _optimizer_rows(sizes, sizes.trained)
     rows += _update_rows(sizes, config)
     if command != "rm":
         rows.append(_cache_row(sizes, config))
@@ -112,25 +118,24 @@ def host_memory(sizes: Sizes, config: Config) -> list[Need]:
     """List the memory that a run takes of its machine while its models are on a GPU."""
     if not sizes.on_gpu:
         return []
-    offloaded = _optimizer_rows(sizes) if _is_offloaded(sizes, config) else []
+    trained = sizes.trained + sizes.trained_critic
+    offloaded = _optimizer_rows(sizes, trained) if _is_offloaded(sizes, config) else []
     return [*offloaded, _save_row(sizes)]
 
 
 def savings(sizes: Sizes, config: Config, command: str) -> list[tuple[str, int]]:
     """List (setting, bytes that it saves on the device of the models), the most first."""
-    train, cache_mb = config.train, config.rollout.cache_mb
-    kept, tokens = activations(sizes, config), max(16, train.tokens_per_microbatch // 2)
-    found = {
-        "train.activation_checkpointing=true": kept
-        - activations(sizes, config, activation_checkpointing=True),
-        f"train.tokens_per_microbatch={tokens}": kept
-        - activations(sizes, config, tokens_per_microbatch=tokens),
-    }
-    if command != "rm" and not releases_cache(config, sizes.place):
-        found[f"rollout.cache_mb={max(1, cache_mb // 2)}"] = (cache_mb - cache_mb // 2) << 20
-    if sizes.on_gpu and not train.offload_optimizer:
-        resident = sum(size for _, size, _ in _optimizer_rows(sizes))
-        found["train.offload_optimizer=true"] = resident - 3 * 12 * BUCKET
+    train, found = config.train, {}
+    before = sum(size for _, size, _ in memory(sizes, config, command))
+    for section, key, value in (
+        ("train", "activation_checkpointing", True),
+        ("train", "tokens_per_microbatch", max(16, train.tokens_per_microbatch // 2)),
+        ("train", "offload_optimizer", True),
+        ("rollout", "cache_mb", max(1, config.rollout.cache_mb // 2)),
+    ):
+        part = getattr(config, section).model_copy(update={key: value})
+        other = memory(sizes, config.model_copy(update={section: part}), command)
+        found[f"{section}.{key}={str(value).lower()}"] = before - sum(size for _, size, _ in other)
     return sorted((item for item in found.items() if item[1] > 0), key=lambda item: -item[1])
 
 
@@ -150,11 +155,11 @@ def _is_offloaded(sizes: Sizes, config: Config) -> bool:
     return sizes.on_gpu and config.train.offload_optimizer
 
 
-def _optimizer_rows(sizes: Sizes) -> list[Need]:
-    moments = ("Adam moments", 8 * sizes.trained, "8 bytes x trained parameters")
+def _optimizer_rows(sizes: Sizes, trained: int) -> list[Need]:
+    moments = ("Adam moments", 8 * trained, "8 bytes x trained parameters")
     if sizes.place.dtype == torch.float32:
         return [moments]
-    masters = ("masters", 4 * sizes.trained, "float32, 4 bytes x trained parameters")
+    masters = ("masters", 4 * trained, "float32, 4 bytes x trained parameters")
     return [masters, moments]
 
 
@@ -180,10 +185,12 @@ def _cache_row(sizes: Sizes, config: Config) -> Need:
 
 def _other_models(sizes: Sizes, config: Config) -> list[Need]:
     rows, packed, width = [], sizes.packed, sizes.place.dtype.itemsize
-    frozen, masters = width + packed, 4 * (width < 4)
+    frozen, trained = width + packed, sizes.trained_critic
     for key, size in sizes.others.items():
         if key == "critic.path":
-            held = frozen * size + (12 + masters) * (sizes.adapters or size)
+            held = frozen * size + 4 * trained
+            if not _is_offloaded(sizes, config):
+                held += sum(count for _, count, _ in _optimizer_rows(sizes, trained))
             rows.append(("critic", held, "weights, packs, gradients and moments of its own"))
         elif key == "model.reference" and sizes.adapters and not config.model.reference:
             rows.append(("reference", packed * size, "packs of the weights without adapters"))

@@ -90,6 +90,16 @@ def test_savings_are_the_differences_of_two_plans_the_most_first(home):
         assert before - sum(rows_of(memory(sizes, other, "train")).values()) == saved
 
 
+def test_where_the_cache_takes_turns_less_activation_saves_down_to_the_cache_only(home):
+    config = config_of(home, "rollout.cache_mb=30")
+    sizes = on_gpu(config)
+    update = sum(rows_of(memory(sizes, config, "train"))[n] for n in ("gradients", "activations"))
+    found = dict(savings(sizes, config, "train"))
+    assert update > 30 << 20
+    assert found["train.tokens_per_microbatch=4096"] == update - (30 << 20)
+    assert "rollout.cache_mb=15" not in found
+
+
 def test_offload_is_named_where_it_saves(home):
     config = config_of(home)
     large = replace(on_gpu(config), policy=600_000_000)
