@@ -57,9 +57,9 @@ size: $(DEV)
 same-bits: $(DEV)
 	@$(BIN)/python tools/same_bits.py $(old) $(or $(new),.) $(if $(only),--only $(only))
 
-# The kernels' tests on a GPU; without one the same tests run in Triton's interpreter, as they do in `make test`.
+# All that only a GPU can show, into docs/gpu.md; `make gpu only="kernels decode"` runs these sections.
 gpu: $(DEV)
-	@$(BIN)/python -m pytest tests/gpu
+	@$(TEST_ENV) $(BIN)/python benchmarks/gpu.py $(only)
 
 # The long proofs; their results are committed under docs/.
 invariants: $(DEV)

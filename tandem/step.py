@@ -12,6 +12,7 @@ out.
     tandem train recipes/demo.toml
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ class Stages(LearnStage):
 
     collector: Collector
     sync: Sync
+    make_room: Callable[[], None] = lambda: None  # on the device, for the updates of a step
 
     @property
     def journal(self) -> Journal:
@@ -61,6 +63,7 @@ def train_step(stages: Stages, step: int) -> StepResult:
     timer = Timer()
     rollouts = rollout_step(stages, step, timer)
     with timer("learn_s"):
+        stages.make_room()
         metrics = learn_step(stages, rollouts)
     with timer("sync_s"):
         stages.sync.publish(step + 1)

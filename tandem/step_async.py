@@ -43,6 +43,7 @@ def train_step_async(prefetcher: "RolloutPrefetcher", step: int) -> StepResult:
     with timer("wait_s"):
         batch, rollout_timer = prefetcher.get(step)
     with timer("learn_s"):
+        stages.make_room()
         metrics = learn_step(stages, batch)
     with timer("sync_s"):
         prefetcher.publish(step + 1)

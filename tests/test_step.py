@@ -5,12 +5,14 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from tandem.config.schema import Reward as RewardConfig
+from tandem.jobs.engines import make_room
 from tandem.model.forward import batch_logprobs
 from tandem.rl.advantages import group_advantages
 from tandem.rollout.collect import step_metrics
@@ -176,6 +178,25 @@ def test_two_runs_have_the_same_metrics_weights_and_files(tmp_path):
             (metrics, weights_of(stages), [p.read_bytes() for p in sorted(folder.iterdir())])
         )
     assert runs[0] == runs[1]
+
+
+def test_the_cache_has_no_memory_in_an_update_and_has_it_in_a_rollout(tmp_path):
+    stages = stages_in(tmp_path, config())
+    cache, seen = stages.collector.runner.engine.cache, []
+
+    def observe(learner_update, *, skip=False):
+        seen.append(len(cache.keys))
+        return learner_update(skip=skip)
+
+    optimizer = stages.models.policy.optimizer
+    optimizer.update = partial(observe, optimizer.update)
+    make_room(config(), stages.collector.runner.engine)()  # on a CPU it stays
+    assert len(cache.keys) == 2
+    releases = config(rollout__release_cache=True)
+    stages = replace(stages, make_room=make_room(releases, stages.collector.runner.engine))
+    for step in range(2):
+        train_step(stages, step)
+    assert seen == [0, 0] and cache.allocations == 2
 
 
 def test_minibatches_are_updates_and_only_the_first_is_on_policy(tmp_path):

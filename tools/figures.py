@@ -387,7 +387,7 @@ def measured() -> list[str]:
         f"| {w} | {f} | {processor(m)} | [docs/{page}.md](docs/{page}.md) |"
         for w, f, m, page in rows
     ]
-    return [*lines, "| anything on a GPU | not measured | | |"]
+    return [*lines, "| anything on a GPU | not measured | | [docs/gpu.md](docs/gpu.md) |"]
 
 
 def processor(machine: str) -> str:

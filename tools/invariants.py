@@ -35,18 +35,9 @@ import machine  # noqa: E402
 from tandem.engine.engine import Engine  # noqa: E402
 from tandem.engine.page_cache import PageCache  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
-from tandem.train.optimizer import Optimizer  # noqa: E402
 from tandem.types import Request, SamplingParams  # noqa: E402
 from tests.support import cells  # noqa: E402
-from tests.support.parity import (  # noqa: E402
-    CONFIGS,
-    VOCABULARY,
-    engine_for,
-    largest_gap,
-    random_model,
-    random_requests,
-    words,
-)
+from tests.support.parity import CONFIGS, VOCABULARY, parity_of, random_model, words  # noqa: E402
 from tests.support.runs import fingerprint, prepare, run  # noqa: E402
 from tests.support.schedules import Schedule, schedules  # noqa: E402
 from tests.support.schedules import run as live  # noqa: E402
@@ -204,41 +195,11 @@ def resident_mib() -> float:
 
 def parity() -> Found:
     rows = {
-        f"{name}, {dtype}": parity_of(name, getattr(torch, dtype))
+        f"{name}, {dtype}": parity_of(name, SCHEDULES, getattr(torch, dtype))
         for dtype in ("float32", "bfloat16")
         for name in CONFIGS
     }
     return {"rows": rows, "met": all(gap == 0.0 for _, gap in rows.values())}
-
-
-def parity_of(name: str, dtype: torch.dtype) -> tuple[int, float]:
-    """Return (tokens sampled, largest gap) of a model with weights of that type."""
-    model = random_model(name, dtype=dtype)
-    optimizer = Optimizer(
-        dict(model.module.named_parameters()),
-        learning_rate=1e-3,
-        schedule="constant",
-        warmup_steps=0,
-        total_steps=9,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        max_grad_norm=1.0,
-    )
-    tokens, worst = 0, 0.0
-    for number in range(SCHEDULES):
-        rng = np.random.default_rng(number)
-        longest = 1800 if number % 10 == 9 else 200
-        requests = random_requests(
-            rng, prompts=int(rng.integers(1, 9)), longest=longest, group=int(rng.integers(1, 5))
-        )
-        completions = engine_for(model, max_batch=int(rng.integers(1, 40))).generate(requests)
-        tokens += sum(len(c.tokens) for c in completions)
-        gap = largest_gap(
-            model, requests, completions, int(rng.integers(100, 4000)), gradients=True
-        )
-        worst = float(np.max([worst, gap]))  # np: a NaN must show
-        optimizer.update()
-    return tokens, worst
 
 
 def parity_table(found: Found) -> list[str]:

@@ -5,7 +5,7 @@ memory, disk, and the verdict.
     tandem plan my.toml --for sft      of another command that trains
 
 It makes the checks of the run itself before its weights (jobs/inputs.py, run_folder/folder.py,
-train_loop.py). Memory is arithmetic over the shapes; the tensors of one step come on top. It does
+train_loop.py). Memory is arithmetic over the shapes; passing tensors of a step come on top. It does
 not know whether anything is learned.
 """
 
@@ -18,7 +18,7 @@ from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.inputs import INPUTS, KEYS, input_hashes
-from tandem.jobs.resources import Machine, Need, disk, memory, model_sizes
+from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, memory, model_sizes
 from tandem.run_folder.folder import check_run
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
@@ -54,12 +54,12 @@ class _Plan:
                     pass
         with self._checked():
             sizes = model_sizes(self.config, self.command)
-            self._need(
-                "memory",
-                memory(sizes, self.config, self.command),
-                self.machine.memory,
-                "in this machine",
-            )
+            rows, there = memory(sizes, self.config, self.command), self.machine.memory
+            if host := host_memory(sizes, self.config):
+                self._need("memory of the GPU", rows, gpu_memory(sizes.place), "of this GPU")
+                self._need("memory", host, there, "in this machine")
+            else:
+                self._need("memory", rows, there, "in this machine")
             self._need(
                 "disk", disk(sizes, self.config), self.machine.disk, f"free for {self.folder}"
             )

@@ -8,6 +8,7 @@ from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.jobs.engines import Report
 from tandem.jobs.offline import open_dpo_job, open_rm_job, open_sft_job
+from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.resources import Machine, require_disk
 from tandem.jobs.rl import open_rl_job
 from tandem.run_folder.checkpoint import step_name
@@ -39,6 +40,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         print_lines(run.news)
         config = run.config
         with (
+            explain_out_of_memory(config, command),
             JOBS[command](config, run, report) as job,
             StepProgress(command, job.steps, eval_every=job.eval_every, log=run.log) as progress,
         ):

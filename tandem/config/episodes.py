@@ -139,6 +139,11 @@ class Rollout(Section):
         description="stop strings in the decoded text (no special tokens), besides the end of turn",
     )
     cache_mb: int = Field(1024, ge=1, description="size of the key/value cache, MiB")
+    release_cache: bool | Literal["auto"] = Field(
+        "auto",
+        description="the key/value cache gives its memory to the update and takes it again "
+        "afterwards; auto: on a GPU",
+    )
     max_batch: int = Field(256, ge=1, description="sequences decoded together at most")
     staleness: int = Field(
         0,

@@ -49,6 +49,11 @@ class Train(Schedules):
         description="keep one activation per layer and recompute the others: less memory, more "
         "time, the same bits",
     )
+    offload_optimizer: bool = Field(
+        False,
+        description="keep masters and moments in pinned host memory between updates: less memory "
+        "of the GPU, more time, the same bits",
+    )
     max_bad_steps: int = Field(
         3, ge=0, description="steps in a row lost to NaN or infinity before the run stops"
     )

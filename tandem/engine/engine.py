@@ -196,6 +196,7 @@ class Engine:
         watchdog.heartbeat()
         ended, self._ended = self._ended, []
         self._check_weights()
+        self.cache.restore()
         work = self.scheduler.schedule(only_started=only_started)
         if not work:
             return ended

@@ -9,8 +9,8 @@ goes on writing there. Equal pages may exist twice, when two sequences computed 
                           ^                                            |
                           +-- retain; allocate, least recent first <---+
 
-The cache holds one weight version: `flush` empties it when the weights change. It does not know
-requests.
+The cache holds one weight version: `flush` empties it when the weights change. From `give_back` to
+`restore` an update on the same device may use its memory. It does not know requests.
 """
 
 import hashlib
@@ -68,9 +68,11 @@ class PageCache:
         count = budget // self.page_bytes
         if not count:
             raise _budget_too_small(budget, self.page_bytes)
-        # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
-        self._keys, self._values = _zeros((2, layers, count, kv_heads, PAGE, size), weight)
-        self.keys, self.values = self._keys.unbind(), self._values.unbind()
+        self._shape, self._like = (2, layers, count, kv_heads, PAGE, size), weight
+        self.keys: tuple[Tensor, ...] = ()
+        self.values: tuple[Tensor, ...] = ()
+        self.allocations = 0  # a captured graph that reads the pages is stale once it has grown
+        self.restore()
         self.count = count
         self.ref_count = np.zeros(count, np.int64)  # sequences that hold the page
         self._tokens = np.zeros((count, PAGE), np.int64)
@@ -85,6 +87,25 @@ class PageCache:
         # that includes them. Keys of a dict are in order, so that equal pages give way to one page.
         self._following: dict[bytes, dict[int, None]] = defaultdict(dict)
         self._full: dict[bytes, dict[int, None]] = defaultdict(dict)
+
+    # ---- memory
+
+    def give_back(self) -> None:
+        """Forget every page and give their memory back until `restore`. None may be held."""
+        self.flush()
+        self.keys, self.values = (), ()
+        self._keys = self._values = self._like.new_empty(0, requires_grad=False)
+        _empty_allocator(self._like)
+
+    def restore(self) -> None:
+        """Take the memory of the pages, if they have none."""
+        if self.keys:
+            return
+        _empty_allocator(self._like)
+        # zeros, not empty: masked keys are multiplied by probability 0, which must not meet a NaN
+        self._keys, self._values = _zeros(self._shape, self._like)
+        self.keys, self.values = self._keys.unbind(), self._values.unbind()
+        self.allocations += 1
 
     # ---- finding
 
@@ -241,6 +262,12 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
         return like.new_zeros(shape, requires_grad=False)
     raw = torch.from_numpy(np.zeros(math.prod(shape) * like.element_size(), np.uint8))
     return raw.view(like.dtype).view(shape)
+
+
+def _empty_allocator(like: Tensor) -> None:
+    """Return the GPU's free blocks, whose sizes fit the other user of the memory badly."""
+    if like.is_cuda:
+        torch.cuda.empty_cache()
 
 
 def _discard(index: dict[bytes, dict[int, None]], key: bytes, page: int) -> None:

@@ -15,7 +15,7 @@ from tandem.engine.engine import Engine, check_room
 from tandem.engine.page_cache import page_bytes
 from tandem.engine.worker_pool.pool import Workers
 from tandem.envs.load import load_env
-from tandem.jobs.models import check_tokenizer, placement
+from tandem.jobs.models import check_tokenizer, placement, releases_cache
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
@@ -117,6 +117,12 @@ def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **si
         max_batch=rollout.max_batch,
         **{"max_queue": max(1024, config.env.concurrency), **sizes},
     )
+
+
+def make_room(config: Config, engine: Engine) -> Callable[[], None]:
+    """Return the function that makes room for an update: with rollout.release_cache it takes the
+    memory of the engine's idle cache, which has it again at the engine's next step."""
+    return engine.cache.give_back if releases_cache(config, placement(config)) else lambda: None
 
 
 def load_engine(

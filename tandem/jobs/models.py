@@ -13,6 +13,7 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
+from tandem.train.offload import BUCKET
 from tandem.train.optimizer import Optimizer
 
 Head = Literal["tokens", "value"]
@@ -21,6 +22,12 @@ Head = Literal["tokens", "value"]
 def placement(config: Config) -> Placement:
     """Resolve model.device and model.dtype. Raises UserError for a device that is not there."""
     return place_models(config.model.device, config.model.dtype)
+
+
+def releases_cache(config: Config, place: Placement) -> bool:
+    """Tell whether the engine's cache gives its memory to the updates (rollout.release_cache)."""
+    release = config.rollout.release_cache
+    return place.device.type == "cuda" if release == "auto" else release
 
 
 def build_model(config: Config, path: str, *, head: Head = "tokens") -> ExactModel:
@@ -52,6 +59,7 @@ def build_learner(
         weight_decay=config.train.weight_decay,
         betas=(config.train.beta1, config.train.beta2),
         max_grad_norm=config.train.max_grad_norm,
+        offload_bucket=BUCKET if config.train.offload_optimizer else 0,
     )
     return Learner(model, optimizer)
 

@@ -3,7 +3,7 @@
 Data is checked first, then models are loaded, then workers start.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from tandem.jobs.engines import (
     Report,
     build_engine,
     load_reward_model,
+    make_room,
     open_envs_and_rewards,
     prepare_process,
     probe_exactness,
@@ -62,6 +63,7 @@ class OfflineJob:
         self.steps, self.eval_every = settings.steps, config.eval.every
         self.sync: InlineSync | None = None
         self.evaluator: Evaluator | None = None
+        self.make_room: Callable[[], None] = lambda: None  # on the device, for an update
 
     def learn(self, items: list[Any]) -> Metrics:
         """Make one optimizer step on a batch of items."""
@@ -77,6 +79,7 @@ class OfflineJob:
     def step(self, done: int) -> StepResult:
         timer, seed, shuffle = Timer(), self.config.run.seed, self.config.data.shuffle
         with timer("learn_s"):
+            self.make_room()
             size = self.settings.batch_size
             metrics = self.learn(problems_of_step(self.items, done, size, seed, shuffle))
         self._publish(done + 1)
@@ -265,7 +268,7 @@ def _evaluating(job: OfflineJob, inputs: Inputs, run: RunFolder) -> Iterator[Non
         )
         journal = Journal(run.episodes, identity(config, job.data), inputs.held_out)
         journal.clean()
-        job.sync = InlineSync(engine)
+        job.sync, job.make_room = InlineSync(engine), make_room(config, engine)
         job.evaluator = Evaluator(
             config=config,
             problems=inputs.held_out,

@@ -1,6 +1,7 @@
 """Memory and disk that a run needs, by arithmetic over the shapes of its models.
 
-No weights are loaded; the computation of a step comes on top.
+No weights are loaded. The passing tensors of a step come on top: logits of a chunk, attention
+scores, gradients of activations.
 """
 
 import os
@@ -9,14 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tandem.config.schema import Config
-from tandem.jobs.models import placement
+from tandem.jobs.activations import activation_bytes
+from tandem.jobs.models import placement, releases_cache
 from tandem.model.config_file import check_model
 from tandem.model.linear import pack_bytes
 from tandem.model.load import empty_model
 from tandem.model.lora import chosen_linears
+from tandem.model.placement import Placement
 from tandem.runtime.disk import existing_parent, human_bytes
 from tandem.runtime.errors import UserError
+from tandem.train.offload import BUCKET
 
 Need = tuple[str, int, str]  # what, bytes, how
 
@@ -45,9 +51,20 @@ class Machine:
 class Sizes:
     """Parameters of the models of a run, counted without their storage."""
 
+    place: Placement  # of all models
+    shape: Any  # transformers config of the policy
     policy: int
     adapters: int  # 0 without LoRA: the policy itself is trained
     others: dict[str, int]  # of further models, by config key
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.place.device.type != "cpu"
+
+    @property
+    def packed(self) -> int:
+        """Bytes of a parameter in a pack of weights; a GPU has none."""
+        return 0 if self.on_gpu else pack_bytes(self.place.dtype)
 
     @property
     def trained(self) -> int:
@@ -55,51 +72,152 @@ class Sizes:
         return self.adapters or self.policy
 
     @property
+    def trained_critic(self) -> int:
+        """Parameters of a critic that are trained; 0 without one."""
+        critic = self.others.get("critic.path", 0)
+        return critic and (self.adapters or critic)
+
+    @property
     def checkpoint(self) -> int:
         """Bytes of all trained weights and their moments."""
-        critic = self.others.get("critic.path", 0)
-        return 12 * (self.trained + (critic and (self.adapters or critic)))
+        return 12 * (self.trained + self.trained_critic)
 
 
 def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
     """List the memory of a run of the command, on the device of its models."""
-    policy, trained, adapters = sizes.policy, sizes.trained, sizes.adapters
-    rollout, rank, place = config.rollout, config.lora.rank, placement(config)
-    cache, width = rollout.cache_mb << 20, place.dtype.itemsize
-    packed = pack_bytes(place.dtype) if place.device.type == "cpu" else 0
-    frozen, masters = width + packed, 4 * (width < 4)
+    policy, adapters = sizes.policy, sizes.adapters
+    width, packed = sizes.place.dtype.itemsize, sizes.packed
     rows = [("weights", width * policy, f"{width} bytes x parameters, of engine and trainer")]
     if packed:
         order = f"{packed} bytes x parameters, in oneDNN's order"
         rows.append(("packed weights", packed * policy, order))
-    if masters:
-        rows.append(("masters", masters * trained, "float32, 4 bytes x trained parameters"))
-    rows += [
-        ("gradients", 4 * trained, "4 bytes x trained parameters"),
-        ("Adam moments", 8 * trained, "8 bytes x trained parameters"),
-    ]
+    if _is_offloaded(sizes, config):
+        text = "three buckets; the others are in host memory"
+        state = sum(size for _, size, _ in _optimizer_rows(sizes, sizes.trained))
+        rows.append(("optimizer's share", min(3 * 12 * BUCKET, state), text))
+    else:
+        rows += _optimizer_rows(sizes, sizes.trained)
+    rows += _update_rows(sizes, config)
     if command != "rm":
-        rows.append(("key/value cache", cache, "at most rollout.cache_mb"))
+        rows.append(_cache_row(sizes, config))
     if adapters:
-        each = f"{width} bytes x (inputs + outputs) x {rank} per linear"
+        each = f"{width} bytes x (inputs + outputs) x {config.lora.rank} per linear"
         rows.append(("adapters", width * adapters, each))
+    rows += _other_models(sizes, config)
+    if not sizes.on_gpu:
+        rows.append(_save_row(sizes))
+    return rows + _worker_rows(sizes, config, command)
+
+
+def gpu_memory(place: Placement) -> int:
+    """Return the bytes of a GPU."""
+    return torch.cuda.get_device_properties(place.device).total_memory
+
+
+def host_memory(sizes: Sizes, config: Config) -> list[Need]:
+    """List the memory that a run takes of its machine while its models are on a GPU."""
+    if not sizes.on_gpu:
+        return []
+    trained = sizes.trained + sizes.trained_critic
+    offloaded = _optimizer_rows(sizes, trained) if _is_offloaded(sizes, config) else []
+    return [*offloaded, _save_row(sizes)]
+
+
+def savings(sizes: Sizes, config: Config, command: str) -> list[tuple[str, int]]:
+    """List (setting, bytes that it saves on the device of the models), the most first."""
+    train, found = config.train, {}
+    before = sum(size for _, size, _ in memory(sizes, config, command))
+    for section, key, value in (
+        ("train", "activation_checkpointing", True),
+        ("train", "tokens_per_microbatch", max(16, train.tokens_per_microbatch // 2)),
+        ("train", "offload_optimizer", True),
+        ("rollout", "cache_mb", max(1, config.rollout.cache_mb // 2)),
+    ):
+        part = getattr(config, section).model_copy(update={key: value})
+        other = memory(sizes, config.model_copy(update={section: part}), command)
+        found[f"{section}.{key}={str(value).lower()}"] = before - sum(size for _, size, _ in other)
+    return sorted((item for item in found.items() if item[1] > 0), key=lambda item: -item[1])
+
+
+def activations(sizes: Sizes, config: Config, **changes: Any) -> int:
+    """Return the bytes that autograd keeps of a microbatch, under these changes of [train]."""
+    train = config.train.model_copy(update=changes)
+    return activation_bytes(
+        sizes.shape,
+        train.tokens_per_microbatch,
+        sizes.place.dtype,
+        checkpointing=train.activation_checkpointing,
+        head=not sizes.adapters,
+    )
+
+
+def _is_offloaded(sizes: Sizes, config: Config) -> bool:
+    return sizes.on_gpu and config.train.offload_optimizer
+
+
+def _optimizer_rows(sizes: Sizes, trained: int) -> list[Need]:
+    moments = ("Adam moments", 8 * trained, "8 bytes x trained parameters")
+    if sizes.place.dtype == torch.float32:
+        return [moments]
+    masters = ("masters", 4 * trained, "float32, 4 bytes x trained parameters")
+    return [masters, moments]
+
+
+def _update_rows(sizes: Sizes, config: Config) -> list[Need]:
+    train, other = config.train, not config.train.activation_checkpointing
+    instead = human_bytes(activations(sizes, config, activation_checkpointing=other))
+    switch = "with" if other else "without"
+    text = f"{train.tokens_per_microbatch:,} tokens; {instead} {switch} checkpointing"
+    return [
+        ("gradients", 4 * sizes.trained, "4 bytes x trained parameters"),
+        ("activations", activations(sizes, config), text),
+    ]
+
+
+def _cache_row(sizes: Sizes, config: Config) -> Need:
+    cache = config.rollout.cache_mb << 20
+    if not releases_cache(config, sizes.place):
+        return "key/value cache", cache, "at most rollout.cache_mb"
+    turns = sum(size for _, size, _ in _update_rows(sizes, config))
+    text = "rollout.cache_mb beyond what an update takes"
+    return "key/value cache", max(0, cache - turns), text
+
+
+def _other_models(sizes: Sizes, config: Config) -> list[Need]:
+    rows, packed, width = [], sizes.packed, sizes.place.dtype.itemsize
+    frozen, trained = width + packed, sizes.trained_critic
     for key, size in sizes.others.items():
         if key == "critic.path":
-            held = frozen * size + (12 + masters) * (adapters or size)
+            held = frozen * size + 4 * trained
+            if not _is_offloaded(sizes, config):
+                held += sum(count for _, count, _ in _optimizer_rows(sizes, trained))
             rows.append(("critic", held, "weights, packs, gradients and moments of its own"))
-        elif key == "model.reference" and adapters and not config.model.reference:
+        elif key == "model.reference" and sizes.adapters and not config.model.reference:
             rows.append(("reference", packed * size, "packs of the weights without adapters"))
         else:
             text = "weights and packs of the frozen model"
             rows.append((key.rpartition(".")[2], frozen * size, text))
-    rows.append(("a save under way", sizes.checkpoint, "a copy of weights and moments"))
-    if rollout.workers and command in ("train", "distill"):
-        each = f"{rollout.workers} x weights, packs and rollout.cache_mb"
-        rows.append(("rollout workers", rollout.workers * (frozen * policy + cache), each))
-        versions = rollout.staleness + 1
-        published = f"shared memory, {versions} versions"
-        rows.append(("published weights", versions * width * policy, published))
     return rows
+
+
+def _save_row(sizes: Sizes) -> Need:
+    return "a save under way", sizes.checkpoint, "a copy of weights and moments"
+
+
+def _worker_rows(sizes: Sizes, config: Config, command: str) -> list[Need]:
+    rollout, width = config.rollout, sizes.place.dtype.itemsize
+    if not (rollout.workers and command in ("train", "distill")):
+        return []
+    each, versions = width + sizes.packed, rollout.staleness + 1
+    held = rollout.workers * (each * sizes.policy + (rollout.cache_mb << 20))
+    return [
+        ("rollout workers", held, f"{rollout.workers} x weights, packs and rollout.cache_mb"),
+        (
+            "published weights",
+            versions * width * sizes.policy,
+            f"shared memory, {versions} versions",
+        ),
+    ]
 
 
 def disk(sizes: Sizes, config: Config) -> list[Need]:
@@ -108,7 +226,7 @@ def disk(sizes: Sizes, config: Config) -> list[Need]:
     checkpoints = f"weights and moments; {kept} kept while one is written"
     return [
         ("checkpoints", (kept + 1) * sizes.checkpoint, checkpoints),
-        ("export", placement(config).dtype.itemsize * sizes.policy, "the Hugging Face directory"),
+        ("export", sizes.place.dtype.itemsize * sizes.policy, "the Hugging Face directory"),
     ]
 
 
@@ -142,7 +260,13 @@ def model_sizes(config: Config, command: str) -> Sizes:
         "reward.model": config.reward.model * (command != "rm"),
     }
     others = {key: _count(_module(path)) for key, path in paths.items() if path}
-    return Sizes(policy=_count(policy), adapters=adapters, others=others)
+    return Sizes(
+        place=placement(config),
+        shape=policy.config,
+        policy=_count(policy),
+        adapters=adapters,
+        others=others,
+    )
 
 
 def _module(path: str) -> Any:

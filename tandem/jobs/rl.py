@@ -9,6 +9,7 @@ from tandem.jobs.engines import (
     Report,
     build_engine,
     load_reward_model,
+    make_room,
     open_envs_and_rewards,
     open_rollouts,
     prepare_process,
@@ -135,6 +136,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
                     journal=journal,
                 ),
                 sync=sync,
+                make_room=make_room(config, engine),
             )
             journal.clean()
             if not config.rollout.staleness:

@@ -23,10 +23,13 @@ _FREE = {
     "reward.workers",
     "rollout.workers",
     "rollout.restarts",
+    "rollout.cache_mb",
     "rollout.devices",
+    "rollout.release_cache",
     "rl.max_truncated",
     "rl.max_flat_steps",
     "train.activation_checkpointing",
+    "train.offload_optimizer",
 }
 # bounds that may have stopped a run, and may grow from that value on
 _BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}

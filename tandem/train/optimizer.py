@@ -14,12 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tandem.train.offload import OffloadedState
+
 Schedule = Literal["constant", "linear", "cosine"]
 
 
 class Optimizer:
     """AdamW over named parameters, or their masters. `update` clips, steps and clears the
-    gradients."""
+    gradients.
+
+    offload_bucket: parameters whose state is on the device at once; 0: all of it stays there.
+    """
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class Optimizer:
         weight_decay: float,
         betas: tuple[float, float],
         max_grad_norm: float,
+        offload_bucket: int = 0,
     ):
         self.parameters, self.max_grad_norm = parameters, max_grad_norm
         self.learning_rate, self.schedule = learning_rate, schedule
@@ -50,6 +56,10 @@ class Optimizer:
         self.adam = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True
         )
+        by_master = {self.masters[name]: p for name, p in parameters.items()}
+        self.offloaded = (
+            OffloadedState(self.adam, by_master, offload_bucket) if offload_bucket else None
+        )
 
     def update(self, *, skip: bool = False) -> dict[str, float]:
         """Make one step, unless the norm is not finite; return grad_norm (before clipping) and
@@ -65,11 +75,14 @@ class Optimizer:
                 torch._foreach_mul_(grads, self.max_grad_norm / norm)
             for group in self.adam.param_groups:
                 group["lr"] = rate
-            for name, p in self.parameters.items():
-                self.masters[name].grad = p.grad
-            self.adam.step()
-            if self.rounds:
-                self._round()
+            if self.offloaded is None:
+                for name, p in self.parameters.items():
+                    self.masters[name].grad = p.grad
+                self.adam.step()
+                if self.rounds:
+                    self._round()
+            else:
+                self.offloaded.step()
             # the fused kernel does not count its writes, and the linear packs are renewed by that
             # count
             torch.autograd.graph.increment_version(list(self.parameters.values()))
@@ -109,8 +122,11 @@ class Optimizer:
         """Take up the moments and the place in the schedule."""
         for key, tensor in tensors.items():
             moment, _, name = key.partition(".")
-            master = self.masters[name]
-            self.adam.state[master][moment] = tensor.to(master.device, copy=True)
+            if self.offloaded is not None and moment != "step":
+                copy = self.offloaded.to_host(tensor)
+            else:
+                copy = tensor.to(self.parameters[name].device, copy=True)
+            self.adam.state[self.masters[name]][moment] = copy
         self.step = step
 
 

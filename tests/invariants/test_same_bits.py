@@ -43,6 +43,19 @@ def test_two_runs_with_one_seed_are_the_same_bytes(forks, undisturbed, tmp_path)
     assert fingerprint(tmp_path / "again") == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_that_changes_hands_changes_no_byte(dtype, forks, undisturbed, tmp_path):
+    command, expected, _ = undisturbed
+    command = [*command, f"model.dtype={dtype}"]
+    if dtype != "float32":
+        forks.run(command, tmp_path / "kept")
+        expected = fingerprint(tmp_path / "kept")
+    shared = ["rollout.release_cache=true", "train.offload_optimizer=true"]
+    forks.run([*command, *shared], tmp_path / "shared", kill_at_row=5)
+    forks.run([*command, *shared], tmp_path / "shared")
+    assert fingerprint(tmp_path / "shared") == expected
+
+
 def test_another_seed_gives_other_bytes(forks, undisturbed, tmp_path):
     command, expected, _ = undisturbed
     forks.run([*command, "run.seed=1"], tmp_path / "other")

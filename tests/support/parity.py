@@ -16,6 +16,7 @@ from tandem.engine.engine import Engine
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel, make_exact
 from tandem.runtime.rng import address
+from tandem.train.optimizer import Optimizer
 from tandem.train.pack import join, pack
 from tandem.types import Completion, Request, Sample, SamplingDistribution, SamplingParams
 
@@ -51,10 +52,46 @@ FILTERS = (
 )
 
 
-def random_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> ExactModel:
+def random_model(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> ExactModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return make_exact(AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype))
+        module = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
+        return make_exact(module.to(device))
+
+
+def parity_of(
+    name: str, schedules: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[int, float]:
+    """Return (tokens sampled, largest gap) over random schedules, with an optimizer step after
+    each."""
+    model = random_model(name, dtype=dtype, device=device)
+    optimizer = Optimizer(
+        dict(model.module.named_parameters()),
+        learning_rate=1e-3,
+        schedule="constant",
+        warmup_steps=0,
+        total_steps=9,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
+        max_grad_norm=1.0,
+    )
+    tokens, worst = 0, 0.0
+    for number in range(schedules):
+        rng = np.random.default_rng(number)
+        longest = 1800 if number % 10 == 9 else 200
+        requests = random_requests(
+            rng, prompts=int(rng.integers(1, 9)), longest=longest, group=int(rng.integers(1, 5))
+        )
+        completions = engine_for(model, max_batch=int(rng.integers(1, 40))).generate(requests)
+        tokens += sum(len(c.tokens) for c in completions)
+        gap = largest_gap(
+            model, requests, completions, int(rng.integers(100, 4000)), gradients=True
+        )
+        worst = float(np.max([worst, gap]))  # np: a NaN must show
+        optimizer.update()
+    return tokens, worst
 
 
 def words(tokens: np.ndarray) -> str:
@@ -108,7 +145,7 @@ def largest_gap(
             if gradients:
                 logprobs.sum().backward()
             # np: a NaN must show
-            gap = float(np.max([gap, np.abs(logprobs.detach().numpy() - engine).max()]))
+            gap = float(np.max([gap, np.abs(logprobs.detach().cpu().numpy() - engine).max()]))
     return gap
 
 

@@ -267,3 +267,63 @@ def test_masters_and_moments_are_loaded_to_the_same_bits():
         set_gradients(copies, step)
         assert ours.update() == again.update()
         assert bits(ours.weights()) == bits(again.weights()) and bits(weights) == bits(copies)
+
+
+@pytest.mark.parametrize("make", [parameters, bfloat16_parameters])
+@pytest.mark.parametrize("bucket", [1, 250, 10_000])
+def test_offloaded_state_gives_the_same_bits(make, bucket):
+    weights, twin = make(), make()
+    resident, offloaded = optimizer(weights), optimizer(twin, offload_bucket=bucket)
+    for step in range(4):
+        set_gradients(weights, step)
+        set_gradients(twin, step)
+        if step == 2:  # a parameter without a gradient, and its state, stay as they are
+            weights["experts"].grad = twin["experts"].grad = None
+        assert resident.update() == offloaded.update()
+        assert bits(weights) == bits(twin) and bits(resident.weights()) == bits(offloaded.weights())
+    states = resident.state(), offloaded.state()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_state_leaves_the_device_after_an_update_and_comes_bucket_by_bucket():
+    weights = bfloat16_parameters()
+    ours = optimizer(weights, offload_bucket=250)
+    homes = {name: master.data_ptr() for name, master in ours.masters.items()}
+    sizes, step = [], ours.adam.step
+
+    def watched():
+        [group] = ours.adam.param_groups
+        away = [p.data_ptr() not in homes.values() for p in group["params"]]
+        sizes.append((len(group["params"]), all(away)))
+        step()
+
+    ours.adam.step = watched
+    moments = []
+    for number in range(2):
+        set_gradients(weights, number)
+        ours.update()
+        assert {name: master.data_ptr() for name, master in ours.masters.items()} == homes
+        moments.append({name: tensor.data_ptr() for name, tensor in ours.state().items()})
+    # "embedding" and "experts" have 240 and 120 elements, "bias" is of the other group
+    assert sizes == 2 * [(1, True), (1, True), (1, True)] and moments[0] == moments[1]
+
+
+def test_offloaded_state_is_saved_and_loaded_to_the_same_bits():
+    weights = bfloat16_parameters()
+    ours = optimizer(weights, offload_bucket=250)
+    set_gradients(weights, 0)
+    ours.update()
+    for bucket in (0, 250):  # a run may go on with the other setting
+        copies = bfloat16_parameters()
+        again = optimizer(copies, offload_bucket=bucket)
+        again.load_weights({name: w.clone() for name, w in ours.weights().items()})
+        again.load_state({name: t.clone() for name, t in ours.state().items()}, ours.step)
+        twin = bfloat16_parameters()
+        theirs = optimizer(twin)
+        for step in range(2):
+            set_gradients(twin, step)
+            theirs.update()
+        set_gradients(copies, 1)
+        again.update()
+        assert bits(twin) == bits(copies) and bits(theirs.weights()) == bits(again.weights())

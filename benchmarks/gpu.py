@@ -1,0 +1,246 @@
+"""`make gpu`: all that only a GPU can show, section by section; results in docs/gpu.json, and
+docs/gpu.md from it.
+
+    make gpu                             every section
+    make gpu only="kernels decode"       these; the results of the others stay as they are
+    python benchmarks/gpu.py --tiny      every section at a tiny shape, on a CPU too; prints the page and keeps nothing
+
+A section's results name the GPU that they were found on. Exit code 2 without a GPU. What has not been measured says so.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import gpu_proofs as proofs  # noqa: E402
+import gpu_speed as speed  # noqa: E402
+from gpu_bench import SHAPES, Bench, forget_models  # noqa: E402
+from gpu_proofs import Figures  # noqa: E402
+
+from tandem.model.placement import place_models  # noqa: E402
+from tandem.runtime import numerics  # noqa: E402
+from tests.support.parity import CONFIGS  # noqa: E402
+
+JSON, PAGE = ROOT / "docs" / "gpu.json", ROOT / "docs" / "gpu.md"
+NOT_MEASURED = "not measured"
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+KINDS = ("train", "ppo, lora", "dapo")  # of runs that are killed
+NO_GPU = (
+    "error: there is no GPU to measure; found: none that torch {torch} can use; expected: a CUDA GPU, its driver and a CUDA "
+    "build of PyTorch; next: `tandem doctor` says what is missing, `python benchmarks/gpu.py --tiny` tries every section here"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A table of the page. `rows`: by name, what `measure` takes after the bench; `columns`: the format of each figure."""
+
+    title: str
+    about: str
+    measure: Callable[..., Figures]
+    columns: dict[str, str]
+    rows: dict[str, tuple[Any, ...]] = field(default_factory=lambda: {"all": ()})
+
+
+BY_MODEL: dict[str, tuple[Any, ...]] = {name: (name,) for name in SHAPES}
+SECTIONS = {
+    "kernels": Section(
+        title="The kernels' tests",
+        about="`pytest tests/gpu` on the GPU.",
+        measure=proofs.kernels,
+        columns={"passed": ",", "failed": ",", "skipped": ","},
+    ),
+    "parity": Section(
+        title="Engine and trainer agree",
+        about="1,000 random schedules before and after optimizer steps, as in [invariants.md](invariants.md).",
+        measure=proofs.parity,
+        columns={"schedules": ",", "sampled tokens": ",", "largest log-prob gap": ""},
+        rows={
+            f"{kind}, {dtype}": (kind, dtype)
+            for dtype in ("float32", "bfloat16")
+            for kind in CONFIGS
+        },
+    ),
+    "resume": Section(
+        title="Killed = never stopped",
+        about="Runs on the GPU, killed with `kill -9` and started again; equal: weights, optimizer, metrics, ledger, episodes and exported model.",
+        measure=proofs.resume,
+        columns={"killed": ",", "resumed": ",", "byte-equal": ","},
+        rows={kind: (kind,) for kind in KINDS},
+    ),
+    "learning": Section(
+        title="The demo learns",
+        about="The demo on the GPU, as in [learning.md](learning.md): held-out reward, sampled, before and after 60 steps of GRPO.",
+        measure=proofs.learning,
+        columns={
+            "held-out reward before": ".3f",
+            "after": ".3f",
+            "rise": "+.3f",
+            "largest log-prob gap": "",
+        },
+        rows={f"seed {seed}": (seed,) for seed in range(5)},
+    ),
+    "decode": Section(
+        title="Decode",
+        about=f"{speed.NEW} tokens after prompts of {speed.PROMPT}. The floor of a step is (bytes of all weights + bytes of the cached keys and values that are read) / "
+        "the bandwidth of a copy on this GPU; no engine passes it.",
+        measure=speed.decode,
+        columns={"tokens/s": ",.0f", "share of the floor": ".0%"},
+        rows={f"{name}, batch {batch}": (name, batch) for name in SHAPES for batch in BATCHES},
+    ),
+    "workload": Section(
+        title="nano-vllm's workload",
+        about="Qwen3-0.6B, 256 sequences, 100 to 1,024 tokens in and as many out; each engine in its own process and with its own defaults.",
+        measure=speed.workload,
+        columns={"output tokens/s": ",.0f"},
+        rows={"Tandem": ("Tandem",), "nano-vllm": ("nanovllm",), "vLLM": ("vllm",)},
+    ),
+    "prefill": Section(
+        title="Prefill",
+        about="16 prompts of 1,024 tokens, to their first token; 2 FLOPs a weight and token, the output projection left out.",
+        measure=speed.prefill,
+        columns={"tokens/s": ",.0f", "share of the matmul ceiling": ".0%"},
+        rows=BY_MODEL,
+    ),
+    "training": Section(
+        title="Training",
+        about="Forward, backward and AdamW of 8,192 tokens in sequences of 1,024. FLOPs = 6 x parameters x tokens + 6 x layers x tokens x length x heads x "
+        "head size (causal attention); MFU = FLOPs / seconds / torch's own product of two matrices of 8,192 x 8,192 in the same run.",
+        measure=speed.training,
+        columns={"tokens/s": ",.0f", "MFU": ".0%"},
+        rows=BY_MODEL,
+    ),
+    "step": Section(
+        title="A whole RL step",
+        about="`tandem train`, 64 problems x 8 samples, prompts of 256 tokens, 512 sampled; rewards, journal and ledger included.",
+        measure=speed.rl_step,
+        columns={
+            "step, s": ".2f",
+            "rollout, s": ".2f",
+            "learning, s": ".2f",
+            "sampled tokens/s": ",.0f",
+        },
+        rows=BY_MODEL,
+    ),
+    "inexact": Section(
+        title="The price of exactness",
+        about="The hidden states of Qwen3-1.7B by Tandem's kernels, and by transformers with torch's own products and SDPA, the fastest set that is not exact.",
+        measure=speed.inexact,
+        columns={"exact, ms": ",.1f", "inexact, ms": ",.1f", "exact / inexact": ".2f"},
+        rows={
+            f"{count} x {length:,} tokens": ("Qwen3-1.7B", count, length)
+            for count, length in ((64, 128), (8, 1024), (1, 8192))
+        },
+    ),
+    "memory": Section(
+        title="Peak memory",
+        about="`torch.cuda.max_memory_allocated` of an engine with a cache of 4 GiB beside two updates over 8,192 tokens, and what `tandem plan` says of it.",
+        measure=speed.memory,
+        columns={"measured, GiB": ".1f", "tandem plan, GiB": ".1f", "measured / plan": ".2f"},
+        rows=BY_MODEL,
+    ),
+}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", help=", ".join(SECTIONS))
+    parser.add_argument(
+        "--tiny", action="store_true", help="a trial of the benchmark itself, on a CPU too"
+    )
+    args = parser.parse_args(arguments)
+    if unknown := sorted(set(args.only) - SECTIONS.keys()):
+        print(f"unknown section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+        return 2
+    if not (torch.cuda.is_available() or args.tiny):
+        print(NO_GPU.format(torch=torch.__version__))
+        return 2
+    numerics.prepare()
+    bench, kept = Bench(place_models("auto", "auto"), args.tiny), {} if args.tiny else everything()
+    for name in args.only or SECTIONS:
+        kept[name] = measured(bench, SECTIONS[name])
+        if not args.tiny:
+            JSON.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+            PAGE.write_text(page(kept))
+        print("\n".join(section_lines(SECTIONS[name], kept[name])), flush=True)
+    return 0
+
+
+def measured(bench: Bench, section: Section) -> dict[str, Any]:
+    """Measure every row, for a trial the first; one that does not fit the device says so."""
+    start, rows = time.monotonic(), {}
+    for name, arguments in list(section.rows.items())[: 1 if bench.tiny else None]:
+        try:
+            rows[name] = section.measure(bench, *arguments)
+        except torch.OutOfMemoryError:
+            rows[name] = dict.fromkeys(section.columns, "out of memory")
+            forget_models()
+    return {
+        "machine": bench.place.processor(),
+        "date": str(date.today()),
+        "versions": {name: version_of(name) for name in ("torch", "triton", "transformers")},
+        "seconds": round(time.monotonic() - start),
+        "rows": rows,
+    }
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def everything() -> dict[str, Any]:
+    return json.loads(JSON.read_text()) if JSON.exists() else {}
+
+
+def page(kept: dict[str, Any]) -> str:
+    lines = [
+        "# On a GPU",
+        "",
+        "Written by `make gpu`, section by section (benchmarks/gpu.py), from docs/gpu.json. Models have random weights at the",
+        "shapes of Qwen3, so nothing is downloaded. Times are medians after a warm-up.",
+    ]
+    for name, section in SECTIONS.items():
+        lines += ["", *section_lines(section, kept.get(name))]
+    return "\n".join(lines) + "\n"
+
+
+def section_lines(section: Section, found: dict[str, Any] | None) -> list[str]:
+    """The table of a section; without results every row is not measured."""
+    rows: dict[str, Figures] = found["rows"] if found else {}
+    lines = [f"## {section.title}", "", section.about, ""]
+    lines += [f"| | {' | '.join(section.columns)} |", "|---" * (1 + len(section.columns)) + "|"]
+    for name in section.rows:
+        figures = rows.get(name, {})
+        cells = [cell(figures.get(column), spec) for column, spec in section.columns.items()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    if found:
+        versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+        lines += ["", f"{found['machine']}; {versions}; {found['date']}."]
+    return lines
+
+
+def cell(figure: float | int | str | None, spec: str) -> str:
+    if figure is None:
+        return NOT_MEASURED
+    return figure if isinstance(figure, str) else format(figure, spec)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""Bytes that autograd keeps of a microbatch for its backward pass, by arithmetic over the shapes.
+
+The operators are those of model/layers.py and model/logprobs.py on a CPU, where a norm keeps its
+input and the normalized rows in float32; fused kernels keep less. D, H, K and E are hidden size,
+query heads, key/value heads and head size.
+"""
+
+from typing import Any
+
+import torch
+
+from tandem.model.config_file import head_size
+from tandem.model.linear import padded_rows
+
+FLOAT32, INT64 = 4, 8  # bytes
+
+
+def activation_bytes(
+    shape: Any, tokens: int, dtype: torch.dtype, *, checkpointing: bool, head: bool = True
+) -> int:
+    """Return the most bytes kept at once of so many tokens, all of which carry loss.
+
+    shape: the transformers config. With checkpointing those are the layers' inputs and one layer,
+    which is run again. head: the output projection is trained, so the log-probs keep its gradient.
+    """
+    width, layers = dtype.itemsize, shape.num_hidden_layers
+    each = [_layer_bytes(shape, number, width) for number in range(layers)]
+    kept = layers * width * shape.hidden_size + max(each) if checkpointing else sum(each)
+    rows = padded_rows(tokens, dtype)
+    vocabulary = FLOAT32 * shape.vocab_size * shape.hidden_size * head
+    return int(rows * (kept + _outer_bytes(shape, width)) + vocabulary)
+
+
+def _outer_bytes(shape: Any, width: int) -> int:
+    """Return bytes of a token outside of the layers: the rotation, the last norm, the states before
+    the output projection with their gradient, log-probs and indices."""
+    rotation, states = 2 * width * head_size(shape), 2 * width * shape.hidden_size
+    return rotation + _norm_bytes(shape.hidden_size) + states + 2 * FLOAT32 + 3 * INT64
+
+
+def _layer_bytes(shape: Any, number: int, width: int) -> int:
+    """Return bytes of a token in a layer."""
+    hidden, size = shape.hidden_size, head_size(shape)
+    query, keys = shape.num_attention_heads * size, shape.num_key_value_heads * size
+    inputs_and_outputs = hidden + query + 2 * keys  # of query, key and value as one linear
+    rotated, attended = query + keys, query
+    kept = 2 * _norm_bytes(hidden) + width * (inputs_and_outputs + rotated + attended)
+    if shape.model_type.startswith("qwen3"):  # norms of queries and keys
+        heads = shape.num_attention_heads + shape.num_key_value_heads
+        # in float32 their input is the linear's output, which is kept already
+        kept += heads * _norm_bytes(size) - FLOAT32 * rotated * (width == FLOAT32)
+    if _is_sparse(shape, number):
+        return int(kept + _experts_bytes(shape, width))
+    return int(kept + width * (hidden + 3 * shape.intermediate_size))
+
+
+def _norm_bytes(features: int) -> int:
+    return 2 * FLOAT32 * features + FLOAT32
+
+
+def _experts_bytes(shape: Any, width: int) -> int:
+    """Return bytes of a token in a mixture of experts: for each of its experts the input, gate and
+    up, their product, the value and the weighted value."""
+    hidden, chosen = shape.hidden_size, shape.num_experts_per_tok
+    expert = width * (2 * hidden + 3 * shape.moe_intermediate_size) + FLOAT32 * hidden
+    indices = INT64 * 2 + FLOAT32 * 2
+    return int(width * hidden + FLOAT32 * shape.num_experts + chosen * (expert + indices))
+
+
+def _is_sparse(shape: Any, number: int) -> bool:
+    if shape.model_type != "qwen3_moe" or number in shape.mlp_only_layers:
+        return False
+    return bool(shape.num_experts and (number + 1) % shape.decoder_sparse_step == 0)

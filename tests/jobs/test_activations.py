@@ -1,0 +1,65 @@
+"""The arithmetic of `tandem plan` for activations, against what autograd keeps in a forward
+pass."""
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.jobs.activations import _layer_bytes, activation_bytes
+from tandem.model.forward import batch_logprobs
+from tandem.model.load import make_exact
+from tandem.train.pack import pack
+from tandem.types import SamplingDistribution
+from tests.support.tiny import make_sample, random_tokens, stock_model, tiny_config
+
+TOKENS = 512
+
+
+def kept_bytes(model):
+    """Bytes of the storages that a forward pass saves, each counted once, but for weights and their
+    packs."""
+    tokens = random_tokens(np.random.default_rng(0), TOKENS + 1)
+    [batch] = pack([make_sample(tokens, np.arange(TOKENS + 1) > 0)], 1 << 20)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def save(tensor):
+        if not tensor.is_mkldnn and (at := tensor.untyped_storage()).data_ptr() not in weights:
+            kept[at.data_ptr()] = (at.nbytes(), tensor)  # a tensor that lives keeps its address
+        return tensor
+
+    known = -torch.ones(TOKENS)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        batch_logprobs(model, batch, SamplingDistribution(), known, entropy=False)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
+def test_activations_are_what_autograd_keeps(kind, dtype):
+    config = tiny_config(kind, num_hidden_layers=3, vocab_size=97)
+    model = make_exact(stock_model(config).to(dtype))
+    found = kept_bytes(model)
+    # a second pass: packs are there, and the bytes of packing are none of autograd's
+    assert found == kept_bytes(model)
+    expected = activation_bytes(config, TOKENS, dtype, checkpointing=False)
+    assert expected == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_checkpointing_keeps_the_inputs_of_layers_and_runs_one_again(dtype):
+    config = tiny_config("qwen3", num_hidden_layers=3)
+    model = make_exact(stock_model(config).to(dtype))
+    model.checkpointing = True
+    again = TOKENS * _layer_bytes(config, 0, dtype.itemsize)
+    expected = activation_bytes(config, TOKENS, dtype, checkpointing=True) - again
+    assert expected == pytest.approx(kept_bytes(model), rel=0.05)
+
+
+def test_a_frozen_output_projection_keeps_no_gradient():
+    config = tiny_config("qwen3")
+    sizes = [
+        activation_bytes(config, TOKENS, torch.float32, checkpointing=False, head=head)
+        for head in (True, False)
+    ]
+    assert sizes[0] - sizes[1] == 4 * config.vocab_size * config.hidden_size

@@ -1,0 +1,36 @@
+"""Settings of memory, which change no bit, reach the jobs that they are for."""
+
+import pytest
+
+from tandem.cli.train import JOBS
+from tandem.config.recipe import load_config
+from tandem.jobs.offline import OfflineJob
+from tandem.run_folder.folder import open_run
+from tests.support.home import make_home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("home"), steps=1)
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_cache_and_optimizer_leave_the_device_where_the_config_says_so(
+    value, command, home, tmp_path
+):
+    settings = [f"rollout.release_cache={value}", f"train.offload_optimizer={value}"]
+    settings.append(f"sft.train={home}/data/warm.jsonl")
+    config = load_config(home / "recipe.toml", settings)
+    with (
+        open_run(tmp_path / "run", config, fresh=False, command=command) as run,
+        JOBS[command](run.config, run, print) as job,
+    ):
+        offline = isinstance(job, OfflineJob)
+        evaluator, make_room = (
+            (job.evaluator, job.make_room) if offline else (job.evaluate, job.stages.make_room)
+        )
+        make_room()
+        leaves = value == "true"
+        assert (evaluator.runner.engine.cache.keys == ()) is leaves
+        assert (job.learners["policy"].optimizer.offloaded is not None) is leaves
