@@ -66,7 +66,8 @@ class DecodeStep:
         tokens int64 [n] and log-probs float32 [n]."""
         rows, max_length = padded_batch(live), max(SHORTEST, 1 << (longest - 1).bit_length())
         self.graphs.run(
-            (rows, max_length, sampling_key(sampling)),
+            # a graph knows the pages by their address
+            (rows, max_length, sampling_key(sampling), self.cache.allocations),
             lambda: self._step(rows, max_length, sampling),
         )
         return HostCopy(self.tokens[:live], self.logprobs[:live])

@@ -196,7 +196,8 @@ class Engine:
         watchdog.heartbeat()
         ended, self._ended = self._ended, []
         self._check_weights()
-        self.cache.restore()
+        if not self.cache.keys:  # given back for an update
+            self.cache.restore()
         work = self.scheduler.schedule(only_started=only_started)
         if not work:
             return ended
