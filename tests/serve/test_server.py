@@ -45,6 +45,8 @@ class Tiny:
             max_batch=64,
             max_queue=256,
             max_new_tokens=24,
+            device="cpu",
+            dtype="auto",
         )
         self.served = served(options, self.engine, self.texts)
 
