@@ -8,7 +8,7 @@ DEV := $(VENV)/.ready-dev
 # With OMP_WAIT_POLICY=passive a waiting thread leaves its core to them; it changes no bit.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=passive
 
-.PHONY: setup setup-dev adapters demo test check format lint types size same-bits gpu docs mutants invariants chaos bench smollm2 smollm2-model learning environments figures clean
+.PHONY: setup setup-dev adapters distributed megatron demo test check format lint types size same-bits gpu docs mutants invariants chaos bench scaling cluster smollm2 smollm2-model learning environments figures clean
 
 # What the demo and the commands need; what tests, benchmarks and the SmolLM2 example need besides comes with setup-dev.
 setup: $(READY)
@@ -31,6 +31,16 @@ $(DEV): $(READY)
 # Adapters whose packages are heavy or need a compiler; their tests are skipped without them.
 adapters: $(DEV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning-gym]'
+
+# Ray, TransferQueue and NIXL; their tests are skipped without them. NIXL's plain package wants CUDA's libraries.
+distributed: $(DEV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,transfer-queue]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nixl nixl-cu12
+
+# Megatron-Core into the same environment, for train.backend=megatron and tests/train/test_megatron.py. The newest
+# runs on Python 3.11 too, though it asks for 3.12. Without it its tests are skipped.
+megatron: $(DEV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
@@ -99,6 +109,18 @@ bench: $(DEV)
 	@$(BIN)/python benchmarks/run.py $(only)
 	@$(if $(only),,$(BIN)/python benchmarks/asynchronous.py)
 
+# docs/scaling.md: tokens/s and memory of 1, 2 and 4 trainer processes, and plans of GPUs by arithmetic.
+scaling: $(DEV)
+	@HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/scaling.py $(only)
+
+# Engines for clusters, for real: docs/cluster.md; `make cluster only="vllm"` runs these sections. vLLM has an environment of its own.
+cluster: $(DEV) .venv-vllm/.ready
+	@HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/cluster.py $(only)
+
+.venv-vllm/.ready: tools/vllm_venv.sh
+	@PYTHON=$(PYTHON) tools/vllm_venv.sh .venv-vllm
+	@touch $@
+
 smollm2: $(DEV)
 	@$(BIN)/python examples/smollm2.py
 
@@ -107,4 +129,4 @@ smollm2-model: $(DEV)
 	@$(BIN)/python examples/smollm2.py --only-model
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,7 @@
 """`make bench`: every ratio of docs/performance.md, baseline and Tandem alternating on this
 machine, in one run.
 
-    python benchmarks/run.py [decode] [long] [ragged] [prefixes] [trainer] [tiny] [smollm2]     default: all
+    python benchmarks/run.py [decode] [long] [ragged] [prefixes] [bfloat16] [trainer] [tiny] [smollm2]     default: all
 
 It rewrites docs/performance.md.
 
@@ -67,6 +67,10 @@ def ragged() -> dict:
 
 def prefixes() -> dict:
     return run("shared_prefix.py")
+
+
+def bfloat16() -> dict:
+    return run("bfloat16.py", str(model_with_examples()))
 
 
 def tiny() -> dict:
@@ -156,6 +160,8 @@ def write_table(results: dict) -> None:
         lines += measured(results["ragged"], ragged_table(results["ragged"]))
     if "prefixes" in results:
         lines += measured(results["prefixes"], prefix_table(results["prefixes"]))
+    if "bfloat16" in results:
+        lines += measured(results["bfloat16"], bfloat16_table(results["bfloat16"]))
     if "trainer" in results:
         lines += measured(results["trainer"], trainer_table(results["trainer"]))
     if "tiny" in results:
@@ -252,6 +258,20 @@ def prefix_table(result: dict) -> list[str]:
     return [*lines, ""]
 
 
+def bfloat16_table(result: dict) -> list[str]:
+    how = "in AMX tiles" if result["amx"] else "in float32, as this CPU has no AMX"
+    lines = ["## bfloat16, SmolLM2-135M", "", f"Products of bfloat16 are computed {how}.", ""]
+    lines += ["| what | float32 | bfloat16 | ratio |", "|---|---|---|---|"]
+    slow, fast = (result["train_s"][name] for name in ("float32", "bfloat16"))
+    what = "forward + backward of 4,096 tokens"
+    lines.append(f"| {what} | {slow:.2f} s | {fast:.2f} s | {slow / fast:.2f}x |")
+    for batch, row in result["decode_tok_s"].items():
+        before, now = row["float32"], row["bfloat16"]
+        cells = f"{before:.0f} tok/s | {now:.0f} tok/s | {now / before:.2f}x"
+        lines.append(f"| decode, batch {batch} | {cells} |")
+    return [*lines, ""]
+
+
 def trainer_table(result: dict) -> list[str]:
     ragged, logprobs, adamw = result["ragged"], result["logprobs"], result["adamw"]
     lines = ["## The trainer's parts, SmolLM2-135M", ""]
@@ -318,6 +338,7 @@ SECTIONS = {
     "long": long,
     "ragged": ragged,
     "prefixes": prefixes,
+    "bfloat16": bfloat16,
     "trainer": trainer,
     "tiny": tiny,
     "smollm2": smollm2,

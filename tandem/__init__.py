@@ -16,6 +16,7 @@ The stages of a step, in order
   rewards/       reward functions, and the worker processes that run them
   rl/            advantages, losses, KL and corrections as pure functions
   train/         packing, log-probs, updates of the weights
+  stream/        samples to the processes that train
   weights/       new weights to the engines
   model/         the exact forward pass that engine and trainer share
 
@@ -25,6 +26,7 @@ Around them
   run_folder/    what a run writes: metrics, journal, checkpoints, exports
   audit/         a finished run read again: replay, why, diff
   runtime/       this machine: processes, signals, files, sandbox, random numbers, errors
+  cluster/       Ray: processes on several machines
   serve/         the OpenAI-compatible server
   cli/           the commands
 

@@ -1,6 +1,7 @@
 """One RL step on one page. READ THIS FIRST: `train_step`.
 
     rollout_step   problems -> episodes -> rewards -> journal   data, envs, engine, rollout, rewards
+    put, take      the groups, to all who train                 stream
     learn_step     pack -> log-probs -> advantages -> updates   train, rl, model
     publish        the engines run the new weights              weights
 
@@ -13,7 +14,7 @@ out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.rollout.checks import check_batch, check_groups, check_progress, check_sampled
@@ -21,8 +22,10 @@ from tandem.rollout.collect import Collector, RolloutBatch, make_rollout_batch, 
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
 from tandem.runtime.timer import Timer
+from tandem.stream.stream import MemoryStream, Stream
 from tandem.train.batch import compute_logprobs, not_finite, pack_batch
 from tandem.train.distill import distill
+from tandem.train.engine_gap import engine_gap
 from tandem.train.learn import (
     SKIPPED,
     LearnStage,
@@ -42,7 +45,8 @@ class Stages(LearnStage):
 
     collector: Collector
     sync: Sync
-    make_room: Callable[[], None] = lambda: None  # on the device, for the updates of a step
+    stream: Stream = field(default_factory=MemoryStream)
+    before_updates: Callable[[RolloutBatch], None] = lambda rollouts: None  # of each step
 
     @property
     def journal(self) -> Journal:
@@ -63,8 +67,10 @@ def train_step(stages: Stages, step: int) -> StepResult:
     timer = Timer()
     rollouts = rollout_step(stages, step, timer)
     with timer("learn_s"):
-        stages.make_room()
-        metrics = learn_step(stages, rollouts)
+        stages.before_updates(rollouts)
+        groups = stages.stream.take(step, rollouts.groups, stages.plan_share)
+        metrics = learn_step(stages, replace(rollouts, groups=groups))
+        stages.stream.clear(step)
     with timer("sync_s"):
         stages.sync.publish(step + 1)
     return StepResult(
@@ -85,7 +91,9 @@ def rollout_step(stages: Stages, step: int, timer: Timer) -> RolloutBatch:
         progress.restore(state, groups)
     else:
         with signals.allow_interrupts():
-            stages.sync.sync_to(max(0, step - stages.config.rollout.staleness))
+            with timer("apply_s"):
+                version = max(0, step - stages.config.rollout.staleness)
+                timer.bytes["sync_bytes"] = stages.sync.sync_to(version)
             groups = stages.collector.collect(step, timer)
             if stages.exact:
                 with timer("check_s"):
@@ -93,7 +101,8 @@ def rollout_step(stages: Stages, step: int, timer: Timer) -> RolloutBatch:
         progress.advance(groups, num_carried, stages.config)
         with timer("journal_s"):
             journal.write(step + 1, groups, state=progress.state())
-    return make_rollout_batch(step, groups, num_carried, baseline, progress)
+    batch = make_rollout_batch(step, groups, num_carried, baseline, progress)
+    return replace(batch, groups=stages.stream.put(step, groups))
 
 
 def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | None = None) -> Row:
@@ -107,14 +116,15 @@ def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | Non
     check_batch(rollouts, config)
     if models.teacher is not None:
         return distill(stage, models.teacher, rollouts.trained, step, observe)
-    batch = pack_batch(rollouts.trained, config)
+    batch = pack_batch(rollouts.trained, config, models.policy.ranks)
     if not batch.sample_index:
         return dict(SKIPPED)
     compute_logprobs(batch, models, config.rl, stage.sampling)
     batch.advantages, batch.returns = token_advantages(batch, config, rollouts.baseline)
     if bad := not_finite(batch):
         return {**SKIPPED, **bad}
-    metrics = off_policy_weights(batch, config.rl)
+    metrics = engine_gap(batch, config, models.policy.model.dtype, step)
+    metrics |= off_policy_weights(batch, config.rl)
     rows: list[Row] = []
     trains_policy = models.critic is None or step >= config.critic.warmup_steps
     for number, minibatch in enumerate(batch.minibatches * config.rl.epochs):

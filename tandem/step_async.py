@@ -26,6 +26,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tandem.rollout.collect import RolloutBatch, step_metrics
 from tandem.runtime import signals, watchdog
@@ -43,15 +44,17 @@ def train_step_async(prefetcher: "RolloutPrefetcher", step: int) -> StepResult:
     with timer("wait_s"):
         batch, rollout_timer = prefetcher.get(step)
     with timer("learn_s"):
-        stages.make_room()
-        metrics = learn_step(stages, batch)
+        stages.before_updates(batch)
+        groups = stages.stream.take(step, batch.groups, stages.plan_share)
+        metrics = learn_step(stages, replace(batch, groups=groups))
+        stages.stream.clear(step)
     with timer("sync_s"):
         prefetcher.publish(step + 1)
     ahead = rollout_timer.timings(tokens=batch.num_tokens)
     speed = {"generated_tokens_per_s": ahead["generated_tokens_per_s"]}
     return StepResult(
         metrics=step_metrics(batch, metrics, stages.config),
-        timings=rollout_timer.parts | timer.timings(tokens=0) | speed,
+        timings=rollout_timer.parts | rollout_timer.bytes | timer.timings(tokens=0) | speed,
         state=batch.state,
     )
 

@@ -6,35 +6,32 @@ again with the same bits. Ctrl-C and SIGTERM save first.
 """
 
 import json
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from tandem.config.recipe import to_toml
-from tandem.config.schema import GROUP_RELATIVE, Config
+from tandem.config.schema import GROUP_RELATIVE
 from tandem.model.load import ExactModel
 from tandem.run_folder.async_save import Saver
-from tandem.run_folder.checkpoint import (
-    Tensors,
-    checkpoint_step,
-    latest_checkpoint,
-    load_checkpoint,
-)
+from tandem.run_folder.checkpoint import checkpoint_step
 from tandem.run_folder.episode_files import episode_file
+from tandem.run_folder.errors import not_written
 from tandem.run_folder.folder import RunFolder
-from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb, read_metrics
-from tandem.run_folder.past_run import altered
+from tandem.run_folder.metrics import MetricsWriter, peak_rss_mb
+from tandem.run_folder.resume import resumable
 from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sample_file
+from tandem.run_folder.shards import Boxes, Entry, SavedTensors, Shard, Tensors, unfinished_name
+from tandem.run_folder.status import write_status
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.step import StepResult
 from tandem.train.learner import Learner
+from tandem.train.ranks import Ranks
 from tandem.types import Row
 from tandem.weights.hashing import weight_hash
 
@@ -69,6 +66,10 @@ class TrainJob(Protocol):
         """Wait until all that a checkpoint of that step needs is durable."""
         ...
 
+    def workers(self) -> list[dict[str, Any]]:
+        """Describe who works for the run beside the ranks, for its status."""
+        ...
+
     def stop_soon(self) -> None:
         """Let `wait_until_durable` give up soon, with a UserError: the run is being left."""
         ...
@@ -76,7 +77,7 @@ class TrainJob(Protocol):
 
 def trained_model(job: TrainJob) -> ExactModel:
     """Return the model that the run is for."""
-    return next(iter(job.learners.values())).model
+    return next(iter(job.learners.values())).whole
 
 
 def run_training(run: RunFolder, job: TrainJob, show: Show, report: Report | None = None) -> str:
@@ -85,15 +86,18 @@ def run_training(run: RunFolder, job: TrainJob, show: Show, report: Report | Non
     show: called with every row of metrics; report: with lines for the user, by default run.log.
     """
     log = run.path / "log.txt"
+    # several processes end a step together: the others of an interrupted one could not save
+    limit_s = signals.EXIT_S if _ranks(job).size > 1 else signals.DEFER_S
     with watchdog.watching(run.config.run.stall_s, log=log), signals.handle_signals():
         loop = _TrainLoop(run, job, show, report or run.log)
         with loop.writing(), loop.saving_on_interrupt():
             job.start(loop.done)
+            loop.write_status()
             if loop.pending_metrics is not None:
-                with signals.defer_interrupts():
+                with signals.defer_interrupts(limit_s):
                     loop.finish_step(loop.pending_metrics, {})
             while loop.done < job.steps:
-                with signals.defer_interrupts():
+                with signals.defer_interrupts(limit_s):
                     result = job.step(loop.done)
                     loop.record_step(result)
                     loop.finish_step(result.metrics, result.timings)
@@ -131,8 +135,8 @@ class _TrainLoop:
         found = resumable(run.path, run.config, job.data, self.report)
         if found is not None:
             path, tensors, state = found
-            for name, learner in job.learners.items():
-                _load_learner(name, learner, tensors, state["optimizer_steps"][name])
+            _ranks(job).order("load", checkpoint=str(path))
+            load_learners(job.learners, tensors, state["optimizer_steps"])
             self.done, self.state = checkpoint_step(path), state["progress"]
             self.streaks = _Streaks(state["bad_steps"], state["flat_steps"])
             self.pending_metrics = json.loads(state["pending_metrics"])
@@ -190,6 +194,7 @@ class _TrainLoop:
                 metrics = metrics | self.job.evaluate(self.done)
             timings = timings | {"eval_s": time.perf_counter() - start}
         self._log(metrics, timings)
+        self.write_status()
         never_evaluates = not (self.run.config.eval.data or every)
         if evaluates or (never_evaluates and self.done % max(1, steps // SHOWN) == 0):
             self._show_samples()
@@ -208,6 +213,16 @@ class _TrainLoop:
         self.pending_metrics = None
         self.show(self.done, metrics, timings)
 
+    def write_status(self) -> None:
+        """Write who runs where and does what, for `tandem status`."""
+        node, is_end = socket.gethostname(), self.done == self.job.steps
+        state = "done" if is_end else "training"
+        ranks = [
+            {"role": f"trainer rank {rank}", "node": node, "pid": pid, "state": state}
+            for rank, pid in enumerate(_ranks(self.job).pids())
+        ]
+        write_status(self.run.path, self.done, self.job.steps, [*ranks, *self.job.workers()])
+
     def _show_samples(self) -> None:
         """Show held-out episodes of the step, else its training episodes, the same problems each
         time."""
@@ -221,10 +236,14 @@ class _TrainLoop:
             self.writer.write_text(self.done, "samples", pages)
 
     def _save(self) -> None:
-        job, done, tensors = self.job, self.done, {}
-        for name, learner in job.learners.items():
-            tensors[name] = learner.optimizer.weights()
-            tensors[f"{name}_optimizer"] = learner.optimizer.state()
+        job, done, ranks = self.job, self.done, _ranks(self.job)
+        tensors, shard = saved_tensors(job.learners), None
+        if ranks.size > 1:
+            self.saver.wait()  # before others write into the folder that the save before cleans
+            name = unfinished_name(done)
+            ranks.order("save", step=done, folder=name)
+            boxes = saved_boxes(job.learners)
+            shard = Shard(rank=ranks.rank, size=ranks.size, folder=name, boxes=boxes)
         state = {
             "step": done,
             "optimizer_steps": {n: learner.optimizer.step for n, learner in job.learners.items()},
@@ -243,6 +262,8 @@ class _TrainLoop:
             self.run.config.run.keep_checkpoints,
             config=to_toml(self.run.config),
             before_write=lambda: job.wait_until_durable(done),
+            shard=shard,
+            wait_for_others=lambda: {} if shard is None else _wait_for_others(ranks, shard),
         )
         self.saved_step = done
 
@@ -267,72 +288,69 @@ class _TrainLoop:
         raise _no_advantage(self.done, flat, metrics["reward"], last)
 
 
-def resumable(
-    folder: Path, config: Config, data: dict[str, str], report: Report
-) -> tuple[Path, Tensors, dict[str, Any]] | None:
-    """Find the checkpoint to go on from, None if the run has none yet; check that data, ledger and
-    files are still those of the run. Raises UserError."""
-    path = latest_checkpoint(folder / "checkpoints", report)
-    if path is None:
-        _require_no_progress(folder, config)
-        return None
-    tensors, state = load_checkpoint(path, verify=False)  # latest_checkpoint has just verified it
-    if "pending_metrics" not in state:
-        raise _of_another_version(path)
-    if changed := [k for k in {**state["data"], **data} if state["data"].get(k) != data.get(k)]:
-        raise _other_data(changed)
-    logged = checkpoint_step(path) - (json.loads(state["pending_metrics"]) is not None)
-    _check_past(folder, logged, report)
-    return path, tensors, state
+def _ranks(job: TrainJob) -> Ranks:
+    return next(iter(job.learners.values())).ranks
 
 
-def _require_no_progress(folder: Path, config: Config) -> None:
-    """Raise UserError if metrics prove that a checkpoint existed: a save waits for the one before,
-    so a run that has gone on from its second one has had a checkpoint."""
-    rows, every = read_metrics(folder), config.run.save_every
-    if rows and rows[-1]["step"] > 2 * every:
-        raise _no_checkpoints(folder, int(rows[-1]["step"]), every)
+def saved_tensors(learners: Mapping[str, Learner]) -> Tensors:
+    """Return what this process saves of its learners, by the stems of files."""
+    stems = {}
+    for name, learner in learners.items():
+        stems[name], stems[f"{name}_optimizer"] = learner.saved()
+    return stems
 
 
-def _check_past(folder: Path, done: int, report: Report) -> None:
-    """Raise UserError if a file of the steps up to `done` is not as the ledger has it. Missing
-    episodes are only reported: none but the last step's are needed."""
-    changed = altered(folder, done)
-    gone = [one.what for one in changed if not one.found and one.what.startswith("episodes/")]
-    if gone:
-        names = ", ".join(gone[:3]) + " ..." * (len(gone) > 3)
-        report(f"no longer there, of steps before the checkpoint: {names}")
-    if wrong := [one for one in changed if one.what not in gone]:
-        raise UserError(
-            "what the run has kept of its steps is not as it was written",
-            where=str(folder),
-            found="; ".join(map(str, wrong[:3])),
-            expected="the bytes that ledger.jsonl has the hashes of",
-            next="restore it from a copy, or start over with --fresh "
-            "(the old run is kept beside it)",
-        )
+def saved_boxes(learners: Mapping[str, Learner]) -> Boxes:
+    """Return which parts of them this process holds; empty: all of each."""
+    stems = {}
+    for name, learner in learners.items():
+        if (boxes := learner.boxes()) is not None:
+            stems[name], stems[f"{name}_optimizer"] = boxes
+    return stems
 
 
-def _load_learner(
-    name: str, learner: Learner, tensors: dict[str, dict[str, Tensor]], optimizer_steps: int
+def load_learners(
+    learners: Mapping[str, Learner],
+    tensors: Mapping[str, SavedTensors],
+    optimizer_steps: Mapping[str, int],
 ) -> None:
-    """Load a learner from a checkpoint. Raises InvariantError unless weights, moments and place in
-    the schedule are then the checkpoint's."""
-    optimizer, weights, moments = learner.optimizer, tensors[name], tensors[f"{name}_optimizer"]
-    learner.load(weights, moments, optimizer_steps)
-    same = {
-        "weights": weight_hash(optimizer.weights()) == weight_hash(weights),
-        "moments of AdamW": weight_hash(optimizer.state()) == weight_hash(moments),
-        "steps of the schedule": optimizer.step == optimizer_steps,
-    }
-    if lost := [what for what, is_same in same.items() if not is_same]:
-        raise InvariantError(
-            "a resumed run would not be the run that was saved",
-            where=name,
-            found=f"other {', '.join(lost)} than the checkpoint's",
-            expected="the same bits",
-            next="report this",
+    """Load learners from a checkpoint, of divided models the parts of this process.
+
+    Raises InvariantError unless weights, moments and places in the schedules are then the
+    checkpoint's.
+    """
+    boxes = saved_boxes(learners)
+    for name, learner in learners.items():
+        optimizer, steps = learner.optimizer, optimizer_steps[name]
+        weights, moments = (
+            tensors[stem].parts(boxes[stem]) if stem in boxes else tensors[stem]
+            for stem in (name, f"{name}_optimizer")
         )
+        learner.load(weights, moments, steps)
+        same = {
+            "weights": weight_hash(optimizer.weights()) == weight_hash(weights),
+            "moments of the optimizer": weight_hash(optimizer.state()) == weight_hash(moments),
+            "steps of the schedule": optimizer.step == steps,
+        }
+        if lost := [what for what, is_same in same.items() if not is_same]:
+            raise InvariantError(
+                "a resumed run would not be the run that was saved",
+                where=name,
+                found=f"other {', '.join(lost)} than the checkpoint's",
+                expected="the same bits",
+                next="report this",
+            )
+
+
+def _wait_for_others(ranks: Ranks, shard: Shard) -> dict[str, Entry]:
+    """Wait until the other processes' files are durable; return their entries in the manifest."""
+    entries = {}
+    for rank, file in shard.others():
+        found = ranks.take(f"{shard.folder}/{file}") or {"what": f"no word of {file}"}
+        if "what" in found:
+            raise not_written(rank, found)
+        entries[file] = found
+    return entries
 
 
 def _not_finite(done: int, bad: int, metrics: Row, limit: int, last: str) -> UserError:
@@ -355,35 +373,4 @@ def _no_advantage(done: int, flat: int, reward: float, last: str) -> UserError:
         expected="some groups whose rewards differ (rl.max_flat_steps)",
         next=f"{last}. Look at episodes/ and at the reward (`tandem try`), take problems that are "
         "sometimes solved, or go on with a larger rl.max_flat_steps",
-    )
-
-
-def _no_checkpoints(folder: Path, last: int, every: int) -> UserError:
-    return UserError(
-        "the checkpoints of the run are gone",
-        where=str(folder / "checkpoints"),
-        found="none",
-        expected=f"some: metrics.jsonl ends at step {last}, with run.save_every = {every}",
-        next="restore them, or set back a run.save_every that was lowered before the first save, "
-        "or start over with --fresh (the old run is kept beside it)",
-    )
-
-
-def _of_another_version(checkpoint: Path) -> UserError:
-    return UserError(
-        "the run was begun by an earlier version of Tandem",
-        where=str(checkpoint),
-        expected="a checkpoint of this version",
-        next="finish it with that version, or start over with --fresh "
-        "(the old run is kept beside it)",
-    )
-
-
-def _other_data(changed: list[str]) -> UserError:
-    return UserError(
-        "a data file, the reward function or the starting model has changed since the run began",
-        where=", ".join(changed),
-        expected="the same bytes: the rest of the run would not be the same run",
-        next="restore it, take another run.folder=PATH, or start over with --fresh "
-        "(the old run is kept beside it)",
     )

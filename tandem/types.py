@@ -39,6 +39,10 @@ Outcome = Literal[
 ]
 
 
+def _no_experts() -> Array:
+    return np.zeros((0, 0, 0), np.int16)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One task of a data set.
@@ -124,6 +128,9 @@ class Completion:
     top_tokens: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     # float32 [N, top_logprobs], nats
     top_logprobs: Array = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    # int16 [T + N - 1, layers, k], the experts of all tokens but the last, the prompt's included,
+    # by the last token's weights; none without rl.router_replay
+    experts: Array = field(default_factory=_no_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +163,7 @@ class Episode:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_error: str = ""  # why scoring failed, empty if it did not
+    experts: Array = field(default_factory=_no_experts)  # int16 [T - 1, layers, k], or none
 
     @property
     def trainable(self) -> bool:
@@ -231,6 +239,7 @@ class Sample:
     loss_mask: Array  # bool [T]
     prefix: int = 0  # tokens[:prefix] are equal in all samples of the group, and trained once
     group: int = 0
+    experts: Array = field(default_factory=_no_experts)  # int16 [T - 1, layers, k], or none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +259,7 @@ class Microbatch:
     targets: Array  # int64 [N]: the tokens that carry loss
     samples: Array  # int64 [B]: which samples these are, as numbers in the list that was packed
     sequences: Array  # int64 [N]: place in `samples` of the sample that targets[n] is of
+    experts: Array = field(default_factory=_no_experts)  # int16 [T, layers, k], or none
 
 
 class Ticket(Protocol):
@@ -266,23 +276,18 @@ class Generate(Protocol):
     @property
     def longest(self) -> int:
         """Most tokens of one sequence, prompt and completion."""
-        ...
 
     def apply(self, version: int) -> None:
         """Take the weights in memory as that version; drop cached results of others."""
-        ...
 
     def submit(self, request: Request) -> Ticket:
         """Take a request; its completion depends on the request and the weights only."""
-        ...
 
     def step(self) -> Sequence[Ticket]:
         """Do some work; return the tickets that got further or ended."""
-        ...
 
     def cancel(self, ticket: Any) -> None:
         """End a request now, with the tokens it has."""
-        ...
 
 
 class RolloutEngine(Generate, Protocol):
@@ -291,7 +296,6 @@ class RolloutEngine(Generate, Protocol):
     def logprob_gap(self) -> float:
         """Compare a completion just sampled with the trainer's packed pass over it: the largest
         difference of log-probs, nats; 0 without a completion."""
-        ...
 
 
 class Sync(Protocol):
@@ -299,15 +303,12 @@ class Sync(Protocol):
 
     def publish(self, version: int) -> None:
         """Publish the trainer's weights as that version."""
-        ...
 
-    def sync_to(self, version: int) -> None:
-        """Have the rollouts' engine run a published version. Raises UserError if it is gone."""
-        ...
+    def sync_to(self, version: int) -> int:
+        """Have the engine run a version; return the bytes sent. Raises UserError if it is gone."""
 
     def logprob_gap(self) -> float:
         """Return RolloutEngine.logprob_gap of the rollouts' engine."""
-        ...
 
 
 class Renderer(Protocol):
@@ -319,12 +320,10 @@ class Renderer(Protocol):
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()
     ) -> list[Array]:
         """Return int64 [T] for each chat: the chat, and the header of the assistant's turn."""
-        ...
 
     def turn(self, messages: Sequence[Message]) -> Array:
         """Return int64 [T], the tokens that follow an assistant's text: the stop token of its turn,
         the messages that answer it, and the header of its next turn."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,7 +387,6 @@ class Reward(Protocol):
 
     def submit(self, problem: Problem, attempt: Attempt) -> "Future[Score]":
         """Return a future of the score."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,6 +160,8 @@ def test_step_on_real_engine_has_gap_0_and_moves_weights(tmp_path):
     assert {
         "rollout_s",
         "reward_s",
+        "apply_s",
+        "sync_bytes",
         "check_s",
         "journal_s",
         "learn_s",
@@ -193,7 +195,8 @@ def test_the_cache_has_no_memory_in_an_update_and_has_it_in_a_rollout(tmp_path):
     make_room(config(), stages.collector.runner.engine)()  # on a CPU it stays
     assert len(cache.keys) == 2
     releases = config(rollout__release_cache=True)
-    stages = replace(stages, make_room=make_room(releases, stages.collector.runner.engine))
+    make = make_room(releases, stages.collector.runner.engine)
+    stages = replace(stages, before_updates=lambda rollouts: make())
     for step in range(2):
         train_step(stages, step)
     assert seen == [0, 0] and cache.allocations == 2

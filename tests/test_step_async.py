@@ -63,6 +63,7 @@ class SlowSync:
         assert version in self.published
         self.synced.append((version, threading.current_thread().name))
         self.engine.apply(version)
+        return 0
 
 
 def ran(folder, staleness, workers, **changes):

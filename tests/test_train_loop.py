@@ -11,12 +11,13 @@ from tandem.config.schema import Config
 from tandem.run_folder.checkpoint import save_checkpoint
 from tandem.run_folder.folder import open_run
 from tandem.run_folder.metrics import read_metrics
+from tandem.run_folder.resume import resumable
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
-from tandem.train_loop import resumable, run_training
+from tandem.train_loop import run_training
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
@@ -83,6 +84,9 @@ class ScriptedJob:
 
     def wait_until_durable(self, done):
         pass
+
+    def workers(self):
+        return [{"role": "rollout worker 0", "node": "here", "pid": 7, "state": "idle"}]
 
     def stop_soon(self):
         pass

@@ -20,7 +20,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
-from chaos import checkpoints, deadlocks, historical, kills, leaving, schedules, soak, workers  # noqa: E402
+from chaos import (  # noqa: E402
+    checkpoints,
+    deadlocks,
+    historical,
+    kills,
+    leaving,
+    rank_kills,
+    ranks,
+    ray_faults,
+    schedules,
+    soak,
+    workers,
+)
 from chaos.harness import Outcome, Section, run_section  # noqa: E402
 from chaos.results import Result  # noqa: E402
 
@@ -29,7 +41,10 @@ SECTIONS = (
     Section(name="checkpoints", run=checkpoints.section, deadline_s=900),
     Section(name="deadlocks", run=deadlocks.section, deadline_s=1800),
     Section(name="kills", run=kills.section, deadline_s=5400),
+    Section(name="rank_kills", run=rank_kills.section, deadline_s=3600),
     Section(name="workers", run=workers.section, deadline_s=3600),
+    Section(name="ranks", run=ranks.section, deadline_s=2400),
+    Section(name="ray", run=ray_faults.section, deadline_s=7200),
     Section(name="schedules", run=schedules.section, deadline_s=2400),
     Section(name="historical", run=historical.section, deadline_s=1200),
     Section(name="leaving", run=leaving.section, deadline_s=5400),

@@ -294,13 +294,18 @@ def performance_rows() -> list[Row]:
             f"{ratio:.1f}x",
         )
     if "prefixes" in results:
-        rows = results["prefixes"]["rows"]
+        ratios = {prompts: row["ratio"] for prompts, row in results["prefixes"]["rows"].items()}
         for prompts in (
             "16 prompts of 256 tokens x 8 samples",
             "64 different prompts of 256 tokens",
         ):
             what = f"decode, {prompts}: shared pages read once, against once a sample"
-            add("prefixes", what, f"{rows[prompts]['ratio']:.2f}x")
+            add("prefixes", what, f"{ratios[prompts]:.2f}x")
+    if "bfloat16" in results:
+        seconds = results["bfloat16"]["train_s"]
+        ratio = seconds["float32"] / seconds["bfloat16"]
+        what = "forward + backward of SmolLM2 in bfloat16, against float32"
+        add("bfloat16", what, f"{ratio:.1f}x")
     if "trainer" in results:
         ragged, logprobs, adamw = (
             results["trainer"][name] for name in ("ragged", "logprobs", "adamw")

@@ -13,10 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tandem.config.parallel import Parallel
 from tandem.jobs.engines import Report, prepare_process, probe_exactness, require_parity
 from tandem.jobs.inputs import input_hashes
 from tandem.jobs.models import build_distill_models, build_rl_models, check_models
-from tandem.jobs.offline import open_dpo_job, open_rm_job, open_sft_job
+from tandem.jobs.offline import open_offline_job
 from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
 from tandem.rollout.evaluate import sampling_params
 from tandem.run_folder.folder import RunFolder
@@ -111,12 +112,12 @@ def open_replay_run(past: PastRun, report: Report) -> Iterator[ReplayRun]:
         case "train" | "distill":
             yield JournalReplayRun(past, report)
         case "sft" | "dpo" | "rm":
-            jobs = {"sft": open_sft_job, "dpo": open_dpo_job, "rm": open_rm_job}
+            config = past.config.model_copy(update={"parallel": Parallel()})
             with TemporaryDirectory() as place:
                 folder = RunFolder(
-                    path=Path(place), config=past.config, command=past.command, log_descriptor=-1
+                    path=Path(place), config=config, command=past.command, log_descriptor=-1
                 )
-                with jobs[past.command](past.config, folder, report) as job:
+                with open_offline_job(config, folder, report) as job:
                     yield ReplayRun(past, job)
         case other:
             raise UserError(

@@ -20,6 +20,7 @@ from tandem import __version__
 from tandem.config.recipe import describe, load_config
 from tandem.config.schema import Config
 from tandem.runtime.errors import InvariantError, UserError
+from tandem.runtime.processes import end_with_starter
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,7 +36,6 @@ unset, argument = partial(Option, show_default=False), partial(Argument, show_de
 Recipe = Annotated[str, argument(help="TOML recipe, e.g. recipes/demo.toml")]
 Overrides = Annotated[list[str] | None, argument(help="section.field=value, any number")]
 Fresh = Annotated[bool, Option("--fresh", help="start over; the old run folder is kept beside it")]
-
 
 TRAINING = {
     "train": "Train by reinforcement learning: GRPO, PPO and relatives. The same command resumes a "
@@ -89,6 +89,7 @@ def run_folder(config: Config, recipe: str, command: str) -> Path:
 def add_training_command(command: str, help: str) -> None:
     @app.command(command, help=help)
     def run_command(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False) -> None:
+        end_with_starter()
         config = load_config(recipe, overrides or [])
         from tandem.cli import train
 
@@ -118,8 +119,7 @@ def rollout(
         ),
     ] = "",
 ) -> None:
-    """Generate and score episodes of the training problems. The same command resumes a stopped
-    one."""
+    """Generate and score episodes of the training problems; the same command resumes."""
     config = load_config(recipe, overrides or [])
     from tandem.cli import rollout
     from tandem.cli.rollout_filter import parse_range
@@ -172,8 +172,7 @@ def tiny(
     context: Annotated[int, Option(min=8, help="tokens of the longest sequence")] = 256,
     seed: Annotated[int, Option(min=0, help="the same seed gives the same weights")] = 0,
 ) -> None:
-    """Make a tiny random model of characters, ready to train: every file of a real model, in
-    seconds, without a network."""
+    """Make a tiny random model of characters, ready to train, in seconds, without a network."""
     from tandem.cli import tiny
 
     tiny.tiny(
@@ -207,8 +206,7 @@ def try_out(
     rows: Annotated[int, Option(min=1, help="how many rows")] = 3,
     recipe: Annotated[str | None, unset(help="TOML recipe for everything else")] = None,
 ) -> None:
-    """Try a reward function or an environment on a few rows: its score, the parts of it, and the
-    time."""
+    """Try a reward function or an environment on a few rows: score, parts of it, time."""
     from tandem.cli import try_out
 
     options = [f"data.train={data}"] * bool(data) + [f"model.path={model}"] * bool(model)
@@ -240,8 +238,7 @@ def export(
         bool, Option("--adapter", help="the LoRA adapter alone, in PEFT's format")
     ] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM; adapters are
-    merged in."""
+    """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
     from tandem.cli.export import export_run
 
     export_run(run, step, out, adapter)
@@ -252,11 +249,26 @@ Run = Annotated[Path, argument(help="run folder")]
 
 @app.command()
 def replay(run: Run, step: Annotated[int, unset(help="as in metrics.jsonl, from 1 on")]) -> None:
-    """Learn a step again from the run folder: print that it is equal to the last bit, or the first
-    difference (exit code 1)."""
+    """Learn a step again: print that it is equal to the last bit, or the first difference."""
     from tandem.cli import replay
 
     sys.exit(replay.replay_step(run, step))
+
+
+@app.command()
+def status(run: Run) -> None:
+    """Tell whether a run goes on, and who runs where and does what."""
+    from tandem.cli.status import status
+
+    status(run)
+
+
+@app.command()
+def scale(run: Run, wish: Annotated[str, argument(help="rollout=N", metavar="rollout=N")]) -> None:
+    """Have rollout workers join or leave a run that goes on, until there are N; its bits stay."""
+    from tandem.cli.status import scale
+
+    scale(run, wish)
 
 
 @app.command()
@@ -293,8 +305,7 @@ def why(
 def diff(
     a: Annotated[Path, argument(help="run folder")], b: Annotated[Path, argument(help="another")]
 ) -> None:
-    """Find the first step, episode and token where two runs part (exit code 1), or tell that they
-    are equal to the last bit."""
+    """Find the first step, episode and token where two runs part (exit code 1)."""
     from tandem.cli import diff
 
     sys.exit(diff.diff(a, b))
@@ -319,6 +330,9 @@ def serve(
     ] = 256,
     device: Annotated[str, Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[str, Option(help="auto, float32 or bfloat16")] = "auto",
+    allow_weight_updates: Annotated[
+        bool, Option(help="let clients have it load new weights, as `tandem train` does")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's clients: see docs/serving.md."""
     from tandem.cli import serve
@@ -336,6 +350,7 @@ def serve(
             max_new_tokens=max_new_tokens_default,
             device=device,
             dtype=dtype,
+            allow_weight_updates=allow_weight_updates,
         )
     )
 
@@ -348,6 +363,10 @@ def plan(
     keys: Annotated[
         bool, Option("--keys", help="list every configuration key with its default and meaning")
     ] = False,
+    gpus: Annotated[
+        int | None, Option(help="instead: the fastest meshes of so many GPUs, by arithmetic")
+    ] = None,
+    gpu: Annotated[str, Option(help="with --gpus: a100, h100, h200 or b200")] = "h200",
 ) -> None:
     """Check whether a run could start (exit code 0, else 2): changed keys, data, memory, disk. No
     weights are loaded."""
@@ -357,6 +376,11 @@ def plan(
         print_table(("key", "default", "meaning"), describe())
         return
     config = load_config(recipe, overrides or [])
+    if gpus is not None:
+        from tandem.cli.plan_gpus import plan_gpus
+
+        plan_gpus(config, command, gpus, gpu)
+        return
     from tandem.cli import plan
 
     sys.exit(plan.plan(config, command, run_folder(config, recipe, command)))

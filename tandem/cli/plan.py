@@ -18,11 +18,12 @@ from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.inputs import INPUTS, KEYS, input_hashes
-from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, memory, model_sizes
+from tandem.jobs.meshes import memory_of_run
+from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
 from tandem.run_folder.folder import check_run
+from tandem.run_folder.resume import resumable
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
-from tandem.train_loop import resumable
 
 
 def plan(config: Config, command: str, folder: Path, machine: Machine | None = None) -> int:
@@ -39,6 +40,7 @@ class _Plan:
     def __init__(self, config: Config, command: str, folder: Path, machine: Machine):
         self.config, self.command, self.folder, self.machine = config, command, folder, machine
         self.reasons: list[str] = []  # why it could not start
+        self.longest = 0  # tokens of a prompt, chat or answer to train on
 
     def show(self) -> int:
         _say("changed keys (all: tandem plan --keys)")
@@ -54,7 +56,8 @@ class _Plan:
                     pass
         with self._checked():
             sizes = model_sizes(self.config, self.command)
-            rows, there = memory(sizes, self.config, self.command), self.machine.memory
+            rows = memory_of_run(sizes, self.config, self.command, self.longest)
+            there = self.machine.memory
             if host := host_memory(sizes, self.config):
                 self._need("memory of the GPU", rows, gpu_memory(sizes.place), "of this GPU")
                 self._need("memory", host, there, "in this machine")
@@ -86,6 +89,7 @@ class _Plan:
     def _data(self) -> None:
         inputs = INPUTS[self.command](self.config)
         for key, count in inputs.counts.items():
+            self.longest = max(self.longest, count.longest * key.endswith(".train"))
             text = "prompt" if count.unit == "problems" else "text"
             _say(
                 f"  {key:<18}{count.number:,} {count.unit}, longest {text} {count.longest:,} tokens"

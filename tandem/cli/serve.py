@@ -44,6 +44,7 @@ class Options:
     max_new_tokens: int  # of a request that does not say
     device: str
     dtype: str
+    allow_weight_updates: bool = False  # POST /v1/weights
 
 
 def serve(options: Options) -> None:
@@ -53,13 +54,37 @@ def serve(options: Options) -> None:
     with _bound(options.host, options.port) as sock:
         engine, renderer = _load(options)
         texts = RendererTexts(renderer)
-        server = make_server(engine, texts, served(options, engine, texts), api_key=options.api_key)
+        server = make_server(
+            engine,
+            texts,
+            served(options, engine, texts),
+            api_key=options.api_key,
+            update=load_weights if options.allow_weight_updates else None,
+        )
         _listen(sock, options)
         sys.set_int_max_str_digits(LONGEST_INTEGER)
         gc.collect()
         gc.freeze()  # a full collection of all loaded objects stops everything for 0.3 s
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
             server.run(sock, lambda: print(f"serving {options.model} on {_url(sock)}", flush=True))
+
+
+def load_weights(engine: Any, path: str, version: int) -> None:
+    """Have the engine run the weights of a safetensors file. Raises UserError if they are not its
+    model's."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            "the weights cannot be read",
+            where=path,
+            found=str(error),
+            expected="a safetensors file on a disk that trainer and server share",
+        ) from None
+    engine.apply(version, lambda: engine.model.load_weights(weights))
 
 
 def check_key(options: Options) -> None:

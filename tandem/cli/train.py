@@ -7,8 +7,10 @@ from pathlib import Path
 from tandem.cli.progress import StepProgress, console, evaluation, print_lines
 from tandem.config.schema import Config
 from tandem.jobs.engines import Report
-from tandem.jobs.offline import open_dpo_job, open_rm_job, open_sft_job
+from tandem.jobs.export import weights_saver
+from tandem.jobs.offline import open_offline_job
 from tandem.jobs.out_of_memory import explain_out_of_memory
+from tandem.jobs.ranks import is_follower
 from tandem.jobs.resources import Machine, require_disk
 from tandem.jobs.rl import open_rl_job
 from tandem.run_folder.checkpoint import step_name
@@ -22,15 +24,20 @@ JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[TrainJob
 
 JOBS: dict[str, JobMaker] = {
     "train": open_rl_job,
-    "sft": open_sft_job,
-    "dpo": open_dpo_job,
-    "rm": open_rm_job,
+    "sft": open_offline_job,
+    "dpo": open_offline_job,
+    "rm": open_offline_job,
     "distill": open_rl_job,
 }
 
 
 def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Path:
     """Run a command of JOBS to its end, export the result and return the Hugging Face directory."""
+    if is_follower(config):
+        from tandem.jobs.follow import follow
+
+        follow(config, command)
+        return folder
     with open_run(folder, config, fresh=fresh, command=command) as run:
 
         def report(text: str) -> None:
@@ -53,7 +60,8 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             target = folder / "hf" / step_name(job.steps)
             base = config.model.path
             card = model_card(model, base=base, command=command, step=job.steps, metrics=rows[-1])
-            export(model, str(folder / KEPT_MODEL), target, card)
+            weights = weights_saver(next(iter(job.learners.values())))
+            export(model, str(folder / KEPT_MODEL), target, card, weights)
         report(f"done: {job.steps} steps, weights {digest[:16]}, model in {target}")
         evals = [text for row in rows if (text := evaluation(row))]
         if evals:

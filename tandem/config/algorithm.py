@@ -186,6 +186,11 @@ class RL(Section):
     mask_truncated: bool = Field(
         False, description="episodes truncated by max_new_tokens carry no loss"
     )
+    router_replay: bool = Field(
+        False,
+        description="train a mixture of experts with the experts that the engine chose (R3); those "
+        "of fresh tokens are checked to be the trainer's own",
+    )
     curriculum: bool = Field(
         False,
         description="draw problems with probability p (1 - p), where p is their last mean reward, "

@@ -52,6 +52,16 @@ def _device(value: str) -> str:
 Device = Annotated[str, AfterValidator(_device)]
 
 
+def _engine(value: str) -> str:
+    address = "https?://[^/,]+/v1/?"
+    if not re.fullmatch(f"tandem|vllm|{address}( *, *{address})*", value):
+        raise ValueError("expected tandem, vllm, or http://HOST:PORT/v1, several with commas")
+    return value
+
+
+EngineName = Annotated[str, AfterValidator(_engine)]
+
+
 class Model(Section):
     """The policy: a Hugging Face model directory or hub name."""
 
@@ -67,10 +77,11 @@ class Model(Section):
         "auto",
         description="auto, cpu, cuda or cuda:N; auto: the first GPU if there is one, else the CPU",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float8"] = Field(
         "auto",
         description="type of the weights that engine and trainer run; bfloat16 is trained on "
-        "float32 masters; auto: bfloat16 on a GPU, float32 on a CPU",
+        "float32 masters; auto: bfloat16 on a GPU, float32 on a CPU; float8: refused everywhere, "
+        "with the reason",
     )
 
 
@@ -157,6 +168,11 @@ class Rollout(Section):
         description="partial rollouts: tokens after which an episode pauses until the next step; "
         "0: episodes run to their end",
     )
+    engine: EngineName = Field(
+        "tandem",
+        description="tandem: the exact engine; vllm: vLLM in rollout processes; or the address of "
+        "an OpenAI-compatible server, several with commas between",
+    )
     workers: int = Field(
         0, ge=0, description="rollout processes, one thread each; 0: in the trainer's own process"
     )
@@ -170,6 +186,29 @@ class Rollout(Section):
     def contradictions(self) -> Iterator[str]:
         if "" in self.stop:
             yield "rollout.stop: an empty string would end every completion at once"
+        if self.engine.startswith("http") and self.workers:
+            yield "rollout.workers: processes of this machine, and rollout.engine names servers"
+        if self.engine == "vllm":
+            yield from self._vllm_contradictions()
+
+    def _vllm_contradictions(self) -> Iterator[str]:
+        """Yield the settings that vLLM defines otherwise; the others mean the same there."""
+        if not self.workers:
+            yield (
+                "rollout.workers: vLLM runs in rollout processes, so rollout.engine=vllm needs at "
+                "least 1"
+            )
+        if not 0.01 <= self.temperature <= 2:
+            yield (
+                "rollout.temperature: vLLM raises lower ones to 0.01 and refuses those above 2, so "
+                "rollout.engine=vllm needs one between"
+            )
+        if self.min_p and self.top_p < 1:
+            yield (
+                "rollout.min_p: vLLM filters by it before top-p and Tandem after, so with "
+                "rollout.engine=vllm and rollout.top_p < 1 the log-probs would be of another "
+                "distribution"
+            )
 
 
 class Env(Section):

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pydantic import Field, model_validator
 
 from tandem.config.algorithm import ALGORITHMS, GROUP_RELATIVE, RL, Critic
+from tandem.config.cluster import Cluster, Stream, Weights
 from tandem.config.episodes import Data, Env, Eval, Model, Reward, Rollout, Run, Sandbox
+from tandem.config.parallel import Parallel
 from tandem.config.section import Section
 from tandem.config.training import SFT, Distill, Lora, Preference, Train
 
@@ -20,6 +22,7 @@ __all__ = [
     "RL",
     "SFT",
     "SHORTHANDS",
+    "Cluster",
     "Config",
     "Critic",
     "Data",
@@ -28,13 +31,16 @@ __all__ = [
     "Eval",
     "Lora",
     "Model",
+    "Parallel",
     "Preference",
     "Reward",
     "Rollout",
     "Run",
     "Sandbox",
     "Section",
+    "Stream",
     "Train",
+    "Weights",
 ]
 
 # in a recipe, `env = "guess"` stands for this key of the section
@@ -55,6 +61,10 @@ class Config(Section):
     critic: Critic = Critic()
     lora: Lora = Lora()
     train: Train = Train()
+    parallel: Parallel = Parallel()
+    stream: Stream = Stream()
+    weights: Weights = Weights()
+    cluster: Cluster = Cluster()
     sft: SFT = SFT()
     preference: Preference = Preference()
     distill: Distill = Distill()
@@ -70,6 +80,16 @@ class Config(Section):
 
     def contradictions(self) -> Iterator[str]:
         yield from self._schedule_contradictions()
+        yield from self._cluster_contradictions()
+        if self.train.backend == "megatron":
+            yield from self._megatron_contradictions()
+        if self.stream.kind == "transfer_queue" and self.run.stall_s < 20:
+            yield (
+                "run.stall_s: must be at least 20 with stream.kind=transfer_queue, whose transfers "
+                "have half of it"
+            )
+        if self.rl.router_replay:
+            yield from self._replay_contradictions()
         functions = self.reward.functions
         if self.rl.advantage == "gdpo" and len(functions) < 2:
             yield (
@@ -93,8 +113,78 @@ class Config(Section):
             )
         if self.rl.curriculum and not self.data.shuffle:
             yield "rl.curriculum: draws problems by success rate, which data.shuffle=false forbids"
+        if self.lora.rank and self.train.optimizer == "muon":
+            yield (
+                "train.optimizer: muon steps the matrices of the layers, which lora.rank > 0 "
+                "freezes; use adamw, which steps the adapters' factors"
+            )
         if self.rl.advantage == "gae" and self.critic.warmup_steps >= self.run.steps:
             yield "critic.warmup_steps: must be below run.steps, or the policy is never trained"
+
+        if self.train.router_aux_loss_coef and self.parallel.context * self.parallel.pipeline > 1:
+            yield (
+                "train.router_aux_loss_coef: a microbatch's tokens and layers must be in one "
+                "process, so parallel.context and parallel.pipeline must be 1"
+            )
+
+    def _cluster_contradictions(self) -> Iterator[str]:
+        nodes, transport = self.cluster.nodes, self.weights.transport
+        if nodes and not self.rollout.workers and self.stream.kind == "memory":
+            yield (
+                "cluster.nodes: rollout workers run on them, and rollout.workers=0 has none; e.g. "
+                f"rollout.workers={nodes}"
+            )
+        if nodes and self.rollout.engine != "tandem":
+            yield "rollout.engine: on a Ray cluster (cluster.nodes) only tandem runs"
+        if transport == "ray" and not nodes:
+            yield "weights.transport: ray needs a Ray cluster (cluster.nodes)"
+        if nodes and transport not in ("auto", "ray"):
+            yield f"weights.transport: {transport} is of one machine, and cluster.nodes need ray"
+        if self.weights != Weights() and not self.rollout.workers:
+            yield (
+                "weights.transport: without rollout.workers the engine runs the trainer's own "
+                "tensors, so no transport and no delta is used"
+            )
+        if self.weights.delta and self.rollout.engine == "vllm":
+            yield "weights.delta: rollout.engine=vllm loads all tensors at once"
+
+    def _replay_contradictions(self) -> Iterator[str]:
+        if self.parallel.context * self.parallel.pipeline > 1:
+            yield (
+                "rl.router_replay: a microbatch's tokens and layers must be in one process, so "
+                "parallel.context and parallel.pipeline must be 1"
+            )
+        if self.train.backend == "megatron":
+            yield "rl.router_replay: train.backend=megatron does not take experts chosen by others"
+        if self.rollout.engine != "tandem":
+            yield (
+                "rl.router_replay: the engine must report the experts that it chose, which only "
+                "rollout.engine=tandem does"
+            )
+
+    def _megatron_contradictions(self) -> Iterator[str]:
+        """Yield what train/megatron does not do."""
+        parallel = self.parallel
+        if self.lora.rank:
+            yield "lora.rank: train.backend=megatron trains all weights"
+        if self.rl.advantage == "gae":
+            yield "rl.advantage: gae has a critic, which train.backend=megatron does not train"
+        if self.train.router_aux_loss_coef:
+            yield "train.router_aux_loss_coef: train.backend=megatron has no balance loss"
+        if parallel.context > 1:
+            yield "parallel.context: train.backend=megatron does not divide tokens"
+        if parallel.pipeline > 1:
+            yield "parallel.pipeline: train.backend=megatron does not divide layers"
+        if parallel.expert > 1 and parallel.tensor > 1:
+            yield (
+                "parallel.expert: with train.backend=megatron it needs parallel.tensor=1; "
+                "Megatron wants sequence parallelism beside both"
+            )
+        if parallel.shard:
+            yield (
+                "parallel.shard: train.backend=megatron keeps the optimizer's state whole in each "
+                "process of parallel.data"
+            )
 
     def _schedule_contradictions(self) -> Iterator[str]:
         rollout, env = self.rollout, self.env

@@ -35,6 +35,17 @@ class Train(Schedules):
     """The optimizer. [sft] and [preference] have a learning rate of their own; the other keys hold
     for every command."""
 
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: orthogonalized momentum for the matrices of the layers and of experts, "
+        "AdamW for all else, at the same learning rate",
+    )
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="muon: share of the momentum kept")
+    backend: Literal["tandem", "megatron"] = Field(
+        "tandem",
+        description="what runs the trained models: Tandem's exact layers, or Megatron-Core's, "
+        "whose log-probs differ from the engine's by rounding",
+    )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2")
@@ -54,9 +65,33 @@ class Train(Schedules):
         description="keep masters and moments in pinned host memory between updates: less memory "
         "of the GPU, more time, the same bits",
     )
+    compile: bool = Field(
+        False,
+        description="torch.compile for each layer; refused, because it breaks off at every linear "
+        "of the exact layer (docs/architecture.md)",
+    )
+    router_aux_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the loss that balances the experts of a mixture of experts (Switch "
+        "Transformer); 0: off",
+    )
     max_bad_steps: int = Field(
         3, ge=0, description="steps in a row lost to NaN or infinity before the run stops"
     )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.compile:
+            yield (
+                "train.compile: torch.compile breaks off at every linear and in attention of the "
+                "exact layer, whose operators its compiler cannot take; what is left is slower and "
+                "has other bits (docs/architecture.md). Leave it false"
+            )
+        if self.optimizer == "muon" and self.offload_optimizer:
+            yield (
+                "train.offload_optimizer: fetches the state of AdamW element by element, and "
+                "train.optimizer=muon needs whole matrices"
+            )
 
 
 class SFT(Schedules):

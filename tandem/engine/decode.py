@@ -17,6 +17,7 @@ from tandem.engine.graphs import HostCopy, NewCapture, StepGraphs, upload
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import device_uniforms, sample, sampling_key
 from tandem.model.decode_rows import DecodeRows
+from tandem.model.expert_choices import RecordedExperts
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.types import SamplingParams
@@ -68,23 +69,29 @@ class DecodeStep:
         self.graphs.run(
             # a graph knows the pages by their address
             (rows, max_length, sampling_key(sampling), self.cache.allocations),
-            lambda: self._step(rows, max_length, sampling),
+            lambda: self._step(rows, max_length, sampling, live),
         )
         return HostCopy(self.tokens[:live], self.logprobs[:live])
 
-    def _step(self, rows: int, max_length: int, sampling: SamplingParams) -> None:
+    def _step(self, rows: int, max_length: int, sampling: SamplingParams, live: int) -> None:
         tokens, positions, draws = self.tokens[:rows], self.positions[:rows], self.draws[:rows]
         counts, tables = self.counts[:rows], self.tables[:rows]
         places = DecodeRows(
             tables=tables, counts=counts, positions=positions, max_length=max_length
         )
         plan = self.model.decode_plan(self.cache.keys, self.cache.values, places)
-        logits = self.model.head(self.model.hidden(tokens, positions, plan))
+        choices = self._recorded(places.slots()[:live]) if self.cache.experts is not None else None
+        logits = self.model.head(self.model.hidden(tokens, positions, plan, choices))
         sampled = sample(logits, sampling, device_uniforms(self.keys[:rows], draws))
         tokens.copy_(sampled.tokens)
         self.logprobs[:rows].copy_(sampled.logprobs)
         positions.add_(counts)
         draws.add_(counts)
+
+    def _recorded(self, slots: Tensor) -> RecordedExperts:
+        # a model with experts is not captured, so `live` may differ from step to step
+        assert self.cache.experts is not None
+        return RecordedExperts(self.cache.experts, slots // PAGE, slots % PAGE)
 
 
 def padded_batch(rows: int) -> int:

@@ -14,16 +14,19 @@ not know problems, rewards or losses.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.ending import find_ending
 from tandem.engine.lookahead import NOTHING, Sampled, Taken, lookahead_for
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import sample, sampling_key
 from tandem.engine.scheduler import RunningSequence, Scheduler, Work
+from tandem.model.expert_choices import RecordedExperts
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
@@ -32,7 +35,7 @@ from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import uniforms
 from tandem.types import Completion, CompletionStop, Microbatch, Request
-from tandem.weights.hashing import weight_hash
+from tandem.weights.hashing import tensor_digests, weight_hash
 
 OnUpdate = Literal["finish", "restart", "continue"]
 
@@ -42,7 +45,7 @@ class Engine:
 
     decode: turns token ids into text, for results and stop strings; cache_bytes: budget of the
     key/value cache; max_batch: most sequences that run together; max_queue: most that wait;
-    chunk_tokens: most prompt tokens of one pass.
+    chunk_tokens: most prompt tokens of one pass; record_experts: completions report experts.
     """
 
     def __init__(
@@ -54,10 +57,11 @@ class Engine:
         max_batch: int,
         max_queue: int = 1024,
         chunk_tokens: int = 2048,
+        record_experts: bool = False,
     ):
         self.model, self.decode = model, decode
         self.weight_version = 0
-        self.cache = PageCache(model, cache_bytes)
+        self.cache = PageCache(model, cache_bytes, record_experts)
         self.scheduler = Scheduler(
             self.cache, max_batch=max_batch, max_queue=max_queue, chunk_tokens=chunk_tokens
         )
@@ -141,6 +145,10 @@ class Engine:
         """Hash names, shapes and bytes of the weights in use by SHA-256, as checkpoints do."""
         return weight_hash(self.model.named_weights())
 
+    def weight_digests(self) -> dict[str, str]:
+        """Return weights.hashing.tensor_digest of each of the weights in use, by name."""
+        return tensor_digests(self.model.named_weights())
+
     def _weights_stamp(self) -> tuple[int, int]:
         return self.weight_version, self.model.changes()
 
@@ -168,24 +176,13 @@ class Engine:
         checked = self._to_check
         if checked is None:
             return 0.0
-        prompt, tokens = checked.request.prompt, checked.all_tokens()
-        before, count = len(prompt), len(checked.tokens)
-        segments = [(0, before, 0, 0)] + [(before, count - 1, 0, before)] * (count > 1)
-        batch = Microbatch(
-            tokens=tokens[:-1],
-            positions=np.arange(len(tokens) - 1),
-            segments=np.array(segments),
-            rows=np.arange(before - 1, len(tokens) - 1),
-            targets=tokens[before:],
-            samples=np.zeros(1, np.int64),
-            sequences=np.zeros(count, np.int64),
+        assert checked.completion is not None
+        own = replace(  # as sampled, whatever became of the completion since
+            checked.completion,
+            logprobs=np.array(checked.logprobs, np.float32),
+            weight_versions=np.array(checked.weight_versions),
         )
-        with torch.no_grad():
-            logprobs, *_ = batch_logprobs(self.model, batch, checked.request.params, entropy=False)
-        # older tokens were sampled before a pause
-        own = np.array(checked.weight_versions) == self.weight_version
-        gaps = np.abs(logprobs.cpu().numpy() - np.array(checked.logprobs, np.float32))
-        return float(gaps[own].max())
+        return packed_gap(self.model, checked.request, own, self.weight_version)
 
     # ---- one pass
 
@@ -239,7 +236,8 @@ class Engine:
             own_tokens, own = _new_tokens(here) if taken.rows else (tokens, runs)
             plan = self.model.paged_plan(cache.keys, cache.values, own)
             positions = torch.from_numpy(own.positions)
-            hidden = self.model.hidden(torch.from_numpy(own_tokens), positions, plan)
+            inputs = torch.from_numpy(own_tokens), positions, plan
+            hidden = self.model.hidden(*inputs, _recorded(cache, own))
         cache.fill(runs.pages, runs.offsets, tokens)
         self.scheduler.advance(work)
         ready = [sequence for sequence, _ in work if sequence.num_cached == sequence.length]
@@ -271,22 +269,15 @@ class Engine:
 
     def _ending(self, sequence: RunningSequence) -> tuple[str, CompletionStop] | None:
         """Return (text, stop reason) if the sequence has ended."""
-        params, tokens = sequence.request.params, sequence.tokens
-        if tokens[-1] in params.stop_token_ids:
-            return self._text(tokens[:-1]), "stop"
-        full, paused = len(tokens) >= params.max_new_tokens, len(tokens) == sequence.pause_at
-        if not params.stop and not full and not paused:
-            return None
-        text = self._text(tokens)
-        stops = [text.index(stop) for stop in params.stop if stop in text]
-        if stops:
-            return text[: min(stops)], "stop"
-        return (text, "length") if full else (text, "paused") if paused else None
+        params = sequence.request.params
+        return find_ending(params, sequence.tokens, sequence.pause_at, self.decode)
 
     def _text(self, tokens: list[int]) -> str:
         return self.decode(np.array(tokens, np.int64))
 
     def _end(self, sequence: RunningSequence, text: str, reason: CompletionStop) -> None:
+        rows = sequence.length - 1 if sequence.tokens else 0
+        experts = self.cache.experts_of(sequence.page_table, min(rows, sequence.num_cached))
         self.scheduler.remove(sequence)
         if sequence.tokens and sequence.weight_versions[-1] == self.weight_version:
             self._to_check = min(
@@ -303,6 +294,7 @@ class Engine:
             stop_reason=reason,
             top_tokens=top_tokens.reshape(shape),
             top_logprobs=top_logprobs.reshape(shape),
+            experts=experts,
         )
 
     def stats(self) -> dict[str, float]:
@@ -323,12 +315,41 @@ class Engine:
         }
 
 
+@torch.no_grad()
+def packed_gap(model: ExactModel, request: Request, completion: Completion, version: int) -> float:
+    """Compute the largest difference of a completion's log-probs from those of the trainer's packed
+    pass, nats, over the tokens of the weights that the model has, which are that version."""
+    prompt, tokens = request.prompt, np.concatenate([request.prompt, completion.tokens])
+    before, count = len(prompt), len(completion.tokens)
+    segments = [(0, before, 0, 0)] + [(before, count - 1, 0, before)] * (count > 1)
+    batch = Microbatch(
+        tokens=tokens[:-1],
+        positions=np.arange(len(tokens) - 1),
+        segments=np.array(segments),
+        rows=np.arange(before - 1, len(tokens) - 1),
+        targets=tokens[before:],
+        samples=np.zeros(1, np.int64),
+        sequences=np.zeros(count, np.int64),
+    )
+    logprobs, *_ = batch_logprobs(model, batch, request.params, entropy=False)
+    own = completion.weight_versions == version  # older tokens were sampled before a pause
+    gaps = np.abs(logprobs.cpu().numpy() - completion.logprobs)
+    return float(gaps[own].max())
+
+
 def _new_tokens(work: Work) -> tuple[np.ndarray, Runs]:
     """Return the tokens of a pass, int64 [T], and where they go."""
     tokens = np.array([token for s, count in work for token in s.next_tokens(count)], np.int64)
     starts = np.array([sequence.num_cached for sequence, _ in work])
     counts = np.array([count for _, count in work])
     return tokens, Runs([sequence.page_table for sequence, _ in work], starts, counts)
+
+
+def _recorded(cache: PageCache, runs: Runs) -> RecordedExperts | None:
+    if cache.experts is None:
+        return None
+    places = torch.from_numpy(runs.pages), torch.from_numpy(runs.offsets)
+    return RecordedExperts(cache.experts, *(part.to(cache.experts.device) for part in places))
 
 
 def _seen(sequences: list[RunningSequence], device: torch.device) -> SeenTokens:

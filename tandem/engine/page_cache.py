@@ -58,10 +58,11 @@ class PageCache:
     """Pages of the weights' type, as many as the byte budget holds; raises UserError if it holds
     none.
 
-    keys and values: [layers, pages, K, PAGE, E].
+    keys and values: [layers, pages, K, PAGE, E]. experts: int16 [pages, PAGE, layers, k], those of
+    each token, if `record_experts`; they are not counted in the budget.
     """
 
-    def __init__(self, model: ExactModel, budget: int):
+    def __init__(self, model: ExactModel, budget: int, record_experts: bool = False):
         layers, weight = int(model.config.num_hidden_layers), model.head.weight
         _, kv_heads, size = model.heads
         self.page_bytes = page_bytes(model.config, weight.element_size())
@@ -74,6 +75,10 @@ class PageCache:
         self.allocations = 0  # a captured graph that reads the pages is stale once it has grown
         self.restore()
         self.count = count
+        self.experts: Tensor | None = None
+        if record_experts:
+            each = (layers, model.config.num_experts_per_tok)
+            self.experts = torch.zeros(count, PAGE, *each, dtype=torch.int16, device=weight.device)
         self.ref_count = np.zeros(count, np.int64)  # sequences that hold the page
         self._tokens = np.zeros((count, PAGE), np.int64)
         self._filled = np.zeros(count, np.int64)  # tokens whose keys and values are there
@@ -209,6 +214,15 @@ class PageCache:
         for page in pages[offsets == PAGE - 1].tolist():
             self._full[self.next_prefix_hash(page)][page] = None
 
+    def experts_of(self, pages: Sequence[int], count: int) -> np.ndarray:
+        """Return the experts of the first tokens of a sequence, int16 [count, layers, k]; none if
+        they are not recorded."""
+        if self.experts is None:
+            return np.zeros((0, 0, 0), np.int16)
+        at, table = np.arange(count), np.array(pages, np.int64)
+        places = torch.from_numpy(table[at // PAGE]), torch.from_numpy(at % PAGE)
+        return self.experts[places].cpu().numpy()
+
     def merge(self, page: int) -> int:
         """Give up a page that has just been filled if another holds the same tokens.
 
@@ -228,6 +242,8 @@ class PageCache:
         """Copy the first tokens of a page into another page."""
         for tensor in (self._keys, self._values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
+        if self.experts is not None:
+            self.experts[target, :length] = self.experts[source, :length]
         self._tokens[target, :length] = self._tokens[source, :length]
         self._filled[target] = self._reserved[target] = length
 

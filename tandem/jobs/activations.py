@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tandem.model.config_file import head_size
+from tandem.model.config_file import head_size, is_sparse
 from tandem.model.linear import padded_rows
 
 FLOAT32, INT64 = 4, 8  # bytes
@@ -23,12 +23,26 @@ def activation_bytes(
     shape: the transformers config. With checkpointing those are the layers' inputs and one layer,
     which is run again. head: the output projection is trained, so the log-probs keep its gradient.
     """
+    outer = outer_bytes(shape, tokens, dtype, head=head)
+    return layers_bytes(shape, tokens, dtype, checkpointing=checkpointing) + outer
+
+
+def layers_bytes(
+    shape: Any, tokens: int, dtype: torch.dtype, *, checkpointing: bool, microbatches: int = 1
+) -> int:
+    """Return the bytes of so many tokens in the layers; microbatches: those whose backward pass is
+    to come."""
     width, layers = dtype.itemsize, shape.num_hidden_layers
     each = [_layer_bytes(shape, number, width) for number in range(layers)]
-    kept = layers * width * shape.hidden_size + max(each) if checkpointing else sum(each)
-    rows = padded_rows(tokens, dtype)
+    inputs = layers * width * shape.hidden_size
+    kept = microbatches * inputs + max(each) if checkpointing else microbatches * sum(each)
+    return int(padded_rows(tokens, dtype) * kept)
+
+
+def outer_bytes(shape: Any, tokens: int, dtype: torch.dtype, *, head: bool = True) -> int:
+    """Return the bytes of so many tokens outside of the layers."""
     vocabulary = FLOAT32 * shape.vocab_size * shape.hidden_size * head
-    return int(rows * (kept + _outer_bytes(shape, width)) + vocabulary)
+    return int(padded_rows(tokens, dtype) * _outer_bytes(shape, dtype.itemsize) + vocabulary)
 
 
 def _outer_bytes(shape: Any, width: int) -> int:
@@ -49,7 +63,7 @@ def _layer_bytes(shape: Any, number: int, width: int) -> int:
         heads = shape.num_attention_heads + shape.num_key_value_heads
         # in float32 their input is the linear's output, which is kept already
         kept += heads * _norm_bytes(size) - FLOAT32 * rotated * (width == FLOAT32)
-    if _is_sparse(shape, number):
+    if is_sparse(shape, number):
         return int(kept + _experts_bytes(shape, width))
     return int(kept + width * (hidden + 3 * shape.intermediate_size))
 
@@ -65,9 +79,3 @@ def _experts_bytes(shape: Any, width: int) -> int:
     expert = width * (2 * hidden + 3 * shape.moe_intermediate_size) + FLOAT32 * hidden
     indices = INT64 * 2 + FLOAT32 * 2
     return int(width * hidden + FLOAT32 * shape.num_experts + chosen * (expert + indices))
-
-
-def _is_sparse(shape: Any, number: int) -> bool:
-    if shape.model_type != "qwen3_moe" or number in shape.mlp_only_layers:
-        return False
-    return bool(shape.num_experts and (number + 1) % shape.decoder_sparse_step == 0)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room
 from tandem.engine.page_cache import page_bytes
-from tandem.engine.worker_pool.pool import Workers
+from tandem.engine.worker_pool import vllm_worker
+from tandem.engine.worker_pool.pool import COMMAND, Workers
 from tandem.envs.load import load_env
+from tandem.jobs.cluster import open_hosts
+from tandem.jobs.http_engines import is_http, load_http_engines, open_http_rollouts
 from tandem.jobs.models import check_tokenizer, placement, releases_cache
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
@@ -27,9 +31,8 @@ from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.sandbox import open_sandbox
 from tandem.train.supervised import scores
-from tandem.types import Episode, Problem, Sync
+from tandem.types import Episode, Generate, Problem, Sync
 from tandem.weights.in_process import InlineSync
-from tandem.weights.shared import SharedWeights
 from tandem.weights.worker_sync import ProcessSync
 
 Report = Callable[[str], None]
@@ -90,9 +93,33 @@ def _shape(model: ExactModel) -> tuple[Any, ...]:
     )
 
 
+def other_kernels(config: Config) -> str:
+    """Name the setting by which trainer and rollouts compute with different kernels, or ""."""
+    if config.train.backend == "megatron":
+        return "train.backend = megatron"
+    return "rollout.engine = vllm" if config.rollout.engine == "vllm" else ""
+
+
+def require_correction(config: Config) -> None:
+    """Raise UserError if the trainer computes with other kernels than the engine, and the config
+    has no off-policy correction."""
+    if (where := other_kernels(config)) and config.rl.correction == "none":
+        raise UserError(
+            "the engine's log-probs are not the trainer's to the last bit",
+            where=where,
+            found="rl.correction = none",
+            expected="an off-policy correction",
+            next="add rl.correction=tis (truncated importance sampling)",
+        )
+
+
 def require_parity(config: Config, found: Exactness) -> bool:
     """Return whether engine and trainer agree; raise UserError if they do not and the config has no
     off-policy correction."""
+    if other_kernels(config):
+        return False
+    if is_http(config) and config.rl.correction != "none":
+        return False  # the servers may be other machines
     if found.parity and config.rl.correction == "none":
         raise UserError(
             "engine and trainer do not agree bit for bit on this machine",
@@ -106,6 +133,12 @@ def require_parity(config: Config, found: Exactness) -> bool:
     return not found.parity
 
 
+def rollout_command(config: Config) -> Sequence[str]:
+    """Return the command of a rollout worker with the engine of the config. Raises UserError if it
+    is vLLM and there is none."""
+    return vllm_worker.command() if config.rollout.engine == "vllm" else COMMAND
+
+
 def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **sizes: int) -> Engine:
     """Build the engine over a model. sizes: max_queue and chunk_tokens, if not the defaults."""
     check_tokenizer(config, model.config, renderer)
@@ -115,6 +148,7 @@ def build_engine(config: Config, model: ExactModel, renderer: ChatRenderer, **si
         renderer.decode,
         cache_bytes=rollout.cache_mb << 20,
         max_batch=rollout.max_batch,
+        record_experts=config.rl.router_replay,
         **{"max_queue": max(1024, config.env.concurrency), **sizes},
     )
 
@@ -127,8 +161,10 @@ def make_room(config: Config, engine: Engine) -> Callable[[], None]:
 
 def load_engine(
     config: Config, renderer: ChatRenderer, problems: Sequence[Problem], report: Report
-) -> Engine:
+) -> Generate:
     """Load the engine of a command that only generates; every prompt has room."""
+    if is_http(config):
+        return load_http_engines(config, renderer, report)
     longest = max(map(len, renderer.prompts([problem.messages for problem in problems])))
     require_room(config, check_model(config.model.path), longest)
     model = load_model(config.model.path, place=placement(config))
@@ -169,22 +205,29 @@ def build_reward_pool(config: Config) -> RewardPool:
 
 @contextmanager
 def open_rollouts(
-    config: Config, engine: Engine, local: RolloutRunner, report: Report
+    config: Config, engine: Engine, local: RolloutRunner, report: Report, folder: Path
 ) -> Iterator[tuple[RolloutRunner, Sync, Callable[[], None]]]:
-    """Open the engine that samples for training: the trainer's own, or rollout workers. Yields the
-    runner, the transport of weights, and a function that ends a rollout under way."""
+    """Open the engine that samples for training: the trainer's own, rollout workers, or servers.
+    Yields the runner, the transport of weights, and a function that ends a rollout under way.
+    folder: for the weights of servers."""
+    if is_http(config):
+        with open_http_rollouts(config, engine, local, report, folder) as opened:
+            yield opened
+        return
     rollout, model = config.rollout, engine.model
     for device in rollout.devices:
         place_models(device, config.model.dtype)
     if not rollout.workers:
         yield local, InlineSync(engine), lambda: None
         return
+    device = str(model.device)
     with (
-        closing(SharedWeights(model.merged_weights())) as shared,
+        open_hosts(config, model.merged_weights(), device) as (shared, spawn),
         Workers(
             model_path=config.model.path,
-            devices=rollout.devices or [str(model.device)],
+            devices=rollout.devices or [device],
             dtype=placement(config).dtype_name,
+            splits=model.splits,
             cache_mb=rollout.cache_mb,
             max_batch=rollout.max_batch,
             longest=engine.longest,
@@ -192,7 +235,10 @@ def open_rollouts(
             heartbeat_s=config.run.stall_s / 2,
             restarts=rollout.restarts,
             weights=shared,
+            record_experts=config.rl.router_replay,
             report=report,
+            command=rollout_command(config),
+            spawn=spawn,
         ) as workers,
     ):
         sync = ProcessSync(workers, engine, shared, model.merged_weights, rollout.staleness)

@@ -21,7 +21,7 @@ from tandem.data.readers.rows import read_rows
 from tandem.data.readers.sources import source_files
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.envs.load import source_files as env_files
-from tandem.jobs.engines import require_room
+from tandem.jobs.engines import require_correction, require_room, rollout_command
 from tandem.jobs.models import check_models, check_tokenizer
 from tandem.model.tokenizer import load_tokenizer
 from tandem.runtime.disk import file_hash
@@ -173,6 +173,8 @@ def distill_inputs(config: Config) -> ProblemInputs:
 
 def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     """Read and check problems. others: further keys that name models."""
+    require_correction(config)
+    rollout_command(config)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     shape = check_models(config, *others)
     renderer = load_renderer(config.model.path)

@@ -1,10 +1,14 @@
 """Models, critics and references of a command, from its config."""
 
+import os
+from dataclasses import replace
 from typing import Any, Literal
+
+import torch
 
 from tandem.config.schema import SFT, Config, Preference, Train
 from tandem.data.renderer import ChatRenderer
-from tandem.model.config_file import check_model
+from tandem.model.config_file import check_model, has_experts
 from tandem.model.load import ExactModel, load_model
 from tandem.model.lora import Lora, require_peft
 from tandem.model.placement import Placement, place_models
@@ -15,13 +19,23 @@ from tandem.train.batch import Models
 from tandem.train.learner import Learner
 from tandem.train.offload import BUCKET
 from tandem.train.optimizer import Optimizer
+from tandem.train.ranks import ALONE, Ranks
 
 Head = Literal["tokens", "value"]
 
 
 def placement(config: Config) -> Placement:
-    """Resolve model.device and model.dtype. Raises UserError for a device that is not there."""
-    return place_models(config.model.device, config.model.dtype)
+    """Resolve model.device and model.dtype, for this process of `parallel`. Raises UserError for a
+    device that is not there."""
+    place = place_models(config.model.device, config.model.dtype)
+    if place.device.type == "cuda" and config.parallel.processes > 1:
+        from tandem.train.parallel.checks import own_gpu
+        from tandem.train.parallel.processes import local_place
+
+        rank, size = local_place(os.environ, config.parallel.processes)
+        number = own_gpu(config.model.device, rank, size, torch.cuda.device_count())
+        return replace(place, device=torch.device("cuda", number))
+    return place
 
 
 def releases_cache(config: Config, place: Placement) -> bool:
@@ -30,8 +44,18 @@ def releases_cache(config: Config, place: Placement) -> bool:
     return place.device.type == "cuda" if release == "auto" else release
 
 
-def build_model(config: Config, path: str, *, head: Head = "tokens") -> ExactModel:
-    """Load a model to train, with the config's adapters and activation checkpointing."""
+def build_model(
+    config: Config, path: str, ranks: Ranks = ALONE, *, head: Head = "tokens"
+) -> ExactModel:
+    """Load a model to train, with the config's adapters and activation checkpointing, and divide it
+    among the ranks."""
+    place = placement(config)
+    model = _load(config, path, place, head)
+    model.checkpointing = config.train.activation_checkpointing
+    return ranks.divide(model, place.dtype)
+
+
+def _load(config: Config, path: str, place: Placement, head: Head) -> ExactModel:
     lora = config.lora
     adapters = Lora(
         rank=lora.rank,
@@ -39,19 +63,26 @@ def build_model(config: Config, path: str, *, head: Head = "tokens") -> ExactMod
         targets=tuple(lora.targets),
         seed=address(config.run.seed, "lora") >> 1,
     )
-    place = placement(config)
     model = load_model(path, adapters if lora.rank else None, head=head, place=place)
-    model.checkpointing = config.train.activation_checkpointing
+    model.split(config.parallel.tensor)
     return model
 
 
 def build_learner(
-    config: Config, model: ExactModel, rates: Train | SFT | Preference, steps: int
+    config: Config,
+    path: str,
+    rates: Train | SFT | Preference,
+    steps: int,
+    ranks: Ranks = ALONE,
+    *,
+    name: str = "policy",
+    head: Head = "tokens",
 ) -> Learner:
-    """Give the model its AdamW. rates: the section with learning rate, schedule and warm-up; all
-    else is in [train]."""
+    """Load a model to train and give it its optimizer. rates: the section with learning rate,
+    schedule and warm-up; all else is in [train]; name: of the learner in checkpoints."""
+    model = build_model(config, path, ranks, head=head)
     optimizer = Optimizer(
-        model.trainable(),
+        ranks.trainable(model),
         learning_rate=rates.learning_rate,
         schedule=rates.schedule,
         warmup_steps=rates.warmup_steps,
@@ -60,39 +91,59 @@ def build_learner(
         betas=(config.train.beta1, config.train.beta2),
         max_grad_norm=config.train.max_grad_norm,
         offload_bucket=BUCKET if config.train.offload_optimizer else 0,
+        muon_momentum=config.train.muon_momentum if config.train.optimizer == "muon" else None,
+        map_whole=ranks.map_whole(model),
+        norm=ranks.norm(model),
     )
-    return Learner(model, optimizer)
+    # nobody runs or exports a whole critic
+    has_copy = ranks is not ALONE and ranks.rank == 0 and name != "critic"
+    copy = _load(config, path, placement(config), head) if has_copy else None
+    return Learner(model, optimizer, ranks, name, copy, config.train.router_aux_loss_coef)
 
 
-def build_reference(config: Config, policy: ExactModel) -> ExactModel:
+def build_reference(config: Config, policy: ExactModel, ranks: Ranks = ALONE) -> ExactModel:
     """Return the frozen model of KL and DPO: the named one, the policy without its adapters, or the
     starting weights."""
     if config.lora.rank and not config.model.reference:
         return policy
-    return load_model(config.model.reference or config.model.path, place=placement(config))
+    return _load_frozen(config, config.model.reference or config.model.path, ranks)
 
 
-def build_rl_models(config: Config) -> Models:
+def _load_frozen(config: Config, path: str, ranks: Ranks) -> ExactModel:
+    place = placement(config)
+    model = load_model(path, place=place)
+    model.split(config.parallel.tensor)
+    return ranks.divide(model, place.dtype)
+
+
+def build_rl_models(config: Config, ranks: Ranks = ALONE) -> Models:
     """Build the policy, and critic and reference if the algorithm has them."""
     updates = config.rl.minibatches * config.rl.epochs
     has_critic = config.rl.advantage == "gae"
     warmup = config.critic.warmup_steps if has_critic else 0
-    model = build_model(config, config.model.path)
-    policy = build_learner(config, model, config.train, (config.run.steps - warmup) * updates)
-    reference = build_reference(config, model) if config.rl.kl_coef else None
+    steps = (config.run.steps - warmup) * updates
+    policy = build_learner(config, config.model.path, config.train, steps, ranks)
+    reference = build_reference(config, policy.model, ranks) if config.rl.kl_coef else None
     if not has_critic:
         return Models(policy=policy, reference=reference)
-    values = build_model(config, config.critic.path or config.model.path, head="value")
     rates = config.train.model_copy(update={"learning_rate": config.critic.learning_rate})
-    critic = build_learner(config, values, rates, config.run.steps * updates)
+    critic = build_learner(
+        config,
+        config.critic.path or config.model.path,
+        rates,
+        config.run.steps * updates,
+        ranks,
+        name="critic",
+        head="value",
+    )
     return Models(policy=policy, reference=reference, critic=critic)
 
 
-def build_distill_models(config: Config) -> Models:
+def build_distill_models(config: Config, ranks: Ranks = ALONE) -> Models:
     """Build the student, and load its teacher."""
     steps = config.run.steps * config.rl.minibatches * config.rl.epochs
-    student = build_learner(config, build_model(config, config.model.path), config.train, steps)
-    teacher = load_model(config.distill.teacher, place=placement(config))
+    student = build_learner(config, config.model.path, config.train, steps, ranks)
+    teacher = _load_frozen(config, config.distill.teacher, ranks)
     return Models(policy=student, teacher=teacher)
 
 
@@ -100,19 +151,44 @@ def check_models(config: Config, *others: str, head: Head = "tokens") -> Any:
     """Check, before any weights are loaded, that model.path and the models that the other keys name
     are there, exact, and of one vocabulary. Returns the transformers config of model.path."""
     placement(config)
+    if config.train.backend == "megatron":
+        from tandem.train.megatron.core import require_megatron
+
+        require_megatron()
     shape = check_model(config.model.path, head=head)
     check_weights(config.model.path)
+    check_shape(config, shape, "model.path", head)
     for key in others:
         section, field = key.split(".")
         if path := getattr(getattr(config, section), field):
             kind: Head = "value" if key == "critic.path" else "tokens"
-            size = check_model(path, key, head=kind).vocab_size
+            other = check_model(path, key, head=kind)
+            size = other.vocab_size
             if size != shape.vocab_size:
                 raise _other_vocabulary(key, path, size, shape.vocab_size)
             check_weights(path)
+            check_shape(config, other, key, kind)
     if config.lora.rank:
         require_peft()
+    if not has_experts(shape):
+        if config.train.router_aux_loss_coef:
+            raise _no_experts(config, "train.router_aux_loss_coef", "to balance", "0")
+        if config.rl.router_replay:
+            raise _no_experts(config, "rl.router_replay", "whose choice to replay", "false")
     return shape
+
+
+def check_shape(config: Config, shape: Any, key: str, head: Head = "tokens") -> None:
+    """Raise UserError if the mesh cannot divide a model of this transformers config, or its backend
+    cannot train it. key: that names the model."""
+    if config.parallel.processes > 1:
+        from tandem.train.parallel.checks import check_mesh
+
+        check_mesh(config.parallel, shape, key)
+    if config.train.backend == "megatron":
+        from tandem.train.megatron.checks import check_megatron
+
+        check_megatron(shape, config.parallel, head)
 
 
 def check_tokenizer(config: Config, shape: Any, renderer: ChatRenderer) -> None:
@@ -124,6 +200,16 @@ def check_tokenizer(config: Config, shape: Any, renderer: ChatRenderer) -> None:
             found=f"{len(renderer.tokenizer):,} tokens",
             expected=f"at most {shape.vocab_size:,}",
         )
+
+
+def _no_experts(config: Config, key: str, purpose: str, off: str) -> UserError:
+    return UserError(
+        f"there are no experts {purpose}",
+        where=key,
+        found=f"a model without experts: model.path = {config.model.path}",
+        expected="a mixture of experts",
+        next=f"set {key}={off}",
+    )
 
 
 def _other_vocabulary(key: str, path: str, found: int, expected: int) -> UserError:

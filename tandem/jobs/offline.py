@@ -4,10 +4,8 @@ Data is checked first, then models are loaded, then workers start.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
-
-import torch
 
 from tandem.config.schema import SFT, Config, Preference
 from tandem.data.mixture import problems_of_step
@@ -21,7 +19,8 @@ from tandem.jobs.engines import (
     probe_exactness,
 )
 from tandem.jobs.inputs import KEYS, Inputs, Pairs, dpo_inputs, input_hashes, rm_inputs, sft_inputs
-from tandem.jobs.models import build_learner, build_model, build_reference
+from tandem.jobs.models import build_learner, build_reference
+from tandem.jobs.ranks import open_ranks
 from tandem.jobs.rl import note_machine
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
@@ -29,15 +28,17 @@ from tandem.rollout.evaluate import Evaluator
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
+from tandem.runtime import signals
 from tandem.runtime.timer import Timer
 from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.pack import pack
+from tandem.train.ranks import Ranks
 from tandem.train.supervised import (
-    pair_loss,
+    pair_metrics,
     preference_step,
     reward_model_step,
-    score_loss,
+    score_metrics,
     sft_step,
 )
 from tandem.types import Microbatch, Row, Sample
@@ -70,20 +71,30 @@ class OfflineJob:
         raise NotImplementedError
 
     def start(self, done: int) -> None:
+        if self.evaluator is not None and self.evaluator.journal is not None:
+            self.evaluator.journal.drop_other_meshes(done, 0)
         self._publish(done)
 
     def _publish(self, version: int) -> None:
+        self.learner.publish()
         if self.sync is not None:
             self.sync.publish(version)
 
     def step(self, done: int) -> StepResult:
-        timer, seed, shuffle = Timer(), self.config.run.seed, self.config.data.shuffle
+        timer = Timer()
         with timer("learn_s"):
             self.make_room()
-            size = self.settings.batch_size
-            metrics = self.learn(problems_of_step(self.items, done, size, seed, shuffle))
+            self.learner.ranks.order("learn", done=done)
+            metrics = self.learn_step(done)
         self._publish(done + 1)
         return StepResult(metrics=metrics, timings=timer.timings(tokens=0), state={})
+
+    def learn_step(self, done: int) -> Metrics:
+        """Make the optimizer step after `done` others, on any rank."""
+        config, size = self.config, self.settings.batch_size
+        return self.learn(
+            problems_of_step(self.items, done, size, config.run.seed, config.data.shuffle)
+        )
 
     def evaluate(self, done: int) -> Row:
         return {} if self.evaluator is None else self.evaluator(done)
@@ -93,6 +104,10 @@ class OfflineJob:
 
     def wait_until_durable(self, done: int) -> None:
         """Return at once: a checkpoint needs no other file."""
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return none: the ranks do all of it."""
+        return []
 
     def stop_soon(self) -> None:
         """Do nothing: no thread waits."""
@@ -106,7 +121,8 @@ class SFTJob(OfflineJob):
         self.eval_every = 0
 
     def learn(self, items: list[Sample]) -> Metrics:
-        return sft_step(self.learner, pack(items, self.config.train.tokens_per_microbatch))
+        budget, shares = self.config.train.tokens_per_microbatch, self.learner.ranks.shares
+        return sft_step(self.learner, pack(items, budget, shares=shares))
 
 
 class PairJob(OfflineJob):
@@ -125,8 +141,8 @@ class PairJob(OfflineJob):
         """Make one optimizer step on whole pairs."""
         raise NotImplementedError
 
-    def pair_losses(self, batch: Microbatch) -> Metrics:
-        """Return the metrics of whole pairs, as sums."""
+    def pair_metrics(self, batches: list[Microbatch]) -> list[Metrics]:
+        """Return the metrics of each microbatch of whole pairs, as sums."""
         raise NotImplementedError
 
     def learn(self, items: Pairs) -> Metrics:
@@ -134,19 +150,25 @@ class PairJob(OfflineJob):
 
     def evaluate(self, done: int) -> Row:
         """Return means over the held-out pairs, under "eval/", and the evaluation on eval.data."""
-        return {**self._pair_means(), **super().evaluate(done)}
+        ranks = self.learner.ranks
+        together = signals.defer_interrupts(signals.EXIT_S) if ranks.size > 1 else nullcontext()
+        with together:  # the others could not save an interrupted one
+            ranks.order("evaluate")
+            means = self.pair_means()
+        return {**means, **super().evaluate(done)}
 
-    @torch.no_grad()
-    def _pair_means(self) -> Row:
+    def pair_means(self) -> Row:
+        """Return means over the held-out pairs, on any rank."""
         sums: Row = {}
-        for batch in self._pack(self.test):
-            for name, part in self.pair_losses(batch).items():
+        for metrics in self.pair_metrics(self._pack(self.test)):
+            for name, part in metrics.items():
                 sums[name] = sums.get(name, 0.0) + part
         return {f"eval/{name}": part / len(self.test) for name, part in sums.items()}
 
     def _pack(self, pairs: Pairs) -> list[Microbatch]:
         samples = [sample for pair in pairs for sample in pair]
-        return pack(samples, self.config.train.tokens_per_microbatch, keep_groups=True)
+        budget, shares = self.config.train.tokens_per_microbatch, self.learner.ranks.shares
+        return pack(samples, budget, keep_groups=True, shares=shares)
 
 
 class DPOJob(PairJob):
@@ -159,8 +181,8 @@ class DPOJob(PairJob):
     def update(self, batches: list[Microbatch]) -> Metrics:
         return preference_step(self.learner, self.reference, batches, self.settings)
 
-    def pair_losses(self, batch: Microbatch) -> Metrics:
-        return pair_loss(self.learner.model, self.reference, batch, self.settings)[1]
+    def pair_metrics(self, batches: list[Microbatch]) -> list[Metrics]:
+        return pair_metrics(self.learner, self.reference, batches, self.settings)
 
 
 class RewardModelJob(PairJob):
@@ -171,8 +193,8 @@ class RewardModelJob(PairJob):
     def update(self, batches: list[Microbatch]) -> Metrics:
         return reward_model_step(self.learner, batches)
 
-    def pair_losses(self, batch: Microbatch) -> Metrics:
-        return score_loss(self.learner.model, batch)[1]
+    def pair_metrics(self, batches: list[Microbatch]) -> list[Metrics]:
+        return score_metrics(self.learner, batches)
 
 
 class LossWatch:
@@ -199,31 +221,16 @@ class LossWatch:
         return metrics
 
 
-@contextmanager
-def open_sft_job(config: Config, run: RunFolder, report: Report) -> Iterator[OfflineJob]:
-    """Open the job of `tandem sft`."""
-    prepare_process(config)
-    inputs = sft_inputs(config)
-    model = build_model(config, config.model.path)
-    policy = build_learner(config, model, config.sft, config.sft.steps)
-    note_machine(run, probe_exactness(config, model, report), report)
+def sft_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+    policy = build_learner(config, config.model.path, config.sft, config.sft.steps, ranks)
     data = input_hashes(config, *KEYS["sft"])
-    job = SFTJob(config, config.sft, policy, inputs.samples, data)
-    with _evaluating(job, inputs, run):
-        yield job
+    return SFTJob(config, config.sft, policy, inputs.samples, data)
 
 
-@contextmanager
-def open_dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[OfflineJob]:
-    """Open the job of `tandem dpo`."""
-    prepare_process(config)
-    settings, inputs = config.preference, dpo_inputs(config)
-    model = build_model(config, config.model.path)
-    policy = build_learner(config, model, settings, settings.steps)
-    reference = build_reference(config, model)
-    note_machine(run, probe_exactness(config, model, report), report)
-    data = input_hashes(config, *KEYS["dpo"])
-    job = DPOJob(
+def dpo_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+    settings, data = config.preference, input_hashes(config, *KEYS["dpo"])
+    policy = build_learner(config, config.model.path, settings, settings.steps, ranks)
+    return DPOJob(
         config,
         settings,
         policy,
@@ -231,33 +238,45 @@ def open_dpo_job(config: Config, run: RunFolder, report: Report) -> Iterator[Off
         data,
         test=inputs.test,
         report=report,
-        reference=reference,
+        reference=build_reference(config, policy.model, ranks),
     )
-    with _evaluating(job, inputs, run):
-        yield job
+
+
+def rm_job(config: Config, inputs: Any, ranks: Ranks, report: Report) -> OfflineJob:
+    path, settings = config.model.path, config.preference
+    scorer = build_learner(
+        config, path, settings, settings.steps, ranks, name="scorer", head="value"
+    )
+    # stock transformers finds the last token by it
+    scorer.whole.config.pad_token_id = inputs.renderer.tokenizer.pad_token_id
+    data = input_hashes(config, *KEYS["rm"])
+    return RewardModelJob(
+        config, settings, scorer, inputs.train, data, test=inputs.test, report=report
+    )
+
+
+# By command: what checks and reads its data, and what loads its models on every rank.
+OFFLINE = {"sft": (sft_inputs, sft_job), "dpo": (dpo_inputs, dpo_job), "rm": (rm_inputs, rm_job)}
 
 
 @contextmanager
-def open_rm_job(config: Config, run: RunFolder, report: Report) -> Iterator[OfflineJob]:
-    """Open the job of `tandem rm`."""
+def open_offline_job(config: Config, run: RunFolder, report: Report) -> Iterator[OfflineJob]:
+    """Open the job of `tandem sft`, `dpo` or `rm`."""
     prepare_process(config)
-    settings, inputs = config.preference, rm_inputs(config)
-    model = build_model(config, config.model.path, head="value")
-    scorer = build_learner(config, model, settings, settings.steps)
-    note_machine(run, probe_exactness(config, model, report), report)
-    # stock transformers finds the last token by it
-    model.config.pad_token_id = inputs.renderer.tokenizer.pad_token_id
-    data = input_hashes(config, *KEYS["rm"])
-    yield RewardModelJob(
-        config, settings, scorer, inputs.train, data, test=inputs.test, report=report
-    )
+    read_inputs, make_job = OFFLINE[run.command]
+    inputs = read_inputs(config)
+    with open_ranks(config, run) as ranks:
+        job = make_job(config, inputs, ranks, report)
+        note_machine(run, probe_exactness(config, job.learner.whole, report), report)
+        with nullcontext() if run.command == "rm" else _evaluating(job, inputs, run):
+            yield job
 
 
 @contextmanager
 def _evaluating(job: OfflineJob, inputs: Inputs, run: RunFolder) -> Iterator[None]:
     """Give the job an engine over its model that evaluates on eval.data."""
     config, renderer = job.config, inputs.renderer
-    engine = build_engine(config, job.learner.model, renderer)
+    engine = build_engine(config, job.learner.whole, renderer)
     with open_envs_and_rewards(config) as (envs, rewards):
         runner = RolloutRunner(
             engine=engine,
@@ -266,7 +285,8 @@ def _evaluating(job: OfflineJob, inputs: Inputs, run: RunFolder) -> Iterator[Non
             rewards=rewards,
             reward_model=load_reward_model(config),
         )
-        journal = Journal(run.episodes, identity(config, job.data), inputs.held_out)
+        run_id, mesh = identity(config, job.data), config.parallel.mesh
+        journal = Journal(run.episodes, run_id, inputs.held_out, mesh)
         journal.clean()
         job.sync, job.make_room = InlineSync(engine), make_room(config, engine)
         job.evaluator = Evaluator(

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from tandem.config.schema import Config
-from tandem.jobs.resources import memory, model_sizes, savings
+from tandem.jobs.meshes import memory_of_run
+from tandem.jobs.resources import Need, Sizes, model_sizes, savings
 from tandem.runtime.disk import human_bytes
 from tandem.runtime.errors import UserError
 
@@ -35,11 +36,15 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def _out_of_memory(error: Exception, config: Config, command: str) -> UserError:
     sizes = model_sizes(config, command)
-    needed = sum(size for _, size, _ in memory(sizes, config, command))
+
+    def needs(sizes: Sizes, config: Config) -> list[Need]:
+        return memory_of_run(sizes, config, command, config.data.max_prompt_tokens)
+
+    needed = sum(size for _, size, _ in needs(sizes, config))
     settings = [
         f"{setting} saves {human_bytes(size)}"
         + " (in a new run.folder)" * setting.startswith(CHANGES_BITS)
-        for setting, size in savings(sizes, config, command)[:NAMED]
+        for setting, size in savings(sizes, config, needs)[:NAMED]
     ]
     return UserError(
         "out of memory",

@@ -6,7 +6,8 @@ scores, gradients of activations.
 
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tandem.model.lora import chosen_linears
 from tandem.model.placement import Placement
 from tandem.runtime.disk import existing_parent, human_bytes
 from tandem.runtime.errors import UserError
+from tandem.train.muon import is_hidden_matrix
 from tandem.train.offload import BUCKET
 
 Need = tuple[str, int, str]  # what, bytes, how
@@ -56,6 +58,9 @@ class Sizes:
     policy: int
     adapters: int  # 0 without LoRA: the policy itself is trained
     others: dict[str, int]  # of further models, by config key
+    shapes: dict[str, Any] = field(default_factory=dict)  # theirs
+    muon: int = 0  # of the policy, those that Muon steps
+    muon_critic: int = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -80,7 +85,8 @@ class Sizes:
     @property
     def checkpoint(self) -> int:
         """Bytes of all trained weights and their moments."""
-        return 12 * (self.trained + self.trained_critic)
+        moments = 4 * (self.muon + self.muon_critic)  # Muon has one where AdamW has two
+        return 12 * (self.trained + self.trained_critic) - moments
 
 
 def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
@@ -93,10 +99,10 @@ def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
         rows.append(("packed weights", packed * policy, order))
     if _is_offloaded(sizes, config):
         text = "three buckets; the others are in host memory"
-        state = sum(size for _, size, _ in _optimizer_rows(sizes, sizes.trained))
+        state = sum(size for _, size, _ in _optimizer_rows(sizes, sizes.trained, 0))
         rows.append(("optimizer's share", min(3 * 12 * BUCKET, state), text))
     else:
-        rows += _optimizer_rows(sizes, sizes.trained)
+        rows += _optimizer_rows(sizes, sizes.trained, sizes.muon)
     rows += _update_rows(sizes, config)
     if command != "rm":
         rows.append(_cache_row(sizes, config))
@@ -106,7 +112,7 @@ def memory(sizes: Sizes, config: Config, command: str) -> list[Need]:
     rows += _other_models(sizes, config)
     if not sizes.on_gpu:
         rows.append(_save_row(sizes))
-    return rows + _worker_rows(sizes, config, command)
+    return rows + worker_rows(sizes, config, command)
 
 
 def gpu_memory(place: Placement) -> int:
@@ -119,14 +125,17 @@ def host_memory(sizes: Sizes, config: Config) -> list[Need]:
     if not sizes.on_gpu:
         return []
     trained = sizes.trained + sizes.trained_critic
-    offloaded = _optimizer_rows(sizes, trained) if _is_offloaded(sizes, config) else []
+    offloaded = _optimizer_rows(sizes, trained, 0) if _is_offloaded(sizes, config) else []
     return [*offloaded, _save_row(sizes)]
 
 
-def savings(sizes: Sizes, config: Config, command: str) -> list[tuple[str, int]]:
-    """List (setting, bytes that it saves on the device of the models), the most first."""
+def savings(
+    sizes: Sizes, config: Config, needs: Callable[[Sizes, Config], list[Need]]
+) -> list[tuple[str, int]]:
+    """List (setting, bytes that it saves on the device of the models), the most first. needs: of a
+    run with a config."""
     train, found = config.train, {}
-    before = sum(size for _, size, _ in memory(sizes, config, command))
+    before = sum(size for _, size, _ in needs(sizes, config))
     for section, key, value in (
         ("train", "activation_checkpointing", True),
         ("train", "tokens_per_microbatch", max(16, train.tokens_per_microbatch // 2)),
@@ -134,7 +143,7 @@ def savings(sizes: Sizes, config: Config, command: str) -> list[tuple[str, int]]
         ("rollout", "cache_mb", max(1, config.rollout.cache_mb // 2)),
     ):
         part = getattr(config, section).model_copy(update={key: value})
-        other = memory(sizes, config.model_copy(update={section: part}), command)
+        other = needs(sizes, config.model_copy(update={section: part}))
         found[f"{section}.{key}={str(value).lower()}"] = before - sum(size for _, size, _ in other)
     return sorted((item for item in found.items() if item[1] > 0), key=lambda item: -item[1])
 
@@ -155,12 +164,15 @@ def _is_offloaded(sizes: Sizes, config: Config) -> bool:
     return sizes.on_gpu and config.train.offload_optimizer
 
 
-def _optimizer_rows(sizes: Sizes, trained: int) -> list[Need]:
-    moments = ("Adam moments", 8 * trained, "8 bytes x trained parameters")
-    if sizes.place.dtype == torch.float32:
-        return [moments]
-    masters = ("masters", 4 * trained, "float32, 4 bytes x trained parameters")
-    return [masters, moments]
+def _optimizer_rows(sizes: Sizes, trained: int, muon: int) -> list[Need]:
+    rows = []
+    if sizes.place.dtype != torch.float32:
+        rows.append(("masters", 4 * trained, "float32, 4 bytes x trained parameters"))
+    whose = "all other" if muon else "trained"
+    rows.append(("Adam moments", 8 * (trained - muon), f"8 bytes x {whose} parameters"))
+    if muon:
+        rows.append(("Muon momentum", 4 * muon, "4 bytes x parameters of the layers' matrices"))
+    return rows
 
 
 def _update_rows(sizes: Sizes, config: Config) -> list[Need]:
@@ -190,7 +202,8 @@ def _other_models(sizes: Sizes, config: Config) -> list[Need]:
         if key == "critic.path":
             held = frozen * size + 4 * trained
             if not _is_offloaded(sizes, config):
-                held += sum(count for _, count, _ in _optimizer_rows(sizes, trained))
+                state = _optimizer_rows(sizes, trained, sizes.muon_critic)
+                held += sum(count for _, count, _ in state)
             rows.append(("critic", held, "weights, packs, gradients and moments of its own"))
         elif key == "model.reference" and sizes.adapters and not config.model.reference:
             rows.append(("reference", packed * size, "packs of the weights without adapters"))
@@ -204,12 +217,15 @@ def _save_row(sizes: Sizes) -> Need:
     return "a save under way", sizes.checkpoint, "a copy of weights and moments"
 
 
-def _worker_rows(sizes: Sizes, config: Config, command: str) -> list[Need]:
+def worker_rows(sizes: Sizes, config: Config, command: str) -> list[Need]:
+    """List the memory of the rollout workers, if the run has some."""
     rollout, width = config.rollout, sizes.place.dtype.itemsize
     if not (rollout.workers and command in ("train", "distill")):
         return []
     each, versions = width + sizes.packed, rollout.staleness + 1
     held = rollout.workers * (each * sizes.policy + (rollout.cache_mb << 20))
+    if config.weights.transport in ("collective", "rdma"):
+        held += rollout.workers * width * sizes.policy  # the copy that they receive into
     return [
         ("rollout workers", held, f"{rollout.workers} x weights, packs and rollout.cache_mb"),
         (
@@ -259,13 +275,17 @@ def model_sizes(config: Config, command: str) -> Sizes:
         "distill.teacher": config.distill.teacher * (command == "distill"),
         "reward.model": config.reward.model * (command != "rm"),
     }
-    others = {key: _count(_module(path)) for key, path in paths.items() if path}
+    modules = {key: _module(path) for key, path in paths.items() if path}
+    muon = config.train.optimizer == "muon"
     return Sizes(
         place=placement(config),
         shape=policy.config,
         policy=_count(policy),
         adapters=adapters,
-        others=others,
+        others={key: _count(module) for key, module in modules.items()},
+        shapes={key: module.config for key, module in modules.items()},
+        muon=_count_hidden(policy) if muon else 0,
+        muon_critic=_count_hidden(modules.get("critic.path")) if muon else 0,
     )
 
 
@@ -275,3 +295,8 @@ def _module(path: str) -> Any:
 
 def _count(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _count_hidden(module: Any) -> int:
+    named = () if module is None else module.named_parameters()
+    return sum(weight.numel() for name, weight in named if is_hidden_matrix(name, weight))

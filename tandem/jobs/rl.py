@@ -1,10 +1,13 @@
 """`tandem train` and `tandem distill`: jobs whose episodes are sampled on the way."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 from tandem.config.schema import Config
+from tandem.engine.worker_pool.pool import Workers
+from tandem.jobs.cluster import ScaleOnWish, check_cluster
 from tandem.jobs.engines import (
     Report,
     build_engine,
@@ -18,8 +21,10 @@ from tandem.jobs.engines import (
 )
 from tandem.jobs.inputs import KEYS, distill_inputs, input_hashes, training_inputs
 from tandem.jobs.models import build_distill_models, build_rl_models, placement
+from tandem.jobs.ranks import open_ranks
+from tandem.jobs.streams import open_stream
 from tandem.model.probe import Exactness
-from tandem.rollout.collect import Collector
+from tandem.rollout.collect import Collector, RolloutBatch
 from tandem.rollout.evaluate import Evaluator, sampling_params
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import RunFolder, identity
@@ -27,13 +32,18 @@ from tandem.run_folder.journal import Journal
 from tandem.runtime.errors import UserError
 from tandem.step import Stages, StepResult, train_step
 from tandem.step_async import RolloutPrefetcher, train_step_async
+from tandem.train.learner import Learner
+from tandem.train.ranks import Ranks
+from tandem.types import Problem, Sync
 
 
 class RLJob:
     """A job for train_loop.py that repeats `train_step`."""
 
-    def __init__(self, stages: Stages, evaluate: Evaluator, data: dict[str, str]):
-        config, models = stages.config, stages.models
+    def __init__(
+        self, stages: Stages, evaluate: Evaluator, data: dict[str, str], pool: Workers | None = None
+    ):
+        config, models, self.pool = stages.config, stages.models, pool
         self.stages, self.evaluate, self.data = stages, evaluate, data
         self.learners = {"policy": models.policy}
         if models.critic is not None:
@@ -41,6 +51,8 @@ class RLJob:
         self.steps, self.eval_every = config.run.steps, config.eval.every
 
     def start(self, done: int) -> None:
+        staleness = self.stages.config.rollout.staleness
+        self.stages.journal.drop_other_meshes(done, staleness)
         self.stages.sync.publish(done)
 
     def step(self, done: int) -> StepResult:
@@ -58,6 +70,9 @@ class RLJob:
     def wait_until_durable(self, done: int) -> None:
         """Return at once: the episodes of a step are in the journal before it is trained."""
 
+    def workers(self) -> list[dict[str, Any]]:
+        return [] if self.pool is None else self.pool.status()
+
     def stop_soon(self) -> None:
         """Do nothing: no thread waits."""
 
@@ -71,8 +86,9 @@ class AsyncRLJob(RLJob):
         evaluate: Evaluator,
         data: dict[str, str],
         prefetcher: RolloutPrefetcher,
+        pool: Workers | None = None,
     ):
-        super().__init__(stages, evaluate, data)
+        super().__init__(stages, evaluate, data, pool)
         self.prefetcher = prefetcher
 
     def start(self, done: int) -> None:
@@ -94,14 +110,16 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     """Open the job of `tandem train` or `tandem distill`: inputs are checked first, then models are
     loaded, then workers start."""
     distills = run.command == "distill"
+    check_cluster(config)
     prepare_process(config)
     inputs = distill_inputs(config) if distills else training_inputs(config)
     data, stop_token_ids = input_hashes(config, *KEYS[run.command]), inputs.renderer.stop_token_ids
     run_id = identity(config, data)
-    journal = Journal(run.episodes, run_id, inputs.problems)
-    with open_envs_and_rewards(config) as (envs, rewards):
-        models = build_distill_models(config) if distills else build_rl_models(config)
-        policy = models.policy.model
+    mesh = config.parallel.mesh
+    journal = Journal(run.episodes, run_id, inputs.problems, mesh)
+    with open_envs_and_rewards(config) as (envs, rewards), open_ranks(config, run) as ranks:
+        models = (build_distill_models if distills else build_rl_models)(config, ranks)
+        policy = models.policy.whole
         workers = config.rollout.workers
         found = probe_exactness(config, policy, report, workers=workers, others=models.others)
         exact = require_parity(config, found)
@@ -114,15 +132,12 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
             rewards=rewards,
             reward_model=load_reward_model(config),
         )
-        evaluate = Evaluator(
-            config=config,
-            problems=inputs.held_out,
-            runner=local,
-            stop_token_ids=stop_token_ids,
-            journal=Journal(run.episodes, run_id, inputs.held_out),
-        )
-        with open_rollouts(config, engine, local, report) as (runner, sync, stop_workers):
+        held_out = Journal(run.episodes, run_id, inputs.held_out, mesh)
+        evaluate = _evaluator(config, local, stop_token_ids, held_out, inputs.held_out)
+        rollouts = open_rollouts(config, engine, local, report, run.path / "weights")
+        with rollouts as (runner, sync, stop_workers), open_stream(config, ranks) as stream:
             sampling = sampling_params(config.rollout, stop_token_ids)
+            sync, pool = _scaled(sync, runner, run, report)
             stages = Stages(
                 config=config,
                 models=models,
@@ -135,16 +150,68 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
                     sampling=sampling,
                     journal=journal,
                 ),
-                sync=sync,
-                make_room=make_room(config, engine),
+                sync=PublishFirst(sync, models.policy),
+                stream=stream,
+                before_updates=partial(_before_updates, ranks, exact, make_room(config, engine)),
             )
             journal.clean()
             if not config.rollout.staleness:
-                yield RLJob(stages, evaluate, data)
+                yield RLJob(stages, evaluate, data, pool)
                 return
             prefetcher = RolloutPrefetcher(stages, config.run.steps, stop_workers)
             with closing(prefetcher):
-                yield AsyncRLJob(stages, evaluate, data, prefetcher)
+                yield AsyncRLJob(stages, evaluate, data, prefetcher, pool)
+
+
+def _evaluator(
+    config: Config,
+    runner: RolloutRunner,
+    stop_token_ids: tuple[int, ...],
+    journal: Journal,
+    problems: Sequence[Problem],
+) -> Evaluator:
+    return Evaluator(
+        config=config,
+        problems=problems,
+        runner=runner,
+        stop_token_ids=stop_token_ids,
+        journal=journal,
+    )
+
+
+def _scaled(
+    sync: Sync, runner: RolloutRunner, run: RunFolder, report: Report
+) -> tuple[Sync, Workers | None]:
+    """Return the Sync that follows `tandem scale`, and the workers, if the run has some."""
+    if not isinstance(runner.engine, Workers):
+        return sync, None
+    return ScaleOnWish(sync, runner.engine, run.path, report), runner.engine
+
+
+class PublishFirst:
+    """A Sync that first brings the whole model up to date."""
+
+    def __init__(self, sync: Sync, policy: Learner):
+        self.sync, self.policy = sync, policy
+        self.sync_to, self.logprob_gap = sync.sync_to, sync.logprob_gap
+
+    def publish(self, version: int) -> None:
+        self.policy.publish()
+        self.sync.publish(version)
+
+
+def _before_updates(
+    ranks: Ranks, exact: bool, make_room: Callable[[], None], rollouts: RolloutBatch
+) -> None:
+    """Make room on the device, and order the other ranks to learn from the same rollouts."""
+    make_room()
+    ranks.order(
+        "learn",
+        step=rollouts.step,
+        num_carried=rollouts.num_carried,
+        baseline=rollouts.baseline,
+        exact=exact,
+    )
 
 
 def note_machine(run: RunFolder, found: Exactness, report: Report) -> None:

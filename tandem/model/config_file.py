@@ -245,6 +245,18 @@ def window_of(config: Any, layer: int) -> int | None:
     return None if full else getattr(config, "sliding_window", None)
 
 
+def is_sparse(config: Any, layer: int) -> bool:
+    """Tell whether a layer is a mixture of experts."""
+    if config.model_type != "qwen3_moe" or layer in config.mlp_only_layers:
+        return False
+    return bool(config.num_experts and (layer + 1) % config.decoder_sparse_step == 0)
+
+
+def has_experts(config: Any) -> bool:
+    """Tell whether any layer is a mixture of experts."""
+    return any(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+
+
 def _is_count(value: Any, most: int) -> bool:
     return type(value) is int and 0 < value <= most
 

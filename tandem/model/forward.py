@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.model.attention import Plan
 from tandem.model.divergence import Divergence, Head, divergences
+from tandem.model.expert_choices import ExpertChoices
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens, token_logprobs
 from tandem.model.triton.dispatch import triton_for
-from tandem.types import Microbatch, SamplingDistribution
+from tandem.types import Array, Microbatch, SamplingDistribution
 
 
 def batch_logprobs(
@@ -25,18 +27,24 @@ def batch_logprobs(
     expected: Tensor | None = None,
     *,
     entropy: bool = True,
+    choices: ExpertChoices | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute (log-probs, entropies), float32 [N], of the batch's targets under the model.
 
-    expected and entropy: as in token_logprobs.
+    expected and entropy: as in token_logprobs; choices: of experts, as in ExactModel.hidden.
     """
-    hidden, weight, packed = _head(model, batch)
-    targets = torch.from_numpy(batch.targets).to(model.device)
-    seen = None if sampling.repetition_penalty == 1.0 else partial(_seen, batch, model.device)
-    expected = None if expected is None else expected.to(model.device)
-    logprobs, entropies = token_logprobs(
-        hidden, weight, packed, targets, sampling, seen, expected, entropy
-    )
+    own, _ = model.row_parts.targets(batch)
+    targets = torch.from_numpy(batch.targets[own]).to(model.device)
+    penalized = sampling.repetition_penalty != 1.0
+    seen = partial(_seen, batch, batch.rows[own], model.device) if penalized else None
+    expected = None if expected is None else expected[own].to(model.device)
+
+    def compute() -> list[Tensor]:
+        head = _head(model, batch, choices)
+        found = token_logprobs(*head, targets, sampling, seen, expected, entropy)
+        return [model.row_parts.gather(values, batch) for values in found]
+
+    logprobs, entropies = model(compute)
     return logprobs.cpu(), entropies.cpu()
 
 
@@ -51,7 +59,14 @@ def reference_logprobs(
 
 def batch_values(model: ExactModel, batch: Microbatch) -> Tensor:
     """Compute a value model's value of the state before each target, float32 [N]."""
-    return model.head(_hidden(model, batch))[:, 0].float().cpu()
+
+    def compute() -> Tensor:
+        # a copy, because FSDP's root may not return a view
+        values = model.head(_hidden(model, batch))[:, 0].to(torch.float32, copy=True)
+        return model.row_parts.gather(values, batch)
+
+    found: Tensor = model(compute)
+    return found.cpu()
 
 
 def teacher_divergences(
@@ -60,22 +75,43 @@ def teacher_divergences(
     batch: Microbatch,
     temperature: float,
     divergence: Divergence,
+    choices: ExpertChoices | None = None,
 ) -> Tensor:
-    """Compute the divergence over the vocabulary at the place of each target, float32 [N]."""
-    with torch.no_grad():
-        teacher_head = _head(teacher, batch)
-    return divergences(_head(student, batch), teacher_head, temperature, divergence).cpu()
+    """Compute the divergence over the vocabulary at the place of each target, float32 [N].
+    choices: of the student's experts."""
+
+    def compute() -> Tensor:
+        with torch.no_grad():
+            teacher_head = teacher(lambda: _head(teacher, batch))
+        student_head = _head(student, batch, choices)
+        values = divergences(student_head, teacher_head, temperature, divergence)
+        return student.row_parts.gather(values, batch)
+
+    found: Tensor = student(compute)
+    return found.cpu()
 
 
-def _head(model: ExactModel, batch: Microbatch) -> Head:
-    return _hidden(model, batch), model.head.weight, model.head.pack.of(model.head.weight)
+def _head(model: ExactModel, batch: Microbatch, choices: ExpertChoices | None = None) -> Head:
+    weight = model.head.weight
+    return _hidden(model, batch, choices), weight, model.head.pack.of(weight)
 
 
-def _hidden(model: ExactModel, batch: Microbatch) -> Tensor:
-    """Compute the states that predict the targets, [N, D] of the model's type."""
-    plan = model.packed_plan(batch.segments)
-    hidden = model.hidden(torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), plan)
-    rows = torch.from_numpy(batch.rows).to(model.device)
+def batch_states(model: ExactModel, batch: Microbatch) -> Tensor:
+    """Compute the states [T', D] that a stage of a pipeline gives to the next one."""
+    found: Tensor = model(lambda: model.states(*_inputs(model, batch)))
+    return found
+
+
+def _inputs(model: ExactModel, batch: Microbatch) -> tuple[Tensor, Tensor, Plan]:
+    """Return (tokens, positions, plan) of the rows that this process computes."""
+    tokens, positions = map(torch.from_numpy, model.row_parts.rows(batch))
+    return tokens, positions, model.row_parts.plan(model.packed_plan(batch.segments))
+
+
+def _hidden(model: ExactModel, batch: Microbatch, choices: ExpertChoices | None = None) -> Tensor:
+    """Compute the states that predict this process's targets, [n, D] of the model's type."""
+    hidden = model.hidden(*_inputs(model, batch), choices)
+    rows = torch.from_numpy(model.row_parts.targets(batch)[1]).to(model.device)
     if triton_for(hidden):
         # a row before several responses is there several times; on a GPU index_select would sum
         # its gradients in no fixed order, the embedding sorts them
@@ -83,13 +119,16 @@ def _hidden(model: ExactModel, batch: Microbatch) -> Tensor:
     return hidden.index_select(0, rows)
 
 
-def _seen(batch: Microbatch, device: torch.device, start: int, stop: int) -> SeenTokens:
-    """Collect the distinct tokens before each of the targets start .. stop - 1.
+def _seen(
+    batch: Microbatch, rows: Array, device: torch.device, start: int, stop: int
+) -> SeenTokens:
+    """Collect the distinct tokens before each of the targets start .. stop - 1 of `rows`, which
+    predict them.
 
-    Those are the tokens of the target's segment up to the row that predicts it, and its prefix.
+    Those are the tokens of the target's segment up to its row, and its prefix.
     """
     first, _, prefix_first, prefix = batch.segments.T
-    rows = batch.rows[start:stop]
+    rows = rows[start:stop]
     # segments are in the order of their rows
     owner = np.searchsorted(first, rows, side="right") - 1
     tokens = [

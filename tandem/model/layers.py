@@ -6,6 +6,7 @@ rows the time of a linear is mostly its start. Sub-modules keep their names, for
 adapters and hooks.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.model.attention import Plan
-from tandem.model.linear import FusedLinear, swiglu
+from tandem.model.expert_choices import ExpertChoices
+from tandem.model.linear import FusedLinear, PackedWeight, swiglu
 from tandem.model.triton.dispatch import triton_for
 
 Rotation = tuple[Tensor, Tensor]  # cosine and signed sine, each [T, 1, E]
@@ -39,11 +41,26 @@ class ExactLayer(nn.Module):
         self.kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
         self.normed = type(attention).__name__ in ("Qwen3Attention", "Qwen3MoeAttention")
 
-    def forward(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
-        """Map x [T, D] to [T, D]."""
+    def packs(self) -> list[PackedWeight]:
+        """Return the packs of linears that run as one."""
+        fused = [self.qkv] if self.gate_up is None else [self.qkv, self.gate_up]
+        return [pack for linears in fused for pack in linears.packs()]
+
+    def split(self, count: int) -> None:
+        """Sum the outputs of attention and MLP from `count` parts, as ExactLinear.split does."""
+        self.self_attn.o_proj.split(count)
+        if self.sparse:
+            self.mlp.experts.splits = count
+        else:
+            self.mlp.down_proj.split(count)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation, plan: Plan, choices: ExpertChoices | None = None
+    ) -> Tensor:
+        """Map x [T, D] to [T, D]. choices: record or replace those of its router, if it has one."""
         change = self._attention(norm(self.input_layernorm, x), rotation, plan)
         x, normed = add_norm(self.post_attention_layernorm, x, change)
-        return x + self._mlp(normed)
+        return x + self._mlp(normed, choices)
 
     def _attention(self, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
         attention, kv_heads = self.self_attn, self.kv_heads
@@ -57,9 +74,11 @@ class ExactLayer(nn.Module):
         out = plan.attend(self.number, q, k, v, attention.scaling, self.window)
         return attention.o_proj(out.reshape(len(x), -1))
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def _mlp(self, x: Tensor, choices: ExpertChoices | None) -> Tensor:
         if self.gate_up is None:
-            return self.mlp(x[None])[0]
+            choose = None if choices is None else partial(choices.choose, self.number)
+            _, scores, chosen = self.mlp.gate(x, choose)
+            return self.mlp.experts(x, chosen, scores)  # type: ignore[no-any-return]
         return self.mlp.down_proj(swiglu(self.gate_up(x)))
 
 

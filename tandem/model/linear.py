@@ -11,13 +11,14 @@ wanted. A pack is renewed by the version counters of the weight and of its adapt
 cannot be used. If oneDNN's operators are missing, rows are padded to a multiple of 4 for plain
 `F.linear`; `probe` tells whether that is exact on the machine at hand. This file knows no layers.
 
-bfloat16 on a CPU: with AMX the product itself is in bfloat16, summed in float32, for exactly
-TILE_ROWS rows at a time, because other counts take other kernels. Any other CPU multiplies the
-same numbers in float32 and rounds the result once.
+bfloat16 on a CPU: with AMX the product itself is in bfloat16, summed in float32, for TILE_ROWS rows
+at a time, because other counts take other kernels. Where many rows at once give the same bits,
+which is tried once for a shape, they are taken together. Any other CPU multiplies the same numbers
+in float32 and rounds the result once.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,14 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tandem.model.tiles import PACK_ROWS_HINT, TILE_ROWS, tile_sizes
 from tandem.model.triton.dispatch import triton_for
 
 # The one place that looks for private PyTorch operators.
 HAS_PREPACKED = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
 )
-_PACK_ROWS_HINT = 32
-TILE_ROWS = 32  # rows of a bfloat16 product
 
 
 @cache
@@ -55,14 +55,14 @@ def pack_bytes(dtype: torch.dtype) -> int:
 
 def pack(weight: Tensor) -> Tensor:
     """Reorder the weight [O, I] for `multiply`, if the kernel at hand wants another order."""
-    weight = weight.detach()
+    weight = weight.detach().contiguous()
     if triton_for(weight):
         return weight
     if weight.dtype != torch.float32 and in_float32(weight):
         weight = weight.float()
     if not HAS_PREPACKED:
         return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS_HINT)
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
 
 
 def padded_rows(rows: int, dtype: torch.dtype = torch.float32) -> int:
@@ -91,9 +91,8 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         x = F.pad(x, (0, 0, 0, padded - rows))
     if x.dtype == torch.float32 or padded <= TILE_ROWS:
         return run(x, packed, bias, "none", [], "")[:rows]
-    return torch.cat([run(part, packed, bias, "none", [], "") for part in x.split(TILE_ROWS)])[
-        :rows
-    ]
+    sizes = tile_sizes(padded, packed.shape[1], packed.shape[0], torch.get_num_threads())
+    return torch.cat([run(part, packed, bias, "none", [], "") for part in x.split(sizes)])[:rows]
 
 
 def gradient_product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
@@ -131,8 +130,16 @@ class Part(NamedTuple):
         if self.adapter is None:
             return self.weight.detach()
         a, b, scaling = self.adapter
-        weight, a, b = (t.detach().float() for t in (self.weight, a, b))
+        weight, a, b = (t.detach().float().contiguous() for t in (self.weight, a, b))
         return torch.addmm(weight, b, a, alpha=scaling).to(self.weight.dtype)
+
+    def chunk(self, count: int) -> "list[Part]":
+        """Split the inputs into `count` equal runs: parts without the bias."""
+        weights = self.weight.chunk(count, 1)
+        if self.adapter is None:
+            return [Part(weight) for weight in weights]
+        adapters = [self.adapter._replace(a=a) for a in self.adapter.a.chunk(count, 1)]
+        return [Part(w, None, own) for w, own in zip(weights, adapters, strict=True)]
 
     def version(self) -> tuple[int, ...]:
         """Collect PyTorch's version counters of the tensors behind the merged weight."""
@@ -144,10 +151,12 @@ class Part(NamedTuple):
 class PackedWeight:
     """The pack of one weight, or of several stacked.
 
-    It is renewed once a weight has changed in place (an optimizer step, a load).
+    It is renewed once a weight has changed in place (an optimizer step, a load); unless `kept`, at
+    each use.
     """
 
     def __init__(self) -> None:
+        self.kept = True
         self._versions: tuple[int, ...] = ()
         self._packed: Tensor | None = None
 
@@ -157,20 +166,27 @@ class PackedWeight:
     def of_parts(self, parts: Sequence[Part]) -> Tensor:
         """Pack the merged weights: an adapter is free in a forward pass, and no merged weight is
         kept beside the pack."""
+        if not self.kept:
+            return _pack_parts(parts)
         versions = tuple(version for part in parts for version in part.version())
         if self._packed is None or self._versions != versions:
             # free the old pack before the new one is made
             self._packed, self._versions = None, versions
-            merged = [part.merged() for part in parts]
-            self._packed = pack(merged[0] if len(merged) == 1 else torch.cat(merged))
+            self._packed = _pack_parts(parts)
         return self._packed
+
+
+def _pack_parts(parts: Sequence[Part]) -> Tensor:
+    merged = [part.merged() for part in parts]
+    return pack(merged[0] if len(merged) == 1 else torch.cat(merged))
 
 
 class ExactLinear(nn.Module):
     """nn.Linear with the exact forward, on the same parameters, so names and ties stay.
 
     With an adapter (lora_A, lora_B) it runs the merged weight. While `base_only` is set it runs the
-    base weight alone, from a second pack that is kept; set it only if there is an adapter.
+    base weight alone, from a second pack that is kept; set it only if there is an adapter. leave:
+    sums the products of processes that each have a part of the inputs; the bias is added to it.
     """
 
     def __init__(
@@ -186,11 +202,33 @@ class ExactLinear(nn.Module):
         self.lora_A, self.lora_B, self.scaling = lora_A, lora_B, scaling
         self.pack, self.base_pack = PackedWeight(), PackedWeight()
         self.base_only = False
+        self.leave: Callable[[Tensor], Tensor] | None = None
+        self._slices: list[tuple[PackedWeight, PackedWeight]] = []
+
+    def split(self, count: int) -> None:
+        """Sum `count` products over as many inputs each: to the bits of processes that `leave`."""
+        self._slices = [(PackedWeight(), PackedWeight()) for _ in range(count if count > 1 else 0)]
 
     def forward(self, x: Tensor) -> Tensor:
-        flat, parts = x.reshape(-1, x.shape[-1]), (self.active_part(),)
-        packed = (self.base_pack if self.base_only else self.pack).of_parts(parts)
-        return fused_linear(flat, parts, packed).view(*x.shape[:-1], -1)
+        flat, part = x.reshape(-1, x.shape[-1]), self.active_part()
+        if self._slices or self.leave is not None:
+            return self._sum(flat, part).view(*x.shape[:-1], -1)
+        packed = (self.base_pack if self.base_only else self.pack).of_parts((part,))
+        return fused_linear(flat, (part,), packed).view(*x.shape[:-1], len(self.weight))
+
+    def _sum(self, x: Tensor, part: Part) -> Tensor:
+        packs = self._slices or [(self.pack, self.base_pack)]
+        inputs, parts = x.chunk(len(packs), 1), part.chunk(len(packs))
+        products = [
+            fused_linear(x.contiguous(), (own,), pair[self.base_only].of_parts((own,)))
+            for x, own, pair in zip(inputs, parts, packs, strict=True)
+        ]
+        total = sum_in_order(products)
+        total = total if self.leave is None else self.leave(total)
+        return total if part.bias is None else total + part.bias
+
+    def packs(self) -> list[PackedWeight]:
+        return [self.pack, self.base_pack, *(pack for pair in self._slices for pack in pair)]
 
     def active_part(self) -> Part:
         """Return the tensors that a forward pass uses now."""
@@ -213,6 +251,9 @@ class FusedLinear:
     def __init__(self, *parts: ExactLinear):
         self.parts = parts
         self.pack, self.base_pack = PackedWeight(), PackedWeight()
+
+    def packs(self) -> list[PackedWeight]:
+        return [self.pack, self.base_pack]
 
     def __call__(self, x: Tensor) -> Tensor:
         parts = [linear.active_part() for linear in self.parts]
@@ -239,6 +280,16 @@ def fused_linear(x: Tensor, parts: Sequence[Part], packed: Tensor) -> Tensor:
         tensors += [part.weight, part.bias, a, b]
         scalings.append(scaling)
     return _FusedLinear.apply(x, packed, scalings, *tensors)  # type: ignore[no-any-return]
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Sum tensors of one shape one after another, in float32; the result is rounded once."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
 
 
 def _bias(parts: Sequence[Part]) -> Tensor | None:

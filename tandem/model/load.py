@@ -7,9 +7,9 @@ Hugging Face directory. A model that cannot be exact is refused by name, before 
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,15 +20,20 @@ from torch.utils.checkpoint import checkpoint
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.config_file import HeadKind, check_model, first_line, head_size, window_of
 from tandem.model.decode_rows import DecodeRows
+from tandem.model.expert_choices import ExpertChoices
 from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
-from tandem.model.linear import ExactLinear, padded_rows
+from tandem.model.linear import ExactLinear, PackedWeight, padded_rows
 from tandem.model.lora import Lora, add_adapter, exact_adapted
 from tandem.model.paged_attention import PagedPlan, Runs
 from tandem.model.placement import CPU_FLOAT32, Placement
+from tandem.model.row_parts import WHOLE
 from tandem.model.triton.dispatch import triton_for
 from tandem.model.weight_files import cannot_load, check_sums, check_weights
 from tandem.runtime.errors import UserError
+
+T = TypeVar("T")
+OWNERS_OF_PACKS = (ExactLinear, ExactLayer, ExactRouter, ExactExperts)
 
 
 class ExactModel(nn.Module):
@@ -45,33 +50,64 @@ class ExactModel(nn.Module):
         self.module, self.lora = module, lora
         self.config = module.config
         self.head: ExactLinear = module.get_output_embeddings() or module.score
-        self.checkpointing = False
-        self._weights = list(module.parameters())
+        self.checkpointing, self.splits = False, 1
+        self.row_parts = WHOLE
+        self._base_only = False
+        # what `hidden` starts from in a later stage of a pipeline, [T', D] as `states` returns them
+        self.entering: Tensor | None = None
+        self.list_weights()
+
+    def list_weights(self) -> None:
+        """Look up the module's weights again, after some were replaced or removed."""
+        self._weights = list(self.module.parameters())
         self.adapted = {
             name: part
-            for name, part in module.named_modules()
+            for name, part in self.module.named_modules()
             if isinstance(part, ExactLinear) and part.lora_A is not None
         }
-        self._base_only = False
 
-    def hidden(self, tokens: Tensor, positions: Tensor, plan: Plan) -> Tensor:
-        """Compute the last hidden states [T, D] of tokens and positions, int64 [T].
+    def forward(self, compute: Callable[[], T]) -> T:
+        """Run a computation over this model's parts, as one forward pass of the module: a model
+        whose weights are divided among processes gathers them around it."""
+        return compute()
 
-        Rows are padded once here, so that no linear has to. A plan leaves padding rows at zero.
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, plan: Plan, choices: ExpertChoices | None = None
+    ) -> Tensor:
+        """Compute the last hidden states [T, D] of tokens and positions, int64 [T]. choices: of the
+        tokens' experts, as in ExactLayer."""
+        states = self.states(tokens, positions, plan, choices)
+        return norm(self.module.model.norm, states)[: len(tokens)]
+
+    def states(
+        self, tokens: Tensor, positions: Tensor, plan: Plan, choices: ExpertChoices | None = None
+    ) -> Tensor:
+        """Compute the states [T', D] before the final norm, from the embedding or from `entering`.
+
+        Rows are padded once here to T', so that no linear has to. A plan leaves padding rows at
+        zero.
         """
         rows, inner = len(tokens), self.module.model
-        table = inner.embed_tokens.weight
+        table, x = inner.embed_tokens.weight, self.entering
         padding = (0, padded_rows(rows, table.dtype) - rows)
-        tokens = F.pad(tokens, padding).to(table.device)
-        x = F.embedding(tokens, table) if table.dtype == torch.float32 else embed(table, tokens)
+        if x is None:
+            tokens = F.pad(tokens, padding).to(table.device)
+            x = F.embedding(tokens, table) if table.dtype == torch.float32 else embed(table, tokens)
         rotation = rotation_of(inner.rotary_emb, x, F.pad(positions, padding).to(self.device))
         for layer in inner.layers:
-            x = self._layer(layer, x, rotation, plan)
-        return norm(inner.norm, x)[:rows]
+            x = self._layer(layer, x, rotation, plan, choices)
+        return x
 
-    def _layer(self, layer: ExactLayer, x: Tensor, rotation: Rotation, plan: Plan) -> Tensor:
+    def _layer(
+        self,
+        layer: ExactLayer,
+        x: Tensor,
+        rotation: Rotation,
+        plan: Plan,
+        choices: ExpertChoices | None,
+    ) -> Tensor:
         if not (self.checkpointing and torch.is_grad_enabled()):
-            return layer(x, rotation, plan)  # type: ignore[no-any-return]
+            return layer(x, rotation, plan, choices)  # type: ignore[no-any-return]
         # a backward pass may run outside the `adapter_off` of its forward pass
         base_only = self._base_only
         return checkpoint(  # type: ignore[no-any-return]
@@ -79,10 +115,23 @@ class ExactModel(nn.Module):
             x,
             rotation,
             plan,
+            choices,
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=lambda: (nullcontext(), self._running(base_only)),
         )
+
+    def split(self, count: int) -> None:
+        """Give log-probs the bits of `count` tensor-parallel processes, whose sums over heads and
+        inner features (or experts) are made of as many parts."""
+        self.splits = count
+        for layer in self.module.model.layers:
+            layer.split(count)
+
+    def packs(self) -> list[PackedWeight]:
+        """Return the packs of all linears."""
+        owners = [part for part in self.modules() if isinstance(part, OWNERS_OF_PACKS)]
+        return [pack for owner in owners for pack in owner.packs()]
 
     def packed_plan(self, segments: np.ndarray) -> Plan:
         """Plan the attention of packed segments, int64 [S, 4] as in types.Microbatch."""
@@ -176,7 +225,7 @@ class ExactModel(nn.Module):
         return 2 * sum(weight._version for weight in self._weights) + off
 
     @torch.no_grad()
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights into the parameters in place: engine and optimizer hold the same tensors.
 
         Parameters without a name among them stay: an adapter's checkpoint holds the adapter only.

@@ -34,7 +34,8 @@ class Placement:
 
 
 DEVICES = r"auto|cpu|cuda(:[0-9]+)?"
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float8")
+FLOAT8_CAPABILITY = (8, 9)  # the first GPUs that multiply it
 CPU_FLOAT32 = Placement(torch.device("cpu"), torch.float32)
 
 
@@ -42,8 +43,8 @@ def place_models(device: str, dtype: str) -> Placement:
     """Resolve model.device ("auto", "cpu", "cuda", "cuda:1") and model.dtype ("auto", "float32",
     "bfloat16").
 
-    Raises UserError for a device that is not there, or that cannot compute in bfloat16, and for
-    other words.
+    Raises UserError for a device that is not there, or that cannot compute in bfloat16, for float8,
+    and for other words.
     """
     if not re.fullmatch(DEVICES, device) or dtype not in DTYPES:
         raise _not_a_place(device, dtype)
@@ -53,6 +54,8 @@ def place_models(device: str, dtype: str) -> Placement:
         raise _no_such_gpu(device, count)
     on_gpu = kind == "cuda" or (device == "auto" and count > 0)
     place = torch.device("cuda", int(number or 0)) if on_gpu else torch.device("cpu")
+    if dtype == "float8":
+        raise _float8_of(place)
     if on_gpu and dtype != "float32" and not torch.cuda.is_bf16_supported(False):
         if dtype == "bfloat16":
             raise _no_bfloat16(place)
@@ -87,4 +90,28 @@ def _no_bfloat16(device: torch.device) -> UserError:
         found=torch.cuda.get_device_name(device),
         expected="compute capability 8.0 or more (A100, RTX 30 and later)",
         next="set model.dtype=float32",
+    )
+
+
+def _float8_of(device: torch.device) -> UserError:
+    if device.type == "cpu":
+        return no_float8(numerics.processor(), None)
+    capability = torch.cuda.get_device_capability(device)
+    return no_float8(torch.cuda.get_device_name(device), capability)
+
+
+def no_float8(processor: str, capability: tuple[int, int] | None) -> UserError:
+    """Tell why linears do not run in float8 on a processor; capability: of a GPU."""
+    if capability is None or capability < FLOAT8_CAPABILITY:
+        what, found = "the processor has no float8", processor
+        expected = "compute capability 8.9 or more (L4, RTX 40, H100 and later)"
+    else:
+        what, found = "linears in float8 are not built", f"{processor}, which has it"
+        expected = "auto, float32 or bfloat16"
+    return UserError(
+        what,
+        where="model.dtype = float8",
+        found=found,
+        expected=expected,
+        next="set model.dtype=auto: bfloat16 on a GPU, float32 on a CPU",
     )

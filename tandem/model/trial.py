@@ -46,7 +46,9 @@ def random_model(model: ExactModel, seed: int) -> ExactModel:
         weight.data.copy_(
             1.0 + 0.1 * spread if weight.dim() == 1 else spread / weight.shape[-1] ** 0.5
         )
-    return make_exact(module)
+    small = make_exact(module)
+    small.split(model.splits)
+    return small
 
 
 def random_like(model: ExactModel, noise: torch.Generator, *shape: int) -> Tensor:
@@ -66,7 +68,8 @@ def _one_layer_of_each_kind(model: ExactModel) -> Any:
     if any(sparse for _, sparse in firsts):
         config.mlp_only_layers = [at for at, (_, sparse) in enumerate(firsts) if not sparse]
         config.decoder_sparse_step = 1
-        config.num_experts = min(config.num_experts, max(EXPERTS, config.num_experts_per_tok))
+        few = max(EXPERTS, config.num_experts_per_tok)
+        config.num_experts = min(config.num_experts, few + -few % model.splits)
     return config
 
 

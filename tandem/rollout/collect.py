@@ -77,13 +77,15 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """The groups of a step."""
+    """The groups of a step. The metrics are apart, because a stream may carry the groups on."""
 
     step: int  # counted from 0
     groups: list[Group]  # all that the step's journal file holds
     num_carried: int  # the first groups, which an earlier step sampled
     baseline: float  # running mean of rewards before the step
     state: dict[str, Any]  # of the Progress after the step
+    metrics: Row = field(default_factory=dict)  # of `logged`, as it was rolled out
+    num_tokens: int = 0  # sampled, of the groups that ended in this step
 
     @property
     def fresh(self) -> list[Group]:
@@ -101,11 +103,6 @@ class RolloutBatch:
         rollouts), those that it trains on."""
         return self.fresh or self.trained
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens sampled, of the groups that ended in this step."""
-        return sum(int(e.loss_mask.sum()) for group in self.fresh for e in group.episodes)
-
 
 def make_rollout_batch(
     step: int, groups: list[Group], num_carried: int, baseline: float | None, progress: Progress
@@ -115,15 +112,20 @@ def make_rollout_batch(
     if baseline is None:
         rewards = valid_rewards([group for group in groups if group.outcome == "train"])
         baseline = float(rewards.mean()) if len(rewards) else 0.0
-    return RolloutBatch(
+    batch = RolloutBatch(
         step=step, groups=groups, num_carried=num_carried, baseline=baseline, state=progress.state()
+    )
+    return replace(
+        batch,
+        metrics=episode_metrics(batch.logged),
+        num_tokens=sum(int(e.loss_mask.sum()) for group in batch.fresh for e in group.episodes),
     )
 
 
 def step_metrics(batch: RolloutBatch, learned: Row, config: Config) -> Row:
     """Return a step's row of metrics: its episodes, the learning from them, and with dynamic
     sampling the batches drawn so far and the groups carried in."""
-    row = {**episode_metrics(batch.logged), **learned}
+    row = {**batch.metrics, **learned}
     if config.rl.max_gen_batches:
         row["batches"] = float(batch.state["batches"])
         row["groups/carried_in"] = float(batch.num_carried)

@@ -61,7 +61,7 @@ class EpisodeBuilder:
         self.uid, self.sample, self.key = episode.uid, episode.sample_index, episode.key
         self.messages, self.env_rewards = list(episode.messages), dict(episode.env_rewards)
         self.opening, self.tools = episode.opening, episode.tools
-        self.num_prompt_tokens = episode.num_prompt_tokens
+        self.num_prompt_tokens, self.experts = episode.num_prompt_tokens, episode.experts
         self.length, self._digest = 0, hashlib.blake2b()
         self._spans: list[tuple[Array, Array, Array, Array]] = []
         done = len(episode.tokens) - episode.last_turn_tokens
@@ -80,6 +80,7 @@ class EpisodeBuilder:
                 weight_versions=episode.weight_versions[done:],
                 text="",
                 stop_reason="paused",
+                experts=episode.experts,
             )
 
     @property
@@ -101,6 +102,7 @@ class EpisodeBuilder:
         self._append(*_span(completion))
         self.messages.append({"role": "assistant", "content": completion.text})
         self.num_sampled += len(completion.tokens)
+        self.experts = completion.experts  # of the whole sequence
         self.unfinished_turn = None
 
     def apply_observation(self, observation: Observation, penalty: float) -> None:
@@ -138,6 +140,7 @@ class EpisodeBuilder:
             env_rewards=dict(self.env_rewards),
             env_error=error,
             masked=masked,
+            experts=(self.unfinished_turn or self).experts,
         )
 
     def _append(self, tokens: Array, logprobs: Array, versions: Array, penalties: Array) -> None:

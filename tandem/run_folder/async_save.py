@@ -16,8 +16,9 @@
 The trainer waits only for the save before, the saver only for before_write; neither waits for the
 other while it holds anything. A snapshot costs the memory of what is saved until it is written. The
 thread is a daemon: a program that ends without close() is not held up, and leaves a `.tmp-` folder,
-as a kill does. It gives a sign of life to the watchdog after each file. It does not know the
-content or the time of a save.
+as a kill does. It gives a sign of life to the watchdog after each file. Of several processes each
+has a thread "saver": rank 0's waits for the files of the others, which report each one that is
+durable. It does not know the content or the time of a save.
 """
 
 from collections.abc import Callable
@@ -27,9 +28,15 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
-from tandem.run_folder.checkpoint import Tensors, plain_state, save_checkpoint
+from tandem.run_folder.checkpoint import plain_state, save_checkpoint
+from tandem.run_folder.shards import SUFFIX, Entry, Shard, Tensors, write_shard
 from tandem.runtime.disk import DISK, Disk
+from tandem.runtime.errors import UserError
 from tandem.runtime.watchdog import waiting_for
+
+# Called in the saver's thread of a process after rank 0: with the name of each file, and its entry
+# in the manifest once it is durable, or the fields of a UserError.
+Report = Callable[[str, dict[str, Any]], None]
 
 
 class Saver:
@@ -54,6 +61,8 @@ class Saver:
         *,
         config: str,
         before_write: Callable[[], None] = lambda: None,
+        shard: Shard | None = None,
+        wait_for_others: Callable[[], dict[str, Entry]] = dict,
     ) -> None:
         """Save a snapshot taken now, as save_checkpoint does; wait for the save before, and raise
         its error if it failed.
@@ -71,8 +80,19 @@ class Saver:
             keep,
             config=config,
             before_write=before_write,
+            shard=shard,
+            wait_for_others=wait_for_others,
             disk=self._disk,
         )
+        self._under_way = _Save(step, write)
+        self._under_way.start()
+
+    def save_shard(
+        self, folder: Path, step: int, tensors: Tensors, shard: Shard, report: Report
+    ) -> None:
+        """Save a snapshot taken now of what a process after rank 0 has, as write_shard does."""
+        self.wait()
+        write = partial(_write_and_report, folder, _snapshot(tensors), shard, report, self._disk)
         self._under_way = _Save(step, write)
         self._under_way.start()
 
@@ -107,7 +127,7 @@ class Saver:
 class _Save(Thread):
     """One save under way, and how it ended."""
 
-    def __init__(self, step: int, write: Callable[[], Path]):
+    def __init__(self, step: int, write: Callable[[], object]):
         super().__init__(name="saver", daemon=True)
         self.step, self._write = step, write
         self._durable = False
@@ -132,3 +152,15 @@ def _snapshot(tensors: Tensors) -> Tensors:
         stem: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
         for stem, named in tensors.items()
     }
+
+
+def _write_and_report(
+    folder: Path, tensors: Tensors, shard: Shard, report: Report, disk: Disk
+) -> None:
+    for stem, named in tensors.items():
+        name = f"{shard.stem(stem)}{SUFFIX}"
+        try:
+            report(name, write_shard(folder, stem, named, shard, disk))
+        except Exception as error:  # all of them are rank 0's, which raises them
+            report(name, vars(error) if isinstance(error, UserError) else {"what": repr(error)})
+            return

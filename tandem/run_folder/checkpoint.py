@@ -8,8 +8,9 @@ is written last.
                                      ones are pruned
 
 A kill leaves a `.tmp-` folder, which nobody reads, or a whole checkpoint. `sha256sum` checks one
-too. async_save.py does this beside training. It does not know what the tensors and the state mean.
-No pickle is read or written.
+too. Of several processes each writes its own tensor files (shards.py), and this one the manifest.
+async_save.py does this beside training. It does not know what the tensors and the state mean. No
+pickle is read or written.
 """
 
 import hashlib
@@ -24,12 +25,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from tandem import __version__
 from tandem.run_folder.errors import RESTORE_OR_FRESH
+from tandem.run_folder.shards import (
+    Entry,
+    SavedTensors,
+    Shard,
+    Tensors,
+    file_entry,
+    open_tensors,
+    write_tensors,
+)
 from tandem.runtime.disk import (
     DISK,
     Disk,
@@ -37,18 +45,16 @@ from tandem.runtime.disk import (
     file_hash,
     human_bytes,
     make_folder,
-    os_error,
     read_regular_file,
 )
 from tandem.runtime.errors import UserError
 from tandem.runtime.watchdog import heartbeat
 
-Tensors = dict[str, dict[str, torch.Tensor]]  # file stem -> name -> tensor
-
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 _UNREADABLE = (SafetensorError, OSError, ValueError, TypeError, RecursionError)
+_GONE = ".tmp-gone-"
 _HEADROOM = 1 << 20  # bytes beyond the tensors: headers, manifest, file system blocks
 
 
@@ -61,6 +67,8 @@ def save_checkpoint(
     *,
     config: str,
     before_write: Callable[[], None] = lambda: None,
+    shard: Shard | None = None,
+    wait_for_others: Callable[[], dict[str, Entry]] = dict,
     disk: Disk = DISK,
 ) -> Path:
     """Write `folder/step_N`, durable on return, and keep the newest `keep`. Only one process may
@@ -69,19 +77,26 @@ def save_checkpoint(
     tensors, e.g. {"policy": {"embed.weight": ...}, "optimizer": {"embed.weight.exp_avg": ...}},
     hold no tensor twice; state is JSON; config is the text of the run's config.toml, whose hash
     goes into the manifest. before_write is called when all but the manifest is written: the
-    checkpoint cannot be seen before it returns. Raises UserError when the disk is full or
-    read-only, and every error of before_write; checkpoints already there stay intact.
+    checkpoint cannot be seen before it returns.
+
+    shard: of this process, if others write the rest; wait_for_others returns, once the others'
+    files are durable, their entries in the manifest. Raises UserError when the disk is full or
+    read-only, and every error of before_write and wait_for_others; checkpoints already there stay
+    intact.
     """
     state_text = json.dumps(plain_state(state), sort_keys=True).encode()
     target, temporary = folder / step_name(step), folder / f".tmp-{step_name(step)}"
+    if shard is not None:
+        temporary = folder / shard.folder
     with disk_errors(folder):
         make_folder(folder, disk)
-        _sweep(folder, disk)
-        _check_space(folder, tensors, len(state_text), disk)
+        _sweep(folder, disk, temporary if shard is not None else None)
+        _check_space(folder, tensors, len(state_text), shard.size if shard else 1, disk)
         try:
-            _write_files(temporary, tensors, state_text, disk)
+            files = _write_files(temporary, tensors, state_text, shard, disk)
             before_write()
-            _write_manifest(temporary, step, config, disk)
+            others = wait_for_others()
+            _write_manifest(temporary, _manifest(step, config, files, others), disk)
         except (OSError, UserError):
             with suppress(OSError):  # the error to raise is the first one
                 disk.remove(temporary)  # it takes the space that the user is about to look for
@@ -109,12 +124,13 @@ def latest_checkpoint(folder: Path, report: Callable[[str], None]) -> Path | Non
     return None
 
 
-def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[str, Any]]:
+def load_checkpoint(
+    path: Path, *, verify: bool = True
+) -> tuple[dict[str, SavedTensors], dict[str, Any]]:
     """Read (tensors, state), as saved. verify=False only for a path just returned by
     latest_checkpoint, which verified it.
 
-    The tensors are private maps of the files: read when touched, and a write does not reach the
-    file.
+    The tensors are read when touched, and a write does not reach the file.
     """
     damage = find_damage(path) if verify else []
     if damage:
@@ -126,9 +142,7 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> tuple[Tensors, dict[s
         )
     _, files = _read_manifest(path)  # other files of the folder have no hash
     try:
-        tensors = {
-            Path(name).stem: load_file(path / name) for name in sorted(files) if name != STATE
-        }
+        tensors = open_tensors([path / name for name in files if name != STATE])
         return tensors, dict(json.loads(read_regular_file(path / STATE)))
     except _UNREADABLE as error:  # its hashes are right, so it was not Tandem that wrote it
         raise UserError(
@@ -171,43 +185,34 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def _check_space(folder: Path, tensors: Tensors, state_bytes: int, disk: Disk) -> None:
+def _check_space(folder: Path, tensors: Tensors, state_bytes: int, size: int, disk: Disk) -> None:
+    """Raise UserError if there is no room for a checkpoint of so many processes, each of which is
+    taken to have as much as this one."""
     needed, free = state_bytes + _HEADROOM, disk.free_bytes(folder)
-    needed += sum(t.numel() * t.element_size() for part in tensors.values() for t in part.values())
+    own = sum(t.numel() * t.element_size() for part in tensors.values() for t in part.values())
+    needed += size * own
     if free < needed:
         raise _no_space(folder, free, needed)
 
 
-def _write_files(temporary: Path, tensors: Tensors, state_text: bytes, disk: Disk) -> None:
-    temporary.mkdir()
-    for stem, named in tensors.items():
-        disk.write(temporary / f"{stem}.safetensors", partial(_save_tensors, named))
-        heartbeat()
+def _write_files(
+    temporary: Path, tensors: Tensors, state_text: bytes, shard: Shard | None, disk: Disk
+) -> list[Path]:
+    """Write the files of this process; return their paths."""
+    temporary.mkdir(exist_ok=shard is not None)
+    files = write_tensors(temporary, tensors, shard, disk)
     disk.write(temporary / STATE, partial(_save_bytes, state_text))
-    for file in sorted(temporary.iterdir()):
+    files = sorted([*files, temporary / STATE])
+    for file in files:
         disk.fsync(file)
         heartbeat()
+    return files
 
 
-def _write_manifest(temporary: Path, step: int, config: str, disk: Disk) -> None:
-    """Hash the files as they can be read back, now that they are durable, and write the
-    manifest."""
-    manifest = _manifest(step, config, sorted(temporary.iterdir()))
+def _write_manifest(temporary: Path, manifest: bytes, disk: Disk) -> None:
     disk.write(temporary / MANIFEST, partial(_save_bytes, manifest))
     disk.fsync(temporary / MANIFEST)
     disk.fsync(temporary)
-
-
-def _save_tensors(named: dict[str, torch.Tensor], path: Path) -> None:
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    try:
-        save_file(plain, path)
-    except SafetensorError as error:
-        if (cause := os_error(error, path)) is None:
-            raise
-        raise cause from error
-    # safetensors makes files that only their owner can read
-    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def _save_bytes(data: bytes, path: Path) -> None:
@@ -240,17 +245,21 @@ def _prune(folder: Path, step: int, keep: int, disk: Disk) -> None:
 
 
 def _discard(path: Path, disk: Disk) -> None:
-    """Rename and remove: after a kill in between nothing looks like a damaged checkpoint."""
-    gone = path.with_name(f".tmp-gone-{path.name}")
+    """Rename and remove: after a kill in between nothing looks like a damaged checkpoint, and no
+    process that knows the old name adds a file meanwhile."""
+    gone = path.with_name(f"{_GONE}{path.name}")
     disk.rename(path, gone)
     disk.remove(gone)
 
 
-def _sweep(folder: Path, disk: Disk) -> None:
+def _sweep(folder: Path, disk: Disk, own: Path | None) -> None:
     """Remove the unfinished folders of a killed save; bring back a checkpoint that stepped aside in
-    vain."""
-    for path in folder.glob(".tmp-*"):
-        disk.remove(path)
+    vain. own: the unfinished folder of this save, which other processes write into already."""
+    for path in sorted(folder.glob(".tmp-*")):  # those renamed already come first
+        if path.name.startswith(_GONE):
+            disk.remove(path)
+        elif path != own:
+            _discard(path, disk)  # a process of a killed run may still write into it
     for aside in folder.glob(".aside-step_*"):
         target = folder / aside.name.removeprefix(".aside-")
         if not find_damage(target):
@@ -267,16 +276,15 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted(names, key=lambda path: (checkpoint_step(path), path.name), reverse=True)
 
 
-def _manifest(step: int, config: str, files: list[Path]) -> bytes:
+def _manifest(step: int, config: str, files: list[Path], others: dict[str, Entry]) -> bytes:
+    """Hash the files as they can be read back, now that they are durable; return the manifest."""
     libraries = {name: version(name) for name in _LIBRARIES}
     body = {
         "step": step,
         "versions": {"tandem": __version__, "python": platform.python_version(), **libraries},
         # as `sha256sum config.toml` prints it
         "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
-        "files": {
-            file.name: {"size": file.stat().st_size, "sha256": _file_hash(file)} for file in files
-        },
+        "files": {file.name: file_entry(file) for file in files} | others,
     }
     return _sealed(body)
 

@@ -7,14 +7,18 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from tandem.config.parallel import DIMENSIONS
 from tandem.run_folder.errors import KEPT
 from tandem.runtime.errors import UserError
 
 THREADS = "run.threads"  # free if the exactness probe has found that it changes no bit
+# Free as well; each mesh adds up gradients in an order of its own.
+MESH = {f"parallel.{name}" for name in (*DIMENSIONS, "shard")}
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
     "eval.every",
     "model.device",
+    "parallel.timeout_s",
     "run.folder",
     "run.keep_checkpoints",
     "run.save_every",
@@ -26,10 +30,15 @@ _FREE = {
     "rollout.cache_mb",
     "rollout.devices",
     "rollout.release_cache",
+    "cluster.address",
+    "cluster.nodes",
+    "weights.transport",
+    "stream.kind",
     "rl.max_truncated",
     "rl.max_flat_steps",
     "train.activation_checkpointing",
     "train.offload_optimizer",
+    "weights.delta",
 }
 # bounds that may have stopped a run, and may grow from that value on
 _BOUNDS = {"rl.max_gen_batches": 1, "train.max_bad_steps": 0}
@@ -46,7 +55,7 @@ def toml_values(toml: str) -> dict[str, Any]:
 
 def identifying_values(toml: str) -> dict[str, Any]:
     """Return the values that identify a run."""
-    others = {*_FREE, *_BOUNDS, "run.steps", THREADS}
+    others = {*_FREE, *MESH, *_BOUNDS, "run.steps", THREADS}
     return {key: value for key, value in toml_values(toml).items() if key not in others}
 
 
@@ -59,16 +68,23 @@ def allowed_changes(
     Raises UserError for a change that is not allowed.
     """
     changed = {
-        key: f"{key}: {old.get(key, 'unset')!r} -> {new.get(key, 'unset')!r}"
+        key: f"{key}: {old.get(key, 'unset')!r} -> {new.get(key, 'unset')!r}{_note(key, old)}"
         for key in {**old, **new}
         if old.get(key) != new.get(key)
     }
-    refused = [key for key in changed if key not in _FREE and not _extends(key, old, new)]
+    free = _FREE | MESH
+    refused = [key for key in changed if key not in free and not _extends(key, old, new)]
     if THREADS in refused and (old[THREADS] == 0 or any_threads):
         refused.remove(THREADS)
     if refused:
         raise _other_config(path, [changed[key] for key in refused])
     return list(changed.values())
+
+
+def _note(key: str, old: dict[str, Any]) -> str:
+    if key not in MESH or key not in old:  # a run from before there were meshes had one process
+        return ""
+    return " (gradients are added up in another order: from here on the bits are this mesh's)"
 
 
 def _extends(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:

@@ -4,10 +4,10 @@ is trained on.
     episodes/train_step_000012.parquet      import pyarrow.parquet
                                             or in DuckDB: select uid, reward, text from it
 
-Columns are plain: arrays are lists, chats and metadata are JSON text. The same episodes give the
-same bytes, in Parquet and as lines of JSON. The file's metadata holds a `note` of its writer. It
-does not know how an episode came about or what it is used for; journal.py reads a run's own files
-back.
+Columns are plain: arrays are lists, chats and metadata are JSON text; `experts`, there with
+rl.router_replay only, is bytes. The same episodes give the same bytes, in Parquet and as lines of
+JSON. The file's metadata holds a `note` of its writer. It does not know how an episode came about
+or what it is used for; journal.py reads a run's own files back.
 """
 
 import json
@@ -42,6 +42,7 @@ _SCALARS = {
     "reward": pa.float64(),
     "reward_error": pa.string(),
 }
+EXPERTS = "experts"  # a column of bytes, in files with such episodes only; its field has the shape
 # follow from the others; for people who read the file
 _DERIVED = {"text": pa.string(), "num_turns": pa.int64()}
 _NOTE = b"tandem"
@@ -139,7 +140,7 @@ def json_lines(path: Path) -> Iterator[bytes]:
 def read_episodes(path: Path) -> list[Episode]:
     """Read the episodes as they were written, to the bit, in their order. Raises UserError for a
     damaged file."""
-    return _episodes(_read(path))
+    return _episodes(_read(path, with_experts=True))
 
 
 def read_groups(path: Path, problems: Mapping[str, Problem] | None = None) -> list[Group]:
@@ -148,7 +149,7 @@ def read_groups(path: Path, problems: Mapping[str, Problem] | None = None) -> li
 
     Raises UserError for a damaged file, and for one of other problems.
     """
-    table = _read(path)
+    table = _read(path, with_experts=True)
     rows = table.select(["group", "outcome", *_PROBLEM]).to_pylist()
     groups: dict[int, tuple[dict[str, Any], list[Episode]]] = {}
     for row, episode in zip(rows, _episodes(table), strict=True):
@@ -202,7 +203,7 @@ def _episodes(table: pa.Table) -> list[Episode]:
     plain = table.select(
         ["uid", "sample_index", "opening", "tools", "transcript", *_SCALARS, *_MAPS]
     )
-    episodes = []
+    episodes, experts = [], _read_experts(table)
     for number, row in enumerate(plain.to_pylist()):
         fields: dict[str, Any] = {
             **row,
@@ -210,6 +211,7 @@ def _episodes(table: pa.Table) -> list[Episode]:
             **{name: tuple(json.loads(row[name])) for name in ("opening", "tools")},
             **{name: column[number] for name, column in arrays.items()},
             "messages": tuple(json.loads(row["transcript"])),
+            "experts": experts[number],
         }
         del fields["transcript"]
         episodes.append(Episode(**fields))
@@ -243,13 +245,35 @@ def _table(step: int, groups: Sequence[Group]) -> pa.Table:
         for number, group in enumerate(groups)
         for episode in group.episodes
     ]
+    experts = [episode.experts for episode in episodes]
     columns = {
         field.name: _lists([getattr(e, field.name) for e in episodes], _ARRAYS[field.name])
         if field.name in _ARRAYS
         else pa.array([row[field.name] for row in rows], field.type)
         for field in SCHEMA
     }
-    return pa.table(columns, schema=SCHEMA)
+    table = pa.table(columns, schema=SCHEMA)
+    return _with_experts(table, experts) if any(map(len, experts)) else table
+
+
+def _with_experts(table: pa.Table, experts: Sequence[Array]) -> pa.Table:
+    """Add the column of experts, int16 [T - 1, layers, k] each, in bytes of little-endian rows."""
+    [shape] = {array.shape[1:] for array in experts if len(array)}
+    field = pa.field(EXPERTS, pa.binary(), metadata={"layers, k": json.dumps(shape)})
+    column = pa.array([array.astype("<i2").tobytes() for array in experts], pa.binary())
+    return table.append_column(field, column)
+
+
+def _read_experts(table: pa.Table) -> list[Array]:
+    if EXPERTS not in table.column_names:
+        return [np.zeros((0, 0, 0), np.int16)] * len(table)
+    shape = json.loads(table.schema.field(EXPERTS).metadata[b"layers, k"])
+    parts = [np.frombuffer(part, "<i2") for part in table.column(EXPERTS).to_pylist()]
+    # of an episode without any, the default's shape
+    return [
+        part.astype(np.int16).reshape(-1, *shape) if len(part) else np.zeros((0, 0, 0), np.int16)
+        for part in parts
+    ]
 
 
 def _row(step: int, number: int, group: Group, episode: Episode) -> dict[str, Any]:
@@ -298,9 +322,13 @@ def _split(column: pa.ListArray, kind: type[np.generic]) -> list[Array]:
     return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
-def _read(path: Path, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
+def _read(
+    path: Path, columns: Sequence[str] = SCHEMA.names, *, with_experts: bool = False
+) -> pa.Table:
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
+        if with_experts and EXPERTS in file.schema_arrow.names:
+            columns = [*columns, EXPERTS]
         return file.read(columns=list(columns), use_threads=False).select(columns)
     except (OSError, KeyError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error

@@ -1,6 +1,8 @@
 """Advice in the errors of a run folder, in the same words everywhere."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tandem.runtime.errors import UserError
 
@@ -20,3 +22,10 @@ def unreadable_file(path: Path, found: Exception | str, next: str = RESTORE) -> 
         expected="the file as Tandem wrote it",
         next=next,
     )
+
+
+def not_written(rank: int, error: Mapping[str, Any]) -> UserError:
+    """Return rank 0's error for what another rank could not write; error: the fields of its
+    UserError."""
+    fields = {name: error.get(name, "") for name in ("where", "found", "expected", "next")}
+    return UserError(f"rank {rank} could not write its part: {error['what']}", **fields)

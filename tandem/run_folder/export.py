@@ -11,28 +11,61 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tandem import __version__
 from tandem.model.load import ExactModel
 from tandem.model.lora import write_adapter_config
 from tandem.model.tokenizer import load_tokenizer
-from tandem.model.weight_files import SUMS
+from tandem.model.weight_files import INDEX, SUMS, WEIGHTS
 from tandem.runtime.disk import disk_errors, file_hash, os_error
 from tandem.runtime.errors import UserError
 from tandem.weights.hashing import weight_hash
 
 
-def export(model: ExactModel, source: str, folder: Path, card: str) -> Path:
+def export(
+    model: ExactModel,
+    source: str,
+    folder: Path,
+    card: str,
+    save_weights: Callable[[Path], None] | None = None,
+) -> Path:
     """Write model, and the tokenizer at `source`, into folder, which appears whole or not at all.
 
-    An adapter is merged into the weights.
+    An adapter is merged into the weights. save_weights: writes the weights of a divided model.
     """
 
     def write(folder: Path) -> None:
-        model.module.save_pretrained(folder, state_dict=model.merged_weights())
+        if save_weights is None:
+            model.module.save_pretrained(folder, state_dict=model.merged_weights())
+        else:
+            model.module.save_pretrained(folder, state_dict={})  # its configs
+            (folder / WEIGHTS).unlink(missing_ok=True)
+            save_weights(folder)
         load_tokenizer(source).save_pretrained(folder)
 
     return _write_folder(folder, write, card)
+
+
+def save_part(model: ExactModel, weights: dict[str, Tensor], file: Path) -> dict[str, int]:
+    """Write some of a model's plain weights as transformers would, in a file of their own; return
+    the bytes of each tensor in it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    named = revert_weight_conversion(model.module, weights)
+    save_file({n: t.contiguous() for n, t in named.items()}, file, metadata={"format": "pt"})
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in named.items()}
+
+
+def save_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
+    """Write the index of the weights' files as transformers reads it; files: of each the bytes of
+    its tensors."""
+    index = {
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in files.values())},
+        "weight_map": {name: file for file, sizes in files.items() for name in sizes},
+    }
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
 def keep_model(model: ExactModel, source: str, folder: Path) -> None:

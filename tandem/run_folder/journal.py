@@ -38,10 +38,12 @@ Ended = dict[int, Episode]  # by the key of its draws
 
 
 class Journal:
-    """The episodes of one run. run: the hash of all its inputs; problems: those of its data."""
+    """The episodes of one run. run: the hash of all its inputs; problems: those of its data; mesh:
+    of the trainer's processes, whose sums depend on it."""
 
-    def __init__(self, folder: Path, run: str, problems: Sequence[Problem]):
+    def __init__(self, folder: Path, run: str, problems: Sequence[Problem], mesh: str = ""):
         self.folder, self.run = folder, run
+        self.note = {"run": run, "mesh": mesh} if mesh else {"run": run}
         self.problems: Mapping[str, Problem] = {problem.uid: problem for problem in problems}
 
     def write(
@@ -49,7 +51,7 @@ class Journal:
     ) -> None:
         """Write the groups of a step, durable on return; state: what it leaves to the next, as
         JSON."""
-        write_episodes(self.folder, step, groups, kind, note={"run": self.run, "state": state})
+        write_episodes(self.folder, step, groups, kind, note={**self.note, "state": state})
         if kind == "train":
             self._remove(self.folder.glob(f"part_step_{step:06d}_*.parquet"))
 
@@ -82,6 +84,20 @@ class Journal:
         parts = list(self.folder.glob("part_step_*.parquet"))
         self._remove(path for path in parts if path.stem.split("_")[2] in complete)
         self._remove(self.folder.glob(".tmp-*"))
+
+    def drop_other_meshes(self, done: int, staleness: int) -> None:
+        """Remove what another mesh wrote of steps whose weights a resume after step `done` makes
+        anew: evaluations after that step, and rollouts by weights after it."""
+        for path in self.folder.glob("*_step_*.parquet"):
+            kind, _, rest = path.stem.partition("_step_")
+            last = done if kind.startswith("eval") else done + 1 + staleness
+            if int(rest.partition("_")[0]) > last and self._is_of_another_mesh(path):
+                self._remove(iter([path]))
+
+    def _is_of_another_mesh(self, path: Path) -> bool:
+        with suppress(UserError):  # a damaged file
+            return (read_note(path) or {}).get("mesh", "") != self.note.get("mesh", "")
+        return False
 
     def is_own(self, path: Path) -> bool:
         """Tell whether this run wrote a file."""
@@ -138,7 +154,7 @@ class Parts:
             Group(problem=problem, episodes=tuple(e for place, e in new if place == row))
             for row, problem in enumerate(self._problems)
         ]
-        note, part = {"run": self._journal.run}, f"_{self._tick}_{self._count}"
+        note, part = self._journal.note, f"_{self._tick}_{self._count}"
         write_episodes(self._journal.folder, self._step, groups, "part", note=note, part=part)
         self._count += 1
 

@@ -48,6 +48,17 @@ def check_unlocked(folder: Path) -> None:
             _flock(lock.fileno(), folder)
 
 
+def holder(folder: Path) -> str:
+    """Return who has the lock, as "pid 4711 on HOST since TIME", or "" if nobody has."""
+    if (folder / "lock").is_file():
+        with (folder / "lock").open() as lock:
+            try:
+                fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _holder(lock.fileno()) or "a process that is just starting"
+    return ""
+
+
 def now() -> str:
     """Return the time, as "2026-01-31T12:00:00Z"."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

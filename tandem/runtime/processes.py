@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WRITE_S = 1.0  # for a report to a terminal, a pipe or a disk that may be what hangs
+STARTER = "TANDEM_STARTER"  # in the environment: the pid of the process that started this one
 STOPPED, ZOMBIE = "Tt", "Z"
 STATES = {
     "R": "running",
@@ -108,6 +109,22 @@ def line_of_thread(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     frames = traceback.walk_stack(frame) if frame is not None else ()
     return innermost_line((f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames)
+
+
+def end_with_starter() -> None:
+    """End this process when the one that started it has, if that one asks for it by STARTER."""
+    if starter := os.environ.pop(STARTER, ""):
+        threading.Thread(
+            target=_wait_for_end, args=(int(starter),), name="starter", daemon=True
+        ).start()
+
+
+def _wait_for_end(starter: int) -> None:
+    while os.getppid() == starter:
+        time.sleep(0.5)
+    write_report(f"process {os.getpid()} ends: {starter}, which has started it, has ended\n", None)
+    kill_descendants(os.getpid())
+    os._exit(3)
 
 
 def write_report(text: str, log: Path | None) -> None:

@@ -26,6 +26,7 @@ from tandem.runtime.processes import kill_descendants, write_report
 
 EXIT_CODE = 130
 EXIT_S = 10.0  # from the first signal to the end of the process
+DEFER_S = 5.0  # from the first signal to its KeyboardInterrupt, at most
 # a shell or a launcher may repeat the terminal's signal: not a second one
 AGAIN_S = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -62,7 +63,7 @@ def handle_signals() -> Iterator[None]:
             os.close(reading)
 
 
-def defer_interrupts(limit_s: float = 5.0) -> AbstractContextManager[None]:
+def defer_interrupts(limit_s: float = DEFER_S) -> AbstractContextManager[None]:
     """Defer the KeyboardInterrupt of a first signal to the end of the section, or to limit_s after
     the signal.
 

@@ -1,4 +1,4 @@
-"""Wall-clock times of the parts of a step."""
+"""Wall-clock times of the parts of a step, and bytes that they moved."""
 
 import time
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ class Timer:
 
     def __init__(self) -> None:
         self.parts: Row = {}
+        self.bytes: Row = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -21,7 +22,13 @@ class Timer:
         self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
 
     def timings(self, *, tokens: int) -> Row:
-        """Return the parts, their sum `step_s`, and the speed of the rollouts; tokens: sampled."""
+        """Return the parts, the bytes, the sum `step_s` of the parts, and the speed of the
+        rollouts; tokens: sampled."""
         rollout_s = self.parts.get("rollout_s", 0.0)
         speed = tokens / rollout_s if rollout_s else 0.0
-        return {**self.parts, "step_s": sum(self.parts.values()), "generated_tokens_per_s": speed}
+        return {
+            **self.parts,
+            **self.bytes,
+            "step_s": sum(self.parts.values()),
+            "generated_tokens_per_s": speed,
+        }

@@ -86,7 +86,7 @@ class Channel:
 
     def flush(self) -> None:
         """Send as much as goes without waiting. A broken connection shows in `receive`."""
-        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+        with suppress(BlockingIOError, ConnectionError, TimeoutError):
             while self._outgoing:
                 data, descriptor = self._outgoing[0]
                 if descriptor < 0:
@@ -112,7 +112,7 @@ class Channel:
                 )
             except BlockingIOError:
                 return
-            except ConnectionResetError:
+            except (ConnectionError, TimeoutError):
                 raise EOFError from None
             if not data:
                 raise EOFError

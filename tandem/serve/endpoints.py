@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.engine.scheduler import QueueFull
 from tandem.runtime.errors import UserError
 from tandem.serve.auth import check_access, check_headers
-from tandem.serve.openai_api import DONE, ApiError, event, model_list
+from tandem.serve.openai_api import DONE, ApiError, event, model_list, read_object, validate
 from tandem.serve.openai_prompts import SLICE, DrawKeys, to_requests
 from tandem.serve.openai_requests import (
     Body,
@@ -42,11 +42,12 @@ from tandem.serve.openai_requests import (
     ChatTokenizer,
     CompletionBody,
     Served,
+    WeightsBody,
     parse,
 )
 from tandem.serve.openai_responses import Answer, new_answer
 from tandem.serve.prometheus import ServerMetrics
-from tandem.serve.service import EngineService, EngineStopped, Generation, Update
+from tandem.serve.service import EngineService, EngineStopped, Generation, ServedEngine, Update
 from tandem.types import Request
 
 SENT = 1 << 14  # characters of an answer that are sent in one piece, 1 ms of work
@@ -55,6 +56,8 @@ TRIMMED, TRIM_S = 1 << 20, 2.0  # bytes of a body, and seconds after which no pa
 CLIENT_LEFT = 499  # never read; for the metrics
 
 T = TypeVar("T")
+# Has an engine run the weights of a file, as that version. Raises UserError.
+UpdateWeights = Callable[[ServedEngine, str, int], None]
 
 
 def make_app(api: "Endpoints", api_key: str) -> Starlette:
@@ -65,6 +68,7 @@ def make_app(api: "Endpoints", api_key: str) -> Starlette:
         Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/weights", api.weights),
+        Route("/v1/weights", api.update_weights, methods=["POST"]),
     ]
     errors = (ApiError, ClientDisconnect, EngineStopped, HTTPException, Exception)
     return Starlette(
@@ -136,8 +140,14 @@ class _JsonResponse(Response):
 class Endpoints:
     """Answers to requests that passed the access check."""
 
-    def __init__(self, service: EngineService, tokenizer: ChatTokenizer, served: Served):
-        self.counts = ServerMetrics()
+    def __init__(
+        self,
+        service: EngineService,
+        tokenizer: ChatTokenizer,
+        served: Served,
+        update: UpdateWeights | None = None,
+    ):
+        self.counts, self._update = ServerMetrics(), update
         self._service, self._tokenizer, self._served = service, tokenizer, served
         self._keys, self._created = DrawKeys(), int(time.time())
         self._small, self._large, self._hashing = (
@@ -174,6 +184,20 @@ class Endpoints:
             if version == hashed:
                 return _JsonResponse({"weight_version": version, "sha256": sha256})
             hashed, sha256 = version, await loop.run_in_executor(self._hashing, weight_hash)
+
+    async def update_weights(self, request: HttpRequest) -> Response:
+        """Load the weights of a file between two passes, after the running sequences have ended;
+        return the hash."""
+        if (update := self._update) is None:
+            message = "this server keeps its weights; start it with --allow-weight-updates"
+            raise ApiError(403, message)
+        raw = await _read_body(request, self._served.longest_body)
+        body = validate(WeightsBody, read_object(raw))
+        try:
+            await self._service.ask(lambda engine: update(engine, body.path, body.version))
+        except UserError as error:
+            raise _bad_request(error, "path") from None
+        return await self.weights(request)
 
     async def _generate(self, request: HttpRequest, kind: type[Body]) -> Response:
         arrival = time.monotonic()

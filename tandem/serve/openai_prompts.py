@@ -62,8 +62,11 @@ def to_requests(
             )
             _require_tokens(prompt, field, served)
         params = _params(body, prompt, tokenizer, served)
-        for key in keys.next_keys(body.seed, body.n):
-            requests.append(Request(key=key, prompt=prompt, params=params))
+        own = keys.next_keys(body.seed, body.n) if body.draw_key is None else [body.draw_key]
+        requests += [
+            Request(key=key, prompt=prompt, params=params, num_sampled=body.draw_start)
+            for key in own
+        ]
     return requests
 
 

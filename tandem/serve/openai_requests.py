@@ -126,6 +126,15 @@ class Body(Strict):
         list[TokenId], Field(fail_fast=True, max_length=1024, default_factory=list)
     ]
     return_token_ids: bool = False
+    # the address of the draws instead of a seed, and the number of the first of them
+    draw_key: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    draw_start: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _check_draws(self) -> Self:
+        if self.draw_key is not None and (self.n > 1 or self.seed is not None):
+            raise ValueError("draw_key is of one sequence, without n and seed")
+        return self
 
     @model_validator(mode="after")
     def _check_temperature(self) -> Self:
@@ -232,6 +241,13 @@ class ChatBody(Body):
 
     def encode(self, text: str, tokenizer: ChatTokenizer) -> Array:
         return tokenizer.encode_chat(text)
+
+
+class WeightsBody(Strict):
+    """POST /v1/weights, an extension."""
+
+    path: str  # of a safetensors file that the server can read
+    version: Annotated[int, Field(ge=0)]
 
 
 B = TypeVar("B", bound=Body)

@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tandem.serve.auth import MAX_HEADER_BYTES
-from tandem.serve.endpoints import Endpoints, make_app
+from tandem.serve.endpoints import Endpoints, UpdateWeights, make_app
 from tandem.serve.openai_api import ApiError
 from tandem.serve.openai_requests import ChatTokenizer, Served
 from tandem.serve.service import JOIN_S, EngineService, ServedEngine
@@ -29,7 +29,7 @@ READ_BYTES = 1 << 14  # of a connection, before others have their turn
 
 class Server:
     """Server of one engine on one socket. request_s: time for a client to send head and body of a
-    request."""
+    request; update: loads weights that a client names, if it may."""
 
     def __init__(
         self,
@@ -40,10 +40,11 @@ class Server:
         api_key: str = "",
         request_s: float = REQUEST_S,
         join_s: float = JOIN_S,
+        update: UpdateWeights | None = None,
     ):
         self._request_s = request_s
         self._service = EngineService(engine, join_s=join_s)
-        self._app = make_app(Endpoints(self._service, tokenizer, served), api_key)
+        self._app = make_app(Endpoints(self._service, tokenizer, served, update), api_key)
         self._uvicorn: _Uvicorn | None = None
 
     def run(self, sock: socket.socket, ready: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ A value per loss token is kept as `TokenArrays`, one array a sample; `token_tens
 tensors of a microbatch of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from tandem.config.schema import RL, Config
+from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values, reference_logprobs
 from tandem.model.load import ExactModel
 from tandem.rl.aggregation import sequence_weights
 from tandem.rl.losses import Metrics
-from tandem.runtime import watchdog
-from tandem.train.checks import require_frozen
+from tandem.train.checks import require_experts, require_frozen
 from tandem.train.learner import Learner
 from tandem.train.pack import join, pack, split
+from tandem.train.ranks import ALONE, Compute, Ranks
 from tandem.types import Array, Episode, Group, Microbatch, Sample, SamplingDistribution
 
 TokenArrays = list[Array]  # one array a sample, one entry a loss token
+Place = tuple[int, int]  # (group of a step, episode of the group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +76,24 @@ class TrainBatch:
     returns: TokenArrays = field(default_factory=list)  # empty without a critic
     corrections: TokenArrays = field(default_factory=list)
     masked: set[int] = field(default_factory=set)  # samples without loss, by rl.max_logprob_error
+    ranks: Ranks = ALONE  # the processes that train it
 
     @property
     def episodes(self) -> list[Episode]:
         """Episodes of the samples, in order."""
         return [self.groups[group].episodes[number] for group, number in self.sample_index]
 
-    def forward_all(self, model: Callable[[Microbatch], Tensor]) -> TokenArrays:
-        """Return a model's value of every loss token, without gradients."""
-        microbatches, found = list(chain.from_iterable(self.minibatches)), []
-        with torch.no_grad():
-            for batch in microbatches:
-                watchdog.heartbeat()
-                found.append(model(batch).numpy())
-        by_sample = split(microbatches, found)
+    def forward_all(self, model: ExactModel, compute: Compute) -> TokenArrays:
+        """Return the value that `compute` gives every loss token by the model, without
+        gradients."""
+        microbatches = list(chain.from_iterable(self.minibatches))
+        by_sample = split(microbatches, self.ranks.forward(model, microbatches, compute))
         return [by_sample[sample] for sample in range(len(self.sample_index))]
 
 
-def pack_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
-    """Pick the episodes that carry loss and pack them, minibatch by minibatch; groups stay
-    whole."""
+def pack_batch(groups: Sequence[Group], config: Config, ranks: Ranks = ALONE) -> TrainBatch:
+    """Pick the episodes that carry loss and pack them for `ranks`, minibatch by minibatch; groups
+    stay whole."""
     sample_index = [
         (row, number)
         for row, group in enumerate(groups)
@@ -103,7 +103,13 @@ def pack_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
     ]
     episodes = [groups[row].episodes[number] for row, number in sample_index]
     samples = [
-        Sample(tokens=e.tokens, loss_mask=e.loss_mask, prefix=e.num_prompt_tokens, group=row)
+        Sample(
+            tokens=e.tokens,
+            loss_mask=e.loss_mask,
+            prefix=e.num_prompt_tokens,
+            group=row,
+            **({"experts": require_experts(e)} if config.rl.router_replay else {}),
+        )
         for (row, _), e in zip(sample_index, episodes, strict=True)
     ]
     size = -(-len(groups) // config.rl.minibatches)
@@ -111,7 +117,8 @@ def pack_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
     for first in range(0, len(groups), size):
         members = [i for i, (row, _) in enumerate(sample_index) if first <= row < first + size]
         if members:
-            packed = pack([samples[i] for i in members], config.train.tokens_per_microbatch)
+            budget = config.train.tokens_per_microbatch
+            packed = pack([samples[i] for i in members], budget, shares=ranks.shares)
             numbered = [replace(b, samples=np.array(members)[b.samples]) for b in packed]
             minibatches.append(numbered)
     engine = [e.engine_logprobs[e.loss_mask] for e in episodes]
@@ -121,7 +128,38 @@ def pack_batch(groups: Sequence[Group], config: Config) -> TrainBatch:
         minibatches=minibatches,
         engine=engine,
         proximal=engine,
+        ranks=ranks,
     )
+
+
+def plan_share(
+    groups: Sequence[Group], config: Config, models: Models
+) -> tuple[set[Place], set[Place]]:
+    """Return which episodes this process trains, and whose engine log-probs
+    it needs beside them: those of all, if quantities of the whole step are made of them
+    (off-policy weights, a KL in the reward, a teacher's divergences).
+
+    It plans by lengths, as `pack_batch` does, and reads no array.
+    """
+    policy, rl = models.policy, config.rl
+    trained = [row for row, group in enumerate(groups) if group.outcome == "train"]
+    batch = pack_batch([groups[row] for row in trained], config, policy.ranks)
+    places = [(trained[row], number) for row, number in batch.sample_index]
+    compared = (
+        rl.correction != "none"
+        or bool(rl.max_logprob_error)
+        or (models.reference is not None and rl.kl_in == "reward")
+        or models.teacher is not None
+    )
+    # a pass of all microbatches may divide them in another way than those of single updates
+    passes = [list(chain(*batch.minibatches)), *batch.minibatches] if places else []
+    own = {
+        places[sample]
+        for microbatches in passes
+        for microbatch in policy.ranks.own(microbatches)
+        for sample in microbatch.samples.tolist()
+    }
+    return own, set(places) - own if compared else set()
 
 
 def compute_logprobs(
@@ -131,17 +169,23 @@ def compute_logprobs(
     log-probs, the reference, and the critic for its values."""
     if rl.correction != "none" or rl.max_logprob_error:
         policy = models.policy.model
-        batch.recomputed = batch.forward_all(
-            lambda b: batch_logprobs(policy, b, sampling, entropy=False)[0]
-        )
+
+        def recompute(b: Microbatch) -> Tensor:
+            choices = replayed_experts(b, policy.device)
+            return batch_logprobs(policy, b, sampling, entropy=False, choices=choices)[0]
+
+        batch.recomputed = batch.forward_all(policy, recompute)
     if rl.correction != "none":
         batch.proximal = batch.recomputed
     if (reference := models.reference) is not None:
         require_frozen(reference, models.policy)
-        batch.reference = batch.forward_all(lambda b: reference_logprobs(reference, b, sampling))
+        with reference.adapter_off():  # also in processes that do not run the lambda
+            batch.reference = batch.forward_all(
+                reference, lambda b: reference_logprobs(reference, b, sampling)
+            )
     if models.critic is not None:
         critic = models.critic.model
-        batch.values = batch.forward_all(lambda b: batch_values(critic, b))
+        batch.values = batch.forward_all(critic, lambda b: batch_values(critic, b))
 
 
 def not_finite(batch: TrainBatch) -> Metrics:
@@ -180,25 +224,22 @@ def token_weights(
 
 
 def token_tensors(
-    batch: TrainBatch, minibatch: Sequence[Microbatch], config: Config, version: int
-) -> list[TokenTensors]:
-    """Return the tensors of a minibatch's microbatches. version: of the weights that train."""
-    weights = token_weights(batch, minibatch, config)
+    batch: TrainBatch, microbatch: Microbatch, weights: Mapping[int, Array], version: int
+) -> TokenTensors:
+    """Return the tensors of a microbatch. weights: of the loss tokens, by sample; version: of the
+    weights that train."""
     fresh = [e.weight_versions[e.loss_mask] == version for e in batch.episodes]
 
-    def tensor(b: Microbatch, arrays: Sequence[Array] | Mapping[int, Array]) -> Tensor:
-        return torch.from_numpy(join([b], arrays)[0])
+    def tensor(arrays: Sequence[Array] | Mapping[int, Array]) -> Tensor:
+        return torch.from_numpy(join([microbatch], arrays)[0])
 
-    return [
-        TokenTensors(
-            engine=tensor(b, batch.engine),
-            proximal=tensor(b, batch.proximal),
-            advantages=tensor(b, batch.advantages),
-            weights=tensor(b, weights),
-            corrections=tensor(b, batch.corrections),
-            fresh=tensor(b, fresh),
-            sequences=torch.from_numpy(b.sequences),
-            reference=tensor(b, batch.reference) if batch.reference else None,
-        )
-        for b in minibatch
-    ]
+    return TokenTensors(
+        engine=tensor(batch.engine),
+        proximal=tensor(batch.proximal),
+        advantages=tensor(batch.advantages),
+        weights=tensor(weights),
+        corrections=tensor(batch.corrections),
+        fresh=tensor(fresh),
+        sequences=torch.from_numpy(microbatch.sequences),
+        reference=tensor(batch.reference) if batch.reference else None,
+    )

@@ -7,17 +7,18 @@ from torch import Tensor
 from tandem.model.load import ExactModel
 from tandem.runtime.errors import InvariantError
 from tandem.train.learner import Learner
+from tandem.types import Array, Episode
 
 
 def require_frozen(reference: ExactModel, policy: Learner) -> None:
     """Raise InvariantError if the reference shares a tensor with the policy's optimizer: its KL
     would stay 0 for ever."""
-    adapter = reference.adapter_weights()
-    written = {p.data_ptr() for p in policy.model.trainable().values()}
+    ranks, adapter = policy.ranks, reference.adapter_weights()
+    written = {p.data_ptr() for p in ranks.trainable(policy.model).values() if p.numel()}
     shared = [
-        n
-        for n, w in reference.named_weights().items()
-        if n not in adapter and w.data_ptr() in written
+        name
+        for name, part in ranks.parts(reference).items()
+        if name not in adapter and part.numel() and part.data_ptr() in written
     ]
     if shared:
         raise InvariantError(
@@ -42,4 +43,31 @@ def require_gradient(expected: Tensor, on_policy: Tensor, found: Tensor) -> None
             found=f"{float(found[worst]):.4g}",
             expected=f"{float(expected[worst]):.4g}: advantage x weight",
             next="report this; no weight was touched",
+        )
+
+
+def require_experts(episode: Episode) -> Array:
+    """Return the experts of an episode's tokens; raise InvariantError if it has not those of all
+    but the last."""
+    if len(episode.experts) != len(episode.tokens) - 1:
+        raise InvariantError(
+            "an episode has not the experts that its engine chose",
+            where=f"problem {episode.uid}, sample {episode.sample_index} (rl.router_replay)",
+            found=f"those of {len(episode.experts)} tokens",
+            expected=f"{len(episode.tokens) - 1}: all but the last",
+            next="report this; no weight was touched",
+        )
+    return episode.experts
+
+
+def require_own_experts(changed: Tensor) -> None:
+    """Raise InvariantError if engine and trainer chose different experts for fresh tokens. changed:
+    the share of each token's choices that differ, float32 [N]."""
+    if changed.any():
+        raise InvariantError(
+            "engine and trainer do not choose the same experts for tokens just sampled",
+            where="first update of a step (rl.router_replay)",
+            found=f"other choices for {int((changed > 0).sum())} of {len(changed)} tokens",
+            expected="the same: one model code, one set of weights (P1)",
+            next="tandem doctor, and report this; no weight was touched",
         )

@@ -6,12 +6,15 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import reference_logprobs, teacher_divergences
 from tandem.model.load import ExactModel
 from tandem.rl.distillation import divergence, sampled_advantages
 from tandem.rl.losses import Metrics, total
 from tandem.train.batch import Models, TrainBatch, compute_logprobs, pack_batch, token_weights
+from tandem.train.engine_gap import engine_gap
 from tandem.train.learn import (
     SKIPPED,
     LearnStage,
@@ -20,7 +23,6 @@ from tandem.train.learn import (
     reduce_metrics,
     update_policy,
 )
-from tandem.train.learner import Update
 from tandem.train.pack import join
 from tandem.types import Group, Microbatch, Row
 
@@ -39,7 +41,7 @@ def distill(
     sampling only.
     """
     config, policy, sampling = stage.config, stage.models.policy, stage.sampling
-    batch = pack_batch(groups, config)
+    batch = pack_batch(groups, config, stage.models.policy.ranks)
     if not batch.sample_index:
         return dict(SKIPPED)
     minibatches = batch.minibatches * config.rl.epochs
@@ -47,11 +49,12 @@ def distill(
         rows = [_update_exact(stage, teacher, batch, minibatch) for minibatch in minibatches]
         return reduce_metrics(rows)
     compute_logprobs(batch, Models(policy=policy), config.rl, sampling)
-    graded = batch.forward_all(lambda b: reference_logprobs(teacher, b, sampling))
+    graded = batch.forward_all(teacher, lambda b: reference_logprobs(teacher, b, sampling))
     batch.advantages = [
         sampled_advantages(own, other) for own, other in zip(batch.proximal, graded, strict=True)
     ]
-    metrics = off_policy_weights(batch, config.rl)
+    metrics = engine_gap(batch, config, policy.model.dtype, version)
+    metrics |= off_policy_weights(batch, config.rl)
     rows = [
         update_policy(stage, batch, minibatch, version, first=number == 0, observe=observe)
         for number, minibatch in enumerate(minibatches)
@@ -68,11 +71,14 @@ def _update_exact(
     distance = partial(
         divergence, settings.divergence, beta=settings.jsd_beta, top_k=settings.top_k
     )
-    weights = join(minibatch, token_weights(batch, minibatch, stage.config))
-    update = Update(student)
-    for microbatch, weight in zip(minibatch, weights, strict=True):
-        temperature = stage.sampling.temperature
-        terms = teacher_divergences(student.model, teacher, microbatch, temperature, distance)
-        loss = (terms * torch.from_numpy(weight)).sum()
-        update.backward(microbatch, loss, {"teacher_kl": total(terms)})
-    return update.step()
+    weights, temperature = token_weights(batch, minibatch, stage.config), stage.sampling.temperature
+
+    def loss(microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        choices = replayed_experts(microbatch, student.model.device)
+        terms = teacher_divergences(
+            student.model, teacher, microbatch, temperature, distance, choices
+        )
+        weight = torch.from_numpy(join([microbatch], weights)[0])
+        return (terms * weight).sum(), {"teacher_kl": total(terms)}
+
+    return student.update(minibatch, loss, frozen=[teacher])

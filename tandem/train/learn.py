@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.schema import RL, Config, Reward
+from tandem.model.expert_choices import replayed_experts
 from tandem.model.forward import batch_logprobs, batch_values
 from tandem.rl.advantages import gdpo, group_advantages, penalize
 from tandem.rl.corrections import correction, sequence_errors
@@ -32,11 +33,20 @@ from tandem.rl.losses import (
 )
 from tandem.rl.returns import gae, returns_to_go, token_rewards, whiten
 from tandem.runtime.errors import UserError
-from tandem.train.batch import Models, TokenArrays, TokenTensors, TrainBatch, token_tensors
-from tandem.train.checks import require_gradient
-from tandem.train.learner import Learner, Update
+from tandem.train.batch import (
+    Models,
+    Place,
+    TokenArrays,
+    TokenTensors,
+    TrainBatch,
+    plan_share,
+    token_tensors,
+    token_weights,
+)
+from tandem.train.checks import require_gradient, require_own_experts
+from tandem.train.learner import Learner
 from tandem.train.pack import join
-from tandem.types import Array, Microbatch, Row, SamplingParams
+from tandem.types import Array, Group, Microbatch, Row, SamplingParams
 
 # Called with each microbatch of an update and the policy's log-probs [N] in it.
 Observe = Callable[[Microbatch, TokenTensors, Tensor], None]
@@ -52,6 +62,10 @@ class LearnStage:
     models: Models
     sampling: SamplingParams  # of training rollouts
     exact: bool  # engine and trainer agree bit for bit here (P1), so any log-prob gap is an error
+
+    def plan_share(self, groups: Sequence[Group]) -> tuple[set[Place], set[Place]]:
+        """Return `batch.plan_share` of these models."""
+        return plan_share(groups, self.config, self.models)
 
 
 def token_advantages(
@@ -161,16 +175,28 @@ def update_policy(
     first: the step's first update.
 
     In the first update of an exact stage fresh tokens must have the very log-probs of the engine,
-    and their gradient must be advantage times weight; otherwise it raises and changes no weight.
+    and the experts that it chose, if they came with the tokens; their gradient must be advantage
+    times weight. Otherwise it raises and changes no weight.
     """
     rl, policy, exact = stage.config.rl, stage.models.policy, stage.exact and first
-    update, gaps = Update(policy), []
-    tensors = token_tensors(batch, minibatch, stage.config, version)
-    for microbatch, tokens in zip(minibatch, tensors, strict=True):
-        expected = expected_gradient(rl, tokens) if exact else None
-        logprobs, entropy = batch_logprobs(policy.model, microbatch, stage.sampling, expected)
+    weights, gaps = token_weights(batch, minibatch, stage.config), []
+
+    def loss(microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        tokens = token_tensors(batch, microbatch, weights, version)
+        is_checked = exact and not policy.ranks.idle
+        expected = expected_gradient(rl, tokens) if is_checked else None
+        choices = replayed_experts(microbatch, policy.model.device)
+        logprobs, entropy = batch_logprobs(
+            policy.model, microbatch, stage.sampling, expected, choices=choices
+        )
+        replayed: Metrics = {}
+        if choices is not None:
+            changed = choices.changed(microbatch.rows)
+            if exact:
+                require_own_experts(changed[tokens.fresh])
+            replayed["router/replay_changed"] = total(changed)
         gap = (logprobs.detach() - tokens.engine)[tokens.fresh].abs()
-        gaps.append(gap)
+        gaps.append(gap.numpy())
         if observe is not None:
             observe(microbatch, tokens, logprobs.detach())
         if exact and (gap > 0).any():
@@ -178,9 +204,12 @@ def update_policy(
         if expected is not None:
             check = partial(require_gradient, expected, on_policy(rl, tokens))
             logprobs.register_hook(check)
-        update.backward(microbatch, *policy_loss(rl, tokens, logprobs, entropy))
-    metrics = update.step()
-    compared = torch.cat(gaps).numpy()  # numpy, whose max lets a NaN show
+        value, metrics = policy_loss(rl, tokens, logprobs, entropy)
+        return value, {**metrics, **replayed}
+
+    metrics = policy.update(minibatch, loss)
+    # numpy, whose max lets a NaN show
+    compared = np.concatenate([gap for part in policy.ranks.gather(gaps) for gap in part])
     return {**metrics, **({"logprob_gap": float(compared.max())} if len(compared) else {})}
 
 
@@ -251,15 +280,17 @@ def update_critic(
     """Make one optimizer step of the critic towards the returns, token mean; clip: of the change of
     a value (PPO2)."""
     num_tokens = sum(len(microbatch.targets) for microbatch in minibatch)
-    old, returns = (
-        map(torch.from_numpy, join(minibatch, arrays)) for arrays in (batch.values, batch.returns)
-    )
-    update = Update(critic)
-    for microbatch, old_values, targets in zip(minibatch, old, returns, strict=True):
+
+    def loss(microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        old, targets = (
+            torch.from_numpy(join([microbatch], arrays)[0])
+            for arrays in (batch.values, batch.returns)
+        )
         values = batch_values(critic.model, microbatch)
-        terms, metrics = value_clip(values, old_values, targets, clip)
-        update.backward(microbatch, terms.sum() / num_tokens, metrics)
-    return update.step()
+        terms, metrics = value_clip(values, old, targets, clip)
+        return terms.sum() / num_tokens, metrics
+
+    return critic.update(minibatch, loss)
 
 
 def reduce_metrics(rows: Sequence[Row]) -> Row:

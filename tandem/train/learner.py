@@ -1,15 +1,18 @@
 """Models that are trained: gradients accumulate over microbatches, one optimizer step follows, and
 NaN never reaches a weight."""
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from tandem.model.boxes import Box, whole_box
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
-from tandem.runtime import watchdog
+from tandem.train.offload import MOMENTS
 from tandem.train.optimizer import Optimizer
+from tandem.train.ranks import ALONE, Loss, Ranks
+from tandem.train.routing import observe_routers
 from tandem.types import Microbatch
 
 
@@ -20,45 +23,73 @@ class Learner:
 
     model: ExactModel
     optimizer: Optimizer
+    ranks: Ranks = ALONE  # the processes that run it
+    name: str = "policy"
+    # of rank 0, if the model is divided: a whole one, which engines run and exports hold
+    copy: ExactModel | None = None
+    router_aux_loss_coef: float = 0.0  # of a mixture of experts
+
+    @property
+    def whole(self) -> ExactModel:
+        """The whole model, as of the last `publish`."""
+        return self.copy or self.model
+
+    def publish(self) -> None:
+        """Bring the whole model up to date, on rank 0."""
+        self.ranks.order("publish", learner=self.name)
+        self.ranks.publish(self.model, self.copy)
+
+    def saved(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the weights and moments that this process saves, by name."""
+        weights, moments = self.optimizer.weights(), self.optimizer.state()
+        counts = {name: self.ranks.counts(self.model, name) for name in weights}
+        return (
+            {name: weight for name, weight in weights.items() if counts[name]},
+            {key: moment for key, moment in moments.items() if counts[key.partition(".")[2]]},
+        )
+
+    def boxes(self) -> tuple[dict[str, Box], dict[str, Box]] | None:
+        """Return which parts of weights and moments this process holds; None: all of each."""
+        if (boxes := self.ranks.boxes(self.model)) is None:
+            return None
+        moments = {
+            f"{moment}.{name}": box
+            for name, box in boxes.items()
+            for moment in (*MOMENTS, "momentum")
+        }
+        return dict(boxes), moments | {f"step.{name}": whole_box(()) for name in boxes}
 
     def load(
-        self, weights: dict[str, Tensor], moments: dict[str, Tensor], optimizer_steps: int
+        self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], optimizer_steps: int
     ) -> None:
-        """Take up what a checkpoint holds. Raises UserError if it is another model's."""
-        self.model.load_weights(weights)
+        """Take up what a checkpoint holds, of a divided model the parts of `boxes`. Raises
+        UserError if it is another model's."""
+        self.ranks.load_weights(self.model, weights)
         self.optimizer.load_weights(weights)
         self.optimizer.load_state(moments, optimizer_steps)
 
-
-@dataclass
-class Update:
-    """One optimizer step of a learner, microbatch by microbatch."""
-
-    learner: Learner
-    sums: Metrics = field(default_factory=dict)
-    num_loss_tokens: int = 0
-    finite: bool = True
-
-    def backward(self, batch: Microbatch, loss: Tensor, metrics: Metrics) -> None:
-        """Add the gradient of a microbatch's loss. metrics: sums over its tokens or pairs."""
-        watchdog.heartbeat()
-        self.finite &= math.isfinite(float(loss.detach()))
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.num_loss_tokens += len(batch.targets)
-        for name, part in metrics.items():
-            self.sums[name] = self.sums.get(name, 0.0) + part
-
-    def step(self, *, count: int = 0) -> Metrics:
-        """Step the optimizer; return means over `count` things, by default the loss tokens.
+    def update(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: Loss,
+        *,
+        count: int = 0,
+        frozen: Sequence[ExactModel] = (),
+    ) -> Metrics:
+        """Make one optimizer step on the sum of the microbatches' losses; return means over `count`
+        things, by default the loss tokens. frozen: other models that `loss` runs.
 
         If a loss or a gradient is not finite, no weight changes, and "bad/loss" or "bad/gradient"
         says so.
         """
-        step = self.learner.optimizer.update(skip=not self.finite)
-        bad = {"bad/gradient": 1.0} if self.finite and step["skipped_updates"] else {}
+        divisor = count or sum(len(batch.targets) for batch in microbatches)
+        loss = observe_routers(self.model, loss, microbatches, divisor, self.router_aux_loss_coef)
+        totals = self.ranks.backward(self.model, microbatches, loss, frozen)
+        step = self.optimizer.update(skip=not totals.finite)
+        bad = {"bad/gradient": 1.0} if totals.finite and step["skipped_updates"] else {}
         return {
-            **{name: part / (count or self.num_loss_tokens) for name, part in self.sums.items()},
-            "num_loss_tokens": self.num_loss_tokens,
+            **{name: part / divisor for name, part in totals.metrics.items()},
+            "num_loss_tokens": totals.num_loss_tokens,
             **step,
-            **(bad if self.finite else {"bad/loss": 1.0}),
+            **(bad if totals.finite else {"bad/loss": 1.0}),
         }

@@ -1,4 +1,5 @@
-"""Fused AdamW with a schedule and clipping whose bits do not depend on the thread count.
+"""Fused AdamW, alone or beside Muon, with a schedule and clipping whose bits do not depend on the
+thread count.
 
 Parameters of another type than float32 have masters: float32 copies that gradients and updates go
 to. The parameters, which engine and trainer run, are the masters rounded once. An update smaller
@@ -7,23 +8,27 @@ al. 2018, arXiv 1710.03740, section 3.1).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tandem.train.muon import MapWhole, Muon, is_hidden_matrix, map_each
 from tandem.train.offload import OffloadedState
+from tandem.types import Array
 
+Norm = Callable[[dict[str, Tensor]], float]  # of gradients by name
 Schedule = Literal["constant", "linear", "cosine"]
 
 
 class Optimizer:
-    """AdamW over named parameters, or their masters. `update` clips, steps and clears the
-    gradients.
+    """AdamW over named parameters, or their masters; with a muon_momentum, Muon over the layers'
+    matrices among them. `update` clips, steps and clears the gradients.
 
     offload_bucket: parameters whose state is on the device at once; 0: all of it stays there.
+    norm, map_whole: of the gradients; others if these parameters are parts of a model.
     """
 
     def __init__(
@@ -38,8 +43,12 @@ class Optimizer:
         betas: tuple[float, float],
         max_grad_norm: float,
         offload_bucket: int = 0,
+        muon_momentum: float | None = None,
+        map_whole: MapWhole = map_each,
+        norm: Norm = lambda gradients: global_norm(gradients.values()),
     ):
         self.parameters, self.max_grad_norm = parameters, max_grad_norm
+        self.norm = norm
         self.learning_rate, self.schedule = learning_rate, schedule
         self.warmup_steps, self.total_steps, self.step = warmup_steps, total_steps, 0
         # what AdamW steps: a master, or the parameter itself
@@ -47,8 +56,15 @@ class Optimizer:
         for p in parameters.values():
             p.grad_dtype = torch.float32
         self.rounds = any(p is not self.masters[name] for name, p in parameters.items())
-        decayed = [p for p in self.masters.values() if p.dim() > 1]
-        plain = [p for p in self.masters.values() if p.dim() <= 1]
+        hidden = {}
+        if muon_momentum is not None:
+            hidden = {n: p for n, p in self.masters.items() if is_hidden_matrix(n, p)}
+        self.muon = Muon(
+            hidden, weight_decay=weight_decay, momentum=muon_momentum or 0.0, map_whole=map_whole
+        )
+        others = [p for name, p in self.masters.items() if name not in hidden]
+        decayed = [p for p in others if p.dim() > 1]
+        plain = [p for p in others if p.dim() <= 1]
         groups = [
             {"params": decayed, "weight_decay": weight_decay},
             {"params": plain, "weight_decay": 0.0},
@@ -64,21 +80,22 @@ class Optimizer:
     def update(self, *, skip: bool = False) -> dict[str, float]:
         """Make one step, unless the norm is not finite; return grad_norm (before clipping) and
         learning_rate."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = global_norm(grads)
+        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norm = self.norm(grads)
         rate = self.learning_rate * factor(
             self.schedule, self.step, self.warmup_steps, self.total_steps
         )
         skip = skip or not math.isfinite(norm)
         if not skip:
             if norm > self.max_grad_norm:
-                torch._foreach_mul_(grads, self.max_grad_norm / norm)
+                torch._foreach_mul_(list(grads.values()), self.max_grad_norm / norm)
             for group in self.adam.param_groups:
                 group["lr"] = rate
             if self.offloaded is None:
                 for name, p in self.parameters.items():
                     self.masters[name].grad = p.grad
                 self.adam.step()
+                self.muon.step(rate)
                 if self.rounds:
                     self._round()
             else:
@@ -103,22 +120,24 @@ class Optimizer:
         return {name: p.detach() for name, p in self.masters.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the moments by parameter name; none before the first update."""
-        return {
+        """Return the moments of AdamW and the momentum of Muon by parameter name; none before the
+        first update."""
+        moments = {
             f"{moment}.{name}": self.adam.state[p][moment]
             for name, p in self.masters.items()
             if p in self.adam.state
             for moment in ("exp_avg", "exp_avg_sq", "step")
         }
+        return moments | {f"momentum.{name}": t for name, t in self.muon.momentum.items()}
 
     @torch.no_grad()
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take up the weights that `weights` gave."""
         for name, weight in weights.items():
             self.masters[name].copy_(weight)
         self._round()
 
-    def load_state(self, tensors: dict[str, Tensor], step: int) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """Take up the moments and the place in the schedule."""
         for key, tensor in tensors.items():
             moment, _, name = key.partition(".")
@@ -126,7 +145,10 @@ class Optimizer:
                 copy = self.offloaded.to_host(tensor)
             else:
                 copy = tensor.to(self.parameters[name].device, copy=True)
-            self.adam.state[self.masters[name]][moment] = copy
+            if moment == "momentum":
+                self.muon.momentum[name] = copy
+            else:
+                self.adam.state[self.masters[name]][moment] = copy
         self.step = step
 
 
@@ -152,11 +174,19 @@ def factor(schedule: Schedule, step: int, warmup: int, total: int) -> float:
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
-    """Compute the L2 norm over all tensors in a fixed order: rows by torch, rows' sums by numpy
-    (one thread)."""
-    squares = 0.0
-    for tensor in tensors:
-        rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[:, None]
-        norms = torch.linalg.vector_norm(rows, dim=1) if rows.shape[0] > 1 else rows.flatten()
-        squares += float(np.square(norms.cpu().numpy().astype(np.float64)).sum())
-    return math.sqrt(squares)
+    """Compute the L2 norm over all tensors in a fixed order."""
+    return math.sqrt(sum(float(row_squares(tensor, len(tensor)).sum()) for tensor in tensors))
+
+
+def row_squares(tensor: Tensor, num_rows: int) -> Array:
+    """Compute the squared norms of a tensor's rows, float64, by torch in each row; a tensor of one
+    row has its elements' squares, which numpy sums with one thread.
+
+    num_rows: of the whole tensor, of which this may be a part.
+    """
+    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[:, None]
+    if num_rows == 1:
+        norms = rows.flatten()
+    else:  # torch would split a single row among its threads
+        norms = torch.linalg.vector_norm(rows.expand(max(2, len(rows)), -1), dim=1)[: len(rows)]
+    return np.square(norms.cpu().numpy().astype(np.float64))

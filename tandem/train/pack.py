@@ -19,14 +19,19 @@ Cluster = list[int]  # samples that share a prefix, by number
 
 
 def pack(
-    samples: Sequence[Sample], tokens_per_microbatch: int, *, keep_groups: bool = False
+    samples: Sequence[Sample],
+    tokens_per_microbatch: int,
+    *,
+    keep_groups: bool = False,
+    shares: int = 1,
 ) -> list[Microbatch]:
     """Pack samples into as few microbatches as the token budget allows, of nearly equal size, each
     in the order of its samples.
 
-    keep_groups: keep the samples of a group in one microbatch; otherwise a group larger than the
-    budget is split. A sample larger than the budget gets a microbatch of its own. Raises ValueError
-    for a sample without a token after its prefix, or with loss on a token that nothing predicts.
+    shares: how many processes share them; each gets as many. keep_groups: keep the samples of a
+    group in one microbatch; otherwise a group larger than the budget is split. A sample larger than
+    the budget gets a microbatch of its own. Raises ValueError for a sample without a token after
+    its prefix, or with loss on a token that nothing predicts.
     """
     for sample in samples:
         start = max(sample.prefix, 1)
@@ -35,11 +40,13 @@ def pack(
                 f"sample of group {sample.group}: {len(sample.tokens)} tokens, "
                 f"prefix {sample.prefix}, loss before {start}"
             )
+        if len(sample.experts) and len(sample.experts) != len(sample.tokens) - 1:
+            raise ValueError(f"experts of {len(sample.experts)} of {len(sample.tokens) - 1} rows")
     clusters = list(_clusters(samples, tokens_per_microbatch, keep_groups))
     sizes = [_rows([samples[i] for i in cluster]) for cluster in clusters]
     return [
         _microbatch(samples, [clusters[c] for c in sorted(members)])
-        for members in _balance(sizes, tokens_per_microbatch)
+        for members in _balance(sizes, tokens_per_microbatch, shares)
     ]
 
 
@@ -60,11 +67,14 @@ def split(batches: Sequence[Microbatch], columns: Sequence[Array]) -> dict[int, 
 
 
 def _clusters(samples: Sequence[Sample], budget: int, keep_groups: bool) -> Iterator[Cluster]:
-    """Yield neighbours of one group that share a prefix and fit the budget together, or must stay
-    together."""
-    for _, members in groupby(
-        range(len(samples)), key=lambda i: (samples[i].group, samples[i].prefix)
-    ):
+    """Yield neighbours of one group that share a prefix, to the experts of its rows, and fit the
+    budget together, or must stay together."""
+
+    def shared(i: int) -> tuple[int, int, bytes]:
+        prefix = samples[i].prefix
+        return samples[i].group, prefix, samples[i].experts[:prefix].tobytes()
+
+    for _, members in groupby(range(len(samples)), key=shared):
         cluster: Cluster = []
         rows = 0
         for i in members:
@@ -84,13 +94,15 @@ def _rows(cluster: Sequence[Sample]) -> int:
     return prefix + sum(len(s.tokens) - 1 - prefix for s in cluster)
 
 
-def _balance(sizes: Sequence[int], budget: int) -> list[list[int]]:
+def _balance(sizes: Sequence[int], budget: int, shares: int) -> list[list[int]]:
     """Fill bins of at most the budget, the largest first, each into the emptiest bin; return the
-    places of the sizes in each."""
+    places of the sizes in each. Their number is a multiple of `shares`, if there are so many
+    sizes."""
     if not sizes:
         return []
     fitting = [size for size in sizes if size <= budget]
     count = len(sizes) - len(fitting) + -(-sum(fitting) // budget)
+    count += -count % shares
     largest_first = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
@@ -103,16 +115,17 @@ def _balance(sizes: Sequence[int], budget: int) -> list[list[int]]:
             rows <= budget or len(members) == 1 for rows, members in zip(filled, bins, strict=True)
         ):
             return sorted(sorted(members) for members in bins if members)
-        count += 1
+        count += shares
 
 
 def _microbatch(samples: Sequence[Sample], clusters: Sequence[Cluster]) -> Microbatch:
-    tokens, positions, segments, rows, targets = ([] for _ in range(5))  # type: ignore[var-annotated]
+    tokens, positions, segments, rows, targets, experts = ([] for _ in range(6))  # type: ignore[var-annotated]
     first = 0
     for cluster in clusters:
         prefix, prefix_first = samples[cluster[0]].prefix, first
         if prefix:
             tokens.append(samples[cluster[0]].tokens[:prefix])
+            experts.append(samples[cluster[0]].experts[:prefix])
             positions.append(np.arange(prefix))
             segments.append((first, prefix, 0, 0))
             first += prefix
@@ -120,6 +133,7 @@ def _microbatch(samples: Sequence[Sample], clusters: Sequence[Cluster]) -> Micro
             own = len(sample.tokens) - 1 - prefix
             if own:
                 tokens.append(sample.tokens[prefix:-1])
+                experts.append(sample.experts[prefix:])
                 positions.append(np.arange(prefix, prefix + own))
                 segments.append((first, own, prefix_first, prefix))
             places = np.flatnonzero(sample.loss_mask)
@@ -135,4 +149,5 @@ def _microbatch(samples: Sequence[Sample], clusters: Sequence[Cluster]) -> Micro
         targets=np.concatenate(targets),
         samples=np.concatenate(clusters),
         sequences=np.repeat(np.arange(len(targets)), [len(t) for t in targets]),
+        experts=np.concatenate(experts),
     )

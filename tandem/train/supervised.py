@@ -5,8 +5,9 @@ Samples 2 i (chosen) and 2 i + 1 (rejected) are pair i: one group, with the prom
 prefix.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ from tandem.model.forward import batch_logprobs, batch_values, reference_logprob
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics, negative_log_likelihood, sequence_means, sequence_sums, total
 from tandem.rl.preference import bradley_terry, dpo, ipo, margins
-from tandem.train.learner import Learner, Update
-from tandem.train.pack import pack, split
+from tandem.train.learner import Learner
+from tandem.train.pack import join, pack, split
+from tandem.train.ranks import Ranks
 from tandem.types import Array, Microbatch, Sample, SamplingDistribution
 
 UNTEMPERED = SamplingDistribution()  # fixed data was sampled by nobody
@@ -59,40 +61,72 @@ def scores(scorer: ExactModel, chats: Sequence[Array], tokens_per_microbatch: in
 
 def sft_step(policy: Learner, batches: Sequence[Microbatch]) -> Metrics:
     """Make one optimizer step of supervised fine-tuning, token mean over all microbatches."""
-    num_tokens, update = sum(len(batch.targets) for batch in batches), Update(policy)
-    for batch in batches:
+    num_tokens = sum(len(batch.targets) for batch in batches)
+
+    def loss(batch: Microbatch) -> tuple[Tensor, Metrics]:
         expected = -(torch.ones(len(batch.targets)) / num_tokens)  # the gradient of the mean below
         logprobs, _ = batch_logprobs(policy.model, batch, UNTEMPERED, expected, entropy=False)
         terms, metrics = negative_log_likelihood(logprobs)
-        update.backward(batch, terms.sum() / num_tokens, metrics)
-    return update.step()
+        return terms.sum() / num_tokens, metrics
+
+    return policy.update(batches, loss)
 
 
 def preference_step(
     policy: Learner, reference: ExactModel, batches: Sequence[Microbatch], settings: Preference
 ) -> Metrics:
     """Make one optimizer step of DPO or IPO, mean over pairs."""
-    count, update = _num_pairs(batches), Update(policy)
-    for batch in batches:
-        losses, metrics = pair_loss(policy.model, reference, batch, settings)
-        update.backward(batch, losses.sum() / count, metrics)
-    return update.step(count=count)
+    count, fixed = _num_pairs(batches), reference_answers(reference, batches, policy.ranks)
+
+    def loss(batch: Microbatch) -> tuple[Tensor, Metrics]:
+        losses, metrics = pair_loss(answers(policy.model, batch), batch, fixed, settings)
+        return losses.sum() / count, metrics
+
+    return policy.update(batches, loss, count=count)
+
+
+def pair_metrics(
+    policy: Learner, reference: ExactModel, batches: Sequence[Microbatch], settings: Preference
+) -> list[Metrics]:
+    """Return the metrics of each microbatch of whole pairs, as sums, without an update."""
+    fixed = reference_answers(reference, batches, policy.ranks)
+    found = policy.ranks.forward(policy.model, batches, partial(answers, policy.model))
+    return [
+        pair_loss(torch.from_numpy(logprobs), batch, fixed, settings)[1]
+        for logprobs, batch in zip(found, batches, strict=True)
+    ]
+
+
+def answers(model: ExactModel, batch: Microbatch) -> Tensor:
+    """Return the log-probs of the answers' tokens, [N]."""
+    return batch_logprobs(model, batch, UNTEMPERED, entropy=False)[0]
+
+
+def reference_answers(
+    reference: ExactModel, batches: Sequence[Microbatch], ranks: Ranks
+) -> dict[int, Array]:
+    """Return the reference's log-probs of every answer's tokens, by the answer's number."""
+    with reference.adapter_off():  # also in processes that do not run the lambda
+        found = ranks.forward(
+            reference, batches, lambda batch: reference_logprobs(reference, batch, UNTEMPERED)
+        )
+    return split(batches, found)
 
 
 def pair_loss(
-    model: ExactModel, reference: ExactModel, batch: Microbatch, settings: Preference
+    logprobs: Tensor, batch: Microbatch, fixed: Mapping[int, Array], settings: Preference
 ) -> tuple[Tensor, Metrics]:
     """Return the DPO or IPO losses [B / 2] of a microbatch of whole pairs, and sums over pairs.
 
-    With preference.nll_coef the chosen answers' negative log-likelihood is added (iterative RPO,
-    arXiv 2404.19733, eq. 1; Llama 3, section 4.1.4).
+    logprobs: of `answers`; fixed: of `reference_answers`. With preference.nll_coef the chosen
+    answers' negative log-likelihood is added (iterative RPO, arXiv 2404.19733, eq. 1; Llama 3,
+    section 4.1.4).
     """
     sequences = torch.from_numpy(batch.sequences)
     add = sequence_means if settings.length_normalized else sequence_sums
-    logprobs = batch_logprobs(model, batch, UNTEMPERED, entropy=False)[0]
     own = add(logprobs, sequences)
-    fixed = add(reference_logprobs(reference, batch, UNTEMPERED), sequences)
-    margin = margins(own[0::2], own[1::2], fixed[0::2], fixed[1::2])
+    other = add(torch.from_numpy(join([batch], fixed)[0]), sequences)
+    margin = margins(own[0::2], own[1::2], other[0::2], other[1::2])
     if settings.loss == "ipo":
         losses, metrics = ipo(margin, beta=settings.beta)
     else:
@@ -106,17 +140,24 @@ def pair_loss(
 
 def reward_model_step(scorer: Learner, batches: Sequence[Microbatch]) -> Metrics:
     """Make one optimizer step of a Bradley-Terry reward model, mean over pairs."""
-    count, update = _num_pairs(batches), Update(scorer)
-    for batch in batches:
-        losses, metrics = score_loss(scorer.model, batch)
-        update.backward(batch, losses.sum() / count, metrics)
-    return update.step(count=count)
+    count = _num_pairs(batches)
+
+    def loss(batch: Microbatch) -> tuple[Tensor, Metrics]:
+        losses, metrics = score_loss(batch_values(scorer.model, batch))
+        return losses.sum() / count, metrics
+
+    return scorer.update(batches, loss, count=count)
 
 
-def score_loss(model: ExactModel, batch: Microbatch) -> tuple[Tensor, Metrics]:
-    """Return the Bradley-Terry losses [B / 2] of a microbatch of whole pairs, and sums over
+def score_metrics(scorer: Learner, batches: Sequence[Microbatch]) -> list[Metrics]:
+    """Return the metrics of each microbatch of whole pairs, as sums, without an update."""
+    found = scorer.ranks.forward(scorer.model, batches, partial(batch_values, scorer.model))
+    return [score_loss(torch.from_numpy(values))[1] for values in found]
+
+
+def score_loss(values: Tensor) -> tuple[Tensor, Metrics]:
+    """Return the Bradley-Terry losses [B / 2] of the scores [B] of whole pairs, and sums over
     pairs."""
-    values = batch_values(model, batch)
     return bradley_terry(values[0::2], values[1::2])
 
 

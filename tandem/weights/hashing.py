@@ -1,22 +1,56 @@
 """Hashes of weights: equal if and only if every bit is. Engine, trainer and checkpoints compare
-them."""
+them.
+
+Checkpoints and ledgers have SHA-256 (`weight_hash`). What is on its way from the trainer to a
+worker has XXH3 of 128 bits for each tensor (`tensor_digest`): several times faster, and as sure
+against accidents, though not against forgers.
+"""
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
+import xxhash
 from torch import Tensor
 
 
-def weight_hash(tensors: dict[str, Tensor]) -> str:
+def weight_hash(tensors: Mapping[str, Tensor]) -> str:
     """Hash names, dtypes, shapes and bytes, in name order, to hex: equal if and only if every bit
     is."""
-    lines = [f"{name} {tensor_hash(tensors[name])}\n" for name in sorted(tensors)]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return combine({name: tensor_hash(tensor) for name, tensor in tensors.items()})
 
 
 def tensor_hash(tensor: Tensor) -> str:
     """Hash a tensor's dtype, shape and bytes to hex, without strides and device."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-    digest.update(data.numpy().data)
+    digest.update(raw_bytes(tensor))
     return digest.hexdigest()
+
+
+def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digest of each tensor, in hex."""
+    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Return XXH3-128 of a tensor's dtype, shape and bytes, in hex."""
+    digest = begin_digest(tensor)
+    digest.update(raw_bytes(tensor))
+    return digest.hexdigest()
+
+
+def begin_digest(tensor: Tensor) -> xxhash.xxh3_128:
+    """Return the state of a tensor_digest before its bytes."""
+    return xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+
+
+def combine(hashes: Mapping[str, str]) -> str:
+    """Hash the hashes of tensors and their names, in name order, to hex."""
+    lines = [f"{name} {hashes[name]}\n" for name in sorted(hashes)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes in row order: its own memory if it has them so, else a copy."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data

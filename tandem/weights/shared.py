@@ -3,15 +3,17 @@ needed.
 
     trainer's thread             rollouts' thread (engine/worker_pool)    rollout worker
     ----------------             -------------------------------------    --------------
-    publish(v, tensors):   --->  apply(v): descriptor(v),           --->  read_tensors, load, hash
-      copy and hash                over a socket                                  |
-    release(below=v)             compares the hash with hash_of(v)  <-------------+
+    publish(v, tensors):   --->  apply(v): offer(v), a descriptor   --->  read_tensors, load, digest
+      copy and digest              over a socket                                  |
+    release(below=v)             compares them with hash_of(v)      <-------------+
 
 The caller ensures that publish(v) happens before apply(v). The memory is a file without a name, a
 memfd on Linux and an unlinked temporary file elsewhere. So none is left behind: it is gone with the
-last process that holds a descriptor. It is written once and never used for another version, so a
-worker that is still reading an old one cannot see half of a new one. Does not know the trainer or
-the engines.
+last process that holds a descriptor. The memory of a released version is written again for a later
+one, as new pages cost more than the copy. A worker that still reads the old one then finds a
+mixture, whose digests are wrong; nobody waits for them, and it gets the later version next. Does
+not know the trainer or the engines. The other transports (collective.py, rdma.py) send from the
+same copies.
 """
 
 import mmap
@@ -19,17 +21,21 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.weights.hashing import weight_hash
+from tandem.types import Array
+from tandem.weights.hashing import begin_digest, combine, raw_bytes, tensor_digests
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any type needs
+CHUNK = 1 << 18  # bytes that are copied and then hashed while a cache has them
+KEPT_DIGESTS = 16  # versions below the last published one that a worker's weights are compared with
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
@@ -49,12 +55,36 @@ class Layout:
         """Read `parts` back from JSON, which has lists for tuples."""
         return cls(tuple((name, dtype, tuple(shape)) for name, dtype, shape in parts))
 
+    def only(self, names: Collection[str] | None) -> "Layout":
+        """Return the layout of some of the tensors, in the same order; None: of all."""
+        if names is None:
+            return self
+        wanted = set(names)
+        return Layout(tuple(part for part in self.parts if part[0] in wanted))
+
     @property
     def size(self) -> int:
         """Bytes of all tensors, alignment included."""
-        return sum(_aligned(prod(shape) * DTYPES[dtype].itemsize) for _, dtype, shape in self.parts)
+        return sum(_aligned(nbytes) for _, nbytes in self.lengths())
 
-    def views(self, memory: mmap.mmap) -> Iterator[tuple[str, Tensor]]:
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(nbytes for _, nbytes in self.lengths())
+
+    def lengths(self) -> list[tuple[str, int]]:
+        """List names and bytes of the tensors."""
+        return [(name, prod(shape) * DTYPES[dtype].itemsize) for name, dtype, shape in self.parts]
+
+    def offsets(self) -> dict[str, int]:
+        """Return the byte at which each tensor begins, by name."""
+        found, at = {}, 0
+        for name, nbytes in self.lengths():
+            found[name] = at
+            at += _aligned(nbytes)
+        return found
+
+    def views(self, memory: mmap.mmap | memoryview | Array) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in the memory, by name; they keep it mapped."""
         at = 0
         for name, dtype, shape in self.parts:
@@ -62,45 +92,97 @@ class Layout:
             yield name, flat.view(shape)
             at += _aligned(flat.nbytes)
 
+    def staging(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return new memory, uint8 [size], and the tensors in it, by name and not yet filled."""
+        memory = torch.empty(self.size, dtype=torch.uint8)
+        return memory, dict(self.views(memory.numpy().data))
+
+
+class Target(Protocol):
+    """A worker that is offered weights. version: of those that it runs, -1 for none."""
+
+    version: int
+
 
 class SharedWeights:
     """Published versions of the weights. Any thread may call any method.
 
-    tensors: names, types and shapes of all versions, e.g. `model.merged_weights()`.
+    tensors: names, types and shapes of all versions, e.g. `model.merged_weights()`. delta: a worker
+    is offered only the tensors that differ from those that it runs.
     """
 
-    def __init__(self, tensors: dict[str, Tensor]):
-        self.layout = Layout.of(tensors)
-        self._lock = threading.Lock()  # of the table only: nothing waits for a copy or a hash
-        self._published: dict[int, tuple[int, str]] = {}  # by version: descriptor, hash
+    def __init__(self, tensors: dict[str, Tensor], delta: bool = False):
+        self.layout, self.delta = Layout.of(tensors), delta
+        self.sent_bytes = 0  # of tensors offered to workers, all together
+        self._lock = threading.Lock()  # of the tables only: nothing waits for a copy or a hash
+        self._published: dict[int, Any] = {}  # by version: what `_store` keeps, a descriptor
+        self._free: list[int] = []  # descriptors of released versions
+        # by version, of the published ones and of some before
+        self._digests: dict[int, dict[str, str]] = {}
 
     def publish(self, version: int, tensors: dict[str, Tensor]) -> str:
-        """Keep a copy of the weights under that number; return their weight_hash.
+        """Keep a copy of the weights under that number; return hash_of(version).
 
         The same weights may be published again under their number; others are an error.
         """
-        digest = weight_hash(tensors)
         with self._lock:
             is_published = version in self._published
         if is_published:
+            digest = combine(tensor_digests(tensors))
             if digest != self.hash_of(version):
                 raise ValueError(f"other weights are published as version {version} already")
             return digest
-        descriptor = _write_tensors(self.layout, tensors)
+        if Layout.of(tensors) != self.layout:
+            raise ValueError("the tensors are not those of the layout: other names, types, shapes")
+        stored, digests = self._store(tensors)
         with self._lock:
-            self._published[version] = descriptor, digest
-        return digest
+            self._published[version], self._digests[version] = stored, digests
+        return combine(digests)
+
+    def _store(self, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
+        """Keep a copy of the tensors; return it and their digests."""
+        with self._lock:
+            free = self._free.pop() if self._free else -1
+        descriptor = self._new_file() if free < 0 else free
+        return descriptor, _write_tensors(self.layout, tensors, descriptor)
+
+    def _drop(self, stored: Any) -> None:
+        """Forget a copy."""
+        self._free.append(stored)
 
     def hash_of(self, version: int) -> str:
-        """Return the weight_hash of a version. Raises LookupError unless it is published."""
+        """Return hashing.combine of a version's digests. Raises LookupError unless it is
+        published."""
         with self._lock:
-            return self._entry(version)[1]
+            self._require(version)
+            return combine(self._digests[version])
 
     def descriptor(self, version: int) -> int:
         """Return a descriptor for read_tensors, to be closed by the caller. Raises LookupError as
         hash_of."""
         with self._lock:
-            return os.dup(self._entry(version)[0])
+            self._require(version)
+            return os.dup(self._published[version])
+
+    def offer(self, version: int, workers: Sequence[Target]) -> list[tuple[dict[str, Any], int]]:
+        """Return for each worker what transports.Receiver needs to read a version: a part of its
+        message, and a descriptor beside it or -1. Raises LookupError as hash_of."""
+        offers = []
+        for worker in workers:
+            message = self._message("shm", version, self.changed(version, [worker]))
+            offers.append((message, self.descriptor(version)))
+        return offers
+
+    def changed(self, version: int, workers: Sequence[Target]) -> list[str] | None:
+        """List the tensors in which a version differs from what one of the workers runs; None: send
+        all."""
+        bases = {worker.version for worker in workers}
+        with self._lock:
+            self._require(version)
+            if not self.delta or not bases <= self._digests.keys():
+                return None
+            new = self._digests[version]
+            return [n for n in new if any(self._digests[base][n] != new[n] for base in bases)]
 
     @property
     def versions(self) -> list[int]:
@@ -111,34 +193,63 @@ class SharedWeights:
         """Forget the versions below that number."""
         with self._lock:
             for version in [version for version in self._published if version < below]:
-                os.close(self._published.pop(version)[0])
+                self._drop(self._published.pop(version))
+            for version in [v for v in self._digests if v < below - KEPT_DIGESTS]:
+                del self._digests[version]
 
     def close(self) -> None:
-        """Forget all of them."""
+        """Forget all of them, and free the memory."""
         self.release(below=max(self.versions, default=0) + 1)
+        while self._free:
+            self._end_file(self._free.pop())
 
-    def _entry(self, version: int) -> tuple[int, str]:
+    def _message(self, transport: str, version: int, names: list[str] | None) -> dict[str, Any]:
+        """Return what every transport's offer has; count its bytes."""
+        with self._lock:
+            self.sent_bytes += self.layout.only(names).tensor_bytes
+            digests = self._digests[version]
+        return {"transport": transport, "names": names, "digests": digests}
+
+    def _require(self, version: int) -> None:
         if version not in self._published:
             there = sorted(self._published)
             raise LookupError(f"weights of version {version} are not published; there are {there}")
-        return self._published[version]
+
+    def _new_file(self) -> int:
+        return _nameless_file(self.layout.size)
+
+    def _end_file(self, descriptor: int) -> None:
+        os.close(descriptor)
 
 
-def read_tensors(layout: Layout, descriptor: int) -> dict[str, Tensor]:
+def read_tensors(
+    layout: Layout, descriptor: int, names: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """Map the tensors of a published version, without a copy; the descriptor may be closed
-    afterwards. A write goes to the reader's own pages."""
-    return dict(layout.views(mmap.mmap(descriptor, layout.size, access=mmap.ACCESS_COPY)))
+    afterwards. A write goes to the reader's own pages. names: by default all."""
+    tensors = dict(layout.views(mmap.mmap(descriptor, layout.size, access=mmap.ACCESS_COPY)))
+    return tensors if names is None else {name: tensors[name] for name in names}
 
 
-def _write_tensors(layout: Layout, tensors: dict[str, Tensor]) -> int:
-    """Write a copy of the tensors to a new file; return its descriptor, to be closed by the
-    caller."""
-    if Layout.of(tensors) != layout:
-        raise ValueError("the tensors are not those of the layout: other names, types or shapes")
-    descriptor = _nameless_file(layout.size)
-    for name, view in layout.views(mmap.mmap(descriptor, layout.size)):
-        view.copy_(tensors[name])
-    return descriptor
+def _write_tensors(
+    layout: Layout, tensors: Mapping[str, Tensor], descriptor: int
+) -> dict[str, str]:
+    """Write a copy of the tensors to a file, on torch's number of threads; return the digest of
+    each."""
+    offsets = layout.offsets()
+
+    def write(name: str) -> str:
+        """Copy by system calls, which need no mapping and spare new pages their zeroes."""
+        digest, data = begin_digest(tensors[name]), raw_bytes(tensors[name])
+        start = 0
+        while start < len(data):
+            written = os.pwrite(descriptor, data[start : start + CHUNK], offsets[name] + start)
+            digest.update(data[start : start + written])
+            start += written
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        return dict(zip(offsets, threads.map(write, offsets), strict=True))
 
 
 def _nameless_file(size: int) -> int:

@@ -1,5 +1,4 @@
-"""Weight publication to rollout workers: through shared memory (shared.py), one version after the
-other, on demand.
+"""Weight publication to rollout workers, by any transport, one version after the other, on demand.
 
 The trainer's thread calls publish, the rollouts' thread sync_to. Does not know how workers load
 weights (engine/worker_pool).
@@ -31,20 +30,23 @@ class ProcessSync:
     ):
         self.workers, self.local, self.shared = workers, local, shared
         self.weights, self.keep = weights, keep
+        self._counted = 0  # bytes that sync_to has returned
 
     def publish(self, version: int) -> None:
         self.shared.publish(version, self.weights())
         self.shared.release(below=version - self.keep)
         self.local.apply(version)
 
-    def sync_to(self, version: int) -> None:
-        """Raise UserError if the version is gone, or a worker runs other weights than the published
-        ones."""
-        if self.workers.weight_version == version:
-            return
-        if version not in self.shared.versions:
-            raise weights_gone(version, found=f"versions {self.shared.versions}")
-        self.workers.apply(version)
+    def sync_to(self, version: int) -> int:
+        """Have the workers run a version; return the bytes of the tensors that they were offered
+        since the last call. Raises UserError if the version is gone, or a worker runs other weights
+        than the published ones."""
+        if self.workers.weight_version != version:
+            if version not in self.shared.versions:
+                raise weights_gone(version, found=f"versions {self.shared.versions}")
+            self.workers.apply(version)
+        before, self._counted = self._counted, self.shared.sent_bytes
+        return self._counted - before
 
     def logprob_gap(self) -> float:
         return self.workers.logprob_gap()

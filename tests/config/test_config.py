@@ -78,6 +78,8 @@ def test_an_unknown_key_is_reported_with_the_nearest_one(text, message, tmp_path
         ("[rollout]\ntemperature = nan\n", "rollout.temperature", "nan"),
         ("[train]\nlearning_rate = inf\n", "train.learning_rate", "inf"),
         ("[rollout]\ntop_p = 1.5\n", "rollout.top_p", "1.5"),
+        ("[rollout]\nengine = 'sglang'\n", "rollout.engine", "'sglang'"),
+        ("[rollout]\nengine = 'http://a/v1,b'\n", "rollout.engine", "'http://a/v1,b'"),
         ("[rl]\nadvantage = 'dr_grpo'\n", "rl.advantage", "'dr_grpo'"),
         ("[model]\ndevice = 'gpu'\n", "model.device", "'gpu'"),
         ("[rollout]\ndevices = ['cuda:1', 'tpu']\n", "rollout.devices.1", "'tpu'"),
@@ -198,8 +200,18 @@ def test_keys_that_contradict_each_other_are_all_named(tmp_path):
     ]
 
 
+VLLM = ["rollout.engine=vllm", "rollout.workers=1"]
 TWO_REWARDS = ['reward.function=["answer", "mine.py:score"]']
+ON_RAY = ["cluster.nodes=1", "rollout.workers=1"]
+MEGATRON = ["train.backend=megatron"]
 CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
+    ("train.compile", ["train.compile=true"], ["train.compile=false"]),
+    (
+        "train.offload_optimizer",
+        ["train.optimizer=muon", "train.offload_optimizer=true"],
+        ["train.optimizer=adamw"],
+    ),
+    ("train.optimizer", ["train.optimizer=muon", "lora.rank=4"], ["train.optimizer=adamw"]),
     ("rollout.stop", ['rollout.stop=["a", ""]'], ['rollout.stop=["a"]']),
     ("rl.group_size", ["rl.group_size=1"], ["rl.group_size=2"]),
     ("rl.max_gen_batches", ["rl.advantage=ema", "rl.max_gen_batches=2"], ["rl.advantage=rloo"]),
@@ -270,6 +282,10 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("run.stall_s", ["run.stall_s=1.0"], ["run.stall_s=2.0"]),
     ("rl.loss", ["rl.loss=reinforce", "rollout.staleness=1"], ["rl.correction=tis"]),
     ("rollout.staleness", ["rollout.staleness=100"], ["rollout.staleness=99"]),
+    ("rollout.workers", ["rollout.engine=vllm"], ["rollout.workers=1"]),
+    ("rollout.temperature", [*VLLM, "rollout.temperature=2.5"], ["rollout.temperature=2"]),
+    ("rollout.temperature", [*VLLM, "rollout.temperature=0.001"], ["rollout.engine=tandem"]),
+    ("rollout.min_p", [*VLLM, "rollout.min_p=0.1", "rollout.top_p=0.9"], ["rollout.top_p=1"]),
     ("rollout.token_budget", ["rollout.token_budget=64"], ["rollout.token_budget=63"]),
     (
         "rollout.token_budget",
@@ -277,10 +293,76 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
         ["rollout.token_budget=0"],
     ),
     (
+        "train.router_aux_loss_coef",
+        ["train.router_aux_loss_coef=0.1", "parallel.context=2"],
+        ["parallel.context=1"],
+    ),
+    ("rl.router_replay", ["rl.router_replay=true", "parallel.context=2"], ["parallel.context=1"]),
+    (
+        "rl.router_replay",
+        ["rl.router_replay=true", "train.backend=megatron"],
+        ["train.backend=tandem"],
+    ),
+    (
+        "rl.router_replay",
+        ["rl.router_replay=true", "rollout.engine=vllm", "rollout.workers=1"],
+        ["rollout.engine=tandem"],
+    ),
+    (
+        "rollout.workers",
+        ["rollout.engine=http://127.0.0.1:8000/v1", "rollout.workers=2"],
+        ["rollout.workers=0"],
+    ),
+    (
         "preference.label_smoothing",
         ["preference.loss=ipo", "preference.label_smoothing=0.1"],
         ["preference.loss=dpo"],
     ),
+    ("parallel.shard", ["parallel.data=3", "parallel.shard=2"], ["parallel.data=4"]),
+    (
+        "parallel.shard",
+        ["parallel.data=2", "parallel.expert=2", "parallel.shard=2"],
+        ["parallel.expert=1"],
+    ),
+    ("parallel.shard", [*MEGATRON, "parallel.data=2", "parallel.shard=2"], ["parallel.shard=0"]),
+    ("parallel.context", [*MEGATRON, "parallel.context=2"], ["parallel.context=1"]),
+    ("parallel.pipeline", [*MEGATRON, "parallel.pipeline=2"], ["parallel.pipeline=1"]),
+    (
+        "parallel.expert",
+        [*MEGATRON, "parallel.expert=2", "parallel.tensor=2"],
+        ["parallel.tensor=1"],
+    ),
+    ("lora.rank", [*MEGATRON, "lora.rank=4"], ["lora.rank=0"]),
+    (
+        "train.router_aux_loss_coef",
+        [*MEGATRON, "train.router_aux_loss_coef=0.1"],
+        ["train.router_aux_loss_coef=0"],
+    ),
+    ("train.optimizer", ["train.optimizer=muon", "lora.rank=4"], ["lora.rank=0"]),
+    (
+        "train.offload_optimizer",
+        ["train.optimizer=muon", "train.offload_optimizer=true"],
+        ["train.optimizer=adamw"],
+    ),
+    ("rl.advantage", [*MEGATRON, "rl.algorithm=ppo"], ["rl.algorithm=grpo"]),
+    ("weights.transport", ["weights.transport=rdma"], ["rollout.workers=1"]),
+    ("weights.transport", ["weights.delta=true"], ["weights.delta=false"]),
+    (
+        "weights.delta",
+        ["weights.delta=true", "rollout.engine=vllm", "rollout.workers=1"],
+        ["weights.delta=false"],
+    ),
+    ("cluster.nodes", ["cluster.nodes=1"], ["rollout.workers=1"]),
+    (
+        "run.stall_s",
+        ["stream.kind=transfer_queue", "run.stall_s=10", "cluster.nodes=1"],
+        ["run.stall_s=20"],
+    ),
+    ("cluster.address", ["cluster.address=h:1"], ON_RAY),
+    ("cluster.address", [*ON_RAY, "cluster.address=h"], ["cluster.address=h:1"]),
+    ("rollout.engine", [*ON_RAY, "rollout.engine=vllm"], ["rollout.engine=tandem"]),
+    ("weights.transport", ["weights.transport=ray", "rollout.workers=1"], ON_RAY),
+    ("weights.transport", [*ON_RAY, "weights.transport=shm"], ["weights.transport=ray"]),
 ]
 
 
@@ -297,7 +379,7 @@ def test_every_contradiction_is_among_those_tested():
     files = Path(schema.__file__).parent.glob("*.py")
     keys = [re.findall(r'yield \(?\s*f?"([a-z]+\.[a-z_]+): ', file.read_text()) for file in files]
     there = Counter(key for of_file in keys for key in of_file)
-    assert there.total() == 34
+    assert there.total() == 63
     assert there - Counter(key for key, _, _ in CONTRADICTIONS) == Counter()
 
 

@@ -19,8 +19,11 @@ class WatchedModel(CountingModel):
 
     def __init__(self, model):
         super().__init__(model)
-        self.packed_plan, self.widths = model.packed_plan, []
+        self.packed_plan, self.row_parts, self.widths = model.packed_plan, model.row_parts, []
         self.paged_plan = self.watched_plan
+
+    def __call__(self, compute):
+        return self.model(compute)
 
     def watched_plan(self, keys, values, runs):
         plan = self.model.paged_plan(keys, values, runs)

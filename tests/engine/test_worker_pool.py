@@ -62,6 +62,7 @@ def everything(**changes):
         stop_reason="paused",
         top_tokens=np.array([[7, 1, 5], [2, 3, 4]]),
         top_logprobs=np.array([[-0.0, np.nan, -np.inf]] * 2, np.float32),
+        experts=np.arange(12, dtype=np.int16).reshape(3, 2, 2),
     )
     params = SamplingParams(
         max_new_tokens=9,
@@ -356,6 +357,17 @@ def test_a_worker_with_other_weights_gets_no_request():
     assert workers.published.hash_of(0) == caught.value.expected
 
 
+def test_a_worker_that_gets_no_weights_tries_again_and_is_then_replaced(tmp_path):
+    file = tmp_path / "fault"
+    file.touch()
+    with odd_workers(fault="lost weights", file=file, restarts=1) as workers:
+        until(workers, lambda: len(workers.reports) == 2 and all_idle(workers))
+        again, lost = workers.reports
+        assert "did not get weights 0, and tries again: the line is down" in again
+        assert "it did not get weights 0: the line is down" in lost
+        require_same_bits(workers, groups(4))
+
+
 def test_a_completion_of_another_request_is_an_error():
     with (
         odd_workers(fault="swap", count=1) as workers,
@@ -588,4 +600,5 @@ def test_weights_that_are_not_the_trainers_are_found_by_name(real):
     with pytest.raises(UserError, match="the engine's weights differ from the trainer's") as caught:
         workers.apply(3)
     assert caught.value.found == shared.hash_of(2) and caught.value.expected == shared.hash_of(3)
-    assert "weight version 3" in caught.value.where
+    first = next(iter(shared.layout.parts))[0]
+    assert f"weight version 3: {first}, " in caught.value.where

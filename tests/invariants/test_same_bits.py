@@ -101,11 +101,14 @@ def test_kill_after_a_checkpoint_leaves_no_trace(kind, forks, tmp_path):
 
 @pytest.mark.parametrize("kind", ["partial", "multi-turn, two steps off"])
 def test_kill_while_rollouts_are_ahead_leaves_no_trace(kind, forks, tmp_path):
-    """The killed run has a rollout worker, the one that is never stopped has none. The journal may
-    then hold more than a checkpoint."""
+    """The killed run has a rollout worker, which gets weights by another transport, and the one
+    that is never stopped has none. The journal may then hold more than a checkpoint."""
     command = [*prepare(tmp_path, steps=STEPS, command=kind), "run.save_every=2", "eval.every=0"]
     assert forks.run([*command, "rollout.workers=0"], tmp_path / "whole") == 0
-    killed = [*command, f"rollout.workers={int(kind == 'partial')}"]
+    killed = [*command, "rollout.workers=0"]
+    if kind == "partial":
+        killed = [*command, "rollout.workers=1", "weights.transport=collective"]
+        killed += ["weights.delta=true"]
     assert forks.run(killed, tmp_path / "killed", kill_at_row=STEPS - 1) != 0
     assert forks.run(killed, tmp_path / "killed") == 0
     assert fingerprint(tmp_path / "killed") == fingerprint(tmp_path / "whole")

@@ -5,8 +5,11 @@ import pytest
 from tandem.cli.train import JOBS
 from tandem.config.recipe import load_config
 from tandem.jobs.offline import OfflineJob
+from tandem.rollout.collect import RolloutBatch
 from tandem.run_folder.folder import open_run
 from tests.support.home import make_home
+
+NO_ROLLOUTS = RolloutBatch(step=0, groups=[], num_carried=0, baseline=0.0, state={})
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,9 @@ def test_cache_and_optimizer_leave_the_device_where_the_config_says_so(
     ):
         offline = isinstance(job, OfflineJob)
         evaluator, make_room = (
-            (job.evaluator, job.make_room) if offline else (job.evaluate, job.stages.make_room)
+            (job.evaluator, job.make_room)
+            if offline
+            else (job.evaluate, lambda: job.stages.before_updates(NO_ROLLOUTS))
         )
         make_room()
         leaves = value == "true"

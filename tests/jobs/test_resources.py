@@ -9,6 +9,8 @@ import torch
 
 from tandem.cli import train
 from tandem.config.recipe import load_config
+from tandem.jobs.meshes import memory_of_run
+from tandem.jobs.models import build_learner
 from tandem.jobs.out_of_memory import explain_out_of_memory
 from tandem.jobs.resources import activations, host_memory, memory, model_sizes, savings
 from tandem.model.placement import Placement
@@ -26,6 +28,10 @@ def home(tmp_path_factory):
 
 def config_of(home, *overrides):
     return load_config(home / "recipe.toml", list(overrides))
+
+
+def needs(sizes, config):
+    return memory(sizes, config, "train")
 
 
 def rows_of(needs):
@@ -46,6 +52,24 @@ def test_plan_names_activations_and_what_checkpointing_leaves_of_them(home):
         > activations(sizes, config, activation_checkpointing=True)
     )
     assert text.startswith("8,192 tokens; ") and text.endswith(" with checkpointing")
+
+
+def test_muon_has_one_momentum_for_each_matrix_of_the_layers(home):
+    """The plan counts what a policy's and a critic's optimizer hold after a step."""
+    adamw = config_of(home, "rl.advantage=gae")
+    muon = config_of(home, "rl.advantage=gae", "train.optimizer=muon")
+    before, after = (model_sizes(config, "train") for config in (adamw, muon))
+    learner = build_learner(muon, muon.model.path, muon.train, 1)
+    for weight in learner.optimizer.parameters.values():
+        weight.grad = torch.ones_like(weight)
+    learner.optimizer.update()
+    state = learner.optimizer.state()
+    held = 4 * sum(tensor.numel() for name, tensor in state.items() if name[:5] != "step.")
+    rows = rows_of(memory(after, muon, "train"))
+    assert rows["Adam moments"] + rows["Muon momentum"] == held < 8 * after.policy
+    assert before.checkpoint - after.checkpoint == 4 * (after.muon + after.muon_critic)
+    critics = rows_of(memory(before, adamw, "train"))["critic"] - rows["critic"]
+    assert critics == 4 * after.muon_critic == rows["Muon momentum"]
 
 
 def test_masters_and_moments_move_to_the_host_with_offload(home):
@@ -78,7 +102,7 @@ def test_savings_are_the_differences_of_two_plans_the_most_first(home):
     config = config_of(home, *small)
     sizes = model_sizes(config, "train")
     before = sum(rows_of(memory(sizes, config, "train")).values())
-    found = savings(sizes, config, "train")
+    found = savings(sizes, config, needs)
     assert [saved for _, saved in found] == sorted((s for _, s in found), reverse=True)
     assert {setting.partition("=")[0] for setting, _ in found} == {
         "train.activation_checkpointing",
@@ -94,7 +118,7 @@ def test_where_the_cache_takes_turns_less_activation_saves_down_to_the_cache_onl
     config = config_of(home, "rollout.cache_mb=30")
     sizes = on_gpu(config)
     update = sum(rows_of(memory(sizes, config, "train"))[n] for n in ("gradients", "activations"))
-    found = dict(savings(sizes, config, "train"))
+    found = dict(savings(sizes, config, needs))
     assert update > 30 << 20
     assert found["train.tokens_per_microbatch=4096"] == update - (30 << 20)
     assert "rollout.cache_mb=15" not in found
@@ -103,11 +127,11 @@ def test_where_the_cache_takes_turns_less_activation_saves_down_to_the_cache_onl
 def test_offload_is_named_where_it_saves(home):
     config = config_of(home)
     large = replace(on_gpu(config), policy=600_000_000)
-    saved = dict(savings(large, config, "train"))["train.offload_optimizer=true"]
+    saved = dict(savings(large, config, needs))["train.offload_optimizer=true"]
     offloads = config_of(home, "train.offload_optimizer=true")
     sums = [sum(rows_of(memory(large, c, "train")).values()) for c in (config, offloads)]
     assert saved == sums[0] - sums[1] > 0
-    assert "train.offload_optimizer=true" not in dict(savings(large, offloads, "train"))
+    assert "train.offload_optimizer=true" not in dict(savings(large, offloads, needs))
 
 
 @pytest.mark.parametrize(
@@ -158,3 +182,17 @@ def test_a_run_out_of_memory_names_three_settings_and_goes_on_with_one(home, tmp
     settings = ["rollout.cache_mb=512", "train.activation_checkpointing=true"]
     assert invoke(*command, f"run.folder={tmp_path}/run", *settings).exit_code == 0
     assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
+
+
+def test_a_mesh_needs_each_process_and_the_engine_of_rank_0(home):
+    alone = config_of(home, "rollout.cache_mb=1")
+    config = config_of(home, "rollout.cache_mb=1", "parallel.data=2")
+    sizes = model_sizes(config, "train")
+    found = rows_of(memory_of_run(sizes, config, "train", 20))
+    one = rows_of(memory_of_run(sizes, alone, "train", 20))
+    assert found["whole weights of rank 0"] == 4 * sizes.policy == one["weights"]
+    assert found["weights"] == one["weights"] and found["Adam moments"] == one["Adam moments"]
+    assert found["activations"] == 2 * one["activations"]
+    assert found["key/value cache"] == 1 << 20
+    split = rows_of(memory_of_run(sizes, config_of(home, "parallel.tensor=2"), "train", 20))
+    assert split["packed weights"] == split["weights"] > one["weights"] / 2

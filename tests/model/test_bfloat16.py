@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from tandem.model.layers import embed
 from tandem.model.linear import Part, fused_linear, gradient_product, multiply, pack, swiglu
+from tandem.model.tiles import TILE_ROWS
 
 BF16 = torch.bfloat16
 
@@ -21,6 +22,15 @@ def test_a_row_has_the_same_bits_in_any_company(inputs, outputs):
     for start, count in [(0, 1), (7, 3), (31, 2), (0, 32), (64, 33), (2, 100), (129, 1)]:
         part = slice(start, start + count)
         assert torch.equal(multiply(x[part].contiguous(), packed), whole[part])
+
+
+@pytest.mark.parametrize("inputs, outputs", [(96, 288), (576, 576), (700, 96), (1536, 576)])
+def test_many_rows_at_once_have_the_bits_of_a_tile(inputs, outputs):
+    weight, x = random(outputs, inputs), random(2 * 2048 + 5 * TILE_ROWS, inputs)
+    packed = pack(weight)
+    tiles = torch.cat([multiply(part, packed) for part in x.split(TILE_ROWS)])
+    for rows in (len(x), 2048, 1024 + 512, 7 * TILE_ROWS):
+        assert torch.equal(multiply(x[:rows], packed), tiles[:rows])
 
 
 def test_products_are_rounded_once():

@@ -165,7 +165,7 @@ def test_pyarrow_alone_reads_every_column(tmp_path):
     )
     assert tuple(json.loads(row["messages"])) == problem.messages
     assert row["tokens"] == wanted.tokens.tolist() and row["loss_mask"] == wanted.loss_mask.tolist()
-    assert set(Episode.__slots__) <= set(table.column_names)
+    assert set(Episode.__slots__) - {"experts"} <= set(table.column_names)
     assert not any(pa.types.is_binary(f.type) for f in table.schema)
 
 
@@ -269,3 +269,28 @@ def test_a_full_disk_is_an_error_and_leaves_no_half_file(tmp_path):
     assert list(tmp_path.glob("*.parquet")) == list(tmp_path.glob(".tmp-*"))
     cut_episodes(tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_experts_of_episodes_are_a_column_only_where_there_are_some(tmp_path):
+    """An episode that never got a token has none."""
+    rng = np.random.default_rng(0)
+    groups = [group(rng, "a", [3, 5]), group(rng, "b", [4])]
+    path = write_episodes(tmp_path, 1, groups)
+    assert "experts" not in pq.read_schema(path).names
+    assert {e.experts.shape for e in read_episodes(path)} == {(0, 0, 0)}
+
+    def routed(episode):
+        rows = len(episode.tokens) - 1
+        experts = rng.integers(0, 1 << 15, (rows, 3, 2), dtype=np.int16)
+        return replace(episode, experts=experts) if rows > 2 else episode
+
+    groups = [replace(g, episodes=tuple(map(routed, g.episodes))) for g in groups]
+    path = write_episodes(tmp_path, 2, groups)
+    written = [e.experts for g in groups for e in g.episodes]
+    read = [e.experts for e in read_episodes(path)]
+    assert [e.tobytes() for e in read] == [e.tobytes() for e in written]
+    assert [(e.shape, e.dtype) for e in read] == [(e.shape, e.dtype) for e in written]
+    assert [e.shape for e in read] == [(0, 0, 0), (4, 3, 2), (3, 3, 2)]
+    assert [e.experts.tobytes() for g in read_groups(path) for e in g.episodes] == [
+        e.tobytes() for e in written
+    ]

@@ -13,7 +13,7 @@ import torch
 
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
-from tandem.run_folder.folder import open_run
+from tandem.run_folder.folder import identity, open_run
 from tandem.runtime.disk import DISK, append_line, write_atomic
 from tandem.runtime.errors import UserError
 from tests.support.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
@@ -370,3 +370,17 @@ def test_a_bound_that_stopped_a_run_may_grow_and_not_shrink(tmp_path, key, befor
         open_run(tmp_path / "run", smaller, fresh=False, command="train"),
     ):
         pass
+
+
+def test_another_mesh_may_go_on_and_is_told_that_its_bits_are_its_own(tmp_path):
+    start(tmp_path)
+    news = start(tmp_path, parallel__data=2, parallel__timeout_s=9.0).news
+    assert "config changed: parallel.timeout_s: 20.0 -> 9.0" in news
+    (mesh,) = [line for line in news if "parallel.data: 1 -> 2" in line]
+    assert "from here on the bits are this mesh's" in mesh
+
+
+def test_runs_of_any_mesh_are_one_run(tmp_path):
+    """Its journal is read back under another one."""
+    assert identity(config(), {}) == identity(config(parallel__data=2), {})
+    assert identity(config(), {}) != identity(config(run__seed=2), {})

@@ -164,3 +164,27 @@ def test_groups_of_unknown_problems_are_refused(tmp_path):
     train_step(stages(tmp_path), 0)
     with pytest.raises(UserError, match="problems that the data does not have"):
         read_groups(episode_file(tmp_path, 1), {"p9": PROBLEMS[0]})
+
+
+def test_another_mesh_drops_the_episodes_of_weights_that_it_makes_anew(tmp_path):
+    one = Journal(tmp_path, "run", PROBLEMS)
+    two = Journal(tmp_path, "run", PROBLEMS, "data=2")
+    for step in (1, 2, 3, 4):
+        for kind in ("train", "eval_greedy"):
+            (two if step < 4 else one).write(step, [], kind)
+    two.drop_other_meshes(2, staleness=0)
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert episode_file(tmp_path, 3).name in kept and episode_file(tmp_path, 4).name not in kept
+    one.drop_other_meshes(1, staleness=0)
+    steps = {kind: [s for s in range(6) if one.read(s, kind)] for kind in ("train", "eval_greedy")}
+    # the rollouts of step 2 are by the weights of step 1, which are those of the checkpoint
+    assert steps == {"train": [1, 2], "eval_greedy": [1]}
+
+
+def test_rollouts_ahead_by_weights_of_before_the_checkpoint_stay(tmp_path):
+    two = Journal(tmp_path, "run", PROBLEMS, "data=2")
+    for step in (1, 2, 3, 4):
+        two.write(step, [])
+    one = Journal(tmp_path, "run", PROBLEMS)
+    one.drop_other_meshes(1, staleness=1)
+    assert [step for step in range(6) if one.read(step)] == [1, 2, 3]

@@ -24,9 +24,9 @@ class CountingModel:
         self.changes, self.paged_plan, self.device = model.changes, model.paged_plan, model.device
         self.passes = []
 
-    def hidden(self, tokens, positions, plan):
+    def hidden(self, tokens, positions, plan, choices=None):
         self.passes.append(len(tokens))
-        return self.model.hidden(tokens, positions, plan)
+        return self.model.hidden(tokens, positions, plan, choices)
 
 
 def decode(tokens):

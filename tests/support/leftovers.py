@@ -10,13 +10,14 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
-# pytest's own folders, torch's cache of compiled code, and what past_runs.py removes when its
-# process ends
-KNOWN = ("pytest-of-", "torchinductor_", "past-runs-")
+# pytest's own folders, torch's cache of compiled code, and what past_runs.py and multiprocessing
+# remove when their process ends
+KNOWN = ("pytest-of-", "torchinductor_", "past-runs-", "pymp-")
 
 
 def _checkout() -> set[str]:
@@ -60,4 +61,5 @@ class Session:
         )
 
     def remove(self):
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder as the process ends, after what multiprocessing removes (-100)."""
+        Finalize(None, shutil.rmtree, [self.folder, True], exitpriority=-200)

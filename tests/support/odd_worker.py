@@ -47,8 +47,8 @@ class LightWeights:
         self.files[version].flush()
         self.hashes[version] = hashlib.sha256(data).hexdigest()
 
-    def descriptor(self, version):
-        return os.dup(self.files[version].fileno())
+    def offer(self, version, workers):
+        return [({}, os.dup(self.files[version].fileno())) for _ in workers]
 
     def hash_of(self, version):
         return self.hashes[version]
@@ -120,17 +120,21 @@ def spin():
 
 
 class LightServer(Server):
-    def _apply(self, version, descriptor):
+    def _apply(self, version, source):
         time.sleep(0.05)
+        descriptor = self._channel.descriptors.popleft()
         data = os.pread(descriptor, 1 << 20, 0)
         os.close(descriptor)
         fault = self._engine.fault
+        if fault == "lost weights":
+            self._channel.send({"applied": version, "failed": "the line is down"})
+            return
         if fault == "other weights":
             data = b"other"
         self._engine.weights = hashlib.sha256(data).hexdigest()
         if fault != "stale" or self._engine.version < 0:
             self._engine.version = version
-        self._channel.send({"applied": version, "hash": self._engine.weights})
+        self._channel.send({"applied": version, "hash": self._engine.weights, "differ": []})
 
     def _answer(self, running):
         if running.completion is not None and self._engine.fault == "garbage":
@@ -172,7 +176,7 @@ def main(fault, file, parent):
     [message] = channel.receive()
     channel.send({"ready": True})
     try:
-        LightServer(channel, LightEngine(fault), [], message["start"]["beat_s"]).serve()
+        LightServer(channel, LightEngine(fault), None, message["start"]["beat_s"]).serve()
     except EOFError:
         return
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess as Fork
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from tandem.model.tiny import make_tiny
+from tandem.runtime.processes import ZOMBIE, descendants, state_of
 from tests.support.datasets import write_algebra
 
 RECIPE = """
@@ -181,6 +183,33 @@ def run(
     return 0, time.perf_counter() - start
 
 
+def rank_pid(driver: int, rank: int) -> int | None:
+    """The pid of a rank of a run, by its rank 0; None if it has not begun or has ended."""
+    if rank == 0:
+        return driver
+    for process in descendants(driver):
+        with suppress(OSError):
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if process.parent == driver and f"RANK={rank}".encode() in environment:
+                return process.pid
+    return None
+
+
+def kill_rank(driver: int, rank: int, end_s: float) -> str:
+    """Kill a rank of a run of two with SIGKILL; return what is wrong with the end of the other,
+    which has end_s for it. driver: the pid of rank 0."""
+    pids = {n: pid for n in (0, 1) if (pid := rank_pid(driver, n)) is not None}
+    if rank not in pids:
+        return f"rank {rank} was not there"
+    os.kill(pids[rank], signal.SIGKILL)
+    until = time.monotonic() + end_s
+    while alive := [n for n, pid in pids.items() if state_of(pid) not in ("", ZOMBIE)]:
+        if time.monotonic() > until:
+            return f"ranks {alive} live {end_s:g} s after rank {rank} was killed"
+        time.sleep(0.05)
+    return ""
+
+
 def unpinned() -> dict[str, str]:
     """The environment without a thread count, as a user has it."""
     return {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
@@ -202,11 +231,12 @@ class Forks:
 
     def run(self, command: list[str], folder: Path, kill_at_row: int | None = None) -> int:
         """The exit code; with kill_at_row it is killed with SIGKILL once metrics.jsonl has that
-        many rows."""
+        many rows and a checkpoint is there, which is saved beside the steps."""
         process = self.start(command, folder)
-        metrics = folder / "metrics.jsonl"
+        metrics, saved = folder / "metrics.jsonl", folder / "checkpoints"
         while kill_at_row is not None and process.is_alive():
-            if metrics.exists() and metrics.read_bytes().count(b"\n") >= kill_at_row:
+            rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            if rows >= kill_at_row and any(saved.glob("step_*")):
                 process.kill()
                 break
             time.sleep(0.002)

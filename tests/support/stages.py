@@ -112,14 +112,22 @@ def config(**changes):
     return Config.model_validate(tree)
 
 
-def stages_in(folder, settings, *, engine=None, reward=None, seed=0, sampling=PARAMS, run="run"):
+def stages_in(
+    folder, settings, *, engine=None, reward=None, seed=0, sampling=PARAMS, run="run", kind="qwen3"
+):
     """Stages that write to the folder in the name of a run.
 
     engine: None for the real one on the policy's model.
     """
-    model = exact_model("qwen3", seed=seed)
+    model = exact_model(kind, seed=seed)
     exact = engine is None  # a scripted engine's log-probs are no model's
-    engine = engine or Engine(model, lambda tokens: str(tokens), cache_bytes=1 << 24, max_batch=8)
+    engine = engine or Engine(
+        model,
+        lambda tokens: str(tokens),
+        cache_bytes=1 << 24,
+        max_batch=8,
+        record_experts=settings.rl.router_replay,
+    )
     journal = Journal(folder, run, PROBLEMS)
     return Stages(
         config=settings,

@@ -36,6 +36,7 @@ def bits(completion, *, text=False):
         completion.weight_versions,
         completion.top_tokens,
         completion.top_logprobs,
+        completion.experts,
     )
     return (
         [a.tobytes() for a in arrays],

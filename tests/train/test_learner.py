@@ -2,13 +2,13 @@
 weights."""
 
 import math
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
 
 from tandem.model.forward import batch_logprobs
-from tandem.train.learner import Update
 from tandem.train.pack import pack
 from tandem.train.supervised import sft_step
 from tandem.types import SamplingDistribution
@@ -28,15 +28,17 @@ def batches_of(budget=60):
     return pack(random_samples(np.random.default_rng(5), 4), budget)
 
 
-def updated(learner, batches, spoil=None, **count):
+def updated(learner, batches, spoil=None, **divisor):
     """One update on -log p summed; spoil changes the loss of a microbatch by its number."""
-    update = Update(learner)
-    for number, batch in enumerate(batches):
+    numbers = count()
+
+    def loss(batch):
         logprobs, _ = batch_logprobs(learner.model, batch, SamplingDistribution())
-        loss = -logprobs.sum()
-        metrics = {"tokens": float(len(logprobs)), "number": float(number)}
-        update.backward(batch, spoil(number, loss) if spoil else loss, metrics)
-    return update.step(**count)
+        loss, at = -logprobs.sum(), next(numbers)
+        metrics = {"tokens": float(len(logprobs)), "number": float(at)}
+        return spoil(at, loss) if spoil else loss, metrics
+
+    return learner.update(batches, loss, **divisor)
 
 
 def test_metrics_are_sums_over_microbatches_divided_by_the_count():

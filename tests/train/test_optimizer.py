@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tandem.train.optimizer import Optimizer, factor, global_norm
+from tandem.train.optimizer import factor, global_norm
+from tests.support.optimizers import bits, optimizer, set_gradients
 
 SHAPES = {"embedding": (30, 8), "bias": (8,), "experts": (3, 5, 8)}
 
@@ -18,29 +19,6 @@ def parameters(seed=0):
     return {
         name: nn.Parameter(torch.randn(shape, generator=noise)) for name, shape in SHAPES.items()
     }
-
-
-def optimizer(weights, **changes):
-    settings = {
-        "learning_rate": 0.01,
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "total_steps": 10,
-        "weight_decay": 0.1,
-        "betas": (0.9, 0.95),
-        "max_grad_norm": 1e9,
-    }
-    return Optimizer(weights, **{**settings, **changes})
-
-
-def set_gradients(weights, step, scale=1.0):
-    noise = torch.Generator().manual_seed(1000 + step)
-    for parameter in weights.values():
-        parameter.grad = torch.randn(parameter.shape, generator=noise) * scale
-
-
-def bits(weights):
-    return {name: p.detach().float().numpy().tobytes() for name, p in weights.items()}
 
 
 def test_updates_are_torchs_adamw_with_decay_on_matrices_only():

@@ -9,12 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from tandem.config.schema import Preference
+from tandem.model.forward import batch_values
 from tandem.model.load import make_exact
 from tandem.train.pack import pack
+from tandem.train.ranks import ALONE
 from tandem.train.supervised import (
     answer_pair,
+    answers,
     pair_loss,
     preference_step,
+    reference_answers,
     reward_model_step,
     score_loss,
     scored_pair,
@@ -274,7 +278,8 @@ def test_pairs_without_a_common_first_token_stay_together():
     model, batches = exact_model("qwen3"), packed(pairs, budget=16)
     assert [batch.samples.tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5]]
     for batch in batches:
-        assert pair_loss(model, model, batch, LOSSES["dpo"])[0].shape == (1,)
+        fixed = reference_answers(model, [batch], ALONE)
+        assert pair_loss(answers(model, batch), batch, fixed, LOSSES["dpo"])[0].shape == (1,)
 
 
 # ---- reward models
@@ -313,7 +318,7 @@ def test_reward_model_learns_its_pairs():
 def test_new_head_prefers_nothing():
     value, _ = value_twins("qwen3", score=0.0)
     [batch] = packed(random_pairs(), scored_pair, budget=1000)
-    losses, metrics = score_loss(value, batch)
+    losses, metrics = score_loss(batch_values(value, batch))
     assert torch.equal(losses, losses.new_full((5,), math.log(2))) and (
         metrics["margin"],
         metrics["accuracy"],

@@ -6,14 +6,14 @@
     step()  _dispatch      todo -> tickets of a worker --> {"request": 7}: submit, Engine.step
             _on_message    completion, signs of life  <--  {"completion": 7}, {"alive": true}
             _check_heartbeats  silence: SIGKILL, a new worker, its tickets back in front
-    apply(version)         weights to all that are up -->  map, load, hash
-            _on_hash       it must be the trainer's   <--  {"applied": 4, "hash": "9f86..."}
+    apply(version)         weights to all that are up -->  receive, load, hash
+            _on_applied    it must be the trainer's   <--  {"applied": 4, "hash": "9f86..."}
+              or once more, then a new worker         <--  {"applied": 4, "failed": "..."}
 
 step waits for the workers' sockets, at most WAIT_S, as its caller may have more to submit; apply
-waits until each worker that is up has answered or is lost; nothing else waits. Both go on after an
-answer, the end of a socket, or heartbeat_s without a sign of life, after which the worker is
-killed. Silence counts only while the pool listens, so a driver that was stopped or busy does not
-take its workers for silent.
+waits until the first worker runs the weights, or none that is up is left; nothing else waits. Both
+go on after an answer, the end of a socket, or heartbeat_s without a sign of life, after which the
+worker is killed. Silence counts only while the pool listens, and not while the driver is busy.
 
 A worker is starting, then syncing (it loads the current version), and gets requests only after its
 hash was right. While one starts, the others serve. A request of a lost worker goes to another
@@ -27,14 +27,15 @@ import selectors
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from tandem.engine.worker_pool.process import Ticket, WorkerProcess
+from tandem.engine.worker_pool import errors
+from tandem.engine.worker_pool.process import LocalProcess, Published, Spawn, Ticket, WorkerProcess
 from tandem.engine.worker_pool.protocol import (
     cancelled_completion,
     identity_of,
@@ -43,36 +44,21 @@ from tandem.engine.worker_pool.protocol import (
     request_message,
 )
 from tandem.runtime import watchdog
-from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.worker_channel import Message, ProtocolError, RestartLimit
 from tandem.types import Request
-
-if TYPE_CHECKING:  # nothing here needs torch
-    from tandem.weights.shared import Layout
 
 COMMAND = (sys.executable, "-m", "tandem.engine.worker_pool.worker")
 WAIT_S = 0.05  # in one step
 BEATS = 4  # signs of life at least in heartbeat_s
 
 
-class Published(Protocol):
-    """The published weights: weights/shared.py."""
-
-    layout: "Layout"
-
-    def descriptor(self, version: int) -> int:
-        """Return a descriptor for weights.shared.read_tensors; the caller closes it."""
-
-    def hash_of(self, version: int) -> str:
-        """Return weights.hashing.weight_hash of the trainer's weights."""
-
-
 class Workers:
     """Pool of rollout workers, a context; weights reach them with the first `apply`.
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
-    Worker n is on devices[n % len(devices)]; cache_mb, max_batch: of each. restarts: most workers
-    that may be lost; the next one ends the run with a UserError. report: told of losses.
+    Worker n is on devices[n % len(devices)]; cache_mb, max_batch, splits: of each. restarts: most
+    workers that may be lost; the next one ends the run with a UserError. report: told of losses.
+    spawn: starts a worker's process; None: `command`, on this machine.
     """
 
     def __init__(
@@ -81,6 +67,7 @@ class Workers:
         model_path: str,
         devices: Sequence[str] = ("cpu",),
         dtype: str = "float32",
+        splits: int = 1,
         cache_mb: int,
         max_batch: int,
         longest: int,
@@ -88,32 +75,37 @@ class Workers:
         heartbeat_s: float,
         restarts: int,
         weights: Published,
+        record_experts: bool = False,
         report: Callable[[str], None],
         command: Sequence[str] = COMMAND,
+        spawn: Spawn | None = None,
     ):
         self.weight_version = -1  # none yet
-        self.longest = longest
-        self.restarts = RestartLimit(restarts)
+        self.longest, self.restarts = longest, RestartLimit(restarts)
         self._max_batch, self._heartbeat_s = max_batch, heartbeat_s
-        self._weights, self._report, self._command = weights, report, command
+        self._weights, self._report = weights, report
+        self._host = spawn or (lambda number: LocalProcess(command))
         self._beat_s, self._devices = min(1.0, heartbeat_s / BEATS), devices
         self._start = {
             "model_path": model_path,
             "dtype": dtype,
+            "splits": splits,
             "cache_bytes": cache_mb << 20,
             "max_batch": max_batch,
+            "longest": longest,
             "layout": weights.layout.parts,
+            "record_experts": record_experts,
             "beat_s": self._beat_s,
         }
         self._todo: deque[Ticket] = deque()
-        self._ended: list[Ticket] = []
-        self._submitted = 0
+        self._submitted, self._ended = 0, list[Ticket]()
         # the worker with a prefix in its cache, by an episode's key and by a prompt's hash
         self._affinity: dict[int, WorkerProcess] = {}
         self._gaps: dict[int, float | None] = {}  # by worker, None while it checks
         self._polled = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, WorkerProcess] = {}
+        self._lost: Counter[int] = Counter()  # restarts, by the worker's number
         self._closing, self._closed = threading.Lock(), False
         for number in range(count):
             self._spawn(number)
@@ -129,7 +121,7 @@ class Workers:
         with self._closing:
             self._closed = True
             while self._workers:
-                self._workers.popitem()[1].end()
+                self._workers.popitem()[1].host.end()
             self._selector.close()
 
     # ---------------------------------------------------------------- Generate
@@ -138,7 +130,7 @@ class Workers:
         """Take a request. Raises UserError if no engine has room for it."""
         needed = len(request.prompt) + request.params.max_new_tokens
         if needed > self.longest:
-            raise _too_long(needed, self.longest)
+            raise errors.too_long(needed, self.longest)
         ticket = Ticket(self._submitted, request, identity_of(request))
         self._submitted += 1
         self._todo.append(ticket)
@@ -168,41 +160,54 @@ class Workers:
     def apply(self, version: int) -> None:
         """Run the published weights of that version from now on. No request may be under way.
 
-        Raises UserError if a worker's weights are not the trainer's.
+        Returns once one worker serves. Raises UserError, as `step` does, for other weights.
         """
-        given = [ticket for worker in self._workers.values() for ticket in worker.tickets.values()]
-        if self._todo or any(ticket.completion is None for ticket in given):
-            raise RuntimeError(f"weights of version {version} come while requests are under way")
+        self._require_idle(f"weights of version {version} come")
         self.weight_version = version
         self._affinity.clear()
         up = [worker for worker in self._workers.values() if worker.started]
-        for worker in up:
-            self._sync(worker)
-        self._wait_for(
-            up, lambda worker: worker.state != "syncing", f"the hash of weights {version}"
-        )
+        self._sync(up)
+        with watchdog.waiting_for("rollout workers", f"the hash of weights {version}"):
+            while (left := [worker for worker in up if self._is_current(worker)]) and all(
+                worker.state == "syncing" for worker in left
+            ):
+                self._poll()
+
+    def resize(self, count: int) -> None:
+        """Start or end workers until there are count. No request may be under way."""
+        self._require_idle("workers join or leave")
+        for number in sorted(self._workers)[count:]:
+            self._remove(self._workers[number])
+        for number in range(len(self._workers), count):
+            self._spawn(number)
+
+    def _require_idle(self, what: str) -> None:
+        given = [ticket for one in self._workers.values() for ticket in one.tickets.values()]
+        if self._todo or any(ticket.completion is None for ticket in given):
+            raise RuntimeError(f"{what} while requests are under way")
+
+    @property
+    def count(self) -> int:
+        return len(self._workers)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Describe each worker: where it runs and what it does. Any thread may ask."""
+        return [
+            {**worker.describe(), "restarts": self._lost[number]}
+            for number, worker in sorted(self._workers.copy().items())
+        ]
 
     def logprob_gap(self) -> float:
-        """Return the largest Engine.logprob_gap of the workers that are up, each of its own
-        completion; a worker lost meanwhile does not count."""
+        """Return the largest Engine.logprob_gap of the workers that are up and stay so."""
         up = [worker for worker in self._workers.values() if worker.version == self.weight_version]
         self._gaps = dict.fromkeys((worker.number for worker in up), None)
         for worker in up:
             self._send(worker, {"check": self.weight_version})
-        self._wait_for(up, lambda worker: self._gaps[worker.number] is not None, "their log-probs")
+        with watchdog.waiting_for("rollout workers", "their log-probs"):
+            while any(self._is_current(one) and self._gaps[one.number] is None for one in up):
+                self._poll()
         # a NaN shows
         return float(np.max([gap for gap in self._gaps.values() if gap is not None], initial=0.0))
-
-    def _wait_for(
-        self,
-        workers: Collection[WorkerProcess],
-        answered: Callable[[WorkerProcess], bool],
-        what: str,
-    ) -> None:
-        """Wait until each of the workers has answered or is lost."""
-        with watchdog.waiting_for("rollout workers", what):
-            while any(self._is_current(worker) and not answered(worker) for worker in workers):
-                self._poll()
 
     # ---------------------------------------------------------------- to a worker
 
@@ -227,10 +232,14 @@ class Workers:
             worker.tickets[ticket.number] = ticket
             self._send(worker, request_message(ticket.number, request))
 
-    def _sync(self, worker: WorkerProcess) -> None:
-        worker.syncing.append(self.weight_version)
-        descriptor = self._weights.descriptor(self.weight_version)
-        self._send(worker, {"apply": self.weight_version}, descriptor)
+    def _sync(self, workers: Sequence[WorkerProcess]) -> None:
+        """Offer the weights to workers; what they run is unknown until the hash is right."""
+        version = self.weight_version
+        offers = self._weights.offer(version, workers)
+        for worker, (source, descriptor) in zip(workers, offers, strict=True):
+            worker.syncing.append(version)
+            worker.version = -1
+            self._send(worker, {"apply": version, "from": source}, descriptor)
 
     def _send(self, worker: WorkerProcess, message: Message, descriptor: int = -1) -> None:
         worker.channel.send(message, descriptor)
@@ -247,24 +256,46 @@ class Workers:
         with self._closing:
             if self._closed:
                 raise RuntimeError("the rollout workers are closed")
-            worker = self._workers[number] = WorkerProcess(number, self._command)
-            self._selector.register(worker.channel.socket, selectors.EVENT_READ, worker)
-        start = {**self._start, "device": self._devices[number % len(self._devices)]}
-        self._send(worker, {"start": start})
+            worker = self._workers[number] = WorkerProcess(number, self._host(number))
+        self._connect(worker)
+
+    def _connect(self, worker: WorkerProcess) -> None:
+        """Have a worker start if it has connected; replace it if it never will."""
+        try:
+            if (connection := worker.host.connect()) is None:
+                return
+        except EOFError:
+            self._replace(worker, worker.host.how_it_ended())
+            return
+        with self._closing:
+            if self._closed:
+                raise RuntimeError("the rollout workers are closed")
+            worker.connection = connection
+            self._selector.register(connection.socket, selectors.EVENT_READ, worker)
+        device = self._devices[worker.number % len(self._devices)]
+        self._send(worker, {"start": {**self._start, "device": device}})
+
+    def _remove(self, worker: WorkerProcess) -> None:
+        """End a worker, and forget it."""
+        del self._workers[worker.number]
+        if worker.connection is not None:
+            self._selector.unregister(worker.connection.socket)
+        worker.host.end()
+        self._affinity = {key: home for key, home in self._affinity.items() if home is not worker}
 
     def _is_current(self, worker: WorkerProcess) -> bool:
         return self._workers.get(worker.number) is worker
 
     def _replace(self, worker: WorkerProcess, reason: str) -> None:
         """Kill a worker, start another in its place, and put its requests back in front."""
-        lost, last_words = f"{worker} was lost while {worker.state}: {reason}", worker.last_words()
-        self._selector.unregister(self._workers.pop(worker.number).channel.socket)
-        worker.end()
+        lost = f"{worker} was lost while {worker.state}: {reason}"
+        last_words = worker.host.last_words()
+        self._remove(worker)
+        self._lost[worker.number] += 1
         back = [ticket for ticket in worker.tickets.values() if ticket.completion is None]
         self._todo.extendleft(reversed(back))
-        self._affinity = {key: home for key, home in self._affinity.items() if home is not worker}
         if not self.restarts.spend():
-            raise _no_restart_left(self.restarts.limit, lost, last_words)
+            raise errors.no_restart_left(self.restarts.limit, lost, last_words)
         self._report(
             f"{lost}; restart {self.restarts.used} of {self.restarts.limit}, "
             f"{len(back)} of its requests are served again"
@@ -273,8 +304,10 @@ class Workers:
 
     def _poll(self) -> None:
         """Wait for an event, handle it, and dispatch requests."""
+        for worker in [one for one in self._workers.values() if one.connection is None]:
+            self._connect(worker)
         for key, events in self._selector.select(WAIT_S):
-            worker: WorkerProcess = key.data
+            worker = key.data
             if events & selectors.EVENT_READ and self._is_current(worker):
                 self._on_readable(worker)
             if events & selectors.EVENT_WRITE and self._is_current(worker):
@@ -283,14 +316,13 @@ class Workers:
         self._dispatch()
 
     def _check_heartbeats(self) -> None:
-        """Replace silent workers. Time in which the pool did not listen counts little: messages
-        wait in the sockets."""
+        """Replace silent workers. Time in which the pool did not listen counts little."""
         now = time.monotonic()
         passed, self._polled = min(now - self._polled, self._beat_s), now
         for worker in list(self._workers.values()):
             worker.silent_s += passed
             if worker.silent_s > self._heartbeat_s:
-                stack = worker.stack() or "it has no stack: it was stopped, or had not begun"
+                stack = worker.host.stack() or "it has no stack: it was stopped, or had not begun"
                 self._replace(worker, f"no sign of life for {self._heartbeat_s:g} s\n{stack}")
 
     # ---------------------------------------------------------------- from a worker
@@ -300,10 +332,12 @@ class Workers:
         try:
             for message in worker.channel.receive():
                 self._on_message(worker, message)
+                if not self._is_current(worker):  # its channel is closed
+                    return
         except ProtocolError as error:
             self._replace(worker, f"it wrote what is {error}")
         except EOFError:
-            self._replace(worker, worker.how_it_ended())
+            self._replace(worker, worker.host.how_it_ended())
 
     def _on_message(self, worker: WorkerProcess, message: Message) -> None:
         if message != {"alive": False}:  # it is at work
@@ -314,11 +348,11 @@ class Workers:
             case {"ready": True} if not worker.started:
                 worker.started = True
                 if self.weight_version >= 0:
-                    self._sync(worker)
-            case {"applied": int(version), "hash": str(digest)} if (
-                worker.syncing and version == worker.syncing[0]
-            ):
-                self._on_hash(worker, worker.syncing.popleft(), digest)
+                    self._sync([worker])
+            case {"applied": int(version)} if worker.syncing and version == worker.syncing[0]:
+                worker.syncing.popleft()
+                if version == self.weight_version:  # else a newer one was sent meanwhile
+                    self._on_applied(worker, message)
             case {"completion": int(number), "identity": str(identity)} if number in worker.tickets:
                 self._on_completion(worker, worker.tickets[number], identity, message)
             case {"cancelled": int(number)} if (
@@ -332,68 +366,35 @@ class Workers:
             case _:
                 raise ProtocolError(f"not an answer: {str(message)[:200]}")
 
-    def _on_hash(self, worker: WorkerProcess, version: int, digest: str) -> None:
-        if version != self.weight_version:  # a newer one was sent meanwhile
-            return
-        expected = self._weights.hash_of(version)
-        if digest != expected:
-            raise _other_weights(f"{worker}, weight version {version}", digest, expected)
-        worker.version = version
+    def _on_applied(self, worker: WorkerProcess, message: Message) -> None:
+        version, expected = self.weight_version, self._weights.hash_of(self.weight_version)
+        match message:
+            case {"hash": str(digest), "differ": list(names)}:
+                if digest != expected:
+                    where = f"{worker}, weight version {version}"
+                    raise errors.other_weights(where, names, digest, expected)
+                worker.version = version
+            case {"failed": str(reason)} if worker.retried != version:
+                self._report(f"{worker} did not get weights {version}, and tries again: {reason}")
+                worker.retried = version
+                self._sync([worker])
+            case _:
+                reason = message.get("failed", str(message)[:200])
+                self._replace(worker, f"it did not get weights {version}: {reason}")
 
     def _on_completion(
         self, worker: WorkerProcess, ticket: Ticket, identity: str, message: Message
     ) -> None:
         where = f"{worker}, request {ticket.number}"
         if identity != ticket.identity:
-            raise InvariantError(
-                "a completion was made for another request",
-                where=where,
-                found=identity,
-                expected=ticket.identity,
-                next="a bug: it is not trained; please report it",
-            )
+            raise errors.other_request(where, identity, ticket.identity)
         completion = read_completion(message)
-        resumed = (
-            0 if ticket.request.resume_from is None else len(ticket.request.resume_from.tokens)
-        )
-        versions = completion.weight_versions[resumed:]
+        paused = ticket.request.resume_from
+        versions = completion.weight_versions[0 if paused is None else len(paused.tokens) :]
         if (versions != self.weight_version).any():
-            raise UserError(
-                "a completion was sampled by other weights than those applied",
-                where=where,
-                found=f"tokens of version {sorted(set(versions.tolist()))}",
-                expected=f"version {self.weight_version}",
-            )
+            raise errors.other_version(where, sorted(set(versions.tolist())), self.weight_version)
         del worker.tickets[ticket.number]
+        worker.num_completed += 1
         if ticket.completion is None:  # else it was cancelled meanwhile
             ticket.completion = completion
             self._ended.append(ticket)
-
-
-def _too_long(needed: int, longest: int) -> UserError:
-    return UserError(
-        "a sequence would be longer than an engine can hold",
-        where="rollout.max_new_tokens",
-        found=f"{needed} tokens, prompt and completion",
-        expected=f"at most {longest} (by the model's positions and rollout.cache_mb)",
-    )
-
-
-def _no_restart_left(limit: int, lost: str, last_words: str) -> UserError:
-    return UserError(
-        "rollout workers end again and again",
-        where=lost,
-        found=last_words,
-        expected=f"at most {limit} restarts in a run (rollout.restarts)",
-        next="look at what the worker wrote last; the same command resumes the run",
-    )
-
-
-def _other_weights(where: str, found: str, expected: str) -> UserError:
-    return UserError(
-        "the engine's weights differ from the trainer's",
-        where=where,
-        found=found,
-        expected=expected,
-        next="no token was sampled with them; the same command resumes the run",
-    )

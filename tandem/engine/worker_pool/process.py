@@ -1,23 +1,30 @@
-"""The process of a rollout worker, as the pool holds it: its start, state, last words and end.
+"""A rollout worker, as the pool holds it: its state, and its process, here (LocalProcess) or on
+another node (cluster/ray_cluster.py).
 
 Does not know the meaning of messages or the fate of requests.
 """
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
-from tandem.runtime.worker_channel import spawn
+from tandem.runtime.worker_channel import Channel, Message, spawn
 from tandem.types import Completion, Request
 
+if TYPE_CHECKING:  # nothing here needs torch
+    from tandem.weights.shared import Layout
+
 State = Literal["starting", "syncing", "idle", "serving"]
+
+HERE = socket.gethostname()
 
 EXIT_S = 5.0  # between the end of a worker's socket, or a SIGKILL, and the end of its process
 STACK_S = 0.2  # for a silent worker to write where it is
@@ -41,25 +48,69 @@ class Ticket:
         self.completion: Completion | None = None
 
 
-class WorkerProcess:
-    """A worker process."""
+class Host(Protocol):
+    """The process of a worker, from its start on."""
 
-    def __init__(self, number: int, command: Sequence[str]):
-        self.number = number
+    node: str  # the machine that it runs on
+    pid: int  # there; 0: not known yet
+
+    def connect(self) -> Channel | None:
+        """Return the non-blocking channel to it; None as long as it has not connected. Raises
+        EOFError if it never will."""
+
+    def stack(self) -> str:
+        """Return a silent worker's stack, innermost call first, if it can tell; end it
+        afterwards."""
+
+    def last_words(self) -> str:
+        """Return the last lines that it wrote."""
+
+    def how_it_ended(self) -> str:
+        """Describe how it ended, after its connection has."""
+
+    def end(self) -> None:
+        """Kill it, and close the channel; once."""
+
+
+Spawn = Callable[[int], Host]  # starts the process of the worker of that number
+
+
+class Published(Protocol):
+    """The published weights: weights/shared.py, or cluster/ray_cluster.py."""
+
+    layout: "Layout"
+
+    def offer(self, version: int, workers: "Sequence[WorkerProcess]") -> list[tuple[Message, int]]:
+        """Return what each of the workers needs to load a version: the part "from" of its message,
+        and a descriptor that the channel closes, or -1."""
+
+    def hash_of(self, version: int) -> str:
+        """Return weights.hashing.combine of the digests of the trainer's weights."""
+
+
+class WorkerProcess:
+    """A worker, and what the pool has told it."""
+
+    def __init__(self, number: int, host: Host):
+        self.number, self.host = number, host
+        self.connection: Channel | None = None  # not yet
         self.started = False  # it said that it is ready
         self.syncing: deque[int] = deque()  # versions that it was told to load and has not answered
         self.version = -1  # of the weights that it runs, by its own hash
+        self.retried = -1  # the version that it was offered again after a failure
         self.tickets: dict[int, Ticket] = {}  # given and not answered, cancelled ones included
+        self.num_completed = 0
         self.silent_s = 0.0  # time that the pool listened since the last sign of life
-        with tempfile.TemporaryFile() as log:
-            self._log = os.dup(log.fileno())  # the file has no name
-            self._process, self.channel = spawn(
-                command, MAX_LINE_BYTES, ENVIRONMENT, stdout=2, stderr=log
-            )
+
+    @property
+    def channel(self) -> Channel:
+        """Its channel, once it has connected."""
+        assert self.connection is not None
+        return self.connection
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.host.pid
 
     @property
     def state(self) -> State:
@@ -69,12 +120,38 @@ class WorkerProcess:
             return "syncing"
         return "serving" if self.tickets else "idle"
 
+    def describe(self) -> dict[str, Any]:
+        """Describe where it runs and what it does, for `tandem status`."""
+        return {
+            "role": f"rollout worker {self.number}",
+            "node": self.host.node,
+            "pid": self.pid,
+            "state": self.state,
+            "version": self.version,
+            "requests": self.num_completed,
+        }
+
     def __str__(self) -> str:
-        return f"rollout worker {self.number} (process {self.pid})"
+        place = "" if self.host.node == HERE else f" on {self.host.node}"
+        return f"rollout worker {self.number} (process {self.pid}{place})"
+
+
+class LocalProcess:
+    """A worker's process on this machine. Implements Host."""
+
+    def __init__(self, command: Sequence[str]):
+        self.node = HERE
+        with tempfile.TemporaryFile() as log:
+            self._log = os.dup(log.fileno())  # the file has no name
+            self._process, self._channel = spawn(
+                command, MAX_LINE_BYTES, ENVIRONMENT, stdout=2, stderr=log
+            )
+        self.pid = self._process.pid
+
+    def connect(self) -> Channel:
+        return self._channel
 
     def stack(self) -> str:
-        """Return a silent worker's stack, innermost call first, if it can tell; end it
-        afterwards."""
         before = os.fstat(self._log).st_size
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR2)
@@ -83,7 +160,6 @@ class WorkerProcess:
         return "\n".join(line for line in lines if line.startswith("File"))
 
     def last_words(self) -> str:
-        """Return the last lines of its log."""
         start = max(0, os.fstat(self._log).st_size - LOG_BYTES)
         return "\n".join(self._read_log(start)[-LAST_LINES:])
 
@@ -91,7 +167,6 @@ class WorkerProcess:
         return os.pread(self._log, LOG_BYTES, start).decode(errors="replace").strip().splitlines()
 
     def how_it_ended(self) -> str:
-        """Describe how it ended, after its socket has."""
         try:
             code = self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
@@ -101,9 +176,8 @@ class WorkerProcess:
         return f"it ended with exit code {code}"
 
     def end(self) -> None:
-        """Kill it; once."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_S)
-        self.channel.close()
+        self._channel.close()
         os.close(self._log)

@@ -1,14 +1,18 @@
 """The JSON lines between Workers and a rollout worker.
 
-    to a worker    {"start": {"model_path", "cache_bytes", "max_batch", "layout", "beat_s"}}
-                   {"apply": 4}        with the descriptor of the weights of version 4 beside it
+    to a worker    {"start": {"model_path", "dtype", "splits", "cache_bytes", "max_batch",
+                    "longest", "layout", "record_experts", "beat_s"}}
+                   {"apply": 4, "from": {"transport", "names", "digests", ...}}   an offer of
+                    weights/shared.py, with the descriptor of the weights beside it or not
                    {"request": 7, "key", "prompt", "params", "num_sampled", "resume_from",
                     "max_tokens_now"}
                    {"cancel": 7}
                    {"check": 4}        a completion of version 4 against the trainer's packed pass
     from a worker  {"alive": true}     a sign of life, as any line is, and whether it is at work
                    {"ready": true}     it has started, and waits for weights
-                   {"applied": 4, "hash": "9f86..."}   the weights that it runs now, hashed
+                   {"applied": 4, "hash": "9f86...", "differ": []}   the weights that it runs now,
+                    hashed, and names of tensors that are not as they were published
+                   {"applied": 4, "failed": "..."}     it has not got them, and runs what it had
                    {"completion": 7, "identity", "tokens", "logprobs", ...}
                    {"cancelled": 7}
                    {"checked": 4, "gap": 0.0}          Engine.logprob_gap
@@ -115,6 +119,8 @@ def _completion_fields(completion: Completion) -> Message:
         "top_shape": completion.top_tokens.shape,
         "top_tokens": _encode_array(completion.top_tokens, "<i8"),
         "top_logprobs": _encode_array(completion.top_logprobs, "<f4"),
+        "experts_shape": completion.experts.shape,
+        "experts": _encode_array(completion.experts, "<i2"),
     }
 
 
@@ -128,6 +134,7 @@ def _read_completion_fields(fields: Message) -> Completion:
         stop_reason=fields["stop_reason"],
         top_tokens=_decode_array(fields["top_tokens"], "<i8").reshape(shape),
         top_logprobs=_decode_array(fields["top_logprobs"], "<f4").reshape(shape),
+        experts=_decode_array(fields["experts"], "<i2").reshape(tuple(fields["experts_shape"])),
     )
 
 

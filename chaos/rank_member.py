@@ -1,0 +1,95 @@
+"""A trainer process that joins others, sums tensors with them, and has one of the faults of
+chaos/ranks.py at a step."""
+
+import os
+import resource
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from tandem.config.parallel import Parallel
+from tandem.runtime import numerics
+from tandem.train.parallel.mesh import WEIGHTS, Mesh, make_mesh
+from tandem.train.parallel.pipeline import STATES
+from tandem.train.parallel.processes import Place, Processes, join
+
+STEPS = 200
+
+
+def run(
+    rank: int, config: Parallel, port: int, out: Path, fault: str, victim: int, at: int
+) -> None:
+    """Take part until the fault ends it; what it prints is appended to `out`."""
+    with (out / f"{rank}.txt").open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    numerics.prepare(1)
+    place = Place(rank, config.processes, rank, config.processes, "127.0.0.1", port)
+    try:
+        with join(place, timeout_s=config.timeout_s, stall_s=300.0) as processes:
+            mesh = make_mesh(config, torch.device("cpu"), processes.announce)
+            for step in range(STEPS):
+                if rank == 0:
+                    processes.order("learn", step=step)
+                else:
+                    processes.next_order()
+                if rank == victim and step == at:
+                    (out / "fault").touch()
+                    FAULTS[fault](processes, mesh)
+                learn(mesh)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def learn(mesh: Mesh) -> None:
+    """Communicate as a step does over each dimension that the mesh has."""
+    layer, rows = mesh.group("tensor"), torch.ones(999, 4)
+    stages, context, experts = (mesh.group(n) for n in ("pipeline", "context", "expert"))
+    if stages.rank > 0:
+        stages.receive(rows.shape, rows.dtype, stages.rank - 1, STATES)
+    if stages.rank + 1 < stages.size:
+        stages.send(rows, stages.rank + 1, STATES)
+    layer.sum(rows, "outputs of a layer")
+    if context.size > 1:
+        context.exchange(rows.view(context.size, -1), "attention heads")
+    if experts.size > 1:
+        parts = list(rows.chunk(experts.size))
+        experts.all_to_all(parts, [torch.empty_like(part) for part in parts], "rows for experts")
+    mesh.group(*WEIGHTS).sum(torch.ones(1000), "gradients")
+    mesh.world.gather(1.0, "norm of the gradients")
+
+
+def stop(processes: Processes, mesh: Mesh) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill(processes: Processes, mesh: Mesh) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exhaust_memory(processes: Processes, mesh: Mesh) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 26), resource.RLIM_INFINITY))
+    kept = [torch.ones(1 << 22) for _ in range(64)]
+    raise AssertionError(f"{len(kept)} tensors of 16 MiB were allocated")
+
+
+def get_out_of_step(processes: Processes, mesh: Mesh) -> None:
+    mesh.world.gather("another", "results of microbatches")
+
+
+def leave_one_out(processes: Processes, mesh: Mesh) -> None:
+    processes.next_order() if processes.rank else processes.order("learn", step=-1)
+
+
+FAULTS = {
+    "stopped": stop,
+    "killed": kill,
+    "out of memory": exhaust_memory,
+    "out of step": get_out_of_step,
+    "a step left out": leave_one_out,
+}

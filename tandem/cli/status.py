@@ -1,0 +1,68 @@
+"""`tandem status` and `tandem scale`: a run looked at, and grown or shrunk, while it goes on."""
+
+from pathlib import Path
+from typing import Any
+
+from tandem.cli.progress import print_lines, print_table
+from tandem.run_folder.lock import holder
+from tandem.run_folder.status import parse_wish, read_status, write_wish
+from tandem.runtime.errors import UserError
+
+COLUMNS = ("role", "node", "pid", "state", "version", "requests", "restarts")
+
+
+def status(folder: Path) -> None:
+    """Print whether a run lives, how far it is, and who runs where and does what."""
+    alive = _holder(folder)
+    written = read_status(folder)
+    lives = f"runs: {alive}" if alive else "does not run; the same command goes on"
+    print_lines([f"{folder}: {lives}"])
+    if written is None:
+        print_lines(["no step has begun"])
+        return
+    step, steps, when = written["step"], written["steps"], written["time"]
+    print_lines([f"step {step} of {steps}, {'as of' if alive else 'last seen'} {when}"])
+    print_table(COLUMNS, [_cells(process) for process in written["processes"]])
+
+
+def scale(folder: Path, wish: str) -> None:
+    """Ask a run that lives for another number of rollout workers; it follows before its next
+    rollout. Raises UserError."""
+    count, alive = parse_wish(wish), _holder(folder)
+    written = read_status(folder)
+    if not alive or written is None:
+        raise UserError(
+            "only a run that is under way has workers",
+            where=str(folder),
+            found="no process that runs it" if not alive else "a run that is just starting",
+            expected="a run that `tandem status` says runs",
+            next=f"start it with rollout.workers={count}",
+        )
+    workers = [row for row in written["processes"] if row["role"].startswith("rollout worker")]
+    if not workers:
+        raise UserError(
+            "the run has no rollout workers",
+            where=str(folder),
+            found="rollout.workers = 0: the trainer's own process samples",
+            expected="a run with rollout.workers of at least 1",
+            next=f"stop it, and start the same command with rollout.workers={count}",
+        )
+    write_wish(folder, count)
+    print_lines([f"{folder}: {len(workers)} rollout workers now, {count} from the next rollout on"])
+
+
+def _holder(folder: Path) -> str:
+    """Return who runs the folder, or "". Raises UserError if it is no run folder."""
+    if not (folder / "config.toml").is_file():
+        raise UserError(
+            "not a run folder",
+            where=str(folder),
+            found="no config.toml" if folder.is_dir() else "no such folder",
+            expected="the folder of a run",
+            next="ls runs",
+        )
+    return holder(folder)
+
+
+def _cells(process: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(process[name]) if name in process else "" for name in COLUMNS)

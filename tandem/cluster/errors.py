@@ -1,0 +1,50 @@
+"""The UserErrors of a Ray cluster."""
+
+from tandem.runtime.errors import UserError
+
+
+def no_ray() -> UserError:
+    """Report that the package is missing."""
+    return UserError(
+        "the package ray is not installed",
+        where="cluster.nodes",
+        found="no ray",
+        expected="Ray 2.50 or newer",
+        next="pip install 'tandem-rl[ray]', or cluster.nodes=0",
+    )
+
+
+def too_small(address: str, found: int, expected: int) -> UserError:
+    """Report a joined cluster with fewer living nodes than the config says."""
+    return UserError(
+        "the Ray cluster is smaller than the config says",
+        where=f"cluster.address = {address}",
+        found=f"{found} living nodes",
+        expected=f"cluster.nodes = {expected}",
+        next="start the other nodes (`ray start --address=...`), or lower cluster.nodes",
+    )
+
+
+def not_joined(address: str, found: str) -> UserError:
+    """Report a cluster that cannot be joined. found: what Ray says, any number of lines."""
+    lines = [line for line in found.splitlines() if line.strip()]
+    return UserError(
+        "the Ray cluster cannot be joined",
+        where=f"cluster.address = {address}",
+        found=" ".join(lines[:3])[:300],
+        expected="the address that `ray start --head` printed, a node of the cluster on this "
+        "machine, and its token (RAY_AUTH_TOKEN, or `ray get-auth-token --generate`)",
+        next="look with `ray status`; a cluster without tokens needs RAY_AUTH_MODE=disabled; or "
+        "leave cluster.address out for a cluster on this machine",
+    )
+
+
+def not_started(error: Exception) -> UserError:
+    """Report a cluster that cannot be started."""
+    return UserError(
+        "Ray does not start on this machine",
+        where="cluster.nodes",
+        found=str(error).splitlines()[0][:300] if str(error) else type(error).__name__,
+        expected="a node within 30 s, in three tries",
+        next="try again when the machine is less busy, or cluster.nodes=0",
+    )

@@ -1,0 +1,397 @@
+"""Rollout workers on the nodes of a Ray cluster. The only file that imports ray.
+
+    driver                                               a node
+    ------                                               ------
+    RayCluster.spawn(number) an actor on the living  --> RolloutWorker.serve(address, ...)
+                             node with the fewest          |
+    RayHost.connect          accepts, compares       <--  connects: {"token", "number", "pid", ..}
+    JSON lines of engine/worker_pool                 <--> worker.run(channel, load_engine, receive)
+    RayWeights.offer         one object a version    --> RolloutWorker.take(version, buffer)
+
+Ray places workers, and moves weights: a node fetches a version once, and its workers map it without
+a copy. All else (heartbeats, restarts, requests served again) is the pool's (engine/worker_pool),
+as on one machine. A lost worker is replaced by a new actor, on another node if there is one. The
+connections are TCP without encryption, and prove themselves by a random token of the run: a cluster
+is on a network that is trusted.
+
+A cluster of this machine (`start_cluster`) has nodes of its own on loopback addresses. If the
+driver dies, the kernel ends them.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tandem.cluster.door import Door
+from tandem.cluster.errors import no_ray, not_joined, not_started, too_small
+from tandem.cluster.rollout_worker import RolloutWorker
+from tandem.cluster.this_machine import (
+    environment,
+    free_ports,
+    keeping_sigterm,
+    kill_since,
+    loopback,
+    own_token,
+    require_listener,
+    short_folder,
+)
+from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES, WorkerProcess
+from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
+from tandem.runtime import numerics
+from tandem.runtime.processes import descendants
+from tandem.runtime.worker_channel import Channel, Message
+from tandem.weights.hashing import raw_bytes, tensor_digests
+from tandem.weights.shared import SharedWeights, Target
+
+try:
+    import ray
+    import ray._raylet
+    from ray.cluster_utils import Cluster
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ModuleNotFoundError:
+    raise no_ray() from None
+
+STACK_S = 2.0
+RAY_CONFIG: Any = ray._raylet.Config  # type: ignore[attr-defined]
+NODES_S = 60.0  # for the nodes of a cluster that is joined
+START_TRIES = 3  # of a cluster on this machine: Ray gives up when a loaded machine is slow
+NODE_CPUS = 64  # of a node on this machine, for Ray's books: workers share its cores
+SPARE_BYTES = 80 << 20  # the least that Ray takes for a node's objects
+HEAD: dict[str, Any] = {
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+    "_system_config": {"prestart_worker_first_driver": False},
+}
+# those of the agents: chosen here, or a node waits for its agents before it starts
+PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+
+
+class RolloutActor(RolloutWorker):
+    """A RolloutWorker as an actor, which knows its node."""
+
+    def serve(self, address: tuple[str, int], greeting: Message) -> None:
+        node = ray.get_runtime_context().get_node_id()
+        super().serve(address, {**greeting, "node": node})
+
+
+def worker_variables() -> dict[str, str]:
+    """Return the environment variables of a worker's process."""
+    return {**ENVIRONMENT, **numerics.environment()}
+
+
+class RayHost:
+    """A worker's actor, as the pool holds it. Implements process.Host."""
+
+    def __init__(self, cluster: "RayCluster", actor: Any, node_id: str):
+        self.cluster, self.actor, self.node_id = cluster, actor, node_id
+        self.node, self.pid = cluster.address_of(node_id), 0
+        self._channel: Channel | None = None
+        self.greeting = cluster.door.expect(self._take)
+        self._ended = actor.serve.remote(cluster.door.address, self.greeting)
+
+    def _take(self, connection: socket.socket, greeting: Message) -> None:
+        self._channel = Channel(connection, MAX_LINE_BYTES)
+        self.pid, self.node_id = int(greeting["pid"]), str(greeting["node"])
+        self.node = self.cluster.address_of(self.node_id)
+
+    def connect(self) -> Channel | None:
+        self.cluster.door.open()
+        if self._channel is None and ray.wait([self._ended], timeout=0)[0]:
+            raise EOFError
+        return self._channel
+
+    def stack(self) -> str:
+        if self._channel is None:
+            return f"Ray has not started it: {self.cluster.free()}"
+        asked = self.actor.stack.options(concurrency_group="side").remote()
+        try:
+            return str(ray.get(asked, timeout=STACK_S))
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            return ""
+
+    def last_words(self) -> str:
+        return "\n".join(self._error().strip().splitlines()[-LAST_LINES:])
+
+    def how_it_ended(self) -> str:
+        lines = [line.strip() for line in self._error().splitlines() if line.strip()]
+        # Ray guesses at causes, at length
+        return lines[-1].split(" Some common causes")[0] if lines else "it closed its connection"
+
+    def _error(self) -> str:
+        try:
+            ray.get(self._ended, timeout=EXIT_S)
+        except ray.exceptions.GetTimeoutError:
+            return ""
+        except ray.exceptions.RayError as error:
+            return str(error)
+        return ""
+
+    def end(self) -> None:
+        self.cluster.forget(self)
+        ray.kill(self.actor, no_restart=True)
+        if self._channel is not None:
+            self._channel.close()
+
+
+class RayCluster:
+    """A running Ray cluster. `spawn` starts rollout workers on its nodes, which connect back to
+    this process's node. gpus: of each worker; runtime_env: Ray's, if a worker's
+    process is not to have the node's environment."""
+
+    def __init__(self, gpus: int, runtime_env: dict[str, Any] | None):
+        address = self.address_of(ray.get_runtime_context().get_node_id())
+        self.door = Door(address)
+        self._hosts: list[RayHost] = []
+        self._last_node: dict[int, str] = {}  # of each worker number
+        as_actor: Any = ray.remote
+        self._actor = as_actor(concurrency_groups={"side": 2})(RolloutActor)
+        self._options = {
+            "num_cpus": 1,
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "runtime_env": runtime_env,
+        }
+
+    def spawn(self, number: int) -> RayHost:
+        """Start the worker of that number: on the node with the fewest, and not where one of its
+        number has been lost."""
+        node = self._choose(number)
+        self._last_node[number] = node
+        where = NodeAffinitySchedulingStrategy(node_id=node, soft=True)
+        actor = self._actor.options(**self._options, scheduling_strategy=where).remote()
+        host = RayHost(self, actor, node)
+        self._hosts.append(host)
+        return host
+
+    def _choose(self, number: int) -> str:
+        here = [host.node_id for host in self._hosts]
+        return min(
+            self.nodes(), key=lambda node: (node == self._last_node.get(number), here.count(node))
+        )
+
+    def nodes(self) -> dict[str, str]:
+        """Return the addresses of the nodes that live, by their ids."""
+        return {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
+
+    def address_of(self, node_id: str) -> str:
+        return self.nodes().get(node_id, node_id)
+
+    def free(self) -> str:
+        """Describe what the nodes have left."""
+        free = ray.available_resources()
+        return f"the nodes have {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free"
+
+    def forget(self, host: RayHost) -> None:
+        """Refuse its connection from now on."""
+        self.door.forget(host.greeting)
+        self._hosts.remove(host)
+
+    def close(self) -> None:
+        """Take no more connections. The workers are the pool's."""
+        self.door.close()
+
+
+class RayWeights(SharedWeights):
+    """Published versions of the weights, each one object in Ray's store, for workers on any
+    node."""
+
+    def _store(self, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
+        buffer = np.empty(self.layout.size, np.uint8)
+        for name, at in self.layout.offsets().items():
+            data = raw_bytes(tensors[name])
+            buffer[at : at + len(data)] = data
+        return ray.put(buffer), tensor_digests(tensors)
+
+    def _drop(self, stored: Any) -> None:
+        """Forget the object; Ray frees it when no worker maps it."""
+
+    def offer(self, version: int, workers: Sequence[Target]) -> list[tuple[Message, int]]:
+        offers = []
+        for worker in workers:
+            message = self._message("ray", version, self.changed(version, [worker]))
+            with self._lock:
+                stored = self._published[version]
+            assert isinstance(worker, WorkerProcess) and isinstance(worker.host, RayHost)
+            take = worker.host.actor.take.options(concurrency_group="side")
+            take.remote(version, stored)
+            offers.append(({**message, "version": version}, -1))
+        return offers
+
+
+# ---------------------------------------------------------------- a cluster
+
+
+class LocalNodes:
+    """Nodes of a cluster on this machine. object_bytes: of each one's store."""
+
+    def __init__(self, folder: Path, object_bytes: int):
+        self._cluster, self._numbers = Cluster(), count()
+        self._options: dict[str, Any] = {
+            "num_cpus": NODE_CPUS,
+            "object_store_memory": max(SPARE_BYTES, object_bytes),
+            "temp_dir": str(folder),
+        }
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self) -> Any:
+        """Add a node, the first one as head."""
+        number = next(self._numbers)
+        at = loopback(number)
+        options = {**self._options, "node_ip_address": at, **free_ports(at, PORTS)}
+        return self._cluster.add_node(**options, **(HEAD if number == 0 else {}))
+
+    def remove(self, node: Any) -> None:
+        """Kill a node, with all that runs on it."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def end(self) -> None:
+        """End all nodes, and what they have started."""
+        started = [
+            process.pid
+            for node in self._cluster.list_all_nodes()
+            for infos in node.all_processes.values()
+            for info in infos
+            for process in descendants(info.process.pid)
+        ]
+        self._cluster.shutdown()
+        for pid in started:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def local_nodes(nodes: int, object_bytes: int) -> Iterator[LocalNodes]:
+    """Start nodes on this machine, on loopback addresses, with token authentication and without a
+    dashboard; end them afterwards. Raises UserError."""
+    folder = short_folder()
+    (folder / "token").write_text(own_token())
+    (folder / "ray").mkdir()  # where Ray notes the cluster's address
+    variables = {
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # a loaded machine is slow to import torch and ray, and to start a node's agents
+        "RAY_worker_register_timeout_seconds": "120",
+        "RAY_raylet_start_wait_time_s": "60",
+        **worker_variables(),
+    }
+    try:
+        with environment(variables):
+            RAY_CONFIG.initialize("")  # it was read with the import
+            with keeping_sigterm():
+                local = _start_nodes(nodes, folder, object_bytes)
+            try:
+                yield local
+            finally:
+                local.end()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_nodes(nodes: int, folder: Path, object_bytes: int) -> LocalNodes:
+    """Start the nodes; a second time if Ray gives up."""
+    standing = {process.pid for process in descendants(os.getpid())}
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            local = LocalNodes(folder, object_bytes)
+            for _ in range(nodes):
+                local.add()
+            return local
+        except Exception as error:  # Ray raises bare Exceptions
+            kill_since(standing)
+            if not tries_left:
+                raise not_started(error) from error
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def start_cluster(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[RayCluster]:
+    """Start a cluster of `local_nodes`, with this process on the first one."""
+    with local_nodes(nodes, object_bytes) as local, _connected(local.address):
+        yield from _opened(gpus)
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """Connect this process to a cluster, whose node on this machine it finds."""
+    host = address.rpartition(":")[0]
+    own = host if host.startswith("127.") else None
+    try:
+        with keeping_sigterm():
+            ray.init(
+                address=address,
+                _node_ip_address=own,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _opened(gpus: int, runtime_env: dict[str, Any] | None = None) -> Iterator[RayCluster]:
+    cluster = RayCluster(gpus, runtime_env)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@contextmanager
+def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster]:
+    """Join the cluster at HOST:PORT, which must have so many living nodes, one of them on this
+    machine; leave it afterwards. Raises UserError."""
+    require_listener(address)
+    variables = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
+    with environment(variables), ExitStack() as leaving:
+        RAY_CONFIG.initialize("")
+        try:
+            leaving.enter_context(_connected(address))
+        # a wrong token, no node here, another version: Ray has an exception for each
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+            raise not_joined(address, f"{type(error).__name__}: {error}") from error
+        _wait_for_nodes(address, nodes)
+        yield from _opened(gpus, {"env_vars": worker_variables()})
+
+
+@contextmanager
+def open_ray(address: str, nodes: int) -> Iterator[None]:
+    """Have this process in a Ray cluster: the one it is in already, or the one at `address`, or a
+    new one on this machine."""
+    if ray.is_initialized():
+        yield
+    elif address:
+        with join_cluster(address, nodes):
+            yield
+    else:
+        with start_cluster(max(1, nodes), SPARE_BYTES):
+            yield
+
+
+def _wait_for_nodes(address: str, nodes: int) -> None:
+    until = time.monotonic() + NODES_S
+    while (found := sum(node["Alive"] for node in ray.nodes())) < nodes:
+        if time.monotonic() > until:
+            raise too_small(address, found, nodes)
+        time.sleep(0.5)

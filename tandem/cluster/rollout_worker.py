@@ -1,0 +1,67 @@
+"""The process of a rollout worker on a node of a cluster: a connection to the driver, and weights
+that come beside it. Does not know Ray, whose actor it is (ray_cluster.py).
+"""
+
+import os
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections import deque
+
+from torch import Tensor
+
+from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
+from tandem.engine.worker_pool.worker import Receive, load_engine, run
+from tandem.runtime.worker_channel import Channel, Message
+from tandem.types import Array
+from tandem.weights.shared import Layout
+
+CONNECT_S = 10.0  # for a connection, and for its first line
+TAKE_S = 600.0  # for weights to reach a node
+
+
+class RolloutWorker:
+    """A process on a node that runs engine/worker_pool/worker.py; Ray calls its methods."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, Array] = {}  # weights, by version
+        self._change = threading.Condition()
+        self._thread = 0
+
+    def serve(self, address: tuple[str, int], greeting: Message) -> None:
+        """Serve the pool at that address until the connection ends."""
+        self._thread = threading.get_ident()
+        connection = socket.create_connection(address, CONNECT_S)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = Channel(connection, MAX_LINE_BYTES)
+        channel.send({**greeting, "pid": os.getpid()})
+        run(channel, load_engine, self._receiver)
+
+    def take(self, version: int, buffer: Array) -> None:
+        """Take the weights of a version, which Ray has mapped here: uint8, the layout's bytes."""
+        with self._change:
+            self._taken[version] = buffer
+            self._change.notify_all()
+
+    def stack(self) -> str:
+        """Return what `serve` is doing, innermost call first."""
+        frame = sys._current_frames().get(self._thread)
+        calls = reversed(traceback.extract_stack(frame)) if frame else ()
+        return "\n".join(f'File "{c.filename}", line {c.lineno} in {c.name}' for c in calls)
+
+    def _receiver(self, layout: Layout) -> Receive:
+        def receive(source: Message, descriptors: deque[int]) -> dict[str, Tensor]:
+            version, names = source["version"], source["names"]
+            with self._change:
+                if not self._change.wait_for(lambda: version in self._taken, TAKE_S):
+                    raise RuntimeError(f"no weights of version {version} within {TAKE_S:g} s")
+                buffer = self._taken.pop(version)
+            with warnings.catch_warnings():  # the pages are read only, and are only read
+                warnings.simplefilter("ignore")
+                tensors = dict(layout.views(buffer))
+            return tensors if names is None else {name: tensors[name] for name in names}
+
+        return receive

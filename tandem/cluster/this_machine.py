@@ -1,0 +1,87 @@
+"""This machine, as a cluster needs it: a folder, addresses, ports, variables, an end. Does not
+import ray."""
+
+import functools
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tandem.cluster.errors import not_joined
+from tandem.runtime.processes import descendants
+
+LISTENER_S = 10.0
+MAX_FOLDER = 27  # characters, and 13 more: the path of a Unix socket below has at most 107
+
+
+@functools.cache
+def own_token() -> str:
+    """Return the token of this process's own clusters; Ray reads it once a process."""
+    return secrets.token_hex(32)
+
+
+def require_listener(address: str) -> None:
+    """Raise UserError unless somebody listens there: Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), LISTENER_S).close()
+    except (OSError, OverflowError) as error:  # a port above 65535
+        raise not_joined(address, str(error)) from None
+
+
+def short_folder() -> Path:
+    """Make a private folder, in /tmp if the temporary folder's path is long."""
+    parent = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp" if len(parent) > MAX_FOLDER else None))
+
+
+def loopback(number: int) -> str:
+    """Return a node's address. 127.0.0.1 is not among them: Ray takes it for the machine's own
+    public one."""
+    return str(ipaddress.IPv4Address("127.0.0.2") + number)
+
+
+def free_ports(address: str, names: Collection[str]) -> dict[str, int]:
+    """Find a port for each name that nobody listens on at the moment."""
+    sockets = [socket.create_server((address, 0)) for _ in names]
+    ports = {name: free.getsockname()[1] for name, free in zip(names, sockets, strict=True)}
+    for free in sockets:
+        free.close()
+    return ports
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and put back what was there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Put back the handler of SIGTERM, which Ray replaces. In the main thread."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def kill_since(standing: Collection[int]) -> None:
+    """Kill the descendants of this process that were not there before."""
+    for process in descendants(os.getpid()):
+        if process.pid not in standing:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)

@@ -1,0 +1,48 @@
+"""Sections [stream], [weights] and [cluster]: a run on several machines."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from tandem.config.section import Section
+
+
+class Stream(Section):
+    """The way of samples from the rollouts to the processes that train."""
+
+    kind: Literal["memory", "transfer_queue"] = Field(
+        "memory",
+        description="memory: the trainer's own; the other ranks read the run folder. "
+        "transfer_queue: TransferQueue on a Ray cluster, where the driver holds metadata only",
+    )
+
+
+class Weights(Section):
+    """The way of weights from the trainer to rollout workers."""
+
+    transport: Literal["auto", "shm", "ray", "collective", "rdma"] = Field(
+        "auto",
+        description="shm: shared memory of one machine; ray: Ray's object store; collective: a "
+        "broadcast by torch.distributed; rdma: each worker reads from the trainer's memory (NIXL); "
+        "auto: shm on one machine, ray on a cluster",
+    )
+    delta: bool = Field(False, description="send only the tensors that have changed")
+
+
+class Cluster(Section):
+    """The Ray cluster that a run starts or joins."""
+
+    nodes: int = Field(
+        0, ge=0, description="nodes of the Ray cluster that rollout workers run on; 0: no Ray"
+    )
+    address: str = Field(
+        "", description="a running Ray cluster, as HOST:PORT; empty: started on this machine"
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.address and not self.nodes:
+            yield "cluster.address: has no effect without cluster.nodes, how many nodes it has"
+        if self.address and not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", self.address):
+            yield "cluster.address: expected HOST:PORT, as `ray start --head` prints it"

@@ -1,0 +1,35 @@
+"""The end of a completion, the same for every engine: stop tokens, stop strings, lengths, pauses.
+
+Imports no torch, so that an engine of another library's environment shares it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tandem.types import CompletionStop, SamplingParams
+
+Decode = Callable[[np.ndarray], str]  # token ids int64 [N] to text
+
+
+def find_ending(
+    params: SamplingParams, tokens: Sequence[int], pause_at: int, decode: Decode
+) -> tuple[str, CompletionStop] | None:
+    """Return (text, stop reason) if a request's sampled tokens have ended with the last of them.
+
+    pause_at: the number of tokens at which it pauses; 0: never.
+    """
+    if tokens[-1] in params.stop_token_ids:
+        return _text(tokens[:-1], decode), "stop"
+    full, paused = len(tokens) >= params.max_new_tokens, len(tokens) == pause_at
+    if not params.stop and not full and not paused:
+        return None
+    text = _text(tokens, decode)
+    stops = [text.index(stop) for stop in params.stop if stop in text]
+    if stops:
+        return text[: min(stops)], "stop"
+    return (text, "length") if full else (text, "paused") if paused else None
+
+
+def _text(tokens: Sequence[int], decode: Decode) -> str:
+    return decode(np.array(tokens, np.int64))

@@ -1,0 +1,58 @@
+"""The UserErrors of the pool of rollout workers."""
+
+from collections.abc import Sequence
+
+from tandem.runtime.errors import InvariantError, UserError
+
+
+def too_long(needed: int, longest: int) -> UserError:
+    """Report a request of that many tokens, prompt and completion."""
+    return UserError(
+        "a sequence would be longer than an engine can hold",
+        where="rollout.max_new_tokens",
+        found=f"{needed} tokens, prompt and completion",
+        expected=f"at most {longest} (by the model's positions and rollout.cache_mb)",
+    )
+
+
+def no_restart_left(limit: int, lost: str, last_words: str) -> UserError:
+    """Report one lost worker too many."""
+    return UserError(
+        "rollout workers end again and again",
+        where=lost,
+        found=last_words,
+        expected=f"at most {limit} restarts in a run (rollout.restarts)",
+        next="look at what the worker wrote last; the same command resumes the run",
+    )
+
+
+def other_weights(where: str, names: Sequence[str], found: str, expected: str) -> UserError:
+    """Report a worker whose weights have another hash than the trainer's; names: of tensors."""
+    return UserError(
+        "the engine's weights differ from the trainer's",
+        where=f"{where}: {', '.join(names)}" if names else where,
+        found=found,
+        expected=expected,
+        next="no token was sampled with them; the same command resumes the run",
+    )
+
+
+def other_request(where: str, found: str, expected: str) -> InvariantError:
+    """Report a completion with the identity of another request."""
+    return InvariantError(
+        "a completion was made for another request",
+        where=where,
+        found=found,
+        expected=expected,
+        next="a bug: it is not trained; please report it",
+    )
+
+
+def other_version(where: str, found: Sequence[int], expected: int) -> UserError:
+    """Report a completion with tokens of these versions."""
+    return UserError(
+        "a completion was sampled by other weights than those applied",
+        where=where,
+        found=f"tokens of version {found}",
+        expected=f"version {expected}",
+    )

@@ -1,0 +1,289 @@
+"""vLLM as the engine of a rollout worker. The one file that imports vllm; it runs in vLLM's
+interpreter (vllm_worker.py), in one process, with the loop of worker.py around it.
+
+    Request   token ids      --> add_request: one seed a request, n samples share a cached prompt
+    step      LLMEngine.step --> new tokens and log-probs of the distribution sampled from
+                                 (processed_logprobs); find_ending ends them as Tandem's engine does
+    apply     shared memory  --> start, update and finish of vLLM's weight transfer, then
+                                 reset_prefix_cache
+
+Completions depend on what vLLM runs together, so the trainer measures the gap of every token
+(train/learn.py) and the journal keeps what was sampled. Written for vLLM 0.32.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import EngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from tandem.engine.ending import Decode, find_ending
+from tandem.model.tokenizer import decode_text, load_tokenizer
+from tandem.runtime.errors import UserError
+from tandem.runtime.rng import address
+from tandem.types import Completion, CompletionStop, Request
+from tandem.weights.hashing import tensor_digests
+
+BACKEND = "tandem"  # of vLLM's weight transfer
+CPU_BLOCK = 32  # tokens of a page: prompts share whole ones, and vLLM's 128 is longer than many
+PASS_TOKENS = 4096  # of one pass of the model, or more if one prompt can be longer
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing to agree on: memory is shared."""
+
+
+@dataclass
+class Mapped(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The tensors of a version by name, mapped from shared memory."""
+
+    tensors: dict[str, Tensor]
+
+
+class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignore[misc]
+    """vLLM's side of an update. vLLM calls init once, and the three others for each version."""
+
+    init_info_cls, update_info_cls = NoInit, Mapped
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Do nothing."""
+
+    def start_weight_update(self) -> None:
+        self._missing = {name for name, _ in self.model.named_parameters()}
+        with torch.device(self.device):
+            initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive without the base class's wait for an accelerator, which a CPU has not."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Mapped) -> None:
+        self._missing -= self.model.load_weights(iter(update_info.tensors.items()))
+
+    def finish_weight_update(self) -> None:
+        """Build what layers compute from their weights again. Raises UserError if a parameter
+        was not sent, as its old value would stay.
+
+        A tied head is a module without weights of its own: vLLM does not process it again, and it
+        would go on with the packed copy of the old ones.
+        """
+        finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.quant_method.process_weights_after_loading(module)
+        if self._missing:
+            raise _not_sent(sorted(self._missing))
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+
+class VLLMModel:
+    """The weights of a vLLM engine."""
+
+    def __init__(self, llm: LLMEngine):
+        self._llm, self.received = llm, dict[str, str]()
+        llm.collective_rpc("init_weight_transfer_engine", args=({},))
+
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Load tensors by name; `received` has then their digests."""
+        self._llm.collective_rpc("start_weight_update")
+        self._llm.collective_rpc("update_weights", args=({"tensors": tensors},))
+        self._llm.collective_rpc("finish_weight_update")
+        self.received = tensor_digests(tensors)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class VLLMRequest:
+    """A request on its way. `completion` is set once it has ended."""
+
+    request: Request
+    name: str  # in vLLM
+    pause_at: int = 0  # tokens at which it pauses; 0: never
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    completion: Completion | None = None
+
+
+class VLLMEngine:
+    """vLLM's LLMEngine with the interface of engine.Engine that a worker serves."""
+
+    def __init__(self, llm: LLMEngine, decode: Decode):
+        self.model, self.weight_version = VLLMModel(llm), -1
+        self._llm, self._decode = llm, decode
+        self._running: dict[str, VLLMRequest] = {}
+        self._submitted = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def submit(self, request: Request) -> VLLMRequest:
+        """Take a request, and go on from the tokens of `resume_from` as from a longer prompt."""
+        running = VLLMRequest(request=request, name=str(self._submitted))
+        self._submitted += 1
+        if (paused := request.resume_from) is not None:
+            running.tokens, running.logprobs = paused.tokens.tolist(), paused.logprobs.tolist()
+            running.weight_versions = paused.weight_versions.tolist()
+        if request.max_tokens_now:
+            running.pause_at = len(running.tokens) + request.max_tokens_now
+        tokens = [*request.prompt.tolist(), *running.tokens]
+        self._llm.add_request(running.name, {"prompt_token_ids": tokens}, sampling(running))
+        self._running[running.name] = running
+        return running
+
+    def cancel(self, running: VLLMRequest) -> None:
+        """End a request now with the tokens it has, unless it has ended."""
+        if running.completion is None:
+            self._end(running, self._decode(np.array(running.tokens, np.int64)), "cancelled")
+
+    def step(self) -> list[VLLMRequest]:
+        """Run one step of vLLM; return the requests that got tokens, with `completion` set on those
+        that ended."""
+        touched = []
+        for output in self._llm.step():
+            running, [part] = self._running[output.request_id], output.outputs
+            touched.append(running)
+            for token, logprobs in zip(part.token_ids, part.logprobs, strict=True):
+                running.tokens.append(token)
+                running.logprobs.append(logprobs[token].logprob)
+                running.weight_versions.append(self.weight_version)
+                ending = find_ending(
+                    running.request.params, running.tokens, running.pause_at, self._decode
+                )
+                if ending is not None:
+                    self._end(running, *ending)
+                    break
+            if output.finished and running.completion is None:
+                raise RuntimeError(f"vLLM ended a request too early: {part.finish_reason}")
+        return touched
+
+    def _end(self, running: VLLMRequest, text: str, reason: CompletionStop) -> None:
+        del self._running[running.name]
+        self._llm.abort_request([running.name])  # nothing, if vLLM has ended it too
+        running.completion = Completion(
+            tokens=np.array(running.tokens, np.int64),
+            logprobs=np.array(running.logprobs, np.float32),
+            weight_versions=np.array(running.weight_versions, np.int32),
+            text=text,
+            stop_reason=reason,
+        )
+
+    def apply(self, version: int, load: Callable[[], None]) -> None:
+        """Switch to weights of that version. No request may be under way."""
+        if self._running:
+            raise RuntimeError(f"weights of version {version} come while requests run")
+        load()
+        self.weight_version = version
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM keeps cached keys and values of older weights")
+
+    def weight_digests(self) -> dict[str, str]:
+        """Return the digests of the bytes received: that all arrived. What vLLM made of them shows
+        in the gap to the trainer's log-probs."""
+        return self.model.received
+
+    def logprob_gap(self) -> float:
+        """Return NaN: the trainer's packed pass is not here; the trainer measures the gap."""
+        return float("nan")
+
+
+def sampling(running: VLLMRequest) -> SamplingParams:
+    """Translate a request's params. Its seed is an address, so the same request in the same company
+    gives the same tokens, and no other request its draws."""
+    request, params = running.request, running.request.params
+    if params.top_logprobs:
+        raise ValueError("top_logprobs are not asked of vLLM")
+    left = params.max_new_tokens - len(running.tokens)
+    seed = address("vllm", request.key, request.num_sampled + len(running.tokens))
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,  # stop_token_ids has all that end a turn
+        max_tokens=max(1, min(left, request.max_tokens_now or left)),
+        seed=seed >> 1,  # int64
+        logprobs=0,
+        detokenize=False,  # find_ending looks for stop strings
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def load_vllm(start: dict[str, Any]) -> VLLMEngine:
+    """Build the engine of a model directory, without its weights: the first version brings them.
+    Raises UserError if vLLM refuses it."""
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
+    on_cpu = start["device"] == "cpu"
+    arguments = EngineArgs(
+        model=start["model_path"],
+        dtype=start["dtype"],
+        load_format="dummy",
+        max_model_len=start["longest"],
+        max_num_seqs=start["max_batch"],
+        kv_cache_memory_bytes=start["cache_bytes"],
+        # on a CPU vLLM 0.32 cannot rewind the seed of a prompt that it has begun: none is split
+        **({"block_size": CPU_BLOCK, "enable_chunked_prefill": False} if on_cpu else {}),
+        max_num_batched_tokens=max(PASS_TOKENS, start["longest"], start["max_batch"]),
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # no sampling defaults of the model's
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+    )
+    try:
+        # vLLM's process group of one meets in a file, which nobody would remove
+        with tempfile.TemporaryDirectory() as tempfile.tempdir:
+            llm = LLMEngine.from_engine_args(arguments)
+        tempfile.tempdir = None
+        # a kernel that lacks the model's shape says so at the first token only
+        llm.add_request("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
+        while llm.has_unfinished_requests():
+            llm.step()
+    except (ValueError, RuntimeError) as error:  # pydantic's errors are ValueErrors
+        raise _refused(start["model_path"], error) from error
+    tokenizer = load_tokenizer(start["model_path"])
+    return VLLMEngine(llm, lambda tokens: decode_text(tokenizer, tokens))
+
+
+def _not_sent(names: list[str]) -> UserError:
+    return UserError(
+        "weights came without some parameters of vLLM's model",
+        where="vLLM's weight transfer",
+        found=f"nothing for {len(names)} of them: {', '.join(names[:4])}",
+        expected="every parameter, as its old value would stay",
+        next="report this with config.json of the model; rollout.engine=tandem goes on",
+    )
+
+
+def _refused(model_path: str, error: Exception) -> UserError:
+    return UserError(
+        "vLLM cannot run this model",
+        where=model_path,
+        found=str(error).strip().split("\n")[0],
+        expected="an architecture of vLLM's, and room for one sequence in rollout.cache_mb",
+        next="rollout.engine=tandem runs it if Tandem's engine knows its architecture",
+    )

@@ -1,0 +1,96 @@
+"""A rollout worker with vLLM as its engine, in vLLM's own interpreter: its packages are not
+Tandem's (`rollout.engine = "vllm"`).
+
+    driver's interpreter                     vLLM's interpreter
+    --------------------                     ------------------
+    command() finds it   -- spawn, socket -> only the package `tandem` of the driver's is added
+    Workers              -- the messages  -> worker.run with vllm_engine.load
+                            of any worker
+
+What this process imports of tandem needs numpy and torch, and no version of transformers beyond
+vLLM's. Found in this order: TANDEM_VLLM_PYTHON; .venv-vllm beside the current directory or the
+package (`make cluster` builds it); the driver's own interpreter, if vllm is in it.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.engine.worker_pool.worker import prepare, run
+from tandem.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from tandem.engine.worker_pool.worker import ServedEngine
+
+VARIABLE, FOLDER = "TANDEM_VLLM_PYTHON", ".venv-vllm"
+_PACKAGE = Path(__file__).parent.parent.parent
+# PYTHONPATH would add all that is installed beside the package, another torch among it
+_START = """
+import importlib.util, runpy, sys
+spec = importlib.util.spec_from_file_location("tandem", sys.argv[1] + "/__init__.py")
+sys.modules["tandem"] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+runpy.run_module("tandem.engine.worker_pool.vllm_worker", run_name="__main__")
+"""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which the pool can kill and hear
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores belong to no worker
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # the worker's log, quoted after a crash
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",  # the trainer has the model already
+    "TORCHDYNAMO_DISABLE": "1",  # the sampler's helpers would compile for minutes
+}
+
+
+def command() -> tuple[str, ...]:
+    """Return the command of a vLLM worker. Raises UserError if no interpreter has vLLM."""
+    return find_python(), "-c", _START, str(_PACKAGE)
+
+
+def find_python() -> str:
+    """Return the path of vLLM's interpreter. Raises UserError if there is none."""
+    if named := os.environ.get(VARIABLE):
+        if os.access(named, os.X_OK):
+            return named
+        raise _no_vllm(f"{VARIABLE}={named}, which is no program")
+    for folder in (Path.cwd(), _PACKAGE.parent):
+        if os.access(python := folder / FOLDER / "bin" / "python", os.X_OK):
+            return str(python)
+    if find_spec("vllm") is not None:
+        return sys.executable
+    raise _no_vllm(f"no {FOLDER} here or in {_PACKAGE.parent}, and no vllm in {sys.executable}")
+
+
+def _no_vllm(found: str) -> UserError:
+    return UserError(
+        "there is no vLLM to roll out with",
+        where="rollout.engine = vllm",
+        found=found,
+        expected="an interpreter with vLLM, as its packages do not fit into Tandem's",
+        next=f"make cluster (on a CPU), or set {VARIABLE} to the Python of an environment with "
+        "vllm 0.32",
+    )
+
+
+def load(start: dict[str, Any]) -> "ServedEngine":
+    """Load the engine. Raises UserError if vLLM cannot be imported or refuses the model."""
+    os.environ.update(ENVIRONMENT)
+    device, _, number = start["device"].partition(":")
+    if device == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        place = int(number or 0)
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[place] if visible != [""] else str(place)
+        # not every GPU and kernel has it, so a choice of the user stays
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+    try:
+        from tandem.engine.worker_pool.vllm_engine import load_vllm
+    except ImportError as error:
+        raise _no_vllm(f"{sys.executable}: {error}") from None
+    return load_vllm(start)
+
+
+if __name__ == "__main__":
+    run(prepare(int(sys.argv[-1])), load)

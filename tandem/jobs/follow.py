@@ -1,0 +1,145 @@
+"""A rank after 0 of a command that trains: it loads the same inputs and models as rank 0, and does
+its part of each step when rank 0 orders it.
+
+It takes the groups of a step out of the run's stream; without a data plane that is the journal, on
+a file system that all ranks share.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from tandem.config.recipe import load_config
+from tandem.config.schema import Config
+from tandem.jobs.engines import prepare_process
+from tandem.jobs.export import save_weights
+from tandem.jobs.inputs import KEYS, distill_inputs, input_hashes, training_inputs
+from tandem.jobs.models import build_distill_models, build_rl_models
+from tandem.jobs.offline import OFFLINE, PairJob
+from tandem.jobs.ranks import make_ranks, require_size
+from tandem.jobs.streams import JournalStream, join_stream
+from tandem.rollout.collect import RolloutBatch
+from tandem.rollout.evaluate import sampling_params
+from tandem.run_folder.async_save import Saver
+from tandem.run_folder.checkpoint import load_checkpoint
+from tandem.run_folder.folder import identity
+from tandem.run_folder.journal import Journal
+from tandem.run_folder.shards import Shard
+from tandem.runtime.errors import UserError
+from tandem.step import learn_step
+from tandem.stream.stream import StreamReader
+from tandem.train.learn import LearnStage
+from tandem.train.learner import Learner
+from tandem.train.ranks import Ranks
+from tandem.train_loop import load_learners, saved_boxes, saved_tensors
+
+WAIT_S = 5.0  # for rank 0 to end by the same error, whose text is the better one
+
+Orders = Mapping[str, Callable[..., object]]
+
+
+def follow(config: Config, command: str) -> None:
+    """Be a rank after 0, until rank 0 ends."""
+    from tandem.train.parallel.processes import join, place_from
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 saves first, and needs this process
+        signal.signal(number, signal.SIG_IGN)
+    place = place_from(os.environ)
+    assert place is not None
+    require_size(place.size, config.parallel.processes)
+    parallel, stall_s = config.parallel, config.run.stall_s
+    with (
+        join(place, timeout_s=parallel.timeout_s, stall_s=stall_s) as processes,
+        ExitStack() as opened,
+    ):
+        _, begin = processes.next_order()
+        folder = Path(begin["folder"])
+        config = load_config(folder / "config.toml", [])
+        try:
+            orders = _orders(config, command, folder, make_ranks(config, processes), opened)
+            while True:
+                name, arguments = processes.next_order()
+                if name == "stop":
+                    return
+                orders[name](**arguments)
+        except UserError:
+            time.sleep(WAIT_S)
+            raise
+
+
+def _orders(config: Config, command: str, folder: Path, ranks: Ranks, opened: ExitStack) -> Orders:
+    """Load what this rank trains; return what it does on each order. opened: gets what is to be
+    closed."""
+    prepare_process(config)
+    if command in OFFLINE:
+        read_inputs, make_job = OFFLINE[command]
+        job = make_job(config, read_inputs(config), ranks, lambda text: None)
+        orders: dict[str, Callable[..., object]] = {"learn": job.learn_step}
+        if isinstance(job, PairJob):
+            orders["evaluate"] = job.pair_means
+        return orders | _learner_orders(job.learners, folder, ranks)
+    return _rl_orders(config, command, folder, ranks, opened)
+
+
+def _rl_orders(
+    config: Config, command: str, folder: Path, ranks: Ranks, opened: ExitStack
+) -> Orders:
+    distills = command == "distill"
+    inputs = distill_inputs(config) if distills else training_inputs(config)
+    run_id = identity(config, input_hashes(config, *KEYS[command]))
+    journal = Journal(folder / "episodes", run_id, inputs.problems)
+    models = (build_distill_models if distills else build_rl_models)(config, ranks)
+    sampling = sampling_params(config.rollout, inputs.renderer.stop_token_ids)
+
+    stream: StreamReader = JournalStream(journal, folder)
+
+    def join(servers: Mapping[str, Any]) -> None:
+        nonlocal stream
+        stream = opened.enter_context(closing(join_stream(config, ranks, servers)))
+
+    def learn(step: int, num_carried: int, baseline: float, exact: bool) -> None:
+        stage = LearnStage(config=config, models=models, sampling=sampling, exact=exact)
+        groups = stream.take(step, [], stage.plan_share)
+        rollouts = RolloutBatch(
+            step=step, groups=groups, num_carried=num_carried, baseline=baseline, state={}
+        )
+        learn_step(stage, rollouts)
+
+    learners = {"policy": models.policy}
+    if models.critic is not None:
+        learners["critic"] = models.critic
+    return {"learn": learn, "join_stream": join, **_learner_orders(learners, folder, ranks)}
+
+
+def _learner_orders(
+    learners: Mapping[str, Learner], folder: Path, ranks: Ranks
+) -> dict[str, Callable[..., Any]]:
+    saver = Saver()
+
+    def publish(learner: str) -> None:
+        learners[learner].publish()
+
+    def load(checkpoint: str) -> None:
+        tensors, state = load_checkpoint(Path(checkpoint), verify=False)  # rank 0 has verified it
+        load_learners(learners, tensors, state["optimizer_steps"])
+
+    def save(step: int, folder: str) -> None:
+        boxes = saved_boxes(learners)
+        shard = Shard(rank=ranks.rank, size=ranks.size, folder=folder, boxes=boxes)
+        saver.save_shard(
+            checkpoints,
+            step,
+            saved_tensors(learners),
+            shard,
+            lambda file, found: ranks.post(f"{folder}/{file}", found),
+        )
+
+    def export(learner: str, folder: str) -> None:
+        save_weights(learners[learner], Path(folder))
+
+    checkpoints = folder / "checkpoints"
+    return {"publish": publish, "load": load, "save": save, "export": export}

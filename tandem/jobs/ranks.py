@@ -1,0 +1,93 @@
+"""The trainer's processes of a command, as rank 0 sees them: it runs the command as one process
+would, and the others do their part of each step, on its orders (follow.py).
+
+    rank 0                                      the others
+    ------                                      ----------
+    open_ranks: starts them  -- "begin" ----->  the same config, inputs and models
+    a step: rollouts, journal
+    before_updates           -- "learn" ----->  the same groups, out of the stream
+    learn_step  <---- gradients, log-probs ---> learn_step
+    Learner.publish          -- "publish" --->  send their parts
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.config.schema import Config
+from tandem.jobs.models import placement
+from tandem.run_folder.folder import RunFolder
+from tandem.runtime.errors import UserError
+from tandem.train.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from tandem.train.parallel.processes import Processes
+
+
+def is_follower(config: Config) -> bool:
+    """Tell whether this process is one of the ranks after 0."""
+    return config.parallel.processes > 1 and int(_environment_rank()) > 0
+
+
+def _environment_rank() -> str:
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+
+
+@contextmanager
+def open_ranks(config: Config, run: RunFolder) -> Iterator[Ranks]:
+    """Open the trainer's processes as rank 0 sees them. Unless torchrun or Slurm has started the
+    others, they are started on this machine."""
+    if config.parallel.processes == 1 and config.train.backend == "tandem":
+        started = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS")
+        require_size(int(started or "1"), 1)
+        yield ALONE
+        return
+    from tandem.train.parallel.processes import Place, join, place_from
+
+    size, command = config.parallel.processes, list[str]()
+    place = place_from(os.environ)
+    if place is None:
+        place = Place(0, size, 0, size, "127.0.0.1", 0)
+        command = [sys.executable, "-m", "tandem", run.command, str(run.path / "config.toml")]
+    require_size(place.size, size)
+    with join(
+        place,
+        timeout_s=config.parallel.timeout_s,
+        stall_s=config.run.stall_s,
+        command=command,
+        log=run.path / "log.txt",
+    ) as processes:
+        processes.order("begin", folder=str(run.path))
+        yield make_ranks(config, processes)
+
+
+def make_ranks(config: Config, processes: "Processes") -> Ranks:
+    """Make the mesh of the joined processes, for the models of train.backend."""
+    from tandem.train.parallel.mesh import make_mesh
+
+    device = placement(config).device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    mesh = make_mesh(config.parallel, device, processes.announce)
+    if config.train.backend == "megatron":
+        from tandem.train.megatron.ranks import MegatronRanks
+
+        return MegatronRanks(mesh, processes)
+    from tandem.train.parallel.ranks import ParallelRanks
+
+    return ParallelRanks(mesh, processes)
+
+
+def require_size(found: int, expected: int) -> None:
+    """Raise UserError unless as many processes were started as the mesh has."""
+    if found != expected:
+        raise UserError(
+            "the number of processes is not that of the mesh",
+            where="torchrun or Slurm",
+            found=f"{found} processes",
+            expected=f"{expected}, the product of the sizes in [parallel]",
+        )

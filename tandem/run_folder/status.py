@@ -1,0 +1,82 @@
+"""Status of a run, and the wish for more or fewer rollout workers: two files of its folder.
+
+    driver                                   another process
+    ------                                   ---------------
+    write_status  -- status.json ---------->  read_status      `tandem status RUN`
+    take_wish     <-------- scale.json -----  write_wish       `tandem scale RUN rollout=4`
+
+Both are replaced as a whole. Neither is needed to resume: a run starts with the workers of its
+config, and a wish is for the run that lives when it is made.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.run_folder.errors import unreadable_file
+from tandem.run_folder.lock import now
+from tandem.runtime.disk import disk_errors
+from tandem.runtime.errors import UserError
+
+STATUS, WISH = "status.json", "scale.json"
+MOST_WORKERS = 4096
+
+
+def write_status(folder: Path, step: int, steps: int, processes: Sequence[dict[str, Any]]) -> None:
+    """Replace the status. processes: role, node, pid, state of each, and more."""
+    status = {"time": now(), "step": step, "steps": steps, "processes": list(processes)}
+    _replace(folder / STATUS, status)
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """Read the status; None if no step has ended yet. Raises UserError for a broken file."""
+    path = folder / STATUS
+    if not path.exists():
+        return None
+    try:
+        status = json.loads(path.read_text())
+        return {name: status[name] for name in ("time", "step", "steps", "processes")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise unreadable_file(path, error, next="the run writes it anew at its next step") from None
+
+
+def write_wish(folder: Path, workers: int) -> None:
+    """Ask the run for so many rollout workers."""
+    _replace(folder / WISH, {"rollout": workers})
+
+
+def take_wish(folder: Path) -> int:
+    """Return for how many workers the run was asked, and forget it; 0: it was not."""
+    path = folder / WISH
+    if not path.exists():
+        return 0
+    text = path.read_text()
+    path.unlink(missing_ok=True)
+    try:
+        workers = json.loads(text)["rollout"]
+    except (ValueError, KeyError, TypeError):
+        return 0
+    return workers if isinstance(workers, int) and 0 < workers <= MOST_WORKERS else 0
+
+
+def parse_wish(text: str) -> int:
+    """Read "rollout=4". Raises UserError."""
+    name, _, number = text.partition("=")
+    is_count = number.isascii() and number.isdigit()
+    if name != "rollout" or not is_count or not 0 < int(number) <= MOST_WORKERS:
+        raise UserError(
+            "not a number of workers",
+            where="tandem scale",
+            found=text,
+            expected=f"rollout=N, N from 1 to {MOST_WORKERS}",
+            next="tandem scale RUN rollout=4",
+        )
+    return int(number)
+
+
+def _replace(path: Path, value: dict[str, Any]) -> None:
+    with disk_errors(path):  # not durable: after a power cut nobody runs
+        temporary = path.with_name(f".tmp-{path.name}")
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        temporary.replace(path)

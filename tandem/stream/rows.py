@@ -1,0 +1,131 @@
+"""Episodes as rows of a data plane: metadata of constant size, and arrays that are fetched apart.
+
+A process that plans a step from metadata, and fetches the arrays of its own share only, has groups
+whose other episodes are stand-ins: as long, with as many loss tokens, the same reward and outcome,
+and values that are nobody's. Knows no transport.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from tandem.stream.stream import Place
+from tandem.types import Array, Episode, Group, Problem
+
+# per token of an episode; all else of it is metadata
+ARRAYS = ("tokens", "loss_mask", "engine_logprobs", "weight_versions", "penalties")
+LOGPROBS = ("loss_mask", "engine_logprobs")  # what others' episodes are compared by
+
+Tag = dict[str, Any]  # metadata of a row: numbers, short texts and reward parts
+
+
+_FLOATS = ("engine_logprobs", "penalties")
+
+
+def key_of(place: Place) -> str:
+    """Return the key of a row: "12/3" is episode 3 of group 12."""
+    return f"{place[0]}/{place[1]}"
+
+
+def place_of(key: str) -> Place:
+    """Return the place that `key_of` made the key of."""
+    group, _, episode = key.partition("/")
+    return int(group), int(episode)
+
+
+def tag_of(group: Group, episode: Episode) -> Tag:
+    """Return the metadata of an episode: all that planning, advantages and checks need of one that
+    another process trains."""
+    sampled = episode.weight_versions[episode.loss_mask]
+    used = {name: getattr(episode, name)[episode.loss_mask] for name in _FLOATS}
+    return {
+        "problem": group.problem.uid,
+        "outcome": group.outcome,
+        "uid": episode.uid,
+        "sample": int(episode.sample_index),
+        "stop": episode.stop_reason,
+        "masked": bool(episode.masked),
+        "reward": float(episode.reward),
+        "parts": {name: float(part) for name, part in episode.reward_parts.items()},
+        "length": len(episode.tokens),
+        "num_prompt": int(episode.num_prompt_tokens),
+        "num_loss": len(sampled),
+        "prompt": crc32(episode.tokens[: episode.num_prompt_tokens].tobytes()),
+        "version": int(sampled.max(initial=-1)),
+        "not_finite": [name for name, array in used.items() if not np.isfinite(array).all()],
+    }
+
+
+def places_to_store(groups: Sequence[Group]) -> list[Place]:
+    """Return the episodes whose arrays anybody may want: those that carry loss, of groups that are
+    trained. The others are a tag."""
+    return [
+        (row, number)
+        for row, group in enumerate(groups)
+        if group.outcome == "train"
+        for number, episode in enumerate(group.episodes)
+        if episode.trainable
+    ]
+
+
+def groups_of(
+    tags: Mapping[Place, Tag], arrays: Mapping[Place, Mapping[str, Array]]
+) -> list[Group]:
+    """Return the groups of a step. tags: of all its episodes; arrays: those that were fetched, by
+    name; the rest are stand-ins."""
+    prompts = {
+        tags[place]["prompt"]: found["tokens"][: tags[place]["num_prompt"]]
+        for place, found in arrays.items()
+        if "tokens" in found
+    }
+    members: dict[int, list[Episode]] = {}
+    for place in sorted(tags):
+        episode = _episode(tags[place], arrays.get(place, {}), prompts)
+        members.setdefault(place[0], []).append(episode)
+    return [
+        Group(
+            problem=Problem(uid=tags[row, 0]["problem"], messages=(), answer=""),
+            episodes=tuple(episodes),
+            outcome=tags[row, 0]["outcome"],
+        )
+        for row, episodes in sorted(members.items())
+    ]
+
+
+def _episode(tag: Tag, found: Mapping[str, Array], prompts: Mapping[int, Array]) -> Episode:
+    values: dict[str, Any] = (
+        dict(found) if len(found) == len(ARRAYS) else {**_stand_ins(tag, prompts, found), **found}
+    )
+    return Episode(
+        uid=tag["uid"],
+        sample_index=tag["sample"],
+        num_prompt_tokens=tag["num_prompt"],
+        messages=(),
+        stop_reason=tag["stop"],
+        masked=tag["masked"],
+        reward=tag["reward"],
+        reward_parts=tag["parts"],
+        **values,
+    )
+
+
+def _stand_ins(
+    tag: Tag, prompts: Mapping[int, Array], found: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Return arrays that take up next to no memory and pass for the episode's in every count and
+    check. The prompt is that of a fetched episode with the same one, so that a mistaken prompt is
+    seen."""
+    length = tag["length"]
+    mask = found.get("loss_mask", np.arange(length) >= length - tag["num_loss"])
+
+    def constant(value: float, dtype: type) -> Array:
+        return np.broadcast_to(np.array(value, dtype), length)
+
+    tokens = constant(tag["prompt"], np.int64)
+    if (prompt := prompts.get(tag["prompt"])) is not None:
+        tokens = np.concatenate([prompt, tokens[len(prompt) :]])
+    floats = {n: constant(np.nan if n in tag["not_finite"] else 0.0, np.float32) for n in _FLOATS}
+    versions = np.where(mask, tag["version"], -1).astype(np.int32)
+    return {"tokens": tokens, "loss_mask": mask, "weight_versions": versions, **floats}

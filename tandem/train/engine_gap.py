@@ -1,0 +1,57 @@
+"""The gap between a rollout engine of other kernels and the trainer: measured on the tokens of each
+step before its first update, with a bound that stops the run.
+
+Another order of additions gives the same log-prob to some 1e-6 nats in the mean in float32, and to
+some 1e-2 in bfloat16, whose logits are that coarse. A model that is not the trainer's gives another
+one at once: weights of an older version, or a tied head that the engine did not build again from
+new embeddings. Knows no engine.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from tandem.config.schema import Config
+from tandem.runtime.errors import UserError
+from tandem.train.batch import TrainBatch
+from tandem.types import Row
+
+# Bounds of the mean gap, nats a token, without rl.max_logprob_error: far above rounding (float32:
+# docs/cluster.md; bfloat16 spaces logits of 8 to 16 by 0.06), far below another model's.
+MAX_MEAN = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+def engine_gap(batch: TrainBatch, config: Config, dtype: torch.dtype, version: int) -> Row:
+    """Return "logprob_gap_mean", nats: the mean difference of engine and policy on the tokens that
+    weights `version` sampled, before an update; {} without such tokens, or with Tandem's engine.
+
+    dtype: of the policy. Tokens of older weights are left out, as updates have moved the policy
+    since; with rollout.staleness these are all after the first steps. Raises UserError if the mean
+    is above log(rl.max_logprob_error), or MAX_MEAN without it.
+    """
+    if config.rollout.engine == "tandem" or not batch.recomputed:
+        return {}
+    fresh = [e.weight_versions[e.loss_mask] == version for e in batch.episodes]
+    columns = zip(batch.recomputed, batch.engine, fresh, strict=True)
+    gaps = np.concatenate([np.abs(policy - engine)[own] for policy, engine, own in columns])
+    if not len(gaps):
+        return {}
+    mean = float(gaps.mean(dtype=np.float64))
+    bound = config.rl.max_logprob_error
+    limit = math.log(bound) if bound else MAX_MEAN[dtype]
+    if mean > limit:
+        raise _too_far(config, version, mean, float(gaps.max()), limit)
+    return {"logprob_gap_mean": mean}
+
+
+def _too_far(config: Config, version: int, mean: float, largest: float, limit: float) -> UserError:
+    return UserError(
+        "the rollout engine does not run the trainer's model",
+        where=f"tokens sampled by weights {version}, rollout.engine = {config.rollout.engine}",
+        found=f"log-probs that differ by {mean:.3g} nats in the mean, {largest:.3g} at most",
+        expected=f"at most {limit:.3g} in the mean: other kernels, the same weights",
+        next="the cause is stale weights, a tied head that the engine did not process again after "
+        "an update, or a sampling setting that it defines otherwise; nothing was trained on these "
+        "tokens; if it is only rounding, set rl.max_logprob_error",
+    )

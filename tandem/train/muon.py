@@ -1,0 +1,100 @@
+"""Muon: a momentum whose matrix is brought near to the closest orthogonal one before it is added to
+the weight (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), scaled to the size of an
+AdamW update so that one learning rate serves both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+
+It steps the matrices of the layers; AdamW keeps what is no map between hidden states: embedding and
+head, norms and biases, routers, and the factors of adapters.
+
+torch.optim.Muon is not used: it multiplies in bfloat16, and then the bits of a CPU depend on the
+number of threads (measured: a matrix [128, 2560]), and it has no experts. Each arithmetic operation
+here rounds once, so a part of a tensor gets the bits that it has in the whole.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+# Calls a function with each name and whole tensor, and yields each name with the part of the result
+# that this process holds. Given: the parts of the tensors that it holds.
+MapWhole = Callable[
+    [Mapping[str, Tensor], Callable[[str, Tensor], Tensor]], Iterable[tuple[str, Tensor]]
+]
+COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # Jordan's
+EPSILON = 1e-7  # least norm that a matrix is divided by
+ADAMW_RMS = 0.2  # of an update; Liu et al., equation 4
+NOT_HIDDEN = (".gate.weight", ".lora_A.weight", ".lora_B.weight")  # router and adapters
+
+
+def is_hidden_matrix(name: str, weight: Tensor) -> bool:
+    """Tell whether Muon steps a parameter, by its Hugging Face name: a matrix of a layer, or its
+    experts [experts, O, I]."""
+    return ".layers." in name and weight.dim() > 1 and not name.endswith(NOT_HIDDEN)
+
+
+class Muon:
+    """Muon with Nesterov momentum over float32 weights, or parts of them, by parameter name."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        *,
+        weight_decay: float,
+        momentum: float,
+        map_whole: MapWhole,
+    ):
+        self.weights, self.weight_decay, self.decay = weights, weight_decay, momentum
+        self.map_whole = map_whole
+        self.momentum: dict[str, Tensor] = {}  # as the weights; none before the first step
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Step every weight that has a gradient, which is overwritten."""
+        gradients = {n: w.grad for n, w in self.weights.items() if w.grad is not None}
+        for name, gradient in gradients.items():
+            if name not in self.momentum:
+                self.momentum[name] = torch.zeros_like(gradient)
+            momentum = self.momentum[name].mul_(self.decay).add_(gradient)
+            gradient.add_(momentum * self.decay)
+        for name, update in self.map_whole(gradients, _update_of):
+            weight = self.weights[name].mul_(1 - learning_rate * self.weight_decay)
+            weight.sub_(update.mul_(learning_rate))
+
+
+def map_each(
+    tensors: Mapping[str, Tensor], function: Callable[[str, Tensor], Tensor]
+) -> Iterable[tuple[str, Tensor]]:
+    """Map whole tensors that one process holds: a MapWhole."""
+    return ((name, function(name, tensor)) for name, tensor in tensors.items())
+
+
+def _update_of(name: str, tensor: Tensor) -> Tensor:
+    """Compute the update of learning rate 1 from a momentum [O, I] or [experts, O, I], matrix by
+    matrix; gate and up of an expert are two."""
+    if tensor.dim() == 2:
+        scale = ADAMW_RMS * math.sqrt(max(tensor.shape))
+        return orthogonalized(tensor).mul_(scale)
+    halves = 2 if name.endswith("gate_up_proj") else 1
+    matrices = [matrix for expert in tensor for matrix in expert.chunk(halves)]
+    return torch.cat([_update_of(name, matrix) for matrix in matrices]).view(tensor.shape)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Bring the singular values of a float32 matrix [O, I] to between about 0.7 and 1.2, by a
+    Newton-Schulz iteration of a quintic; its singular vectors stay.
+
+    It multiplies in bfloat16 on a GPU, as Jordan does, and in float32 on a CPU.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.t() if tall else matrix).contiguous()
+    # the norm of each row first, whose bits no number of threads changes
+    rows = torch.linalg.vector_norm(x.expand(max(2, len(x)), -1), dim=1)[: len(x)]
+    x = x / max(math.hypot(*rows.tolist()), EPSILON)
+    if x.is_cuda:
+        x = x.bfloat16()
+    for _ in range(ITERATIONS):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.t() if tall else x).float().contiguous()

@@ -1,0 +1,49 @@
+"""A run of two ranks, one of which is killed with SIGKILL: the other ends, the same command goes
+on, and what is left is what a run that was never stopped leaves."""
+
+import time
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tandem.model.load import load_model
+from tests.support.runs import Forks, fingerprint, kill_rank, output, prepare
+
+END_S = 10.0
+
+
+@pytest.fixture
+def command(tmp_path):
+    command = prepare(tmp_path, steps=4, command="train")
+    return [*command, "parallel.data=2", "run.save_every=1", "eval.every=0", "run.threads=1"]
+
+
+def end(forks, command, folder):
+    run = forks.start(command, folder)
+    run.join()
+    assert run.exitcode == 0, output(folder)
+
+
+def test_run_whose_ranks_are_killed_ends_as_one_that_was_never_stopped(tmp_path, command):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    forks = Forks()
+    end(forks, command, whole)
+    for rank, step in ((1, 1), (0, 3)):
+        run = forks.start(command, killed)
+        while not (killed / "checkpoints" / f"step_{step:06d}").exists():
+            assert run.is_alive(), output(killed)
+            time.sleep(0.01)
+        assert kill_rank(run.pid, rank, END_S) == "", output(killed)
+        run.join()
+    end(forks, command, killed)
+    printed = output(killed)
+    assert "rank 1 (pid " in printed and "has ended, exit code -9" in printed
+    assert printed.count("resumed from step_") == 2
+    assert fingerprint(killed) == fingerprint(whole)
+    names = {path.name for path in (killed / "checkpoints" / "step_000004").iterdir()}
+    assert {"policy-00001-of-00002.safetensors", "policy-00002-of-00002.safetensors"} <= names
+
+    exported = killed / "hf" / "step_000004"
+    assert len(list(exported.glob("model-0000*-of-00002.safetensors"))) == 2
+    stock = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    assert all((stock[n] == w).all() for n, w in load_model(str(exported)).named_weights().items())

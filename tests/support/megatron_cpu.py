@@ -1,0 +1,31 @@
+"""Stand-ins that let Megatron-Core run without a GPU: three functions of torch.cuda that it calls
+on any device, and one of its own that copies from the GPU. Call `prepare` in a process of the
+tests."""
+
+import torch
+
+
+class NoStream:
+    """A stream of a device that has none: everything is done in order."""
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        pass
+
+
+def prepare():
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.Stream = torch.cuda.current_stream = NoStream
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = as_from_gpu
+
+
+def as_from_gpu(tensor, as_numpy=False, record_stream=False):
+    """The copy that a tensor on the GPU becomes; Megatron leaves those of the CPU as they are."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

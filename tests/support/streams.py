@@ -1,0 +1,122 @@
+"""Steps of a tiny model whose groups go through a stream, by one process or by those of a mesh."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from tandem.config.schema import Config
+from tandem.rollout.collect import RolloutBatch
+from tandem.step import learn_step
+from tandem.stream.rows import ARRAYS, LOGPROBS, groups_of, places_to_store, tag_of
+from tandem.stream.stream import MemoryStream
+from tandem.train.batch import Models
+from tandem.train.parallel.ranks import ParallelRanks
+from tandem.train.ranks import ALONE
+from tests.support.episodes import changed, learn_stage, perturbed, sampled_groups, settings
+from tests.support.tiny import exact_model
+from tests.support.updates import learner_of
+
+PROMPTS, SIZE, STEPS = 6, 3, 2
+
+
+class RowStream:
+    """A data plane within the process: rows by (group, episode), and what was fetched of them."""
+
+    def __init__(self):
+        self.steps, self.fetched = {}, []
+
+    def put(self, step, groups):
+        tags = {
+            (row, n): tag_of(group, episode)
+            for row, group in enumerate(groups)
+            for n, episode in enumerate(group.episodes)
+        }
+        rows = {at: groups[at[0]].episodes[at[1]] for at in places_to_store(groups)}
+        self.steps[step] = tags, rows
+        return []
+
+    def take(self, step, kept, plan):
+        tags, rows = self.steps[step]
+        arrays = {}
+        for places, names in zip(plan(groups_of(tags, {})), (ARRAYS, LOGPROBS), strict=True):
+            self.fetched += [(place, names) for place in sorted(places)]
+            arrays |= {at: {n: getattr(rows[at], n) for n in names} for at in places}
+        return groups_of(tags, arrays)
+
+    def clear(self, step):
+        del self.steps[step]
+
+
+def groups_to_learn():
+    """Groups of several turns; one turn is penalized, one episode is masked, one group has no
+    signal, and log-probs are a little off, so that corrections have something to do."""
+    groups = sampled_groups(exact_model("qwen3"), prompts=PROMPTS, size=SIZE, turns=2)
+    episode = groups[1].episodes[0]
+    penalties = np.where(episode.loss_mask, np.float32(0.5), np.float32(0))
+    groups = changed(perturbed(groups, 0.05), (1, 0), penalties=penalties)
+    groups = changed(groups, (3, 1), masked=True)
+    left_out = replace(groups[2], outcome="no_signal")
+    return [groups[0], left_out, *groups[1:]]
+
+
+def config_of(**rl):
+    return settings(**{"prompts_per_step": PROMPTS, "group_size": SIZE, **rl})
+
+
+def learn_through(stream, groups, config: Config, ranks=ALONE, *, puts=True, wait=lambda: None):
+    """(rows, weights of the whole model) after STEPS steps on the same groups."""
+    model = ranks.divide(exact_model("qwen3"), torch.float32)
+    models = Models(policy=learner_of(model, ranks))
+    stage, rows = learn_stage(models, config, exact=False), []
+    for step in range(STEPS):
+        kept = stream.put(step, groups) if puts else []
+        wait()
+        taken = stream.take(step, kept, stage.plan_share)
+        batch = RolloutBatch(
+            step=step, groups=taken, num_carried=len(groups), baseline=0.0, state={}
+        )
+        rows.append(learn_step(stage, batch))
+        if puts:
+            stream.clear(step)
+    whole = exact_model("qwen3", seed=1) if ranks.rank == 0 else None
+    if ranks is ALONE:
+        return rows, weights_of(model)
+    ranks.publish(model, whole)
+    return rows, None if whole is None else weights_of(whole)
+
+
+def weights_of(model):
+    return {name: weight.numpy().tobytes() for name, weight in model.named_weights().items()}
+
+
+def through_memory_on(mesh, changes):
+    return learn_through(
+        MemoryStream(), groups_to_learn(), config_of(**changes), ParallelRanks(mesh)
+    )
+
+
+def through_rows_on(mesh, changes):
+    """learn_through, and the rows that this rank fetched."""
+    stream = RowStream()
+    found = learn_through(stream, groups_to_learn(), config_of(**changes), ParallelRanks(mesh))
+    return *found, stream.fetched
+
+
+def through_queue_on(mesh, servers, changes):
+    from tandem.stream.transfer_queue import TransferQueueStream
+
+    ranks = ParallelRanks(mesh)
+    stream = TransferQueueStream(
+        servers, name=f"rank {mesh.rank}", capacity=1, timeout_s=30, wait_for_all=ranks.wait_for_all
+    )
+    found = learn_through(
+        stream,
+        groups_to_learn(),
+        config_of(**changes),
+        ranks,
+        puts=mesh.rank == 0,
+        wait=ranks.wait_for_all,
+    )
+    stream.close()
+    return found

@@ -1,0 +1,85 @@
+"""Updates of tiny models, by one process or by those of a mesh."""
+
+import numpy as np
+import torch
+
+from tandem.model.forward import batch_logprobs
+from tandem.train.learner import Learner
+from tandem.train.optimizer import Optimizer
+from tandem.train.pack import pack
+from tandem.train.parallel.ranks import ParallelRanks
+from tandem.train.ranks import Ranks
+from tandem.types import SamplingDistribution
+from tests.support.tiny import exact_model, random_samples
+
+SAMPLING = SamplingDistribution()
+
+
+def learner_of(model, ranks, *, rate=0.01, **settings):
+    return Learner(
+        model,
+        Optimizer(
+            ranks.trainable(model),
+            learning_rate=rate,
+            schedule="constant",
+            warmup_steps=0,
+            total_steps=100,
+            weight_decay=0.1,
+            betas=(0.9, 0.95),
+            max_grad_norm=0.5,
+            norm=ranks.norm(model),
+            map_whole=ranks.map_whole(model),
+            **settings,
+        ),
+        ranks,
+    )
+
+
+def microbatches(shares):
+    return pack(random_samples(np.random.default_rng(5), 6), 60, shares=shares)
+
+
+def updated(learner, batches, steps=2):
+    def loss(batch):
+        logprobs, _ = batch_logprobs(learner.model, batch, SAMPLING)
+        return -logprobs.sum() / 50, {"nll": -float(logprobs.detach().sum())}
+
+    return [learner.update(batches, loss) for _ in range(steps)]
+
+
+def step_on(mesh, kind, shares, **settings):
+    model, ranks = exact_model(kind), ParallelRanks(mesh)
+    ranks.divide(model, torch.float32)
+    rows = updated(learner_of(model, ranks, **settings), microbatches(shares))
+    whole = exact_model(kind, seed=1) if mesh.rank == 0 else None
+    ranks.publish(model, whole)
+    return rows, None if whole is None else whole.named_weights()
+
+
+class Halves(Ranks):
+    """One process that accumulates the shares of several, one after the other."""
+
+    def __init__(self, shares):
+        self.shares = shares
+
+    def backward(self, model, microbatches, loss, frozen=()):
+        grads, totals = {}, None
+        for share in range(self.shares):
+            part = super().backward(model, microbatches[share :: self.shares], loss)
+            for name, parameter in model.trainable().items():
+                if parameter.grad is not None:
+                    grads[name] = grads[name] + parameter.grad if name in grads else parameter.grad
+                    parameter.grad = None
+            if totals is None:
+                totals = part
+            else:
+                totals.add(part.num_loss_tokens, part.finite, part.metrics)
+        for name, gradient in grads.items():
+            model.trainable()[name].grad = gradient
+        return totals
+
+
+def step_alone(kind, shares, **settings):
+    model = exact_model(kind)
+    rows = updated(learner_of(model, Halves(shares), **settings), microbatches(shares))
+    return rows, model.named_weights()

@@ -1,0 +1,32 @@
+"""One optimizer step by several processes is that of one, to the last bit or within a stated
+bound."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import tandem
+from tests.support.meshes import on_mesh
+from tests.support.updates import step_alone, step_on
+
+PACKAGE = Path(tandem.__file__).parent
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("data", [2, 4])
+def test_data_parallel_is_one_process_that_accumulates_the_same_shares(kind, data):
+    (rows, weights), *others = on_mesh(step_on, kind, data, data=data)
+    alone, expected = step_alone(kind, data)
+    assert rows == alone and all(other[0] == rows for other in others)
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+def test_one_process_imports_nothing_of_several():
+    """Code that needs other processes imports them inside its functions."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if not {"parallel", "megatron"} & set(path.parts):
+            for node in ast.parse(path.read_text()).body:
+                text = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
+                assert "train.parallel" not in text and "train.megatron" not in text, path

@@ -1,0 +1,238 @@
+"""Transports of weights: whichever it is, workers run the bytes that were published, all of them or
+none.
+
+The workers are real processes under the real pool, with an engine that has weights and no model.
+"""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.worker_pool.pool import Workers
+from tandem.weights.collective import CollectiveWeights
+from tandem.weights.shared import SharedWeights
+from tandem.weights.transports import open_weights
+from tandem.weights.worker_sync import ProcessSync
+from tests.support.weight_worker import COMMAND, token_of
+from tests.support.working import all_idle, processes, request, run, until
+
+TRANSPORTS = [
+    "shm",
+    "collective",
+    pytest.param(
+        "rdma",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"
+        ),
+    ),
+]
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(1000, 257, generator=generator),
+        "norm": torch.randn(7, generator=generator).bfloat16(),
+        "scalar": torch.full((), float("nan")),
+        "up": torch.randn(500, 300, generator=generator).t(),
+        "down": torch.randn(3_000_000, generator=generator).half(),
+    }
+
+
+def opened(transport, delta=False):
+    """Open a transport; of a broadcast, for workers that may be killed before they come."""
+    if transport == "collective":
+        return CollectiveWeights(tensors(), delta, join_s=4.0)
+    return open_weights(transport, tensors(), delta)
+
+
+class AnyTransport:
+    """The published weights of a pool, by a transport that each test chooses."""
+
+    def __init__(self):
+        self.store, self.version = SharedWeights(tensors()), -1
+        self.layout, self.offered = self.store.layout, []
+
+    def choose(self, store):
+        self.store.close()
+        self.store = store
+
+    def publish(self, weights):
+        self.version += 1
+        self.store.publish(self.version, weights)
+        self.store.release(below=self.version)
+        return self.version
+
+    def offer(self, version, workers):
+        offers = self.store.offer(version, workers)
+        self.offered += [message for message, _ in offers]
+        return offers
+
+    def hash_of(self, version):
+        return self.store.hash_of(version)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    weights, reports = AnyTransport(), []
+    with Workers(
+        model_path="",
+        cache_mb=1,
+        max_batch=16,
+        longest=256,
+        count=2,
+        heartbeat_s=60.0,
+        restarts=100,
+        weights=weights,
+        report=reports.append,
+        command=COMMAND,
+    ) as workers:
+        workers.published, workers.reports = weights, reports
+        until(workers, lambda: all(worker.started for worker in processes(workers)))
+        yield workers
+    weights.store.close()
+
+
+def sampled(workers, count=8):
+    """Return what the workers sample: (token, version), once each."""
+    completions = run(workers, [request(n, max_new_tokens=1) for n in range(count)])
+    return {(int(c.tokens[0]), int(c.weight_versions[0])) for c in completions}
+
+
+def update(workers, weights):
+    """Publish, and wait until every worker runs the weights."""
+    version = workers.published.publish(weights)
+    workers.apply(version)
+    until(workers, lambda: all_idle(workers))
+    assert sampled(workers) == {(token_of(weights), version)}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_delivers_the_published_bytes(workers, transport):
+    workers.published.choose(opened(transport))
+    for seed in range(3):
+        update(workers, tensors(seed))
+    assert {message["transport"] for message in workers.published.offered[-6:]} == {transport}
+    assert workers.published.store.sent_bytes == 3 * 2 * workers.published.layout.tensor_bytes
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_delta_sends_only_the_tensors_that_changed(workers, transport):
+    workers.published.choose(opened(transport, delta=True))
+    weights, sent = tensors(), []
+    for changed in ([], ["norm"], ["up", "scalar"], []):
+        for name in changed:
+            weights[name] = torch.ones_like(weights[name])
+        before = workers.published.store.sent_bytes
+        update(workers, weights)
+        names = workers.published.offered[-1]["names"]
+        sent.append((names, workers.published.store.sent_bytes - before))
+    whole = workers.published.layout.tensor_bytes
+    assert sent == [
+        (None, 2 * whole),
+        (["norm"], 2 * 14),
+        (["scalar", "up"], 2 * (4 + 600_000)),
+        ([], 0),
+    ]
+
+
+def test_the_first_worker_serves_while_another_still_loads(workers):
+    workers.published.choose(opened("shm"))
+    update(workers, tensors(0))
+    slow, other = processes(workers)
+    os.kill(slow.pid, signal.SIGSTOP)
+    version = workers.published.publish(tensors(1))
+    workers.apply(version)
+    assert sampled(workers) == {(token_of(tensors(1)), version)}
+    assert (slow.state, other.version) == ("syncing", version)
+    os.kill(slow.pid, signal.SIGCONT)
+    until(workers, lambda: all_idle(workers))
+    assert slow.version == version
+
+
+def test_a_sync_tells_the_bytes_that_workers_were_offered(workers):
+    published, applied = workers.published, []
+    published.choose(opened("shm", delta=True))
+    weights, first = tensors(), published.version + 1
+    local = SimpleNamespace(apply=applied.append)
+    sync = ProcessSync(workers, local, published.store, lambda: weights, keep=0)
+    whole, sent = published.layout.tensor_bytes, []
+    for version in (first, first + 1):
+        published.version = version
+        sync.publish(version)
+        sent += [sync.sync_to(version), sync.sync_to(version)]
+        until(workers, lambda: all_idle(workers))
+        weights["norm"] = weights["norm"] + 1
+    assert sent == [2 * whole, 0, 2 * 14, 0] and applied == [first, first + 1]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_killed_in_an_update_is_at_one_version_or_the_next(workers, transport):
+    workers.published.choose(opened(transport, delta=transport != "shm"))
+    draws, used = np.random.default_rng(len(transport)), workers.restarts.used
+    update(workers, tensors(0))
+    for seed in (1, 2):
+        weights = tensors(seed)
+        version = workers.published.publish(weights)
+        victim = processes(workers)[int(draws.integers(2))]
+        killer = threading.Timer(draws.uniform(0, 0.15), os.kill, (victim.pid, signal.SIGKILL))
+        killer.start()
+        workers.apply(version)
+        assert sampled(workers) == {(token_of(weights), version)}
+        killer.join()
+        assert sampled(workers) == {(token_of(weights), version)}
+    until(workers, lambda: workers.restarts.used == used + 2 and all_idle(workers))
+    update(workers, tensors(3))
+
+
+def test_a_worker_that_never_comes_to_a_broadcast_does_not_keep_the_others(workers):
+    workers.published.choose(opened("collective"))
+    stopped, other = processes(workers)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.5, os.kill, (stopped.pid, signal.SIGKILL))
+    killer.start()
+    start, told = time.monotonic(), len(workers.reports)
+    update(workers, tensors(1))
+    killer.join()
+    assert time.monotonic() - start < 60 and other in processes(workers)
+    assert any(f"{other} did not get weights" in line for line in workers.reports[told:])
+
+
+def test_released_memory_is_read_again_by_one_sided_reads():
+    """It is never freed while a worker could read it."""
+    pytest.importorskip("nixl", reason="NIXL is not installed")
+    weights = opened("rdma")
+    addresses = []
+    for version in range(5):
+        weights.publish(version, tensors(version))
+        weights.release(below=version - 1)
+        [(message, descriptor)] = weights.offer(version, [SimpleNamespace(version=-1)])
+        addresses.append(message["address"])
+        assert descriptor == -1
+    assert len(set(addresses)) == 3 and addresses[3:] == addresses[:2]
+    weights.close()
+
+
+def test_a_missing_nixl_names_the_extra():
+    code = """
+import sys
+sys.modules["nixl"] = None
+import torch
+from tandem.runtime.errors import UserError
+from tandem.weights.transports import open_weights
+try:
+    open_weights("rdma", {"a": torch.zeros(1)}, False)
+except UserError as error:
+    print(error.where, error.next)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "weights.transport pip install 'tandem-rl[rdma]'\n"
