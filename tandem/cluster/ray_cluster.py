@@ -171,7 +171,7 @@ class RayCluster:
 
     def spawn(self, number: int) -> RayHost:
         """Start the worker of that number: on the node with the fewest, and not where one of its
-        number has been lost."""
+        number has been lost. Of equal nodes it takes the first by address."""
         node = self._choose(number)
         self._last_node[number] = node
         where = NodeAffinitySchedulingStrategy(node_id=node, soft=True)
@@ -182,8 +182,10 @@ class RayCluster:
 
     def _choose(self, number: int) -> str:
         here = [host.node_id for host in self._hosts]
+        alive = self.nodes()
         return min(
-            self.nodes(), key=lambda node: (node == self._last_node.get(number), here.count(node))
+            alive,
+            key=lambda node: (node == self._last_node.get(number), here.count(node), alive[node]),
         )
 
     def nodes(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from tandem.runtime.sandbox import (
     sandbox_state,
     seccomp,
 )
+from tandem.runtime.sandbox.run import Run, supervise
 from tests.support.sandbox_fusion import FusionServer
 from tests.support.waiting import WAIT_S, eventually, given_time
 
@@ -316,6 +318,17 @@ def test_first_program_without_streams_is_held_to_its_time(sandbox):
         (quiet, {}), (["sleep", "60"], {}), limits=Limits(wall_s=0.5)
     )
     assert (asked.stop_reason, asked.exit_code, answered.exit_code) == ("timeout", None, None)
+
+
+def test_program_that_dies_before_it_reads_the_gates_answer_is_a_result():
+    """The socket is reset then: it has unread bytes."""
+    ours, gate = (end.detach() for end in socket.socketpair())
+    script = f"echo >&{gate}; sleep 0.3; kill -9 $$"
+    process = subprocess.Popen(["bash", "-c", script], pass_fds=[gate], start_new_session=True)
+    os.close(gate)
+    run = Run(process, PATIENT, gate=ours)
+    supervise(run)
+    assert run.result().stop_reason == "signal"
 
 
 def test_interrupted_run_is_killed(sandbox, world):

@@ -271,7 +271,9 @@ def _read(runs: Sequence[Run]) -> None:
             ready = selector.select(POLL_S)
             for key, _ in ready:
                 run, name = key.data
-                data = os.read(key.fd, 65536) if run else b""
+                data = b""
+                with suppress(ConnectionResetError):  # killed before it read the gate's answer
+                    data = os.read(key.fd, 65536) if run else b""
                 if run:
                     run.on_data(name, data)
                 if not data:
