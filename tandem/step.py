@@ -14,11 +14,12 @@ out.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.rollout.checks import check_batch, check_groups, check_progress, check_sampled
-from tandem.rollout.collect import Collector, RolloutBatch, make_rollout_batch, step_metrics
+from tandem.rollout.collect import Collector, RolloutBatch, Turn, step_metrics
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
 from tandem.runtime.timer import Timer
@@ -80,29 +81,28 @@ def train_step(stages: Stages, step: int) -> StepResult:
     )
 
 
-def rollout_step(stages: Stages, step: int, timer: Timer) -> RolloutBatch:
+def rollout_step(stages: Stages, step: int, timer: Timer, turn: Turn | None = None) -> RolloutBatch:
     """Sample and score the groups of `step` with the weights of version `step - staleness`, and
-    write them to the journal; if an earlier start of the run has written them, read them back."""
-    journal, progress = stages.journal, stages.collector.progress
-    check_progress(progress, journal, step)
-    num_carried, baseline = len(progress.carried), progress.baseline
-    if (recorded := journal.read(step + 1)) is not None:
-        groups, state = recorded
-        progress.restore(state, groups)
-    else:
+    write them to the journal; if an earlier start of the run has written them, read them back.
+
+    turn: waits for the ends of steps before it that may be under way, for their progress.
+    """
+    collector, journal = stages.collector, stages.journal
+    if turn is None:
+        check_progress(collector.progress, journal, step)
+    if (recorded := journal.read(step + 1)) is None:
         with signals.allow_interrupts():
             with timer("apply_s"):
                 version = max(0, step - stages.config.rollout.staleness)
                 timer.bytes["sync_bytes"] = stages.sync.sync_to(version)
-            groups = stages.collector.collect(step, timer)
+            recorded = collector.collect(step, timer), None
             if stages.exact:
                 with timer("check_s"):
                     check_sampled(stages.sync, step)
-        progress.advance(groups, num_carried, stages.config)
-        with timer("journal_s"):
-            journal.write(step + 1, groups, state=progress.state())
-    batch = make_rollout_batch(step, groups, num_carried, baseline, progress)
-    return replace(batch, groups=stages.stream.put(step, groups))
+    groups, state = recorded
+    with turn or nullcontext(collector.progress) as progress:
+        batch = collector.end_step(progress, step, groups, state, timer)
+        return replace(batch, groups=stages.stream.put(step, batch.groups))
 
 
 def learn_step(stage: LearnStage, rollouts: RolloutBatch, observe: Observe | None = None) -> Row:

@@ -271,7 +271,9 @@ class Ticket(Protocol):
 class Generate(Protocol):
     """The engine, as environments and publication see it."""
 
-    weight_version: int  # of the weights that it runs
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that it runs."""
 
     @property
     def longest(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.cluster.errors import no_ray
 from tandem.cluster.this_machine import require_listener
 from tandem.config.schema import Config
+from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
 from tandem.engine.worker_pool.process import Spawn
 from tandem.run_folder.status import take_wish
@@ -54,10 +55,13 @@ def open_hosts(
 
 
 class ScaleOnWish:
-    """A Sync that first has workers join or leave, as `tandem scale` has asked for: between two
-    rollouts, when no request is under way."""
+    """A Sync that first has workers join or leave, as `tandem scale` has asked for: before a step's
+    rollouts. Requests of other steps may be under way; those of workers that leave are served
+    again."""
 
-    def __init__(self, sync: Sync, workers: Workers, folder: Path, report: Callable[[str], None]):
+    def __init__(
+        self, sync: Sync, workers: Workers | PoolThread, folder: Path, report: Callable[[str], None]
+    ):
         self.sync, self.workers, self.folder, self.report = sync, workers, folder, report
         self.publish, self.logprob_gap = sync.publish, sync.logprob_gap
         take_wish(folder)  # it was for the run before

@@ -15,6 +15,7 @@ from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room
 from tandem.engine.page_cache import page_bytes
 from tandem.engine.worker_pool import vllm_worker
+from tandem.engine.worker_pool.client import Client, PoolThread
 from tandem.engine.worker_pool.pool import COMMAND, Workers
 from tandem.envs.load import load_env
 from tandem.jobs.cluster import open_hosts
@@ -25,6 +26,7 @@ from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, probe
 from tandem.rewards.pool.pool import RewardPool
+from tandem.rollout.collect import steps_at_once
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
 from tandem.runtime import numerics
@@ -203,22 +205,28 @@ def build_reward_pool(config: Config) -> RewardPool:
     )
 
 
+Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and gives it weights
+
+
 @contextmanager
 def open_rollouts(
-    config: Config, engine: Engine, local: RolloutRunner, report: Report, folder: Path
-) -> Iterator[tuple[RolloutRunner, Sync, Callable[[], None]]]:
+    config: Config, engine: Engine, local: RolloutRunner, report: Report, folder: Path, exact: bool
+) -> Iterator[tuple[list[Lane], Workers | PoolThread | None, Callable[[], None]]]:
     """Open the engine that samples for training: the trainer's own, rollout workers, or servers.
-    Yields the runner, the transport of weights, and a function that ends a rollout under way.
-    folder: for the weights of servers."""
+
+    Yields a lane for each step that is rolled out at once, the workers, and a function that ends
+    rollouts under way. folder: for the weights of servers. exact: rollouts check their log-probs.
+    """
     if is_http(config):
         with open_http_rollouts(config, engine, local, report, folder) as opened:
-            yield opened
+            runner, sync, stop = opened
+            yield [(runner, sync)], None, stop
         return
     rollout, model = config.rollout, engine.model
     for device in rollout.devices:
         place_models(device, config.model.dtype)
     if not rollout.workers:
-        yield local, InlineSync(engine), lambda: None
+        yield [(local, InlineSync(engine))], None, lambda: None
         return
     device = str(model.device)
     with (
@@ -241,8 +249,19 @@ def open_rollouts(
             spawn=spawn,
         ) as workers,
     ):
-        sync = ProcessSync(workers, engine, shared, model.merged_weights, rollout.staleness)
-        yield replace(local, engine=workers), sync, workers.close
+
+        def lane(client: Workers | Client, **options: Any) -> Lane:
+            weights = model.merged_weights
+            sync = ProcessSync(client, engine, shared, weights, rollout.staleness)
+            return replace(local, engine=client, **options), sync
+
+        if (count := steps_at_once(config)) == 1:
+            yield [lane(workers)], workers, workers.close
+            return
+        with PoolThread(workers, checks=exact) as pool:
+            clients = [pool.client(number) for number in range(count)]
+            lanes = [lane(client, after_generation=client.rest) for client in clients]
+            yield lanes, pool, workers.close
 
 
 def load_reward_model(config: Config) -> RewardModel | None:

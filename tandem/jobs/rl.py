@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from tandem.config.schema import Config
+from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
 from tandem.jobs.cluster import ScaleOnWish, check_cluster
 from tandem.jobs.engines import (
@@ -36,12 +38,14 @@ from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.types import Problem, Sync
 
+Pool = Workers | PoolThread
+
 
 class RLJob:
     """A job for train_loop.py that repeats `train_step`."""
 
     def __init__(
-        self, stages: Stages, evaluate: Evaluator, data: dict[str, str], pool: Workers | None = None
+        self, stages: Stages, evaluate: Evaluator, data: dict[str, str], pool: Pool | None = None
     ):
         config, models, self.pool = stages.config, stages.models, pool
         self.stages, self.evaluate, self.data = stages, evaluate, data
@@ -86,7 +90,7 @@ class AsyncRLJob(RLJob):
         evaluate: Evaluator,
         data: dict[str, str],
         prefetcher: RolloutPrefetcher,
-        pool: Workers | None = None,
+        pool: Pool | None = None,
     ):
         super().__init__(stages, evaluate, data, pool)
         self.prefetcher = prefetcher
@@ -134,10 +138,12 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         )
         held_out = Journal(run.episodes, run_id, inputs.held_out, mesh)
         evaluate = _evaluator(config, local, stop_token_ids, held_out, inputs.held_out)
-        rollouts = open_rollouts(config, engine, local, report, run.path / "weights")
-        with rollouts as (runner, sync, stop_workers), open_stream(config, ranks) as stream:
+        rollouts = open_rollouts(config, engine, local, report, run.path / "weights", exact)
+        with rollouts as (lanes, pool, stop_workers), open_stream(config, ranks) as stream:
             sampling = sampling_params(config.rollout, stop_token_ids)
-            sync, pool = _scaled(sync, runner, run, report)
+            if pool is not None:
+                lanes = [(r, ScaleOnWish(sync, pool, run.path, report)) for r, sync in lanes]
+            runner, sync = lanes[0]
             stages = Stages(
                 config=config,
                 models=models,
@@ -158,7 +164,8 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
             if not config.rollout.staleness:
                 yield RLJob(stages, evaluate, data, pool)
                 return
-            prefetcher = RolloutPrefetcher(stages, config.run.steps, stop_workers)
+            of_lanes = [_in_lane(stages, *lane) for lane in lanes]
+            prefetcher = RolloutPrefetcher(stages, config.run.steps, stop_workers, of_lanes)
             with closing(prefetcher):
                 yield AsyncRLJob(stages, evaluate, data, prefetcher, pool)
 
@@ -179,13 +186,9 @@ def _evaluator(
     )
 
 
-def _scaled(
-    sync: Sync, runner: RolloutRunner, run: RunFolder, report: Report
-) -> tuple[Sync, Workers | None]:
-    """Return the Sync that follows `tandem scale`, and the workers, if the run has some."""
-    if not isinstance(runner.engine, Workers):
-        return sync, None
-    return ScaleOnWish(sync, runner.engine, run.path, report), runner.engine
+def _in_lane(stages: Stages, runner: RolloutRunner, sync: Sync) -> Stages:
+    """Return the stages of a lane. All share the progress, the journal and the rewards."""
+    return replace(stages, sync=sync, collector=replace(stages.collector, runner=runner))
 
 
 class PublishFirst:

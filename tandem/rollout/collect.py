@@ -7,6 +7,7 @@ several steps. Knows no weights and no loss.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -73,6 +74,10 @@ class Progress:
             self.rates |= {
                 uid: min(max(rate, 0.0), 1.0) for uid, rate in rates.items() if np.isfinite(rate)
             }
+
+
+# Waits until the steps before have ended, and gives the progress that they have left.
+Turn = AbstractContextManager[Progress]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +148,12 @@ class Collector:
     sampling: SamplingParams
     journal: Journal
     progress: Progress = field(default_factory=Progress)
+    beside_others: bool = False  # steps before it may be under way
+
+    def beside(self, batches: int) -> "Collector":
+        """Return the collector of a step that begins after so many batches of problems, while steps
+        before it may be under way (`steps_at_once`)."""
+        return replace(self, progress=Progress(batches=batches), beside_others=True)
 
     def collect(self, step: int, timer: Timer) -> list[Group]:
         """Return the scored groups of a step, the carried ones first.
@@ -163,7 +174,8 @@ class Collector:
             for _ in range(self._new_batches(num_ready + len(running))):
                 self._check_limit(step, progress.batches - first_batch, num_ready)
                 running += self.begin_batch()
-            is_last = not (budget or config.rl.max_gen_batches)
+            # beside others its file does not follow at once
+            is_last = not (budget or config.rl.max_gen_batches or self.beside_others)
             problems = [group.problem for group in running]
             with self.journal.parts(step + 1, tick, problems, is_last) as parts:
                 played = generate_and_score(
@@ -178,6 +190,21 @@ class Collector:
             running = [group for group in played if _is_paused(group)]
             done += [self._with_outcome(group) for group in played if not _is_paused(group)]
         return [*_carry_beyond(done, wanted), *(replace(g, outcome="unfinished") for g in running)]
+
+    def end_step(
+        self, progress: Progress, step: int, groups: list[Group], state: Any, timer: Timer
+    ) -> RolloutBatch:
+        """Write the groups of a step to the journal and let the progress go on; those that were
+        read from the journal come with their state instead of None."""
+        num_carried, baseline = len(progress.carried), progress.baseline
+        if state is not None:
+            progress.restore(state, groups)
+        else:
+            progress.batches = self.progress.batches
+            progress.advance(groups, num_carried, self.config)
+            with timer("journal_s"):
+                self.journal.write(step + 1, groups, state=progress.state())
+        return make_rollout_batch(step, groups, num_carried, baseline, progress)
 
     def begin_batch(self) -> list[Group]:
         """Draw the next batch of problems, as groups whose episodes have not begun.
@@ -215,6 +242,19 @@ class Collector:
         limit = self.config.rl.max_gen_batches
         if limit and drawn >= limit + _batches_in_flight(self.config) - 1:
             raise _could_not_fill(step, drawn, num_ready, self.config.rl.prompts_per_step)
+
+
+def steps_at_once(config: Config) -> int:
+    """Return how many steps may be rolled out at once: staleness + 1, each as soon as its weights
+    are published.
+
+    One after the other are those that need what the step before leaves: dynamic sampling
+    (`carried`, and how many batches it drew), partial rollouts (`unfinished`) and a curriculum
+    (`rates`). Any other step draws one batch, whose number is known beforehand. The running
+    baseline needs the rewards of the steps before, but only when a step ends.
+    """
+    needs_last = config.rl.max_gen_batches or config.rollout.token_budget or config.rl.curriculum
+    return 1 if needs_last or not config.rollout.workers else 1 + config.rollout.staleness
 
 
 def _batches_in_flight(config: Config) -> int:

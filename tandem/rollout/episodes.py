@@ -185,9 +185,8 @@ class _Rollout:
     # The environments' thread.
 
     async def _run_all(self) -> list[Episode]:
-        places = asyncio.Semaphore(self.limits.concurrency)
         tasks = [
-            asyncio.create_task(self._run(row, episode, places))
+            asyncio.create_task(self._run(row, episode))
             for row, group in enumerate(self.groups)
             for episode in group.episodes
         ]
@@ -199,10 +198,10 @@ class _Rollout:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._over.set()
 
-    async def _run(self, row: int, episode: Episode, places: asyncio.Semaphore) -> Episode:
+    async def _run(self, row: int, episode: Episode) -> Episode:
         if episode.stop_reason != "paused":
             return episode
-        async with places:
+        async with self.envs.places:
             episode = await self._run_episode(row, EpisodeBuilder(episode))
         self._inbox.put(None)  # a sign of life for the thread that waits
         if self.on_end is not None and episode.stop_reason != "paused":

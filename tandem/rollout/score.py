@@ -27,13 +27,17 @@ ScoringKey = tuple[int, int]  # (row of the group, sample of it)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRunner:
-    """The parts that generate and score episodes."""
+    """The parts that generate and score episodes.
+
+    after_generation: called when no request of `generate_and_score` is to come any more.
+    """
 
     engine: Generate
     renderer: Renderer
     envs: EnvPool
     rewards: Reward
     reward_model: RewardModel | None
+    after_generation: Callable[[], None] = lambda: None
 
 
 def generate_and_score(
@@ -71,6 +75,7 @@ def generate_and_score(
             on_end=None if runner.reward_model else scoring.submit,
             token_budget=token_budget,
         )
+    runner.after_generation()
     env_name = f"env.name = {runner.envs.limits.name}"
     errors = [e.env_error for episodes in generated for e in episodes]
     _require_some_success(errors, "failed in its environment", where=env_name)

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,34 @@ class RestartLimit:
     def reset(self) -> None:
         """Forget the losses so far, as the workers make progress again."""
         self.used = 0
+
+
+class Waker:
+    """A pipe that ends a thread's wait for sockets: readable once any thread has called `wake`."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._lock, self._closed = threading.Lock(), False
+
+    def fileno(self) -> int:
+        return self._reading
+
+    def wake(self) -> None:
+        with self._lock, suppress(BlockingIOError):  # it is full of such wishes
+            if not self._closed:
+                os.write(self._writing, b".")
+
+    def clear(self) -> None:
+        """Wait again, after it was readable."""
+        os.read(self._reading, _CHUNK)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._reading)
+                os.close(self._writing)
 
 
 class Channel:

@@ -115,6 +115,7 @@ class SharedWeights:
         self.layout, self.delta = Layout.of(tensors), delta
         self.sent_bytes = 0  # of tensors offered to workers, all together
         self._lock = threading.Lock()  # of the tables only: nothing waits for a copy or a hash
+        self._counted = 0  # of sent_bytes, by `newly_sent`
         self._published: dict[int, Any] = {}  # by version: what `_store` keeps, a descriptor
         self._free: list[int] = []  # descriptors of released versions
         # by version, of the published ones and of some before
@@ -183,6 +184,12 @@ class SharedWeights:
                 return None
             new = self._digests[version]
             return [n for n in new if any(self._digests[base][n] != new[n] for base in bases)]
+
+    def newly_sent(self) -> int:
+        """Return the bytes of tensors offered to workers since the last call."""
+        with self._lock:
+            before, self._counted = self._counted, self.sent_bytes
+            return self._counted - before
 
     @property
     def versions(self) -> list[int]:

@@ -1,7 +1,10 @@
-"""Weight publication to rollout workers, by any transport, one version after the other, on demand.
+"""Weight publication to rollout workers, by any transport, on demand.
 
-The trainer's thread calls publish, the rollouts' thread sync_to. Does not know how workers load
-weights (engine/worker_pool).
+The trainer's thread calls publish, the rollouts' thread sync_to; rollouts of several steps at once
+have a ProcessSync each, over one SharedWeights. `keep` versions before the newest are kept, and
+that is all that rollouts may still need: with staleness k the version before them is trained on
+already. So k + 1 versions take memory, and one more while it is published. Does not know how
+workers load weights (engine/worker_pool).
 """
 
 from collections.abc import Callable
@@ -30,7 +33,6 @@ class ProcessSync:
     ):
         self.workers, self.local, self.shared = workers, local, shared
         self.weights, self.keep = weights, keep
-        self._counted = 0  # bytes that sync_to has returned
 
     def publish(self, version: int) -> None:
         self.shared.publish(version, self.weights())
@@ -45,8 +47,7 @@ class ProcessSync:
             if version not in self.shared.versions:
                 raise weights_gone(version, found=f"versions {self.shared.versions}")
             self.workers.apply(version)
-        before, self._counted = self._counted, self.shared.sent_bytes
-        return self._counted - before
+        return self.shared.newly_sent()
 
     def logprob_gap(self) -> float:
         return self.workers.logprob_gap()

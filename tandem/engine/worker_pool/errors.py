@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+from tandem.engine.worker_pool.dispatch import Ticket
 from tandem.runtime.errors import InvariantError, UserError
+from tandem.types import Completion
 
 
 def too_long(needed: int, longest: int) -> UserError:
@@ -35,6 +37,16 @@ def other_weights(where: str, names: Sequence[str], found: str, expected: str) -
         expected=expected,
         next="no token was sampled with them; the same command resumes the run",
     )
+
+
+def check_completion(where: str, ticket: Ticket, identity: str, completion: Completion) -> None:
+    """Raise an error for a completion of another request, or by weights of another version."""
+    if identity != ticket.identity:
+        raise other_request(where, identity, ticket.identity)
+    paused, expected = ticket.request.resume_from, ticket.line.version
+    versions = completion.weight_versions[0 if paused is None else len(paused.tokens) :]
+    if (versions != expected).any():
+        raise other_version(where, sorted(set(versions.tolist())), expected)
 
 
 def other_request(where: str, found: str, expected: str) -> InvariantError:

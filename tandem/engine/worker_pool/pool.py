@@ -2,11 +2,11 @@
 
     caller's thread                                        worker process 0 .. count - 1 (worker.py)
     ---------------                                        ---------------------------------------
-    submit(request)  -> todo                               one thread, one engine, own weights
-    step()  _dispatch      todo -> tickets of a worker --> {"request": 7}: submit, Engine.step
+    submit(request)  -> its line                           one thread, one engine, own weights
+    step()  _dispatch      line -> tickets of a worker --> {"request": 7}: submit, Engine.step
             _on_message    completion, signs of life  <--  {"completion": 7}, {"alive": true}
             _check_heartbeats  silence: SIGKILL, a new worker, its tickets back in front
-    apply(version)         weights to all that are up -->  receive, load, hash
+    _dispatch              weights of open lines      -->  receive, load, hash
             _on_applied    it must be the trainer's   <--  {"applied": 4, "hash": "9f86..."}
               or once more, then a new worker         <--  {"applied": 4, "failed": "..."}
 
@@ -15,27 +15,31 @@ waits until the first worker runs the weights, or none that is up is left; nothi
 go on after an answer, the end of a socket, or heartbeat_s without a sign of life, after which the
 worker is killed. Silence counts only while the pool listens, and not while the driver is busy.
 
-A worker is starting, then syncing (it loads the current version), and gets requests only after its
-hash was right. While one starts, the others serve. A request of a lost worker goes to another
-unchanged, with the address of its draws, so the completion has the same bits; chance decides only
-which worker makes it. One thread at a time calls this; `close` may come from any thread. On Linux a
-worker ends with the thread that started it: the one that made Workers or, for a replacement, the
-one that called `step`.
+A worker is starting, then syncing (it loads a version), and gets requests of that version only
+after its hash was right. dispatch.py decides who runs which version and gets which request. A
+request of a lost worker goes to another unchanged, with the address of its draws, so the completion
+has the same bits; chance decides only which worker makes it.
+
+One thread at a time calls this: a caller with one version after the other (`apply`, `submit`), or
+client.py's thread for several, with a line of `dispatcher` each. Any thread may call `close`,
+`wake`, `status` and `ticket`. On Linux a worker ends with the thread that started it: the one that
+made Workers or, for a replacement, the one that called `step`.
 """
 
+import itertools
 import selectors
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
 from tandem.engine.worker_pool import errors
-from tandem.engine.worker_pool.process import LocalProcess, Published, Spawn, Ticket, WorkerProcess
+from tandem.engine.worker_pool.checks import Check, Checks
+from tandem.engine.worker_pool.dispatch import Dispatcher, Line, Ticket
+from tandem.engine.worker_pool.process import LocalProcess, Published, Spawn, WorkerProcess
 from tandem.engine.worker_pool.protocol import (
     cancelled_completion,
     identity_of,
@@ -44,7 +48,7 @@ from tandem.engine.worker_pool.protocol import (
     request_message,
 )
 from tandem.runtime import watchdog
-from tandem.runtime.worker_channel import Message, ProtocolError, RestartLimit
+from tandem.runtime.worker_channel import Message, ProtocolError, RestartLimit, Waker
 from tandem.types import Request
 
 COMMAND = (sys.executable, "-m", "tandem.engine.worker_pool.worker")
@@ -80,10 +84,11 @@ class Workers:
         command: Sequence[str] = COMMAND,
         spawn: Spawn | None = None,
     ):
-        self.weight_version = -1  # none yet
         self.longest, self.restarts = longest, RestartLimit(restarts)
-        self._max_batch, self._heartbeat_s = max_batch, heartbeat_s
-        self._weights, self._report = weights, report
+        self.on_life: Callable[[], None] = watchdog.heartbeat  # a worker is at work
+        self.dispatcher: Dispatcher[WorkerProcess] = Dispatcher(max_batch)
+        self._line: Line | None = None  # of `apply` and `submit`
+        self._weights, self._report, self._heartbeat_s = weights, report, heartbeat_s
         self._host = spawn or (lambda number: LocalProcess(command))
         self._beat_s, self._devices = min(1.0, heartbeat_s / BEATS), devices
         self._start = {
@@ -97,13 +102,13 @@ class Workers:
             "record_experts": record_experts,
             "beat_s": self._beat_s,
         }
-        self._todo: deque[Ticket] = deque()
-        self._submitted, self._ended = 0, list[Ticket]()
-        # the worker with a prefix in its cache, by an episode's key and by a prompt's hash
-        self._affinity: dict[int, WorkerProcess] = {}
-        self._gaps: dict[int, float | None] = {}  # by worker, None while it checks
+        self._numbers, self._ended = itertools.count(), list[Ticket]()  # `next` is atomic
+        self.checks = Checks(self._send)
         self._polled = time.monotonic()
         self._selector = selectors.DefaultSelector()
+        self._waker = Waker()
+        self.wake = self._waker.wake  # ends the wait of `step`
+        self._selector.register(self._waker, selectors.EVENT_READ)
         self._workers: dict[int, WorkerProcess] = {}
         self._lost: Counter[int] = Counter()  # restarts, by the worker's number
         self._closing, self._closed = threading.Lock(), False
@@ -123,17 +128,38 @@ class Workers:
             while self._workers:
                 self._workers.popitem()[1].host.end()
             self._selector.close()
+            self._waker.close()
 
     # ---------------------------------------------------------------- Generate
 
+    @property
+    def weight_version(self) -> int:
+        """Version of `apply`; -1: none yet."""
+        return -1 if self._line is None else self._line.version
+
+    def apply(self, version: int) -> None:
+        """Run the published weights of that version from now on. No request may be under way.
+
+        Returns once one worker serves. Raises UserError, as `step` does, for other weights.
+        """
+        given = [ticket for one in self._workers.values() for ticket in one.tickets.values()]
+        if self.dispatcher.num_waiting or any(ticket.completion is None for ticket in given):
+            raise RuntimeError(f"weights of version {version} come while requests are under way")
+        up = [worker for worker in self._workers.values() if worker.started]
+        if self._line is not None:
+            self.dispatcher.close(self._line)
+        self._line = self.dispatcher.open(version)
+        self._dispatch()
+        with watchdog.waiting_for("rollout workers", f"the hash of weights {version}"):
+            while (left := [worker for worker in up if self._is_current(worker)]) and not any(
+                worker.is_ready and worker.version == version for worker in left
+            ):
+                self._poll()
+
     def submit(self, request: Request) -> Ticket:
         """Take a request. Raises UserError if no engine has room for it."""
-        needed = len(request.prompt) + request.params.max_new_tokens
-        if needed > self.longest:
-            raise errors.too_long(needed, self.longest)
-        ticket = Ticket(self._submitted, request, identity_of(request))
-        self._submitted += 1
-        self._todo.append(ticket)
+        assert self._line is not None
+        self.dispatcher.add(ticket := self.ticket(request, self._line))
         return ticket
 
     def step(self) -> list[Ticket]:
@@ -152,39 +178,41 @@ class Workers:
             return
         ticket.completion = cancelled_completion()
         with suppress(ValueError):  # a worker has it
-            self._todo.remove(ticket)
+            ticket.line.todo.remove(ticket)
         for worker in self._workers.values():
             if ticket.number in worker.tickets:
                 self._send(worker, {"cancel": ticket.number})
 
-    def apply(self, version: int) -> None:
-        """Run the published weights of that version from now on. No request may be under way.
-
-        Returns once one worker serves. Raises UserError, as `step` does, for other weights.
-        """
-        self._require_idle(f"weights of version {version} come")
-        self.weight_version = version
-        self._affinity.clear()
-        up = [worker for worker in self._workers.values() if worker.started]
-        self._sync(up)
-        with watchdog.waiting_for("rollout workers", f"the hash of weights {version}"):
-            while (left := [worker for worker in up if self._is_current(worker)]) and all(
-                worker.state == "syncing" for worker in left
-            ):
+    def logprob_gap(self) -> float:
+        """Return the largest Engine.logprob_gap of the workers that are up and stay so."""
+        self.checks.ask(check := Check(self.weight_version), self.workers)
+        with watchdog.waiting_for("rollout workers", "their log-probs"):
+            while check.num_asked:
                 self._poll()
+        return check.gap
+
+    # ---------------------------------------------------------------- several versions at once
+
+    def ticket(self, request: Request, line: Line) -> Ticket:
+        """Make the ticket of a request. Raises UserError if no engine has room for it."""
+        needed = len(request.prompt) + request.params.max_new_tokens
+        if needed > self.longest:
+            raise errors.too_long(needed, self.longest)
+        return Ticket(next(self._numbers), request, identity_of(request), line)
+
+    # ---------------------------------------------------------------- their number
 
     def resize(self, count: int) -> None:
-        """Start or end workers until there are count. No request may be under way."""
-        self._require_idle("workers join or leave")
+        """Start or end workers until there are count; the requests of those that end go to
+        others."""
         for number in sorted(self._workers)[count:]:
             self._remove(self._workers[number])
         for number in range(len(self._workers), count):
             self._spawn(number)
 
-    def _require_idle(self, what: str) -> None:
-        given = [ticket for one in self._workers.values() for ticket in one.tickets.values()]
-        if self._todo or any(ticket.completion is None for ticket in given):
-            raise RuntimeError(f"{what} while requests are under way")
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        return list(self._workers.values())
 
     @property
     def count(self) -> int:
@@ -197,48 +225,23 @@ class Workers:
             for number, worker in sorted(self._workers.copy().items())
         ]
 
-    def logprob_gap(self) -> float:
-        """Return the largest Engine.logprob_gap of the workers that are up and stay so."""
-        up = [worker for worker in self._workers.values() if worker.version == self.weight_version]
-        self._gaps = dict.fromkeys((worker.number for worker in up), None)
-        for worker in up:
-            self._send(worker, {"check": self.weight_version})
-        with watchdog.waiting_for("rollout workers", "their log-probs"):
-            while any(self._is_current(one) and self._gaps[one.number] is None for one in up):
-                self._poll()
-        # a NaN shows
-        return float(np.max([gap for gap in self._gaps.values() if gap is not None], initial=0.0))
-
     # ---------------------------------------------------------------- to a worker
 
     def _dispatch(self) -> None:
-        """Give requests to the workers that serve, evenly, and no more than they run at once.
+        """Have workers load the weights, and send them the requests, that are theirs now."""
+        for version, movers in self.dispatcher.switches(self.workers).items():
+            self._sync(version, movers)
+        for worker, ticket in self.dispatcher.assign(self.workers):
+            self._send(worker, request_message(ticket.number, ticket.request))
 
-        A share counts the workers that still start, so that the first one up does not take all.
-        Requests with the same prefix go to one worker as long as that is even.
-        """
-        ready = [worker for worker in self._workers.values() if worker.state in ("idle", "serving")]
-        if not ready or not self._todo:
-            return
-        load = len(self._todo) + sum(len(worker.tickets) for worker in self._workers.values())
-        share = min(-(-load // len(self._workers)), self._max_batch)
-        while self._todo and (free := [worker for worker in ready if len(worker.tickets) < share]):
-            ticket = self._todo.popleft()
-            request = ticket.request
-            keys = request.key, hash(request.prompt.tobytes())
-            cached = [self._affinity[key] for key in keys if self._affinity.get(key) in free]
-            worker = cached[0] if cached else min(free, key=lambda worker: len(worker.tickets))
-            self._affinity |= dict.fromkeys(keys, worker)
-            worker.tickets[ticket.number] = ticket
-            self._send(worker, request_message(ticket.number, request))
-
-    def _sync(self, workers: Sequence[WorkerProcess]) -> None:
+    def _sync(self, version: int, workers: Sequence[WorkerProcess]) -> None:
         """Offer the weights to workers; what they run is unknown until the hash is right."""
-        version = self.weight_version
+        for worker in workers:
+            self.checks.leave(worker)
         offers = self._weights.offer(version, workers)
         for worker, (source, descriptor) in zip(workers, offers, strict=True):
             worker.syncing.append(version)
-            worker.version = -1
+            worker.target, worker.version = version, -1
             self._send(worker, {"apply": version, "from": source}, descriptor)
 
     def _send(self, worker: WorkerProcess, message: Message, descriptor: int = -1) -> None:
@@ -275,13 +278,14 @@ class Workers:
         device = self._devices[worker.number % len(self._devices)]
         self._send(worker, {"start": {**self._start, "device": device}})
 
-    def _remove(self, worker: WorkerProcess) -> None:
-        """End a worker, and forget it."""
+    def _remove(self, worker: WorkerProcess) -> int:
+        """End a worker, and forget it; return how many of its requests are served again."""
         del self._workers[worker.number]
         if worker.connection is not None:
             self._selector.unregister(worker.connection.socket)
         worker.host.end()
-        self._affinity = {key: home for key, home in self._affinity.items() if home is not worker}
+        self.checks.lose(worker)
+        return self.dispatcher.put_back(worker)
 
     def _is_current(self, worker: WorkerProcess) -> bool:
         return self._workers.get(worker.number) is worker
@@ -290,15 +294,13 @@ class Workers:
         """Kill a worker, start another in its place, and put its requests back in front."""
         lost = f"{worker} was lost while {worker.state}: {reason}"
         last_words = worker.host.last_words()
-        self._remove(worker)
+        back = self._remove(worker)
         self._lost[worker.number] += 1
-        back = [ticket for ticket in worker.tickets.values() if ticket.completion is None]
-        self._todo.extendleft(reversed(back))
         if not self.restarts.spend():
             raise errors.no_restart_left(self.restarts.limit, lost, last_words)
         self._report(
             f"{lost}; restart {self.restarts.used} of {self.restarts.limit}, "
-            f"{len(back)} of its requests are served again"
+            f"{back} of its requests are served again"
         )
         self._spawn(worker.number)
 
@@ -307,7 +309,9 @@ class Workers:
         for worker in [one for one in self._workers.values() if one.connection is None]:
             self._connect(worker)
         for key, events in self._selector.select(WAIT_S):
-            worker = key.data
+            if (worker := key.data) is None:
+                self._waker.clear()
+                continue
             if events & selectors.EVENT_READ and self._is_current(worker):
                 self._on_readable(worker)
             if events & selectors.EVENT_WRITE and self._is_current(worker):
@@ -319,7 +323,7 @@ class Workers:
         """Replace silent workers. Time in which the pool did not listen counts little."""
         now = time.monotonic()
         passed, self._polled = min(now - self._polled, self._beat_s), now
-        for worker in list(self._workers.values()):
+        for worker in self.workers:
             worker.silent_s += passed
             if worker.silent_s > self._heartbeat_s:
                 stack = worker.host.stack() or "it has no stack: it was stopped, or had not begun"
@@ -341,33 +345,34 @@ class Workers:
 
     def _on_message(self, worker: WorkerProcess, message: Message) -> None:
         if message != {"alive": False}:  # it is at work
-            watchdog.heartbeat()
+            self.on_life()
         match message:
             case {"alive": bool()}:
                 pass
             case {"ready": True} if not worker.started:
                 worker.started = True
-                if self.weight_version >= 0:
-                    self._sync([worker])
             case {"applied": int(version)} if worker.syncing and version == worker.syncing[0]:
                 worker.syncing.popleft()
-                if version == self.weight_version:  # else a newer one was sent meanwhile
-                    self._on_applied(worker, message)
+                if not worker.syncing:  # else another one was sent meanwhile
+                    self._on_applied(worker, version, message)
             case {"completion": int(number), "identity": str(identity)} if number in worker.tickets:
                 self._on_completion(worker, worker.tickets[number], identity, message)
             case {"cancelled": int(number)} if (
                 number in worker.tickets and worker.tickets[number].completion
             ):
                 del worker.tickets[number]
-            case {"checked": int(version), "gap": float(gap)} if version == self.weight_version:
-                self._gaps[worker.number] = gap
+            case {"checked": int(), "gap": float(gap)}:
+                self.checks.answer(worker, gap)
             case {"error": {"what": _}}:
                 raise read_error(message)
             case _:
                 raise ProtocolError(f"not an answer: {str(message)[:200]}")
 
-    def _on_applied(self, worker: WorkerProcess, message: Message) -> None:
-        version, expected = self.weight_version, self._weights.hash_of(self.weight_version)
+    def _on_applied(self, worker: WorkerProcess, version: int, message: Message) -> None:
+        if version not in self.dispatcher.versions:  # its memory may have been written again
+            worker.target = -1
+            return
+        expected = self._weights.hash_of(version)
         match message:
             case {"hash": str(digest), "differ": list(names)}:
                 if digest != expected:
@@ -377,7 +382,7 @@ class Workers:
             case {"failed": str(reason)} if worker.retried != version:
                 self._report(f"{worker} did not get weights {version}, and tries again: {reason}")
                 worker.retried = version
-                self._sync([worker])
+                self._sync(version, [worker])
             case _:
                 reason = message.get("failed", str(message)[:200])
                 self._replace(worker, f"it did not get weights {version}: {reason}")
@@ -385,14 +390,9 @@ class Workers:
     def _on_completion(
         self, worker: WorkerProcess, ticket: Ticket, identity: str, message: Message
     ) -> None:
-        where = f"{worker}, request {ticket.number}"
-        if identity != ticket.identity:
-            raise errors.other_request(where, identity, ticket.identity)
         completion = read_completion(message)
-        paused = ticket.request.resume_from
-        versions = completion.weight_versions[0 if paused is None else len(paused.tokens) :]
-        if (versions != self.weight_version).any():
-            raise errors.other_version(where, sorted(set(versions.tolist())), self.weight_version)
+        where = f"{worker}, request {ticket.number}"
+        errors.check_completion(where, ticket, identity, completion)
         del worker.tickets[ticket.number]
         worker.num_completed += 1
         if ticket.completion is None:  # else it was cancelled meanwhile

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from tandem.engine.worker_pool.dispatch import Ticket
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.runtime.worker_channel import Channel, Message, spawn
-from tandem.types import Completion, Request
 
 if TYPE_CHECKING:  # nothing here needs torch
     from tandem.weights.shared import Layout
@@ -36,16 +36,6 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
-
-
-class Ticket:
-    """A request on its way; `completion` is set once it has ended."""
-
-    __slots__ = ("completion", "identity", "number", "request")
-
-    def __init__(self, number: int, request: Request, identity: str):
-        self.number, self.request, self.identity = number, request, identity
-        self.completion: Completion | None = None
 
 
 class Host(Protocol):
@@ -89,13 +79,14 @@ class Published(Protocol):
 
 
 class WorkerProcess:
-    """A worker, and what the pool has told it."""
+    """A worker, and what the pool has told it. Implements dispatch.Seat."""
 
     def __init__(self, number: int, host: Host):
         self.number, self.host = number, host
         self.connection: Channel | None = None  # not yet
         self.started = False  # it said that it is ready
         self.syncing: deque[int] = deque()  # versions that it was told to load and has not answered
+        self.target = -1  # the version that it runs or loads
         self.version = -1  # of the weights that it runs, by its own hash
         self.retried = -1  # the version that it was offered again after a failure
         self.tickets: dict[int, Ticket] = {}  # given and not answered, cancelled ones included
@@ -113,10 +104,14 @@ class WorkerProcess:
         return self.host.pid
 
     @property
+    def is_ready(self) -> bool:
+        return self.started and not self.syncing and 0 <= self.version == self.target
+
+    @property
     def state(self) -> State:
         if not self.started:
             return "starting"
-        if self.syncing or self.version < 0:
+        if not self.is_ready:
             return "syncing"
         return "serving" if self.tickets else "idle"
 

@@ -1,0 +1,203 @@
+"""Decision which rollout worker gets which request, and which weights it runs. Pure: it knows no
+process, no clock and no weights, so a simulation can drive it (benchmarks/cluster_model.py).
+
+    a step's thread                     Dispatcher                           seats: the workers
+    ---------------                     ----------                           ------------------
+    open(version)   a line
+    add(line, ticket)  ------------>    switches: who loads which version  ->   target
+                                        assign: who gets which ticket      ->   tickets
+    close(line)     no request is to come
+
+A line is the requests of one step, by one version of the weights; several may be open. A worker
+runs one version at a time, and takes up another when it has no tickets left. Older versions come
+first: what waits for them gets the workers that are free. The version of each open line keeps one
+worker, as long as there are enough, so that the next turn of its last episode need not wait for
+newer requests; the others go where tickets wait. So a step's straggler holds the worker that it is
+on, and no other.
+
+Within a version older lines come first. Tickets are spread evenly over its workers, and no worker
+has more than it runs at once; those with the same prefix go to one worker as long as that is even.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from typing import Any, Generic, Protocol, TypeVar
+
+from tandem.types import Completion, Request
+
+
+class Ticket:
+    """A request on its way, in a line; `completion` is set once it has ended.
+
+    prefixes: by what a worker with its prefix is found, its episode's key and its prompt's hash.
+    """
+
+    __slots__ = ("completion", "identity", "line", "number", "prefixes", "request")
+
+    def __init__(self, number: int, request: Request, identity: str, line: "Line"):
+        self.number, self.request, self.identity, self.line = number, request, identity, line
+        self.prefixes = request.key, hash(request.prompt.tobytes())
+        self.completion: Completion | None = None
+
+
+class Seat(Protocol):
+    """A worker, as far as its requests and weights go."""
+
+    number: int
+    started: bool  # it can load weights
+    target: int  # the version that it runs or was told to load; -1: none
+    tickets: dict[int, Ticket]  # by number: given to it and not ended
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it runs its target."""
+
+
+S = TypeVar("S", bound=Seat)
+
+
+@dataclass(eq=False)
+class Line:
+    """The requests of one step by one version of the weights. number: orders lines of a version."""
+
+    version: int
+    number: int = 0
+    todo: deque[Ticket] = field(default_factory=deque)
+    has_begun: bool = False  # it has had a ticket
+    affinity: dict[int, Any] = field(default_factory=dict)  # prefix -> the worker that has it
+
+
+class Dispatcher(Generic[S]):
+    """The open lines, oldest first. max_batch: most requests that a worker has at once."""
+
+    def __init__(self, max_batch: int):
+        self.max_batch = max_batch
+        self.lines: list[Line] = []
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions of the open lines, ascending."""
+        return sorted({line.version for line in self.lines})
+
+    @property
+    def num_waiting(self) -> int:
+        """Tickets that no worker has."""
+        return sum(len(line.todo) for line in self.lines)
+
+    def open(self, version: int, number: int = 0) -> Line:
+        """Open a line: its requests come soon."""
+        self.lines.append(line := Line(version, number))
+        self.lines.sort(key=lambda one: (one.version, one.number))
+        return line
+
+    def close(self, line: Line) -> None:
+        """Close a line: no request of it is to come."""
+        self.lines.remove(line)
+
+    def add(self, ticket: Ticket) -> None:
+        """Let a ticket wait in its line."""
+        ticket.line.todo.append(ticket)
+        ticket.line.has_begun = True
+
+    def put_back(self, seat: S) -> int:
+        """Put a lost worker's tickets back in front, and forget it; return how many."""
+        back = [ticket for ticket in seat.tickets.values() if ticket.completion is None]
+        for ticket in reversed(back):
+            ticket.line.todo.appendleft(ticket)
+        for line in self.lines:
+            line.affinity = {key: home for key, home in line.affinity.items() if home is not seat}
+        return len(back)
+
+    def switches(self, seats: Sequence[S]) -> dict[int, list[S]]:
+        """Return which workers, all without tickets, are to load which version now."""
+        moves: dict[int, list[S]] = defaultdict(list)
+        is_fresh = any(not line.has_begun for line in self.lines)
+        if not (is_fresh or self.num_waiting or any(s.started and s.target < 0 for s in seats)):
+            return moves
+        versions, left = self.versions, Counter(seat.target for seat in seats)
+        free = [seat for seat in seats if seat.started and not seat.tickets]
+        free = [seat for seat in free if seat.is_ready or seat.target not in versions]
+        free.sort(key=lambda seat: seat.target in versions)  # first those that nobody needs
+        for version in versions:
+            stays, missing, rest = self._waiting(version), self._missing(version, seats), list[S]()
+            for seat in free:
+                is_last = seat.target in versions and left[seat.target] == 1
+                may_leave = not is_last or (seat.target > version and not left[version])
+                if seat.target == version and stays > 0:
+                    stays -= 1  # it gets a ticket at once
+                elif seat.target != version and missing > 0 and may_leave:
+                    missing -= 1
+                    left.subtract([seat.target])
+                    left[version] += 1
+                    moves[version].append(seat)
+                else:
+                    rest.append(seat)
+            free = rest
+        if versions:  # who has nothing to do loads what comes next
+            newest = versions[-1]
+            is_fresh = any(one.version == newest and not one.has_begun for one in self.lines)
+            idle = [seat for seat in free if seat.target not in versions]
+            moves[newest] += [seat for seat in idle if is_fresh or seat.target < 0]
+        return {version: movers for version, movers in moves.items() if movers}
+
+    def _waiting(self, version: int) -> int:
+        return sum(len(line.todo) for line in self.lines if line.version == version)
+
+    def _missing(self, version: int, seats: Sequence[S]) -> int:
+        """Return how many more workers a version needs: the newest one for every ticket that waits,
+        older ones for those that their workers have no room for; each has one."""
+        own, waiting = [seat for seat in seats if seat.target == version], self._waiting(version)
+        if version == self.versions[-1]:
+            needed = waiting - sum(not seat.tickets for seat in own)
+        else:
+            room = sum(self.max_batch - len(seat.tickets) for seat in own)
+            needed = -(-(waiting - room) // self.max_batch)
+        return max(needed, not own)
+
+    def assign(self, seats: Sequence[S]) -> list[tuple[S, Ticket]]:
+        """Give waiting tickets to workers that run their weights; return who got which.
+
+        A share counts the workers that still load or start, so that the first one up does not take
+        all.
+        """
+        given: list[tuple[S, Ticket]] = []
+        starting = sum(seat.target < 0 for seat in seats)  # for the oldest version that waits
+        for version in self.versions:
+            lines = [line for line in self.lines if line.version == version and line.todo]
+            if not lines:
+                continue
+            own = [seat for seat in seats if seat.target == version]
+            load = self._waiting(version) + sum(len(seat.tickets) for seat in own)
+            share = min(-(-load // max(1, len(own) + starting)), self.max_batch)
+            starting = 0
+            free = [(len(seat.tickets), seat.number, seat) for seat in own if seat.is_ready]
+            heapify(free)
+            for line in lines:
+                while line.todo and (seat := _choose(line, free, share)) is not None:
+                    ticket = line.todo.popleft()
+                    seat.tickets[ticket.number] = ticket
+                    line.affinity |= dict.fromkeys(ticket.prefixes, seat)
+                    given.append((seat, ticket))
+        return given
+
+
+def _choose(line: Line, free: list[tuple[int, int, S]], share: int) -> S | None:
+    """Return the worker for the first ticket of a line: one with its prefix, else the one with the
+    fewest tickets; None if none has room. free: a heap, whose counts may be too low."""
+    for key in line.todo[0].prefixes:
+        home: S | None = line.affinity.get(key)
+        if home is None or not home.is_ready or home.target != line.version:
+            continue
+        if len(home.tickets) < share:
+            return home
+    while free:
+        count, number, seat = free[0]
+        if len(seat.tickets) >= share:
+            heappop(free)
+        elif len(seat.tickets) > count:
+            heapreplace(free, (len(seat.tickets), number, seat))
+        else:
+            return seat
+    return None
