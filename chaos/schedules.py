@@ -63,9 +63,12 @@ COST = [
     "train.learning_rate=1e-9",
     "rl.max_flat_steps=0",
 ]
-# Whole episodes have no bar: the longest of a step have the worker to themselves, which partial
-# rollouts are there to mend.
-COST_SCHEDULES = {"partial rollouts": ["rollout.token_budget=12"], "whole episodes, no bar": []}
+# Of whole episodes the longest of a step hold their worker, and the other one goes on with the next
+# step.
+COST_SCHEDULES = {
+    "partial rollouts": ["rollout.token_budget=12"],
+    "whole episodes": ["rollout.workers=2", "rollout.staleness=2"],
+}
 
 
 def section(sleeping: int = SLEEPING, rounds: int = ROUNDS) -> list[Result]:
@@ -202,7 +205,7 @@ class Schedules:
             injected=rounds,
             witnessed=rounds,
             survived=int(ratio <= MOST_RATIO),
-            expected=int("no bar" not in name),
+            expected=1,
             seconds=time.perf_counter() - start,
             note=note,
         )
@@ -211,7 +214,8 @@ class Schedules:
         """Measure (seconds, tokens) of a run with sleeping workers; unordered ones never pause."""
         inputs, folder, file = self.place / "cost", self.place / "timed", self.place / "seconds"
         inputs.mkdir(exist_ok=True)
-        changes = [] if first is measure_unordered else COST_SCHEDULES[name]
+        pauses = first is not measure_unordered
+        changes = [c for c in COST_SCHEDULES[name] if pauses or "token_budget" not in c]
         command = [*prepare(inputs, steps=COST_STEPS, command="one-step-off"), *COST, *changes]
         if wrong := ended(
             self.forks.start(command, folder, use_sleeping_workers, first, str(file)), folder

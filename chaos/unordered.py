@@ -101,7 +101,9 @@ class Unordered(Timed):
         self._done: list[Group] = []
         self._num_begun = 0
 
-    def _run(self) -> None:
+    def _run(self, first: int) -> None:
+        if first:  # one thread is enough
+            return
         try:
             self.stages.sync.sync_to(0)
             while self._next < self.num_steps and not self._closed:
@@ -113,7 +115,7 @@ class Unordered(Timed):
                 self._end()
         except Exception as error:  # raised again by `get`
             with self._change:
-                self._error = error
+                self._failed = self._next, error
                 self._change.notify_all()
 
     def _begin(self) -> None:

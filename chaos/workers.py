@@ -35,8 +35,9 @@ import numpy as np
 from chaos.faulty_worker import COMMAND
 from chaos.kills import adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
+from tandem.engine.worker_pool.dispatch import Ticket
 from tandem.engine.worker_pool.pool import Workers
-from tandem.engine.worker_pool.process import Ticket, WorkerProcess
+from tandem.engine.worker_pool.process import WorkerProcess
 from tandem.run_folder.episode_files import read_episodes
 from tandem.runtime.processes import catches
 from tests.support.runs import fingerprint, prepare
@@ -183,7 +184,7 @@ class Struck(Workers):
         while self._struck >= 0:
             super()._poll()
         done = super().step()
-        if not self._todo and all(
+        if not self.dispatcher.num_waiting and all(
             worker.state in ("idle", "starting") for worker in self._workers.values()
         ):
             self._strike("idle", 2)
@@ -194,8 +195,8 @@ class Struck(Workers):
         self._strike("starting", 20)
         super()._poll()
 
-    def _sync(self, worker: WorkerProcess) -> None:
-        super()._sync(worker)
+    def _sync(self, version: int, workers: Sequence[WorkerProcess]) -> None:
+        super()._sync(version, workers)
         self._strike("syncing", 3)
 
     def _strike(self, state: str, patience: int) -> None:

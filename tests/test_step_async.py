@@ -1,7 +1,6 @@
 """Rollouts ahead of the training, and partial ones: which weights sample what; neither threads nor
 pauses change a bit."""
 
-import threading
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -22,9 +21,9 @@ from tandem.step import train_step
 from tandem.step_async import RolloutPrefetcher, train_step_async
 from tandem.train.pack import pack
 from tandem.types import Env, Observation, Sample
+from tests.support.ahead import STEPS, SlowSync, VersionedEngine, journal_of, ran, versions
 from tests.support.stages import (
     PARAMS,
-    AddressedEngine,
     KeyReward,
     config,
     groups_of_step,
@@ -32,63 +31,6 @@ from tests.support.stages import (
     weights_of,
     with_runner,
 )
-
-STEPS = 6
-
-
-class VersionedEngine(AddressedEngine):
-    """Also the text, and with it the reward, depends on the version."""
-
-    def generate(self, requests):
-        return [
-            replace(
-                self.completion(r.key % 80, (r.key + self.weight_version) % 3 + 1),
-                text=str(r.key + self.weight_version),
-            )
-            for r in requests
-        ]
-
-
-class SlowSync:
-    """Publishes numbers only, and syncs to those that have been published; the engine is another
-    one than the trainer's."""
-
-    def __init__(self, engine):
-        self.engine, self.published, self.synced = engine, [], []
-
-    def publish(self, version):
-        self.published.append(version)
-
-    def sync_to(self, version):
-        assert version in self.published
-        self.synced.append((version, threading.current_thread().name))
-        self.engine.apply(version)
-        return 0
-
-
-def ran(folder, staleness, workers, **changes):
-    """Stages after STEPS steps, with the metrics; the rollouts' engine is scripted, in a thread
-    where workers is 1."""
-    settings = config(rollout__staleness=staleness, rollout__workers=workers, **changes)
-    stages = stages_in(folder, settings, engine=VersionedEngine(), reward=KeyReward())
-    stages = replace(stages, sync=SlowSync(stages.collector.runner.engine))
-    rows = []
-    with closing(RolloutPrefetcher(stages, STEPS)) as prefetcher:
-        stages.sync.publish(0)
-        prefetcher.start(0)
-        for step in range(STEPS):
-            rows.append(train_step_async(prefetcher, step).metrics)
-            prefetcher.wait_until_durable(step + 1)
-    return stages, rows
-
-
-def versions(folder, step):
-    episodes = read_episodes(folder / f"train_step_{step + 1:06d}.parquet")
-    return {
-        int(version)
-        for episode in episodes
-        for version in episode.weight_versions[episode.loss_mask]
-    }
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 7])
@@ -110,12 +52,8 @@ def test_thread_or_not_the_same_bits_come_out(changes, tmp_path):
     inline, rows = ran(tmp_path / "inline", 2, 0, **changes)
     threaded, others = ran(tmp_path / "threaded", 2, 1, **changes)
     assert rows == others and weights_of(inline) == weights_of(threaded)
-    files = sorted(path.name for path in (tmp_path / "inline").glob("*.parquet"))
-    assert len(files) == STEPS
-    assert all(
-        (tmp_path / "inline" / f).read_bytes() == (tmp_path / "threaded" / f).read_bytes()
-        for f in files
-    )
+    assert len(journal_of(tmp_path / "inline")) == STEPS
+    assert journal_of(tmp_path / "inline") == journal_of(tmp_path / "threaded")
 
 
 def test_staleness_0_is_the_synchronous_step(tmp_path):

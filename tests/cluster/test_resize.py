@@ -1,4 +1,4 @@
-"""Workers that join and leave between requests (`tandem scale`): processes without a model."""
+"""Workers that join and leave (`tandem scale`): processes without a model."""
 
 import os
 import signal
@@ -27,13 +27,16 @@ def test_workers_join_and_leave_between_requests_with_the_same_bits():
         assert [bits(completion) for completion in run(workers, groups(4))] == expected
 
 
-def test_nobody_joins_or_leaves_while_requests_are_under_way():
-    with odd_workers(count=1) as workers:
-        tickets = [workers.submit(request) for request in groups(1)]
-        with pytest.raises(RuntimeError, match="while requests are under way"):
-            workers.resize(2)
+def test_who_leaves_hands_on_its_requests_with_the_same_bits():
+    with odd_workers(count=3) as workers:
+        until(workers, lambda: all_idle(workers))
+        expected = [bits(completion) for completion in run(workers, groups(6))]
+        tickets = [workers.submit(request) for request in groups(6)]
+        until(workers, lambda: all(worker.tickets for worker in processes(workers)))
+        workers.resize(1)
         until(workers, lambda: all(ticket.completion is not None for ticket in tickets))
-        workers.resize(2)
+        assert [bits(ticket.completion) for ticket in tickets] == expected
+        assert workers.restarts.used == 0 and len(processes(workers)) == 1
 
 
 def test_the_status_tells_who_runs_where_and_what_was_lost():
