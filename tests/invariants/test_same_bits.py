@@ -99,13 +99,14 @@ def test_kill_after_a_checkpoint_leaves_no_trace(kind, forks, tmp_path):
     assert len(learned) >= STEPS - 1  # the step of a critic's warm-up has none
 
 
-@pytest.mark.parametrize("kind", ["partial", "multi-turn, two steps off"])
+@pytest.mark.parametrize("kind", ["partial", "multi-turn, two steps off", "three at once"])
 def test_kill_while_rollouts_are_ahead_leaves_no_trace(kind, forks, tmp_path):
-    """The killed run has a rollout worker, which gets weights by another transport, and the one
-    that is never stopped has none. The journal may then hold more than a checkpoint."""
+    """The killed run has a rollout worker, which gets weights by another transport, or two for
+    three steps at once, and the one that is never stopped has none. The journal may then hold more
+    than a checkpoint."""
     command = [*prepare(tmp_path, steps=STEPS, command=kind), "run.save_every=2", "eval.every=0"]
     assert forks.run([*command, "rollout.workers=0"], tmp_path / "whole") == 0
-    killed = [*command, "rollout.workers=0"]
+    killed = [*command, "rollout.workers=2" if kind == "three at once" else "rollout.workers=0"]
     if kind == "partial":
         killed = [*command, "rollout.workers=1", "weights.transport=collective"]
         killed += ["weights.delta=true"]

@@ -110,6 +110,15 @@ AHEAD = ["rl.correction=tis", "rollout.staleness=1", "rollout.workers=1"]
 KINDS |= {
     "one-step-off": [*KINDS["train"], *AHEAD],
     "partial": [*KINDS["train"], *AHEAD, "rollout.token_budget=5"],
+    "three at once": [
+        "train",
+        "env.name=FOLDER/env.py:Chat",
+        "reward.function=env",
+        'rollout.stop=["a", "e", "1", "x", "Z"]',
+        *AHEAD,
+        "rollout.staleness=2",
+        "rollout.workers=2",
+    ],
     "multi-turn, two steps off": [
         *KINDS["multi-turn"],
         *AHEAD,

@@ -78,8 +78,11 @@ def requests_served_again(reports):
 
 
 @contextmanager
-def odd_workers(*, fault="none", file="", count=2, heartbeat_s=30.0, restarts=0, max_batch=16):
-    """reports: lines about lost workers; published: the weights, of versions 0 and 1."""
+def odd_workers(
+    *, fault="none", file="", count=2, heartbeat_s=30.0, restarts=0, max_batch=16, version=0
+):
+    """reports: lines about lost workers; published: the weights, of versions 0 and 1; version: that
+    they run, None for none yet."""
     weights, reports = LightWeights(), []
     weights.publish(0, b"weights of version 0")
     weights.publish(1, b"weights of version 1")
@@ -96,5 +99,6 @@ def odd_workers(*, fault="none", file="", count=2, heartbeat_s=30.0, restarts=0,
         command=odd_command(fault, file),
     ) as workers:
         workers.reports, workers.published = reports, weights
-        workers.apply(0)
+        if version is not None:
+            workers.apply(version)
         yield workers
