@@ -46,6 +46,10 @@ MESHES = [
     ("qwen2", {"tensor": 2}),
     ("qwen3", {"data": 2}),
     ("qwen3_moe", {"expert": 2}),
+    ("qwen3", {"pipeline": 2}),
+    ("qwen2", {"pipeline": 2}),
+    ("qwen3", {"context": 2}),
+    ("qwen3", {"pipeline": 2, "tensor": 2}),
 ]
 
 
@@ -221,6 +225,8 @@ def test_models_that_megatron_does_not_train_are_refused_by_name():
         check_megatron(tiny_config(rope_parameters=rope), Parallel())
     with pytest.raises(UserError, match="experts"):
         check_megatron(tiny_config("qwen3_moe"), Parallel(tensor=2))
+    with pytest.raises(UserError, match="2 layers in 3 equal stages"):
+        check_megatron(tiny_config(), Parallel(pipeline=3))
     check_megatron(tiny_config(), Parallel(tensor=2))
 
 
