@@ -93,7 +93,7 @@ class HttpEngines:
 
     urls: of their APIs, e.g. http://127.0.0.1:8000/v1; decode: token ids to text; longest: most
     tokens of a sequence, by the model; max_batch: most requests that a server has at once;
-    restarts: most losses of a server; report: told of them; clock: in seconds. Raises UserError if
+    restarts: most losses of servers; report: told of them; clock: in seconds. Raises UserError if
     none of them answers, or if they serve different models.
     """
 
