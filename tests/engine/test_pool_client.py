@@ -13,6 +13,7 @@ from tandem.runtime.errors import UserError
 from tests.support.odd_worker import POISON, LightEngine
 from tests.support.working import DEADLINE_S, bits, groups, odd_workers, processes, request
 
+
 @contextmanager
 def shared_pool(number=2, checks=False, **options):
     """A pool that its thread runs, and clients of it."""
