@@ -20,6 +20,7 @@ from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.inputs import INPUTS, KEYS, input_hashes
 from tandem.jobs.meshes import memory_of_run
 from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
+from tandem.jobs.throughput import measured
 from tandem.run_folder.folder import check_run
 from tandem.run_folder.resume import resumable
 from tandem.runtime.disk import human_bytes
@@ -66,6 +67,9 @@ class _Plan:
             self._need(
                 "disk", disk(sizes, self.config), self.machine.disk, f"free for {self.folder}"
             )
+        if self.command in ("train", "distill"):
+            with self._checked():
+                self._workers()
         news = "a new run"
         with self._checked():
             news = self._folder()
@@ -110,6 +114,15 @@ class _Plan:
             self.reasons.append(
                 f"{title}: {human_bytes(needed)} needed, {human_bytes(there)} {where}"
             )
+
+    def _workers(self) -> None:
+        _say("rollout workers that keep the trainer busy")
+        if (found := measured(self.folder)) is None:
+            _say(f"  not measured: there are no timings of a run in {self.folder}")
+            return
+        speed = f"{found.worker_tokens_per_s:,.0f} tokens/s of a worker"
+        formula = f"{found.tokens:,.0f} tokens a step / ({found.trainer_s:.3g} s x {speed})"
+        _say(f"  {found.workers}  {formula}, medians of {found.steps} steps in {self.folder}")
 
     def _folder(self) -> str:
         """Describe where the run would go on, or that it would begin."""
