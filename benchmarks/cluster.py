@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from datetime import date
 
+import cluster_model
 import cluster_ray
 import cluster_stream
 import cluster_vllm
@@ -24,6 +25,7 @@ SECTIONS: dict[str, Callable[[], list[Row]]] = {
     "ray": cluster_ray.run,
     "stream": cluster_stream.run,
     "weights": cluster_weights.run,
+    "model": cluster_model.run,
 }
 
 

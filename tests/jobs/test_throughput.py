@@ -1,4 +1,4 @@
-"""How many rollout workers keep a trainer busy, by the timings of a run."""
+"""Rollout workers that keep a trainer busy, by the timings of a run."""
 
 import json
 

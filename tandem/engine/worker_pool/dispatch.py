@@ -1,8 +1,8 @@
 """Decision which rollout worker gets which request, and which weights it runs. Pure: it knows no
 process, no clock and no weights, so a simulation can drive it (benchmarks/cluster_model.py).
 
-    a step's thread                     Dispatcher                           seats: the workers
-    ---------------                     ----------                           ------------------
+    a step's thread                     Dispatcher                         the pool
+    ---------------                     ----------                         --------
     open(version)   a line
     add(line, ticket)  ------------>    switches: who loads which version  ->   target
                                         assign: who gets which ticket      ->   tickets
@@ -42,7 +42,7 @@ class Ticket:
         self.completion: Completion | None = None
 
 
-class Seat(Protocol):
+class Worker(Protocol):
     """A worker, as far as its requests and weights go."""
 
     number: int
@@ -52,10 +52,10 @@ class Seat(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it runs its target."""
+        """Tell whether it runs its target."""
 
 
-S = TypeVar("S", bound=Seat)
+W = TypeVar("W", bound=Worker)
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Line:
     affinity: dict[int, Any] = field(default_factory=dict)  # prefix -> the worker that has it
 
 
-class Dispatcher(Generic[S]):
+class Dispatcher(Generic[W]):
     """The open lines, oldest first. max_batch: most requests that a worker has at once."""
 
     def __init__(self, max_batch: int):
@@ -101,103 +101,112 @@ class Dispatcher(Generic[S]):
         ticket.line.todo.append(ticket)
         ticket.line.has_begun = True
 
-    def put_back(self, seat: S) -> int:
+    def put_back(self, worker: W) -> int:
         """Put a lost worker's tickets back in front, and forget it; return how many."""
-        back = [ticket for ticket in seat.tickets.values() if ticket.completion is None]
+        back = [ticket for ticket in worker.tickets.values() if ticket.completion is None]
         for ticket in reversed(back):
             ticket.line.todo.appendleft(ticket)
         for line in self.lines:
-            line.affinity = {key: home for key, home in line.affinity.items() if home is not seat}
+            line.affinity = {key: home for key, home in line.affinity.items() if home is not worker}
         return len(back)
 
-    def switches(self, seats: Sequence[S]) -> dict[int, list[S]]:
+    def switches(self, workers: Sequence[W]) -> dict[int, list[W]]:
         """Return which workers, all without tickets, are to load which version now."""
-        moves: dict[int, list[S]] = defaultdict(list)
+        moves: dict[int, list[W]] = defaultdict(list)
         is_fresh = any(not line.has_begun for line in self.lines)
-        if not (is_fresh or self.num_waiting or any(s.started and s.target < 0 for s in seats)):
+        if not (is_fresh or self.num_waiting or any(s.started and s.target < 0 for s in workers)):
             return moves
-        versions, left = self.versions, Counter(seat.target for seat in seats)
-        free = [seat for seat in seats if seat.started and not seat.tickets]
-        free = [seat for seat in free if seat.is_ready or seat.target not in versions]
-        free.sort(key=lambda seat: seat.target in versions)  # first those that nobody needs
+        versions, left = self.versions, Counter(worker.target for worker in workers)
+        free = [worker for worker in workers if worker.started and not worker.tickets]
+        free = [worker for worker in free if worker.is_ready or worker.target not in versions]
+        free.sort(key=lambda worker: worker.target in versions)  # first those that nobody needs
         for version in versions:
-            stays, missing, rest = self._waiting(version), self._missing(version, seats), list[S]()
-            for seat in free:
-                is_last = seat.target in versions and left[seat.target] == 1
-                may_leave = not is_last or (seat.target > version and not left[version])
-                if seat.target == version and stays > 0:
+            stays, missing, rest = (
+                self._waiting(version),
+                self._missing(version, workers),
+                list[W](),
+            )
+            for worker in free:
+                is_last = worker.target in versions and left[worker.target] == 1
+                may_leave = not is_last or (worker.target > version and not left[version])
+                if worker.target == version and stays > 0:
                     stays -= 1  # it gets a ticket at once
-                elif seat.target != version and missing > 0 and may_leave:
+                elif worker.target != version and missing > 0 and may_leave:
                     missing -= 1
-                    left.subtract([seat.target])
+                    left.subtract([worker.target])
                     left[version] += 1
-                    moves[version].append(seat)
+                    moves[version].append(worker)
                 else:
-                    rest.append(seat)
+                    rest.append(worker)
             free = rest
         if versions:  # who has nothing to do loads what comes next
             newest = versions[-1]
             is_fresh = any(one.version == newest and not one.has_begun for one in self.lines)
-            idle = [seat for seat in free if seat.target not in versions]
-            moves[newest] += [seat for seat in idle if is_fresh or seat.target < 0]
+            idle = [worker for worker in free if worker.target not in versions]
+            moves[newest] += [worker for worker in idle if is_fresh or worker.target < 0]
         return {version: movers for version, movers in moves.items() if movers}
 
     def _waiting(self, version: int) -> int:
         return sum(len(line.todo) for line in self.lines if line.version == version)
 
-    def _missing(self, version: int, seats: Sequence[S]) -> int:
+    def _missing(self, version: int, workers: Sequence[W]) -> int:
         """Return how many more workers a version needs: the newest one for every ticket that waits,
         older ones for those that their workers have no room for; each has one."""
-        own, waiting = [seat for seat in seats if seat.target == version], self._waiting(version)
+        own, waiting = (
+            [worker for worker in workers if worker.target == version],
+            self._waiting(version),
+        )
         if version == self.versions[-1]:
-            needed = waiting - sum(not seat.tickets for seat in own)
+            needed = waiting - sum(not worker.tickets for worker in own)
         else:
-            room = sum(self.max_batch - len(seat.tickets) for seat in own)
+            room = sum(self.max_batch - len(worker.tickets) for worker in own)
             needed = -(-(waiting - room) // self.max_batch)
         return max(needed, not own)
 
-    def assign(self, seats: Sequence[S]) -> list[tuple[S, Ticket]]:
+    def assign(self, workers: Sequence[W]) -> list[tuple[W, Ticket]]:
         """Give waiting tickets to workers that run their weights; return who got which.
 
         A share counts the workers that still load or start, so that the first one up does not take
         all.
         """
-        given: list[tuple[S, Ticket]] = []
-        starting = sum(seat.target < 0 for seat in seats)  # for the oldest version that waits
+        given: list[tuple[W, Ticket]] = []
+        starting = sum(worker.target < 0 for worker in workers)  # for the oldest version that waits
         for version in self.versions:
             lines = [line for line in self.lines if line.version == version and line.todo]
             if not lines:
                 continue
-            own = [seat for seat in seats if seat.target == version]
-            load = self._waiting(version) + sum(len(seat.tickets) for seat in own)
+            own = [worker for worker in workers if worker.target == version]
+            load = self._waiting(version) + sum(len(worker.tickets) for worker in own)
             share = min(-(-load // max(1, len(own) + starting)), self.max_batch)
             starting = 0
-            free = [(len(seat.tickets), seat.number, seat) for seat in own if seat.is_ready]
+            free = [
+                (len(worker.tickets), worker.number, worker) for worker in own if worker.is_ready
+            ]
             heapify(free)
             for line in lines:
-                while line.todo and (seat := _choose(line, free, share)) is not None:
+                while line.todo and (worker := _choose(line, free, share)) is not None:
                     ticket = line.todo.popleft()
-                    seat.tickets[ticket.number] = ticket
-                    line.affinity |= dict.fromkeys(ticket.prefixes, seat)
-                    given.append((seat, ticket))
+                    worker.tickets[ticket.number] = ticket
+                    line.affinity |= dict.fromkeys(ticket.prefixes, worker)
+                    given.append((worker, ticket))
         return given
 
 
-def _choose(line: Line, free: list[tuple[int, int, S]], share: int) -> S | None:
+def _choose(line: Line, free: list[tuple[int, int, W]], share: int) -> W | None:
     """Return the worker for the first ticket of a line: one with its prefix, else the one with the
     fewest tickets; None if none has room. free: a heap, whose counts may be too low."""
     for key in line.todo[0].prefixes:
-        home: S | None = line.affinity.get(key)
+        home: W | None = line.affinity.get(key)
         if home is None or not home.is_ready or home.target != line.version:
             continue
         if len(home.tickets) < share:
             return home
     while free:
-        count, number, seat = free[0]
-        if len(seat.tickets) >= share:
+        count, number, worker = free[0]
+        if len(worker.tickets) >= share:
             heappop(free)
-        elif len(seat.tickets) > count:
-            heapreplace(free, (len(seat.tickets), number, seat))
+        elif len(worker.tickets) > count:
+            heapreplace(free, (len(worker.tickets), number, worker))
         else:
-            return seat
+            return worker
     return None

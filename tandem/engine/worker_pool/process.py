@@ -79,7 +79,7 @@ class Published(Protocol):
 
 
 class WorkerProcess:
-    """A worker, and what the pool has told it. Implements dispatch.Seat."""
+    """A worker, and what the pool has told it. Implements dispatch.Worker."""
 
     def __init__(self, number: int, host: Host):
         self.number, self.host = number, host
