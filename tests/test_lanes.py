@@ -22,7 +22,7 @@ from tests.support.ahead import (
     trained,
     versions,
 )
-from tests.support.stages import config, weights_of, with_runner
+from tests.support.stages import config, weights_of
 
 
 def until(condition):
@@ -197,23 +197,3 @@ def test_a_run_that_is_left_midway_ends_every_lane(tmp_path):
 def test_steps_that_need_what_the_last_one_leaves_are_rolled_out_alone(changes, count):
     settings = {"rollout__staleness": 2, "rollout__workers": 2, "rl__correction": "tis"}
     assert steps_at_once(config(**{**settings, **changes})) == count
-
-
-def test_all_lanes_together_have_as_many_episodes_in_flight_as_one(tmp_path):
-    stages, lanes, moments = at_once(tmp_path, 2, env__concurrency=3)
-    running, most = set(), []
-
-    class Watched(LaneEngine):
-        def submit(self, request):
-            running.add(request.key)
-            most.append(len(running))
-            return super().submit(request)
-
-        def generate(self, requests):
-            completions = super().generate(requests)
-            running.difference_update(request.key for request in requests)
-            return completions
-
-    engines = [Watched(moments, number, 2) for number in range(2)]
-    trained(stages, [with_runner(s, engine=e) for s, e in zip(lanes, engines, strict=True)], 2)
-    assert max(most) <= 3

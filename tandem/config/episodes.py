@@ -236,7 +236,7 @@ class Env(Section):
     timeout_s: float = Field(
         60.0, gt=0, description="wall-clock seconds that the environment may take for one episode"
     )
-    concurrency: int = Field(512, ge=1, description="episodes in flight at most")
+    concurrency: int = Field(512, ge=1, description="episodes of a step in flight at most")
     on_error: Literal["mask", "zero"] = Field(
         "mask",
         description="an episode whose environment failed or took too long: no loss, or reward 0",

@@ -23,10 +23,6 @@ class EnvPool:
     make: Callable[[], Env]
     limits: EnvConfig
     paused: dict[int, tuple[Env, Caller]] = field(default_factory=dict)  # by episode key
-    places: asyncio.Semaphore = field(init=False, repr=False)  # of episodes in flight
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "places", asyncio.Semaphore(self.limits.concurrency))
 
     def close(self) -> None:
         """Close the environments of episodes that will not go on."""

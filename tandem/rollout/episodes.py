@@ -185,8 +185,9 @@ class _Rollout:
     # The environments' thread.
 
     async def _run_all(self) -> list[Episode]:
+        places = asyncio.Semaphore(self.limits.concurrency)
         tasks = [
-            asyncio.create_task(self._run(row, episode))
+            asyncio.create_task(self._run(row, episode, places))
             for row, group in enumerate(self.groups)
             for episode in group.episodes
         ]
@@ -198,10 +199,10 @@ class _Rollout:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._over.set()
 
-    async def _run(self, row: int, episode: Episode) -> Episode:
+    async def _run(self, row: int, episode: Episode, places: asyncio.Semaphore) -> Episode:
         if episode.stop_reason != "paused":
             return episode
-        async with self.envs.places:
+        async with places:
             episode = await self._run_episode(row, EpisodeBuilder(episode))
         self._inbox.put(None)  # a sign of life for the thread that waits
         if self.on_end is not None and episode.stop_reason != "paused":

@@ -121,11 +121,8 @@ class Dispatcher(Generic[W]):
         free = [worker for worker in free if worker.is_ready or worker.target not in versions]
         free.sort(key=lambda worker: worker.target in versions)  # first those that nobody needs
         for version in versions:
-            stays, missing, rest = (
-                self._waiting(version),
-                self._missing(version, workers),
-                list[W](),
-            )
+            stays, missing = self._waiting(version), self._missing(version, workers)
+            rest: list[W] = []
             for worker in free:
                 is_last = worker.target in versions and left[worker.target] == 1
                 may_leave = not is_last or (worker.target > version and not left[version])
