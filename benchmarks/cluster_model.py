@@ -205,38 +205,57 @@ def message_s() -> float:
 
 def run(replicas: tuple[int, ...] = REPLICAS) -> list[Row]:
     """Return rows (what, result, how)."""
-    message, rows = message_s(), []
+    message, rows = message_s(), list[Row]()
+    busiest: dict[int, Outcome] = {}
     for count in replicas:
-        worst = 0.0
+        outcomes = []
         for staleness in STALENESS:
             after = Simulation(count, staleness, 1).run()
             beside = Simulation(count, staleness, staleness + 1).run() if staleness else after
-            speed = beside.requests_per_s / after.requests_per_s
-            gain = f"; {speed:.2f} times the steps of step after step" if staleness else ""
-            rows.append(
-                (
-                    f"{count} replicas, staleness {staleness}",
-                    f"{beside.slots_in_use:.0%} of all slots in use, trainer at work for "
-                    f"{beside.trainer_at_work:.0%} of the time{gain}",
-                    f"{count * SLOTS:,} episodes a step, staleness is exactly {staleness}",
-                )
-            )
+            outcomes.append(beside)
+            rows.append(utilisation(count, staleness, beside, after))
             print(rows[-1], flush=True)
-            cpu_s = beside.dispatch_s + message
-            if (load := cpu_s * beside.requests_per_s) > worst:
-                worst, busiest = load, (beside, cpu_s)
-        outcome, cpu_s = busiest
-        rows.append(
-            (
-                f"{count} replicas: the driver",
-                f"{outcome.dispatch_s * 1e6:.0f} us of dispatch and {message * 1e6:.0f} us of messages "
-                f"a request: {worst:.1%} of one core at {outcome.requests_per_s:,.0f} requests/s",
-                f"CPU time of the real code here; one core is full at {1 / cpu_s:,.0f} requests/s, "
-                f"{count / worst:,.0f} such replicas",
-            )
-        )
+        busiest[count] = max(outcomes, key=lambda outcome: outcome.requests_per_s)
+        rows.append(driver(count, busiest[count], message))
         print(rows[-1], flush=True)
-    return rows
+    return [*rows, limit(busiest, message)] if len(busiest) > 1 else rows
+
+
+def utilisation(count: int, staleness: int, beside: Outcome, after: Outcome) -> Row:
+    speed = beside.requests_per_s / after.requests_per_s
+    gain = f"; {speed:.2f} times the steps of step after step" if staleness else ""
+    return (
+        f"{count} replicas, staleness {staleness}",
+        f"{beside.slots_in_use:.0%} of all slots in use, trainer at work for "
+        f"{beside.trainer_at_work:.0%} of the time{gain}",
+        f"{count * SLOTS:,} episodes a step, staleness is exactly {staleness}",
+    )
+
+
+def driver(count: int, seen: Outcome, message: float) -> Row:
+    cpu_s = seen.dispatch_s + message
+    return (
+        f"{count} replicas: the driver",
+        f"{seen.dispatch_s * 1e6:.0f} us of dispatch and {message * 1e6:.0f} us of messages a "
+        f"request: {cpu_s * seen.requests_per_s:.1%} of one core at {seen.requests_per_s:,.0f} "
+        "requests/s",
+        "CPU time of the real code here, a decision for each message",
+    )
+
+
+def limit(busiest: dict[int, Outcome], message: float) -> Row:
+    """Return the row of the replicas that fill the driver's core, by a line through its dispatch."""
+    counts = np.array(list(busiest))
+    slope, base = np.polyfit(counts, [seen.dispatch_s for seen in busiest.values()], 1)
+    rate = float(np.mean([seen.requests_per_s / count for count, seen in busiest.items()]))
+    full = np.roots([slope * rate, (base + message) * rate, -1.0])
+    most = float(max(full))
+    return (
+        "the driver is the limit",
+        f"at about {most:,.0f} such replicas and {most * rate:,.0f} requests/s",
+        f"a line through the dispatch of {', '.join(map(str, busiest))} replicas, "
+        f"{slope * 1e6:.2f} us a replica; not simulated",
+    )
 
 
 if __name__ == "__main__":
