@@ -24,6 +24,7 @@ from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, probe
+from tandem.model.trial import random_model
 from tandem.rewards.pool.pool import RewardPool
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
@@ -62,15 +63,19 @@ def probe_exactness(
     many threads (contract D7).
 
     If the thread count changes no bit, no more threads are left than there are cores beside the
-    rollout workers; otherwise those of `prepare_process` stay. others: further models of the
-    process, whose threads are probed too if their shapes differ.
+    rollout workers; otherwise those of `prepare_process` stay. others: further models, whose
+    threads are probed too if their shapes differ. They may be divided, and no other rank comes to
+    their passes, so it is random models of their shapes that run: nobody needs the gradient of
+    their vocabulary.
     """
+    seed = config.run.seed
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
-    found, seen = probe(model, config.run.seed, [free]), [_shape(model)]
+    found, seen = probe(model, seed, [free]), [_shape(model)]
     for other in others:
         if _shape(other) not in seen:
             seen.append(_shape(other))
-            found.thread_dependent.extend(probe(other, config.run.seed, [free]).thread_dependent)
+            alike = random_model(other, seed, placement(config).dtype)
+            found.thread_dependent.extend(probe(alike, seed, [free]).thread_dependent)
     agree = "engine and trainer agree to the last bit at this model's shapes"
     parity = f"NOT exact on this machine: {'; '.join(found.parity)}" if found.parity else agree
     if found.thread_dependent:

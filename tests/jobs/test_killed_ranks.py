@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tandem.model.load import load_model
-from tests.support.runs import Forks, fingerprint, kill_rank, output, prepare
+from tests.support.runs import Forks, end_well, fingerprint, kill_rank, output, prepare
 
 END_S = 10.0
 OTHERS = ["train.optimizer=muon", "run.save_every=1", "eval.every=0", "run.threads=1"]
@@ -20,9 +20,7 @@ def command(tmp_path):
 
 
 def end(forks, command, folder):
-    run = forks.start(command, folder)
-    run.join()
-    assert run.exitcode == 0, output(folder)
+    end_well(forks.start(command, folder), folder)
 
 
 def test_run_whose_ranks_are_killed_ends_as_one_that_was_never_stopped(tmp_path, command):
