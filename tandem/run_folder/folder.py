@@ -8,8 +8,8 @@ overwritten in silence.
                 and what others write: metrics.jsonl, episodes/, checkpoints/ ...
 
 run.threads = 0 and model.dtype = auto are resolved when a run begins, and kept: a resume with other
-cores at hand computes as the run began. It does not know what a step is, nor what the folder's
-other files hold.
+cores at hand, or another mesh, computes as the run began. It does not know what a step is, nor what
+the folder's other files hold.
 """
 
 import errno
@@ -43,6 +43,7 @@ from tandem.runtime.disk import (
     write_atomic,
 )
 from tandem.runtime.errors import UserError
+from tandem.runtime.place import share_of_threads
 
 _MACHINE = "machine.json"
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
@@ -204,7 +205,9 @@ def _resolved(config: Config, folder: Path) -> Config:
     run, model = config.run, config.model
     recorded = _read(folder / "config.toml", toml_values) if _has_steps(folder) else {}
     if not run.threads:
-        threads = recorded.get(THREADS) or numerics.prepare()
+        threads = recorded.get(THREADS) or share_of_threads(
+            numerics.prepare(), os.environ, config.parallel.processes
+        )
         run = run.model_copy(update={"threads": threads})
     if model.dtype == "auto":
         dtype = recorded.get("model.dtype") or place_models(model.device, "auto").dtype_name
