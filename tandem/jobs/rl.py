@@ -117,7 +117,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     run_id = identity(config, data)
     mesh = config.parallel.mesh
     journal = Journal(run.episodes, run_id, inputs.problems, mesh)
-    with open_envs_and_rewards(config) as (envs, rewards), open_ranks(config, run) as ranks:
+    with open_envs_and_rewards(config) as (envs, rewards), open_ranks(config, run, run_id) as ranks:
         models = (build_distill_models if distills else build_rl_models)(config, ranks)
         policy = models.policy.whole
         workers = config.rollout.workers
