@@ -5,7 +5,7 @@ import pytest
 
 from tandem.model.tiny import make_tiny
 from tandem.run_folder.metrics import read_metrics
-from tests.support.runs import Forks, end_well, prepare
+from tests.support.runs import Forks, end_well, fingerprint, prepare, run
 
 RUNS = {  # kind, overrides
     # a microbatch for each of the 8 problems: with three ranks some have none, and are idle
@@ -38,3 +38,12 @@ def test_teacher_of_another_shape_grades_as_in_one_process(tmp_path):
     # gradients are added up in another order
     expected = [pytest.approx(row["teacher_kl"], rel=1e-5) for row in alone[1:]]
     assert [row["teacher_kl"] for row in several[1:]] == expected
+
+
+def test_torchrun_starts_the_ranks_of_the_same_run(tmp_path):
+    command = [*prepare(tmp_path, steps=2), "parallel.data=2", "eval.every=0", "run.threads=1"]
+    end_well(Forks().start(command, tmp_path / "own"), tmp_path / "own")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun.append(f"--log-dir={tmp_path / 'logs'}")
+    run([command[0], *torchrun, *command[1:]], tmp_path / "torchrun")
+    assert fingerprint(tmp_path / "torchrun") == fingerprint(tmp_path / "own")
