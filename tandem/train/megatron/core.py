@@ -20,27 +20,22 @@ from tandem.runtime.errors import UserError
 from tandem.train.parallel.mesh import Mesh
 
 
-class Pass:
-    """A pass through the layers: what they need to know of it."""
-
-    plan: Plan | None = None  # of the attention
-
-
 class PackedAttention(nn.Module):
-    """Tandem's packed attention in the place of Megatron's `core_attention`."""
+    """Tandem's packed attention in the place of Megatron's `core_attention`. Megatron hands the
+    plan through its layers as their `attention_bias`, which it gives a recomputation too."""
 
     def __init__(self, config: Any, layer_number: int, **_: Any):
         super().__init__()
         self.number = layer_number - 1
         self.scale: float = config.kv_channels**-0.5
-        self.running = Pass()  # here and below: `build` sets it
-        self.window: int | None = None
+        self.window: int | None = None  # `build` sets it
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, attention_bias: Plan, **__: Any
+    ) -> Tensor:
         """Attend: query [T, 1, H, E], key and value [T, 1, K, E] to [T, 1, H * E]."""
-        assert self.running.plan is not None
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
-        out = self.running.plan.attend(self.number, q, k, v, self.scale, self.window)
+        out = attention_bias.attend(self.number, q, k, v, self.scale, self.window)
         return out.reshape(len(out), 1, -1)
 
 
@@ -83,10 +78,9 @@ def start(parallel: Parallel) -> None:
         )
 
 
-def build(config: Any, mesh: Mesh, dtype: torch.dtype, recompute: bool) -> tuple[Any, Pass]:
-    """Build this process's part of a GPTModel, with weights to be filled, and what tells its layers
-    of a pass. config: of transformers; recompute: keep only the inputs of layers for the backward
-    pass."""
+def build(config: Any, mesh: Mesh, dtype: torch.dtype, recompute: bool) -> Any:
+    """Build this process's part of a GPTModel, with weights to be filled. config: of transformers;
+    recompute: keep only the inputs of layers for the backward pass."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -110,11 +104,10 @@ def build(config: Any, mesh: Mesh, dtype: torch.dtype, recompute: bool) -> tuple
         position_embedding_type="rope",
     )
     module.to(mesh.device).train()
-    running = Pass()
     for part in module.modules():
         if isinstance(part, PackedAttention):
-            part.running, part.window = running, window_of(config, part.number)
-    return module, running
+            part.window = window_of(config, part.number)
+    return module
 
 
 def padded_vocabulary(config: Any, parallel: Parallel) -> int:

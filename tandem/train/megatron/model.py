@@ -20,7 +20,6 @@ from tandem.model.linear import PackedWeight, padded_rows
 from tandem.model.load import ExactModel
 from tandem.model.row_parts import WHOLE
 from tandem.model.triton.dispatch import triton_for
-from tandem.train.megatron.core import Pass
 from tandem.train.megatron.weights import Slot
 from tandem.train.parallel.mesh import Group
 
@@ -49,16 +48,18 @@ class MegatronModel(ExactModel):
     def __init__(
         self,
         module: Any,
-        running: Pass,
         slots: dict[str, Slot],
         config: Any,
         rotary_frequencies: Tensor,
         tensor: Group,
+        expert: Group,
     ):
         nn.Module.__init__(self)
         self.rotary_frequencies = rotary_frequencies  # float32 [E / 2], radians a position
         self.module, self.config, self.lora = module, config, None
-        self.running, self.slots, self.tensor = running, slots, tensor
+        self.slots, self.tensor = slots, tensor
+        # with whom Megatron communicates in its layers; the config refuses both together
+        self.peers = expert if expert.size > 1 else tensor
         self.adapted, self.row_parts, self.entering = {}, WHOLE, None
         self.head: Any = WholeHead(PackedWeight())
         self.head.pack.kept = False  # it would outlive the gathered weight
@@ -87,14 +88,16 @@ class MegatronModel(ExactModel):
     ) -> Tensor:
         """Compute the last hidden states [T, D] of tokens and positions, int64 [T]. choices: none;
         Megatron's routers choose themselves."""
-        self.running.plan, decoder, x = plan, self.module.decoder, None
-        with self.tensor.announce("Megatron's layers", self.tensor.ranks):
+        decoder, x, peers = self.module.decoder, None, self.peers
+        angles = self._angles(positions.to(self.device))
+        with peers.announce("Megatron's layers", peers.ranks) if peers.size > 1 else nullcontext():
             if self.entering is None:
                 x = self.module.embedding(input_ids=tokens[None].to(self.device), position_ids=None)
             else:
                 decoder.set_input_tensor(self.entering[: len(tokens), None])
-            angles = self._angles(positions.to(self.device))
-            x = decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=angles)
+            x = decoder(
+                hidden_states=x, attention_mask=None, rotary_pos_emb=angles, attention_bias=plan
+            )
         return x[:, 0]
 
     def states(

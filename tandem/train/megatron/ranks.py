@@ -10,7 +10,7 @@ order.
 import torch
 from torch import Tensor
 
-from tandem.model.load import ExactModel
+from tandem.model.load import ExactModel, weight_conversions
 from tandem.train.megatron import core
 from tandem.train.megatron.checks import check_megatron
 from tandem.train.megatron.model import MegatronModel
@@ -34,16 +34,18 @@ class MegatronRanks(ParallelRanks):
         is_value = model.head is not model.module.get_output_embeddings()
         check_megatron(model.config, self.mesh.config, "value" if is_value else "tokens")
         config, mesh, whole = model.config, self.mesh, model.named_weights()
-        module, running = core.build(config, mesh, dtype, model.checkpointing)
+        module = core.build(config, mesh, dtype, model.checkpointing)
         tensor, expert = mesh.group("tensor"), mesh.group("expert")
         place = Place((tensor.rank, tensor.size), (expert.rank, expert.size))
         shapes = {name: weight.shape for name, weight in whole.items()}
         slots = find_slots(module, config, shapes, place)
+        # an export by its process has the names of the exact model's
+        module._weight_conversions = weight_conversions(model.module)
         for parameter in module.parameters():
             parameter.data.zero_()  # rows that pad the vocabulary stay so
             parameter.grad_dtype = torch.float32
         rotary = model.module.model.rotary_emb
-        divided = MegatronModel(module, running, slots, config, rotary.inv_freq, tensor)
+        divided = MegatronModel(module, slots, config, rotary.inv_freq, tensor, expert)
         divided.load_weights(whole)
         divide_rows(divided, mesh, dtype)
         stage = make_stage(divided, mesh.group("pipeline"), dtype, config.tie_word_embeddings)
