@@ -66,13 +66,15 @@ def follow(config: Config, command: str) -> None:
         try:
             ranks, run_id = make_ranks(config, processes), begin["run_id"]
             orders = _orders(config, command, folder, run_id, ranks, opened)
-            # as rank 0: from here on nothing takes so long
+            # from the load to the export, as rank 0
             with watchdog.watching(stall_s, on_stall=partial(_fail, processes)):
-                while True:
-                    name, arguments = processes.next_order()
-                    if name == "stop":
-                        return
+                name, arguments = processes.next_order()
+                while name not in ("export", "stop"):
                     orders[name](**arguments)
+                    name, arguments = processes.next_order()
+            while name != "stop":
+                orders[name](**arguments)
+                name, arguments = processes.next_order()
         except UserError:
             time.sleep(WAIT_S)
             raise

@@ -11,9 +11,10 @@ from tandem.config.parallel import Parallel
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import Place
 from tandem.train.parallel.checks import check_mesh, own_gpu
+from tandem.train.parallel.mesh import make_mesh
 from tandem.train.parallel.processes import STALLED, Processes, join
 from tandem.train.parallel.waits import find_absent, find_circle, waits_of
-from tests.support.meshes import CONTEXT
+from tests.support.meshes import CONTEXT, on_mesh
 from tests.support.tiny import tiny_config
 from tests.support.waiting import WAIT_S
 
@@ -64,6 +65,17 @@ def test_one_that_is_not_in_a_failed_collective_is_named():
     assert process.exitcode == STALLED
     reason = "`gradients` failed on rank 1; not in it: rank 2 (Connection reset by peer)"
     assert json.loads(store.get("failed")) == [reason, STALLED]
+
+
+def limits_on(mesh, stall_s):
+    made = make_mesh(mesh.config, mesh.device, mesh.world.announce, stall_s)
+    backends = [group.group._get_backend(mesh.device) for group in made.groups.values()]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_a_collective_fails_only_after_those_who_do_not_come_were_named():
+    [limits] = on_mesh(limits_on, 500.0, data=1)
+    assert min(limits) > 500.0
 
 
 def test_a_number_in_a_text_is_no_name():
