@@ -10,6 +10,7 @@ config, and a wish is for the run that lives when it is made.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def take_wish(folder: Path) -> int:
 def parse_wish(text: str) -> int:
     """Read "rollout=4". Raises UserError."""
     name, _, number = text.partition("=")
-    is_count = number.isascii() and number.isdigit()
+    is_count = re.fullmatch("[0-9]{1,4}", number)
     if name != "rollout" or not is_count or not 0 < int(number) <= MOST_WORKERS:
         raise UserError(
             "not a number of workers",

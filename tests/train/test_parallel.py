@@ -28,7 +28,7 @@ def test_data_parallel_is_one_process_that_accumulates_the_same_shares(kind, dat
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_two_copies_of_divided_weights_step_as_one_process_but_for_the_order_of_sums(kind):
-    """Of what two steps change in a weight, less than 1e-3 differs, as in test_tensor_parallel."""
+    """Less than 1e-3 of what two steps change in a weight differs, as in test_tensor_parallel."""
     (rows, weights), *others = on_mesh(step_on, kind, 4, data=4, shard=2)
     (alone, expected), before = step_alone(kind, 4), exact_model(kind).named_weights()
     assert all(other[0] == rows for other in others)
