@@ -262,8 +262,9 @@ class LocalNodes:
         options = {**self._options, "node_ip_address": at, **free_ports(at, PORTS)}
         return self._cluster.add_node(**options, **(HEAD if number == 0 else {}))
 
-    def remove(self, node: Any) -> None:
-        """Kill a node, with all that runs on it."""
+    def remove(self, address: str) -> None:
+        """Kill the node at that address, with all that runs on it."""
+        [node] = [n for n in self._cluster.list_all_nodes() if n.node_ip_address == address]
         self._cluster.remove_node(node, allow_graceful=False)
 
     def end(self) -> None:

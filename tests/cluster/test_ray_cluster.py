@@ -15,6 +15,7 @@ import pytest
 
 from tandem.cluster.door import Door
 from tandem.run_folder.status import read_status
+from tandem.runtime.processes import ZOMBIE, state_of
 from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.runs import fingerprint
 
@@ -54,45 +55,63 @@ def workers(folder):
     return [row for row in status["processes"] if row["role"].startswith("rollout worker")]
 
 
-def step(folder):
-    return (read_status(folder) or {"step": 0})["step"]
+def joined(nodes, count=2):
+    return [f"cluster.address={nodes.address}", "cluster.nodes=2", f"rollout.workers={count}"]
 
 
-def joined(nodes):
-    return [f"cluster.address={nodes.address}", "cluster.nodes=2", "rollout.workers=2"]
+@contextmanager
+def gated(run):
+    """Yields allow(steps): lets the run do so many steps, and waits for them. The next one is held
+    where its episodes are scored, so what happens then is seen in the step behind it, in any case.
+    Afterwards the run goes on."""
+    gate = run.parent / "gate.json"
+
+    def write(steps):
+        temporary = gate.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"run": str(run), "steps": steps}))
+        temporary.replace(gate)
+
+    def allow(steps):
+        write(steps)
+        until(lambda: (read_status(run) or {"step": 0})["step"] == steps)
+
+    write(0)
+    try:
+        yield allow
+    finally:
+        write(1 << 30)
+
+
+def until_gone(pid):
+    until(lambda: state_of(pid) in ("", ZOMBIE))
 
 
 def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs, inline):
     folder, command = inputs
-    with running(command, folder / "two", *joined(nodes)):
-        until(lambda: step(folder / "two") >= 1)
-        seen = workers(folder / "two")
-    assert {row["node"] for row in seen} == {"127.0.0.2", "127.0.0.3"}
-    assert fingerprint(folder / "two") == inline
-    assert all(row["requests"] for row in workers(folder / "two"))
-
-
-@contextmanager
-def slow(folder):
-    """Steps take some seconds each."""
-    (folder / "slow").write_text("")
-    try:
-        yield
-    finally:
-        (folder / "slow").unlink()
+    two = folder / "two"
+    with running(command, two, *joined(nodes)):
+        seen = until(lambda: workers(two))
+    assert len({row["node"] for row in seen}) == 2
+    assert fingerprint(two) == inline
 
 
 def test_a_killed_actor_and_a_killed_node_change_no_bit(nodes, inputs, inline):
     folder, command = inputs
-    struck, third = folder / "struck", nodes.add()
-    with running(command, struck, *joined(nodes), "run.stall_s=120"), slow(folder):
-        until(lambda: workers(struck) and step(struck) >= 1)
-        os.kill(workers(struck)[0]["pid"], signal.SIGKILL)
-        # it is replaced on the node that has no worker
-        on_third = until(lambda: [w for w in workers(struck) if w["node"] == "127.0.0.4"])
-        assert [w["restarts"] for w in on_third] == [1]
-        nodes.remove(third)
-        until(lambda: [w for w in workers(struck) if w["restarts"] == 2])
+    struck, _ = folder / "struck", nodes.add()
+    with gated(struck) as allow, running(command, struck, *joined(nodes, count=1)):
+        allow(1)
+        [first] = workers(struck)
+        os.kill(first["pid"], signal.SIGKILL)
+        until_gone(first["pid"])
+        allow(3)
+        [second] = workers(struck)
+        assert second["restarts"] == 1 and second["node"] != first["node"]
+        nodes.remove(second["node"])
+        until_gone(second["pid"])
+        allow(5)
+        [third] = workers(struck)
+        assert third["restarts"] == 2 and third["node"] != second["node"]
+        allow(6)
     assert fingerprint(struck) == inline
     log = (struck / "log.txt").read_text()
     assert "was lost while" in log and "restart 2 of 10" in log
@@ -102,15 +121,18 @@ def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
     """Without Ray: `tandem scale` is the same for processes of one machine."""
     folder, command = inputs
     scaled = folder / "scaled"
-    with running(command, scaled, "rollout.workers=1"), slow(folder):
-        until(lambda: workers(scaled))
+    with gated(scaled) as allow, running(command, scaled, "rollout.workers=1"):
+        allow(1)
         assert tandem("scale", scaled, "rollout=3", cwd=folder)[0] == 0
-        until(lambda: len(workers(scaled)) == 3)
+        allow(3)
+        assert len(workers(scaled)) == 3
         assert tandem("scale", scaled, "rollout=1", cwd=folder)[0] == 0
         code, output, _, torch = tandem("status", scaled, cwd=folder)
         assert code == 0 and "runs: pid" in output and "trainer rank 0" in output
         assert not torch
-        until(lambda: len(workers(scaled)) == 1)
+        allow(5)
+        assert len(workers(scaled)) == 1
+        allow(6)
     assert fingerprint(scaled) == inline
     assert "does not run" in tandem("status", scaled, cwd=folder)[1]
     log = (scaled / "log.txt").read_text()
@@ -120,10 +142,12 @@ def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
 def test_workers_join_on_a_cluster(nodes, inputs, inline):
     folder, command = inputs
     grown = folder / "grown"
-    with running(command, grown, *joined(nodes)[:2], "rollout.workers=1"), slow(folder):
-        until(lambda: workers(grown))
+    with gated(grown) as allow, running(command, grown, *joined(nodes, count=1)):
+        allow(1)
         assert tandem("scale", grown, "rollout=3", cwd=folder)[0] == 0
-        until(lambda: len(workers(grown)) == 3)
+        allow(3)
+        assert len(workers(grown)) == 3
+        allow(6)
     assert fingerprint(grown) == inline
 
 
@@ -181,17 +205,25 @@ def door():
         opened.close()
 
 
-def knock(opened, line):
-    """A connection that sends this line; whether the door has closed it."""
+def knock(opened, line, taken):
+    """A connection that sends this line, until the door takes it or closes it; whether it was
+    closed."""
+    before = len(taken)
     with socket.create_connection(opened.address) as connection:
         connection.sendall(line)
-        time.sleep(0.05)
-        opened.open()
-        connection.settimeout(0.2)
-        try:
-            return connection.recv(1) == b""
-        except TimeoutError:
-            return False
+        connection.setblocking(False)
+
+        def is_closed():
+            opened.open()
+            try:
+                return connection.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+
+        until(lambda: is_closed() or len(taken) > before)
+        return len(taken) == before
 
 
 def test_the_door_takes_a_proved_connection_once():
@@ -199,9 +231,9 @@ def test_the_door_takes_a_proved_connection_once():
         taken = []
         greeting = opened.expect(lambda connection, message: taken.append((connection, message)))
         line = json.dumps({**greeting, "pid": 7}).encode() + b"\n"
-        assert not knock(opened, line)
+        assert not knock(opened, line, taken)
         assert [message["pid"] for _, message in taken] == [7]
-        assert knock(opened, line) and len(taken) == 1
+        assert knock(opened, line, taken)
         taken[0][0].close()
 
 
@@ -220,7 +252,7 @@ def test_the_door_closes_on_whoever_proves_nothing(forge):
     with door() as opened:
         taken = []
         greeting = opened.expect(lambda *both: taken.append(both))
-        assert knock(opened, forge(greeting)) and not taken
+        assert knock(opened, forge(greeting), taken)
 
 
 def test_the_door_refuses_a_greeting_that_was_taken_back():
@@ -228,4 +260,4 @@ def test_the_door_refuses_a_greeting_that_was_taken_back():
         taken = []
         greeting = opened.expect(lambda *both: taken.append(both))
         opened.forget(greeting)
-        assert knock(opened, json.dumps(greeting).encode() + b"\n") and not taken
+        assert knock(opened, json.dumps(greeting).encode() + b"\n", taken)
