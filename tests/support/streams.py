@@ -16,6 +16,7 @@ from tandem.train.ranks import ALONE
 from tests.support.episodes import changed, learn_stage, perturbed, sampled_groups, settings
 from tests.support.tiny import exact_model
 from tests.support.updates import learner_of
+from tests.support.waiting import WAIT_S
 
 PROMPTS, SIZE, STEPS = 6, 3, 2
 
@@ -108,7 +109,11 @@ def through_queue_on(mesh, servers, changes):
 
     ranks = ParallelRanks(mesh)
     stream = TransferQueueStream(
-        servers, name=f"rank {mesh.rank}", capacity=1, timeout_s=30, wait_for_all=ranks.wait_for_all
+        servers,
+        name=f"rank {mesh.rank}",
+        capacity=1,
+        timeout_s=WAIT_S,
+        wait_for_all=ranks.wait_for_all,
     )
     found = learn_through(
         stream,
