@@ -74,6 +74,23 @@ def test_a_run_whose_transfers_have_no_time_is_refused():
 
 
 @needs_queue
+def test_processes_that_do_not_start_are_reported_with_the_reason():
+    from tandem.stream.transfer_queue import start_servers
+
+    def start(units):
+        raise RuntimeError(f"no node for {units} storage units")
+
+    with pytest.raises(UserError, match="TransferQueue did not start") as error:
+        start_servers(3, WAIT_S, start)
+    assert error.value.found == "RuntimeError: no node for 3 storage units"
+    never = threading.Event()
+    with pytest.raises(UserError, match="did not start") as error:
+        start_servers(3, 0.05, lambda units: never.wait())
+    never.set()
+    assert error.value.found == "no answer of its processes in 0.05 s"
+
+
+@needs_queue
 def test_groups_come_back_bit_by_bit_in_their_order(stream):
     groups = groups_to_learn()
     assert stream.put(0, groups) == []
