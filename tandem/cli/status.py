@@ -18,7 +18,7 @@ def status(folder: Path) -> None:
     lives = f"runs: {alive}" if alive else "does not run; the same command goes on"
     print_lines([f"{folder}: {lives}"])
     if written is None:
-        print_lines(["no step has begun"])
+        print_lines(["no step since its last start"])
         return
     step, steps, when = written["step"], written["steps"], written["time"]
     print_lines([f"step {step} of {steps}, {'as of' if alive else 'last seen'} {when}"])

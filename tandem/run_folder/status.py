@@ -5,8 +5,8 @@
     write_status  -- status.json ---------->  read_status      `tandem status RUN`
     take_wish     <-------- scale.json -----  write_wish       `tandem scale RUN rollout=4`
 
-Both are replaced as a whole. Neither is needed to resume: a run starts with the workers of its
-config, and a wish is for the run that lives when it is made.
+Both are replaced as a whole. Neither is needed to resume, so both are dropped when a run starts
+again: it has the workers of its config, and a wish is for the process that runs when it is made.
 """
 
 import json
@@ -30,7 +30,7 @@ def write_status(folder: Path, step: int, steps: int, processes: Sequence[dict[s
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Read the status; None if no step has ended yet. Raises UserError for a broken file."""
+    """Read the status; None as long as the run is starting. Raises UserError for a broken file."""
     path = folder / STATUS
     if not path.exists():
         return None
@@ -39,6 +39,12 @@ def read_status(folder: Path) -> dict[str, Any] | None:
         return {name: status[name] for name in ("time", "step", "steps", "processes")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise unreadable_file(path, error, next="the run writes it anew at its next step") from None
+
+
+def forget_status(folder: Path) -> None:
+    """Drop the status and the wish of the run before, as a new one begins in its folder."""
+    for name in (STATUS, WISH):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_wish(folder: Path, workers: int) -> None:
