@@ -6,13 +6,12 @@
                              node with the fewest          |
     RayHost.connect          accepts, compares       <--  connects: {"token", "number", "pid", ..}
     JSON lines of engine/worker_pool                 <--> worker.run(channel, load_engine, receive)
-    RayWeights.offer         one object a version    --> RolloutWorker.take(version, buffer)
+    RayHost.give             an object of weights    --> RolloutWorker.take(number, buffer)
 
-Ray places workers, and moves weights: a node fetches a version once, and its workers map it without
-a copy. All else (heartbeats, restarts, requests served again) is the pool's (engine/worker_pool),
-as on one machine. A lost worker is replaced by a new actor, on another node if there is one. The
-connections are TCP without encryption, and prove themselves by a random token of the run: a cluster
-is on a network that is trusted.
+Ray places workers, and moves weights (object_weights.py). All else (heartbeats, restarts, requests
+served again) is the pool's (engine/worker_pool), as on one machine. A lost worker is replaced by a
+new actor, on another node if there is one. The connections are TCP without encryption, and prove
+themselves by a random token of the run: a cluster is on a network that is trusted.
 
 A cluster of this machine (`start_cluster`) has nodes of its own on loopback addresses. If the
 driver dies, the kernel ends them.
@@ -24,17 +23,18 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from tandem.cluster.door import Door
 from tandem.cluster.errors import no_ray, not_joined, not_started, too_small
+from tandem.cluster.object_weights import ObjectWeights
 from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.cluster.this_machine import (
     environment,
@@ -46,13 +46,11 @@ from tandem.cluster.this_machine import (
     require_listener,
     short_folder,
 )
-from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES, WorkerProcess
+from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.runtime import numerics
 from tandem.runtime.processes import descendants
 from tandem.runtime.worker_channel import Channel, Message
-from tandem.weights.hashing import raw_bytes, tensor_digests
-from tandem.weights.shared import SharedWeights, Target
 
 try:
     import ray
@@ -143,6 +141,9 @@ class RayHost:
             return str(error)
         return ""
 
+    def give(self, number: int, stored: Any) -> None:
+        self.actor.take.options(concurrency_group="side").remote(number, stored)
+
     def end(self) -> None:
         self.cluster.forget(self)
         ray.kill(self.actor, no_restart=True)
@@ -200,6 +201,10 @@ class RayCluster:
         free = ray.available_resources()
         return f"the nodes have {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free"
 
+    def open_weights(self, tensors: dict[str, Tensor], delta: bool) -> ObjectWeights:
+        """Open the transport of weights to the workers, through Ray's store."""
+        return ObjectWeights(tensors, delta, put=ray.put, get=ray.get)
+
     def forget(self, host: RayHost) -> None:
         """Refuse its connection from now on."""
         self.door.forget(host.greeting)
@@ -210,43 +215,18 @@ class RayCluster:
         self.door.close()
 
 
-class RayWeights(SharedWeights):
-    """Published versions of the weights, each one object in Ray's store, for workers on any
-    node."""
-
-    def _store(self, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
-        buffer = np.empty(self.layout.size, np.uint8)
-        for name, at in self.layout.offsets().items():
-            data = raw_bytes(tensors[name])
-            buffer[at : at + len(data)] = data
-        return ray.put(buffer), tensor_digests(tensors)
-
-    def _drop(self, stored: Any) -> None:
-        """Forget the object; Ray frees it when no worker maps it."""
-
-    def offer(self, version: int, workers: Sequence[Target]) -> list[tuple[Message, int]]:
-        offers = []
-        for worker in workers:
-            message = self._message("ray", version, self.changed(version, [worker]))
-            with self._lock:
-                stored = self._published[version]
-            assert isinstance(worker, WorkerProcess) and isinstance(worker.host, RayHost)
-            take = worker.host.actor.take.options(concurrency_group="side")
-            take.remote(version, stored)
-            offers.append(({**message, "version": version}, -1))
-        return offers
-
-
 # ---------------------------------------------------------------- a cluster
 
 
 class LocalNodes:
-    """Nodes of a cluster on this machine. object_bytes: of each one's store."""
+    """Nodes of a cluster on this machine. object_bytes: of each one's store; gpus: of each one, for
+    Ray's books: the nodes share the machine's."""
 
-    def __init__(self, folder: Path, object_bytes: int):
+    def __init__(self, folder: Path, object_bytes: int, gpus: int):
         self._cluster, self._numbers = Cluster(), count()
         self._options: dict[str, Any] = {
             "num_cpus": NODE_CPUS,
+            "num_gpus": gpus,
             "object_store_memory": max(SPARE_BYTES, object_bytes),
             "temp_dir": str(folder),
         }
@@ -283,7 +263,7 @@ class LocalNodes:
 
 
 @contextmanager
-def local_nodes(nodes: int, object_bytes: int) -> Iterator[LocalNodes]:
+def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalNodes]:
     """Start nodes on this machine, on loopback addresses, with token authentication and without a
     dashboard; end them afterwards. Raises UserError."""
     folder = short_folder()
@@ -303,7 +283,7 @@ def local_nodes(nodes: int, object_bytes: int) -> Iterator[LocalNodes]:
         with environment(variables):
             RAY_CONFIG.initialize("")  # it was read with the import
             with keeping_sigterm():
-                local = _start_nodes(nodes, folder, object_bytes)
+                local = _start_nodes(nodes, lambda: LocalNodes(folder, object_bytes, gpus))
             try:
                 yield local
             finally:
@@ -312,12 +292,12 @@ def local_nodes(nodes: int, object_bytes: int) -> Iterator[LocalNodes]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_nodes(nodes: int, folder: Path, object_bytes: int) -> LocalNodes:
+def _start_nodes(nodes: int, make: Callable[[], LocalNodes]) -> LocalNodes:
     """Start the nodes; a second time if Ray gives up."""
     standing = {process.pid for process in descendants(os.getpid())}
     for tries_left in reversed(range(START_TRIES)):
         try:
-            local = LocalNodes(folder, object_bytes)
+            local = make()
             for _ in range(nodes):
                 local.add()
             return local
@@ -330,8 +310,9 @@ def _start_nodes(nodes: int, folder: Path, object_bytes: int) -> LocalNodes:
 
 @contextmanager
 def start_cluster(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[RayCluster]:
-    """Start a cluster of `local_nodes`, with this process on the first one."""
-    with local_nodes(nodes, object_bytes) as local, _connected(local.address):
+    """Start a cluster of `local_nodes`, with this process on the first one. gpus: of a worker."""
+    here = torch.cuda.device_count() if gpus else 0
+    with local_nodes(nodes, object_bytes, here) as local, _connected(local.address):
         yield from _opened(gpus)
 
 

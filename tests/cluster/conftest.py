@@ -32,7 +32,8 @@ def nodes():
     pytest.importorskip("ray", reason="pip install 'tandem-rl[ray]'")
     from tandem.cluster.ray_cluster import local_nodes
 
-    with local_nodes(2, object_bytes=1 << 20) as local:
+    # the GPUs are in Ray's books alone
+    with local_nodes(2, object_bytes=1 << 20, gpus=1) as local:
         assert os.environ["RAY_AUTH_MODE"] == "token"
         yield local
 

@@ -151,6 +151,15 @@ def test_workers_join_on_a_cluster(nodes, inputs, inline):
     assert fingerprint(grown) == inline
 
 
+def test_a_worker_that_needs_a_gpu_is_placed_on_a_node_of_this_machine_that_has_one(nodes):
+    from tandem.cluster.ray_cluster import join_cluster
+
+    with join_cluster(nodes.address, 2, gpus=1) as cluster:
+        host = cluster.spawn(0)
+        assert until(host.connect) is not None
+        host.end()
+
+
 # ---- bad input
 
 
