@@ -26,7 +26,11 @@ from tests.support.streams import (
 )
 
 TIMES = {"correction": "tis", "max_logprob_error": 1.2}
-CONFIGS = {"grpo": {"minibatches": 2}, "corrected": TIMES}
+CONFIGS = {
+    "grpo": {"minibatches": 2},
+    "corrected": TIMES,
+    "other engine": {**TIMES, "engine": "vllm"},
+}
 
 
 class Half(Ranks):
@@ -115,6 +119,20 @@ def test_two_ranks_with_the_arrays_of_their_own_share_learn_the_bits_of_two_with
     whole = [{place for place, names in part if names == ARRAYS} for part in (fetched, more)]
     assert len(whole[0] | whole[1]) == 17 and max(map(len, whole)) < 17
     assert any(names == LOGPROBS for _, names in fetched) == ("minibatches" not in changes)
+    gaps = ["logprob_gap_mean" in row for row in rows]
+    assert gaps == [changes.get("engine") == "vllm", False]
+
+
+def test_a_stand_in_has_no_prompt_of_another_group_whose_checksum_is_the_same():
+    groups = groups_to_learn()
+    tags = tags_of(groups)
+    for place in ((2, 0), (2, 1), (3, 0)):
+        tags[place]["prompt"] = 7
+    fetched = groups[2].episodes[0]
+    found = groups_of(tags, {(2, 0): {name: getattr(fetched, name) for name in ARRAYS}})
+    prompt = fetched.tokens[: fetched.num_prompt_tokens]
+    assert (found[2].episodes[1].tokens[: len(prompt)] == prompt).all()
+    assert set(found[3].episodes[0].tokens.tolist()) == {7}
 
 
 def test_penalties_of_turns_travel_with_the_rows():
