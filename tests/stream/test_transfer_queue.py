@@ -15,6 +15,7 @@ from tandem.stream.rows import ARRAYS
 from tandem.stream.stream import MemoryStream
 from tests.support.episodes import episodes_of
 from tests.support.meshes import on_mesh
+from tests.support.runs import fingerprint, prepare, run
 from tests.support.streams import (
     config_of,
     groups_to_learn,
@@ -161,6 +162,14 @@ def test_a_stream_that_stays_full_ends_with_an_error(queue):
     stream.timeout_s = WAIT_S
     stream.clear(7)
     stream.close()
+
+
+@needs_queue
+def test_a_run_of_two_ranks_has_the_bits_of_one_whose_stream_is_in_memory(tmp_path):
+    command = [*prepare(tmp_path, steps=2), "parallel.data=2", "eval.every=0", "run.threads=1"]
+    run([*command, "stream.kind=transfer_queue"], tmp_path / "queue")
+    run(command, tmp_path / "memory")
+    assert fingerprint(tmp_path / "queue") == fingerprint(tmp_path / "memory")
 
 
 @needs_queue
