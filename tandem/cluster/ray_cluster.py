@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.cluster.door import Door
 from tandem.cluster.errors import no_ray, not_joined, not_started, too_small
+from tandem.cluster.listener import Listener
 from tandem.cluster.object_weights import ObjectWeights
 from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.cluster.this_machine import (
@@ -84,9 +84,9 @@ PORTS = (
 class RolloutActor(RolloutWorker):
     """A RolloutWorker as an actor, which knows its node."""
 
-    def serve(self, address: tuple[str, int], greeting: Message) -> None:
+    def serve(self, address: tuple[str, int], handshake: Message) -> None:
         node = ray.get_runtime_context().get_node_id()
-        super().serve(address, {**greeting, "node": node})
+        super().serve(address, {**handshake, "node": node})
 
 
 def worker_variables() -> dict[str, str]:
@@ -101,16 +101,16 @@ class RayHost:
         self.cluster, self.actor, self.node_id = cluster, actor, node_id
         self.node, self.pid = cluster.address_of(node_id), 0
         self._channel: Channel | None = None
-        self.greeting = cluster.door.expect(self._take)
-        self._ended = actor.serve.remote(cluster.door.address, self.greeting)
+        self.handshake = cluster.listener.expect(self._on_connected)
+        self._ended = actor.serve.remote(cluster.listener.address, self.handshake)
 
-    def _take(self, connection: socket.socket, greeting: Message) -> None:
+    def _on_connected(self, connection: socket.socket, handshake: Message) -> None:
         self._channel = Channel(connection, MAX_LINE_BYTES)
-        self.pid, self.node_id = int(greeting["pid"]), str(greeting["node"])
+        self.pid, self.node_id = int(handshake["pid"]), str(handshake["node"])
         self.node = self.cluster.address_of(self.node_id)
 
     def connect(self) -> Channel | None:
-        self.cluster.door.open()
+        self.cluster.listener.accept()
         if self._channel is None and ray.wait([self._ended], timeout=0)[0]:
             raise EOFError
         return self._channel
@@ -158,7 +158,7 @@ class RayCluster:
 
     def __init__(self, gpus: int, runtime_env: dict[str, Any] | None):
         address = self.address_of(ray.get_runtime_context().get_node_id())
-        self.door = Door(address)
+        self.listener = Listener(address)
         self._hosts: list[RayHost] = []
         self._last_node: dict[int, str] = {}  # of each worker number
         as_actor: Any = ray.remote
@@ -207,12 +207,12 @@ class RayCluster:
 
     def forget(self, host: RayHost) -> None:
         """Refuse its connection from now on."""
-        self.door.forget(host.greeting)
+        self.listener.forget(host.handshake)
         self._hosts.remove(host)
 
     def close(self) -> None:
         """Take no more connections. The workers are the pool's."""
-        self.door.close()
+        self.listener.close()
 
 
 # ---------------------------------------------------------------- a cluster

@@ -30,14 +30,14 @@ class RolloutWorker:
         self._change = threading.Condition()
         self._thread = 0
 
-    def serve(self, address: tuple[str, int], greeting: Message) -> None:
+    def serve(self, address: tuple[str, int], handshake: Message) -> None:
         """Serve the pool at that address until the connection ends."""
         self._thread = threading.get_ident()
         connection = socket.create_connection(address, CONNECT_S)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = Channel(connection, MAX_LINE_BYTES)
-        channel.send({**greeting, "pid": os.getpid()})
+        channel.send({**handshake, "pid": os.getpid()})
         run(channel, load_engine, self._receiver)
 
     def take(self, number: int, buffer: Array) -> None:

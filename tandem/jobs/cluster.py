@@ -13,7 +13,7 @@ from tandem.config.schema import Config
 from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.pool import Workers
 from tandem.engine.worker_pool.process import Spawn
-from tandem.run_folder.status import take_wish
+from tandem.run_folder.status import take_requested_workers
 from tandem.stream.errors import no_transfer_queue
 from tandem.types import Sync
 from tandem.weights.rdma import no_nixl
@@ -72,7 +72,7 @@ def open_hosts(
         yield weights, running.spawn
 
 
-class ScaleOnWish:
+class ScaleOnRequest:
     """A Sync that first has workers join or leave, as `tandem scale` has asked for: between two
     rollouts, when no request is under way."""
 
@@ -81,7 +81,7 @@ class ScaleOnWish:
         self.publish, self.logprob_gap = sync.publish, sync.logprob_gap
 
     def sync_to(self, version: int) -> int:
-        wanted = take_wish(self.folder)
+        wanted = take_requested_workers(self.folder)
         if wanted and wanted != self.workers.count:
             self.report(
                 f"rollout workers: {self.workers.count} -> {wanted}, as `tandem scale` asks"

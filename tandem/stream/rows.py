@@ -1,8 +1,8 @@
 """Episodes as rows of a data plane: metadata of constant size, and arrays that are fetched apart.
 
 A process that plans a step from metadata, and fetches the arrays of its own share only, has groups
-whose other episodes are stand-ins: as long, with as many loss tokens, the same reward and outcome,
-and values that are nobody's. Knows no transport.
+whose other episodes are placeholders: as long, with as many loss tokens, the same reward and
+outcome, and values that are nobody's. Knows no transport.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,7 +74,7 @@ def groups_of(
     tags: Mapping[Place, Tag], arrays: Mapping[Place, Mapping[str, Array]]
 ) -> list[Group]:
     """Return the groups of a step. tags: of all its episodes; arrays: those that were fetched, by
-    name; the rest are stand-ins."""
+    name; the rest are placeholders."""
     prompts = {
         (place[0], tags[place]["prompt"]): found["tokens"][: tags[place]["num_prompt"]]
         for place, found in arrays.items()
@@ -97,7 +97,7 @@ def groups_of(
 
 def _episode(tag: Tag, found: Mapping[str, Array], prompt: Array | None) -> Episode:
     values: dict[str, Any] = (
-        dict(found) if len(found) == len(ARRAYS) else {**_stand_ins(tag, prompt, found), **found}
+        dict(found) if len(found) == len(ARRAYS) else {**_placeholders(tag, prompt, found), **found}
     )
     return Episode(
         uid=tag["uid"],
@@ -112,7 +112,7 @@ def _episode(tag: Tag, found: Mapping[str, Array], prompt: Array | None) -> Epis
     )
 
 
-def _stand_ins(tag: Tag, prompt: Array | None, found: Mapping[str, Array]) -> dict[str, Array]:
+def _placeholders(tag: Tag, prompt: Array | None, found: Mapping[str, Array]) -> dict[str, Array]:
     """Return arrays that take up next to no memory and pass for the episode's in every count and
     check. prompt: that of a fetched episode of the group with the same one, so that a mistaken
     prompt is seen."""

@@ -170,8 +170,8 @@ class TransferQueueStream:
         return []
 
     def take(self, step: int, kept: list[Group], plan: Plan) -> list[Group]:
-        """Return the groups of a step with the arrays planned, and stand-ins for the others, once
-        every rank has what it needs."""
+        """Return the groups of a step with the arrays planned, and placeholders for the others,
+        once every rank has what it needs."""
         what = f"the episodes of step {step + 1}"
         tags = self._call(what, self._tags(step))
         if not tags:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tandem.cluster.door import Door
+from tandem.cluster.listener import Listener
 from tandem.run_folder.status import read_status
 from tandem.runtime.processes import ZOMBIE, state_of
 from tests.support.command import assert_is_a_users_error, tandem
@@ -175,11 +175,11 @@ def test_nobody_at_the_address_is_a_users_error_soon(inputs):
     assert "the Ray cluster cannot be joined" in stderr and f"127.0.0.1:{port}" in stderr
 
 
-@pytest.mark.parametrize("wish", ["rollout=0", "rollout=-1", "rollout=x", "4", "rollout=", "env=2"])
-def test_a_wish_that_is_no_number_of_workers_is_refused(tmp_path, wish):
+@pytest.mark.parametrize("text", ["rollout=0", "rollout=-1", "rollout=x", "4", "rollout=", "env=2"])
+def test_what_is_no_number_of_workers_is_refused(tmp_path, text):
     (tmp_path / "config.toml").write_text("")
-    result = tandem("scale", tmp_path, wish, cwd=tmp_path)
-    assert_is_a_users_error(result, "not a number of workers", wish, torch=False)
+    result = tandem("scale", tmp_path, text, cwd=tmp_path)
+    assert_is_a_users_error(result, "not a number of workers", text, torch=False)
 
 
 def test_only_a_run_that_lives_can_be_scaled(tmp_path):
@@ -190,8 +190,8 @@ def test_only_a_run_that_lives_can_be_scaled(tmp_path):
 
 @pytest.mark.parametrize("command", [("status",), ("scale", "rollout=2")])
 def test_a_folder_without_a_run_is_refused(tmp_path, command):
-    name, *wish = command
-    result = tandem(name, tmp_path, *wish, cwd=tmp_path)
+    name, *count = command
+    result = tandem(name, tmp_path, *count, cwd=tmp_path)
     assert_is_a_users_error(result, "not a run folder", str(tmp_path), torch=False)
 
 
@@ -202,28 +202,28 @@ def test_a_broken_status_is_a_users_error(tmp_path):
     assert_is_a_users_error(result, "status.json", torch=False)
 
 
-# ---- the door
+# ---- the listener
 
 
 @contextmanager
-def door():
-    opened = Door("127.0.0.1")
+def listening():
+    listener = Listener("127.0.0.1")
     try:
-        yield opened
+        yield listener
     finally:
-        opened.close()
+        listener.close()
 
 
-def knock(opened, line, taken):
-    """A connection that sends this line, until the door takes it or closes it; whether it was
-    closed."""
-    before = len(taken)
-    with socket.create_connection(opened.address) as connection:
+def connect(listener, line, connected):
+    """Connect and send a line, until the listener hands the connection on or closes it; return
+    whether it has closed it."""
+    before = len(connected)
+    with socket.create_connection(listener.address) as connection:
         connection.sendall(line)
         connection.setblocking(False)
 
         def is_closed():
-            opened.open()
+            listener.accept()
             try:
                 return connection.recv(1) == b""
             except BlockingIOError:
@@ -231,42 +231,44 @@ def knock(opened, line, taken):
             except ConnectionResetError:
                 return True
 
-        until(lambda: is_closed() or len(taken) > before)
-        return len(taken) == before
+        until(lambda: is_closed() or len(connected) > before)
+        return len(connected) == before
 
 
-def test_the_door_takes_a_proved_connection_once():
-    with door() as opened:
-        taken = []
-        greeting = opened.expect(lambda connection, message: taken.append((connection, message)))
-        line = json.dumps({**greeting, "pid": 7}).encode() + b"\n"
-        assert not knock(opened, line, taken)
-        assert [message["pid"] for _, message in taken] == [7]
-        assert knock(opened, line, taken)
-        taken[0][0].close()
+def test_the_listener_hands_on_a_proved_connection_once():
+    with listening() as listener:
+        connected = []
+        handshake = listener.expect(
+            lambda connection, message: connected.append((connection, message))
+        )
+        line = json.dumps({**handshake, "pid": 7}).encode() + b"\n"
+        assert not connect(listener, line, connected)
+        assert [message["pid"] for _, message in connected] == [7]
+        assert connect(listener, line, connected)
+        connected[0][0].close()
 
 
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda greeting: json.dumps({**greeting, "token": "0" * 64}).encode() + b"\n",
-        lambda greeting: json.dumps({**greeting, "number": 99}).encode() + b"\n",
-        lambda greeting: json.dumps({**greeting, "number": "0"}).encode() + b"\n",
-        lambda greeting: json.dumps({"number": 0}).encode() + b"\n",
-        lambda greeting: b"GET / HTTP/1.1\r\n\r\n",
-        lambda greeting: b"x" * 10_000,
+        lambda handshake: json.dumps({**handshake, "token": "0" * 64}).encode() + b"\n",
+        lambda handshake: json.dumps({**handshake, "number": 99}).encode() + b"\n",
+        lambda handshake: json.dumps({**handshake, "number": "0"}).encode() + b"\n",
+        lambda handshake: json.dumps({"number": 0}).encode() + b"\n",
+        lambda handshake: b"GET / HTTP/1.1\r\n\r\n",
+        lambda handshake: b"x" * 10_000,
     ],
 )
-def test_the_door_closes_on_whoever_proves_nothing(forge):
-    with door() as opened:
-        taken = []
-        greeting = opened.expect(lambda *both: taken.append(both))
-        assert knock(opened, forge(greeting), taken)
+def test_the_listener_closes_a_connection_that_proves_nothing(forge):
+    with listening() as listener:
+        connected = []
+        handshake = listener.expect(lambda *both: connected.append(both))
+        assert connect(listener, forge(handshake), connected)
 
 
-def test_the_door_refuses_a_greeting_that_was_taken_back():
-    with door() as opened:
-        taken = []
-        greeting = opened.expect(lambda *both: taken.append(both))
-        opened.forget(greeting)
-        assert knock(opened, json.dumps(greeting).encode() + b"\n", taken)
+def test_the_listener_refuses_a_handshake_that_is_forgotten():
+    with listening() as listener:
+        connected = []
+        handshake = listener.expect(lambda *both: connected.append(both))
+        listener.forget(handshake)
+        assert connect(listener, json.dumps(handshake).encode() + b"\n", connected)

@@ -14,7 +14,12 @@ import torch
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
 from tandem.run_folder.folder import identity, open_run
-from tandem.run_folder.status import read_status, take_wish, write_status, write_wish
+from tandem.run_folder.status import (
+    read_status,
+    request_workers,
+    take_requested_workers,
+    write_status,
+)
 from tandem.runtime.disk import DISK, append_line, write_atomic
 from tandem.runtime.errors import UserError
 from tests.support.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
@@ -72,12 +77,12 @@ def kill(process):
     process.stdout.close()
 
 
-def test_status_and_wish_of_the_run_before_are_dropped_when_it_starts_again(tmp_path):
+def test_status_and_requested_workers_of_the_run_before_are_dropped_when_it_starts_again(tmp_path):
     for start in range(2):
         with open_run(tmp_path, config(), fresh=False, command="train"):
-            assert read_status(tmp_path) is None and take_wish(tmp_path) == 0
+            assert read_status(tmp_path) is None and take_requested_workers(tmp_path) == 0
             write_status(tmp_path, start, 9, [])
-            write_wish(tmp_path, 3)
+            request_workers(tmp_path, 3)
             with pytest.raises(UserError), open_run(tmp_path, config(), fresh=False, command="sft"):
                 pass
             assert read_status(tmp_path)["step"] == start
