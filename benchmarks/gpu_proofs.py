@@ -46,7 +46,7 @@ def resume(bench: Bench, kind: str) -> Figures:
     """Runs killed with SIGKILL once metrics.jsonl has 1, 2, ... rows, and started again."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        command = [*prepare(folder, bench.size(6, 1), kind), *placed(bench)]
+        command = [*prepare(folder, bench.size(6, 4), kind), *placed(bench)]
         forks().run(command, folder / "whole")
         expected, rows, hits, equal = fingerprint(folder / "whole"), bench.size(5, 1), 0, 0
         for row in range(1, rows + 1):

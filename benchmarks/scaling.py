@@ -110,6 +110,7 @@ def measure(size: int, tiny: bool) -> dict[str, Any]:
         + planned["Adam moments"]
         + 4 * parameters(work.shape) // size,
         "peak RSS bytes": max(rank["peak"] for rank in ranks),
+        "planned bytes": sum(planned.values()),
         "RSS bytes before the model": max(rank["before"] for rank in ranks),
         "sent bytes": max(rank["sent"] for rank in ranks),
         "sent bytes by formula": sum(communication(work, mesh).values()),

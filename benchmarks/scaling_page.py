@@ -183,8 +183,8 @@ def measured() -> list[str]:
         ),
         "State is weights, gradients and moments that the largest rank holds between two passes; bytes sent are counted by PyTorch's profiler.",
         "",
-        "| processes | pinned | tok/s | state a rank | x processes | by formula | peak RSS a rank | without imports | sent a rank and update | by formula |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| processes | pinned | tok/s | state a rank | x processes | by formula | peak RSS a rank | without imports | planned | sent a rank and update | by formula |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     mib = 2**20
     for size, row in rows.items():
@@ -192,10 +192,10 @@ def measured() -> list[str]:
         lines.append(
             f"| {size} | {'yes' if row['pinned'] else 'no'} | {row['tokens/s']:,.0f} | {row['state bytes'] / mib:,.1f} MiB "
             f"| {int(size) * row['state bytes'] / rows['1']['state bytes']:.3f} | {row['state bytes by formula'] / mib:,.1f} MiB "
-            f"| {row['peak RSS bytes'] / mib:,.0f} MiB | {own / mib:,.0f} MiB | {row['sent bytes'] / mib:,.1f} MiB | {row['sent bytes by formula'] / mib:,.1f} MiB |"
+            f"| {row['peak RSS bytes'] / mib:,.0f} MiB | {own / mib:,.0f} MiB | {row['planned bytes'] / mib:,.0f} MiB | {row['sent bytes'] / mib:,.1f} MiB | {row['sent bytes by formula'] / mib:,.1f} MiB |"
         )
     lines += [
         "",
-        "Peak RSS falls by less than state: gradients of several microbatches add up undivided, and activations are those of a microbatch at any size.",
+        "Peak RSS falls by less than state: gradients of several microbatches add up undivided, and activations are those of a microbatch at any size. Planned is what the formulas count of a rank; packed weights, what the allocator keeps and the measurement itself come on top.",
     ]
     return lines

@@ -336,7 +336,7 @@ def run(name: str, folder: Path) -> Outcome:
     )
 
 
-def faults(deadlock: Deadlock, outcome: Outcome) -> list[str]:
+def faults(deadlock: Deadlock, outcome: Outcome, named_s: float = NAMED_S) -> list[str]:
     """List what is wrong with the outcome: the culprit, the time, the exit code, survivors."""
     checks = {
         "no witness": outcome.stdout == "witness\n",
@@ -345,7 +345,7 @@ def faults(deadlock: Deadlock, outcome: Outcome) -> list[str]:
         f"not told: {deadlock.also}": bool(re.search(deadlock.also, outcome.stderr)),
         "the log does not say so": bool(outcome.finding) and outcome.finding in outcome.log,
         "not told how to go on": "the same command resumes" in outcome.stderr,
-        f"ended {outcome.seconds:.1f} s after the witness": 0 <= outcome.seconds <= NAMED_S,
+        f"ended {outcome.seconds:.1f} s after the witness": 0 <= outcome.seconds <= named_s,
         f"left: {outcome.survivors}": not outcome.survivors,
     }
     return [fault for fault, holds in checks.items() if not holds]

@@ -40,7 +40,7 @@ STEPS = 12
 GIVE_UP_S = 300.0
 ENDS_S = 30.0  # for what ends by itself with its parent, on a busy machine
 # from the second signal to the end, on a busy machine; without it, this run needs EXIT_S
-AT_ONCE_S = 3.0
+AT_ONCE_S = 8.0
 MARK = "TANDEM_LEAVING"  # in the environment of all that a run starts
 # Evaluations take long enough to be struck, too.
 EVAL = ["eval.samples=16"]
@@ -297,7 +297,7 @@ class InterruptedRuns:
         run = Started([*self.command, *hanging], self._next())
         run.wait_for(lambda: "hanging" in run.output())
         run.send(number)
-        time.sleep(2 * AGAIN_S)
+        time.sleep(10 * AGAIN_S)
         waiting = run.process.is_alive()
         sent = time.monotonic()
         run.send(number)

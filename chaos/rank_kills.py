@@ -18,7 +18,7 @@ from chaos.kills import adopting_forks, differs, ended, left
 from chaos.results import Case, Result, tally
 from tests.support.runs import fingerprint, kill_rank, prepare, rank_pid
 
-KILLS, RANKS, SEED = 12, 2, 0
+KILLS, RANKS, SEED = 20, 2, 0
 END_S = 10.0  # for the other ranks to end by themselves
 SETTINGS = [f"parallel.data={RANKS}", "run.save_every=1", "eval.every=3", "run.threads=1"]
 TRIES = 4  # moments drawn until one strikes a live run

@@ -6,11 +6,13 @@ Without a GPU the kernels run in Triton's interpreter, which must be asked for b
 first imported.
 """
 
+import gc
 import os
 import signal
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tandem.runtime import numerics
 from tests.support.leftovers import Session
@@ -27,9 +29,23 @@ numerics.prepare(share)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# an example may take longer on a busy machine, and the next run has the same ones
+settings.register_profile("tandem", deadline=None, derandomize=True)
+settings.load_profile("tandem")
+os.environ["NO_PROXY"] = "127.0.0.1,localhost"  # the servers of tests
+
 OURS = (
     None if "PYTEST_XDIST_WORKER" in os.environ else Session()
 )  # the processes of xdist share the folder of the first
+
+
+@pytest.fixture
+def no_collection():
+    """Collect no garbage inside 100,000 brackets: there any finalizer is out of stack, an earlier
+    test's too, and pytest reports it as this test's."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,7 +1,7 @@
 """Small bugs put into Tandem one at a time, each of which a named test must find.
 
     make mutants                    all of them
-    make mutants only="kl reward"   those whose name contains one of these words
+    make mutants only="kl parallel/" those whose file or name contains one of these words
 
 mutants.txt has them: the file under tandem/ with the tests (files or node ids under tests/), then
 each mutant's name, the lines that are there (-) and those that it puts in their place (+). A text
@@ -59,7 +59,9 @@ def read_mutants(path: Path) -> list[Mutant]:
 
 def main(words: list[str]) -> int:
     mutants = read_mutants(Path(__file__).with_suffix(".txt"))
-    chosen = [m for m in mutants if not words or any(word in m.name for word in words)]
+    chosen = [
+        m for m in mutants if not words or any(word in f"{m.file} {m.name}" for word in words)
+    ]
     misfits = [m for m in chosen if (ROOT / "tandem" / m.file).read_text().count(m.old) != 1]
     for mutant in misfits:
         print(f"does not fit: {mutant.name}: its text is not in {mutant.file} exactly once")

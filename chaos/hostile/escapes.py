@@ -28,7 +28,8 @@ def opens(name, path, flags="os.O_WRONLY", open=""):
 
 
 UNMAP = """
-        import ctypes
+        import ctypes, time
+        time.sleep(0.2)  # it is looked at every 20 ms, more or less
         begin = ctypes.addressof(ctypes.c_char.from_buffer(held))
         libc.munmap(ctypes.c_void_p(begin + 4096), ctypes.c_size_t(len(held) - 4096))
 """
@@ -426,6 +427,7 @@ if os.fork() == 0:
     if os.fork() == 0:
         {SPAWN.format(how="start_new_session=True, stdout=-3, stderr=-3")}
         time.sleep(30)
+time.sleep(0.5)  # until it is a daemon
 os._exit(0)
 """,
         limits=Limits(wall_s=60.0),

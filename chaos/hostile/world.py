@@ -83,7 +83,7 @@ class World:
     def _sleeper(self):
         env = {**os.environ, "TANDEM_SECRET": self.token}
         return subprocess.Popen(
-            [sys.executable, "-S", "-c", "import time; time.sleep(600)", "victim"], env=env
+            [sys.executable, "-S", "-c", "import time; time.sleep(10**6)", "victim"], env=env
         )
 
     def fill(self, code):

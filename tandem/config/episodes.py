@@ -53,10 +53,15 @@ Device = Annotated[str, AfterValidator(_device)]
 
 
 def _engine(value: str) -> str:
-    address = "https?://[^/,]+/v1/?"
-    if not re.fullmatch(f"tandem|vllm|{address}( *, *{address})*", value):
+    if value not in ("tandem", "vllm") and not all(map(_is_server, value.split(","))):
         raise ValueError("expected tandem, vllm, or http://HOST:PORT/v1, several with commas")
     return value
+
+
+def _is_server(url: str) -> bool:
+    host = r"\[[0-9a-fA-F:.]+\]|[^][/:@\s]+"
+    found = re.fullmatch(f"https?://({host})(:[0-9]{{1,5}})?/v1/?", url.strip())
+    return found is not None and int((found[2] or ":0")[1:]) < 1 << 16
 
 
 EngineName = Annotated[str, AfterValidator(_engine)]
@@ -177,7 +182,9 @@ class Rollout(Section):
         0, ge=0, description="rollout processes, one thread each; 0: in the trainer's own process"
     )
     restarts: int = Field(
-        10, ge=0, description="restarts of rollout processes before the run gives up"
+        10,
+        ge=0,
+        description="restarts of rollout processes, or losses of servers, before the run gives up",
     )
     devices: list[Device] = Field(
         [], description="devices of the rollout processes, in turn; empty: that of model.device"

@@ -180,10 +180,11 @@ class Config(Section):
             yield "rl.advantage: gae has a critic, which train.backend=megatron does not train"
         if self.train.router_aux_loss_coef:
             yield "train.router_aux_loss_coef: train.backend=megatron has no balance loss"
-        if parallel.context > 1:
-            yield "parallel.context: train.backend=megatron does not divide tokens"
-        if parallel.pipeline > 1:
-            yield "parallel.pipeline: train.backend=megatron does not divide layers"
+        if parallel.context > 1 and parallel.expert > 1:
+            yield (
+                "parallel.context: with train.backend=megatron it needs parallel.expert=1; "
+                "Megatron counts their processes in another order"
+            )
         if parallel.expert > 1 and parallel.tensor > 1:
             yield (
                 "parallel.expert: with train.backend=megatron it needs parallel.tensor=1; "

@@ -5,12 +5,17 @@
     submit(request)  -> todo
     step()  _dispatch    todo -> attempts of a server --> POST /v1/completions
             _on_answer   completion                  <--  the answer, or why there is none
-            _lose        its requests back in front; GET /v1/models every CHECK_S until it is back
+            _lose        its requests back in front
+            _check       GET /v1/models: BEATS times in deadline_s of a server at work, every
+                         CHECK_S of a lost one until it is back
 
-step waits for answers, at most WAIT_S, as its caller may have more to submit. A server is lost when
-it refuses a connection, fails, or sends no answer for deadline_s; its requests go to the others
-unchanged. If all are lost for deadline_s, a UserError names each of them. Requests with the same
-prefix go to one server as long as that is even. One thread calls this.
+step waits for answers, at most WAIT_S, as its caller may have more to submit. A completion comes
+whole, so that it may take as long as its tokens (TOKEN_S each, and deadline_s). A server is lost
+when it refuses a connection, fails, does not answer a check within deadline_s or a request in its
+time; its requests go to the others unchanged. A UserError ends the run if all are lost for
+deadline_s, which it names, or if more are lost than there are restarts: a request may be what makes
+servers fail. Requests with the same prefix go to one server as long as that is even. One thread
+calls this.
 
 The weights are the servers' own; Tandem's are told to `load` new ones.
 """
@@ -25,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from tandem.engine import http_errors as errors
 from tandem.engine.http_api import (
     Call,
     Json,
@@ -41,10 +47,15 @@ from tandem.engine.http_api import (
 from tandem.engine.worker_pool.protocol import cancelled_completion
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
+from tandem.runtime.worker_channel import RestartLimit
 from tandem.types import Array, Completion, Request
 
 WAIT_S = 0.05  # in one step
 CHECK_S, BUSY_S = 2.0, 0.5  # until a lost server is asked again, and a busy one
+BEATS = 4  # checks of a server at work in deadline_s
+TOKEN_S = 1.0  # that a token of a completion may take; a request may wait for others before
+
+Published = tuple[str, int, str]  # file, version and hash of new weights
 
 
 @dataclass(eq=False, slots=True)
@@ -62,8 +73,12 @@ class Server:
     url: str  # of its API, ends in /v1
     served: ServedModel | None = None
     lost: str = ""  # why it was lost; empty: it serves
-    rests_until: float = 0.0  # gets no request before, in monotonic seconds
+    rests_until: float = 0.0  # gets no request before, by the clock
+    busy_since: float | None = None  # it has completed nothing since, by the clock
     calls: dict[Ticket, Call] = field(default_factory=dict)
+    check: Call | None = None  # under way
+    checked_with: Published | None = None  # the weights that it was given before the check
+    check_at: float = 0.0  # when the next one begins, by the clock
 
     def __str__(self) -> str:
         return f"the server {self.url}"
@@ -78,8 +93,8 @@ class HttpEngines:
 
     urls: of their APIs, e.g. http://127.0.0.1:8000/v1; decode: token ids to text; longest: most
     tokens of a sequence, by the model; max_batch: most requests that a server has at once;
-    report: told of losses. Raises UserError if none of them answers, or if they serve different
-    models.
+    restarts: most losses of servers; report: told of them; clock: in seconds. Raises UserError if
+    none of them answers, or if they serve different models.
     """
 
     def __init__(
@@ -90,14 +105,17 @@ class HttpEngines:
         longest: int,
         max_batch: int,
         deadline_s: float,
+        restarts: int,
         report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.weight_version = 0
         self.servers = [Server(url.rstrip("/")) for url in urls]
-        self.deadline_s = deadline_s
+        self.deadline_s, self.restarts = deadline_s, RestartLimit(restarts)
         self._decode, self._max_batch, self._report = decode, max_batch, report
+        self._clock = clock
         self._key = api_key(os.environ)
-        self._published: tuple[str, int, str] | None = None  # file, version, hash of new weights
+        self._published: Published | None = None
         self._todo: deque[Ticket] = deque()
         self._ended: list[Ticket] = []
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -106,10 +124,10 @@ class HttpEngines:
         # of the completions by these weights the one with the least key
         self.to_check: tuple[Request, Completion] | None = None
         for server in self.servers:
-            self._take_up(server, self._describe(server))
+            self._take_up(server, self._describe(server, None))
         if not self.serving:
             raise self._none_left()
-        self._last_served = time.monotonic()
+        self._last_served = clock()  # for servers that are all lost
         self.longest = min([longest, *(s.served.longest or longest for s in self._known)])  # type: ignore[union-attr]
 
     def close(self) -> None:
@@ -126,6 +144,7 @@ class HttpEngines:
             raise RuntimeError(f"weights of version {version} come while requests are under way")
         self.weight_version, self.to_check = version, None
         self._affinity.clear()
+        self._last_served = self._clock()  # since the last rollouts nobody has asked
 
     def load(self, path: str, version: int, sha256: str) -> None:
         """Have every server run the weights of a safetensors file, of that version and hash. No
@@ -137,7 +156,7 @@ class HttpEngines:
         self._published = path, version, sha256
         for server in self.serving:
             with watchdog.waiting_for(str(server), f"weights of version {version}"):
-                found = self._describe(server)
+                found = self._describe(server, self._published)
             if isinstance(found, ServerLost | ServerBusy):
                 self._lose(server, str(found))
             else:
@@ -147,7 +166,7 @@ class HttpEngines:
         """Take a request. Raises UserError for one that no server can run as Tandem does."""
         needed = len(request.prompt) + request.params.max_new_tokens
         if needed > self.longest:
-            raise _too_long(needed, self.longest)
+            raise errors.too_long(needed, self.longest)
         for server in self._known:
             assert server.served is not None
             check_request(request, server.served)
@@ -157,12 +176,11 @@ class HttpEngines:
     def step(self) -> list[Ticket]:
         """Wait a moment for requests to end; return those that have."""
         self._dispatch()
-        if not self._ended:
-            with suppress(queue.Empty):
-                self._on_answer(*self._answers.get(timeout=WAIT_S))
-                while True:
-                    self._on_answer(*self._answers.get_nowait())
-        self._check_lost()
+        with suppress(queue.Empty):
+            self._on_answer(*self._answers.get(timeout=WAIT_S))
+            while True:
+                self._on_answer(*self._answers.get_nowait())
+        self._check()
         self._dispatch()
         ended, self._ended = self._ended, []
         return ended
@@ -188,80 +206,97 @@ class HttpEngines:
     def _known(self) -> list[Server]:
         return [server for server in self.servers if server.served is not None]
 
-    def call(self, url: str) -> Call:
-        """Make a call to an address of a server."""
-        return Call(url, self._key, self.deadline_s)
+    def call(self, url: str, *, answer_s: float = 0.0) -> Call:
+        """Make a call to an address of a server. answer_s: for its answer; 0: deadline_s."""
+        return Call(url, self._key, self.deadline_s, answer_s or self.deadline_s)
 
-    def _describe(self, server: Server) -> ServedModel | Exception:
+    def _describe(self, server: Server, published: Published | None) -> ServedModel | Exception:
         """Ask a server what it serves, after it was given the published weights, if there are
         any."""
         try:
-            if self._published is not None:
-                load_weights(self.call(server.url), *self._published)
+            if published is not None:
+                load_weights(self.call(server.url), *published)
             return served_model(self.call, server.url)
         except (ServerLost, ServerBusy, UserError) as error:
             return error
 
     def _take_up(self, server: Server, found: ServedModel | Exception) -> None:
-        """Let a server serve, if its answer says that it has the model of the others."""
-        if isinstance(found, UserError):
-            raise found
-        if isinstance(found, Exception):
+        """Let a server serve, if its answer says that it has the weights that are published, or
+        those of the others."""
+        if isinstance(found, ServerLost | ServerBusy):
             if server.served is None and not server.lost:
                 self._report(f"{server} does not answer: {found}")
-            server.lost, server.rests_until = str(found), time.monotonic() + CHECK_S
+            server.lost, server.check_at = str(found), self._clock() + CHECK_S
             return
-        # new weights were checked by `load_weights`
-        for other in self._known if self._published is None else ():
-            assert other.served is not None
-            if (found.sha256, found.version) != (other.served.sha256, other.served.version):
-                raise _other_model(server, found, other.served)
+        if isinstance(found, Exception):
+            raise found
+        if self._published is not None:
+            expected = {self._published[1:]}
+        else:
+            expected = {one.served.weights for one in self._known if one.served is not None}
+        for weights in expected - {found.weights}:
+            raise errors.other_weights(server.url, found.weights, weights)
         if server.lost:
             self._report(f"{server} serves again")
         server.served, server.lost, server.rests_until = found, "", 0.0
 
     def _lose(self, server: Server, reason: str) -> None:
-        """Give a server's requests to the others."""
+        """Give a server's requests to the others. Raises UserError if no restart is left."""
         back = list(server.calls)
         self._abort(server)
+        server.busy_since = None
         self._todo.extendleft(reversed(back))
         self._affinity = {key: home for key, home in self._affinity.items() if home is not server}
-        server.lost, server.rests_until = reason, time.monotonic() + CHECK_S
-        self._report(f"{server} was lost: {reason}; {len(back)} of its requests go to another")
+        self._last_served = self._clock()
+        server.lost, server.check_at = reason, self._last_served + CHECK_S
+        if not self.restarts.spend():
+            raise errors.lost_too_often(server.url, reason, self.restarts.limit)
+        self._report(
+            f"{server} was lost: {reason}; loss {self.restarts.used} of {self.restarts.limit}, "
+            f"{len(back)} of its requests go to another"
+        )
 
     def _abort(self, server: Server) -> None:
-        for call in server.calls.values():
-            call.abort()
+        for call in (*server.calls.values(), server.check):
+            if call is not None:
+                call.abort()
         server.calls.clear()
+        server.check = None
 
-    def _check_lost(self) -> None:
-        """Ask lost servers whether they are back. Raises UserError if all have been lost for
-        deadline_s."""
-        now = time.monotonic()
-        if self.serving:
-            self._last_served = now
-        elif now - self._last_served > self.deadline_s:
+    def _check(self) -> None:
+        """Ask lost servers whether they are back, and those at work whether they are still there.
+        Raises UserError if all have been lost for deadline_s."""
+        now = self._clock()
+        if not self.serving and now - self._last_served > self.deadline_s:
             raise self._none_left()
         for server in self.servers:
-            if server.lost and now >= server.rests_until:
-                server.rests_until = now + 4 * self.deadline_s  # its answer comes before
-                self._start(server, None, self.call(server.url), partial(self._describe, server))
+            if server.check is None and now >= server.check_at and (server.lost or server.calls):
+                server.check, server.checked_with = self.call(server.url), self._published
+                is_there = partial(server.check.send, "/models")
+                is_back = partial(self._describe, server, self._published)
+                self._start(server, None, server.check, is_back if server.lost else is_there)
+
+    def _on_check(self, server: Server, found: Json | ServedModel | Exception) -> None:
+        server.check, server.check_at = None, self._clock() + self.deadline_s / BEATS
+        if server.lost and server.checked_with != self._published:
+            server.check_at = 0.0  # it has outdated weights, or was refused their file: once more
+        elif server.lost:
+            assert not isinstance(found, dict)
+            self._take_up(server, found)
+        elif isinstance(found, ServerLost):
+            self._lose(server, str(found))
+        elif isinstance(found, Exception) and not isinstance(found, ServerBusy):
+            raise found
 
     def _none_left(self) -> UserError:
-        reasons = "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
-        return UserError(
-            "none of the servers answers",
-            where=", ".join(server.url for server in self.servers),
-            found=reasons,
-            expected=f"one that answers within {self.deadline_s:g} s",
-            next="start one: tandem serve MODEL --port PORT",
-        )
+        reasons = {server.url: server.lost for server in self.servers}
+        return errors.none_left(reasons, self.deadline_s)
 
     # ---------------------------------------------------------------- requests
 
     def _dispatch(self) -> None:
         """Give requests to the servers evenly, and no more than they run at once."""
-        now = time.monotonic()
+        now = self._clock()
         ready = [server for server in self.serving if now >= server.rests_until]
         if not ready or not self._todo:
             return
@@ -275,8 +310,9 @@ class HttpEngines:
             server = cached[0] if cached else min(free, key=lambda server: len(server.calls))
             self._affinity |= dict.fromkeys(keys, server)
             assert server.served is not None
-            call = server.calls[ticket] = self.call(server.url)
             body = completion_body(request, server.served)
+            answer_s = self.deadline_s + TOKEN_S * body["max_tokens"]
+            call = server.calls[ticket] = self.call(server.url, answer_s=answer_s)
             self._start(server, ticket, call, partial(call.send, "/completions", body))
 
     def _start(
@@ -289,7 +325,7 @@ class HttpEngines:
         def run() -> None:
             try:
                 found: Json | ServedModel | Exception = work()
-            except (ServerLost, ServerBusy, UserError) as error:
+            except Exception as error:  # a bug too: raised where the answer is read
                 found = error
             self._answers.put((server, ticket, call, found))
 
@@ -303,23 +339,22 @@ class HttpEngines:
         found: Json | ServedModel | Exception,
     ) -> None:
         watchdog.heartbeat()
+        if call is not (server.check if ticket is None else server.calls.get(ticket)):
+            return  # cancelled, or the server was lost
         if ticket is None:
-            assert not isinstance(found, dict)
-            self._take_up(server, found)
-        elif server.calls.get(ticket) is not call:
-            return  # cancelled, or given to another server
+            self._on_check(server, found)
         elif isinstance(found, ServerLost):
             self._lose(server, str(found))
         else:
             del server.calls[ticket]
-            self._on_completion(server, ticket, found)
+            self._on_completion(server, ticket, call, found)
 
     def _on_completion(
-        self, server: Server, ticket: Ticket, found: Json | ServedModel | Exception
+        self, server: Server, ticket: Ticket, call: Call, found: Json | ServedModel | Exception
     ) -> None:
         if isinstance(found, ServerBusy):
-            server.rests_until = time.monotonic() + BUSY_S
             self._todo.appendleft(ticket)
+            self._let_rest(server, call.answer_s, str(found))
             return
         if isinstance(found, Exception):
             raise found
@@ -328,27 +363,16 @@ class HttpEngines:
         completion = read_completion(
             found, request, server.served, version, self._decode, server.url
         )
-        ticket.completion = completion
+        server.busy_since, ticket.completion = None, completion
         self._ended.append(ticket)
         if self.to_check is None or request.key < self.to_check[0].key:
             self.to_check = request, completion
 
-
-def _too_long(needed: int, longest: int) -> UserError:
-    return UserError(
-        "a sequence would be longer than a server can hold",
-        where="rollout.max_new_tokens",
-        found=f"{needed} tokens, prompt and completion",
-        expected=f"at most {longest}",
-        next="lower rollout.max_new_tokens, or serve with more (tandem serve --cache-mb)",
-    )
-
-
-def _other_model(server: Server, found: ServedModel, others: ServedModel) -> UserError:
-    return UserError(
-        "the servers of rollout.engine do not run the same weights",
-        where=server.url,
-        found=f"version {found.version}, hash {found.sha256[:16]}",
-        expected=f"version {others.version}, hash {others.sha256[:16]}, as the others",
-        next="serve one model directory on all of them",
-    )
+    def _let_rest(self, server: Server, longest_s: float, reason: str) -> None:
+        """Give a busy server no request for a moment; it is lost once it was busy for longest_s."""
+        now = self._clock()
+        server.rests_until = now + BUSY_S
+        if server.busy_since is None:
+            server.busy_since = now
+        elif now - server.busy_since > longest_s:
+            self._lose(server, f"{reason} for {longest_s:g} s")

@@ -9,7 +9,7 @@ number and no schedule (http.py).
 import json
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from tandem.engine.ending import find_ending
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
-from tandem.types import Array, Completion, CompletionStop, Request, SamplingParams
+from tandem.types import Array, Completion, Request
 
 Json = dict[str, Any]
 
@@ -41,30 +42,31 @@ class Call:
 
     url: str  # of the API, e.g. http://127.0.0.1:8000/v1
     key: str  # for its Authorization header; empty: none
-    timeout_s: float  # without a byte from the server
+    connect_s: float  # until there is a connection
+    answer_s: float  # without a byte from the server then
     aborted: bool = False
     _connection: HTTPConnection | None = field(default=None, init=False)
 
     def send(self, path: str, body: Json | None = None) -> Json:
         """Send a body (POST), or none (GET); return the answer. Raises ServerLost, ServerBusy, and
         UserError if the server refuses."""
-        parts = urlsplit(self.url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = self._connection = kind(parts.netloc, timeout=self.timeout_s)
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         headers = {"Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            connection.connect()
-            if self.aborted:
-                raise ServerLost("aborted")
-            method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
-            connection.request(method, parts.path.removesuffix("/") + path, data, headers)
-            response = connection.getresponse()
-            status, found = response.status, response.read(ANSWER_BYTES)
-        except (OSError, HTTPException) as error:
+            parts = urlsplit(self.url)
+            kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+            with closing(kind(parts.netloc, timeout=self.connect_s)) as connection:
+                self._connection = connection
+                connection.connect()
+                connection.sock.settimeout(self.answer_s)
+                if self.aborted:
+                    raise ServerLost("aborted")
+                connection.request(method, parts.path.removesuffix("/") + path, data, headers)
+                response = connection.getresponse()
+                status, found = response.status, response.read(ANSWER_BYTES)
+        except (OSError, HTTPException, UnicodeError) as error:  # the last: of a host's name
             raise ServerLost(f"{type(error).__name__}: {error}") from None
-        finally:
-            connection.close()
         return self._read(status, found)
 
     def abort(self) -> None:
@@ -114,25 +116,23 @@ class ServedModel:
     version: int = 0  # of Tandem's weights
     sha256: str = ""  # of Tandem's weights
 
+    @property
+    def weights(self) -> tuple[int, str]:
+        return self.version, self.sha256
+
 
 def served_model(call: Callable[[str], Call], url: str) -> ServedModel:
     """Ask a server which model it serves. call: makes a Call to an address. Raises as Call.send."""
     try:
-        model = call(url).send("/models")["data"][0]
+        model = dict(call(url).send("/models")["data"][0])
         name, longest = str(model["id"]), int(model.get("max_model_len") or 0)
-        is_tandem = model.get("owned_by") == "tandem"
+        if model.get("owned_by") != "tandem":
+            return ServedModel(name=name, is_tandem=False, longest=longest)
+        weights = call(url.removesuffix("/v1")).send("/weights")
+        version, sha256 = int(weights["weight_version"]), str(weights["sha256"])
     except (LookupError, TypeError, ValueError):
-        raise ServerLost("GET /models does not list a model") from None
-    if not is_tandem:
-        return ServedModel(name=name, is_tandem=False, longest=longest)
-    weights = call(url.removesuffix("/v1")).send("/weights")
-    return ServedModel(
-        name=name,
-        is_tandem=True,
-        longest=longest,
-        version=weights["weight_version"],
-        sha256=weights["sha256"],
-    )
+        raise ServerLost("GET /models or /weights does not describe a model") from None
+    return ServedModel(name=name, is_tandem=True, longest=longest, version=version, sha256=sha256)
 
 
 def load_weights(call: Call, path: str, version: int, sha256: str) -> None:
@@ -169,12 +169,11 @@ def completion_body(request: Request, served: ServedModel) -> Json:
     """Return the body of POST /completions for a request; what it resumes counts as prompt."""
     params, paused = request.params, request.resume_from
     before = np.zeros(0, np.int64) if paused is None else paused.tokens
-    room = params.max_new_tokens - len(before)
     start = request.num_sampled + len(before)
     body: Json = {
         "model": served.name,
         "prompt": np.concatenate([request.prompt, before]).tolist(),
-        "max_tokens": min(room, request.max_tokens_now or room),
+        "max_tokens": _max_tokens(request),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "stop": list(params.stop),
@@ -188,6 +187,13 @@ def completion_body(request: Request, served: ServedModel) -> Json:
         body |= {"repetition_penalty": params.repetition_penalty}
         return body | {"draw_key": request.key, "draw_start": start}
     return body | {"seed": address(request.key, start) >> 1}
+
+
+def _max_tokens(request: Request) -> int:
+    """Return the most tokens that a request samples now."""
+    paused = request.resume_from
+    room = request.params.max_new_tokens - (0 if paused is None else len(paused.tokens))
+    return min(room, request.max_tokens_now or room)
 
 
 def read_completion(
@@ -204,9 +210,10 @@ def read_completion(
         [choice] = answer["choices"]
         tokens = np.array(choice["token_ids"], np.int64)
         logprobs = np.array(choice["logprobs"]["token_logprobs"], np.float32)
-        if not len(tokens) == len(logprobs) > 0:
-            raise ValueError(f"{len(tokens)} token ids and {len(logprobs)} log-probs")
-    except (LookupError, TypeError, ValueError) as error:
+        if not tokens.shape == logprobs.shape == (len(tokens),) or not len(tokens):
+            raise ValueError(f"{tokens.shape} token ids and {logprobs.shape} log-probs")
+        versions = {served.version, *map(int, choice.get("weight_versions") or [])}
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             "a server does not return token ids and log-probs",
             where=url,
@@ -214,7 +221,6 @@ def read_completion(
             expected="choices[0].token_ids, and choices[0].logprobs.token_logprobs",
             next="tandem serve; or a vLLM that knows return_token_ids",
         ) from None
-    versions = {served.version, *choice.get("weight_versions", [])}
     if served.is_tandem and versions != {served.version}:
         raise UserError(
             "a server's weights changed while it generated",
@@ -224,34 +230,30 @@ def read_completion(
             next="let no other run load weights into it",
         )
     column = np.full(len(tokens), weight_version, np.int32)
+    sampled, pause_at = len(tokens), request.max_tokens_now
     if (paused := request.resume_from) is not None:
+        pause_at = pause_at and pause_at + len(paused.tokens)
         tokens = np.concatenate([paused.tokens, tokens])
         logprobs = np.concatenate([paused.logprobs, logprobs])
         column = np.concatenate([paused.weight_versions, column])
-    text, reason = _ending(tokens, request, str(choice["finish_reason"]), decode, url)
+    ending = find_ending(request.params, tokens.tolist(), pause_at, decode)
+    if ending is None or sampled > _max_tokens(request):
+        found = f"{sampled} tokens, the last of them {tokens[-1]}"
+        raise _other_ending(request, f"{found}, finish_reason {choice.get('finish_reason')!r}", url)
+    text, reason = ending
     return Completion(
         tokens=tokens, logprobs=logprobs, weight_versions=column, text=text, stop_reason=reason
     )
 
 
-def _ending(
-    tokens: Array, request: Request, finish: str, decode: Callable[[Array], str], url: str
-) -> tuple[str, CompletionStop]:
-    """Return (text, stop reason) as Engine does."""
-    params: SamplingParams = request.params
-    if tokens[-1] in params.stop_token_ids:
-        return decode(tokens[:-1]), "stop"
-    text = decode(tokens)
-    if places := [text.index(stop) for stop in params.stop if stop in text]:
-        return text[: min(places)], "stop"
-    if finish == "length":
-        return text, "length" if len(tokens) == params.max_new_tokens else "paused"
-    raise UserError(
-        "a server ended a completion that the run would go on with",
+def _other_ending(request: Request, found: str, url: str) -> UserError:
+    stop = f"one of the tokens {request.params.stop_token_ids}, a stop string"
+    return UserError(
+        "a server ended a completion where the run would not",
         where=url,
-        found=f"finish_reason {finish!r} after token {tokens[-1]}",
-        expected=f"one of the tokens {params.stop_token_ids}, a stop string, or the full length",
-        next="serve the model of model.path, whose end of turn it knows",
+        found=found,
+        expected=f"{stop}, or {_max_tokens(request)} tokens",
+        next="serve the model of model.path, whose end of turn it knows, with its whole context",
     )
 
 

@@ -45,6 +45,7 @@ def load_http_engines(config: Config, renderer: ChatRenderer, report: Report) ->
         longest=shape.max_position_embeddings,
         max_batch=config.rollout.max_batch,
         deadline_s=config.run.stall_s / 2,  # before the watchdog ends the run
+        restarts=config.rollout.restarts,
         report=report,
     )
     for server in engines.serving:

@@ -283,6 +283,15 @@ def unfilled_model(
     return make_exact(module)
 
 
+def weight_conversions(module: Any) -> list[Any]:
+    """Return how transformers changes names and shapes of a module's weights when it loads them,
+    and back when it saves them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found: list[Any] | None = getattr(module, "_weight_conversions", None)
+    return get_model_conversion_mapping(module, add_legacy=False) if found is None else found
+
+
 def empty_model(path: str, config: Any, *, head: HeadKind = "tokens") -> Any:
     """Make the module of check_model's config without storage, on the meta device.
 

@@ -10,6 +10,7 @@ again: it has the workers of its config, and a request is for the process that r
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def take_requested_workers(folder: Path) -> int:
 def parse_worker_count(text: str) -> int:
     """Read "rollout=4". Raises UserError."""
     name, _, number = text.partition("=")
-    is_count = number.isascii() and number.isdigit()
+    is_count = re.fullmatch("[0-9]{1,4}", number)
     if name != "rollout" or not is_count or not 0 < int(number) <= MOST_WORKERS:
         raise UserError(
             "not a number of workers",

@@ -1,6 +1,5 @@
 """Hostile and broken files: each ends in one error for its user, soon, and in little memory."""
 
-import gc
 import os
 import resource
 import subprocess
@@ -31,13 +30,7 @@ from tests.support.waiting import WAIT_S
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture(autouse=True)
-def no_collection():
-    """Collect no garbage inside 100,000 brackets: there any finalizer is out of stack, an earlier
-    test's too, and pytest reports it as this test's."""
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,10 @@ def test_nobody_at_the_address_is_a_users_error_soon(inputs):
     assert "the Ray cluster cannot be joined" in stderr and f"127.0.0.1:{port}" in stderr
 
 
-@pytest.mark.parametrize("text", ["rollout=0", "rollout=-1", "rollout=x", "4", "rollout=", "env=2"])
+@pytest.mark.parametrize(
+    "text",
+    ["rollout=0", "rollout=-1", "rollout=x", "4", "rollout=", "env=2", f"rollout={'9' * 5000}"],
+)
 def test_what_is_no_number_of_workers_is_refused(tmp_path, text):
     (tmp_path / "config.toml").write_text("")
     result = tandem("scale", tmp_path, text, cwd=tmp_path)

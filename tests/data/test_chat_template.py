@@ -4,7 +4,6 @@ end."""
 import gc
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,8 @@ import pytest
 from tandem.data import chat_template
 from tandem.data.chat_template import ChatTemplate
 from tandem.runtime.errors import UserError
+from tandem.runtime.processes import ZOMBIE, state_of
+from tests.support.waiting import eventually
 
 SOURCE = (
     "{% if messages[0].content == 'raise' %}{{ raise_exception('not this one') }}{% endif %}"
@@ -35,13 +36,7 @@ def pid_of(template):
 
 
 def ended(pid):
-    for _ in range(200):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
+    return eventually(lambda: state_of(pid) in ("", ZOMBIE))
 
 
 def test_chats_larger_than_a_batch_keep_their_order():

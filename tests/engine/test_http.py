@@ -3,7 +3,8 @@ word, or refused by name."""
 
 import json
 import threading
-from contextlib import closing, contextmanager
+import time
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,7 +12,8 @@ import pytest
 
 from tandem.cli.serve import load_weights
 from tandem.engine.engine import Engine
-from tandem.engine.http import HttpEngines
+from tandem.engine.http import CHECK_S, TOKEN_S, HttpEngines
+from tandem.engine.http_api import Call, ServerLost
 from tandem.jobs.http_engines import FileSync
 from tandem.runtime.errors import UserError
 from tandem.serve.openai_requests import Served
@@ -22,7 +24,7 @@ from tests.support.scripted import ScriptedReward
 from tests.support.serving import metric, running
 from tests.support.stages import config, stages_in, weights_of, with_runner
 from tests.support.tiny import VOCAB, exact_model
-from tests.support.waiting import eventually
+from tests.support.waiting import WAIT_S, eventually
 from tests.support.working import run
 
 SERVED = Served(
@@ -54,15 +56,16 @@ def served(model=None, **options):
 
 
 @contextmanager
-def connected(*urls, **options):
+def connected(*urls, kind=HttpEngines, **options):
     reports = []
     options = {
         "longest": 512,
         "max_batch": 16,
-        "deadline_s": 60.0,
+        "deadline_s": WAIT_S,
+        "restarts": 1000,
         "report": reports.append,
     } | options
-    with closing(HttpEngines([f"{url}/v1" for url in urls], decode, **options)) as engines:
+    with closing(kind([f"{url}/v1" for url in urls], decode, **options)) as engines:
         engines.reports = reports
         yield engines
 
@@ -79,30 +82,46 @@ def sha256(url):
         return engines.servers[0].served.sha256
 
 
+class Clock:
+    """A clock that a test sets; tick: seconds that pass each time it is read."""
+
+    def __init__(self, tick=0.0):
+        self.now, self.tick = 0.0, tick
+
+    def __call__(self):
+        self.now += self.tick
+        return self.now
+
+
 class Odd(ThreadingHTTPServer):
     """A server that says what it is told: answers[path] is (status, JSON), or None to say nothing
-    at all and close; bodies: what it was sent."""
+    at all and close, or a function of the body that returns one of these; bodies: what it was
+    sent; asked: the paths."""
 
     daemon_threads = True
 
     def __init__(self, answers):
         super().__init__(("127.0.0.1", 0), OddHandler)
-        self.answers, self.bodies = answers, []
+        self.answers, self.bodies, self.asked = answers, [], []
 
 
 class OddHandler(BaseHTTPRequestHandler):
     def answer(self):
-        size = int(self.headers.get("content-length", 0))
+        path, size = self.path.removeprefix("/v1"), int(self.headers.get("content-length", 0))
+        body = json.loads(self.rfile.read(size)) if size else None
+        self.server.asked.append(path)
         if size:
-            self.server.bodies.append(json.loads(self.rfile.read(size)))
-        found = self.server.answers.get(self.path.removeprefix("/v1"))
+            self.server.bodies.append(body)
+        found = self.server.answers.get(path)
+        found = found(body) if callable(found) else found
         if found is None:
             return self.connection.close()
         data = json.dumps(found[1]).encode()
-        self.send_response(found[0])
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        with suppress(OSError):  # the client has left
+            self.send_response(found[0])
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
 
     do_GET = do_POST = answer
 
@@ -154,6 +173,8 @@ def test_a_paused_completion_goes_on_at_a_server(url):
         [paused] = run(engines, [replace(whole, max_tokens_now=5)])
         assert facts(paused) == facts(local.generate([replace(whole, max_tokens_now=5)])[0])
         assert paused.stop_reason == "paused" and len(paused.tokens) == 5
+        [paused] = run(engines, [replace(whole, resume_from=paused, max_tokens_now=4)])
+        assert paused.stop_reason == "paused" and len(paused.tokens) == 9
         [completion] = run(engines, [replace(whole, resume_from=paused)])
     assert facts(completion) == facts(local.generate([whole])[0])
 
@@ -188,21 +209,138 @@ def test_both_servers_get_requests_and_a_prompt_stays_at_one(sha256):
 
 
 def test_all_servers_lost_is_one_error_after_the_deadline_that_names_each():
+    clock = Clock()
     with (
-        odd(None) as (a, _),
-        odd({"error": "x"}, 500) as (b, _),
-        connected(a, b, deadline_s=0.4) as e,
+        odd(None) as (a, one),
+        odd({"error": "x"}, 500) as (b, two),
+        connected(a, b, clock=clock) as e,
     ):
+        one.answers["/models"], two.answers["/models"] = None, (500, {})
+        clock.now += 10 * WAIT_S  # in which the servers were not lost
+        for n in range(4):
+            e.submit(request(n))
+        assert eventually(lambda: e.step() or not e.serving)
+        clock.now += WAIT_S
+        e.step()  # not longer than the deadline yet
+        clock.now += 1
         with pytest.raises(UserError, match="none of the servers answers") as caught:
-            run(e, [request(n) for n in range(4)])
+            e.step()
         assert f"{a}/v1: RemoteDisconnected" in caught.value.found
         assert f"{b}/v1: HTTP 500" in caught.value.found
-        assert "0.4 s" in caught.value.expected
-    with pytest.raises(UserError, match="none of the servers answers") as caught:
-        HttpEngines(
-            [f"{a}/v1"], decode, longest=9, max_batch=1, deadline_s=1.0, report=lambda line: None
-        )
+        assert f"{WAIT_S:g} s" in caught.value.expected
+    gone = pytest.raises(UserError, match="none of the servers answers")
+    with gone as caught, connected(a):
+        pass
     assert "ConnectionRefusedError" in caught.value.found
+
+
+def test_a_request_that_makes_a_server_fail_ends_the_run():
+    with (
+        odd({"error": "x"}, 500) as (url, server),
+        connected(url, restarts=2, deadline_s=1e6, clock=Clock(tick=1.0)) as engines,
+        pytest.raises(UserError, match="lost again and again") as caught,
+    ):
+        run(engines, [request(0)])
+    assert len(server.bodies) == 3 and caught.value.found.startswith("HTTP 500")
+    assert "at most 2 losses" in caught.value.expected
+
+
+def test_a_server_that_stays_busy_is_lost_in_the_end():
+    with (
+        odd({"error": "x"}, 429) as (url, _),
+        connected(url, restarts=0, deadline_s=1000.0, clock=Clock(tick=100.0)) as engines,
+        pytest.raises(UserError, match="lost again and again") as caught,
+    ):
+        run(engines, [request(0)])
+    assert caught.value.found == "HTTP 429 for 1008 s"
+
+
+def test_a_long_completion_is_waited_for_while_its_server_answers_checks():
+    clock, over = Clock(tick=WAIT_S), threading.Event()
+
+    def long(body):
+        assert over.wait(WAIT_S)
+        return 200, choice([5, 6])
+
+    with odd() as (url, server), connected(url, clock=clock) as engines:
+        server.answers["/completions"] = long
+        ticket = engines.submit(request(0, max_new_tokens=2))
+        assert eventually(lambda: engines.step() or server.asked.count("/models") > 3)
+        [call] = engines.servers[0].calls.values()
+        assert call.answer_s == WAIT_S + 2 * TOKEN_S
+        over.set()
+        assert eventually(lambda: engines.step() and ticket.completion)
+        assert len(server.bodies) == 1 and not engines.reports
+
+
+def test_a_server_at_work_that_answers_no_check_is_lost():
+    over = threading.Event()
+
+    def frozen(answer):
+        assert over.wait(WAIT_S)
+        return answer
+
+    with odd() as (url, server), connected(url) as engines:
+        models = server.answers["/models"]
+        server.answers["/completions"] = lambda body: frozen((200, choice([5] * 100)))
+        server.answers["/models"] = lambda body: frozen(models)
+        ticket = engines.submit(request(0, max_new_tokens=100))
+        engines.deadline_s = 0.2
+        assert eventually(lambda: engines.step() or engines.servers[0].lost)
+        over.set()
+        engines.deadline_s = WAIT_S
+        assert eventually(lambda: engines.step() and ticket.completion)
+    assert engines.reports[0].startswith(f"the server {url}/v1 was lost: TimeoutError")
+
+
+def test_an_answer_has_a_time_of_its_own_once_there_is_a_connection():
+    def slow(body):
+        time.sleep(0.5)
+        return 200, {}
+
+    with odd() as (url, server):
+        server.answers["/models"] = slow
+        assert Call(f"{url}/v1", "", connect_s=0.2, answer_s=WAIT_S).send("/models") == {}
+        with pytest.raises(ServerLost, match="TimeoutError"):
+            Call(f"{url}/v1", "", connect_s=WAIT_S, answer_s=0.1).send("/models")
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"), [("http://127.0.0.1:80a", "InvalidURL"), ("http://a..b", "UnicodeError")]
+)
+def test_an_address_that_cannot_be_is_a_server_that_does_not_answer(url, reason):
+    refused = pytest.raises(UserError, match="none of the servers answers")
+    with refused as caught, connected(url):
+        pass
+    assert f"{url}/v1: {reason}" in caught.value.found
+
+
+def test_weights_that_a_server_does_not_describe_are_a_loss():
+    with odd(owned_by="tandem") as (url, server):
+        server.answers["/weights"] = 200, {"weight_version": 0}
+        refused = pytest.raises(UserError, match="none of the servers answers")
+        with refused as caught, connected(url):
+            pass
+    assert "does not describe a model" in caught.value.found
+
+
+def test_a_bug_in_the_thread_of_a_request_is_raised_to_the_caller(url):
+    class Failing(HttpEngines):
+        failing = False
+
+        def call(self, url, **options):
+            call = super().call(url, **options)
+            return FailingCall(call.url, "", 1.0, 1.0) if self.failing else call
+
+    class FailingCall(Call):
+        def send(self, path, body=None):
+            raise KeyError("a bug")
+
+    with connected(url, kind=Failing) as engines:
+        engines.failing = True
+        engines.submit(request(0))
+        with pytest.raises(KeyError, match="a bug"):
+            assert eventually(engines.step)
 
 
 def test_a_server_that_comes_back_serves_again(sha256):
@@ -273,7 +411,11 @@ def test_a_stop_string_across_a_pause_is_refused(url):
     ("answer", "status", "message"),
     [
         ({"choices": [{"text": "hi"}]}, 200, "does not return token ids and log-probs"),
-        (choice([5, 6], "stop"), 200, "ended a completion that the run would go on with"),
+        (choice([[5]] * 8), 200, "does not return token ids and log-probs"),
+        (choice([5] * 8, weight_versions=3), 200, "does not return token ids and log-probs"),
+        (choice([5, 6], "stop"), 200, "ended a completion where the run would not"),
+        (choice([5, 6], "length"), 200, "ended a completion where the run would not"),
+        (choice([5] * 9, "length"), 200, "ended a completion where the run would not"),
         ({"error": {"message": "no such model"}}, 404, "refuses a request"),
         ({"error": {"message": "a wrong key"}}, 401, "refuses a request"),
     ],
@@ -282,6 +424,27 @@ def test_answers_that_cannot_be_trained_on_are_errors(answer, status, message):
     refused = pytest.raises(UserError, match=message)
     with odd(answer, status) as (url, _), connected(url) as engines, refused:
         run(engines, [request(0)])
+
+
+def test_more_tokens_than_until_the_pause_are_refused_and_fewer_too(url):
+    whole = request(3, [7, 8], max_new_tokens=12)
+    with connected(url) as engines:
+        [paused] = run(engines, [replace(whole, max_tokens_now=5)])
+    for count in (3, 5):
+        refused = pytest.raises(UserError, match="where the run would not")
+        with odd(choice([5] * count)) as (other, _), connected(other) as engines, refused as caught:
+            run(engines, [replace(whole, resume_from=paused, max_tokens_now=4)])
+        assert f"found:    {count} tokens" in str(caught.value)
+        assert "or 4 tokens" in caught.value.expected
+
+
+def test_versions_that_a_server_leaves_empty_are_those_that_it_serves(sha256):
+    answer = choice([5, 6], weight_versions=None)
+    with odd(answer, owned_by="tandem") as (url, server):
+        server.answers["/weights"] = 200, {"weight_version": 0, "sha256": sha256}
+        with connected(url) as engines:
+            [completion] = run(engines, [request(0, max_new_tokens=2)])
+    assert completion.weight_versions.tolist() == [0, 0]
 
 
 def test_servers_of_other_weights_are_refused(url):
@@ -359,3 +522,85 @@ def test_a_file_that_is_no_file_of_weights_is_named_and_other_weights_are_found(
         sync.hashes[2] = "another"
         with pytest.raises(UserError, match="weights differ from the trainer's"):
             sync.sync_to(2)
+
+
+@contextmanager
+def taking_weights():
+    """A server that answers as Tandem's and takes any weights; their hash is their file's name."""
+    has = {"weight_version": 0, "sha256": ""}
+
+    def load(body):
+        if body is not None:
+            has.update(weight_version=body["version"], sha256=body["path"])
+        return 200, dict(has)
+
+    with odd(choice([5, 6]), owned_by="tandem") as (url, server):
+        server.answers["/weights"] = load
+        yield url, server
+
+
+def publish(engines, version):
+    engines.load(f"file {version}", version, f"file {version}")
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_check_with_outdated_weights_is_made_again(status):
+    clock, over, asked = Clock(), threading.Event(), []
+
+    with (
+        taking_weights() as (a, _),
+        taking_weights() as (b, back),
+        connected(a, b, clock=clock) as engines,
+    ):
+        publish(engines, 1)
+        load, lost = back.answers["/weights"], engines.servers[1]
+        back.answers["/completions"] = None
+        run(engines, [request(n, max_new_tokens=2) for n in range(4)])
+        assert lost.lost
+
+        def late(body):
+            if body is None:
+                return load(None)
+            asked.append(body["version"])
+            if len(asked) > 1:
+                return load(body)
+            assert over.wait(WAIT_S)
+            return status, load(body)[1]
+
+        back.answers |= {"/weights": late, "/completions": (200, choice([5, 6]))}
+        clock.now += CHECK_S
+        assert eventually(lambda: engines.step() or asked)
+        publish(engines, 2)
+        over.set()
+        assert eventually(lambda: engines.step() or not lost.lost)
+        assert asked == [1, 2] and lost.served.weights == (2, "file 2")
+
+
+def test_servers_lost_at_new_weights_have_the_deadline_to_come_back():
+    clock = Clock()
+    with taking_weights() as (url, server), connected(url, clock=clock) as engines:
+        load = server.answers["/weights"]
+        publish(engines, 1)
+        server.answers["/weights"] = None
+        for version in (2, 3):
+            clock.now += 10 * WAIT_S  # of learning
+            publish(engines, version)
+            engines.step()
+        [lost] = engines.servers
+        assert eventually(lambda: engines.step() or lost.check is None) and lost.lost
+        server.answers["/weights"] = load
+        clock.now += CHECK_S
+        [completion] = run(engines, [request(0, max_new_tokens=2)])
+        assert completion.weight_versions.tolist() == [3, 3]
+
+
+def test_weights_that_another_run_loads_are_refused():
+    clock = Clock()
+    with taking_weights() as (url, server), connected(url, clock=clock) as engines:
+        load = server.answers["/weights"]
+        server.answers["/weights"] = lambda body: (
+            load(body) if body else (200, {"weight_version": 7, "sha256": "file 7"})
+        )
+        with pytest.raises(UserError, match="do not run the same weights") as caught:
+            publish(engines, 1)
+    assert caught.value.expected == "version 1, hash file 1"

@@ -362,6 +362,7 @@ def test_fields_of_sampling_are_ignored():
     )
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(raw):
     with pytest.raises(ApiError, match="the body is not"):

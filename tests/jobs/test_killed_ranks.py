@@ -10,12 +10,13 @@ from tandem.model.load import load_model
 from tests.support.runs import Forks, fingerprint, kill_rank, output, prepare
 
 END_S = 10.0
+OTHERS = ["train.optimizer=muon", "run.save_every=1", "eval.every=0", "run.threads=1"]
 
 
 @pytest.fixture
 def command(tmp_path):
     command = prepare(tmp_path, steps=4, command="train")
-    return [*command, "parallel.data=2", "run.save_every=1", "eval.every=0", "run.threads=1"]
+    return [*command, "parallel.data=2", *OTHERS]
 
 
 def end(forks, command, folder):

@@ -96,6 +96,7 @@ def test_any_text_is_read(text, format):
     assert reading.calls or reading.before == text
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("opening", ["[", "{", '{"a":', "(", "[f(a=", "-"])
 @pytest.mark.parametrize("format", [*STYLES, "auto"])
 def test_a_text_nested_without_end_is_read(opening, format):

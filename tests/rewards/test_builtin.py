@@ -265,6 +265,7 @@ LAST = [
 ]
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(("text", "value"), LAST)
 def test_the_last_json_value_of_a_text_is_found(text, value):
     assert last_json(text) == value

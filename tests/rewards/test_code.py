@@ -407,6 +407,7 @@ def test_values_survive_the_way_out(value):
     assert (found, type(found)) == (value, type(value))
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_replies_that_are_no_values_hold_nothing():
     test = CallTest(expression="f()", expected=(3,))
     assert holds(test, '{"value": 3}')

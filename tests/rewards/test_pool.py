@@ -242,7 +242,7 @@ def test_no_items_give_no_scores():
 # ---------------------------------------------------------------- several functions
 
 MINE = """
-import os, socket, time
+import encodings.idna, os, socket, time
 from contextlib import suppress
 
 ONCE = []

@@ -134,7 +134,7 @@ def test_second_signal_kills_the_process_and_its_children(busy):
     process = start(f"""
         sleep = [sys.executable, "-c", "import time; time.sleep(10**6)"]
         child = subprocess.Popen(sleep, start_new_session=True)
-        signals.EXIT_S = 10**6
+        signals.EXIT_S, signals.AGAIN_S = 10**6, 0.01
         with signals.handle_signals():
             try:
                 ready()
@@ -145,8 +145,8 @@ def test_second_signal_kills_the_process_and_its_children(busy):
     """)
     child = int(process.stdout.readline())
     process.send_signal(signal.SIGINT)
-    time.sleep(signals.AGAIN_S + 0.3)
-    assert process.poll() is None and state_of(child) == "S"
+    time.sleep(0.5)  # both signals at once would be one
+    assert process.poll() is None and state_of(child) not in ("", "Z")
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (130, "")
     assert eventually(lambda: state_of(child) in ("", "Z"))

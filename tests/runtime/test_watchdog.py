@@ -65,7 +65,7 @@ def test_hang_is_named_and_ended_and_a_stopped_run_forgiven(tmp_path):
 
     def found(name):
         (tmp_path / name).mkdir()
-        return faults(DEADLOCKS[name], run(name, tmp_path / name))
+        return faults(DEADLOCKS[name], run(name, tmp_path / name), named_s=60.0)
 
     with ThreadPoolExecutor() as pool:
         stopped, log = (

@@ -31,6 +31,7 @@ def test_messages_arrive_whole_and_in_order(ends):
     assert list(pool.receive()) == []
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("line", [b"garbage\n", b"7\n", b"\xff\x00\n", b"[" * 9999 + b"\n"])
 def test_garbage_is_an_error_after_what_came_before_it(ends, line):
     worker, pool = ends

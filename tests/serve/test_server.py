@@ -459,6 +459,7 @@ def test_fields_that_change_nothing_are_accepted(fake):
 HALF = b'{"prompt": "\\ud83e"}'
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(
     "body",
     [b"{", b"", b"[1]", b'{"prompt": "a\xff"}', HALF, b"[" * 60_000, b'{"temperature": NaN}'],

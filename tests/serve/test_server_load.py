@@ -23,7 +23,7 @@ from tests.support.serving import get, post, running
 from tests.support.waiting import WAIT_S, eventually, given_time
 
 LARGE = replace(FAKE, context=1 << 20, longest_text=1 << 20)
-SOON_S = 0.3
+SOON_S = 1.0
 ROOT = Path(__file__).parent.parent.parent
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -262,7 +262,7 @@ def error_of(answer, status):
 )
 def test_client_that_sends_too_slowly_is_dropped(sent):
     with running(FakeEngine("abc"), FakeTexts(), FAKE, request_s=SOON_S) as url:
-        assert "0.3 seconds" in error_of(conversation(url, *sent), 408)
+        assert "1 seconds" in error_of(conversation(url, *sent), 408)
         assert post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
@@ -356,8 +356,9 @@ from tests.support.fake_engine import FAKE, FakeEngine, FakeTexts
 from tests.support.serving import post, running
 from tests.support.waiting import eventually
 
-def resident():
-    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) >> 10  # MiB
+def resident(most=False):
+    name = "VmHWM:" if most else "VmRSS:"
+    return int(Path("/proc/self/status").read_text().partition(name)[2].split()[0]) >> 10  # MiB
 
 # as jobs.parts.prepare_process has it; and one arena, as `tandem serve` reads bodies in the main
 # thread, which is not so here
@@ -374,7 +375,7 @@ with running(FakeEngine("a"), FakeTexts(), replace(FAKE, longest_text=1 << 24)) 
         client.start()
     for client in clients:
         client.join()
-    peak = resident()
+    peak = resident(most=True)
     assert eventually(lambda: resident() < before + 64, within_s=30), (before, peak, resident())
     assert peak > before + 64, "there was something to give back"
 """

@@ -127,6 +127,7 @@ def test_tools_are_shown_unless_none_is_to_be_called():
             assert bytes(answer["prompt_token_ids"]).decode() == f"{shown}user:{ASK['content']}\n"
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

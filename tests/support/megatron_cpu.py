@@ -1,6 +1,6 @@
 """Stand-ins that let Megatron-Core run without a GPU: three functions of torch.cuda that it calls
-on any device, and one of its own that copies from the GPU. Call `prepare` in a process of the
-tests."""
+on any device, one of its own that copies from the GPU, and two that keep a GPU's random state for
+recomputed layers. Call `prepare` in a process of the tests."""
 
 import torch
 
@@ -21,8 +21,11 @@ class NoStream:
 def prepare():
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.current_stream = NoStream
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
+    random._get_cuda_rng_state = lambda *_, **__: None
+    random._set_cuda_rng_state = lambda *_, **__: None
     token_dispatcher.maybe_move_tensor_to_cpu = as_from_gpu
 
 

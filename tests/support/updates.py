@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from tandem.model.forward import batch_logprobs
+from tandem.model.trial import threads_of
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
@@ -80,6 +81,8 @@ class Halves(Ranks):
 
 
 def step_alone(kind, shares, **settings):
+    """Step with one thread, as each process of a mesh has: a router's gradient depends on it."""
     model = exact_model(kind)
-    rows = updated(learner_of(model, Halves(shares), **settings), microbatches(shares))
+    with threads_of(1):
+        rows = updated(learner_of(model, Halves(shares), **settings), microbatches(shares))
     return rows, model.named_weights()

@@ -112,7 +112,7 @@ def peak_on(mesh):
     return size, peak_bytes(lambda: ranks.divide(model, torch.bfloat16))
 
 
-@pytest.mark.parametrize(("sizes", "most"), [({"data": 2}, 1.6), ({"tensor": 2}, 0.6)])
+@pytest.mark.parametrize(("sizes", "most"), [({"data": 2}, 1.9), ({"tensor": 2}, 0.6)])
 def test_a_model_is_never_whole_in_float32_while_it_is_divided(sizes, most):
     """Twice its size in bfloat16 would be whole. With data the parts are as large as that, and a
     layer of eight a quarter."""

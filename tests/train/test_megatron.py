@@ -12,10 +12,12 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tandem.config.parallel import Parallel
 from tandem.config.schema import Config
 from tandem.jobs.engines import require_correction
+from tandem.jobs.export import save_weights
 from tandem.jobs.models import check_shape
 from tandem.model.forward import batch_logprobs
 from tandem.runtime.errors import UserError
@@ -46,12 +48,18 @@ MESHES = [
     ("qwen2", {"tensor": 2}),
     ("qwen3", {"data": 2}),
     ("qwen3_moe", {"expert": 2}),
+    ("qwen3", {"pipeline": 2}),
+    ("qwen2", {"pipeline": 2}),
+    ("qwen3", {"context": 2}),
+    ("qwen3", {"pipeline": 2, "tensor": 2}),
 ]
 
 
-def model_of(kind, seed=0):
+def model_of(kind, seed=0, checkpointing=False):
     # experts that two processes divide evenly
-    return exact_model(kind, seed, **({"num_experts": 6} if kind == "qwen3_moe" else {}))
+    model = exact_model(kind, seed, **({"num_experts": 6} if kind == "qwen3_moe" else {}))
+    model.checkpointing = checkpointing
+    return model
 
 
 def microbatches():
@@ -109,7 +117,7 @@ def update_twice(model, ranks):
     ]
 
 
-def by_megatron(mesh, kinds):
+def by_megatron(mesh, kinds, checkpointing=False):
     """Return for each kind: weights there and back, log-probs, gradients, metrics of two updates,
     and the weights after them."""
     megatron_cpu.prepare()
@@ -122,7 +130,7 @@ def by_megatron(mesh, kinds):
 
     ranks, found = MegatronRanks(mesh), {}
     for kind in kinds:
-        model = ranks.divide(model_of(kind), torch.float32)
+        model = ranks.divide(model_of(kind, checkpointing=checkpointing), torch.float32)
         weights, logprobs = published(), logprobs_of(model, ranks)
         gradients = dict(ranks.pieces(model).collect(gradients_of(model, ranks)))
         found[kind] = weights, logprobs, gradients, update_twice(model, ranks), published()
@@ -188,6 +196,36 @@ def test_several_processes_train_as_one_but_for_rounding(kind, sizes):
     assert found[1][kind][3] == found[0][kind][3]  # metrics are those of all processes
 
 
+@installed
+def test_stages_that_recompute_their_layers_have_the_same_bits():
+    plain = run(tuple(k for k, of in MESHES if of == {"pipeline": 2}), pipeline=2)[0]["qwen2"]
+    recomputed = on_mesh(by_megatron, ("qwen2",), True, pipeline=2)[0]["qwen2"]
+    for found, wanted in zip(recomputed[2:5:2], plain[2:5:2], strict=True):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def export_parts(mesh, kind, folder):
+    megatron_cpu.prepare()
+    from tandem.train.megatron.ranks import MegatronRanks
+
+    ranks = MegatronRanks(mesh)
+    save_weights(Learner(ranks.divide(model_of(kind), torch.float32), None, ranks), folder)
+
+
+@installed
+def test_an_export_has_the_names_and_the_bits_of_the_exact_models(tmp_path):
+    _skip_old("qwen3_moe")
+    on_mesh(export_parts, "qwen3_moe", tmp_path, expert=2)
+    model_of("qwen3_moe").module.save_pretrained(tmp_path / "one")
+    expected = load_file(tmp_path / "one" / "model.safetensors")
+    found = {}
+    for file in tmp_path.glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.skipif(INSTALLED, reason="megatron-core is installed")
 def test_a_missing_package_is_an_error_that_names_the_extra():
     with pytest.raises(UserError, match=r"pip install 'tandem-rl\[megatron\]'"):
@@ -221,6 +259,8 @@ def test_models_that_megatron_does_not_train_are_refused_by_name():
         check_megatron(tiny_config(rope_parameters=rope), Parallel())
     with pytest.raises(UserError, match="experts"):
         check_megatron(tiny_config("qwen3_moe"), Parallel(tensor=2))
+    with pytest.raises(UserError, match="2 layers in 3 equal stages"):
+        check_megatron(tiny_config(), Parallel(pipeline=3))
     check_megatron(tiny_config(), Parallel(tensor=2))
 
 

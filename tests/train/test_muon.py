@@ -199,13 +199,13 @@ def mapped_on(mesh, names):
 
 def test_parts_of_every_process_are_those_of_the_mapped_whole():
     """Four processes, of which two and two hold the same rows of q_proj and head, which one of the
-    four maps. Of five experts they hold 2, 2, 1 and 0, which they map themselves."""
+    four maps. Of five experts they hold 3, 2, 3 and 2, which they map themselves."""
     weights = exact_model("qwen3_moe").named_weights()
     names = [n for n in weights if n.endswith(("q_proj.weight", "down_proj", "lm_head.weight"))]
     found = on_mesh(mapped_on, names, data=4, shard=2)
     for parts, _ in found:
         for name, (slices, part) in parts.items():
             assert torch.equal(part, weights[name].flip(-2).cumsum(-1)[slices])
-    assert [len(parts) for parts, _ in found] == [5, 5, 5, 3]
+    assert [len(parts) for parts, _ in found] == [5, 5, 5, 5]
     seen = [name for _, own in found for name in own]
-    assert [seen.count(name) for name in names] == [3 if "experts" in n else 1 for n in names]
+    assert [seen.count(name) for name in names] == [4 if "experts" in n else 1 for n in names]

@@ -16,6 +16,10 @@ def check_megatron(shape: Any, parallel: Parallel, head: HeadKind = "tokens") ->
             shape.model_type == "qwen3_moe" and parallel.tensor > 1,
             "experts with parallel.tensor > 1 (without sequence parallelism Megatron refuses)",
         ),
+        (
+            shape.num_hidden_layers % parallel.pipeline > 0,
+            f"{shape.num_hidden_layers} layers in {parallel.pipeline} equal stages",
+        ),
         (_scales_attention(shape), "a rotary embedding that scales attention (yarn)"),
     ]
     if found := [reason for wrong, reason in reasons if wrong]:

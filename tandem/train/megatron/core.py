@@ -17,29 +17,25 @@ from tandem.config.parallel import Parallel
 from tandem.model.attention import Plan
 from tandem.model.config_file import head_size, window_of
 from tandem.runtime.errors import UserError
-
-
-class Pass:
-    """A pass through the layers: what they need to know of it."""
-
-    plan: Plan | None = None  # of the attention
+from tandem.train.parallel.mesh import Mesh
 
 
 class PackedAttention(nn.Module):
-    """Tandem's packed attention in the place of Megatron's `core_attention`."""
+    """Tandem's packed attention in the place of Megatron's `core_attention`. Megatron hands the
+    plan through its layers as their `attention_bias`, which it gives a recomputation too."""
 
     def __init__(self, config: Any, layer_number: int, **_: Any):
         super().__init__()
         self.number = layer_number - 1
         self.scale: float = config.kv_channels**-0.5
-        self.running = Pass()  # here and below: `build` sets it
-        self.window: int | None = None
+        self.window: int | None = None  # `build` sets it
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, attention_bias: Plan, **__: Any
+    ) -> Tensor:
         """Attend: query [T, 1, H, E], key and value [T, 1, K, E] to [T, 1, H * E]."""
-        assert self.running.plan is not None
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
-        out = self.running.plan.attend(self.number, q, k, v, self.scale, self.window)
+        out = attention_bias.attend(self.number, q, k, v, self.scale, self.window)
         return out.reshape(len(out), 1, -1)
 
 
@@ -66,7 +62,8 @@ def require_megatron() -> None:
 
 def start(parallel: Parallel) -> None:
     """Make Megatron's process groups, of the same processes as those of Tandem's mesh: both count
-    tensor, context, expert, data and pipeline from the inside out."""
+    tensor, expert, data and pipeline from the inside out. Megatron knows nothing of a context: the
+    rows are divided before they come to its layers, and it takes those processes for data's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Apex and Transformer Engine are not needed
         from megatron.core import parallel_state
@@ -75,23 +72,20 @@ def start(parallel: Parallel) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
-            context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,
         )
 
 
-def build(
-    config: Any, parallel: Parallel, device: torch.device, dtype: torch.dtype, recompute: bool
-) -> tuple[Any, Pass]:
-    """Build this process's part of a GPTModel, with weights to be filled, and what tells its layers
-    of a pass. config: of transformers; recompute: keep only the inputs of layers for the backward
-    pass."""
+def build(config: Any, mesh: Mesh, dtype: torch.dtype, recompute: bool) -> Any:
+    """Build this process's part of a GPTModel, with weights to be filled. config: of transformers;
+    recompute: keep only the inputs of layers for the backward pass."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    settings = _settings(config, parallel, device, dtype, recompute)
+    parallel, pipeline = mesh.config, mesh.group("pipeline")
+    settings = _settings(config, parallel, mesh.device, dtype, recompute)
     spec = get_gpt_layer_local_spec(
         num_experts=settings.num_moe_experts,
         qk_layernorm=settings.qk_layernorm,
@@ -103,15 +97,17 @@ def build(
         transformer_layer_spec=spec,
         vocab_size=padded_vocabulary(config, parallel),
         max_sequence_length=config.max_position_embeddings,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        # in stages of a pipeline each has its own, and Tandem keeps them equal
+        share_embeddings_and_output_weights=config.tie_word_embeddings and pipeline.size == 1,
+        pre_process=pipeline.rank == 0,
+        post_process=pipeline.rank == pipeline.size - 1,
         position_embedding_type="rope",
     )
-    module.to(device).train()
-    running = Pass()
+    module.to(mesh.device).train()
     for part in module.modules():
         if isinstance(part, PackedAttention):
-            part.running, part.window = running, window_of(config, part.number)
-    return module, running
+            part.window = window_of(config, part.number)
+    return module
 
 
 def padded_vocabulary(config: Any, parallel: Parallel) -> int:
@@ -185,7 +181,6 @@ def _settings(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
         use_cpu_initialization=device.type == "cpu",

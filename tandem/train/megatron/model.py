@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.model.attention import PackedPlan, Plan
 from tandem.model.expert_choices import ExpertChoices
-from tandem.model.linear import PackedWeight
+from tandem.model.linear import PackedWeight, padded_rows
 from tandem.model.load import ExactModel
 from tandem.model.row_parts import WHOLE
 from tandem.model.triton.dispatch import triton_for
-from tandem.train.megatron.core import Pass
 from tandem.train.megatron.weights import Slot
 from tandem.train.parallel.mesh import Group
 
@@ -48,17 +48,19 @@ class MegatronModel(ExactModel):
     def __init__(
         self,
         module: Any,
-        running: Pass,
         slots: dict[str, Slot],
         config: Any,
         rotary_frequencies: Tensor,
         tensor: Group,
+        expert: Group,
     ):
         nn.Module.__init__(self)
         self.rotary_frequencies = rotary_frequencies  # float32 [E / 2], radians a position
         self.module, self.config, self.lora = module, config, None
-        self.running, self.slots, self.tensor = running, slots, tensor
-        self.adapted, self.row_parts = {}, WHOLE
+        self.slots, self.tensor = slots, tensor
+        # with whom Megatron communicates in its layers; the config refuses both together
+        self.peers = expert if expert.size > 1 else tensor
+        self.adapted, self.row_parts, self.entering = {}, WHOLE, None
         self.head: Any = WholeHead(PackedWeight())
         self.head.pack.kept = False  # it would outlive the gathered weight
         self.checkpointing, self.splits = False, 1  # Megatron's layers do both themselves
@@ -70,6 +72,8 @@ class MegatronModel(ExactModel):
 
     def forward(self, compute: Callable[[], T]) -> T:
         self._fill()
+        if not self.module.post_process:
+            return compute()
         weight = self.module.output_layer.weight
         if weight is None:
             weight = self.module.shared_embedding_or_output_weight()
@@ -84,12 +88,25 @@ class MegatronModel(ExactModel):
     ) -> Tensor:
         """Compute the last hidden states [T, D] of tokens and positions, int64 [T]. choices: none;
         Megatron's routers choose themselves."""
-        self.running.plan = plan
-        with self.tensor.announce("Megatron's layers", self.tensor.ranks):
-            x = self.module.embedding(input_ids=tokens[None].to(self.device), position_ids=None)
-            angles = self._angles(positions.to(self.device))
-            x = self.module.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=angles)
+        decoder, x, peers = self.module.decoder, None, self.peers
+        angles = self._angles(positions.to(self.device))
+        with peers.announce("Megatron's layers", peers.ranks) if peers.size > 1 else nullcontext():
+            if self.entering is None:
+                x = self.module.embedding(input_ids=tokens[None].to(self.device), position_ids=None)
+            else:
+                decoder.set_input_tensor(self.entering[: len(tokens), None])
+            x = decoder(
+                hidden_states=x, attention_mask=None, rotary_pos_emb=angles, attention_bias=plan
+            )
         return x[:, 0]
+
+    def states(
+        self, tokens: Tensor, positions: Tensor, plan: Plan, choices: ExpertChoices | None = None
+    ) -> Tensor:
+        """Compute the states [T', D] of all layers but those of later stages. Megatron has no
+        padding; it is zero."""
+        x, rows = self.hidden(tokens, positions, plan, choices), len(tokens)
+        return F.pad(x, (0, 0, 0, padded_rows(rows, self.dtype) - rows))
 
     def _angles(self, positions: Tensor) -> Tensor:
         """Compute the angles of the rotary embedding, float32 [T, 1, 1, E]."""

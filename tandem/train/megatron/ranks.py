@@ -1,23 +1,25 @@
 """The passes of models that Megatron-Core runs, over the processes of a mesh.
 
 Weights, optimizer state and checkpoints are boxes of the Hugging Face weights, as in
-train/parallel; Megatron divides heads, features, vocabulary (tensor) and experts. Gradients of data
-parallelism are summed here, in rank order.
+train/parallel; Megatron divides heads, features, vocabulary (tensor) and experts, and builds the
+layers of a stage. Stages take turns as in train/parallel/pipeline.py, and rows are divided as in
+its context.py. Gradients are summed over the processes that have the same weights here, in rank
+order.
 """
 
 import torch
 from torch import Tensor
 
-from tandem.model.load import ExactModel
+from tandem.model.load import ExactModel, weight_conversions
 from tandem.train.megatron import core
 from tandem.train.megatron.checks import check_megatron
 from tandem.train.megatron.model import MegatronModel
 from tandem.train.megatron.weights import Place, Slot, find_slots
-from tandem.train.parallel.mesh import EXPERTS, MICROBATCHES, Mesh
-from tandem.train.parallel.pieces import Pieces
-from tandem.train.parallel.pipeline import Stage
+from tandem.train.parallel.context import divide_rows
+from tandem.train.parallel.mesh import EXPERTS, WEIGHTS, Mesh
+from tandem.train.parallel.pipeline import make_stage
 from tandem.train.parallel.processes import Processes
-from tandem.train.parallel.ranks import Divided, ParallelRanks
+from tandem.train.parallel.ranks import ParallelRanks
 
 
 class MegatronRanks(ParallelRanks):
@@ -32,23 +34,22 @@ class MegatronRanks(ParallelRanks):
         is_value = model.head is not model.module.get_output_embeddings()
         check_megatron(model.config, self.mesh.config, "value" if is_value else "tokens")
         config, mesh, whole = model.config, self.mesh, model.named_weights()
-        module, running = core.build(config, mesh.config, mesh.device, dtype, model.checkpointing)
+        module = core.build(config, mesh, dtype, model.checkpointing)
         tensor, expert = mesh.group("tensor"), mesh.group("expert")
         place = Place((tensor.rank, tensor.size), (expert.rank, expert.size))
         shapes = {name: weight.shape for name, weight in whole.items()}
         slots = find_slots(module, config, shapes, place)
+        # an export by its process has the names of the exact model's
+        module._weight_conversions = weight_conversions(model.module)
         for parameter in module.parameters():
             parameter.data.zero_()  # rows that pad the vocabulary stay so
             parameter.grad_dtype = torch.float32
         rotary = model.module.model.rotary_emb
-        divided = MegatronModel(module, running, slots, config, rotary.inv_freq, tensor)
+        divided = MegatronModel(module, slots, config, rotary.inv_freq, tensor, expert)
         divided.load_weights(whole)
-        boxes = {name: slot.box for name, slot in slots.items()}
-        stage = Stage(divided, mesh.group("pipeline"), dtype, "")  # the only one
-        pieces = Pieces(boxes, mesh.world)
-        self._divided[divided] = Divided(
-            stage, {}, divided.parts, pieces, [], dtype, list(divided.parts)
-        )
+        divide_rows(divided, mesh, dtype)
+        stage = make_stage(divided, mesh.group("pipeline"), dtype, config.tie_word_embeddings)
+        self.keep(stage, {}, divided.parts, {name: slot.box for name, slot in slots.items()})
         return divided
 
     def take_gradients(self, model: ExactModel) -> None:
@@ -61,9 +62,10 @@ class MegatronRanks(ParallelRanks):
             model.parts[name].grad = self._sum_gradient(name, slot, gradient)
         for parameter in model.module.parameters():
             parameter.grad = None
+        self.sum_tied(self._divided[model])
 
     def _sum_gradient(self, name: str, slot: Slot, gradient: Tensor) -> Tensor:
         if slot.of_own_heads:
             gradient = self.mesh.group("tensor").sum(gradient, name)
-        dimensions = EXPERTS if slot.is_expert else MICROBATCHES
+        dimensions = EXPERTS if slot.is_expert else WEIGHTS
         return self.mesh.group(*dimensions).sum(gradient, name)

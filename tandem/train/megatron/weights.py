@@ -111,11 +111,13 @@ def _outer_slots(
     own: dict[str, nn.Parameter], shapes: dict[str, torch.Size], at: Place
 ) -> Iterator[tuple[str, Slot]]:
     """Yield the slots of embedding, last norm and head."""
+    embedding = "model.embed_tokens.weight"
+    head = "lm_head.weight" if "lm_head.weight" in shapes else embedding
     for name, source in (
-        ("model.embed_tokens.weight", "embedding.word_embeddings.weight"),
-        ("lm_head.weight", "output_layer.weight"),
+        (embedding, "embedding.word_embeddings.weight"),
+        (head, "output_layer.weight"),  # of a tied one only in the last of several stages
     ):
-        if name in shapes and source in own:
+        if source in own:
             vocabulary, width = shapes[name]
             rows = len(own[source])
             start = min(at.tensor[0] * rows, vocabulary)

@@ -35,10 +35,12 @@ def shard_model(model: ExactModel, mesh: Mesh, dtype: torch.dtype) -> None:
         pack.kept = (
             False  # it would outlive the gathered weights, which no version counter tells apart
         )
+    hybrid = mesh.config.shard > 0  # then there is no expert parallelism
+    of_experts = (mesh.shards, mesh.replicas) if hybrid else (mesh.group(*EXPERTS), mesh.alone)
     for layer in model.module.model.layers:
         for part in layer.modules():
             if isinstance(part, ExactExperts):
-                _shard(part, mesh.group(*EXPERTS), mesh.alone, dtype)
+                _shard(part, *of_experts, dtype)
         _shard(layer, mesh.shards, mesh.replicas, dtype)
         model.list_weights()  # its list has kept the whole ones
     _shard(model, mesh.shards, mesh.replicas, dtype, is_root=True)

@@ -92,9 +92,15 @@ def keep_stage(model: ExactModel, group: Group, dtype: torch.dtype) -> Stage:
     if stage != 0 and not (tied and stage == last):
         _free(inner.embed_tokens, dtype)
     model.list_weights()
+    return make_stage(model, group, dtype, tied)
+
+
+def make_stage(model: ExactModel, group: Group, dtype: torch.dtype, tied: bool) -> Stage:
+    """Make the stage of a model whose other parts other processes have. tied: the head's weight is
+    the embedding."""
     # NCCL wants all of a group in its first communication
     group.sum(torch.zeros(1, device=group.device), "stages")
-    outer = tied and stage in (0, last) and last > 0
+    outer = tied and group.size > 1 and group.rank in (0, group.size - 1)
     return Stage(model, group, dtype, "model.embed_tokens.weight" if outer else "")
 
 

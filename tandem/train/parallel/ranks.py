@@ -68,12 +68,23 @@ class ParallelRanks(Ranks):
         named = dict(model.module.named_parameters())
         boxes = {name: box_of(p, outer.get(name)) for name, p in named.items()}
         parts = {name: _part_of(p) for name, p in named.items()}
-        pieces = Pieces(boxes, self.mesh.world)
-        own = [name for name, part in parts.items() if part.requires_grad]
-        trained = sorted(set().union(*self.gather_all(own)))
-        self._divided[model] = Divided(stage, named, parts, pieces, partial, dtype, trained)
+        self.keep(stage, named, parts, boxes, partial)
         model.list_weights()
         return model
+
+    def keep(
+        self,
+        stage: Stage,
+        parameters: dict[str, nn.Parameter],
+        parts: dict[str, nn.Parameter],
+        boxes: Mapping[str, Box],
+        partial: Sequence[str] = (),
+    ) -> None:
+        """Keep what is known of a divided model: as in `Divided`, and the boxes of its parts."""
+        own = [name for name, part in parts.items() if part.requires_grad]
+        trained = sorted(set().union(*self.gather_all(own)))
+        pieces = Pieces(boxes, self.mesh.world)
+        self._divided[stage.model] = Divided(stage, parameters, parts, pieces, partial, trained)
 
     def load_weights(self, model: ExactModel, weights: Mapping[str, Tensor]) -> None:
         parts = self.trainable(model)
@@ -102,7 +113,7 @@ class ParallelRanks(Ranks):
         self, model: ExactModel, names: Sequence[str], to: int
     ) -> Iterator[tuple[str, Tensor]]:
         divided = self._divided[model]
-        parts = _Rounded(divided.parts, divided.dtype)
+        parts = _Rounded(divided.parts, divided.stage.dtype)
         for name, weight in divided.pieces.collect(parts, to, names):
             if self.rank == to:
                 yield name, weight
@@ -131,7 +142,7 @@ class ParallelRanks(Ranks):
         """Copy a divided model's weights into a whole one, which rank 0 has; after the first time
         those that are trained. All processes call it."""
         divided = self._divided[model]
-        parts = _Rounded(divided.parts, divided.dtype)
+        parts = _Rounded(divided.parts, divided.stage.dtype)
         names = divided.trained if model in self._published else None
         self._published.add(model)
         targets = {} if whole is None else dict(whole.module.named_parameters())
@@ -179,6 +190,10 @@ class ParallelRanks(Ranks):
                 parameter.grad = None
         partial = [divided.parts[name] for name in divided.partial]
         sum_gradients(partial, self.mesh.group("tensor"))
+        self.sum_tied(divided)
+
+    def sum_tied(self, divided: "Divided") -> None:
+        """Add up the gradients of an embedding that is the head of another stage."""
         if (tied := divided.parts.get(divided.stage.tied)) is not None and tied.requires_grad:
             assert tied.grad is not None
             tied.grad = divided.stage.sum_tied(tied.grad)
@@ -217,7 +232,6 @@ class Divided:
     parts: dict[str, nn.Parameter]  # what of them this process holds; the same memory
     pieces: Pieces
     partial: Sequence[str]  # whose gradients are yet to be summed over `tensor`
-    dtype: torch.dtype  # of the weights that run
     trained: Sequence[str]  # of all processes
 
 

@@ -1,0 +1,44 @@
+"""`tandem train` with rollouts by `tandem serve`, both as a user runs them."""
+
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+
+from tests.support.runs import Forks, fingerprint, prepare
+from tests.support.waiting import WAIT_S
+
+WEIGHTS = "checkpoints/step_000002/policy.safetensors"
+
+
+@contextmanager
+def serving(model, log):
+    """The URL of `tandem serve` over a model, which takes new weights; its log is in a file."""
+    command = [sys.executable, "-m", "tandem", "serve", model, "--port", "0", "--cache-mb", "16"]
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            [*command, "--allow-weight-updates"], stdout=subprocess.PIPE, stderr=stderr, text=True
+        ) as it,
+    ):
+        try:
+            line = it.stdout.readline()
+            assert line, log.read_text()
+            yield re.search(r"http://127\.0\.0\.1:\d+", line).group()
+            it.terminate()
+            assert it.wait(WAIT_S) == 0
+        finally:
+            it.kill()
+
+
+def test_a_run_with_rollouts_by_a_server_has_the_bits_of_the_inline_engine(tmp_path):
+    command, forks = [*prepare(tmp_path, steps=2), "eval.data="], Forks()
+    with serving(tmp_path / "model", tmp_path / "log") as url:
+        assert forks.run([*command, f"rollout.engine={url}/v1"], tmp_path / "served") == 0
+    assert forks.run(command, tmp_path / "inline") == 0
+    # not the files of episodes, which have the hash of the config, nor the ledger, which has theirs
+    served, inline = (
+        [fingerprint(tmp_path / run)[name] for name in (WEIGHTS, "metrics.jsonl")]
+        for run in ("served", "inline")
+    )
+    assert served == inline
