@@ -11,7 +11,7 @@ HEAD = """\
 # Clusters
 
 Written by `make cluster` (`benchmarks/cluster.py`); the rows are in cluster.json. Each table is what ran on the machine that it
-names, and what did not.
+names, and what did not. A row that says "by hand" was run by its commands one by one, and not by that program.
 """
 TEXTS = {
     "ray": """\
