@@ -17,7 +17,7 @@ from tandem.engine.page_cache import page_bytes
 from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.pool import COMMAND, Workers
 from tandem.envs.load import load_env
-from tandem.jobs.cluster import open_hosts
+from tandem.jobs.cluster import open_hosts, worker_device
 from tandem.jobs.http_engines import is_http, load_http_engines, open_http_rollouts
 from tandem.jobs.models import check_tokenizer, placement, releases_cache
 from tandem.model.config_file import check_model
@@ -230,7 +230,7 @@ def open_rollouts(
         open_hosts(config, model.merged_weights(), device) as (shared, spawn),
         Workers(
             model_path=config.model.path,
-            devices=rollout.devices or [device],
+            devices=rollout.devices or [worker_device(config, device)],
             dtype=placement(config).dtype_name,
             splits=model.splits,
             cache_mb=rollout.cache_mb,

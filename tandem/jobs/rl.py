@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.config.schema import Config
 from tandem.engine.worker_pool.pool import Workers
-from tandem.jobs.cluster import ScaleOnWish, check_cluster
+from tandem.jobs.cluster import ScaleOnRequest, check_cluster
 from tandem.jobs.engines import (
     Report,
     build_engine,
@@ -185,7 +185,7 @@ def _scaled(
     """Return the Sync that follows `tandem scale`, and the workers, if the run has some."""
     if not isinstance(runner.engine, Workers):
         return sync, None
-    return ScaleOnWish(sync, runner.engine, run.path, report), runner.engine
+    return ScaleOnRequest(sync, runner.engine, run.path, report), runner.engine
 
 
 class PublishFirst:

@@ -33,6 +33,7 @@ from tandem.run_folder.config_changes import (
 )
 from tandem.run_folder.errors import FRESH, OTHER_FOLDER, unreadable_file
 from tandem.run_folder.lock import check_unlocked, locked, now
+from tandem.run_folder.status import forget_status
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
     append_line,
@@ -135,6 +136,7 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
     if begins or changes:
         write_atomic(folder / "config.toml", to_toml(config).encode())
     with disk_errors(folder):
+        forget_status(folder)
         log = open_regular_file(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         news = tuple(filter(None, [lock_news, *changes]))
