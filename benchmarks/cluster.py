@@ -33,8 +33,9 @@ def main(*arguments: str) -> int:
     results = json.loads(JSON.read_text()) if JSON.exists() else {}
     for name in [] if "--page" in arguments else arguments or SECTIONS:
         print(f"== {name}", flush=True)
+        place = f"{machine.describe()}; others used {machine.others_cpu_share():.0%} of the cores"
         rows = SECTIONS[name]()
-        results[name] = {"rows": rows, "machine": machine.describe(), "date": str(date.today())}
+        results[name] = {"rows": rows, "machine": place, "date": str(date.today())}
         JSON.write_text(json.dumps(results, indent=1) + "\n")
     write_page()
     return 0

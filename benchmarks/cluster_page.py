@@ -11,7 +11,7 @@ HEAD = """\
 # Clusters
 
 Written by `make cluster` (`benchmarks/cluster.py`); the rows are in cluster.json. Each table is what ran on the machine that it
-names, and what did not.
+names, and what did not. A row that says "by hand" was run by its commands one by one, and not by that program.
 """
 TEXTS = {
     "ray": """\
@@ -32,7 +32,10 @@ and a KubeRay manifest; neither sbatch nor kubectl was at hand to run them.
 
 - Not here: trainer ranks on Ray nodes (torchrun and Slurm place them, [parallel.md](parallel.md)), environments and rewards off the driver's
   node, nodes by name. The channel of a worker is TCP without encryption; Ray's own servers are guarded by its token.
-- Weights reach the nodes as one object of Ray's store (`weights.transport = "ray"`).
+- Weights reach a node once, as an object of Ray's store (`weights.transport = "ray"`). With `weights.delta` it has the changed tensors alone.
+- No GPU has run any of this. A worker asks Ray for one GPU and sees no other, so `rollout.devices` is refused. Ray does not know which GPU
+  the trainer has: on the driver's node start Ray with the others (`CUDA_VISIBLE_DEVICES=1,2,3 ray start ...`). Nodes that are started on
+  one machine each count all its GPUs, so two workers may get the same.
 """,
     "stream": """\
 ## TransferQueue

@@ -44,8 +44,7 @@ def carry(stream: TransferQueueStream, step: int, count: int) -> list[tuple[str,
     groups = [group(number) for number in range(-(-count // SIZE))]
     count = len(groups) * SIZE
     megabytes = sum(array_bytes(e) for g in groups for e in g.episodes) / MEGABYTE
-    tags = [tag_of(g, e) for g in groups[:125] for e in g.episodes]
-    sent = metadata_bytes(tags) / len(tags)
+    sent = metadata_bytes([tag_of(g, e) for g in groups for e in g.episodes]) / count
     everything = [(row, n) for row in range(len(groups)) for n in range(SIZE)]
     gc.collect()
     tracemalloc.start()

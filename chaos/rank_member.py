@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -12,15 +13,23 @@ import torch
 
 from tandem.config.parallel import Parallel
 from tandem.runtime import numerics
+from tandem.runtime.place import Place
 from tandem.train.parallel.mesh import WEIGHTS, Mesh, make_mesh
 from tandem.train.parallel.pipeline import STATES
-from tandem.train.parallel.processes import Place, Processes, join
+from tandem.train.parallel.processes import Processes, join
 
 STEPS = 200
 
 
 def run(
-    rank: int, config: Parallel, port: int, out: Path, fault: str, victim: int, at: int
+    rank: int,
+    config: Parallel,
+    port: int,
+    out: Path,
+    fault: str,
+    victim: int,
+    at: int,
+    stall_s: float,
 ) -> None:
     """Take part until the fault ends it; what it prints is appended to `out`."""
     with (out / f"{rank}.txt").open("ab", buffering=0) as file:
@@ -29,8 +38,8 @@ def run(
     numerics.prepare(1)
     place = Place(rank, config.processes, rank, config.processes, "127.0.0.1", port)
     try:
-        with join(place, timeout_s=config.timeout_s, stall_s=300.0) as processes:
-            mesh = make_mesh(config, torch.device("cpu"), processes.announce)
+        with join(place, timeout_s=config.timeout_s, stall_s=stall_s) as processes:
+            mesh = make_mesh(config, torch.device("cpu"), processes.announce, stall_s)
             for step in range(STEPS):
                 if rank == 0:
                     processes.order("learn", step=step)
@@ -86,10 +95,15 @@ def leave_one_out(processes: Processes, mesh: Mesh) -> None:
     processes.next_order() if processes.rank else processes.order("learn", step=-1)
 
 
+def hang(processes: Processes, mesh: Mesh) -> None:
+    time.sleep(3600)
+
+
 FAULTS = {
     "stopped": stop,
     "killed": kill,
     "out of memory": exhaust_memory,
     "out of step": get_out_of_step,
     "a step left out": leave_one_out,
+    "hung": hang,
 }

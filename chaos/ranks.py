@@ -1,5 +1,5 @@
-"""Chaos for the trainer's processes: one of three is stopped, killed, out of memory or out of step
-in the middle of a run, and all end within 30 s with its name.
+"""Chaos for the trainer's processes: one of three is stopped, killed, hung, out of memory or out of
+step in the middle of a run, and all end within 30 s with its name.
 
     python -m chaos.ranks 2      two trials of each fault
 """
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from chaos import rank_member
@@ -21,6 +22,8 @@ from tandem.config.parallel import Parallel
 
 TRIALS, SIZE, AT_ONCE = 20, 3, 4
 LIMIT_S = 30.0
+START_S = 240.0  # of the processes, on a busy machine
+STALL_S = {"hung": 20.0}  # to be named within LIMIT_S
 SEED = 0
 OTHERS = ("tensor", "context", "pipeline", "expert")
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -52,24 +55,29 @@ def cases(fault: str, trials: int) -> Iterator[Case]:
 
 
 def trial(
-    fault: str, victim: int, at: int, timeout_s: float = 20.0, mesh: dict[str, int] | None = None
+    fault: str,
+    victim: int,
+    at: int,
+    timeout_s: float = 20.0,
+    mesh: dict[str, int] | None = None,
+    stall_s: float = 0.0,
 ) -> Case:
     """Run the processes of a mesh until they have ended; the last may do so LIMIT_S after a fault.
 
-    timeout_s: as parallel.timeout_s, whose default it is; mesh: its sizes, by default SIZE of data.
+    timeout_s: as parallel.timeout_s, whose default it is; mesh: its sizes, by default SIZE of data;
+    stall_s: as run.stall_s; 0: its default, or that of the fault.
     """
+    stall_s = stall_s or STALL_S.get(fault, 300.0)
     config = Parallel(timeout_s=timeout_s, **(mesh or {"data": SIZE}))
-    with tempfile.TemporaryDirectory() as place:
-        out, port = Path(place), free_port()
+    with tempfile.TemporaryDirectory() as place, reserved_port() as port:
+        out, plan = Path(place), (fault, victim, at, stall_s)
         processes = [
-            CONTEXT.Process(
-                target=rank_member.run, args=(rank, config, port, out, fault, victim, at)
-            )
+            CONTEXT.Process(target=rank_member.run, args=(rank, config, port, out, *plan))
             for rank in range(config.processes)
         ]
         for process in processes:
             process.start()
-        fired = wait_for(lambda: (out / "fault").exists(), 60.0)
+        fired = wait_for(lambda: (out / "fault").exists(), START_S)
         start = time.monotonic()
         others = [process for rank, process in enumerate(processes) if rank != victim]
         ended = wait_for(lambda: not any(process.is_alive() for process in others), LIMIT_S)
@@ -105,10 +113,13 @@ def wait_for(condition, seconds: float) -> bool:  # type: ignore[no-untyped-def]
     return True
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Hold a free port, which only those get who ask for it by its number."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ killed with SIGKILL at a random moment, seen from outside.
       actor   a worker of status.json     ->  its process
       node    one that has a worker       ->  its raylet, which takes its workers with it
       reward  a process of the pool       ->  the process
-    wait until the loss is noticed: a restart in status.json; a reward worker's process is gone
+    wait until the loss is noticed: a restart in status.json; another reward worker in its place
     the next fault, or the next run when this one has ended
 
 Right is: the run ends by itself, with the bytes of a run in one process that nobody disturbed. The
@@ -118,13 +118,17 @@ def _kill_one(
     victims = _victims(kind, process.pid, _workers(target))
     if not victims:
         return False
-    pid = source.choice(victims)
-    os.kill(pid, signal.SIGKILL)
-    if kind == "reward":
-        return _wait(
-            process, lambda: pid not in {p.pid for p in descendants(process.pid)}, NOTICE_S
-        )
-    return _wait(process, lambda: _restarts(target) > before, NOTICE_S)
+    try:
+        os.kill(source.choice(victims), signal.SIGKILL)
+    except ProcessLookupError:  # it left by itself meanwhile
+        return False
+
+    def is_noticed() -> bool:
+        if kind == "reward":  # the pool starts one for the tasks that wait
+            return not set(_victims(kind, process.pid, [])) <= set(victims)
+        return _restarts(target) > before
+
+    return _wait(process, is_noticed, NOTICE_S)
 
 
 def _victims(kind: str, driver: int, workers: Sequence[dict[str, Any]]) -> list[int]:
@@ -173,10 +177,6 @@ def _workers(target: Path) -> list[dict[str, Any]]:
     status = read_status(target) if target.exists() else None
     rows = [] if status is None else status["processes"]
     return [row for row in rows if row["role"].startswith("rollout worker")]
-
-
-def _pids(driver: int) -> set[int]:
-    return {process.pid for process in descendants(driver)}
 
 
 def _restarts(target: Path) -> int:

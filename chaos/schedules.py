@@ -67,7 +67,7 @@ COST = [
 # step.
 COST_SCHEDULES = {
     "partial rollouts": ["rollout.token_budget=12"],
-    "whole episodes": ["rollout.workers=2", "rollout.staleness=2"],
+    "whole episodes": ["rollout.workers=2"],
 }
 
 

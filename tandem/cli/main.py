@@ -264,11 +264,11 @@ def status(run: Run) -> None:
 
 
 @app.command()
-def scale(run: Run, wish: Annotated[str, argument(help="rollout=N", metavar="rollout=N")]) -> None:
+def scale(run: Run, count: Annotated[str, argument(help="rollout=N", metavar="rollout=N")]) -> None:
     """Have rollout workers join or leave a run that goes on, until there are N; its bits stay."""
     from tandem.cli.status import scale
 
-    scale(run, wish)
+    scale(run, count)
 
 
 @app.command()

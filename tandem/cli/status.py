@@ -5,7 +5,7 @@ from typing import Any
 
 from tandem.cli.progress import print_lines, print_table
 from tandem.run_folder.lock import holder
-from tandem.run_folder.status import parse_wish, read_status, write_wish
+from tandem.run_folder.status import parse_worker_count, read_status, request_workers
 from tandem.runtime.errors import UserError
 
 COLUMNS = ("role", "node", "pid", "state", "version", "requests", "restarts")
@@ -18,17 +18,17 @@ def status(folder: Path) -> None:
     lives = f"runs: {alive}" if alive else "does not run; the same command goes on"
     print_lines([f"{folder}: {lives}"])
     if written is None:
-        print_lines(["no step has begun"])
+        print_lines(["no step since its last start"])
         return
     step, steps, when = written["step"], written["steps"], written["time"]
     print_lines([f"step {step} of {steps}, {'as of' if alive else 'last seen'} {when}"])
     print_table(COLUMNS, [_cells(process) for process in written["processes"]])
 
 
-def scale(folder: Path, wish: str) -> None:
+def scale(folder: Path, wanted: str) -> None:
     """Ask a run that lives for another number of rollout workers; it follows before its next
     rollout. Raises UserError."""
-    count, alive = parse_wish(wish), _holder(folder)
+    count, alive = parse_worker_count(wanted), _holder(folder)
     written = read_status(folder)
     if not alive or written is None:
         raise UserError(
@@ -47,7 +47,7 @@ def scale(folder: Path, wish: str) -> None:
             expected="a run with rollout.workers of at least 1",
             next=f"stop it, and start the same command with rollout.workers={count}",
         )
-    write_wish(folder, count)
+    request_workers(folder, count)
     print_lines([f"{folder}: {len(workers)} rollout workers now, {count} from the next rollout on"])
 
 

@@ -6,13 +6,12 @@
                              node with the fewest          |
     RayHost.connect          accepts, compares       <--  connects: {"token", "number", "pid", ..}
     JSON lines of engine/worker_pool                 <--> worker.run(channel, load_engine, receive)
-    RayWeights.offer         one object a version    --> RolloutWorker.take(version, buffer)
+    RayHost.give             an object of weights    --> RolloutWorker.take(number, buffer)
 
-Ray places workers, and moves weights: a node fetches a version once, and its workers map it without
-a copy. All else (heartbeats, restarts, requests served again) is the pool's (engine/worker_pool),
-as on one machine. A lost worker is replaced by a new actor, on another node if there is one. The
-connections are TCP without encryption, and prove themselves by a random token of the run: a cluster
-is on a network that is trusted.
+Ray places workers, and moves weights (object_weights.py). All else (heartbeats, restarts, requests
+served again) is the pool's (engine/worker_pool), as on one machine. A lost worker is replaced by a
+new actor, on another node if there is one. The connections are TCP without encryption, and prove
+themselves by a random token of the run: a cluster is on a network that is trusted.
 
 A cluster of this machine (`start_cluster`) has nodes of its own on loopback addresses. If the
 driver dies, the kernel ends them.
@@ -24,17 +23,18 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from tandem.cluster.door import Door
 from tandem.cluster.errors import no_ray, not_joined, not_started, too_small
+from tandem.cluster.listener import Listener
+from tandem.cluster.object_weights import ObjectWeights
 from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.cluster.this_machine import (
     environment,
@@ -46,13 +46,11 @@ from tandem.cluster.this_machine import (
     require_listener,
     short_folder,
 )
-from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES, WorkerProcess
+from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.runtime import numerics
 from tandem.runtime.processes import descendants
 from tandem.runtime.worker_channel import Channel, Message
-from tandem.weights.hashing import raw_bytes, tensor_digests
-from tandem.weights.shared import SharedWeights, Target
 
 try:
     import ray
@@ -86,9 +84,9 @@ PORTS = (
 class RolloutActor(RolloutWorker):
     """A RolloutWorker as an actor, which knows its node."""
 
-    def serve(self, address: tuple[str, int], greeting: Message) -> None:
+    def serve(self, address: tuple[str, int], handshake: Message) -> None:
         node = ray.get_runtime_context().get_node_id()
-        super().serve(address, {**greeting, "node": node})
+        super().serve(address, {**handshake, "node": node})
 
 
 def worker_variables() -> dict[str, str]:
@@ -103,16 +101,16 @@ class RayHost:
         self.cluster, self.actor, self.node_id = cluster, actor, node_id
         self.node, self.pid = cluster.address_of(node_id), 0
         self._channel: Channel | None = None
-        self.greeting = cluster.door.expect(self._take)
-        self._ended = actor.serve.remote(cluster.door.address, self.greeting)
+        self.handshake = cluster.listener.expect(self._on_connected)
+        self._ended = actor.serve.remote(cluster.listener.address, self.handshake)
 
-    def _take(self, connection: socket.socket, greeting: Message) -> None:
+    def _on_connected(self, connection: socket.socket, handshake: Message) -> None:
         self._channel = Channel(connection, MAX_LINE_BYTES)
-        self.pid, self.node_id = int(greeting["pid"]), str(greeting["node"])
+        self.pid, self.node_id = int(handshake["pid"]), str(handshake["node"])
         self.node = self.cluster.address_of(self.node_id)
 
     def connect(self) -> Channel | None:
-        self.cluster.door.open()
+        self.cluster.listener.accept()
         if self._channel is None and ray.wait([self._ended], timeout=0)[0]:
             raise EOFError
         return self._channel
@@ -143,6 +141,9 @@ class RayHost:
             return str(error)
         return ""
 
+    def give(self, number: int, stored: Any) -> None:
+        self.actor.take.options(concurrency_group="side").remote(number, stored)
+
     def end(self) -> None:
         self.cluster.forget(self)
         ray.kill(self.actor, no_restart=True)
@@ -157,7 +158,7 @@ class RayCluster:
 
     def __init__(self, gpus: int, runtime_env: dict[str, Any] | None):
         address = self.address_of(ray.get_runtime_context().get_node_id())
-        self.door = Door(address)
+        self.listener = Listener(address)
         self._hosts: list[RayHost] = []
         self._last_node: dict[int, str] = {}  # of each worker number
         as_actor: Any = ray.remote
@@ -200,53 +201,32 @@ class RayCluster:
         free = ray.available_resources()
         return f"the nodes have {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free"
 
+    def open_weights(self, tensors: dict[str, Tensor], delta: bool) -> ObjectWeights:
+        """Open the transport of weights to the workers, through Ray's store."""
+        return ObjectWeights(tensors, delta, put=ray.put, get=ray.get)
+
     def forget(self, host: RayHost) -> None:
         """Refuse its connection from now on."""
-        self.door.forget(host.greeting)
+        self.listener.forget(host.handshake)
         self._hosts.remove(host)
 
     def close(self) -> None:
         """Take no more connections. The workers are the pool's."""
-        self.door.close()
-
-
-class RayWeights(SharedWeights):
-    """Published versions of the weights, each one object in Ray's store, for workers on any
-    node."""
-
-    def _store(self, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
-        buffer = np.empty(self.layout.size, np.uint8)
-        for name, at in self.layout.offsets().items():
-            data = raw_bytes(tensors[name])
-            buffer[at : at + len(data)] = data
-        return ray.put(buffer), tensor_digests(tensors)
-
-    def _drop(self, stored: Any) -> None:
-        """Forget the object; Ray frees it when no worker maps it."""
-
-    def offer(self, version: int, workers: Sequence[Target]) -> list[tuple[Message, int]]:
-        offers = []
-        for worker in workers:
-            message = self._message("ray", version, self.changed(version, [worker]))
-            with self._lock:
-                stored = self._published[version]
-            assert isinstance(worker, WorkerProcess) and isinstance(worker.host, RayHost)
-            take = worker.host.actor.take.options(concurrency_group="side")
-            take.remote(version, stored)
-            offers.append(({**message, "version": version}, -1))
-        return offers
+        self.listener.close()
 
 
 # ---------------------------------------------------------------- a cluster
 
 
 class LocalNodes:
-    """Nodes of a cluster on this machine. object_bytes: of each one's store."""
+    """Nodes of a cluster on this machine. object_bytes: of each one's store; gpus: of each one, for
+    Ray's books: the nodes share the machine's."""
 
-    def __init__(self, folder: Path, object_bytes: int):
+    def __init__(self, folder: Path, object_bytes: int, gpus: int):
         self._cluster, self._numbers = Cluster(), count()
         self._options: dict[str, Any] = {
             "num_cpus": NODE_CPUS,
+            "num_gpus": gpus,
             "object_store_memory": max(SPARE_BYTES, object_bytes),
             "temp_dir": str(folder),
         }
@@ -262,8 +242,9 @@ class LocalNodes:
         options = {**self._options, "node_ip_address": at, **free_ports(at, PORTS)}
         return self._cluster.add_node(**options, **(HEAD if number == 0 else {}))
 
-    def remove(self, node: Any) -> None:
-        """Kill a node, with all that runs on it."""
+    def remove(self, address: str) -> None:
+        """Kill the node at that address, with all that runs on it."""
+        [node] = [n for n in self._cluster.list_all_nodes() if n.node_ip_address == address]
         self._cluster.remove_node(node, allow_graceful=False)
 
     def end(self) -> None:
@@ -282,7 +263,7 @@ class LocalNodes:
 
 
 @contextmanager
-def local_nodes(nodes: int, object_bytes: int) -> Iterator[LocalNodes]:
+def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalNodes]:
     """Start nodes on this machine, on loopback addresses, with token authentication and without a
     dashboard; end them afterwards. Raises UserError."""
     folder = short_folder()
@@ -302,7 +283,7 @@ def local_nodes(nodes: int, object_bytes: int) -> Iterator[LocalNodes]:
         with environment(variables):
             RAY_CONFIG.initialize("")  # it was read with the import
             with keeping_sigterm():
-                local = _start_nodes(nodes, folder, object_bytes)
+                local = _start_nodes(nodes, lambda: LocalNodes(folder, object_bytes, gpus))
             try:
                 yield local
             finally:
@@ -311,12 +292,12 @@ def local_nodes(nodes: int, object_bytes: int) -> Iterator[LocalNodes]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start_nodes(nodes: int, folder: Path, object_bytes: int) -> LocalNodes:
+def _start_nodes(nodes: int, make: Callable[[], LocalNodes]) -> LocalNodes:
     """Start the nodes; a second time if Ray gives up."""
     standing = {process.pid for process in descendants(os.getpid())}
     for tries_left in reversed(range(START_TRIES)):
         try:
-            local = LocalNodes(folder, object_bytes)
+            local = make()
             for _ in range(nodes):
                 local.add()
             return local
@@ -329,8 +310,9 @@ def _start_nodes(nodes: int, folder: Path, object_bytes: int) -> LocalNodes:
 
 @contextmanager
 def start_cluster(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[RayCluster]:
-    """Start a cluster of `local_nodes`, with this process on the first one."""
-    with local_nodes(nodes, object_bytes) as local, _connected(local.address):
+    """Start a cluster of `local_nodes`, with this process on the first one. gpus: of a worker."""
+    here = torch.cuda.device_count() if gpus else 0
+    with local_nodes(nodes, object_bytes, here) as local, _connected(local.address):
         yield from _opened(gpus)
 
 

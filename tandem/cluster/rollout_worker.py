@@ -26,24 +26,24 @@ class RolloutWorker:
     """A process on a node that runs engine/worker_pool/worker.py; Ray calls its methods."""
 
     def __init__(self) -> None:
-        self._taken: dict[int, Array] = {}  # weights, by version
+        self._taken: dict[int, Array] = {}  # weights, by the number that an offer names
         self._change = threading.Condition()
         self._thread = 0
 
-    def serve(self, address: tuple[str, int], greeting: Message) -> None:
+    def serve(self, address: tuple[str, int], handshake: Message) -> None:
         """Serve the pool at that address until the connection ends."""
         self._thread = threading.get_ident()
         connection = socket.create_connection(address, CONNECT_S)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = Channel(connection, MAX_LINE_BYTES)
-        channel.send({**greeting, "pid": os.getpid()})
+        channel.send({**handshake, "pid": os.getpid()})
         run(channel, load_engine, self._receiver)
 
-    def take(self, version: int, buffer: Array) -> None:
-        """Take the weights of a version, which Ray has mapped here: uint8, the layout's bytes."""
+    def take(self, number: int, buffer: Array) -> None:
+        """Take weights, which Ray has mapped here: uint8, the bytes of the tensors offered."""
         with self._change:
-            self._taken[version] = buffer
+            self._taken[number] = buffer
             self._change.notify_all()
 
     def stack(self) -> str:
@@ -54,14 +54,13 @@ class RolloutWorker:
 
     def _receiver(self, layout: Layout) -> Receive:
         def receive(source: Message, descriptors: deque[int]) -> dict[str, Tensor]:
-            version, names = source["version"], source["names"]
+            number = source["object"]
             with self._change:
-                if not self._change.wait_for(lambda: version in self._taken, TAKE_S):
-                    raise RuntimeError(f"no weights of version {version} within {TAKE_S:g} s")
-                buffer = self._taken.pop(version)
+                if not self._change.wait_for(lambda: number in self._taken, TAKE_S):
+                    raise RuntimeError(f"the weights did not come within {TAKE_S:g} s")
+                buffer = self._taken.pop(number)
             with warnings.catch_warnings():  # the pages are read only, and are only read
                 warnings.simplefilter("ignore")
-                tensors = dict(layout.views(buffer))
-            return tensors if names is None else {name: tensors[name] for name in names}
+                return dict(layout.only(source["names"]).views(buffer))
 
         return receive

@@ -23,8 +23,8 @@ class Run(Section):
         0,
         ge=0,
         description="torch threads of the trainer, fixed for the whole run; 0: one per core when "
-        "the run starts. Fewer are used where that changes no bit: beside rollout workers, or on "
-        "fewer cores",
+        "the run starts, shared by the processes of [parallel]. Fewer are used where that changes "
+        "no bit: beside rollout workers, or on fewer cores",
     )
     show_samples: int = Field(
         1,

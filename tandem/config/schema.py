@@ -136,6 +136,10 @@ class Config(Section):
             )
         if nodes and self.rollout.engine != "tandem":
             yield "rollout.engine: on a Ray cluster (cluster.nodes) only tandem runs"
+        if nodes and self.rollout.devices:
+            yield (
+                "rollout.devices: on a Ray cluster (cluster.nodes) Ray gives each worker its device"
+            )
         if transport == "ray" and not nodes:
             yield "weights.transport: ray needs a Ray cluster (cluster.nodes)"
         if nodes and transport not in ("auto", "ray"):
@@ -156,6 +160,11 @@ class Config(Section):
             )
         if self.train.backend == "megatron":
             yield "rl.router_replay: train.backend=megatron does not take experts chosen by others"
+        if self.stream.kind == "transfer_queue":
+            yield (
+                "rl.router_replay: experts do not travel by stream.kind=transfer_queue, and a step "
+                "is not packed by lengths alone; use memory"
+            )
         if self.rollout.engine != "tandem":
             yield (
                 "rl.router_replay: the engine must report the experts that it chose, which only "

@@ -10,22 +10,40 @@ from torch import Tensor
 from tandem.cluster.errors import no_ray
 from tandem.cluster.this_machine import require_listener
 from tandem.config.schema import Config
+from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
 from tandem.engine.worker_pool.process import Spawn
-from tandem.run_folder.status import take_wish
+from tandem.run_folder.status import take_requested_workers
+from tandem.stream.errors import no_transfer_queue
 from tandem.types import Sync
+from tandem.weights.rdma import no_nixl
 from tandem.weights.shared import Layout, SharedWeights
 from tandem.weights.transports import open_weights
 
 
 def check_cluster(config: Config) -> None:
-    """Check what can be checked before models are loaded. Raises UserError."""
+    """Check before models are loaded that the packages of others, and the cluster, are there.
+    Raises UserError."""
+    if config.stream.kind == "transfer_queue":
+        for package in ("ray", "transfer_queue"):
+            if find_spec(package) is None:
+                raise no_transfer_queue(package)
+    if config.weights.transport == "rdma" and find_spec("nixl") is None:
+        raise no_nixl("no nixl")
+    if config.rollout.engine == "vllm":
+        vllm_worker.find_python()
     if config.cluster.nodes:
         if find_spec("ray") is None:
             raise no_ray()
         if config.cluster.address:
             require_listener(config.cluster.address)
+
+
+def worker_device(config: Config, device: str) -> str:
+    """Return the device of a rollout worker. device: the trainer's, e.g. "cuda:3"; Ray shows each
+    worker its own GPU alone, whatever its number."""
+    return device.partition(":")[0] if config.cluster.nodes else device
 
 
 @contextmanager
@@ -40,21 +58,22 @@ def open_hosts(
         with closing(open_weights(way.transport, tensors, way.delta)) as weights:
             yield weights, None
         return
-    from tandem.cluster.ray_cluster import RayWeights, join_cluster, start_cluster
+    from tandem.cluster.ray_cluster import join_cluster, start_cluster
 
-    gpus = int(device.startswith("cuda"))
-    # the versions that are kept, one on its way, and one that a worker still loads
-    room = (config.rollout.staleness + 3) * Layout.of(tensors).size
+    gpus, delta = int(device.startswith("cuda")), config.weights.delta
+    # the versions that are kept, one on its way, and one that a worker still loads; of each what
+    # changed, too
+    room = (config.rollout.staleness + 3) * Layout.of(tensors).size * (1 + delta)
     opened = (
         join_cluster(cluster.address, cluster.nodes, gpus)
         if cluster.address
         else start_cluster(cluster.nodes, room, gpus)
     )
-    with opened as running, closing(RayWeights(tensors, config.weights.delta)) as weights:
+    with opened as running, closing(running.open_weights(tensors, delta)) as weights:
         yield weights, running.spawn
 
 
-class ScaleOnWish:
+class ScaleOnRequest:
     """A Sync that first has workers join or leave, as `tandem scale` has asked for: before a step's
     rollouts. Requests of other steps may be under way; those of workers that leave are served
     again."""
@@ -64,10 +83,9 @@ class ScaleOnWish:
     ):
         self.sync, self.workers, self.folder, self.report = sync, workers, folder, report
         self.publish, self.logprob_gap = sync.publish, sync.logprob_gap
-        take_wish(folder)  # it was for the run before
 
     def sync_to(self, version: int) -> int:
-        wanted = take_wish(self.folder)
+        wanted = take_requested_workers(self.folder)
         if wanted and wanted != self.workers.count:
             self.report(
                 f"rollout workers: {self.workers.count} -> {wanted}, as `tandem scale` asks"

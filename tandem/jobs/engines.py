@@ -18,13 +18,14 @@ from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.client import Client, PoolThread
 from tandem.engine.worker_pool.pool import COMMAND, Workers
 from tandem.envs.load import load_env
-from tandem.jobs.cluster import open_hosts
+from tandem.jobs.cluster import open_hosts, worker_device
 from tandem.jobs.http_engines import is_http, load_http_engines, open_http_rollouts
 from tandem.jobs.models import check_tokenizer, placement, releases_cache
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, probe
+from tandem.model.trial import random_model
 from tandem.rewards.pool.pool import RewardPool
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout.env_pool import EnvPool
@@ -64,15 +65,19 @@ def probe_exactness(
     many threads (contract D7).
 
     If the thread count changes no bit, no more threads are left than there are cores beside the
-    rollout workers; otherwise those of `prepare_process` stay. others: further models of the
-    process, whose threads are probed too if their shapes differ.
+    rollout workers; otherwise those of `prepare_process` stay. others: further models, whose
+    threads are probed too if their shapes differ. They may be divided, and no other rank comes to
+    their passes, so it is random models of their shapes that run: nobody needs the gradient of
+    their vocabulary.
     """
+    seed = config.run.seed
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
-    found, seen = probe(model, config.run.seed, [free]), [_shape(model)]
+    found, seen = probe(model, seed, [free]), [_shape(model)]
     for other in others:
         if _shape(other) not in seen:
             seen.append(_shape(other))
-            found.thread_dependent.extend(probe(other, config.run.seed, [free]).thread_dependent)
+            alike = random_model(other, seed, placement(config).dtype)
+            found.thread_dependent.extend(probe(alike, seed, [free]).thread_dependent)
     agree = "engine and trainer agree to the last bit at this model's shapes"
     parity = f"NOT exact on this machine: {'; '.join(found.parity)}" if found.parity else agree
     if found.thread_dependent:
@@ -233,7 +238,7 @@ def open_rollouts(
         open_hosts(config, model.merged_weights(), device) as (shared, spawn),
         Workers(
             model_path=config.model.path,
-            devices=rollout.devices or [device],
+            devices=rollout.devices or [worker_device(config, device)],
             dtype=placement(config).dtype_name,
             splits=model.splits,
             cache_mb=rollout.cache_mb,

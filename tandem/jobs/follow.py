@@ -10,14 +10,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.jobs.engines import prepare_process
 from tandem.jobs.export import save_weights
-from tandem.jobs.inputs import KEYS, distill_inputs, input_hashes, training_inputs
+from tandem.jobs.inputs import distill_inputs, training_inputs
 from tandem.jobs.models import build_distill_models, build_rl_models
 from tandem.jobs.offline import OFFLINE, PairJob
 from tandem.jobs.ranks import make_ranks, require_size
@@ -26,16 +27,20 @@ from tandem.rollout.collect import RolloutBatch
 from tandem.rollout.evaluate import sampling_params
 from tandem.run_folder.async_save import Saver
 from tandem.run_folder.checkpoint import load_checkpoint
-from tandem.run_folder.folder import identity
 from tandem.run_folder.journal import Journal
 from tandem.run_folder.shards import Shard
+from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
+from tandem.runtime.place import here
 from tandem.step import learn_step
 from tandem.stream.stream import StreamReader
 from tandem.train.learn import LearnStage
 from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.train_loop import load_learners, saved_boxes, saved_tensors
+
+if TYPE_CHECKING:
+    from tandem.train.parallel.processes import Processes
 
 WAIT_S = 5.0  # for rank 0 to end by the same error, whose text is the better one
 
@@ -44,12 +49,11 @@ Orders = Mapping[str, Callable[..., object]]
 
 def follow(config: Config, command: str) -> None:
     """Be a rank after 0, until rank 0 ends."""
-    from tandem.train.parallel.processes import join, place_from
+    from tandem.train.parallel.processes import join
 
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 saves first, and needs this process
         signal.signal(number, signal.SIG_IGN)
-    place = place_from(os.environ)
-    assert place is not None
+    place = here(os.environ, config.parallel.processes)
     require_size(place.size, config.parallel.processes)
     parallel, stall_s = config.parallel, config.run.stall_s
     with (
@@ -60,18 +64,30 @@ def follow(config: Config, command: str) -> None:
         folder = Path(begin["folder"])
         config = load_config(folder / "config.toml", [])
         try:
-            orders = _orders(config, command, folder, make_ranks(config, processes), opened)
-            while True:
+            ranks, run_id = make_ranks(config, processes), begin["run_id"]
+            orders = _orders(config, command, folder, run_id, ranks, opened)
+            # from the load to the export, as rank 0
+            with watchdog.watching(stall_s, on_stall=partial(_fail, processes)):
                 name, arguments = processes.next_order()
-                if name == "stop":
-                    return
+                while name not in ("export", "stop"):
+                    orders[name](**arguments)
+                    name, arguments = processes.next_order()
+            while name != "stop":
                 orders[name](**arguments)
+                name, arguments = processes.next_order()
         except UserError:
             time.sleep(WAIT_S)
             raise
 
 
-def _orders(config: Config, command: str, folder: Path, ranks: Ranks, opened: ExitStack) -> Orders:
+def _fail(processes: "Processes", report: str) -> None:
+    """End all ranks with the watchdog's finding; the rest of its report is in stderr."""
+    processes.fail(f"rank {processes.rank}: {report.partition(chr(10))[0]}")
+
+
+def _orders(
+    config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
+) -> Orders:
     """Load what this rank trains; return what it does on each order. opened: gets what is to be
     closed."""
     prepare_process(config)
@@ -82,15 +98,14 @@ def _orders(config: Config, command: str, folder: Path, ranks: Ranks, opened: Ex
         if isinstance(job, PairJob):
             orders["evaluate"] = job.pair_means
         return orders | _learner_orders(job.learners, folder, ranks)
-    return _rl_orders(config, command, folder, ranks, opened)
+    return _rl_orders(config, command, folder, run_id, ranks, opened)
 
 
 def _rl_orders(
-    config: Config, command: str, folder: Path, ranks: Ranks, opened: ExitStack
+    config: Config, command: str, folder: Path, run_id: str, ranks: Ranks, opened: ExitStack
 ) -> Orders:
     distills = command == "distill"
     inputs = distill_inputs(config) if distills else training_inputs(config)
-    run_id = identity(config, input_hashes(config, *KEYS[command]))
     journal = Journal(folder / "episodes", run_id, inputs.problems)
     models = (build_distill_models if distills else build_rl_models)(config, ranks)
     sampling = sampling_params(config.rollout, inputs.renderer.stop_token_ids)

@@ -18,6 +18,7 @@ from tandem.jobs.resources import memory as memory_of_one
 from tandem.jobs.scaling import Rollout, Times, cached_bytes, rollout_time, update_time
 from tandem.jobs.shards import FLOAT32, Work, largest_layer, memory
 from tandem.runtime.errors import UserError
+from tandem.runtime.place import here
 
 LARGEST = 4096  # GPUs that `smallest` tries
 COPY, CACHE, SCORER = "whole weights of rank 0", "key/value cache", "model"
@@ -137,9 +138,7 @@ def memory_of_run(sizes: Sizes, config: Config, command: str, longest: int) -> l
     size = config.parallel.processes
     if size == 1 and config.train.backend == "tandem":
         return memory_of_one(sizes, config, command)
-    from tandem.train.parallel.processes import local_place
-
-    local = local_place(os.environ, size)[1]
+    local = here(os.environ, size).local_size
     return _mesh_needs(sizes, config, command, longest, 1 if sizes.on_gpu else local)
 
 

@@ -14,6 +14,7 @@ from tandem.model.lora import Lora, require_peft
 from tandem.model.placement import Placement, place_models
 from tandem.model.weight_files import check_weights
 from tandem.runtime.errors import UserError
+from tandem.runtime.place import here
 from tandem.runtime.rng import address
 from tandem.train.batch import Models
 from tandem.train.learner import Learner
@@ -30,10 +31,9 @@ def placement(config: Config) -> Placement:
     place = place_models(config.model.device, config.model.dtype)
     if place.device.type == "cuda" and config.parallel.processes > 1:
         from tandem.train.parallel.checks import own_gpu
-        from tandem.train.parallel.processes import local_place
 
-        rank, size = local_place(os.environ, config.parallel.processes)
-        number = own_gpu(config.model.device, rank, size, torch.cuda.device_count())
+        own = here(os.environ, config.parallel.processes)
+        number = own_gpu(config.model.device, own, torch.cuda.device_count())
         return replace(place, device=torch.device("cuda", number))
     return place
 

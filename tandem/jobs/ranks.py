@@ -22,6 +22,7 @@ from tandem.config.schema import Config
 from tandem.jobs.models import placement
 from tandem.run_folder.folder import RunFolder
 from tandem.runtime.errors import UserError
+from tandem.runtime.place import here
 from tandem.train.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -30,28 +31,23 @@ if TYPE_CHECKING:
 
 def is_follower(config: Config) -> bool:
     """Tell whether this process is one of the ranks after 0."""
-    return config.parallel.processes > 1 and int(_environment_rank()) > 0
-
-
-def _environment_rank() -> str:
-    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return config.parallel.processes > 1 and here(os.environ, config.parallel.processes).rank > 0
 
 
 @contextmanager
-def open_ranks(config: Config, run: RunFolder) -> Iterator[Ranks]:
+def open_ranks(config: Config, run: RunFolder, run_id: str = "") -> Iterator[Ranks]:
     """Open the trainer's processes as rank 0 sees them. Unless torchrun or Slurm has started the
-    others, they are started on this machine."""
+    others, they are started on this machine. run_id: of its journal, which only this process
+    computes, as it hashes all inputs."""
     if config.parallel.processes == 1 and config.train.backend == "tandem":
-        started = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS")
-        require_size(int(started or "1"), 1)
+        require_size(here(os.environ, 1).size, 1)
         yield ALONE
         return
-    from tandem.train.parallel.processes import Place, join, place_from
+    from tandem.train.parallel.processes import join
 
     size, command = config.parallel.processes, list[str]()
-    place = place_from(os.environ)
-    if place is None:
-        place = Place(0, size, 0, size, "127.0.0.1", 0)
+    place = here(os.environ, size)
+    if place.port == 0:
         command = [sys.executable, "-m", "tandem", run.command, str(run.path / "config.toml")]
     require_size(place.size, size)
     with join(
@@ -61,7 +57,7 @@ def open_ranks(config: Config, run: RunFolder) -> Iterator[Ranks]:
         command=command,
         log=run.path / "log.txt",
     ) as processes:
-        processes.order("begin", folder=str(run.path))
+        processes.order("begin", folder=str(run.path), run_id=run_id)
         yield make_ranks(config, processes)
 
 
@@ -72,7 +68,7 @@ def make_ranks(config: Config, processes: "Processes") -> Ranks:
     device = placement(config).device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    mesh = make_mesh(config.parallel, device, processes.announce)
+    mesh = make_mesh(config.parallel, device, processes.announce, processes.stall_s)
     if config.train.backend == "megatron":
         from tandem.train.megatron.ranks import MegatronRanks
 

@@ -9,7 +9,7 @@ from typing import Any
 from tandem.config.schema import Config
 from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
-from tandem.jobs.cluster import ScaleOnWish, check_cluster
+from tandem.jobs.cluster import ScaleOnRequest, check_cluster
 from tandem.jobs.engines import (
     Report,
     build_engine,
@@ -121,7 +121,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     run_id = identity(config, data)
     mesh = config.parallel.mesh
     journal = Journal(run.episodes, run_id, inputs.problems, mesh)
-    with open_envs_and_rewards(config) as (envs, rewards), open_ranks(config, run) as ranks:
+    with open_envs_and_rewards(config) as (envs, rewards), open_ranks(config, run, run_id) as ranks:
         models = (build_distill_models if distills else build_rl_models)(config, ranks)
         policy = models.policy.whole
         workers = config.rollout.workers
@@ -142,7 +142,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         with rollouts as (lanes, pool, stop_workers), open_stream(config, ranks) as stream:
             sampling = sampling_params(config.rollout, stop_token_ids)
             if pool is not None:
-                lanes = [(r, ScaleOnWish(sync, pool, run.path, report)) for r, sync in lanes]
+                lanes = [(r, ScaleOnRequest(sync, pool, run.path, report)) for r, sync in lanes]
             runner, sync = lanes[0]
             stages = Stages(
                 config=config,

@@ -26,7 +26,7 @@ def open_stream(config: Config, ranks: Ranks) -> Iterator[Stream]:
         yield MemoryStream()
         return
     from tandem.cluster.ray_cluster import open_ray
-    from tandem.stream.transfer_queue import start_servers  # first: it names both packages
+    from tandem.stream.transfer_queue import start_servers
 
     with open_ray(config.cluster.address, config.cluster.nodes):
         servers, handles = start_servers(config.cluster.nodes, START_S)

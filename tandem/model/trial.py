@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tandem.model.attention import Plan
+from tandem.model.config_file import is_sparse, window_of
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.logprobs import log_distribution, token_logprobs
 from tandem.model.paged_attention import PAGE, Runs
@@ -27,17 +28,18 @@ SHORT, LONG = (*range(1, 9), 20, 28, 32, 64), range(255, 261)
 CHUNKS = (1, 1, 2, 7, 33, 130, 400)  # new tokens of a sequence in a pass of the engine
 
 
-def random_model(model: ExactModel, seed: int) -> ExactModel:
+def random_model(model: ExactModel, seed: int, dtype: torch.dtype | None = None) -> ExactModel:
     """Make a random model of one layer of each kind in `model`, with its shapes.
 
     Kinds are layers with and without a window, dense ones and mixtures of experts. The vocabulary
-    is small, and experts are few.
+    is small, and experts are few. Of `model` only the config is read, so it may be divided. dtype:
+    of the weights that run, if they are not those that it holds.
     """
     config = _one_layer_of_each_kind(model)
     config.vocab_size, config.pad_token_id = VOCABULARY, None
     noise = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype or model.dtype)
     module.to_empty(device=model.device)
     # the buffers of a rotary embedding are not parameters
     module.model.rotary_emb = type(module.model.rotary_emb)(config).to(model.device)
@@ -60,8 +62,8 @@ def _one_layer_of_each_kind(model: ExactModel) -> Any:
     """Make the transformers config of a model of the first layer of each kind."""
     config = copy.deepcopy(model.config)
     firsts: dict[tuple[int | None, bool], int] = {}
-    for number, layer in enumerate(model.module.model.layers):
-        firsts.setdefault((layer.window, layer.sparse), number)
+    for number in range(config.num_hidden_layers):
+        firsts.setdefault((window_of(config, number), is_sparse(config, number)), number)
     config.num_hidden_layers = len(firsts)
     if getattr(config, "layer_types", None):  # transformers' own, not in every config
         config.layer_types = [config.layer_types[number] for number in firsts.values()]

@@ -8,8 +8,8 @@ overwritten in silence.
                 and what others write: metrics.jsonl, episodes/, checkpoints/ ...
 
 run.threads = 0 and model.dtype = auto are resolved when a run begins, and kept: a resume with other
-cores at hand computes as the run began. It does not know what a step is, nor what the folder's
-other files hold.
+cores at hand, or another mesh, computes as the run began. It does not know what a step is, nor what
+the folder's other files hold.
 """
 
 import errno
@@ -33,6 +33,7 @@ from tandem.run_folder.config_changes import (
 )
 from tandem.run_folder.errors import FRESH, OTHER_FOLDER, unreadable_file
 from tandem.run_folder.lock import check_unlocked, locked, now
+from tandem.run_folder.status import forget_status
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
     append_line,
@@ -43,6 +44,7 @@ from tandem.runtime.disk import (
     write_atomic,
 )
 from tandem.runtime.errors import UserError
+from tandem.runtime.place import share_of_threads
 
 _MACHINE = "machine.json"
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
@@ -134,6 +136,7 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
     if begins or changes:
         write_atomic(folder / "config.toml", to_toml(config).encode())
     with disk_errors(folder):
+        forget_status(folder)
         log = open_regular_file(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         news = tuple(filter(None, [lock_news, *changes]))
@@ -204,7 +207,9 @@ def _resolved(config: Config, folder: Path) -> Config:
     run, model = config.run, config.model
     recorded = _read(folder / "config.toml", toml_values) if _has_steps(folder) else {}
     if not run.threads:
-        threads = recorded.get(THREADS) or numerics.prepare()
+        threads = recorded.get(THREADS) or share_of_threads(
+            numerics.prepare(), os.environ, config.parallel.processes
+        )
         run = run.model_copy(update={"threads": threads})
     if model.dtype == "auto":
         dtype = recorded.get("model.dtype") or place_models(model.device, "auto").dtype_name

@@ -1,12 +1,12 @@
-"""Status of a run, and the wish for more or fewer rollout workers: two files of its folder.
+"""Status of a run, and the request for more or fewer rollout workers: two files of its folder.
 
-    driver                                   another process
-    ------                                   ---------------
-    write_status  -- status.json ---------->  read_status      `tandem status RUN`
-    take_wish     <-------- scale.json -----  write_wish       `tandem scale RUN rollout=4`
+    driver                                    another process
+    ------                                    ---------------
+    write_status  -- status.json -----------> read_status      `tandem status RUN`
+    take_requested_workers <--- scale.json -- request_workers  `tandem scale RUN rollout=4`
 
-Both are replaced as a whole. Neither is needed to resume: a run starts with the workers of its
-config, and a wish is for the run that lives when it is made.
+Both are replaced as a whole. Neither is needed to resume, so both are dropped when a run starts
+again: it has the workers of its config, and a request is for the process that runs when it is made.
 """
 
 import json
@@ -20,7 +20,7 @@ from tandem.run_folder.lock import now
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
 
-STATUS, WISH = "status.json", "scale.json"
+STATUS, REQUEST = "status.json", "scale.json"
 MOST_WORKERS = 4096
 
 
@@ -31,7 +31,7 @@ def write_status(folder: Path, step: int, steps: int, processes: Sequence[dict[s
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Read the status; None if no step has ended yet. Raises UserError for a broken file."""
+    """Read the status; None as long as the run is starting. Raises UserError for a broken file."""
     path = folder / STATUS
     if not path.exists():
         return None
@@ -42,17 +42,24 @@ def read_status(folder: Path) -> dict[str, Any] | None:
         raise unreadable_file(path, error, next="the run writes it anew at its next step") from None
 
 
-def write_wish(folder: Path, workers: int) -> None:
+def forget_status(folder: Path) -> None:
+    """Drop the status and the request of the run before, as a new one begins in its folder."""
+    for name in (STATUS, REQUEST):
+        (folder / name).unlink(missing_ok=True)
+
+
+def request_workers(folder: Path, workers: int) -> None:
     """Ask the run for so many rollout workers."""
-    _replace(folder / WISH, {"rollout": workers})
+    _replace(folder / REQUEST, {"rollout": workers})
 
 
-def take_wish(folder: Path) -> int:
+def take_requested_workers(folder: Path) -> int:
     """Return for how many workers the run was asked, and forget it; 0: it was not."""
-    path = folder / WISH
-    if not path.exists():
+    path = folder / REQUEST
+    try:
+        text = path.read_text()
+    except FileNotFoundError:  # or another step's rollouts took it at this moment
         return 0
-    text = path.read_text()
     path.unlink(missing_ok=True)
     try:
         workers = json.loads(text)["rollout"]
@@ -61,7 +68,7 @@ def take_wish(folder: Path) -> int:
     return workers if isinstance(workers, int) and 0 < workers <= MOST_WORKERS else 0
 
 
-def parse_wish(text: str) -> int:
+def parse_worker_count(text: str) -> int:
     """Read "rollout=4". Raises UserError."""
     name, _, number = text.partition("=")
     is_count = re.fullmatch("[0-9]{1,4}", number)

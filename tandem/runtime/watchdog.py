@@ -8,11 +8,12 @@
                                was started, exit 3                C that keeps the interpreter
 
 An *actor* is a thread that has sent a heartbeat or waited: "trainer", the main thread, or another
-by its thread's name. An actor has stalled when its last sign of life, a heartbeat or the beginning
-or end of a wait, is older than deadline_s. From it the chain of waits leads to the culprit: an
-actor that waits for nobody, a thread that has ended, something outside this process, or, in a
-circle, a deadlock. A chain that leads to a live actor blames nobody yet. A livelock (an actor that
-sends heartbeats and never delivers) is not detected.
+by its thread's name. A thread that Python has not started counts as the trainer: autograd's, which
+run a backward pass on a GPU. An actor has stalled when its last sign of life, a heartbeat or the
+beginning or end of a wait, is older than deadline_s. From it the chain of waits leads to the
+culprit: an actor that waits for nobody, a thread that has ended, something outside this process,
+or, in a circle, a deadlock. A chain that leads to a live actor blames nobody yet. A livelock (an
+actor that sends heartbeats and never delivers) is not detected.
 
 Time in which the watchdog could not look (the process was stopped, the lid was closed) counts for
 nobody.
@@ -158,6 +159,8 @@ class _Watchdog:
     def actor(self) -> _Actor:
         """Return the actor of the calling thread, a new one at first."""
         thread = threading.current_thread()
+        if isinstance(thread, threading._DummyThread):  # it would never end
+            thread = threading.main_thread()
         actor = self._actors.get(thread)
         if actor is None:
             actor = self._actors[thread] = _Actor(thread, time.monotonic())

@@ -26,6 +26,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from tandem.runtime import numerics
+from tandem.runtime.place import without_place
 
 Message = dict[str, Any]
 
@@ -201,14 +202,14 @@ def spawn(
     """Start a worker with one torch thread; returns it and the non-blocking channel to it.
 
     Its last argument is this process's id, for `die_with_parent`. It gets a session of its own, so
-    that Ctrl-C in the terminal does not reach it.
+    that Ctrl-C in the terminal does not reach it, and no place among the trainer's processes.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [*command, str(os.getpid())],
             stdin=theirs.fileno(),
-            env={**os.environ, **numerics.environment(), **environment},
+            env={**without_place(os.environ), **numerics.environment(), **environment},
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,

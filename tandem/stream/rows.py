@@ -1,8 +1,8 @@
 """Episodes as rows of a data plane: metadata of constant size, and arrays that are fetched apart.
 
 A process that plans a step from metadata, and fetches the arrays of its own share only, has groups
-whose other episodes are stand-ins: as long, with as many loss tokens, the same reward and outcome,
-and values that are nobody's. Knows no transport.
+whose other episodes are placeholders: as long, with as many loss tokens, the same reward and
+outcome, and values that are nobody's. Knows no transport.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from tandem.types import Array, Episode, Group, Problem
 
 # per token of an episode; all else of it is metadata
 ARRAYS = ("tokens", "loss_mask", "engine_logprobs", "weight_versions", "penalties")
-LOGPROBS = ("loss_mask", "engine_logprobs")  # what others' episodes are compared by
+LOGPROBS = ("loss_mask", "engine_logprobs", "weight_versions")  # what others' are compared by
 
 Tag = dict[str, Any]  # metadata of a row: numbers, short texts and reward parts
 
@@ -74,15 +74,16 @@ def groups_of(
     tags: Mapping[Place, Tag], arrays: Mapping[Place, Mapping[str, Array]]
 ) -> list[Group]:
     """Return the groups of a step. tags: of all its episodes; arrays: those that were fetched, by
-    name; the rest are stand-ins."""
+    name; the rest are placeholders."""
     prompts = {
-        tags[place]["prompt"]: found["tokens"][: tags[place]["num_prompt"]]
+        (place[0], tags[place]["prompt"]): found["tokens"][: tags[place]["num_prompt"]]
         for place, found in arrays.items()
         if "tokens" in found
     }
     members: dict[int, list[Episode]] = {}
     for place in sorted(tags):
-        episode = _episode(tags[place], arrays.get(place, {}), prompts)
+        prompt = prompts.get((place[0], tags[place]["prompt"]))
+        episode = _episode(tags[place], arrays.get(place, {}), prompt)
         members.setdefault(place[0], []).append(episode)
     return [
         Group(
@@ -94,9 +95,9 @@ def groups_of(
     ]
 
 
-def _episode(tag: Tag, found: Mapping[str, Array], prompts: Mapping[int, Array]) -> Episode:
+def _episode(tag: Tag, found: Mapping[str, Array], prompt: Array | None) -> Episode:
     values: dict[str, Any] = (
-        dict(found) if len(found) == len(ARRAYS) else {**_stand_ins(tag, prompts, found), **found}
+        dict(found) if len(found) == len(ARRAYS) else {**_placeholders(tag, prompt, found), **found}
     )
     return Episode(
         uid=tag["uid"],
@@ -111,12 +112,10 @@ def _episode(tag: Tag, found: Mapping[str, Array], prompts: Mapping[int, Array])
     )
 
 
-def _stand_ins(
-    tag: Tag, prompts: Mapping[int, Array], found: Mapping[str, Array]
-) -> dict[str, Array]:
+def _placeholders(tag: Tag, prompt: Array | None, found: Mapping[str, Array]) -> dict[str, Array]:
     """Return arrays that take up next to no memory and pass for the episode's in every count and
-    check. The prompt is that of a fetched episode with the same one, so that a mistaken prompt is
-    seen."""
+    check. prompt: that of a fetched episode of the group with the same one, so that a mistaken
+    prompt is seen."""
     length = tag["length"]
     mask = found.get("loss_mask", np.arange(length) >= length - tag["num_loss"])
 
@@ -124,7 +123,7 @@ def _stand_ins(
         return np.broadcast_to(np.array(value, dtype), length)
 
     tokens = constant(tag["prompt"], np.int64)
-    if (prompt := prompts.get(tag["prompt"])) is not None:
+    if prompt is not None:
         tokens = np.concatenate([prompt, tokens[len(prompt) :]])
     floats = {n: constant(np.nan if n in tag["not_finite"] else 0.0, np.float32) for n in _FLOATS}
     versions = np.where(mask, tag["version"], -1).astype(np.int32)

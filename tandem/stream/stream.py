@@ -3,7 +3,7 @@ process.
 
     rollouts (rank 0)                            each rank
     -----------------                            ---------
-    put(step, groups)    a step's groups  ---->  take(step, kept, wanted)   as the batch is learned
+    put(step, groups)    a step's groups  ---->  take(step, kept, plan)     as the batch is learned
     put, when it is full     <-- room ---------  clear(step)                rank 0, after the update
 """
 

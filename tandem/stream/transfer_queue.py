@@ -30,6 +30,7 @@ import torch
 
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
+from tandem.stream.errors import no_transfer_queue
 from tandem.stream.rows import (
     ARRAYS,
     LOGPROBS,
@@ -54,13 +55,7 @@ try:
     from transfer_queue.utils.enum_utils import Role
     from transfer_queue.utils.zmq_utils import ZMQServerInfo, process_zmq_server_info
 except ModuleNotFoundError as missing:
-    raise UserError(
-        "the package transferqueue is not installed",
-        where="stream.kind = transfer_queue",
-        found=f"no {missing.name}",
-        expected="TransferQueue and Ray",
-        next="pip install 'tandem-rl[transfer-queue]', or stream.kind=memory",
-    ) from None
+    raise no_transfer_queue(missing.name) from None
 
 LOOK_S = 1.0  # between two looks whether the processes still listen
 CONNECT_S = 2.0  # for one of them to take a connection
@@ -77,38 +72,55 @@ class Servers:
     units: Sequence[Server]
 
 
-def start_servers(units: int, timeout_s: float) -> tuple[Servers, list[Any]]:
+def _start(units: int) -> tuple[list[Any], list[Any]]:
+    """Start the processes; return their addresses, and Ray's handles of them, the controller's
+    first."""
+    # without names, so that runs on one Ray cluster have each its own
+    handles = [TransferQueueController.remote(polling_mode=True)]
+    for strategy in get_node_round_robin_scheduling_strategies(units):
+        unit = SimpleStorageUnit.options(scheduling_strategy=strategy)
+        handles.append(unit.remote({"num_data_storage_units": units}))
+    return [process_zmq_server_info(handle) for handle in handles], handles
+
+
+def start_servers(
+    units: int, timeout_s: float, start: Callable[[int], tuple[list[Any], list[Any]]] = _start
+) -> tuple[Servers, list[Any]]:
     """Start a controller and storage units on the running Ray cluster, one CPU each; return their
     addresses, and the handles that keep them alive.
 
-    Raises UserError if Ray has not placed them after `timeout_s`.
+    Raises UserError if they do not start, or Ray has not placed them after `timeout_s`.
     """
     units = max(MIN_UNITS, units)
     found: list[Any] = []
 
-    def start() -> None:
-        # without names, so that runs on one Ray cluster have each its own
-        handles = [TransferQueueController.remote(polling_mode=True)]
-        for strategy in get_node_round_robin_scheduling_strategies(units):
-            unit = SimpleStorageUnit.options(scheduling_strategy=strategy)
-            handles.append(unit.remote({"num_data_storage_units": units}))
-        infos = [process_zmq_server_info(handle) for handle in handles]
-        found.extend([infos, handles])
+    def attempt() -> None:
+        try:
+            found.append(start(units))
+        except Exception as error:  # Ray has one for each way in which an actor fails
+            found.append(error)
 
-    thread = threading.Thread(target=start, name="TransferQueue", daemon=True)
+    thread = threading.Thread(target=attempt, name="TransferQueue", daemon=True)
     thread.start()
     with watchdog.waiting_for("Ray", "the processes of TransferQueue"):
         thread.join(timeout_s)
-    if not found:
-        raise UserError(
-            "TransferQueue did not start",
-            where="stream.kind = transfer_queue",
-            found=f"no answer of its processes in {timeout_s:g} s",
-            expected=f"a Ray cluster with {units + 1} free CPUs",
-            next="ray status; free the CPUs, or stream.kind=memory",
-        )
-    controller, *others = ({"id": i.id, "ip": i.ip, "ports": dict(i.ports)} for i in found[0])
-    return Servers(controller=controller, units=others), found[1]
+    match found:
+        case [(infos, handles)]:
+            controller, *others = ({"id": i.id, "ip": i.ip, "ports": dict(i.ports)} for i in infos)
+            return Servers(controller=controller, units=others), handles
+        case [Exception() as error]:
+            raise _not_started(units, f"{type(error).__name__}: {error}"[:300]) from error
+    raise _not_started(units, f"no answer of its processes in {timeout_s:g} s")
+
+
+def _not_started(units: int, found: str) -> UserError:
+    return UserError(
+        "TransferQueue did not start",
+        where="stream.kind = transfer_queue",
+        found=found,
+        expected=f"a Ray cluster with {units + 1} free CPUs",
+        next="ray status; free the CPUs, or stream.kind=memory",
+    )
 
 
 class TransferQueueStream:
@@ -158,8 +170,8 @@ class TransferQueueStream:
         return []
 
     def take(self, step: int, kept: list[Group], plan: Plan) -> list[Group]:
-        """Return the groups of a step with the arrays planned, and stand-ins for the others, once
-        every rank has what it needs."""
+        """Return the groups of a step with the arrays planned, and placeholders for the others,
+        once every rank has what it needs."""
         what = f"the episodes of step {step + 1}"
         tags = self._call(what, self._tags(step))
         if not tags:

@@ -26,9 +26,9 @@ def engine_gap(batch: TrainBatch, config: Config, dtype: torch.dtype, version: i
     """Return "logprob_gap_mean", nats: the mean difference of engine and policy on the tokens that
     weights `version` sampled, before an update; {} without such tokens, or with Tandem's engine.
 
-    dtype: of the policy. Tokens of older weights are left out, as updates have moved the policy
-    since; with rollout.staleness these are all after the first steps. Raises UserError if the mean
-    is above log(rl.max_logprob_error), or MAX_MEAN without it.
+    dtype: of the weights that run. Tokens of older weights are left out, as updates have moved the
+    policy since; with rollout.staleness these are all after the first steps. Raises UserError if
+    the mean is above log(rl.max_logprob_error), or MAX_MEAN without it.
     """
     if config.rollout.engine == "tandem" or not batch.recomputed:
         return {}

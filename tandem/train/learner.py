@@ -4,6 +4,7 @@ NaN never reaches a weight."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem.model.boxes import Box, whole_box
@@ -33,6 +34,11 @@ class Learner:
     def whole(self) -> ExactModel:
         """The whole model, as of the last `publish`."""
         return self.copy or self.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights that run."""
+        return self.ranks.running_dtype(self.model)
 
     def publish(self) -> None:
         """Bring the whole model up to date, on rank 0."""

@@ -67,6 +67,11 @@ class Ranks:
         dtype: of the weights that run."""
         return model
 
+    def running_dtype(self, model: ExactModel) -> torch.dtype:
+        """Return the type of the weights that run; of a divided model it need not be that of the
+        parts."""
+        return model.dtype
+
     def publish(self, model: ExactModel, whole: ExactModel | None) -> None:
         """Copy a divided model's weights into the whole one of rank 0."""
 

@@ -25,22 +25,17 @@ from torch import Tensor
 
 from tandem.weights.shared import Layout, SharedWeights, Target, read_tensors
 
+HOST = "127.0.0.1"
 JOIN_S = 15.0  # for every process of a group to come: they are idle when they are told to
 TENSOR_S = timedelta(seconds=300)  # for each tensor
 
 
 class CollectiveWeights(SharedWeights):
-    """SharedWeights that are broadcast. host: the address at which workers reach this process."""
+    """SharedWeights that are broadcast to workers of this machine."""
 
-    def __init__(
-        self,
-        tensors: dict[str, Tensor],
-        delta: bool = False,
-        host: str = "127.0.0.1",
-        join_s: float = JOIN_S,
-    ):
+    def __init__(self, tensors: dict[str, Tensor], delta: bool = False, join_s: float = JOIN_S):
         super().__init__(tensors, delta)
-        self._host, self._join_s = host, join_s
+        self._join_s = join_s
         self._senders: list[threading.Thread] = []
 
     def offer(self, version: int, workers: Sequence[Target]) -> list[tuple[dict[str, Any], int]]:
@@ -53,14 +48,14 @@ class CollectiveWeights(SharedWeights):
         os.close(descriptor)
         timeout = timedelta(seconds=self._join_s)
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout
+            HOST, 0, is_master=True, wait_for_workers=False, timeout=timeout
         )
         sender = threading.Thread(
             target=self._send, args=(store, size, tensors), name="weights", daemon=True
         )
         self._senders = [thread for thread in self._senders if thread.is_alive()] + [sender]
         sender.start()
-        place = {"host": self._host, "port": store.port, "size": size, "join_s": self._join_s}
+        place = {"port": store.port, "size": size, "join_s": self._join_s}
         messages = [self._message("collective", version, names) for _ in workers]
         return [({**m, **place, "rank": i}, -1) for i, m in enumerate(messages, start=1)]
 
@@ -81,7 +76,7 @@ def receive_broadcast(source: dict[str, Any], layout: Layout) -> dict[str, Tenso
     join_s = source["join_s"]
     timeout = timedelta(seconds=join_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        source["host"], source["port"], is_master=False, timeout=timeout
+        HOST, source["port"], is_master=False, timeout=timeout
     )
     _, tensors = layout.only(source["names"]).staging()
     _broadcast(store, source["rank"], source["size"], join_s, tensors)

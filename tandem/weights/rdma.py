@@ -129,19 +129,24 @@ def _register(agent: Any, memory: Tensor) -> Any:
     return agent.register_memory([(memory.data_ptr(), memory.numel(), 0, "")], "DRAM")
 
 
+def no_nixl(found: str) -> UserError:
+    """Report that the package is missing."""
+    return UserError(
+        "weights.transport = rdma needs NIXL",
+        where="weights.transport",
+        found=found,
+        expected="the package nixl",
+        next="pip install 'tandem-rl[rdma]'",
+    )
+
+
 def open_agent(answers: bool) -> Any:
     """Open an agent of NIXL. answers: have a thread that serves others' reads where no card does.
     Raises UserError if NIXL is not installed."""
     try:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
     except ImportError as error:
-        raise UserError(
-            "weights.transport = rdma needs NIXL",
-            where="weights.transport",
-            found=str(error),
-            expected="the package nixl",
-            next="pip install 'tandem-rl[rdma]'",
-        ) from None
+        raise no_nixl(str(error)) from None
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)
     # the trainer's thread registers while the pool's offers

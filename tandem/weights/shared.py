@@ -210,10 +210,12 @@ class SharedWeights:
         while self._free:
             self._end_file(self._free.pop())
 
-    def _message(self, transport: str, version: int, names: list[str] | None) -> dict[str, Any]:
-        """Return what every transport's offer has; count its bytes."""
+    def _message(
+        self, transport: str, version: int, names: list[str] | None, copies: int = 1
+    ) -> dict[str, Any]:
+        """Return what every transport's offer has; count the bytes of so many copies."""
         with self._lock:
-            self.sent_bytes += self.layout.only(names).tensor_bytes
+            self.sent_bytes += copies * self.layout.only(names).tensor_bytes
             digests = self._digests[version]
         return {"transport": transport, "names": names, "digests": digests}
 

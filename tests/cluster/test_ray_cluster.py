@@ -13,8 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from tandem.cluster.door import Door
+from tandem.cluster.listener import Listener
 from tandem.run_folder.status import read_status
+from tandem.runtime.processes import ZOMBIE, state_of
 from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.runs import fingerprint
 
@@ -54,45 +55,63 @@ def workers(folder):
     return [row for row in status["processes"] if row["role"].startswith("rollout worker")]
 
 
-def step(folder):
-    return (read_status(folder) or {"step": 0})["step"]
+def joined(nodes, count=2):
+    return [f"cluster.address={nodes.address}", "cluster.nodes=2", f"rollout.workers={count}"]
 
 
-def joined(nodes):
-    return [f"cluster.address={nodes.address}", "cluster.nodes=2", "rollout.workers=2"]
+@contextmanager
+def gated(run):
+    """Yields allow(steps): lets the run do so many steps, and waits for them. The next one is held
+    where its episodes are scored, so what happens then is seen in the step behind it, in any case.
+    Afterwards the run goes on."""
+    gate = run.parent / "gate.json"
+
+    def write(steps):
+        temporary = gate.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"run": str(run), "steps": steps}))
+        temporary.replace(gate)
+
+    def allow(steps):
+        write(steps)
+        until(lambda: (read_status(run) or {"step": 0})["step"] == steps)
+
+    write(0)
+    try:
+        yield allow
+    finally:
+        write(1 << 30)
+
+
+def until_gone(pid):
+    until(lambda: state_of(pid) in ("", ZOMBIE))
 
 
 def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs, inline):
     folder, command = inputs
-    with running(command, folder / "two", *joined(nodes)):
-        until(lambda: step(folder / "two") >= 1)
-        seen = workers(folder / "two")
-    assert {row["node"] for row in seen} == {"127.0.0.2", "127.0.0.3"}
-    assert fingerprint(folder / "two") == inline
-    assert all(row["requests"] for row in workers(folder / "two"))
-
-
-@contextmanager
-def slow(folder):
-    """Steps take some seconds each."""
-    (folder / "slow").write_text("")
-    try:
-        yield
-    finally:
-        (folder / "slow").unlink()
+    two = folder / "two"
+    with running(command, two, *joined(nodes)):
+        seen = until(lambda: workers(two))
+    assert len({row["node"] for row in seen}) == 2
+    assert fingerprint(two) == inline
 
 
 def test_a_killed_actor_and_a_killed_node_change_no_bit(nodes, inputs, inline):
     folder, command = inputs
-    struck, third = folder / "struck", nodes.add()
-    with running(command, struck, *joined(nodes), "run.stall_s=120"), slow(folder):
-        until(lambda: workers(struck) and step(struck) >= 1)
-        os.kill(workers(struck)[0]["pid"], signal.SIGKILL)
-        # it is replaced on the node that has no worker
-        on_third = until(lambda: [w for w in workers(struck) if w["node"] == "127.0.0.4"])
-        assert [w["restarts"] for w in on_third] == [1]
-        nodes.remove(third)
-        until(lambda: [w for w in workers(struck) if w["restarts"] == 2])
+    struck, _ = folder / "struck", nodes.add()
+    with gated(struck) as allow, running(command, struck, *joined(nodes, count=1)):
+        allow(1)
+        [first] = workers(struck)
+        os.kill(first["pid"], signal.SIGKILL)
+        until_gone(first["pid"])
+        allow(3)
+        [second] = workers(struck)
+        assert second["restarts"] == 1 and second["node"] != first["node"]
+        nodes.remove(second["node"])
+        until_gone(second["pid"])
+        allow(5)
+        [third] = workers(struck)
+        assert third["restarts"] == 2 and third["node"] != second["node"]
+        allow(6)
     assert fingerprint(struck) == inline
     log = (struck / "log.txt").read_text()
     assert "was lost while" in log and "restart 2 of 10" in log
@@ -102,15 +121,18 @@ def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
     """Without Ray: `tandem scale` is the same for processes of one machine."""
     folder, command = inputs
     scaled = folder / "scaled"
-    with running(command, scaled, "rollout.workers=1"), slow(folder):
-        until(lambda: workers(scaled))
+    with gated(scaled) as allow, running(command, scaled, "rollout.workers=1"):
+        allow(1)
         assert tandem("scale", scaled, "rollout=3", cwd=folder)[0] == 0
-        until(lambda: len(workers(scaled)) == 3)
+        allow(3)
+        assert len(workers(scaled)) == 3
         assert tandem("scale", scaled, "rollout=1", cwd=folder)[0] == 0
         code, output, _, torch = tandem("status", scaled, cwd=folder)
         assert code == 0 and "runs: pid" in output and "trainer rank 0" in output
         assert not torch
-        until(lambda: len(workers(scaled)) == 1)
+        allow(5)
+        assert len(workers(scaled)) == 1
+        allow(6)
     assert fingerprint(scaled) == inline
     assert "does not run" in tandem("status", scaled, cwd=folder)[1]
     log = (scaled / "log.txt").read_text()
@@ -120,11 +142,22 @@ def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
 def test_workers_join_on_a_cluster(nodes, inputs, inline):
     folder, command = inputs
     grown = folder / "grown"
-    with running(command, grown, *joined(nodes)[:2], "rollout.workers=1"), slow(folder):
-        until(lambda: workers(grown))
+    with gated(grown) as allow, running(command, grown, *joined(nodes, count=1)):
+        allow(1)
         assert tandem("scale", grown, "rollout=3", cwd=folder)[0] == 0
-        until(lambda: len(workers(grown)) == 3)
+        allow(3)
+        assert len(workers(grown)) == 3
+        allow(6)
     assert fingerprint(grown) == inline
+
+
+def test_a_worker_that_needs_a_gpu_is_placed_on_a_node_of_this_machine_that_has_one(nodes):
+    from tandem.cluster.ray_cluster import join_cluster
+
+    with join_cluster(nodes.address, 2, gpus=1) as cluster:
+        host = cluster.spawn(0)
+        assert until(host.connect) is not None
+        host.end()
 
 
 # ---- bad input
@@ -143,13 +176,13 @@ def test_nobody_at_the_address_is_a_users_error_soon(inputs):
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "text",
     ["rollout=0", "rollout=-1", "rollout=x", "4", "rollout=", "env=2", f"rollout={'9' * 5000}"],
 )
-def test_a_wish_that_is_no_number_of_workers_is_refused(tmp_path, wish):
+def test_what_is_no_number_of_workers_is_refused(tmp_path, text):
     (tmp_path / "config.toml").write_text("")
-    result = tandem("scale", tmp_path, wish, cwd=tmp_path)
-    assert_is_a_users_error(result, "not a number of workers", wish, torch=False)
+    result = tandem("scale", tmp_path, text, cwd=tmp_path)
+    assert_is_a_users_error(result, "not a number of workers", text, torch=False)
 
 
 def test_only_a_run_that_lives_can_be_scaled(tmp_path):
@@ -160,8 +193,8 @@ def test_only_a_run_that_lives_can_be_scaled(tmp_path):
 
 @pytest.mark.parametrize("command", [("status",), ("scale", "rollout=2")])
 def test_a_folder_without_a_run_is_refused(tmp_path, command):
-    name, *wish = command
-    result = tandem(name, tmp_path, *wish, cwd=tmp_path)
+    name, *count = command
+    result = tandem(name, tmp_path, *count, cwd=tmp_path)
     assert_is_a_users_error(result, "not a run folder", str(tmp_path), torch=False)
 
 
@@ -172,63 +205,73 @@ def test_a_broken_status_is_a_users_error(tmp_path):
     assert_is_a_users_error(result, "status.json", torch=False)
 
 
-# ---- the door
+# ---- the listener
 
 
 @contextmanager
-def door():
-    opened = Door("127.0.0.1")
+def listening():
+    listener = Listener("127.0.0.1")
     try:
-        yield opened
+        yield listener
     finally:
-        opened.close()
+        listener.close()
 
 
-def knock(opened, line):
-    """A connection that sends this line; whether the door has closed it."""
-    with socket.create_connection(opened.address) as connection:
+def connect(listener, line, connected):
+    """Connect and send a line, until the listener hands the connection on or closes it; return
+    whether it has closed it."""
+    before = len(connected)
+    with socket.create_connection(listener.address) as connection:
         connection.sendall(line)
-        time.sleep(0.05)
-        opened.open()
-        connection.settimeout(0.2)
-        try:
-            return connection.recv(1) == b""
-        except TimeoutError:
-            return False
+        connection.setblocking(False)
+
+        def is_closed():
+            listener.accept()
+            try:
+                return connection.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+
+        until(lambda: is_closed() or len(connected) > before)
+        return len(connected) == before
 
 
-def test_the_door_takes_a_proved_connection_once():
-    with door() as opened:
-        taken = []
-        greeting = opened.expect(lambda connection, message: taken.append((connection, message)))
-        line = json.dumps({**greeting, "pid": 7}).encode() + b"\n"
-        assert not knock(opened, line)
-        assert [message["pid"] for _, message in taken] == [7]
-        assert knock(opened, line) and len(taken) == 1
-        taken[0][0].close()
+def test_the_listener_hands_on_a_proved_connection_once():
+    with listening() as listener:
+        connected = []
+        handshake = listener.expect(
+            lambda connection, message: connected.append((connection, message))
+        )
+        line = json.dumps({**handshake, "pid": 7}).encode() + b"\n"
+        assert not connect(listener, line, connected)
+        assert [message["pid"] for _, message in connected] == [7]
+        assert connect(listener, line, connected)
+        connected[0][0].close()
 
 
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda greeting: json.dumps({**greeting, "token": "0" * 64}).encode() + b"\n",
-        lambda greeting: json.dumps({**greeting, "number": 99}).encode() + b"\n",
-        lambda greeting: json.dumps({**greeting, "number": "0"}).encode() + b"\n",
-        lambda greeting: json.dumps({"number": 0}).encode() + b"\n",
-        lambda greeting: b"GET / HTTP/1.1\r\n\r\n",
-        lambda greeting: b"x" * 10_000,
+        lambda handshake: json.dumps({**handshake, "token": "0" * 64}).encode() + b"\n",
+        lambda handshake: json.dumps({**handshake, "number": 99}).encode() + b"\n",
+        lambda handshake: json.dumps({**handshake, "number": "0"}).encode() + b"\n",
+        lambda handshake: json.dumps({"number": 0}).encode() + b"\n",
+        lambda handshake: b"GET / HTTP/1.1\r\n\r\n",
+        lambda handshake: b"x" * 10_000,
     ],
 )
-def test_the_door_closes_on_whoever_proves_nothing(forge):
-    with door() as opened:
-        taken = []
-        greeting = opened.expect(lambda *both: taken.append(both))
-        assert knock(opened, forge(greeting)) and not taken
+def test_the_listener_closes_a_connection_that_proves_nothing(forge):
+    with listening() as listener:
+        connected = []
+        handshake = listener.expect(lambda *both: connected.append(both))
+        assert connect(listener, forge(handshake), connected)
 
 
-def test_the_door_refuses_a_greeting_that_was_taken_back():
-    with door() as opened:
-        taken = []
-        greeting = opened.expect(lambda *both: taken.append(both))
-        opened.forget(greeting)
-        assert knock(opened, json.dumps(greeting).encode() + b"\n") and not taken
+def test_the_listener_refuses_a_handshake_that_is_forgotten():
+    with listening() as listener:
+        connected = []
+        handshake = listener.expect(lambda *both: connected.append(both))
+        listener.forget(handshake)
+        assert connect(listener, json.dumps(handshake).encode() + b"\n", connected)

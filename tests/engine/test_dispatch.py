@@ -160,18 +160,38 @@ def test_with_one_worker_for_two_versions_the_older_comes_first():
 
 def test_a_later_turn_goes_to_a_worker_of_its_version_that_has_room():
     """It draws no worker from newer requests."""
-    play = Play(2, version=0)
+    play = Play(3, version=0)
     old = play.dispatcher.open(0)
     play.ask(old, 1, key=5)
     play.dispatch()
     new = play.dispatcher.open(1)
-    play.ask(new, 1)
+    play.ask(new, 2)
     play.dispatch()
-    assert sorted(play.targets()) == [0, 1]
+    assert sorted(play.targets()) == [0, 1, 1]
     home = next(worker for worker in play.workers if worker.target == 0)
-    play.end(next(worker for worker in play.workers if worker.target == 1))
+    for worker in play.workers:
+        if worker is not home:
+            play.end(worker)
     play.ask(old, 1, key=6)
     assert [worker for worker, _ in play.dispatch()] == [home.number]
+    assert sorted(play.targets()) == [0, 1, 1]
+
+
+def test_a_worker_whose_tickets_wait_is_not_taken_by_a_newer_version():
+    play = Play(2, version=0)
+    play.ask(play.dispatcher.open(0), 2)
+    play.dispatcher.open(1)
+    assert len(play.dispatch()) == 2 and play.targets() == [0, 0]
+
+
+def test_a_version_without_a_worker_takes_the_only_one_of_a_newer():
+    play = Play(1, version=1)
+    old = play.dispatcher.open(0)
+    play.ask(play.dispatcher.open(1), 1)
+    play.dispatch()
+    assert play.targets() == [0] and play.loads() == [0]
+    play.ask(old, 1)
+    assert len(play.dispatch()) == 1
 
 
 def test_of_one_version_the_line_with_the_lower_number_comes_first():

@@ -1,15 +1,14 @@
 """A run of two ranks, one of which is killed with SIGKILL: the other ends, the same command goes
 on, and what is left is what a run that was never stopped leaves."""
 
-import time
-
 import pytest
 from transformers import AutoModelForCausalLM
 
 from tandem.model.load import load_model
-from tests.support.runs import Forks, fingerprint, kill_rank, output, prepare
+from tests.support.runs import Forks, end_well, fingerprint, kill_rank, output, prepare
+from tests.support.waiting import eventually
 
-END_S = 10.0
+BEGIN_S, END_S = 300.0, 10.0
 OTHERS = ["train.optimizer=muon", "run.save_every=1", "eval.every=0", "run.threads=1"]
 
 
@@ -20,9 +19,7 @@ def command(tmp_path):
 
 
 def end(forks, command, folder):
-    run = forks.start(command, folder)
-    run.join()
-    assert run.exitcode == 0, output(folder)
+    end_well(forks.start(command, folder), folder)
 
 
 def test_run_whose_ranks_are_killed_ends_as_one_that_was_never_stopped(tmp_path, command):
@@ -31,11 +28,10 @@ def test_run_whose_ranks_are_killed_ends_as_one_that_was_never_stopped(tmp_path,
     end(forks, command, whole)
     for rank, step in ((1, 1), (0, 3)):
         run = forks.start(command, killed)
-        while not (killed / "checkpoints" / f"step_{step:06d}").exists():
-            assert run.is_alive(), output(killed)
-            time.sleep(0.01)
+        saved = killed / "checkpoints" / f"step_{step:06d}"
+        assert eventually(lambda saved=saved: saved.exists(), within_s=BEGIN_S), output(killed)
         assert kill_rank(run.pid, rank, END_S) == "", output(killed)
-        run.join()
+        run.join(END_S)
     end(forks, command, killed)
     printed = output(killed)
     assert "rank 1 (pid " in printed and "has ended, exit code -9" in printed

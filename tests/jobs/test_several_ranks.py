@@ -3,8 +3,9 @@ trainer's."""
 
 import pytest
 
+from tandem.model.tiny import make_tiny
 from tandem.run_folder.metrics import read_metrics
-from tests.support.runs import Forks, output, prepare
+from tests.support.runs import Forks, end_well, fingerprint, prepare, run
 
 RUNS = {  # kind, overrides
     # a microbatch for each of the 8 problems: with three ranks some have none, and are idle
@@ -14,13 +15,35 @@ RUNS = {  # kind, overrides
 }
 
 
+def metrics_of(command, folder):
+    end_well(Forks().start([*command, "eval.every=0", "run.threads=1"], folder), folder)
+    return read_metrics(folder)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_run_of_several_ranks_ends_well(name, tmp_path):
     kind, overrides = RUNS[name]
     command = prepare(tmp_path, steps=2, command=kind)
-    run = Forks().start([*command, *overrides, "eval.every=0", "run.threads=1"], tmp_path / "run")
-    run.join()
-    assert run.exitcode == 0, output(tmp_path / "run")
-    rows = read_metrics(tmp_path / "run")
+    rows = metrics_of([*command, *overrides], tmp_path / "run")
     assert rows[-1]["step"] == 2 and all(row.get("logprob_gap", 0.0) == 0.0 for row in rows)
     assert any(row.get("grad_norm", 0.0) > 0 for row in rows)
+
+
+def test_teacher_of_another_shape_grades_as_in_one_process(tmp_path):
+    command = prepare(tmp_path, steps=2, command="distill")
+    make_tiny(tmp_path / "larger", hidden=48, layers=3, intermediate=96, seed=1)
+    command.append(f"distill.teacher={tmp_path / 'larger'}")
+    alone = metrics_of(command, tmp_path / "alone")
+    several = metrics_of([*command, "parallel.data=2"], tmp_path / "several")
+    # gradients are added up in another order
+    expected = [pytest.approx(row["teacher_kl"], rel=1e-5) for row in alone[1:]]
+    assert [row["teacher_kl"] for row in several[1:]] == expected
+
+
+def test_torchrun_starts_the_ranks_of_the_same_run(tmp_path):
+    command = [*prepare(tmp_path, steps=2), "parallel.data=2", "eval.every=0", "run.threads=1"]
+    end_well(Forks().start(command, tmp_path / "own"), tmp_path / "own")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun.append(f"--log-dir={tmp_path / 'logs'}")
+    run([command[0], *torchrun, *command[1:]], tmp_path / "torchrun")
+    assert fingerprint(tmp_path / "torchrun") == fingerprint(tmp_path / "own")

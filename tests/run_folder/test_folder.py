@@ -14,6 +14,12 @@ import torch
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
 from tandem.run_folder.folder import identity, open_run
+from tandem.run_folder.status import (
+    read_status,
+    request_workers,
+    take_requested_workers,
+    write_status,
+)
 from tandem.runtime.disk import DISK, append_line, write_atomic
 from tandem.runtime.errors import UserError
 from tests.support.faults import DIED, DyingDisk, in_a_fork, make_read_only, small_disk
@@ -69,6 +75,17 @@ def kill(process):
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()
+
+
+def test_status_and_requested_workers_of_the_run_before_are_dropped_when_it_starts_again(tmp_path):
+    for start in range(2):
+        with open_run(tmp_path, config(), fresh=False, command="train"):
+            assert read_status(tmp_path) is None and take_requested_workers(tmp_path) == 0
+            write_status(tmp_path, start, 9, [])
+            request_workers(tmp_path, 3)
+            with pytest.raises(UserError), open_run(tmp_path, config(), fresh=False, command="sft"):
+                pass
+            assert read_status(tmp_path)["step"] == start
 
 
 def test_new_run_folder_holds_the_resolved_config(tmp_path):

@@ -1,3 +1,4 @@
+import _thread
 import os
 import signal
 import subprocess
@@ -187,6 +188,23 @@ def test_stalled_actor_nobody_waits_for_is_reported_once():
         and on_stall.finding.endswith(", hang")
     )
     assert len(on_stall.reports) == 1
+
+
+def test_thread_that_python_has_not_started_is_the_trainer():
+    """Autograd's on a GPU: it waits in collectives, and nobody sees it end."""
+    on_stall, over, begun = Recorder(), threading.Event(), threading.Event()
+
+    def wait():
+        with watchdog.waiting_for("other ranks", "gradients"):
+            begun.set()
+            over.wait()
+
+    with watchdog.watching(DEADLINE_S, on_stall=on_stall):
+        _thread.start_new_thread(wait, ())
+        begun.wait()
+        assert on_stall.reported.wait(WAIT_S)
+        over.set()
+    assert "`trainer` waits for `other ranks` (gradients)" in on_stall.finding
 
 
 def test_ended_thread_nobody_waits_for_is_forgotten():

@@ -2,10 +2,12 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
-from tandem.runtime.worker_channel import Channel, ProtocolError, RestartLimit, exit_reason
+from tandem.runtime.worker_channel import Channel, ProtocolError, RestartLimit, exit_reason, spawn
 
 MAX_LINE = 1 << 20
 
@@ -101,3 +103,13 @@ def test_the_restart_after_the_last_is_refused_until_a_reset():
 
 def test_an_exit_names_its_signal_or_its_code():
     assert (exit_reason(-9), exit_reason(7)) == ("signal 9", "exit 7")
+
+
+def test_worker_has_no_place_among_the_trainers_processes(monkeypatch):
+    names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "NODE"]
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    code = f"import os; print([name for name in {names} if name in os.environ])"
+    process, channel = spawn([sys.executable, "-c", code], MAX_LINE, stdout=subprocess.PIPE)
+    channel.close()
+    assert process.communicate()[0] == b"['NODE']\n"

@@ -26,7 +26,11 @@ from tests.support.streams import (
 )
 
 TIMES = {"correction": "tis", "max_logprob_error": 1.2}
-CONFIGS = {"grpo": {"minibatches": 2}, "corrected": TIMES}
+CONFIGS = {
+    "grpo": {"minibatches": 2},
+    "corrected": TIMES,
+    "other engine": {**TIMES, "engine": "vllm"},
+}
 
 
 class Half(Ranks):
@@ -39,7 +43,7 @@ class Half(Ranks):
         return microbatches[self.rank :: 2]
 
 
-def stand_ins(groups):
+def placeholders(groups):
     return groups_of(tags_of(groups), {})
 
 
@@ -53,16 +57,16 @@ def tags_of(groups):
 
 def shares_of(groups, config):
     models = [Models(policy=Learner(None, None, Half(rank))) for rank in range(2)]
-    return [plan_share(stand_ins(groups), config, m) for m in models]
+    return [plan_share(placeholders(groups), config, m) for m in models]
 
 
 def test_a_key_names_its_place():
     assert place_of(key_of((12, 3))) == (12, 3) and key_of((12, 3)) == "12/3"
 
 
-def test_stand_ins_pass_for_the_episodes_in_all_but_their_values():
+def test_placeholders_pass_for_the_episodes_in_all_but_their_values():
     groups = groups_to_learn()
-    found = stand_ins(groups)
+    found = placeholders(groups)
     assert [group.outcome for group in found] == [group.outcome for group in groups]
     for group, other in zip(groups, found, strict=True):
         assert (group.rewards == other.rewards).all() and (group.valid == other.valid).all()
@@ -82,7 +86,7 @@ def test_groups_are_packed_alike_by_lengths_alone(minibatches):
         [[(b.samples.tolist(), len(b.tokens), len(b.targets)) for b in m] for m in batch]
         for batch in (
             pack_batch(groups, config, Half(0)).minibatches
-            for groups in (trained, stand_ins(trained))
+            for groups in (trained, placeholders(trained))
         )
     ]
     assert plans[0] == plans[1] and len(plans[0]) == minibatches
@@ -115,6 +119,20 @@ def test_two_ranks_with_the_arrays_of_their_own_share_learn_the_bits_of_two_with
     whole = [{place for place, names in part if names == ARRAYS} for part in (fetched, more)]
     assert len(whole[0] | whole[1]) == 17 and max(map(len, whole)) < 17
     assert any(names == LOGPROBS for _, names in fetched) == ("minibatches" not in changes)
+    gaps = ["logprob_gap_mean" in row for row in rows]
+    assert gaps == [changes.get("engine") == "vllm", False]
+
+
+def test_a_placeholder_has_no_prompt_of_another_group_whose_checksum_is_the_same():
+    groups = groups_to_learn()
+    tags = tags_of(groups)
+    for place in ((2, 0), (2, 1), (3, 0)):
+        tags[place]["prompt"] = 7
+    fetched = groups[2].episodes[0]
+    found = groups_of(tags, {(2, 0): {name: getattr(fetched, name) for name in ARRAYS}})
+    prompt = fetched.tokens[: fetched.num_prompt_tokens]
+    assert (found[2].episodes[1].tokens[: len(prompt)] == prompt).all()
+    assert set(found[3].episodes[0].tokens.tolist()) == {7}
 
 
 def test_penalties_of_turns_travel_with_the_rows():
@@ -130,11 +148,11 @@ def test_a_value_that_is_not_finite_is_seen_by_a_rank_that_has_not_fetched_it(na
     groups = groups_to_learn()
     wrong = getattr(groups[0].episodes[0], name).copy()
     wrong[-1] = np.nan
-    found = stand_ins(changed(groups, (0, 0), **{name: wrong}))
+    found = placeholders(changed(groups, (0, 0), **{name: wrong}))
     assert np.isnan(getattr(found[0].episodes[0], name)).any()
     batch = pack_batch(found[:1], config_of(prompts_per_step=1))
     assert bool(not_finite(batch)) == (name == "engine_logprobs")
-    assert not np.isnan(getattr(stand_ins(groups)[0].episodes[0], name)).any()
+    assert not np.isnan(getattr(placeholders(groups)[0].episodes[0], name)).any()
 
 
 def test_a_prompt_that_is_not_the_groups_is_seen_without_its_tokens():

@@ -9,11 +9,13 @@ from importlib.util import find_spec
 import pytest
 
 from tandem.config.schema import Config, Run, Stream
+from tandem.jobs.streams import START_S
 from tandem.runtime.errors import UserError
 from tandem.stream.rows import ARRAYS
 from tandem.stream.stream import MemoryStream
 from tests.support.episodes import episodes_of
 from tests.support.meshes import on_mesh
+from tests.support.runs import fingerprint, prepare, run
 from tests.support.streams import (
     config_of,
     groups_to_learn,
@@ -21,6 +23,7 @@ from tests.support.streams import (
     through_memory_on,
     through_queue_on,
 )
+from tests.support.waiting import WAIT_S
 
 needs_queue = pytest.mark.skipif(
     not (find_spec("transfer_queue") and find_spec("ray")),
@@ -45,14 +48,14 @@ def queue():
     from tandem.stream.transfer_queue import start_servers
 
     with open_ray("", 1):
-        yield start_servers(2, 120.0)
+        yield start_servers(2, START_S)
 
 
 @pytest.fixture
 def stream(queue):
     from tandem.stream.transfer_queue import TransferQueueStream
 
-    stream = TransferQueueStream(queue[0], name="rank 0", capacity=1, timeout_s=20.0)
+    stream = TransferQueueStream(queue[0], name="rank 0", capacity=1, timeout_s=WAIT_S)
     yield stream
     for step in list(stream._steps):
         stream.clear(step)
@@ -69,6 +72,23 @@ def test_without_its_packages_the_error_names_the_extra(monkeypatch):
 def test_a_run_whose_transfers_have_no_time_is_refused():
     with pytest.raises(ValueError, match=r"run\.stall_s: must be at least 20"):
         Config(stream=Stream(kind="transfer_queue"), run=Run(stall_s=10.0))
+
+
+@needs_queue
+def test_processes_that_do_not_start_are_reported_with_the_reason():
+    from tandem.stream.transfer_queue import start_servers
+
+    def start(units):
+        raise RuntimeError(f"no node for {units} storage units")
+
+    with pytest.raises(UserError, match="TransferQueue did not start") as error:
+        start_servers(3, WAIT_S, start)
+    assert error.value.found == "RuntimeError: no node for 3 storage units"
+    never = threading.Event()
+    with pytest.raises(UserError, match="did not start") as error:
+        start_servers(3, 0.05, lambda units: never.wait())
+    never.set()
+    assert error.value.found == "no answer of its processes in 0.05 s"
 
 
 @needs_queue
@@ -126,7 +146,7 @@ def test_a_full_stream_waits_for_the_trainer_and_drops_nothing(stream):
     second.join(0.5)
     assert second.is_alive() and len(stream.take(0, [], nothing)) == 7
     stream.clear(0)
-    second.join(20)
+    second.join(WAIT_S)
     assert not second.is_alive() and len(stream.take(1, [], nothing)) == 7
 
 
@@ -134,34 +154,42 @@ def test_a_full_stream_waits_for_the_trainer_and_drops_nothing(stream):
 def test_a_stream_that_stays_full_ends_with_an_error(queue):
     from tandem.stream.transfer_queue import TransferQueueStream
 
-    stream = TransferQueueStream(queue[0], name="full", capacity=1, timeout_s=20.0)
+    stream = TransferQueueStream(queue[0], name="full", capacity=1, timeout_s=WAIT_S)
     stream.put(7, groups_to_learn())
     stream.timeout_s = 0.5
     with pytest.raises(UserError, match="no room"):
         stream.put(8, groups_to_learn())
-    stream.timeout_s = 20.0
+    stream.timeout_s = WAIT_S
     stream.clear(7)
     stream.close()
 
 
 @needs_queue
-def test_dead_processes_are_named_within_seconds(queue):
+def test_a_run_of_two_ranks_has_the_bits_of_one_whose_stream_is_in_memory(tmp_path):
+    command = [*prepare(tmp_path, steps=2), "parallel.data=2", "eval.every=0", "run.threads=1"]
+    run([*command, "stream.kind=transfer_queue"], tmp_path / "queue")
+    run(command, tmp_path / "memory")
+    assert fingerprint(tmp_path / "queue") == fingerprint(tmp_path / "memory")
+
+
+@needs_queue
+def test_dead_processes_are_named_long_before_a_call_of_them_times_out(queue):
     import ray
 
     from tandem.stream.transfer_queue import TransferQueueStream
 
     servers, handles = queue
-    stream = TransferQueueStream(servers, name="last", capacity=9, timeout_s=60.0)
+    stream = TransferQueueStream(servers, name="last", capacity=9, timeout_s=10 * WAIT_S)
     groups = groups_to_learn()
     stream.put(0, groups)
     for handle, name in ((handles[2], "storage unit 1"), (handles[0], "controller")):
         ray.kill(handle, no_restart=True)
         since = time.monotonic()
         with pytest.raises(UserError, match="lost a process") as error:
-            while time.monotonic() - since < 15:  # Ray ends it soon, not at once
+            while time.monotonic() - since < WAIT_S:  # Ray ends it soon, not at once
                 stream.take(0, [], everything)
         assert name in str(error.value) and "run the same command again" in str(error.value)
-        assert time.monotonic() - since < 15
+        assert time.monotonic() - since < 2 * WAIT_S
     stream.close()
     with pytest.raises(UserError, match="lost a process"):
         TransferQueueStream(servers, name="late", capacity=1, timeout_s=5.0)

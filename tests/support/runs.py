@@ -78,6 +78,7 @@ class Chat(Env):
         return Observation(messages=messages, done=done, reward=reward, penalty=penalty)
 """
 _PR_SET_PDEATHSIG = 1
+END_S = 300.0  # for a run to end, on a busy machine
 KINDS = {  # name: command and overrides
     "train": ["train", "rl.advantage=grpo_no_std", "rl.minibatches=2"],
     "sft": ["sft"],
@@ -183,7 +184,7 @@ def run(
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=kill_after_s or 300)
+        output, _ = process.communicate(timeout=kill_after_s or END_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -249,7 +250,7 @@ class Forks:
                 process.kill()
                 break
             time.sleep(0.002)
-        process.join(300)
+        process.join(END_S)
         code = process.exitcode
         assert code in (0, -signal.SIGKILL), output(folder)
         return code
@@ -261,6 +262,14 @@ class Forks:
         process = self._context.Process(target=_forked, args=(command, folder, first, args))
         process.start()
         return process
+
+
+def end_well(run: Fork, folder: Path, code: int = 0) -> None:
+    """Wait for a run to end with an exit code; one that hangs is killed."""
+    run.join(END_S)
+    run.kill()  # of a run that has ended nothing is left to kill
+    run.join()
+    assert run.exitcode == code, output(folder)
 
 
 def output(folder: Path) -> str:

@@ -16,8 +16,10 @@ from tandem.train.ranks import ALONE
 from tests.support.episodes import changed, learn_stage, perturbed, sampled_groups, settings
 from tests.support.tiny import exact_model
 from tests.support.updates import learner_of
+from tests.support.waiting import WAIT_S
 
-PROMPTS, SIZE, STEPS = 6, 3, 2
+PROMPTS, SIZE = 6, 3
+STEPS = (1, 2)
 
 
 class RowStream:
@@ -50,8 +52,14 @@ class RowStream:
 
 def groups_to_learn():
     """Groups of several turns; one turn is penalized, one episode is masked, one group has no
-    signal, and log-probs are a little off, so that corrections have something to do."""
-    groups = sampled_groups(exact_model("qwen3"), prompts=PROMPTS, size=SIZE, turns=2)
+    signal, some episodes began under older weights, and log-probs are a little off, so that
+    corrections have something to do."""
+    groups = sampled_groups(exact_model("qwen3"), prompts=PROMPTS, size=SIZE, turns=2, version=1)
+    for row in (4, 5):
+        for number, one in enumerate(groups[row].episodes):
+            begun = one.loss_mask & (np.cumsum(one.loss_mask) <= one.loss_mask.sum() // 2)
+            versions = np.where(begun, np.int32(0), one.weight_versions)
+            groups = changed(groups, (row, number), weight_versions=versions)
     episode = groups[1].episodes[0]
     penalties = np.where(episode.loss_mask, np.float32(0.5), np.float32(0))
     groups = changed(perturbed(groups, 0.05), (1, 0), penalties=penalties)
@@ -60,16 +68,19 @@ def groups_to_learn():
     return [groups[0], left_out, *groups[1:]]
 
 
-def config_of(**rl):
-    return settings(**{"prompts_per_step": PROMPTS, "group_size": SIZE, **rl})
+def config_of(engine="tandem", **rl):
+    config = settings(**{"prompts_per_step": PROMPTS, "group_size": SIZE, **rl})
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"engine": engine})}
+    )
 
 
 def learn_through(stream, groups, config: Config, ranks=ALONE, *, puts=True, wait=lambda: None):
-    """(rows, weights of the whole model) after STEPS steps on the same groups."""
+    """(rows, weights of the whole model) after STEPS, on the same groups."""
     model = ranks.divide(exact_model("qwen3"), torch.float32)
     models = Models(policy=learner_of(model, ranks))
     stage, rows = learn_stage(models, config, exact=False), []
-    for step in range(STEPS):
+    for step in STEPS:
         kept = stream.put(step, groups) if puts else []
         wait()
         taken = stream.take(step, kept, stage.plan_share)
@@ -108,7 +119,11 @@ def through_queue_on(mesh, servers, changes):
 
     ranks = ParallelRanks(mesh)
     stream = TransferQueueStream(
-        servers, name=f"rank {mesh.rank}", capacity=1, timeout_s=30, wait_for_all=ranks.wait_for_all
+        servers,
+        name=f"rank {mesh.rank}",
+        capacity=1,
+        timeout_s=WAIT_S,
+        wait_for_all=ranks.wait_for_all,
     )
     found = learn_through(
         stream,

@@ -6,16 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from tandem.config.schema import RL, Config, Rollout
 from tandem.jobs.engines import other_kernels, require_correction, require_parity
+from tandem.model.load import make_exact
 from tandem.model.probe import Exactness
 from tandem.runtime.errors import UserError
 from tandem.step import train_step
 from tandem.train.batch import Models
+from tandem.train.parallel.ranks import ParallelRanks
 from tests.support.episodes import MAX_NEW_TOKENS, bits, learn, sampled_groups, trained
+from tests.support.meshes import on_mesh
 from tests.support.stages import NumberedEngine, config, stages_in, weights_of
-from tests.support.tiny import exact_model
+from tests.support.tiny import exact_model, stock_model, tiny_config
+from tests.support.updates import learner_of
 
 
 def settings(**rl):
@@ -64,6 +69,17 @@ def test_a_gap_above_the_bound_stops_the_run_before_an_update(gap, bound, stops)
     row = learn(Models(policy=policy), groups, settings(max_logprob_error=bound), exact=False)
     assert row["logprob_gap_mean"] == pytest.approx(abs(gap), rel=0.05)
     assert row["logprob_gap"] >= row["logprob_gap_mean"] and bits(policy) != before
+
+
+def bfloat16_gap_on(mesh, gap):
+    model = make_exact(stock_model(tiny_config("qwen3")).to(torch.bfloat16))
+    groups, ranks = shifted(sampled_groups(model), gap), ParallelRanks(mesh)
+    policy = learner_of(ranks.divide(model, torch.bfloat16), ranks)
+    return learn(Models(policy=policy), groups, settings(), exact=False)["logprob_gap_mean"]
+
+
+def test_bound_of_divided_weights_is_that_of_the_type_that_runs():
+    assert on_mesh(bfloat16_gap_on, 2e-3, data=2) == [pytest.approx(2e-3, rel=0.05)] * 2
 
 
 def test_tokens_of_older_weights_are_not_compared():

@@ -2,6 +2,8 @@
 bound."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,13 @@ def test_two_copies_of_divided_weights_step_as_one_process_but_for_the_order_of_
 def test_one_process_imports_nothing_of_several():
     """Code that needs other processes imports them inside its functions."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        if not {"parallel", "megatron"} & set(path.parts):
+        if not {"parallel", "megatron"} & set(path.relative_to(PACKAGE).parts):
             for node in ast.parse(path.read_text()).body:
                 text = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
                 assert "train.parallel" not in text and "train.megatron" not in text, path
+
+
+def test_commands_of_one_process_do_not_load_it():
+    code = "import sys, tandem.cli.train; print([n for n in sys.modules if '.train.parallel' in n])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

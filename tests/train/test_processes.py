@@ -1,25 +1,81 @@
 """The trainer's processes: where each finds its place, and who is named when one does not come."""
 
+import json
+import socket
+
 import pytest
+import torch.distributed as dist
 
 from chaos.ranks import named, trial
 from tandem.config.parallel import Parallel
 from tandem.runtime.errors import UserError
+from tandem.runtime.place import Place
 from tandem.train.parallel.checks import check_mesh, own_gpu
-from tandem.train.parallel.processes import Place, find_circle, place_from
+from tandem.train.parallel.mesh import make_mesh
+from tandem.train.parallel.processes import STALLED, Processes, join
+from tandem.train.parallel.waits import find_absent, find_circle, waits_of
+from tests.support.meshes import CONTEXT, on_mesh
 from tests.support.tiny import tiny_config
+from tests.support.waiting import WAIT_S
+
+TIMEOUT_S = 10.0  # a healthy process of a busy machine is not silent for so long
 
 
 @pytest.mark.parametrize(
     ("fault", "victim"), [("killed", 1), ("out of memory", 0), ("out of step", 2), ("stopped", 0)]
 )
 def test_a_process_that_does_not_come_is_named(fault, victim):
-    assert trial(fault, victim, at=7, timeout_s=3.0) == (True, "")
+    assert trial(fault, victim, at=7, timeout_s=TIMEOUT_S) == (True, "")
 
 
 @pytest.mark.parametrize("dimension", ["tensor", "pipeline"])
 def test_so_is_one_of_other_meshes(dimension):
-    assert trial("killed", 1, at=7, timeout_s=3.0, mesh={dimension: 3}) == (True, "")
+    assert trial("killed", 1, at=7, timeout_s=TIMEOUT_S, mesh={dimension: 3}) == (True, "")
+
+
+def test_one_that_hangs_is_named_once_others_have_waited_for_it():
+    assert trial("hung", 1, at=7, stall_s=15.0) == (True, "")
+
+
+def test_an_address_that_is_taken_is_one_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = Place(0, 2, 0, 2, "127.0.0.1", port)
+        with pytest.raises(UserError) as caught, join(place, timeout_s=1.0, stall_s=1.0):
+            pass
+    assert caught.value.where == f"127.0.0.1:{port}" and "MASTER_PORT" in caught.value.next
+
+
+def fails_in_a_collective(port):
+    store = dist.TCPStore("127.0.0.1", port)
+    processes = Processes(Place(1, 3, 1, 3, "127.0.0.1", port), store, 0.1, 300.0, None)
+    with processes.announce("gradients", [0, 1, 2]):
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_one_that_is_not_in_a_failed_collective_is_named():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    wait = {"what": "gradients", "ranks": [0, 1, 2], "for_s": 1.0}
+    store.set("sign/0", json.dumps([1, {"wait": wait}]))
+    store.set("sign/2", json.dumps([1, {"wait": {}}]))
+    process = CONTEXT.Process(target=fails_in_a_collective, args=(store.port,))
+    process.start()
+    process.join(WAIT_S)
+    process.kill()
+    assert process.exitcode == STALLED
+    reason = "`gradients` failed on rank 1; not in it: rank 2 (Connection reset by peer)"
+    assert json.loads(store.get("failed")) == [reason, STALLED]
+
+
+def limits_on(mesh, stall_s):
+    made = make_mesh(mesh.config, mesh.device, mesh.world.announce, stall_s)
+    backends = [group.group._get_backend(mesh.device) for group in made.groups.values()]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_a_collective_fails_only_after_those_who_do_not_come_were_named():
+    [limits] = on_mesh(limits_on, 500.0, data=1)
+    assert min(limits) > 500.0
 
 
 def test_a_number_in_a_text_is_no_name():
@@ -39,49 +95,11 @@ def test_a_size_that_divides_is_named():
     assert caught.value.next == "set parallel.tensor=2"
 
 
-def test_torchrun_gives_the_place():
-    environment = {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "10.0.0.7",
-        "MASTER_PORT": "1234",
-    }
-    assert place_from(environment) == Place(5, 8, 1, 4, "10.0.0.7", 1234)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu[07-09,12]", "gpu07"),
-        ("node1", "node1"),
-        ("a1,a2", "a1"),
-        ("a[3,5]", "a3"),
-        ("login,gpu[1-2]", "login"),
-    ],
-)
-def test_slurm_gives_the_place(nodes, first):
-    environment = {
-        "SLURM_PROCID": "3",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_LOCALID": "3",
-        "SLURM_NTASKS_PER_NODE": "4",
-        "SLURM_NODELIST": nodes,
-    }
-    assert place_from(environment) == Place(3, 8, 3, 4, first, 29500)
-
-
-def test_a_process_that_nobody_placed_has_no_place():
-    assert place_from({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
-
-
-def test_a_batch_script_of_slurm_without_srun_is_one_process():
-    assert place_from({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
-
-
 def waiting(**ranks):
-    return {int(name[1:]): {"what": what, "ranks": of} for name, (what, of) in ranks.items()}
+    return {
+        int(name[1:]): {"what": what, "ranks": of, "for_s": rest[0] if rest else 9.0}
+        for name, (what, of, *rest) in ranks.items()
+    }
 
 
 def test_ranks_that_wait_for_each_other_in_different_collectives_are_out_of_step():
@@ -93,14 +111,31 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_out_of_step
     assert find_circle(mesh).startswith("ranks 0, 1, 3 and 2 are out of step")
 
 
+def test_an_old_sign_of_life_does_not_tell_what_a_rank_waits_for():
+    wait = {"what": "loss", "ranks": [0, 1], "for_s": 9.0}
+    seen = {0: ([7, {"wait": wait}], 97.5), 1: ([7, {"wait": wait}], 98.5)}
+    assert waits_of(seen, now=100.0) == {1: wait}
+
+
 def test_ranks_that_wait_for_one_that_is_busy_are_in_step():
     assert find_circle(waiting(r0=("loss", [0, 1, 2]), r1=("loss", [0, 1, 2]))) == ""
     chain = waiting(r0=("a", [0, 1]), r1=("b", [1, 2]), r2=("c", [2, 3]))
     assert find_circle(chain) == ""
 
 
+def test_who_is_not_in_the_oldest_collective_is_named_once_it_has_stalled():
+    waits = waiting(r0=("a", [0, 1], 8.0), r1=("b", [1, 2], 9.0), r3=("an order", [0], 99.0))
+    assert find_absent(waits, 9.0) == ([], "b")  # nothing is known of rank 2
+    waits[2] = {}
+    assert find_absent(waits, 9.0) == ([2], "b")
+    assert find_absent(waits, 10.0) == ([], "")
+    assert find_absent(waiting(r3=("an order", [0])), 1.0) == ([], "")
+
+
 def test_each_process_of_a_machine_has_a_gpu_of_its_own():
-    assert own_gpu("cuda", 3, 4, 8) == 3
-    for device, count in (("cuda", 3), ("cuda:1", 8)):
+    place = Place(3, 4, 3, 4, "", 0)
+    assert own_gpu("cuda", place, 8) == 3
+    for device, count in (("cuda", 3), ("cuda", 1), ("cuda:1", 8)):
         with pytest.raises(UserError, match="a GPU of its own"):
-            own_gpu(device, 0, 4, count)
+            own_gpu(device, place, count)
+    assert own_gpu("cuda", Place(3, 4, 3, 4, "", 0, by_slurm=True), 1) == 0

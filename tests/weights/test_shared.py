@@ -1,6 +1,7 @@
 """Weights in shared memory: what is published is what another process reads, for as long as anyone
 needs it."""
 
+import gc
 import json
 import os
 import socket
@@ -98,7 +99,8 @@ def test_reader_keeps_its_version_until_its_memory_is_written_again():
 
 
 def test_released_versions_are_gone_and_leave_no_descriptor():
-    before = len(os.listdir("/dev/fd"))
+    gc.collect()  # of what earlier tests left, which may also go while this one runs
+    before = set(os.listdir("/dev/fd"))
     shared = SharedWeights(tensors())
     for version in range(6):
         shared.publish(version, tensors(version))
@@ -108,7 +110,7 @@ def test_released_versions_are_gone_and_leave_no_descriptor():
         with pytest.raises(LookupError, match=r"version 3 are not published; there are \[4, 5\]"):
             ask(3)
     shared.close()
-    assert shared.versions == [] and len(os.listdir("/dev/fd")) == before
+    assert shared.versions == [] and set(os.listdir("/dev/fd")) <= before
 
 
 def test_version_cannot_be_published_with_other_weights():

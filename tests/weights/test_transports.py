@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,9 +21,11 @@ from tandem.weights.collective import CollectiveWeights
 from tandem.weights.shared import SharedWeights
 from tandem.weights.transports import open_weights
 from tandem.weights.worker_sync import ProcessSync
+from tests.support.waiting import WAIT_S
 from tests.support.weight_worker import COMMAND, token_of
 from tests.support.working import all_idle, processes, request, run, until
 
+FAILED_JOIN_S = 10.0  # where a worker does not come; one that comes late is offered them again
 TRANSPORTS = [
     "shm",
     "collective",
@@ -48,10 +49,10 @@ def tensors(seed=0):
     }
 
 
-def opened(transport, delta=False):
-    """Open a transport; of a broadcast, for workers that may be killed before they come."""
+def opened(transport, delta=False, join_s=WAIT_S):
+    """Open a transport. join_s: of a broadcast, how long it waits for a worker to come."""
     if transport == "collective":
-        return CollectiveWeights(tensors(), delta, join_s=4.0)
+        return CollectiveWeights(tensors(), delta, join_s)
     return open_weights(transport, tensors(), delta)
 
 
@@ -177,7 +178,7 @@ def test_a_sync_tells_the_bytes_that_workers_were_offered(workers):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_worker_killed_in_an_update_is_at_one_version_or_the_next(workers, transport):
-    workers.published.choose(opened(transport, delta=transport != "shm"))
+    workers.published.choose(opened(transport, delta=transport != "shm", join_s=FAILED_JOIN_S))
     draws, used = np.random.default_rng(len(transport)), workers.restarts.used
     update(workers, tensors(0))
     for seed in (1, 2):
@@ -189,22 +190,23 @@ def test_a_worker_killed_in_an_update_is_at_one_version_or_the_next(workers, tra
         workers.apply(version)
         assert sampled(workers) == {(token_of(weights), version)}
         killer.join()
+        # the next victim is one that lives
+        until(workers, lambda gone=victim: gone not in processes(workers))
         assert sampled(workers) == {(token_of(weights), version)}
-        until(workers, lambda lost=used + seed: workers.restarts.used == lost)
-    until(workers, lambda: all_idle(workers))
+    until(workers, lambda: workers.restarts.used >= used + 2 and all_idle(workers))
     update(workers, tensors(3))
 
 
 def test_a_worker_that_never_comes_to_a_broadcast_does_not_keep_the_others(workers):
-    workers.published.choose(opened("collective"))
+    workers.published.choose(opened("collective", join_s=FAILED_JOIN_S))
     stopped, other = processes(workers)
     os.kill(stopped.pid, signal.SIGSTOP)
     killer = threading.Timer(0.5, os.kill, (stopped.pid, signal.SIGKILL))
     killer.start()
-    start, told = time.monotonic(), len(workers.reports)
+    told = len(workers.reports)
     update(workers, tensors(1))
     killer.join()
-    assert time.monotonic() - start < 60 and other in processes(workers)
+    assert stopped not in processes(workers)
     assert any(f"{other} did not get weights" in line for line in workers.reports[told:])
 
 

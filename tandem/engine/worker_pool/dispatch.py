@@ -137,10 +137,7 @@ class Dispatcher(Generic[W]):
                     rest.append(worker)
             free = rest
         if versions:  # who has nothing to do loads what comes next
-            newest = versions[-1]
-            is_fresh = any(one.version == newest and not one.has_begun for one in self.lines)
-            idle = [worker for worker in free if worker.target not in versions]
-            moves[newest] += [worker for worker in idle if is_fresh or worker.target < 0]
+            moves[versions[-1]] += [worker for worker in free if worker.target not in versions]
         return {version: movers for version, movers in moves.items() if movers}
 
     def _waiting(self, version: int) -> int:

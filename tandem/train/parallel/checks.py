@@ -9,23 +9,28 @@ from typing import Any
 from tandem.config.parallel import Parallel
 from tandem.model.config_file import has_experts, is_sparse
 from tandem.runtime.errors import UserError
+from tandem.runtime.place import Place
 
 
 def check_mesh(parallel: Parallel, shape: Any, where: str = "model.path") -> None:
     """Raise UserError if the mesh cannot divide a model of this transformers config. where: the key
     that names the model."""
     _check_tensor(parallel.tensor, shape, where)
-    _check_pipeline(parallel, shape)
+    _check_pipeline(parallel, shape, where)
     _check_context(parallel, shape, where)
     _check_expert(parallel, shape, where)
 
 
-def own_gpu(device: str, local_rank: int, local_size: int, count: int) -> int:
+def own_gpu(device: str, place: Place, count: int) -> int:
     """Return the number of the GPU of a process: each of a machine has its own.
 
-    device: model.device; local_rank, local_size: of this machine's processes; count: its GPUs.
-    Raises UserError if there are fewer GPUs than processes, or the config names a single one.
+    device: model.device; count: the GPUs that the process sees, which under Slurm may be its own
+    alone (--gpus-per-task=1). Raises UserError if there are fewer GPUs than processes, or the
+    config names a single one.
     """
+    if place.by_slurm and count == 1 and ":" not in device:
+        return 0
+    local_size = place.local_size
     if local_size > count or ":" in device:
         raise UserError(
             "each process of a machine needs a GPU of its own",
@@ -34,7 +39,7 @@ def own_gpu(device: str, local_rank: int, local_size: int, count: int) -> int:
             expected="model.device=cuda, and as many GPUs as processes",
             next="start fewer processes on a machine, or set model.device=cpu",
         )
-    return local_rank
+    return place.local_rank
 
 
 def _check_tensor(size: int, shape: Any, where: str) -> None:
@@ -65,17 +70,16 @@ def _largest(dimension: str, size: int, count: int) -> str:
     return f"set parallel.{dimension}={found}"
 
 
-def _check_pipeline(parallel: Parallel, shape: Any) -> None:
-    """Raise UserError if a stage of the pipeline would have no layer. shape: the model's
-    config."""
+def _check_pipeline(parallel: Parallel, shape: Any, where: str) -> None:
+    """Raise UserError if a stage of the pipeline would have no layer."""
     layers = shape.num_hidden_layers
     if parallel.pipeline > layers:
         raise UserError(
             "the model has fewer layers than the pipeline has stages",
-            where="parallel.pipeline",
+            where=f"parallel.pipeline = {parallel.pipeline}, {where}",
             found=f"{parallel.pipeline} stages for {layers} layers",
             expected="at least one layer a stage",
-            next=f"parallel.pipeline={layers} or less",
+            next=f"set parallel.pipeline={layers} or less",
         )
 
 

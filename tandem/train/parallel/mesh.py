@@ -146,11 +146,14 @@ RESULTS = ("pipeline", *MICROBATCHES)
 GROUPS = (DIMENSIONS, *((name,) for name in DIMENSIONS), MICROBATCHES, RESULTS, WEIGHTS, EXPERTS)
 
 
-def make_mesh(config: Parallel, device: torch.device, announce: Announce) -> Mesh:
-    """Make the mesh of an initialized torch.distributed. Every process calls it."""
+def make_mesh(
+    config: Parallel, device: torch.device, announce: Announce, stall_s: float = 300.0
+) -> Mesh:
+    """Make the mesh of an initialized torch.distributed. Every process calls it. stall_s: as
+    run.stall_s, after which those who do not come to a collective are named; it fails later."""
     sizes = [getattr(config, name) for name in DIMENSIONS]
     numbers = np.arange(prod(sizes)).reshape(sizes)
-    timeout = timedelta(seconds=max(60.0, 10 * config.timeout_s))
+    timeout = timedelta(seconds=60 + 2 * stall_s)
     rank = dist.get_rank()
 
     def own(name: str, rows: Array) -> Group:

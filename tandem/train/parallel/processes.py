@@ -8,18 +8,16 @@ does not come.
       reads those of all                                              reads that of rank 0
 
 Each process says twice a second that it lives, and which others it waits for in which collective.
-Rank 0 looks for one that does not come within `stall_s`, for one that says nothing any more, and
-for a circle of waits (out of step); the others look whether rank 0 lives. A wait of `stall_s` is
-the watchdog's. Whoever finds a culprit writes it into the
-store, and all end with its name: exit code 3, or 2 if a user's error ended a rank. Nothing is
-written after that, so the same command goes on from the last checkpoint.
-
-Rank, number of processes and address come from torchrun or Slurm, or are made here.
+Rank 0 looks for one that says nothing any more for `timeout_s`, for a circle of waits (out of
+step), and for one that has not come, in `stall_s`, to the start or to a collective; the others look
+whether rank 0 lives. A process that does nothing in `stall_s` while nobody waits for it is found by
+its own watchdog. Whoever finds a culprit writes it into the store, and all end with its name: exit
+code 3, or 2 if a user's error ended a rank. Nothing is written after that, so the same command goes
+on from the last checkpoint.
 """
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -27,7 +25,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,60 +34,16 @@ import torch.distributed as dist
 
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
+from tandem.runtime.place import Place, without_place
 from tandem.runtime.processes import STARTER, kill_descendants, write_report
+from tandem.train.parallel.waits import absent_from, find_absent, find_circle, waits_of
 
 LOOK_S = 0.5  # between two signs of life
 CIRCLE_S = 5.0  # for so long a circle of waits has stood before it is one
 LOST_S = 5.0  # without a sign of life, once a process has lost a connection
+EARLY = 0.95  # of `stall_s`: a wait is blamed before the watchdog ends it without a name
+CONNECT_S = 60.0  # at least, for rank 0 to have its store
 STALLED, REFUSED = 3, 2  # exit codes
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a process among those that train."""
-
-    rank: int
-    size: int
-    local_rank: int  # among those of this machine
-    local_size: int
-    address: str  # of rank 0
-    port: int
-
-
-def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Return the place that torchrun or Slurm gave this process, or `start_others`; None if nobody
-    did."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    elif int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # of srun, not of a batch script
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-    else:
-        return None
-    rank, size = int(environment[names[0]]), int(environment[names[1]])
-    local, local_size = environment.get(names[2]), environment.get(names[3])
-    address = environment.get("MASTER_ADDR") or _first_host(environment.get("SLURM_NODELIST", ""))
-    return Place(
-        rank=rank,
-        size=size,
-        local_rank=rank if local is None else int(local),
-        local_size=size if local_size is None else int(local_size),
-        address=address,
-        port=int(environment.get("MASTER_PORT", "29500")),
-    )
-
-
-def local_place(environment: Mapping[str, str], size: int) -> tuple[int, int]:
-    """Return this process's number on its machine, and how many there are: 0 of `size` for one that
-    starts the others itself."""
-    place = place_from(environment)
-    return (0, size) if place is None else (place.local_rank, place.local_size)
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of a Slurm list. Example: "gpu[07-09,12]" -> "gpu07" """
-    found = re.match(r"([^,\[]*)(?:\[(\w+))?", nodes)
-    name, number = found.groups("") if found else ("", "")
-    return name + number or "127.0.0.1"
 
 
 class Processes:
@@ -124,11 +77,13 @@ class Processes:
         try:
             with watchdog.waiting_for("other ranks", what):
                 yield
-        except RuntimeError:
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
             # a lost connection: rank 0 is told, finds whose it was, and ends this process
             self._lost = True
             self._over.wait(self.timeout_s + CIRCLE_S)
-            raise
+            self.fail(self._why_failed(own, error))
         finally:
             self._waits.remove(own)
 
@@ -145,6 +100,7 @@ class Processes:
         with self.announce("an order", [0]):
             pause = 0.001
             while not self.store.check([key]):
+                watchdog.heartbeat()  # rank 0 may have none for as long as it likes
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
         self._orders += 1
@@ -186,11 +142,11 @@ class Processes:
                 "MASTER_PORT": port,
                 STARTER: os.getpid(),
             }
-            environment = os.environ | {name: str(value) for name, value in place.items()}
+            own = {name: str(value) for name, value in place.items()}
             self.started.append(
                 subprocess.Popen(
                     command,
-                    env=environment,
+                    env=without_place(os.environ) | own,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is for rank 0
                 )
@@ -237,6 +193,8 @@ class Processes:
         with suppress(Exception):
             reason = f"rank {self.rank} has ended: {str(error) or type(error).__name__}"
             self._last_words.compare_set("failed", "", json.dumps([reason, code]))
+        if self.rank == 0 and not self.started:
+            time.sleep(2 * LOOK_S)  # the others read the reason
         for process in self.started:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(4 * LOOK_S)
@@ -260,10 +218,11 @@ class Processes:
                 store.set(f"sign/{self.rank}", json.dumps([count, self._now()]))
                 if store.check(["failed"]):
                     text, code = json.loads(store.get("failed"))
-                    if code != REFUSED:
+                    if code != REFUSED or self.rank == 0:
                         write_report(f"rank {self.rank} ends: {text}\n", self.log)
                     self._end(code)
-                if found := self._find_culprit(store, seen):
+                found = self._find_culprit(store, seen)
+                if found and not self._over.is_set():  # in good order the others end as well
                     self.fail(found)
             except dist.DistError as error:
                 if not self._over.is_set():
@@ -282,7 +241,7 @@ class Processes:
     def _now(self) -> dict[str, Any]:
         """Return the pid, and the innermost wait, if this process waits."""
         sign: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
-        sign["lost"] = self._lost
+        sign |= {"lost": self._lost, "wait": {}}
         with suppress(IndexError):  # it has just ended
             wait = self._waits[-1]
             for_s = time.monotonic() - wait["since"]
@@ -315,48 +274,29 @@ class Processes:
             since = seen[rank][1] if rank in seen else self._begun
             if now - since > patience:
                 return f"{self._name(rank, seen)} has given no sign of life for {now - since:.0f} s"
-        return find_circle(
-            {
-                rank: sign[1]["wait"]
-                for rank, (sign, _) in seen.items()
-                if "wait" in sign[1] and sign[1]["wait"]["for_s"] > CIRCLE_S
-            }
-        )
+        waits = waits_of(seen, now)
+        late, what = find_absent(waits, EARLY * self.stall_s)
+        if self.rank == 0 and late:
+            names = " and ".join(self._name(rank, seen) for rank in late)
+            return f"{names} did not come to `{what}` in {EARLY * self.stall_s:.0f} s (run.stall_s)"
+        return find_circle({n: w for n, w in waits.items() if w and w["for_s"] > CIRCLE_S})
+
+    def _why_failed(self, wait: dict[str, Any], error: RuntimeError) -> str:
+        """Name who is not in a collective that has failed here, by the others' last signs."""
+        now, seen = time.monotonic(), dict[int, tuple[Any, float]]()
+        with suppress(dist.DistError):  # rank 0 may be gone, and the store with it
+            for rank in wait["ranks"]:
+                if self._last_words.check([f"sign/{rank}"]):
+                    seen[rank] = json.loads(self._last_words.get(f"sign/{rank}")), now
+        others = [rank for rank in absent_from(waits_of(seen, now), wait) if rank != self.rank]
+        absent = f"not in it: rank {', '.join(map(str, others))}" if others else "all are in it"
+        reason = str(error).strip().partition("\n")[0]
+        return f"`{wait['what']}` failed on rank {self.rank}; {absent} ({reason})"
 
     def _name(self, rank: int, seen: Mapping[int, tuple[Any, float]]) -> str:
         sign = seen.get(rank, (None, 0.0))[0]
         where = f" (pid {sign[1]['pid']} on {sign[1]['host']})" if sign else ""
         return f"rank {rank}{where}"
-
-
-def find_circle(waits: Mapping[int, Any]) -> str:
-    """Return the members of a circle of waits, which are out of step; "" if there is none. waits:
-    by rank, what it waits for and in which ranks."""
-
-    def blocking(rank: int) -> Iterator[int]:
-        """Yield those that a rank waits for, and that wait in another collective themselves."""
-        own = waits[rank]["what"], waits[rank]["ranks"]
-        for other in waits[rank]["ranks"]:
-            if other in waits and (waits[other]["what"], waits[other]["ranks"]) != own:
-                yield other
-
-    without = set[int]()  # those that no circle can be reached from
-
-    def circle(path: tuple[int, ...]) -> tuple[int, ...]:
-        for other in blocking(path[-1]):
-            if other in path:
-                return path[path.index(other) :]
-            if other not in without and (found := circle((*path, other))):
-                return found
-        without.add(path[-1])
-        return ()
-
-    for first in waits:
-        if found := circle((first,)):
-            reasons = ", ".join(f"rank {rank} waits for `{waits[rank]['what']}`" for rank in found)
-            *most, last = map(str, found)
-            return f"ranks {', '.join(most)} and {last} are out of step: {reasons}"
-    return ""
 
 
 @contextmanager
@@ -370,17 +310,9 @@ def join(
 ) -> Iterator[Processes]:
     """Join the processes at a place. command: starts another process of this machine, given its
     place by the environment; empty if somebody else does."""
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it has the store
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        place.address,
-        place.port,
-        place.size,
-        is_master=place.rank == 0 and not by_torchrun,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=max(60.0, timeout_s)),
-    )
+    store = _open_store(place, stall_s)
     # the agent's store still has the orders of an attempt that torchrun has ended
-    attempt = f"tandem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt = f"tandem/{place.job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     own = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
     processes = Processes(place, own, timeout_s, stall_s, log)
     if command:
@@ -398,3 +330,30 @@ def join(
             processes.leave(sys.exception())
     processes.end()
     dist.destroy_process_group()
+
+
+def _open_store(place: Place, stall_s: float) -> Any:
+    """Open the store at a place's address, or connect to it: rank 0 may come late, once it has read
+    the data."""
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it has the store
+    is_master = place.rank == 0 and not by_torchrun
+    wait_s = max(CONNECT_S, stall_s)
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            place.address,
+            place.port,
+            place.size,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=wait_s),
+        )
+    except dist.DistError as error:
+        raise UserError(
+            "the address of the processes cannot be taken"
+            if is_master
+            else "rank 0 does not answer",
+            where=f"{place.address}:{place.port}",
+            found=str(error).strip().partition("\n")[0],
+            expected="a free port of this machine" if is_master else f"it within {wait_s:g} s",
+            next="set MASTER_ADDR to the machine of rank 0, and MASTER_PORT to a port free there",
+        ) from None

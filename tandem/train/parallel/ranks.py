@@ -72,6 +72,9 @@ class ParallelRanks(Ranks):
         model.list_weights()
         return model
 
+    def running_dtype(self, model: ExactModel) -> torch.dtype:
+        return self._divided[model].stage.dtype
+
     def keep(
         self,
         stage: Stage,

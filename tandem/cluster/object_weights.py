@@ -1,0 +1,101 @@
+"""Weight publication to workers on any node: each version is an object of a store that all nodes
+reach (Ray's, which this does not know).
+
+    trainer's thread              pool's thread                      a worker
+    ----------------              -------------                      --------
+    publish(v): put(all) --->     offer(v): host.give(n, object) --> take(n, buffer)
+                                    {"object": n, "names": ..}   --> views of the buffer
+
+A node fetches an object once, and its workers map it without a copy. Of a delta the object has the
+tensors that changed and no others, once for all workers that run the same version.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol, cast
+
+import numpy as np
+from torch import Tensor
+
+from tandem.types import Array
+from tandem.weights.hashing import raw_bytes, tensor_digests
+from tandem.weights.shared import Layout, SharedWeights, Target
+
+
+class NodeHost(Protocol):
+    """The process of a worker on a node."""
+
+    node: str
+
+    def give(self, number: int, stored: Any) -> None:
+        """Have the worker take an object of the store, under that number."""
+
+
+@dataclass(slots=True)
+class Part:
+    """An object of the store, and the nodes whose workers were offered it."""
+
+    stored: Any
+    nodes: set[str] = field(default_factory=set)
+
+
+Parts = dict[tuple[str, ...] | None, Part]  # of a version, by its tensors' names; None: all
+
+
+class ObjectWeights(SharedWeights):
+    """SharedWeights in a store of objects. put, get: an object from a uint8 array, and back.
+
+    sent_bytes: of each object once for each node.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        delta: bool,
+        *,
+        put: Callable[[Array], Any],
+        get: Callable[[Any], Array],
+    ):
+        super().__init__(tensors, delta)
+        self._put, self._get, self._numbers = put, get, count()
+
+    def offer(self, version: int, workers: Sequence[Target]) -> list[tuple[dict[str, Any], int]]:
+        """Give workers the object of a version, or of what changed; as SharedWeights.offer."""
+        offers = []
+        for worker in workers:
+            names, host = self.changed(version, [worker]), cast(NodeHost, cast(Any, worker).host)
+            part, number = self._part(version, names), next(self._numbers)
+            copies = int(host.node not in part.nodes)
+            part.nodes.add(host.node)
+            host.give(number, part.stored)
+            message = self._message("ray", version, names, copies)
+            offers.append(({**message, "object": number}, -1))
+        return offers
+
+    def _part(self, version: int, names: list[str] | None) -> Part:
+        with self._lock:
+            parts: Parts = self._published[version]
+        key = None if names is None else tuple(names)
+        if key not in parts:
+            whole = self._get(parts[None].stored)
+            parts[key] = Part(self._put(_cut(whole, self.layout, self.layout.only(names))))
+        return parts[key]
+
+    def _store(self, tensors: dict[str, Tensor]) -> tuple[Parts, dict[str, str]]:
+        buffer = np.empty(self.layout.size, np.uint8)
+        for name, at in self.layout.offsets().items():
+            data = raw_bytes(tensors[name])
+            buffer[at : at + len(data)] = data
+        return {None: Part(self._put(buffer))}, tensor_digests(tensors)
+
+    def _drop(self, stored: Parts) -> None:
+        """Forget the objects; the store frees one when no worker maps it."""
+
+
+def _cut(whole: Array, layout: Layout, wanted: Layout) -> Array:
+    """Return the bytes of some tensors, in the layout of these alone."""
+    part, there, here = np.empty(wanted.size, np.uint8), layout.offsets(), wanted.offsets()
+    for name, nbytes in wanted.lengths():
+        part[here[name] : here[name] + nbytes] = whole[there[name] : there[name] + nbytes]
+    return part
