@@ -188,7 +188,10 @@ class Collector:
                     parts=parts,
                 )
             running = [group for group in played if _is_paused(group)]
-            done += [self._with_outcome(group) for group in played if not _is_paused(group)]
+            ended = [group for group in played if not _is_paused(group)]
+            for group in ended:
+                is_left_out = config.rl.max_gen_batches and not carries_signal(group)
+                done.append(replace(group, outcome="no_signal" if is_left_out else "train"))
         return [*_carry_beyond(done, wanted), *(replace(g, outcome="unfinished") for g in running)]
 
     def end_step(
@@ -231,10 +234,6 @@ class Collector:
             return 1
         size = self.config.rl.prompts_per_step
         return max((_batches_in_flight(self.config) * size - under_way) // size, 0)
-
-    def _with_outcome(self, group: Group) -> Group:
-        filtered = self.config.rl.max_gen_batches and not carries_signal(group)
-        return replace(group, outcome="no_signal" if filtered else "train")
 
     def _check_limit(self, step: int, drawn: int, num_ready: int) -> None:
         """Raise UserError if dynamic sampling has used up rl.max_gen_batches; partial rollouts may
