@@ -8,6 +8,7 @@ lives    P1: random lives of an engine (tests/support/schedules.py); the largest
 soak     many requests through a small cache
 parity   P1: random batches on five architectures before and after optimizer steps
 cells    P1 and P3 under the libraries' own switches, in processes of their own: the probe's word against what is so
+meshes   optimizer steps by the processes of meshes against those of one process
 kills    P2 and P3: runs killed with SIGKILL at a random moment, and finished with other threads, cores and workers
 
 A section's results name the processor that they were found on. Exit code 1 where a bar is missed.
@@ -32,11 +33,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import machine  # noqa: E402
 
+from tandem.config.parallel import Parallel  # noqa: E402
 from tandem.engine.engine import Engine  # noqa: E402
 from tandem.engine.page_cache import PageCache  # noqa: E402
 from tandem.runtime import numerics  # noqa: E402
 from tandem.types import Request, SamplingParams  # noqa: E402
 from tests.support import cells  # noqa: E402
+from tests.support.mesh_steps import MESHES, compare  # noqa: E402
+from tests.support.mesh_steps import MODELS as MESH_MODELS  # noqa: E402
 from tests.support.parity import CONFIGS, VOCABULARY, parity_of, random_model, words  # noqa: E402
 from tests.support.runs import fingerprint, prepare, run  # noqa: E402
 from tests.support.schedules import Schedule, schedules  # noqa: E402
@@ -47,6 +51,7 @@ LIVES = 1000
 SOAK = 10_000  # requests
 SCHEDULES = 40  # for each architecture
 CELLS = 12  # of each set of switches; of two sets all shapes
+MOST_CHANGE = 1e-3  # as in tests/train/test_tensor_parallel.py, which says why
 KILLS, STEPS = 5, 6  # of each kind, in the order of MOVES; of a run
 KINDS = ("train", "sft", "dapo, curriculum", "ppo, lora", "multi-turn", "one-step-off")
 # Where a run begins, and where it goes on after its kill: (before the command line, overrides).
@@ -217,6 +222,46 @@ def parity_table(found: Found) -> list[str]:
     ]
 
 
+# Several processes
+# ------------------------------------------------------------------------------------------------
+
+
+def meshes() -> Found:
+    rows, met = {}, True
+    for sizes in MESHES:
+        rows[Parallel(**sizes).mesh] = found = compare(sizes)
+        exact = sizes.keys() == {"data"}
+        for equal, change in filter(None, found.values()):
+            met &= equal and (change == 0.0 if exact else change <= MOST_CHANGE)
+        print(f"{sizes}: {found}", flush=True)
+    return {"rows": rows, "met": met}
+
+
+def meshes_table(found: Found) -> list[str]:
+    def told(result: tuple[bool, float] | None) -> str:
+        if result is None:
+            return "does not divide it"
+        equal, change = result
+        weights = f"{change:.1e}" if change else "0"
+        return weights if equal else f"**other log-probs**, {weights}"
+
+    return [
+        "## Steps of several processes",
+        "",
+        "Two optimizer steps against those of one process that accumulates the same shares: the largest difference of",
+        f"a weight, relative to what the steps have changed in it; 0: the same bits, which `data` alone must have. The bar is {MOST_CHANGE:g}",
+        "for the others, whose gradients are sums in another order. All have the log-probs of one process to the bit, with `tensor` of one",
+        "that sums in as many parts.",
+        "",
+        f"| mesh | {' | '.join(MESH_MODELS)} |",
+        "|---|---|---|---|",
+        *(
+            f"| {mesh} | {' | '.join(told(row[name]) for name in MESH_MODELS)} |"
+            for mesh, row in found["rows"].items()
+        ),
+    ]
+
+
 # P1 and P3 under switches
 # -------------------------------------------------------------------------------------------
 
@@ -346,6 +391,7 @@ SECTIONS = {
     "lives": (lives, lives_table),
     "soak": (soak, soak_table),
     "parity": (parity, parity_table),
+    "meshes": (meshes, meshes_table),
     "cells": (try_cells, cells_table),
     "kills": (kills, kills_table),
 }

@@ -42,7 +42,7 @@ def on_mesh(function, *arguments, **sizes):
             process.kill()
             process.join()
         errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
-        assert not errors, errors[0]
+        assert not errors, "\n".join(errors)
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
             for rank in range(len(processes))
