@@ -18,29 +18,44 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import demo  # noqa: E402
 
 CLUSTER = ["cluster.nodes=2", "rollout.workers=2"]
+RANKS = ["parallel.data=2", "run.threads=1"]
+QUEUE = ["stream.kind=transfer_queue"]
 LIMIT_S = 7200.0
 
 Row = tuple[str, str, str]  # what, result, how
 
 
 def run() -> list[Row]:
-    """Run the demo in one process, then its GRPO again on two Ray nodes. Raises RuntimeError if the
-    weights differ or the held-out reward does not rise."""
+    """Run the demo in one process, then its GRPO again on two Ray nodes; and both with two trainer
+    ranks, on Ray with TransferQueue."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         _python(["examples/demo.py", "--folder", str(folder)])
-        warm = max((folder / "sft" / "hf").glob("step_*"))
-        overrides = [*demo.recipe(folder, 0, "train", model=warm), f"run.folder={folder / 'ray'}"]
-        ray_s = _python(["-m", "tandem", "train", "recipes/demo.toml", *overrides, *CLUSTER])
-        expected, _, _ = _end(folder / "train")
-        found, before, after = _end(folder / "ray")
+        return [
+            *_compared(folder, "one trainer rank", [], CLUSTER),
+            *_compared(folder, "two trainer ranks, TransferQueue", RANKS, [*CLUSTER, *QUEUE]),
+        ]
+
+
+def _compared(folder: Path, name: str, common: list[str], cluster: list[str]) -> list[Row]:
+    """Run the demo's GRPO here and on the cluster. Raises RuntimeError if the weights differ or the
+    held-out reward does not rise."""
+    warm = max((folder / "sft" / "hf").glob("step_*"))
+    command = ["-m", "tandem", "train", "recipes/demo.toml"]
+    command += [*demo.recipe(folder, 0, "train", model=warm), *common]
+    here, there = folder / f"here {name}", folder / f"on Ray {name}"
+    here_s = _python([*command, f"run.folder={here}"])
+    ray_s = _python([*command, f"run.folder={there}", *cluster])
+    expected, _, _ = _end(here)
+    found, before, after = _end(there)
     if found != expected:
-        raise RuntimeError(f"on two nodes the weights are {found}, in one process {expected}")
+        raise RuntimeError(f"on two nodes the weights are {found}, without Ray {expected}")
     if after <= before:
         raise RuntimeError(f"the held-out reward went from {before:.3f} to {after:.3f}")
-    how = f"recipes/demo.toml, {' '.join(CLUSTER)}; {ray_s:.0f} s, Ray's start included"
+    how = f"recipes/demo.toml, {' '.join([*common, *cluster])}; {ray_s:.0f} s, Ray's start included"
+    same = f"{found[:16]}, as without Ray ({here_s:.0f} s)"
     return [
-        ("the demo's GRPO on two Ray nodes: weights", f"{found[:16]}, as in one process", how),
+        (f"the demo's GRPO on two Ray nodes, {name}: weights", same, how),
         ("its held-out reward", f"{before:.3f} -> {after:.3f}", "sampled, before and after"),
     ]
 
