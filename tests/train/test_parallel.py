@@ -10,9 +10,20 @@ import pytest
 import torch
 
 import tandem
+from tandem.model.forward import batch_logprobs
+from tandem.model.trial import threads_of
+from tandem.train.parallel.ranks import ParallelRanks
 from tests.support.meshes import on_mesh
 from tests.support.tiny import exact_model
-from tests.support.updates import step_alone, step_on
+from tests.support.updates import (
+    SAMPLING,
+    Halves,
+    learner_of,
+    microbatches,
+    step_alone,
+    step_on,
+    updated,
+)
 
 PACKAGE = Path(tandem.__file__).parent
 
@@ -24,6 +35,27 @@ def test_data_parallel_is_one_process_that_accumulates_the_same_shares(kind, dat
     alone, expected = step_alone(kind, data)
     assert rows == alone and all(other[0] == rows for other in others)
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+def three_microbatches(model, ranks):
+    """Return the log-probs of three microbatches, and the metrics of two updates with them."""
+    batches = microbatches(1)[:3]
+    found = ranks.forward(
+        model, batches, lambda batch: batch_logprobs(model, batch, SAMPLING)[0].detach()
+    )
+    return [values.tolist() for values in found], updated(learner_of(model, ranks), batches)
+
+
+def three_on(mesh):
+    model, ranks = exact_model("qwen3"), ParallelRanks(mesh)
+    ranks.divide(model, torch.float32)
+    return three_microbatches(model, ranks)
+
+
+def test_a_process_without_a_microbatch_counts_nothing_and_values_keep_their_order():
+    with threads_of(1):
+        expected = three_microbatches(exact_model("qwen3"), Halves(2))
+    assert on_mesh(three_on, data=2) == [expected] * 2
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
