@@ -24,13 +24,13 @@ from tandem.runtime.errors import UserError
 from tandem.train.learner import Learner
 from tandem.train.megatron.checks import check_megatron
 from tandem.train.megatron.core import require_megatron, version
-from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
 from tandem.train.ranks import ALONE
 from tandem.types import SamplingDistribution
 from tests.support import megatron_cpu
 from tests.support.meshes import on_mesh
 from tests.support.tiny import exact_model, random_samples, tiny_config
+from tests.support.updates import learner_of
 
 INSTALLED = find_spec("megatron") is not None
 installed = pytest.mark.skipif(not INSTALLED, reason="megatron-core is not installed")
@@ -65,24 +65,6 @@ def model_of(kind, seed=0, checkpointing=False):
 def microbatches():
     """Packed samples, every other group of which shares a prompt."""
     return pack(random_samples(np.random.default_rng(5), 6), 60, shares=2)
-
-
-def learner_of(model, ranks):
-    return Learner(
-        model,
-        Optimizer(
-            ranks.trainable(model),
-            learning_rate=0.01,
-            schedule="constant",
-            warmup_steps=0,
-            total_steps=100,
-            weight_decay=0.1,
-            betas=(0.9, 0.95),
-            max_grad_norm=0.5,
-            norm=ranks.norm(model),
-        ),
-        ranks,
-    )
 
 
 def policy_loss(model, batch):
