@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room
 from tandem.engine.page_cache import page_bytes
+from tandem.engine.sync_check import Probe, make_probe
 from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.client import Client, PoolThread
 from tandem.engine.worker_pool.pool import COMMAND, Workers
@@ -33,6 +35,7 @@ from tandem.rollout.score import RewardModel, RolloutRunner
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.sandbox import open_sandbox
+from tandem.train.engine_gap import gap_limit
 from tandem.train.supervised import scores
 from tandem.types import Episode, Generate, Problem, Sync
 from tandem.weights.in_process import InlineSync
@@ -257,16 +260,25 @@ def open_rollouts(
 
         def lane(client: Workers | Client, **options: Any) -> Lane:
             weights = model.merged_weights
-            sync = ProcessSync(client, engine, shared, weights, rollout.staleness)
+            probe = partial(_probe, config, engine)
+            sync = ProcessSync(client, engine, shared, weights, rollout.staleness, probe)
             return replace(local, engine=client, **options), sync
 
         if (count := steps_at_once(config)) == 1:
             yield [lane(workers)], workers, workers.close
             return
-        with PoolThread(workers, checks=exact) as pool:
+        with PoolThread(workers, checks=exact or rollout.engine == "vllm") as pool:
             clients = [pool.client(number) for number in range(count)]
             lanes = [lane(client, after_generation=client.rest) for client in clients]
             yield lanes, pool, workers.close
+
+
+def _probe(config: Config, engine: Engine) -> Probe | None:
+    """Score what workers of other kernels compare themselves with, by the weights in use."""
+    if config.rollout.engine == "tandem":
+        return None
+    model, limit = engine.model, gap_limit(config, engine.model.dtype)
+    return make_probe(engine.score, model.config.vocab_size, engine.longest, limit)
 
 
 def load_reward_model(config: Config) -> RewardModel | None:
