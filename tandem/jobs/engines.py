@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,7 @@ from tandem.engine.sync_check import Probe, make_probe
 from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.client import Client, PoolThread
 from tandem.engine.worker_pool.pool import COMMAND, Workers
+from tandem.engine.worker_pool.process import Published, Spawn
 from tandem.envs.load import load_env
 from tandem.jobs.cluster import open_hosts, worker_device
 from tandem.jobs.http_engines import is_http, load_http_engines, open_http_rollouts
@@ -37,9 +38,12 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.sandbox import open_sandbox
 from tandem.train.engine_gap import gap_limit
 from tandem.train.supervised import scores
-from tandem.types import Episode, Generate, Problem, Sync
+from tandem.types import Episode, Generate, Problem, Renderer, Reward, Sync
 from tandem.weights.in_process import InlineSync
 from tandem.weights.worker_sync import ProcessSync
+
+if TYPE_CHECKING:
+    from tandem.cluster.ray_cluster import RayCluster
 
 Report = Callable[[str], None]
 
@@ -218,15 +222,22 @@ Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and 
 
 @contextmanager
 def open_rollouts(
-    config: Config, engine: Engine, local: RolloutRunner, report: Report, folder: Path, exact: bool
+    config: Config,
+    engine: Engine,
+    local: RolloutRunner,
+    report: Report,
+    folder: Path,
+    exact: bool,
+    cluster: "RayCluster | None",
 ) -> Iterator[tuple[list[Lane], Workers | PoolThread | None, Callable[[], None]]]:
     """Open the engine that samples for training: the trainer's own, rollout workers, or servers.
 
     Yields a lane for each step that is rolled out at once, the workers, and a function that ends
-    rollouts under way. folder: for the weights of servers. exact: rollouts check their log-probs.
+    rollouts under way. folder: of the run. exact: rollouts check their log-probs. cluster: of
+    rollout workers, if they are not of this machine.
     """
     if is_http(config):
-        with open_http_rollouts(config, engine, local, report, folder) as opened:
+        with open_http_rollouts(config, engine, local, report, folder / "weights") as opened:
             runner, sync, stop = opened
             yield [(runner, sync)], None, stop
         return
@@ -236,26 +247,9 @@ def open_rollouts(
     if not rollout.workers:
         yield [(local, InlineSync(engine))], None, lambda: None
         return
-    device = str(model.device)
     with (
-        open_hosts(config, model.merged_weights(), device) as (shared, spawn),
-        Workers(
-            model_path=config.model.path,
-            devices=rollout.devices or [worker_device(config, device)],
-            dtype=placement(config).dtype_name,
-            splits=model.splits,
-            cache_mb=rollout.cache_mb,
-            max_batch=rollout.max_batch,
-            longest=engine.longest,
-            count=rollout.workers,
-            heartbeat_s=config.run.stall_s / 2,
-            restarts=rollout.restarts,
-            weights=shared,
-            record_experts=config.rl.router_replay,
-            report=report,
-            command=rollout_command(config),
-            spawn=spawn,
-        ) as workers,
+        open_hosts(config, model.merged_weights(), cluster) as (shared, spawn),
+        _start_workers(config, engine, shared, spawn, report) as workers,
     ):
 
         def lane(client: Workers | Client, **options: Any) -> Lane:
@@ -273,6 +267,30 @@ def open_rollouts(
             yield lanes, pool, workers.close
 
 
+def _start_workers(
+    config: Config, engine: Engine, weights: Published, spawn: Spawn | None, report: Report
+) -> Workers:
+    """Start rollout workers of the trainer's model; they close as a context."""
+    rollout, model = config.rollout, engine.model
+    return Workers(
+        model_path=config.model.path,
+        devices=rollout.devices or [worker_device(config, str(model.device))],
+        dtype=placement(config).dtype_name,
+        splits=model.splits,
+        cache_mb=rollout.cache_mb,
+        max_batch=rollout.max_batch,
+        longest=engine.longest,
+        count=rollout.workers,
+        heartbeat_s=config.run.stall_s / 2,
+        restarts=rollout.restarts,
+        weights=weights,
+        record_experts=config.rl.router_replay,
+        report=report,
+        command=rollout_command(config),
+        spawn=spawn,
+    )
+
+
 def _probe(config: Config, engine: Engine) -> Probe | None:
     """Score what workers of other kernels compare themselves with, by the weights in use."""
     if config.rollout.engine == "tandem":
@@ -281,7 +299,20 @@ def _probe(config: Config, engine: Engine) -> Probe | None:
     return make_probe(engine.score, model.config.vocab_size, engine.longest, limit)
 
 
-def load_reward_model(config: Config) -> RewardModel | None:
+def build_runner(
+    config: Config, engine: Generate, renderer: Renderer, envs: EnvPool, rewards: Reward
+) -> RolloutRunner:
+    """Put together the parts that generate and score episodes; load the reward model, if any."""
+    return RolloutRunner(
+        engine=engine,
+        renderer=renderer,
+        envs=envs,
+        rewards=rewards,
+        reward_model=_load_reward_model(config),
+    )
+
+
+def _load_reward_model(config: Config) -> RewardModel | None:
     """Load the reward model, if the config names one. It scores each chat up to the last turn of
     the model, and stores the score in `env_rewards`."""
     if not config.reward.model:
