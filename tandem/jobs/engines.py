@@ -34,7 +34,7 @@ from tandem.rollout.score import RewardModel, RolloutRunner
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.train.supervised import scores
-from tandem.types import Episode, Generate, Problem, Sync
+from tandem.types import Episode, Generate, Problem, Renderer, Reward, Sync
 from tandem.weights.in_process import InlineSync
 from tandem.weights.worker_sync import ProcessSync
 
@@ -223,11 +223,11 @@ def open_rollouts(
     """Open the engine that samples for training: the trainer's own, rollout workers, or servers.
 
     Yields a lane for each step that is rolled out at once, the workers, and a function that ends
-    rollouts under way. folder: for the weights of servers. exact: rollouts check their log-probs.
-    cluster: of rollout workers, if they are not of this machine.
+    rollouts under way. folder: of the run. exact: rollouts check their log-probs. cluster: of
+    rollout workers, if they are not of this machine.
     """
     if is_http(config):
-        with open_http_rollouts(config, engine, local, report, folder) as opened:
+        with open_http_rollouts(config, engine, local, report, folder / "weights") as opened:
             runner, sync, stop = opened
             yield [(runner, sync)], None, stop
         return
@@ -273,7 +273,20 @@ def open_rollouts(
             yield lanes, pool, workers.close
 
 
-def load_reward_model(config: Config) -> RewardModel | None:
+def build_runner(
+    config: Config, engine: Generate, renderer: Renderer, envs: EnvPool, rewards: Reward
+) -> RolloutRunner:
+    """Put together the parts that generate and score episodes; load the reward model, if any."""
+    return RolloutRunner(
+        engine=engine,
+        renderer=renderer,
+        envs=envs,
+        rewards=rewards,
+        reward_model=_load_reward_model(config),
+    )
+
+
+def _load_reward_model(config: Config) -> RewardModel | None:
     """Load the reward model, if the config names one. It scores each chat up to the last turn of
     the model, and stores the score in `env_rewards`."""
     if not config.reward.model:

@@ -13,7 +13,7 @@ from tandem.jobs.cluster import ScaleOnRequest, check_cluster, open_cluster
 from tandem.jobs.engines import (
     Report,
     build_engine,
-    load_reward_model,
+    build_runner,
     make_room,
     open_envs_and_rewards,
     open_rollouts,
@@ -138,17 +138,10 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         exact = require_parity(config, found)
         note_machine(run, found, report)
         engine = build_engine(config, policy, inputs.renderer)
-        local = RolloutRunner(
-            engine=engine,
-            renderer=inputs.renderer,
-            envs=envs,
-            rewards=rewards,
-            reward_model=load_reward_model(config),
-        )
+        local = build_runner(config, engine, inputs.renderer, envs, rewards)
         held_out = Journal(run.episodes, run_id, inputs.held_out, mesh)
         evaluate = _evaluator(config, local, stop_token_ids, held_out, inputs.held_out)
-        weights = run.path / "weights"
-        rollouts = open_rollouts(config, engine, local, report, weights, exact, cluster)
+        rollouts = open_rollouts(config, engine, local, report, run.path, exact, cluster)
         with rollouts as (lanes, pool, stop_workers), open_stream(config, ranks) as stream:
             sampling = sampling_params(config.rollout, stop_token_ids)
             if pool is not None:

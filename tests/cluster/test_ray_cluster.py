@@ -137,7 +137,7 @@ def test_killed_reward_workers_change_no_bit(nodes, inputs, inline):
         both = workers(scored, "reward")
         assert first["pid"] not in [row["pid"] for row in both]
         assert len({row["node"] for row in both}) == 2
-        lost = [row["node"] for row in both if row["node"] != "127.0.0.2"][0]  # not the driver's
+        lost = next(row["node"] for row in both if row["node"] != "127.0.0.2")  # not the driver's
         nodes.remove(lost)
         until_joined(3)
         allow(6)
