@@ -206,9 +206,9 @@ def started(command: Sequence[str], target: Path) -> Iterator[tuple[subprocess.P
 def _kill_one(
     name: str, process: subprocess.Popen[bytes], target: Path, source: random.Random
 ) -> bool:
-    """Kill a victim; return whether the loss was noticed before the run ended."""
-    before = _losses(name, target)
-    victims = _victims(name, process.pid, _workers(target))
+    """Kill a victim once there is one; return whether the loss was noticed before the run ended."""
+    _wait(process, lambda: bool(_victims(name, process.pid, _workers(target))), NOTICE_S)
+    before, victims = _losses(name, target), _victims(name, process.pid, _workers(target))
     if not victims:
         return False
     try:

@@ -1,5 +1,5 @@
-"""What scores the episodes of a run: a RewardPool of this machine, or reward workers on the nodes
-of a Ray cluster."""
+"""Reward workers of a run: a RewardPool of this machine, or actors on the nodes of a Ray
+cluster."""
 
 import os
 from collections.abc import Callable, Iterator
