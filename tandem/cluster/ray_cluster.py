@@ -240,7 +240,8 @@ class LocalNodes:
         number = next(self._numbers)
         at = loopback(number)
         options = {**self._options, "node_ip_address": at, **free_ports(at, PORTS)}
-        return self._cluster.add_node(**options, **(HEAD if number == 0 else {}))
+        with environment(worker_variables()):
+            return self._cluster.add_node(**options, **(HEAD if number == 0 else {}))
 
     def remove(self, address: str) -> None:
         """Kill the node at that address, with all that runs on it."""
@@ -277,7 +278,6 @@ def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalN
         # a loaded machine is slow to import torch and ray, and to start a node's agents
         "RAY_worker_register_timeout_seconds": "120",
         "RAY_raylet_start_wait_time_s": "60",
-        **worker_variables(),
     }
     try:
         with environment(variables):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,9 +36,12 @@ from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.sandbox import open_sandbox
 from tandem.train.supervised import scores
-from tandem.types import Episode, Generate, Problem, Sync
+from tandem.types import Episode, Generate, Problem, Renderer, Reward, Sync
 from tandem.weights.in_process import InlineSync
 from tandem.weights.worker_sync import ProcessSync
+
+if TYPE_CHECKING:
+    from tandem.cluster.ray_cluster import RayCluster
 
 Report = Callable[[str], None]
 
@@ -234,15 +237,22 @@ Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and 
 
 @contextmanager
 def open_rollouts(
-    config: Config, engine: Engine, local: RolloutRunner, report: Report, folder: Path, exact: bool
+    config: Config,
+    engine: Engine,
+    local: RolloutRunner,
+    report: Report,
+    folder: Path,
+    exact: bool,
+    cluster: "RayCluster | None",
 ) -> Iterator[tuple[list[Lane], Workers | PoolThread | None, Callable[[], None]]]:
     """Open the engine that samples for training: the trainer's own, rollout workers, or servers.
 
     Yields a lane for each step that is rolled out at once, the workers, and a function that ends
-    rollouts under way. folder: for the weights of servers. exact: rollouts check their log-probs.
+    rollouts under way. folder: of the run. exact: rollouts check their log-probs. cluster: of
+    rollout workers, if they are not of this machine.
     """
     if is_http(config):
-        with open_http_rollouts(config, engine, local, report, folder) as opened:
+        with open_http_rollouts(config, engine, local, report, folder / "weights") as opened:
             runner, sync, stop = opened
             yield [(runner, sync)], None, stop
         return
@@ -254,7 +264,7 @@ def open_rollouts(
         return
     device = str(model.device)
     with (
-        open_hosts(config, model.merged_weights(), device) as (shared, spawn),
+        open_hosts(config, model.merged_weights(), cluster) as (shared, spawn),
         Workers(
             model_path=config.model.path,
             devices=rollout.devices or [worker_device(config, device)],
@@ -289,7 +299,20 @@ def open_rollouts(
             yield lanes, pool, workers.close
 
 
-def load_reward_model(config: Config) -> RewardModel | None:
+def build_runner(
+    config: Config, engine: Generate, renderer: Renderer, envs: EnvPool, rewards: Reward
+) -> RolloutRunner:
+    """Put together the parts that generate and score episodes; load the reward model, if any."""
+    return RolloutRunner(
+        engine=engine,
+        renderer=renderer,
+        envs=envs,
+        rewards=rewards,
+        reward_model=_load_reward_model(config),
+    )
+
+
+def _load_reward_model(config: Config) -> RewardModel | None:
     """Load the reward model, if the config names one. It scores each chat up to the last turn of
     the model, and stores the score in `env_rewards`."""
     if not config.reward.model:

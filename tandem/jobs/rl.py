@@ -9,11 +9,11 @@ from typing import Any
 from tandem.config.schema import Config
 from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
-from tandem.jobs.cluster import ScaleOnRequest, check_cluster
+from tandem.jobs.cluster import ScaleOnRequest, check_cluster, open_cluster
 from tandem.jobs.engines import (
     Report,
     build_engine,
-    load_reward_model,
+    build_runner,
     make_room,
     open_envs_and_rewards,
     open_rollouts,
@@ -122,7 +122,11 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     run_id = identity(config, data)
     mesh = config.parallel.mesh
     journal = Journal(run.episodes, run_id, inputs.problems, mesh)
-    with open_envs_and_rewards(config) as (envs, rewards), open_ranks(config, run, run_id) as ranks:
+    with (
+        open_cluster(config) as cluster,
+        open_envs_and_rewards(config) as (envs, rewards),
+        open_ranks(config, run, run_id) as ranks,
+    ):
         models = (build_distill_models if distills else build_rl_models)(config, ranks)
         policy = models.policy.whole
         workers = config.rollout.workers
@@ -132,16 +136,10 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         exact = require_parity(config, found)
         note_machine(run, found, report)
         engine = build_engine(config, policy, inputs.renderer)
-        local = RolloutRunner(
-            engine=engine,
-            renderer=inputs.renderer,
-            envs=envs,
-            rewards=rewards,
-            reward_model=load_reward_model(config),
-        )
+        local = build_runner(config, engine, inputs.renderer, envs, rewards)
         held_out = Journal(run.episodes, run_id, inputs.held_out, mesh)
         evaluate = _evaluator(config, local, stop_token_ids, held_out, inputs.held_out)
-        rollouts = open_rollouts(config, engine, local, report, run.path / "weights", exact)
+        rollouts = open_rollouts(config, engine, local, report, run.path, exact, cluster)
         with rollouts as (lanes, pool, stop_workers), open_stream(config, ranks) as stream:
             sampling = sampling_params(config.rollout, stop_token_ids)
             if pool is not None:
