@@ -256,13 +256,12 @@ def open_rollouts(
             runner, sync, stop = opened
             yield [(runner, sync)], None, stop
         return
-    rollout, model = config.rollout, engine.model
-    for device in rollout.devices:
-        place_models(device, config.model.dtype)
+    rollout, model, device = config.rollout, engine.model, str(engine.model.device)
+    for other in rollout.devices:
+        place_models(other, config.model.dtype)
     if not rollout.workers:
         yield [(local, InlineSync(engine))], None, lambda: None
         return
-    device = str(model.device)
     with (
         open_hosts(config, model.merged_weights(), cluster) as (shared, spawn),
         Workers(
