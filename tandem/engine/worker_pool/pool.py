@@ -58,10 +58,9 @@ class Workers:
     """Pool of rollout workers, a context; weights reach them with the first `apply`.
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
-    Worker n is on tensor_parallel of the devices, in turn; cache_mb, max_batch, splits: of each.
-    restarts: most workers that may be lost; the next one ends the run with a UserError. report:
-    told of losses.
-    spawn: starts a worker's process; None: `command`, on this machine.
+    Worker n is on tensor_parallel of the devices, in turn; cache_mb, max_batch, splits, matmul: of
+    each. restarts: most workers that may be lost; the next one ends the run with a UserError.
+    report: told of losses. spawn: starts a worker's process; None: `command`, on this machine.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class Workers:
         dtype: str = "float32",
         splits: int = 1,
         tensor_parallel: int = 1,
+        matmul: str = "plain",
         cache_mb: int,
         max_batch: int,
         longest: int,
@@ -96,6 +96,7 @@ class Workers:
             "dtype": dtype,
             "splits": splits,
             "tensor_parallel": tensor_parallel,
+            "matmul": matmul,
             "cache_bytes": cache_mb << 20,
             "max_batch": max_batch,
             "longest": longest,
