@@ -45,10 +45,10 @@ FAULTS = 20  # of each kind
 RUNS = 60  # at most, of a kind
 STEPS = 20
 SEED = 0
-SHORT = ["run.save_every=5", "eval.every=10", "rollout.restarts=100", "run.stall_s=120"]
-NODES = ["cluster.nodes=3", "rollout.workers=2", "reward.workers=2"]
+SHORT = ["run.save_every=5", "eval.every=0", "rollout.restarts=100", "run.stall_s=120"]
+NODES = ["cluster.nodes=2", "rollout.workers=2", "reward.workers=2"]
 ACTORS = [*NODES, "cluster.reward_workers=2"]
-RANKS = ["parallel.data=2", "run.threads=1"]
+RANKS = ["parallel.data=2", "run.threads=1", "run.steps=8"]
 QUEUE = [*RANKS, "stream.kind=transfer_queue", "cluster.nodes=1", "rollout.workers=1"]
 # slow enough that a killed worker has a call in flight
 REWARD = """
@@ -76,7 +76,7 @@ class Kind:
 
 KINDS = {
     "actor": Kind(options=NODES, faults=4),
-    "node": Kind(options=ACTORS, faults=2),
+    "node": Kind(options=[*ACTORS, "cluster.nodes=3"], faults=2),
     "reward": Kind(options=NODES, faults=4),
     "reward actor": Kind(options=ACTORS, faults=4),
     "rank": Kind(options=QUEUE, culprit="rank 1"),

@@ -111,7 +111,7 @@ class RewardActors(TaskThread):
             if (worker := key.data) is None:
                 self._waker.clear()
                 continue
-            if events & selectors.EVENT_READ:
+            if events & selectors.EVENT_READ and worker in self._workers.values():
                 self._on_readable(worker)
             if events & selectors.EVENT_WRITE and worker in self._workers.values():
                 self._flush(worker)
