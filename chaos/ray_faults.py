@@ -39,7 +39,7 @@ from typing import Any
 from chaos.results import Case, Result, tally
 from tandem.run_folder.status import read_status
 from tandem.runtime.processes import ZOMBIE, Process, descendants, state_of
-from tests.support.runs import fingerprint, prepare, rank_pid, run
+from tests.support.runs import fingerprint, prepare, run
 
 FAULTS = 20  # of each kind
 RUNS = 60  # at most, of a kind
@@ -236,7 +236,7 @@ def _victims(name: str, driver: int, workers: Sequence[dict[str, Any]]) -> list[
         case "reward actor":
             return [p.pid for p in processes if "RewardWorker" in p.command]
         case "rank":
-            return [pid for rank in (0, 1) if (pid := rank_pid(driver, rank)) is not None]
+            return [driver, *(p.pid for p in processes if _is_rank_1(p))]
         case "unit":
             return [p.pid for p in processes if re.search("StorageUnit|Controller", p.command)]
         case _:
@@ -246,6 +246,14 @@ def _victims(name: str, driver: int, workers: Sequence[dict[str, Any]]) -> list[
                 if p.parent == driver and "tandem.rewards.pool.fork_server" in p.command
             }
             return [p.pid for p in processes if p.parent in servers]
+
+
+def _is_rank_1(process: Process) -> bool:
+    """Tell whether a process is the trainer's second rank, on whatever node."""
+    with suppress(OSError):
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        return "-m tandem train" in process.command and b"RANK=1" in environment
+    return False
 
 
 def _is_used_node(process: Process, used: set[str]) -> bool:
