@@ -116,7 +116,7 @@ def cases(
         start, target = time.monotonic(), folder / f"{name.replace(' ', '_')}_{number}"
         whole = [*command, *kind.options, f"run.folder={target}"]
         if kind.culprit:
-            fired, wrong = stop_one(name, whole, target, source)
+            fired, wrong = stop_one(name, number, whole, target, source)
         else:
             fired, wrong = strike(name, min(kind.faults, faults - done), whole, target, source)
         if not wrong and fingerprint(target) != expected:
@@ -149,24 +149,27 @@ def strike(
 
 
 def stop_one(
-    name: str, command: Sequence[str], target: Path, source: random.Random
+    name: str, number: int, command: Sequence[str], target: Path, source: random.Random
 ) -> tuple[int, str]:
-    """Make one run that a fault ends, and let the same command go on; return as `strike`."""
+    """Make one run that a fault ends, and let the same command go on; return as `strike`. number:
+    of the trial, for each victim in turns."""
     with started(command, target) as (process, out):
         _wait(process, lambda: bool(_workers(target)), HANG_S)
         _wait(process, lambda: False, source.uniform(0, PAUSE_S))
         victims = _victims(name, process.pid, [])
-        standing = [victim.pid for victim in descendants(process.pid)]
+        standing = descendants(process.pid)
         if process.poll() is not None or not victims:
             return 0, _end(process, out)
-        os.kill(victim := source.choice(victims), signal.SIGKILL)
+        os.kill(victim := victims[number % len(victims)], signal.SIGKILL)
         if wrong := _stopped(process, out, name, victim == process.pid):
             return 1, wrong
         until = time.monotonic() + STOP_S
-        while alive := [pid for pid in standing if state_of(pid) not in ("", ZOMBIE)]:
+        while alive := [p.pid for p in standing if state_of(p.pid) not in ("", ZOMBIE)]:
             if time.monotonic() > until:
                 return 1, f"processes {alive} live {STOP_S:g} s after the run has ended"
             time.sleep(0.1)
+        for session in re.findall(r"(\S*/ray-\w+)/session", " ".join(p.command for p in standing)):
+            shutil.rmtree(session.partition("=")[2] or session, ignore_errors=True)
     with started(command, target) as (process, out):
         return 1, _end(process, out)
 
