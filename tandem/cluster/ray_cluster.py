@@ -23,7 +23,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -32,20 +32,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.cluster.errors import no_ray, not_joined, not_started, too_small
+from tandem.cluster.errors import last_line, no_ray, not_joined, too_small
 from tandem.cluster.listener import Listener
+from tandem.cluster.logs import LogFiles
 from tandem.cluster.object_weights import ObjectWeights
+from tandem.cluster.placement import named_nodes
 from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.cluster.this_machine import (
     environment,
     free_ports,
     keeping_sigterm,
-    kill_since,
     loopback,
     own_token,
     require_listener,
     short_folder,
+    start_nodes,
 )
+from tandem.cluster.trainer_ranks import TrainerRanks
 from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.runtime import numerics
@@ -60,10 +63,11 @@ try:
 except ModuleNotFoundError:
     raise no_ray() from None
 
+Report = Callable[[str], None]
+
 STACK_S = 2.0
 RAY_CONFIG: Any = ray._raylet.Config  # type: ignore[attr-defined]
 NODES_S = 60.0  # for the nodes of a cluster that is joined
-START_TRIES = 3  # of a cluster on this machine: Ray gives up when a loaded machine is slow
 NODE_CPUS = 64  # of a node on this machine, for Ray's books: workers share its cores
 SPARE_BYTES = 80 << 20  # the least that Ray takes for a node's objects
 HEAD: dict[str, Any] = {
@@ -97,12 +101,13 @@ def worker_variables() -> dict[str, str]:
 class RayHost:
     """A worker's actor, as the pool holds it. Implements process.Host."""
 
-    def __init__(self, cluster: "RayCluster", actor: Any, node_id: str):
-        self.cluster, self.actor, self.node_id = cluster, actor, node_id
+    def __init__(self, cluster: "RayCluster", actor: Any, node_id: str, name: str):
+        self.cluster, self.actor, self.node_id, self.name = cluster, actor, node_id, name
         self.node, self.pid = cluster.address_of(node_id), 0
         self._channel: Channel | None = None
         self.handshake = cluster.listener.expect(self._on_connected)
-        self._ended = actor.serve.remote(cluster.listener.address, self.handshake)
+        log = cluster.logs and cluster.logs.expect(name, self.node)
+        self._ended = actor.serve.remote(cluster.listener.address, {**self.handshake, "log": log})
 
     def _on_connected(self, connection: socket.socket, handshake: Message) -> None:
         self._channel = Channel(connection, MAX_LINE_BYTES)
@@ -125,12 +130,12 @@ class RayHost:
             return ""
 
     def last_words(self) -> str:
-        return "\n".join(self._error().strip().splitlines()[-LAST_LINES:])
+        error, logs = self._error(), self.cluster.logs
+        written = logs.last_lines(self.name, LAST_LINES) if logs else ""
+        return written or "\n".join(error.strip().splitlines()[-LAST_LINES:])
 
     def how_it_ended(self) -> str:
-        lines = [line.strip() for line in self._error().splitlines() if line.strip()]
-        # Ray guesses at causes, at length
-        return lines[-1].split(" Some common causes")[0] if lines else "it closed its connection"
+        return last_line(self._error()) or "it closed its connection"
 
     def _error(self) -> str:
         try:
@@ -157,8 +162,11 @@ class RayCluster:
     process is not to have the node's environment."""
 
     def __init__(self, gpus: int, runtime_env: dict[str, Any] | None):
-        address = self.address_of(ray.get_runtime_context().get_node_id())
-        self.listener = Listener(address)
+        self.home = str(ray.get_runtime_context().get_node_id())  # the node of this process
+        self.listener = Listener(self.address_of(self.home))
+        self.gpus = gpus
+        self.logs: LogFiles | None = None  # of workers, if they are gathered
+        self.placement: str | list[str] = "spread"
         self._hosts: list[RayHost] = []
         self._last_node: dict[int, str] = {}  # of each worker number
         as_actor: Any = ray.remote
@@ -171,23 +179,36 @@ class RayCluster:
         }
 
     def spawn(self, number: int) -> RayHost:
-        """Start the worker of that number: on the node with the fewest, and not where one of its
+        """Start the worker of that number where `placement` says: packed it is on this process's
+        node as long as that has room, else on the node with the fewest, and not where one of its
         number has been lost. Of equal nodes it takes the first by address."""
-        node = self._choose(number)
+        packs, pins = self.placement == "pack", isinstance(self.placement, list)
+        node = self.home if packs else self._choose(number)
         self._last_node[number] = node
-        where = NodeAffinitySchedulingStrategy(node_id=node, soft=True)
+        where = NodeAffinitySchedulingStrategy(node, soft=not pins, _spill_on_unavailable=packs)
         actor = self._actor.options(**self._options, scheduling_strategy=where).remote()
-        host = RayHost(self, actor, node)
+        host = RayHost(self, actor, node, f"rollout worker {number}")
         self._hosts.append(host)
         return host
 
     def _choose(self, number: int) -> str:
         here = [host.node_id for host in self._hosts]
-        alive = self.nodes()
+        pinned = isinstance(self.placement, list)
+        alive = named_nodes(ray.nodes(), self.placement) if pinned else self.nodes()
         return min(
             alive,
             key=lambda node: (node == self._last_node.get(number), here.count(node), alive[node]),
         )
+
+    def place(self, placement: str | list[str]) -> None:
+        """Place workers as `cluster.placement` says. Raises UserError for a node that is none."""
+        for name in placement if isinstance(placement, list) else ():
+            named_nodes(ray.nodes(), [name])
+        self.placement = placement
+
+    def open_ranks(self, command: Sequence[str], count: int, report: Report) -> TrainerRanks:
+        """Reserve room for ranks after 0, which run Python with that command; `close` it."""
+        return TrainerRanks(ray, self, command, count, report)
 
     def nodes(self) -> dict[str, str]:
         """Return the addresses of the nodes that live, by their ids."""
@@ -283,29 +304,13 @@ def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalN
         with environment(variables):
             RAY_CONFIG.initialize("")  # it was read with the import
             with keeping_sigterm():
-                local = _start_nodes(nodes, lambda: LocalNodes(folder, object_bytes, gpus))
+                local = start_nodes(nodes, lambda: LocalNodes(folder, object_bytes, gpus))
             try:
                 yield local
             finally:
                 local.end()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start_nodes(nodes: int, make: Callable[[], LocalNodes]) -> LocalNodes:
-    """Start the nodes; a second time if Ray gives up."""
-    standing = {process.pid for process in descendants(os.getpid())}
-    for tries_left in reversed(range(START_TRIES)):
-        try:
-            local = make()
-            for _ in range(nodes):
-                local.add()
-            return local
-        except Exception as error:  # Ray raises bare Exceptions
-            kill_since(standing)
-            if not tries_left:
-                raise not_started(error) from error
-    raise AssertionError("unreachable")
 
 
 @contextmanager

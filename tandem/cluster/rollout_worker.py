@@ -12,13 +12,14 @@ from collections import deque
 
 from torch import Tensor
 
+from tandem.cluster.listener import CONNECT_S
+from tandem.cluster.logs import redirect_output
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.engine.worker_pool.worker import Receive, load_engine, run
 from tandem.runtime.worker_channel import Channel, Message
 from tandem.types import Array
 from tandem.weights.shared import Layout
 
-CONNECT_S = 10.0  # for a connection, and for its first line
 TAKE_S = 600.0  # for weights to reach a node
 
 
@@ -31,14 +32,21 @@ class RolloutWorker:
         self._thread = 0
 
     def serve(self, address: tuple[str, int], handshake: Message) -> None:
-        """Serve the pool at that address until the connection ends."""
+        """Serve the pool at that address until the connection ends. handshake: with the way of a
+        log, None for none."""
         self._thread = threading.get_ident()
+        if (log := handshake.pop("log")) is not None:
+            redirect_output(log)
         connection = socket.create_connection(address, CONNECT_S)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = Channel(connection, MAX_LINE_BYTES)
         channel.send({**handshake, "pid": os.getpid()})
-        run(channel, load_engine, self._receiver)
+        try:
+            run(channel, load_engine, self._receiver)
+        except Exception:
+            traceback.print_exc()  # Ray only tells the driver
+            raise
 
     def take(self, number: int, buffer: Array) -> None:
         """Take weights, which Ray has mapped here: uint8, the bytes of the tensors offered."""

@@ -32,6 +32,8 @@ _FREE = {
     "rollout.release_cache",
     "cluster.address",
     "cluster.nodes",
+    "cluster.placement",
+    "cluster.trainers",
     "weights.transport",
     "stream.kind",
     "rl.max_truncated",
