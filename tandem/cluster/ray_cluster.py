@@ -1,4 +1,4 @@
-"""Rollout workers on the nodes of a Ray cluster. The only file that imports ray.
+"""Rollout and reward workers on the nodes of a Ray cluster. The only file that imports ray.
 
     driver                                               a node
     ------                                               ------
@@ -35,8 +35,10 @@ from torch import Tensor
 from tandem.cluster.errors import last_line, no_ray, not_joined, too_small
 from tandem.cluster.listener import Listener
 from tandem.cluster.logs import LogFiles
+from tandem.cluster.node_worker import NodeWorker
 from tandem.cluster.object_weights import ObjectWeights
 from tandem.cluster.placement import named_nodes
+from tandem.cluster.reward_worker import RewardWorker
 from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.cluster.this_machine import (
     environment,
@@ -105,7 +107,7 @@ class RayHost:
         self.cluster, self.actor, self.node_id, self.name = cluster, actor, node_id, name
         self.node, self.pid = cluster.address_of(node_id), 0
         self._channel: Channel | None = None
-        self.handshake = cluster.listener.expect(self._on_connected)
+        self.handshake = {**cluster.listener.expect(self._on_connected), "node": node_id}
         log = cluster.logs and cluster.logs.expect(name, self.node)
         self._ended = actor.serve.remote(cluster.listener.address, {**self.handshake, "log": log})
 
@@ -157,26 +159,37 @@ class RayHost:
 
 
 class RayCluster:
-    """A running Ray cluster. `spawn` starts rollout workers on its nodes, which connect back to
-    this process's node. gpus: of each worker; runtime_env: Ray's, if a worker's
-    process is not to have the node's environment."""
+    """A running Ray cluster. `spawn` starts workers of one kind on its nodes, which connect back to
+    this process's node. worker: their class; gpus, cpus: of each one; runtime_env: Ray's, if a
+    worker's process is not to have the node's environment; logs: of what they print."""
 
-    def __init__(self, gpus: int, runtime_env: dict[str, Any] | None):
+    def __init__(
+        self,
+        gpus: int,
+        runtime_env: dict[str, Any] | None,
+        worker: type[NodeWorker] = RolloutActor,
+        cpus: int = 1,
+        logs: LogFiles | None = None,
+    ):
         self.home = str(ray.get_runtime_context().get_node_id())  # the node of this process
         self.listener = Listener(self.address_of(self.home))
-        self.gpus = gpus
-        self.logs: LogFiles | None = None  # of workers, if they are gathered
+        self.gpus, self.logs, self.role = gpus, logs, worker.role
         self.placement: str | list[str] = "spread"
         self._hosts: list[RayHost] = []
         self._last_node: dict[int, str] = {}  # of each worker number
         as_actor: Any = ray.remote
-        self._actor = as_actor(concurrency_groups={"side": 2})(RolloutActor)
-        self._options = {
-            "num_cpus": 1,
+        self._actor = as_actor(concurrency_groups={"side": 2})(worker)
+        self._options: dict[str, Any] = {
+            "num_cpus": cpus,
             "num_gpus": gpus,
             "max_restarts": 0,
             "runtime_env": runtime_env,
         }
+
+    def for_rewards(self) -> "RayCluster":
+        """Return the same nodes for reward workers. These ask Ray for nothing, so none waits for a
+        rollout worker's CPU."""
+        return RayCluster(0, self._options["runtime_env"], RewardWorker, 0, self.logs)
 
     def spawn(self, number: int) -> RayHost:
         """Start the worker of that number where `placement` says: packed it is on this process's
@@ -185,9 +198,11 @@ class RayCluster:
         packs, pins = self.placement == "pack", isinstance(self.placement, list)
         node = self.home if packs else self._choose(number)
         self._last_node[number] = node
-        where = NodeAffinitySchedulingStrategy(node, soft=not pins, _spill_on_unavailable=packs)
+        # only who asks for nothing has room on the node in any case
+        soft = self._options["num_cpus"] > 0 and not pins
+        where = NodeAffinitySchedulingStrategy(node, soft=soft, _spill_on_unavailable=packs)
         actor = self._actor.options(**self._options, scheduling_strategy=where).remote()
-        host = RayHost(self, actor, node, f"rollout worker {number}")
+        host = RayHost(self, actor, node, f"{self.role} {number}")
         self._hosts.append(host)
         return host
 
@@ -365,16 +380,12 @@ def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster
 
 
 @contextmanager
-def open_ray(address: str, nodes: int) -> Iterator[None]:
-    """Have this process in a Ray cluster: the one it is in already, or the one at `address`, or a
-    new one on this machine."""
+def open_ray() -> Iterator[None]:
+    """Have this process in a Ray cluster: the run's own, or a new one on this machine."""
     if ray.is_initialized():
         yield
-    elif address:
-        with join_cluster(address, nodes):
-            yield
     else:
-        with start_cluster(max(1, nodes), SPARE_BYTES):
+        with start_cluster(1, SPARE_BYTES):
             yield
 
 

@@ -11,13 +11,10 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tandem.cluster.errors import not_joined, not_started
 from tandem.runtime.processes import descendants
-
-if TYPE_CHECKING:
-    from tandem.cluster.ray_cluster import LocalNodes
 
 LISTENER_S = 10.0
 START_TRIES = 3  # of a cluster here: Ray gives up when a loaded machine is slow
@@ -92,8 +89,8 @@ def kill_since(standing: Collection[int]) -> None:
                 os.kill(process.pid, signal.SIGKILL)
 
 
-def start_nodes(nodes: int, make: "Callable[[], LocalNodes]") -> "LocalNodes":
-    """Make a cluster and start nodes; again if Ray gives up. Raises UserError."""
+def start_nodes(nodes: int, make: Callable[[], Any]) -> Any:
+    """Make LocalNodes (ray_cluster.py) and start nodes; again if Ray gives up. Raises UserError."""
     standing = {process.pid for process in descendants(os.getpid())}
     for tries_left in reversed(range(START_TRIES)):
         try:

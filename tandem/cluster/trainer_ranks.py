@@ -24,7 +24,7 @@ from tandem.cluster.errors import last_line, no_room_for_ranks
 from tandem.cluster.logs import connect_log
 from tandem.runtime import numerics, watchdog
 from tandem.runtime.place import NODE, Place, without_place
-from tandem.runtime.processes import STARTER, kill_descendants
+from tandem.runtime.processes import STARTER
 from tandem.runtime.worker_channel import Message
 
 if TYPE_CHECKING:
@@ -60,9 +60,8 @@ class RankProcess:
         return self._process.wait()
 
     def end(self) -> None:
-        """Kill the process, and those that it has started."""
+        """Kill the process."""
         if self._process is not None:
-            kill_descendants(self._process.pid)
             self._process.kill()
 
 
@@ -91,8 +90,7 @@ class RankHost:
 
     def kill(self) -> None:
         """Kill the process, then the actor, which could do so no more if it had ended before."""
-        asked = self._actor.end.options(concurrency_group="side").remote()
-        self._ray.wait([asked], timeout=KILL_S)
+        self._ray.wait([self._actor.end.options(concurrency_group="side").remote()], timeout=KILL_S)
         self._ray.kill(self._actor, no_restart=True)
 
 
@@ -137,19 +135,18 @@ class TrainerRanks:
 
     def start(self, place: Mapping[str, str]) -> RankHost:
         """Start the rank of a place, given by the environment."""
-        rank = int(place["RANK"])
+        rank, logs = int(place["RANK"]), self._cluster.logs
         node, name = self._nodes[rank - 1], f"trainer rank {rank}"
-        assert self._cluster.logs is not None
+        assert logs is not None
         own = {n: os.environ[n] for n in numerics.environment() if n in os.environ}
         strategies = self._ray.util.scheduling_strategies
         bundle = strategies.PlacementGroupSchedulingStrategy(self._group, rank - 1)
         actor = self._actor.options(
             num_cpus=1, num_gpus=self._cluster.gpus, scheduling_strategy=bundle
         ).remote()
-        log = self._cluster.logs.expect(name, node)
-        environment = own | {**place, NODE: node}
+        environment, log = own | {**place, NODE: node}, logs.expect(name, node)
         ended = actor.run.remote(self._command, os.getcwd(), environment, log)
-        return RankHost(self._ray, actor, ended, self._cluster.logs.path(name))
+        return RankHost(self._ray, actor, ended, logs.path(name))
 
     def close(self) -> None:
         with suppress(self._ray.exceptions.RayError):

@@ -21,18 +21,18 @@ from tandem.envs.load import load_env
 from tandem.jobs.cluster import open_hosts, worker_device
 from tandem.jobs.http_engines import is_http, load_http_engines, open_http_rollouts
 from tandem.jobs.models import check_tokenizer, placement, releases_cache
+from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, probe
 from tandem.model.trial import random_model
-from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
-from tandem.runtime.sandbox import open_sandbox
 from tandem.train.supervised import scores
 from tandem.types import Episode, Generate, Problem, Renderer, Reward, Sync
 from tandem.weights.in_process import InlineSync
@@ -191,26 +191,20 @@ def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
 
 
 @contextmanager
-def open_envs_and_rewards(config: Config) -> Iterator[tuple[EnvPool, RewardPool]]:
+def open_envs_and_rewards(
+    config: Config, cluster: "RayCluster | None" = None, report: Report = print
+) -> Iterator[tuple[EnvPool, TaskPool]]:
     """Open environments and reward workers; check their needs before anything expensive is
-    loaded."""
+    loaded. cluster: for reward workers on other nodes, which report to `report`."""
     envs = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
         check_model(config.reward.model, "reward.model", head="value")
-    with build_reward_pool(config) as rewards, closing(envs):
+    with (
+        build_reward_pool(config) as here,
+        closing(envs),
+        open_reward_workers(config, cluster, here, report) as rewards,
+    ):
         yield envs, rewards
-
-
-def build_reward_pool(config: Config) -> RewardPool:
-    """Build the pool of reward workers; raises UserError if `code` is scored and there is no
-    sandbox."""
-    reward, options = config.reward, dict(config.reward.options)
-    if "code" in reward.functions:
-        open_sandbox(config.sandbox)
-        options["code"] = {**options.get("code", {}), "sandbox": config.sandbox.model_dump()}
-    return RewardPool(
-        reward.functions, reward.timeout_s, reward.workers, weights=reward.weights, options=options
-    )
 
 
 Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and gives it weights

@@ -34,6 +34,7 @@ _FREE = {
     "cluster.nodes",
     "cluster.placement",
     "cluster.trainers",
+    "cluster.reward_workers",
     "weights.transport",
     "stream.kind",
     "rl.max_truncated",
