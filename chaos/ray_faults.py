@@ -8,7 +8,7 @@ random moment, seen from outside.
       node          one with such a worker    ->  its raylet, which takes its workers with it
       reward        a process of the driver's pool of reward workers
       reward actor  a reward worker on a node ->  its process
-      rank          one of two trainer ranks, the driver among them
+      rank          one of two trainer ranks, which Ray has started, or the driver
       unit          a storage unit of TransferQueue, or its controller
 
 Of the first four the run heals: the loss is noticed (status.json, log.txt, another process in its
@@ -79,7 +79,7 @@ KINDS = {
     "node": Kind(options=[*ACTORS, "cluster.nodes=3"], faults=2),
     "reward": Kind(options=NODES, faults=4),
     "reward actor": Kind(options=ACTORS, faults=4),
-    "rank": Kind(options=QUEUE, culprit="rank 1"),
+    "rank": Kind(options=[*QUEUE, "cluster.trainers=ray"], culprit="rank 1"),
     "unit": Kind(options=QUEUE, culprit="TransferQueue"),
 }
 
