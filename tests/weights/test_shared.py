@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.weights.hashing import combine, tensor_digests
-from tandem.weights.shared import Layout, SharedWeights, read_tensors
+from tandem.weights.shared import CHUNK, Layout, SharedWeights, read_tensors, write_tensors
 
 READER = """
 import json, os, socket, sys
@@ -143,6 +144,23 @@ def test_the_memory_has_no_name_that_could_be_left_behind():
     assert os.readlink(f"/proc/self/fd/{descriptor}") == "/memfd:tandem weights (deleted)"
     os.close(descriptor)
     shared.close()
+
+
+def test_threads_write_the_bytes_and_digests_of_one():
+    torch_threads, weights = torch.get_num_threads(), tensors()
+    weights["long"] = torch.randn(3 * CHUNK // 4 + 1)  # some chunks, and 4 bytes
+    layout, written = Layout.of(weights), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            memory = np.zeros(layout.size, np.uint8)
+            digests = write_tensors(layout, weights, memory)
+            assert list(digests.items()) == list(tensor_digests(weights).items())
+            written.append(memory.tobytes())
+    finally:
+        torch.set_num_threads(torch_threads)
+    assert written[0] == written[1]
+    assert tensor_digests(dict(layout.views(memory))) == digests
 
 
 def test_threads_may_publish_release_and_read_at_once():
