@@ -54,8 +54,9 @@ as TransferQueue works longer for each value than for its bytes.
 
 `weights.transport` is `shm` on one machine and `ray` on a cluster; `collective` (a broadcast over gloo) and `rdma` (reads by NIXL) run on one
 machine so far. All deliver the same bytes, checked tensor by tensor. With `weights.delta` a worker is sent the tensors that differ from
-those that it runs. `timings.jsonl` has a step's `sync_s` (the trainer copies the weights and digests them), `apply_s` (until a worker runs
-them, or is told to with `rollout.staleness`) and `sync_bytes`. Rollouts begin with the first worker that has the weights.
+those that it runs. `timings.jsonl` has a step's `sync_s` (the trainer copies and digests the new weights), `apply_s` (the wait for the
+first worker that has the rollouts' weights; with `rollout.staleness` it is in `rollout_s`), `load_s` (the longest that a worker took from the
+offer until it ran them, beside rollouts) and `sync_bytes`.
 
 - Rank 0 of a mesh still gathers a whole copy. CUDA IPC, NCCL, Mooncake, DLSlime and quantized deltas are not built.
 """,

@@ -94,8 +94,9 @@ def rollout_step(stages: Stages, step: int, timer: Timer, turn: Turn | None = No
         with signals.allow_interrupts():
             with timer("apply_s"):
                 version = max(0, step - stages.config.rollout.staleness)
-                timer.bytes["sync_bytes"] = stages.sync.sync_to(version)
+                stages.sync.sync_to(version)
             recorded = collector.collect(step, timer), None
+            timer.beside.update(stages.sync.traffic())
             if stages.exact:
                 with timer("check_s"):
                     check_sampled(stages.sync, step)

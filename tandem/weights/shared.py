@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.types import Array
+from tandem.types import Array, Row
 from tandem.weights.hashing import begin_digest, combine, raw_bytes, tensor_digests
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any type needs
@@ -125,7 +125,7 @@ class SharedWeights:
         self.layout, self.delta = Layout.of(tensors), delta
         self.sent_bytes = 0  # of tensors offered to workers, all together
         self._lock = threading.Lock()  # of the tables only: nothing waits for a copy or a hash
-        self._counted = 0  # of sent_bytes, by `newly_sent`
+        self._traffic: dict[int, Row] = {}  # by version, what `traffic` has not returned
         self._published: dict[int, Any] = {}  # by version: what `_store` keeps, Memory
         self._free: list[Memory] = []  # of released versions
         # by version, of the published ones and of some before
@@ -195,11 +195,17 @@ class SharedWeights:
             new = self._digests[version]
             return [n for n in new if any(self._digests[base][n] != new[n] for base in bases)]
 
-    def newly_sent(self) -> int:
-        """Return the bytes of tensors offered to workers since the last call."""
+    def loaded(self, version: int, seconds: float) -> None:
+        """Note how long it took from the offer of a version until the worker ran it."""
         with self._lock:
-            before, self._counted = self._counted, self.sent_bytes
-            return self._counted - before
+            row = self._traffic.setdefault(version, {})
+            row["load_s"] = max(seconds, row.get("load_s", 0.0))
+
+    def traffic(self, version: int) -> Row:
+        """Return what was sent of a version since the last call: `sync_bytes`, and if a worker came
+        to run it `load_s`, the longest that one took."""
+        with self._lock:
+            return {"sync_bytes": 0, **self._traffic.pop(version, {})}
 
     @property
     def versions(self) -> list[int]:
@@ -211,6 +217,7 @@ class SharedWeights:
         with self._lock:
             for version in [version for version in self._published if version < below]:
                 self._drop(self._published.pop(version))
+                self._traffic.pop(version, None)
             for version in [v for v in self._digests if v < below - KEPT_DIGESTS]:
                 del self._digests[version]
 
@@ -225,7 +232,10 @@ class SharedWeights:
     ) -> dict[str, Any]:
         """Return what every transport's offer has; count the bytes of so many copies."""
         with self._lock:
-            self.sent_bytes += copies * self.layout.only(names).tensor_bytes
+            sent = copies * self.layout.only(names).tensor_bytes
+            row = self._traffic.setdefault(version, {})
+            row["sync_bytes"] = row.get("sync_bytes", 0) + sent
+            self.sent_bytes += sent
             digests = self._digests[version]
         return {"transport": transport, "names": names, "digests": digests}
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -112,6 +113,25 @@ def test_released_versions_are_gone_and_leave_no_descriptor():
             ask(3)
     shared.close()
     assert shared.versions == [] and set(os.listdir("/dev/fd")) <= before
+
+
+def test_traffic_is_told_once_and_by_version():
+    shared, worker = SharedWeights(tensors()), SimpleNamespace(version=-1)
+    whole = shared.layout.tensor_bytes
+    for version in (0, 1):
+        shared.publish(version, tensors(version))
+    for version in (0, 1, 1):
+        [(_, descriptor)] = shared.offer(version, [worker])
+        os.close(descriptor)
+    for version, seconds in ((0, 3.0), (0, 2.0), (1, 1.0)):
+        shared.loaded(version, seconds)
+    found = [shared.traffic(version) for version in (1, 0, 1)]
+    assert found == [
+        {"sync_bytes": 2 * whole, "load_s": 1.0},
+        {"sync_bytes": whole, "load_s": 3.0},
+        {"sync_bytes": 0},
+    ]
+    shared.close()
 
 
 def test_version_cannot_be_published_with_other_weights():
