@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from tandem.engine.worker_pool.dispatch import Dispatcher, Line, Ticket
+from tandem.engine.worker_pool.dispatch import Dispatcher, RequestQueue, Ticket
 from tandem.engine.worker_pool.protocol import (
     completion_message,
     identity_of,
@@ -72,11 +72,11 @@ class Simulation:
     def __init__(self, replicas: int, staleness: int, lanes: int):
         self.staleness, self.lanes = staleness, lanes
         self.workers = [Replica(number) for number in range(replicas)]
-        self.dispatcher: Dispatcher[Replica] = Dispatcher(SLOTS)
+        self.dispatcher: Dispatcher[Replica] = Dispatcher(SLOTS, PROMPT + LONGEST)
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order, self.numbers, self.now = itertools.count(), itertools.count(), 0.0
         self.left: Counter[int] = Counter()  # requests of a step that have not ended
-        self.step_of: dict[Line, int] = {}
+        self.step_of: dict[RequestQueue, int] = {}
         self.begun = self.ended = self.version = 0  # steps begun, ended in order; weights published
         self.rolled: set[int] = set()
         self.is_training = False
@@ -117,10 +117,10 @@ class Simulation:
             and self.begun < STEPS + self.staleness
         ):
             step = self.begun
-            line = self.dispatcher.open(max(0, step - self.staleness), step % self.lanes)
-            self.step_of[line], self.begun = step, step + 1
+            queue = self.dispatcher.open(max(0, step - self.staleness), step % self.lanes)
+            self.step_of[queue], self.begun = step, step + 1
             self.left[step] = SLOTS * len(self.workers)
-            tickets = [self.ticket(line, n // GROUP) for n in range(self.left[step])]
+            tickets = [self.ticket(queue, n // GROUP) for n in range(self.left[step])]
             start = time.process_time()
             for ticket in tickets:
                 self.dispatcher.add(ticket)
@@ -128,12 +128,13 @@ class Simulation:
             self.requests += len(tickets)
         self.dispatch()
 
-    def ticket(self, line: Line, prompt: int) -> Ticket:
-        number = next(self.numbers)
+    def ticket(self, queue: RequestQueue, prompt: int) -> Ticket:
         request = Request(
-            key=number, prompt=np.full(8, prompt), params=SamplingParams(max_new_tokens=LONGEST)
+            key=next(self.numbers),
+            prompt=np.full(PROMPT, prompt),
+            params=SamplingParams(max_new_tokens=LONGEST),
         )
-        return Ticket(number, request, "", line)
+        return self.dispatcher.ticket(request, queue)
 
     def dispatch(self) -> None:
         start = time.process_time()
@@ -158,10 +159,10 @@ class Simulation:
     def on_completion(self, worker: Replica, ticket: Ticket) -> None:
         del worker.tickets[ticket.number]
         self.in_use -= 1
-        step = self.step_of[ticket.line]
+        step = self.step_of[ticket.queue]
         self.left[step] -= 1
         if not self.left[step]:
-            self.dispatcher.close(ticket.line)
+            self.dispatcher.close(ticket.queue)
             self.rolled.add(step)
             while self.ended in self.rolled:
                 self.ended += 1

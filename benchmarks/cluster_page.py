@@ -30,8 +30,14 @@ token of the run. A lost actor or node is replaced on another one and its reques
 RUN` shows who runs where; `tandem scale RUN rollout=4` has workers join or leave between rollouts. `recipes/cluster/` has a Slurm script
 and a KubeRay manifest; neither sbatch nor kubectl was at hand to run them.
 
-- Not here: trainer ranks on Ray nodes (torchrun and Slurm place them, [parallel.md](parallel.md)), environments and rewards off the driver's
-  node, nodes by name. The channel of a worker is TCP without encryption; Ray's own servers are guarded by its token.
+`cluster.reward_workers = 4` scores on the nodes too: at most four actors, each with a pool of `reward.workers` processes of its own, so
+timeouts and hostile functions are that node's matter. The first one is there from the start; one more joins when calls have waited for a second,
+and leaves after a minute without any. The calls of a lost actor or node go to others; one that was lost three times has reward 0 and an error.
+Scores, and so weights, are those of the driver's own pool. Functions are looked for in the run's working directory, at the same path
+on every node. These actors ask Ray for no CPU, so none waits for a rollout worker's.
+
+- Not here: trainer ranks on Ray nodes (torchrun and Slurm place them, [parallel.md](parallel.md)), environments off the driver's node,
+  nodes by name. The channel of a worker is TCP without encryption; Ray's own servers are guarded by its token.
 - Weights reach a node once, as an object of Ray's store (`weights.transport = "ray"`). With `weights.delta` it has the changed tensors alone.
 - No GPU has run any of this. A worker asks Ray for one GPU and sees no other, so `rollout.devices` is refused. Ray does not know which GPU
   the trainer has: on the driver's node start Ray with the others (`CUDA_VISIBLE_DEVICES=1,2,3 ray start ...`). Nodes that are started on

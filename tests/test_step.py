@@ -448,6 +448,36 @@ def test_dynamic_sampling_trains_each_group_with_signal_once(tmp_path):
     assert ["carry", "train"] in fates.values() and ["no_signal"] in fates.values()
 
 
+def test_a_users_filter_decides_which_groups_fill_a_step(tmp_path):
+    own = {
+        "signal": "tandem.rl.filters:has_signal",
+        "keep": "examples/own_functions.py:keep",
+        "": "",
+    }
+    for name, function in own.items():
+        stages = dynamic(tmp_path / name, rl__filter=function)
+        for step in range(3):
+            train_step(stages, step)
+    files = sorted(path.name for path in (tmp_path / "").glob("*.parquet"))
+    assert len(files) == 3
+    assert all((tmp_path / "signal" / f).read_bytes() == (tmp_path / f).read_bytes() for f in files)
+    kept = [g for step in range(3) for g in journal(tmp_path / "keep", step)["train"]]
+    assert kept and all(g.rewards.min() < 1.0 <= g.rewards.max() for g in kept)
+    assert any(
+        not g.rewards.min() < 1.0 <= g.rewards.max()
+        for step in range(3)
+        for g in journal(tmp_path, step)["train"]
+    )
+
+
+def test_a_users_metric_is_a_row_of_the_evaluation(tmp_path):
+    settings = config(eval__samples=3, eval__metric="examples/own_functions.py:answers")
+    stages = stages_in(tmp_path, settings, engine=NumberedEngine(), reward=ConstantReward(1.0))
+    runner = stages.collector.runner
+    row = Evaluator(config=settings, problems=PROBLEMS, runner=runner, stop_token_ids=())(0)
+    assert row["eval/answers/different"] == 3.0 and row["eval/answers/longest"] == 3.0
+
+
 def test_carried_group_keeps_the_version_that_sampled_it(tmp_path):
     stages = dynamic(tmp_path)
     ages = set()

@@ -25,6 +25,7 @@ from tandem.audit.replay import replay
 from tandem.config.schema import RL
 from tandem.jobs.engines import Report
 from tandem.model.tokenizer import load_tokenizer
+from tandem.rl.user_functions import is_user_function
 from tandem.run_folder.past_run import PastRun, holds, read_step
 from tandem.runtime.errors import UserError
 from tandem.train.batch import TokenTensors, pack_batch
@@ -272,7 +273,9 @@ def _ratio(
     rl: RL, columns: TokenTensors, logprobs: Tensor, n: int
 ) -> tuple[float | None, bool | None]:
     """Compute (ratio, clipped) of one token by the loss itself. gspo's ratio is that of the
-    sequence, so it also needs the other tokens."""
+    sequence, so it also needs the other tokens; a user's loss does not say what it clips."""
+    if is_user_function(rl.loss):
+        return float((logprobs[n] - columns.proximal[n]).exp()), None
     which = slice(None) if rl.loss == "gspo" else slice(n, n + 1)
     part = _part(columns, which)
     alone = replace(part, advantages=torch.full_like(part.advantages, float(columns.advantages[n])))

@@ -6,16 +6,10 @@ from pathlib import Path
 from tandem.cli.progress import console, print_table
 from tandem.config.schema import Config
 from tandem.data.renderer import load_renderer
-from tandem.jobs.engines import (
-    load_engine,
-    load_reward_model,
-    open_envs_and_rewards,
-    prepare_process,
-)
+from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards, prepare_process
 from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
 from tandem.rollout.evaluate import Evaluator
-from tandem.rollout.score import RolloutRunner
 from tandem.runtime.errors import UserError
 
 
@@ -40,12 +34,8 @@ def evaluate(config: Config, out: Path | None) -> dict[str, float]:
     renderer = load_renderer(config.model.path)
     problems = renderer.check_lengths(problems, config.data, key="eval.data")
     with open_envs_and_rewards(config) as (envs, rewards):
-        runner = RolloutRunner(
-            engine=load_engine(config, renderer, problems, console.print),
-            renderer=renderer,
-            envs=envs,
-            rewards=rewards,
-            reward_model=load_reward_model(config),
+        runner = build_runner(
+            config, load_engine(config, renderer, problems, console.print), renderer, envs, rewards
         )
         evaluator = Evaluator(
             config=config, problems=problems, runner=runner, stop_token_ids=renderer.stop_token_ids

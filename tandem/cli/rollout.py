@@ -27,18 +27,13 @@ from tandem.cli.progress import console
 from tandem.cli.rollout_filter import KEPT, keep, mean_rewards
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.jobs.engines import (
-    load_engine,
-    load_reward_model,
-    open_envs_and_rewards,
-    prepare_process,
-)
+from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards, prepare_process
 from tandem.jobs.inputs import input_hashes, read_data
 from tandem.model.config_file import check_model
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics
 from tandem.rollout.evaluate import sampling_params
-from tandem.rollout.score import RolloutRunner, generate_and_score
+from tandem.rollout.score import generate_and_score
 from tandem.run_folder.episode_files import cut_episodes, episode_file, json_lines, write_episodes
 from tandem.run_folder.errors import unreadable_file
 from tandem.run_folder.folder import RunFolder, open_run
@@ -104,12 +99,8 @@ def batch_maker(
     sampling = sampling_params(config.rollout, renderer.stop_token_ids)
     size = config.rl.prompts_per_step
     with open_envs_and_rewards(config) as (envs, rewards):
-        runner = RolloutRunner(
-            engine=load_engine(config, renderer, problems, console.print),
-            renderer=renderer,
-            envs=envs,
-            rewards=rewards,
-            reward_model=load_reward_model(config),
+        runner = build_runner(
+            config, load_engine(config, renderer, problems, console.print), renderer, envs, rewards
         )
 
         def make(number: int, timer: Timer) -> list[Group]:

@@ -19,12 +19,7 @@ from tandem.cli.progress import console, print_lines
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.envs.load import BUILT_IN
-from tandem.jobs.engines import (
-    load_engine,
-    load_reward_model,
-    open_envs_and_rewards,
-    prepare_process,
-)
+from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards, prepare_process
 from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
 from tandem.rollout.episode_builder import new_groups
@@ -69,13 +64,7 @@ def try_out(config: Config, answers: Sequence[str], rows: int) -> int:
     problems = read_data(config, "data.train")[:rows]
     with open_envs_and_rewards(config) as (envs, rewards):
         engine, renderer, sampling = _model_or_typist(config, problems, answers)
-        runner = RolloutRunner(
-            engine=engine,
-            renderer=renderer,
-            envs=envs,
-            rewards=rewards,
-            reward_model=load_reward_model(config),
-        )
+        runner = build_runner(config, engine, renderer, envs, rewards)
         if config.env.name not in ("single_turn", "agent", "verifiers"):
             _check_openings(runner, problems)
         failed = 0

@@ -1,11 +1,11 @@
 """Sections of the algorithm: how rewards become losses."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tandem.config.section import Section
+from tandem.config.section import OR_FUNCTION, Section
 from tandem.config.training import LearningRate
 
 # advantages that compare the episodes of one problem
@@ -92,18 +92,21 @@ class RL(Section):
         1, ge=1, description="optimizer updates in one pass over a step's episodes"
     )
     epochs: int = Field(1, ge=1, description="passes over a step's episodes")
-    advantage: Literal[
-        "grpo",
-        "grpo_no_std",
-        "rloo",
-        "rloo_std",
-        "gdpo",
-        "ema",
-        "max_at_k",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "gae",
-    ] = Field("grpo", description="how rewards become advantages")
+    advantage: Annotated[
+        Literal[
+            "grpo",
+            "grpo_no_std",
+            "rloo",
+            "rloo_std",
+            "gdpo",
+            "ema",
+            "max_at_k",
+            "reinforce_pp",
+            "reinforce_pp_baseline",
+            "gae",
+        ],
+        OR_FUNCTION,
+    ] = Field("grpo", description="how rewards become advantages; or your own, `my.py:NAME`")
     k: int = Field(
         4, ge=1, description="max_at_k: the group is rewarded for the best of k episodes (pass@k)"
     )
@@ -114,8 +117,8 @@ class RL(Section):
         1.0, gt=0, le=1, description="gae, reinforce_pp: discount per sampled token"
     )
     gae_lambda: float = Field(1.0, ge=0, le=1, description="gae: lambda")
-    loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = Field(
-        "ppo_clip", description="policy loss"
+    loss: Annotated[Literal["ppo_clip", "gspo", "cispo", "reinforce"], OR_FUNCTION] = Field(
+        "ppo_clip", description="policy loss; or your own, `my.py:NAME`"
     )
     aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = Field(
         "sequence_mean",
@@ -172,6 +175,11 @@ class RL(Section):
         description="dynamic sampling: batches sampled at most to fill a step with groups whose "
         "rewards differ; 0: off",
     )
+    filter: str = Field(
+        "",
+        description="your own function, `my.py:NAME`, that tells which groups fill a step of "
+        "dynamic sampling; empty: those whose rewards differ",
+    )
     max_truncated: float = Field(
         1.0,
         gt=0,
@@ -214,7 +222,13 @@ class RL(Section):
                 f"rl.group_size: {self.advantage} compares the episodes of a group, so it needs at "
                 "least 2"
             )
-        if self.max_gen_batches > 0 and self.advantage not in GROUP_RELATIVE:
+        if self.filter and not self.max_gen_batches:
+            yield (
+                "rl.filter: chooses the groups that fill a step, for which rl.max_gen_batches must "
+                "be above 0"
+            )
+        own = self.filter or ":" in self.advantage
+        if self.max_gen_batches > 0 and self.advantage not in GROUP_RELATIVE and not own:
             yield (
                 "rl.max_gen_batches: drops groups of equal rewards, which do have advantages under "
                 f"rl.advantage={self.advantage}"

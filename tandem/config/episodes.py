@@ -330,3 +330,4 @@ class Eval(Section):
     )
     success: float = Field(1.0, description="smallest reward that counts as passed, for pass@k")
     greedy: bool = Field(True, description="also one greedy episode of each problem")
+    metric: str = Field("", description="your own function over the sampled episodes, `my.py:NAME`")

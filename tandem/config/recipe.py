@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tandem.config.schema import ALGORITHMS, SHORTHANDS, Config, Section
+from tandem.config.section import OR_FUNCTION
 from tandem.runtime.errors import UserError
 
 MAX_DEPTH = 20  # of tables and lists in a recipe
@@ -214,7 +215,9 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
             choices = re.findall(r"'([^']*)'", mistake["msg"])
             near = difflib.get_close_matches(str(found), choices, 1, 0.5)
             advice = f"; did you mean {near[0]}?" if near else ""
-            return f"expected one of {', '.join(choices)}{advice}"
+            section, _, field = key.partition(".")
+            own = OR_FUNCTION in _section(section).model_fields[field].metadata
+            return f"expected one of {', '.join(choices)}{', or my.py:NAME' * own}{advice}"
     reason = mistake["msg"].removeprefix("Value error, ")
     return reason[0].lower() + reason[1:]
 

@@ -1,8 +1,9 @@
 """The base of all sections of the configuration."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidatorFunctionWrapHandler, WrapValidator
 
 
 class Section(BaseModel):
@@ -14,3 +15,11 @@ class Section(BaseModel):
         """Yield "section.key: reason" for values that are valid by themselves and make no sense
         together."""
         yield from ()
+
+
+def _or_function(value: Any, choices: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, str) and ":" in value else choices(value)
+
+
+# of a key that has choices: a user's function is one too, as "my.py:NAME"
+OR_FUNCTION = WrapValidator(_or_function)

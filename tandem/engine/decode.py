@@ -47,6 +47,9 @@ class DecodeStep:
         self.tokens, self.positions, self.draws = (zeros(rows) for _ in range(3))
         self.keys = zeros(rows)  # of the draws, uint64 read as int64
         self.logprobs = zeros(rows, dtype=torch.float32)
+        # what the live rows read together, as `shared_tiles`, if they share anything
+        self.tiles = zeros(4, -(-longest // SHORTEST), rows, dtype=torch.int32)
+        self.sharing = False
 
     def load(self, tokens: Tensor, runs: Runs, draws: np.ndarray, keys: np.ndarray) -> None:
         """Set the live rows: tokens int64 [n] on the device, runs of one token each; number and key
@@ -61,6 +64,11 @@ class DecodeStep:
         self.tokens[:live].copy_(tokens)
         table = upload(runs.table.astype(np.int32), device)
         self.tables[:live, : table.shape[1]].copy_(table)
+        tiles = self.model.shared_tiles(runs)
+        self.sharing = tiles is not None
+        if tiles is not None:
+            self.tiles.zero_()  # no tile
+            self.tiles[:, : tiles.shape[1], :live].copy_(upload(tiles, device))
 
     def run(self, live: int, longest: int, sampling: SamplingParams) -> HostCopy:
         """Run the step for the live rows, all at positions below `longest`; return their next
@@ -68,7 +76,7 @@ class DecodeStep:
         rows, max_length = padded_batch(live), max(SHORTEST, 1 << (longest - 1).bit_length())
         self.graphs.run(
             # a graph knows the pages by their address
-            (rows, max_length, sampling_key(sampling), self.cache.allocations),
+            (rows, max_length, self.sharing, sampling_key(sampling), self.cache.allocations),
             lambda: self._step(rows, max_length, sampling, live),
         )
         return HostCopy(self.tokens[:live], self.logprobs[:live])
@@ -77,7 +85,11 @@ class DecodeStep:
         tokens, positions, draws = self.tokens[:rows], self.positions[:rows], self.draws[:rows]
         counts, tables = self.counts[:rows], self.tables[:rows]
         places = DecodeRows(
-            tables=tables, counts=counts, positions=positions, max_length=max_length
+            tables=tables,
+            counts=counts,
+            positions=positions,
+            max_length=max_length,
+            tiles=self.tiles[:, : max_length // SHORTEST, :rows] if self.sharing else None,
         )
         plan = self.model.decode_plan(self.cache.keys, self.cache.values, places)
         choices = self._recorded(places.slots()[:live]) if self.cache.experts is not None else None

@@ -2,8 +2,8 @@
 
     caller's thread                                       one thread a request
     ---------------                                       --------------------
-    submit(request)  -> todo
-    step()  _dispatch    todo -> attempts of a server --> POST /v1/completions
+    submit(request)  -> a queue
+    step()  _dispatch    queue -> tickets of a server --> POST /v1/completions
             _on_answer   completion                  <--  the answer, or why there is none
             _lose        its requests back in front
             _check       GET /v1/models: BEATS times in deadline_s of a server at work, every
@@ -14,21 +14,20 @@ whole, so that it may take as long as its tokens (TOKEN_S each, and deadline_s).
 when it refuses a connection, fails, does not answer a check within deadline_s or a request in its
 time; its requests go to the others unchanged. A UserError ends the run if all are lost for
 deadline_s, which it names, or if more are lost than there are restarts: a request may be what makes
-servers fail. Requests with the same prefix go to one server as long as that is even. One thread
-calls this.
+servers fail. worker_pool/dispatch.py decides which server gets which request. One thread calls
+this.
 
 The weights are the servers' own; Tandem's are told to `load` new ones.
 """
 
 import os
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from queue import Empty, SimpleQueue
 
 from tandem.engine import http_errors as errors
 from tandem.engine.http_api import (
@@ -44,6 +43,7 @@ from tandem.engine.http_api import (
     read_completion,
     served_model,
 )
+from tandem.engine.worker_pool.dispatch import Dispatcher, Ticket
 from tandem.engine.worker_pool.protocol import cancelled_completion
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
@@ -59,26 +59,26 @@ Published = tuple[str, int, str]  # file, version and hash of new weights
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
-    """A request on its way."""
-
-    request: Request
-    completion: Completion | None = None
-
-
-@dataclass(eq=False, slots=True)
 class Server:
-    """A server, with the calls of the requests that it has."""
+    """A server, with the requests that it has, and their calls. Implements dispatch.Worker."""
 
+    number: int
     url: str  # of its API, ends in /v1
+    target: int = 0  # the version that its weights count as
+    is_ready: bool = False  # it serves, and does not rest
     served: ServedModel | None = None
     lost: str = ""  # why it was lost; empty: it serves
     rests_until: float = 0.0  # gets no request before, by the clock
     busy_since: float | None = None  # it has completed nothing since, by the clock
-    calls: dict[Ticket, Call] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)  # by the ticket's number
     check: Call | None = None  # under way
     checked_with: Published | None = None  # the weights that it was given before the check
     check_at: float = 0.0  # when the next one begins, by the clock
+
+    @property
+    def started(self) -> bool:
+        return not self.lost
 
     def __str__(self) -> str:
         return f"the server {self.url}"
@@ -110,17 +110,14 @@ class HttpEngines:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.weight_version = 0
-        self.servers = [Server(url.rstrip("/")) for url in urls]
+        self.servers = [Server(number, url.rstrip("/")) for number, url in enumerate(urls)]
         self.deadline_s, self.restarts = deadline_s, RestartLimit(restarts)
-        self._decode, self._max_batch, self._report = decode, max_batch, report
+        self._decode, self._report = decode, report
         self._clock = clock
         self._key = api_key(os.environ)
         self._published: Published | None = None
-        self._todo: deque[Ticket] = deque()
         self._ended: list[Ticket] = []
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        # the server with a prefix in its cache, by an episode's key and by a prompt's hash
-        self._affinity: dict[int, Server] = {}
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
         # of the completions by these weights the one with the least key
         self.to_check: tuple[Request, Completion] | None = None
         for server in self.servers:
@@ -129,10 +126,12 @@ class HttpEngines:
             raise self._none_left()
         self._last_served = clock()  # for servers that are all lost
         self.longest = min([longest, *(s.served.longest or longest for s in self._known)])  # type: ignore[union-attr]
+        self._dispatcher: Dispatcher[Server] = Dispatcher(max_batch, self.longest)
+        self._queue = self._dispatcher.open(0)
 
     def close(self) -> None:
         """Abort every request."""
-        self._todo.clear()
+        self._queue.waiting.clear()
         for server in self.servers:
             self._abort(server)
 
@@ -140,10 +139,13 @@ class HttpEngines:
 
     def apply(self, version: int) -> None:
         """Count the servers' weights as that version. No request may be under way."""
-        if self._todo or any(server.calls for server in self.servers):
+        if self._queue.waiting or any(server.calls for server in self.servers):
             raise RuntimeError(f"weights of version {version} come while requests are under way")
         self.weight_version, self.to_check = version, None
-        self._affinity.clear()
+        self._dispatcher.close(self._queue)
+        self._queue = self._dispatcher.open(version)
+        for server in self.servers:
+            server.target = version
         self._last_served = self._clock()  # since the last rollouts nobody has asked
 
     def load(self, path: str, version: int, sha256: str) -> None:
@@ -164,19 +166,17 @@ class HttpEngines:
 
     def submit(self, request: Request) -> Ticket:
         """Take a request. Raises UserError for one that no server can run as Tandem does."""
-        needed = len(request.prompt) + request.params.max_new_tokens
-        if needed > self.longest:
-            raise errors.too_long(needed, self.longest)
+        ticket = self._dispatcher.ticket(request, self._queue)
         for server in self._known:
             assert server.served is not None
             check_request(request, server.served)
-        self._todo.append(ticket := Ticket(request))
+        self._dispatcher.add(ticket)
         return ticket
 
     def step(self) -> list[Ticket]:
         """Wait a moment for requests to end; return those that have."""
         self._dispatch()
-        with suppress(queue.Empty):
+        with suppress(Empty):
             self._on_answer(*self._answers.get(timeout=WAIT_S))
             while True:
                 self._on_answer(*self._answers.get_nowait())
@@ -191,10 +191,10 @@ class HttpEngines:
             return
         ticket.completion = cancelled_completion()
         with suppress(ValueError):  # a server has it
-            self._todo.remove(ticket)
+            self._queue.waiting.remove(ticket)
         for server in self.servers:
-            if ticket in server.calls:
-                server.calls.pop(ticket).abort()
+            if server.tickets.pop(ticket.number, None):
+                server.calls.pop(ticket.number).abort()
 
     # ---------------------------------------------------------------- servers
 
@@ -242,18 +242,16 @@ class HttpEngines:
 
     def _lose(self, server: Server, reason: str) -> None:
         """Give a server's requests to the others. Raises UserError if no restart is left."""
-        back = list(server.calls)
+        back = self._dispatcher.put_back(server)
         self._abort(server)
         server.busy_since = None
-        self._todo.extendleft(reversed(back))
-        self._affinity = {key: home for key, home in self._affinity.items() if home is not server}
         self._last_served = self._clock()
         server.lost, server.check_at = reason, self._last_served + CHECK_S
         if not self.restarts.spend():
             raise errors.lost_too_often(server.url, reason, self.restarts.limit)
         self._report(
             f"{server} was lost: {reason}; loss {self.restarts.used} of {self.restarts.limit}, "
-            f"{len(back)} of its requests go to another"
+            f"{back} of its requests go to another"
         )
 
     def _abort(self, server: Server) -> None:
@@ -261,6 +259,7 @@ class HttpEngines:
             if call is not None:
                 call.abort()
         server.calls.clear()
+        server.tickets.clear()
         server.check = None
 
     def _check(self) -> None:
@@ -295,24 +294,16 @@ class HttpEngines:
     # ---------------------------------------------------------------- requests
 
     def _dispatch(self) -> None:
-        """Give requests to the servers evenly, and no more than they run at once."""
+        """Give requests to the servers that are ready."""
         now = self._clock()
-        ready = [server for server in self.serving if now >= server.rests_until]
-        if not ready or not self._todo:
-            return
-        load = len(self._todo) + sum(len(server.calls) for server in self.servers)
-        share = min(-(-load // len(ready)), self._max_batch)
-        while self._todo and (free := [server for server in ready if len(server.calls) < share]):
-            ticket = self._todo.popleft()
-            request = ticket.request
-            keys = request.key, hash(request.prompt.tobytes())
-            cached = [self._affinity[key] for key in keys if self._affinity.get(key) in free]
-            server = cached[0] if cached else min(free, key=lambda server: len(server.calls))
-            self._affinity |= dict.fromkeys(keys, server)
+        for server in self.servers:
+            server.is_ready = not server.lost and now >= server.rests_until
+        ready = [server for server in self.servers if server.is_ready]
+        for server, ticket in self._dispatcher.assign(ready):
             assert server.served is not None
-            body = completion_body(request, server.served)
+            body = completion_body(ticket.request, server.served)
             answer_s = self.deadline_s + TOKEN_S * body["max_tokens"]
-            call = server.calls[ticket] = self.call(server.url, answer_s=answer_s)
+            call = server.calls[ticket.number] = self.call(server.url, answer_s=answer_s)
             self._start(server, ticket, call, partial(call.send, "/completions", body))
 
     def _start(
@@ -339,21 +330,21 @@ class HttpEngines:
         found: Json | ServedModel | Exception,
     ) -> None:
         watchdog.heartbeat()
-        if call is not (server.check if ticket is None else server.calls.get(ticket)):
+        if call is not (server.check if ticket is None else server.calls.get(ticket.number)):
             return  # cancelled, or the server was lost
         if ticket is None:
             self._on_check(server, found)
         elif isinstance(found, ServerLost):
             self._lose(server, str(found))
         else:
-            del server.calls[ticket]
+            del server.calls[ticket.number], server.tickets[ticket.number]
             self._on_completion(server, ticket, call, found)
 
     def _on_completion(
         self, server: Server, ticket: Ticket, call: Call, found: Json | ServedModel | Exception
     ) -> None:
         if isinstance(found, ServerBusy):
-            self._todo.appendleft(ticket)
+            self._queue.waiting.appendleft(ticket)
             self._let_rest(server, call.answer_s, str(found))
             return
         if isinstance(found, Exception):

@@ -5,17 +5,6 @@ from collections.abc import Mapping
 from tandem.runtime.errors import UserError
 
 
-def too_long(needed: int, longest: int) -> UserError:
-    """Report a request of that many tokens, prompt and completion."""
-    return UserError(
-        "a sequence would be longer than a server can hold",
-        where="rollout.max_new_tokens",
-        found=f"{needed} tokens, prompt and completion",
-        expected=f"at most {longest}",
-        next="lower rollout.max_new_tokens, or serve with more (tandem serve --cache-mb)",
-    )
-
-
 def none_left(reasons: Mapping[str, str], deadline_s: float) -> UserError:
     """Report that all servers are lost. reasons: by URL."""
     return UserError(

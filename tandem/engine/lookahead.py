@@ -115,6 +115,8 @@ class Lookahead:
         joined = [sequence for members, _ in plain for sequence in members]
         rows += [(sequence, len(before) + number) for number, sequence in enumerate(joined)]
         rows = [(sequence, source) for sequence, source in rows if not _is_last(sequence)]
+        if joined:  # sequences that share pages stand beside each other
+            rows.sort(key=lambda row: row[0].page_table)
         sequences, sources = [s for s, _ in rows], [source for _, source in rows]
         pages = self._next_pages(sequences)
         if not pages or not _alike(sequences):

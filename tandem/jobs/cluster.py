@@ -1,9 +1,11 @@
-"""Hosts of rollout workers, this machine or a Ray cluster, and their number (`tandem scale`)."""
+"""The Ray cluster of a run; hosts of rollout workers, there or on this machine, and their number
+(`tandem scale`)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,12 +16,17 @@ from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
 from tandem.engine.worker_pool.process import Spawn
+from tandem.jobs.models import placement
+from tandem.jobs.resources import model_sizes
 from tandem.run_folder.status import take_requested_workers
 from tandem.stream.errors import no_transfer_queue
 from tandem.types import Sync
 from tandem.weights.rdma import no_nixl
-from tandem.weights.shared import Layout, SharedWeights
+from tandem.weights.shared import SharedWeights
 from tandem.weights.transports import open_weights
+
+if TYPE_CHECKING:
+    from tandem.cluster.ray_cluster import RayCluster
 
 
 def check_cluster(config: Config) -> None:
@@ -47,30 +54,43 @@ def worker_device(config: Config, device: str) -> str:
 
 
 @contextmanager
-def open_hosts(
-    config: Config, tensors: dict[str, Tensor], device: str
-) -> Iterator[tuple[SharedWeights, Spawn | None]]:
-    """Open what rollout workers run on, and the transport of weights to them; yields both, None
-    for processes of this machine. tensors: of a version of the weights."""
-    cluster = config.cluster
-    if not cluster.nodes:
-        way = config.weights
-        with closing(open_weights(way.transport, tensors, way.delta)) as weights:
-            yield weights, None
+def open_cluster(config: Config) -> Iterator["RayCluster | None"]:
+    """Start or join the config's Ray cluster; yields None without one. Raises UserError."""
+    if not config.cluster.nodes:
+        yield None
         return
     from tandem.cluster.ray_cluster import join_cluster, start_cluster
 
-    gpus, delta = int(device.startswith("cuda")), config.weights.delta
-    # the versions that are kept, one on its way, and one that a worker still loads; of each what
-    # changed, too
-    room = (config.rollout.staleness + 3) * Layout.of(tensors).size * (1 + delta)
-    opened = (
-        join_cluster(cluster.address, cluster.nodes, gpus)
-        if cluster.address
-        else start_cluster(cluster.nodes, room, gpus)
-    )
-    with opened as running, closing(running.open_weights(tensors, delta)) as weights:
-        yield weights, running.spawn
+    nodes, gpus = config.cluster.nodes, int(placement(config).device.type == "cuda")
+    if config.cluster.address:
+        opened = join_cluster(config.cluster.address, nodes, gpus)
+    else:
+        opened = start_cluster(nodes, _object_bytes(config), gpus)
+    with opened as running:
+        yield running
+
+
+def _object_bytes(config: Config) -> int:
+    """Return the room for weights in a node's store: the versions that are kept, one on its way,
+    and one that a worker still loads; of each what changed, too."""
+    sizes = model_sizes(config, "train")
+    versions = (config.rollout.staleness + 3) * (1 + config.weights.delta)
+    return versions * sizes.policy * sizes.place.dtype.itemsize
+
+
+@contextmanager
+def open_hosts(
+    config: Config, tensors: dict[str, Tensor], cluster: "RayCluster | None"
+) -> Iterator[tuple[SharedWeights, Spawn | None]]:
+    """Open what rollout workers run on, and the transport of weights to them; yields both, None
+    for processes of this machine. tensors: of a version of the weights."""
+    way = config.weights
+    if cluster is None:
+        with closing(open_weights(way.transport, tensors, way.delta)) as weights:
+            yield weights, None
+    else:
+        with closing(cluster.open_weights(tensors, way.delta)) as weights:
+            yield weights, cluster.spawn
 
 
 class ScaleOnRequest:

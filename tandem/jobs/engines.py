@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,22 +21,25 @@ from tandem.envs.load import load_env
 from tandem.jobs.cluster import open_hosts, worker_device
 from tandem.jobs.http_engines import is_http, load_http_engines, open_http_rollouts
 from tandem.jobs.models import check_tokenizer, placement, releases_cache
+from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, probe
 from tandem.model.trial import random_model
-from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
-from tandem.runtime.sandbox import open_sandbox
 from tandem.train.supervised import scores
-from tandem.types import Episode, Generate, Problem, Sync
+from tandem.types import Episode, Generate, Problem, Renderer, Reward, Sync
 from tandem.weights.in_process import InlineSync
 from tandem.weights.worker_sync import ProcessSync
+
+if TYPE_CHECKING:
+    from tandem.cluster.ray_cluster import RayCluster
 
 Report = Callable[[str], None]
 
@@ -188,26 +191,20 @@ def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
 
 
 @contextmanager
-def open_envs_and_rewards(config: Config) -> Iterator[tuple[EnvPool, RewardPool]]:
+def open_envs_and_rewards(
+    config: Config, cluster: "RayCluster | None" = None, report: Report = print
+) -> Iterator[tuple[EnvPool, TaskPool]]:
     """Open environments and reward workers; check their needs before anything expensive is
-    loaded."""
+    loaded. cluster: for reward workers on other nodes, which report to `report`."""
     envs = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
         check_model(config.reward.model, "reward.model", head="value")
-    with build_reward_pool(config) as rewards, closing(envs):
+    with (
+        build_reward_pool(config) as here,
+        closing(envs),
+        open_reward_workers(config, cluster, here, report) as rewards,
+    ):
         yield envs, rewards
-
-
-def build_reward_pool(config: Config) -> RewardPool:
-    """Build the pool of reward workers; raises UserError if `code` is scored and there is no
-    sandbox."""
-    reward, options = config.reward, dict(config.reward.options)
-    if "code" in reward.functions:
-        open_sandbox(config.sandbox)
-        options["code"] = {**options.get("code", {}), "sandbox": config.sandbox.model_dump()}
-    return RewardPool(
-        reward.functions, reward.timeout_s, reward.workers, weights=reward.weights, options=options
-    )
 
 
 Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and gives it weights
@@ -215,15 +212,22 @@ Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and 
 
 @contextmanager
 def open_rollouts(
-    config: Config, engine: Engine, local: RolloutRunner, report: Report, folder: Path, exact: bool
+    config: Config,
+    engine: Engine,
+    local: RolloutRunner,
+    report: Report,
+    folder: Path,
+    exact: bool,
+    cluster: "RayCluster | None",
 ) -> Iterator[tuple[list[Lane], Workers | PoolThread | None, Callable[[], None]]]:
     """Open the engine that samples for training: the trainer's own, rollout workers, or servers.
 
     Yields a lane for each step that is rolled out at once, the workers, and a function that ends
-    rollouts under way. folder: for the weights of servers. exact: rollouts check their log-probs.
+    rollouts under way. folder: of the run. exact: rollouts check their log-probs. cluster: of
+    rollout workers, if they are not of this machine.
     """
     if is_http(config):
-        with open_http_rollouts(config, engine, local, report, folder) as opened:
+        with open_http_rollouts(config, engine, local, report, folder / "weights") as opened:
             runner, sync, stop = opened
             yield [(runner, sync)], None, stop
         return
@@ -235,7 +239,7 @@ def open_rollouts(
         return
     device = str(model.device)
     with (
-        open_hosts(config, model.merged_weights(), device) as (shared, spawn),
+        open_hosts(config, model.merged_weights(), cluster) as (shared, spawn),
         Workers(
             model_path=config.model.path,
             devices=rollout.devices or [worker_device(config, device)],
@@ -269,7 +273,20 @@ def open_rollouts(
             yield lanes, pool, workers.close
 
 
-def load_reward_model(config: Config) -> RewardModel | None:
+def build_runner(
+    config: Config, engine: Generate, renderer: Renderer, envs: EnvPool, rewards: Reward
+) -> RolloutRunner:
+    """Put together the parts that generate and score episodes; load the reward model, if any."""
+    return RolloutRunner(
+        engine=engine,
+        renderer=renderer,
+        envs=envs,
+        rewards=rewards,
+        reward_model=_load_reward_model(config),
+    )
+
+
+def _load_reward_model(config: Config) -> RewardModel | None:
     """Load the reward model, if the config names one. It scores each chat up to the last turn of
     the model, and stores the score in `env_rewards`."""
     if not config.reward.model:

@@ -24,6 +24,7 @@ from tandem.envs.load import source_files as env_files
 from tandem.jobs.engines import require_correction, require_room, rollout_command
 from tandem.jobs.models import check_models, check_tokenizer
 from tandem.model.tokenizer import load_tokenizer
+from tandem.rl.user_functions import load_user_metric, try_user_functions
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import UserError
 from tandem.runtime.user_code import source_file
@@ -111,8 +112,12 @@ def input_hashes(config: Config, *keys: str) -> dict[str, str]:
     for key, folder in models.items():
         files = sorted(Path(folder).glob("*.safetensors")) if folder else []
         paths |= {f"{key}/{file.name}": file for file in files}
-    own = [source_file(function) for function in config.reward.functions]
-    paths |= {f"reward.function/{file}": file for file in own if file is not None}
+    rl, own = config.rl, config.eval.metric
+    functions = [("reward.function", name) for name in config.reward.functions]
+    functions += [("rl.loss", rl.loss), ("rl.advantage", rl.advantage), ("rl.filter", rl.filter)]
+    for key, name in [*functions, ("eval.metric", own)]:
+        if (file := source_file(name)) is not None:
+            paths[f"{key}/{file}"] = file
     paths |= {f"env/{file}": file for file in env_files(config.env)}
     return {key: _input_hash(key, path) for key, path in paths.items() if path.is_file()}
 
@@ -175,6 +180,7 @@ def _problem_inputs(config: Config, *others: str) -> ProblemInputs:
     """Read and check problems. others: further keys that name models."""
     require_correction(config)
     rollout_command(config)
+    try_user_functions(config.rl.loss, config.rl.advantage, config.rl.filter)
     data, held_out = read_data(config, "data.train"), read_data(config, "eval.data")
     shape = check_models(config, *others)
     renderer = load_renderer(config.model.path)
@@ -296,6 +302,8 @@ def _held_out(
     """Return the held-out problems whose prompts are short enough, and their count."""
     if not problems:
         return [], {}
+    if config.eval.metric:
+        load_user_metric(config.eval.metric)
     fitting = renderer.check_lengths(
         problems, config.data, key="eval.data", room=_room(config, shape)
     )

@@ -12,7 +12,7 @@ from tandem.data.mixture import problems_of_step
 from tandem.jobs.engines import (
     Report,
     build_engine,
-    load_reward_model,
+    build_runner,
     make_room,
     open_envs_and_rewards,
     prepare_process,
@@ -25,7 +25,6 @@ from tandem.jobs.rl import note_machine
 from tandem.model.load import ExactModel
 from tandem.rl.losses import Metrics
 from tandem.rollout.evaluate import Evaluator
-from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import RunFolder, identity
 from tandem.run_folder.journal import Journal
 from tandem.runtime import signals
@@ -278,13 +277,7 @@ def _evaluating(job: OfflineJob, inputs: Inputs, run: RunFolder) -> Iterator[Non
     config, renderer = job.config, inputs.renderer
     engine = build_engine(config, job.learner.whole, renderer)
     with open_envs_and_rewards(config) as (envs, rewards):
-        runner = RolloutRunner(
-            engine=engine,
-            renderer=renderer,
-            envs=envs,
-            rewards=rewards,
-            reward_model=load_reward_model(config),
-        )
+        runner = build_runner(config, engine, renderer, envs, rewards)
         run_id, mesh = identity(config, job.data), config.parallel.mesh
         journal = Journal(run.episodes, run_id, inputs.held_out, mesh)
         journal.clean()

@@ -25,7 +25,7 @@ from tandem.model.experts import ExactExperts, ExactRouter
 from tandem.model.layers import ExactLayer, Rotation, embed, norm, rotation_of
 from tandem.model.linear import ExactLinear, PackedWeight, padded_rows
 from tandem.model.lora import Lora, add_adapter, exact_adapted
-from tandem.model.paged_attention import PagedPlan, Runs
+from tandem.model.paged_attention import PAGE, PagedPlan, Runs
 from tandem.model.placement import CPU_FLOAT32, Placement
 from tandem.model.row_parts import WHOLE
 from tandem.model.triton.dispatch import triton_for
@@ -153,6 +153,13 @@ class ExactModel(nn.Module):
         if triton := triton_for(self.head.weight):
             return triton.TritonDecodePlan(keys, values, rows)  # type: ignore[no-any-return]
         return PagedPlan(keys, values, rows.runs(), self.heads[0])
+
+    def shared_tiles(self, runs: Runs) -> np.ndarray | None:
+        """Plan which pages the sequences of a decode step read together, int32 [4, splits, S] as
+        `split_tiles`; None if they share none, or on a CPU, whose plan sees to it."""
+        heads, kv_heads, _ = self.heads
+        triton, group = triton_for(self.head.weight), heads // kv_heads
+        return triton.split_tiles(runs.table, runs.starts, PAGE, group) if triton else None
 
     @property
     def heads(self) -> tuple[int, int, int]:

@@ -18,6 +18,7 @@ from tandem.config.schema import Config
 from tandem.data.mixture import problems_of_step
 from tandem.rl.advantages import running_mean
 from tandem.rl.filters import learnability, pick
+from tandem.rl.user_functions import sampled_lengths, user_filter
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import carries_signal, episode_metrics, valid_rewards
 from tandem.rollout.score import RolloutRunner, generate_and_score
@@ -190,7 +191,7 @@ class Collector:
             running = [group for group in played if _is_paused(group)]
             ended = [group for group in played if not _is_paused(group)]
             for group in ended:
-                is_left_out = config.rl.max_gen_batches and not carries_signal(group)
+                is_left_out = config.rl.max_gen_batches and not self._is_kept(group)
                 done.append(replace(group, outcome="no_signal" if is_left_out else "train"))
         return [*_carry_beyond(done, wanted), *(replace(g, outcome="unfinished") for g in running)]
 
@@ -234,6 +235,12 @@ class Collector:
             return 1
         size = self.config.rl.prompts_per_step
         return max((_batches_in_flight(self.config) * size - under_way) // size, 0)
+
+    def _is_kept(self, group: Group) -> bool:
+        """Tell whether dynamic sampling trains on a group."""
+        if self.config.rl.filter:
+            return user_filter(self.config.rl.filter, group.rewards, sampled_lengths([group])[0])
+        return carries_signal(group)
 
     def _check_limit(self, step: int, drawn: int, num_ready: int) -> None:
         """Raise UserError if dynamic sampling has used up rl.max_gen_batches; partial rollouts may

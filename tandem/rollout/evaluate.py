@@ -12,6 +12,7 @@ import numpy as np
 
 from tandem.config.schema import Config, Rollout
 from tandem.config.schema import Reward as RewardConfig
+from tandem.rl.user_functions import load_user_metric, sampled_lengths, user_metric
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import TRUNCATED, env_metrics
 from tandem.rollout.score import RolloutRunner, generate_and_score
@@ -32,6 +33,10 @@ class Evaluator:
     stop_token_ids: tuple[int, ...]
     journal: Journal | None = None
 
+    def __post_init__(self) -> None:
+        if self.config.eval.metric:
+            load_user_metric(self.config.eval.metric)
+
     def __call__(self, step: int) -> Row:
         """Return the metrics after `step` steps; none without problems.
 
@@ -51,6 +56,14 @@ class Evaluator:
         row = _summary("sampled", groups)
         if config.eval.greedy:
             row |= _summary("greedy", self._evaluation_pass(step, "greedy", greedy, 1))
+        if config.eval.metric:
+            offered = {
+                "rewards": np.stack([group.rewards for group in groups]),
+                "lengths": sampled_lengths(groups),
+                "completions": [[episode.text for episode in g.episodes] for g in groups],
+            }
+            own = user_metric(config.eval.metric, offered)
+            row |= {f"eval/{name}": value for name, value in own.items()}
         return row | _pass_rates(groups, config.eval.success)
 
     def _evaluation_pass(

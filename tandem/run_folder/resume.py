@@ -85,7 +85,7 @@ def _of_another_version(checkpoint: Path) -> UserError:
 
 def _other_data(changed: list[str]) -> UserError:
     return UserError(
-        "a data file, the reward function or the starting model has changed since the run began",
+        "a data file, a function of yours or the starting model has changed since the run began",
         where=", ".join(changed),
         expected="the same bytes: the rest of the run would not be the same run",
         next="restore it, take another run.folder=PATH, or start over with --fresh "

@@ -32,6 +32,7 @@ from tandem.rl.losses import (
     value_clip,
 )
 from tandem.rl.returns import gae, returns_to_go, token_rewards, whiten
+from tandem.rl.user_functions import is_user_function, sampled_lengths, user_advantage, user_loss
 from tandem.runtime.errors import UserError
 from tandem.train.batch import (
     Models,
@@ -97,6 +98,10 @@ def token_advantages(
             rewards[at] -= rl.kl_coef * k.sum()
         if rl.advantage == "gdpo":
             table = gdpo(*_reward_parts(batch, config.reward))
+        elif is_user_function(rl.advantage):
+            lengths = sampled_lengths(batch.groups)
+            offered = {"rewards": rewards, "lengths": lengths, "k": rl.k, "baseline": baseline}
+            table = user_advantage(rl.advantage, offered)
         else:
             table = group_advantages(rl.advantage, rewards, k=rl.k, baseline=baseline)
         advantages = [
@@ -234,8 +239,9 @@ def on_policy(rl: RL, tokens: TokenTensors) -> Tensor:
 
 def expected_gradient(rl: RL, tokens: TokenTensors) -> Tensor | None:
     """Return float32 [N]: the gradient of the log-probs while every ratio is 1; None if the loss
-    has terms besides the ratio (an entropy bonus, a KL in the loss)."""
-    if rl.entropy_coef or (tokens.reference is not None and rl.kl_in == "loss"):
+    is a user's or has terms besides the ratio (an entropy bonus, a KL in the loss)."""
+    has_kl = tokens.reference is not None and rl.kl_in == "loss"
+    if rl.entropy_coef or has_kl or is_user_function(rl.loss):
         return None
     return -(tokens.weights * tokens.corrections * tokens.advantages)
 
@@ -247,6 +253,21 @@ def policy_loss(
     reference, and its metrics as sums over tokens."""
     proximal, advantages, sequences = tokens.proximal, tokens.advantages, tokens.sequences
     clip = {"clip_low": rl.clip_low, "clip_high": rl.clip_high}
+    if is_user_function(rl.loss):
+        terms, metrics = user_loss(
+            rl.loss,
+            {
+                "policy_logprobs": logprobs,
+                "proximal_logprobs": proximal,
+                "engine_logprobs": tokens.engine,
+                "reference_logprobs": tokens.reference,
+                "entropy": entropy,
+                "advantages": advantages,
+                "sequences": sequences,
+                **clip,
+                "dual_clip": rl.dual_clip,
+            },
+        )
     match rl.loss:
         case "ppo_clip":
             terms, metrics = ppo_clip(

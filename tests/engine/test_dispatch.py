@@ -1,10 +1,11 @@
 """Dispatch of requests and weights to rollout workers: no process, no clock."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.engine.worker_pool.dispatch import Dispatcher, Ticket
+from tandem.engine.worker_pool.dispatch import Dispatcher
 from tandem.types import Completion, Request, SamplingParams
 
 
@@ -23,19 +24,19 @@ class Play:
     """A dispatcher with workers that do what a test says."""
 
     def __init__(self, count, max_batch=16, version=-1):
-        self.dispatcher = Dispatcher(max_batch)
+        self.dispatcher = Dispatcher(max_batch, longest=2)
+        self.keys = itertools.count()
         self.workers = [FakeWorker(n, version, version >= 0) for n in range(count)]
-        self.numbers = iter(range(10_000))
 
-    def ask(self, line, count, prompt=0, key=None):
+    def ask(self, queue, count, prompt=0, key=None):
         """Let that many requests of a prompt wait."""
-        for number in (next(self.numbers) for _ in range(count)):
+        for _ in range(count):
             request = Request(
-                key=number if key is None else key,
+                key=next(self.keys) if key is None else key,
                 prompt=np.array([prompt]),
                 params=SamplingParams(max_new_tokens=1),
             )
-            self.dispatcher.add(Ticket(number, request, "", line))
+            self.dispatcher.add(self.dispatcher.ticket(request, queue))
 
     def dispatch(self, loads=True):
         """Let the pool act; loads: weights are there at once."""
@@ -45,7 +46,7 @@ class Play:
                 worker.target, worker.is_ready = version, loads
         given = self.dispatcher.assign(self.workers)
         for worker, ticket in given:
-            assert worker.is_ready and worker.target == ticket.line.version
+            assert worker.is_ready and worker.target == ticket.queue.version
         return [(worker.number, ticket.number) for worker, ticket in given]
 
     def end(self, worker, number=None):
@@ -62,20 +63,20 @@ class Play:
 
 def test_tickets_are_spread_evenly_over_the_workers_of_their_version():
     play = Play(4)
-    line = play.dispatcher.open(0)
+    queue = play.dispatcher.open(0)
     play.dispatch()
     assert play.targets() == [0, 0, 0, 0]  # before there is a request
     for prompt in range(8):
-        play.ask(line, 1, prompt)
+        play.ask(queue, 1, prompt)
     play.dispatch()
     assert play.loads() == [2, 2, 2, 2] and not play.dispatcher.num_waiting
 
 
 def test_one_prefix_goes_to_one_worker_as_long_as_that_is_even():
     play = Play(2)
-    line = play.dispatcher.open(0)
+    queue = play.dispatcher.open(0)
     for prompt in range(4):
-        play.ask(line, 4, prompt)
+        play.ask(queue, 4, prompt)
     given = play.dispatch()
     home = {}
     for worker, ticket in given:
@@ -101,8 +102,8 @@ def test_a_worker_has_no_more_tickets_than_it_runs_at_once():
 def test_a_share_counts_workers_that_still_load_or_start():
     play = Play(4)
     play.workers[3].started = False
-    line = play.dispatcher.open(0)
-    play.ask(line, 8)
+    queue = play.dispatcher.open(0)
+    play.ask(queue, 8)
     play.dispatch(loads=False)
     assert play.loads() == [0, 0, 0, 0]
     play.workers[0].is_ready = True
@@ -131,7 +132,7 @@ def test_a_straggler_keeps_its_worker_and_no_other():
     assert play.targets() == [1, 1, 1] and sorted(play.loads()) == [3, 4, 4]
 
 
-def test_a_version_keeps_a_worker_until_its_line_is_closed():
+def test_a_version_keeps_a_worker_until_its_queue_is_closed():
     """The next turn of an episode may come."""
     play = Play(1, version=0)
     old = play.dispatcher.open(0)
@@ -194,7 +195,7 @@ def test_a_version_without_a_worker_takes_the_only_one_of_a_newer():
     assert len(play.dispatch()) == 1
 
 
-def test_of_one_version_the_line_with_the_lower_number_comes_first():
+def test_of_one_version_the_queue_with_the_lower_number_comes_first():
     play = Play(1, max_batch=4)
     later, earlier = play.dispatcher.open(0, number=1), play.dispatcher.open(0, number=0)
     play.ask(later, 3)
@@ -202,17 +203,17 @@ def test_of_one_version_the_line_with_the_lower_number_comes_first():
     assert [ticket for _, ticket in play.dispatch()] == [3, 4, 5, 0]
 
 
-def test_tickets_of_a_lost_worker_are_the_next_of_their_lines():
+def test_tickets_of_a_lost_worker_are_the_next_of_their_queues():
     play = Play(2, max_batch=2)
-    line = play.dispatcher.open(0)
-    play.ask(line, 8)
+    queue = play.dispatcher.open(0)
+    play.ask(queue, 8)
     play.dispatch()
     lost = play.workers.pop(0)
     numbers = list(lost.tickets)
     next(iter(lost.tickets.values())).completion = Completion  # it was cancelled
     assert play.dispatcher.put_back(lost) == 1
-    assert [ticket.number for ticket in line.todo][:1] == numbers[1:]
-    assert lost not in line.affinity.values()
+    assert [ticket.number for ticket in queue.waiting][:1] == numbers[1:]
+    assert lost not in queue.affinity.values()
 
 
 def test_a_lost_workers_version_takes_another_from_newer_requests():

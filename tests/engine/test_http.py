@@ -403,7 +403,7 @@ def test_a_stop_string_across_a_pause_is_refused(url):
         [paused] = run(engines, [replace(request(3), max_tokens_now=5)])
         with pytest.raises(UserError, match="does not define this setting"):
             engines.submit(replace(request(3, stop=("a",)), resume_from=paused))
-        with pytest.raises(UserError, match="longer than a server can hold"):
+        with pytest.raises(UserError, match="longer than an engine can hold"):
             engines.submit(request(3, max_new_tokens=512))
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.engine.decode import DecodeStep
 from tandem.engine.engine import Engine
+from tandem.engine.graphs import cuda_capture
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import device_uniforms
 from tandem.model.load import make_exact
@@ -65,6 +66,56 @@ def play(model, other, *, ahead):
 def test_steps_ahead_give_the_bits_of_plain_steps_over_triton():
     plain, ahead = (play(model_of(), model_of(seed=1), ahead=ahead) for ahead in (False, True))
     assert plain == ahead
+
+
+class Watched(DecodeStep):
+    """A step that notes how many rows it had, and of how many each tile."""
+
+    def __init__(self, engine):
+        new_capture = cuda_capture if DEVICE == "cuda" else None
+        super().__init__(engine.model, engine.cache, engine.scheduler.max_batch, new_capture)
+        self.seen = []
+
+    def run(self, live, longest, sampling):
+        count = self.tiles[1][self.tiles[1] > 0].tolist() if self.sharing else []
+        self.seen.append((live, count))
+        return super().run(live, longest, sampling)
+
+
+def play_groups(model, *, ahead):
+    """Groups of 4, 2 and later 3 samples, which end one after the other, and a sample of its own;
+    return what came out and the tiles of each step."""
+    engine = Engine(model, words, cache_bytes=1 << 19, max_batch=8)
+    engine.lookahead._step = step = Watched(engine)
+    if not ahead:
+        engine.lookahead = None
+    prompts = [
+        random_tokens(np.random.default_rng(n), size) for n, size in enumerate((130, 131, 140, 9))
+    ]
+
+    def submit(group, *lengths):
+        return [
+            engine.submit(request(10 * group + n, prompts[group], max_new_tokens=length))
+            for n, length in enumerate(lengths)
+        ]
+
+    running = submit(0, 12, 3, 4, 12) + submit(1, 12, 5) + submit(3, 4)
+    for _ in range(5):
+        engine.step()
+    running += submit(2, 5, 3, 4)
+    while engine.has_work:
+        engine.step()
+    return [facts(s.completion) for s in running], step.seen
+
+
+def test_steps_ahead_read_what_samples_share_once_with_the_bits_of_plain_steps():
+    model = model_of()
+    (plain, _), (ahead, seen) = (play_groups(model, ahead=ahead) for ahead in (False, True))
+    assert plain == ahead
+    tiles = [count for _, count in seen]
+    # two groups that shrink as samples end, a third that joins, and at last one sample alone
+    assert all(count in tiles for count in ([4, 2], [3, 2], [2], [2, 3])), seen
+    assert tiles[-1] == []
 
 
 @pytest.mark.parametrize("live", [1, 3])

@@ -18,6 +18,7 @@ from triton.runtime import driver
 
 from tandem.model.triton import ops, rowwise, vocabulary
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
+from tandem.model.triton.shared_splits import shared_attention
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # of a block, by compute capability
 ROWS, SEGMENTS = 40, [(0, 20, 0, 0), (20, 20, 0, 20)]
@@ -89,7 +90,7 @@ def run_everything(dtype, width):
 
 
 def attend_everywhere(new, width):
-    """Attend over pages with the splits apart, and over packed rows with gradients in turn."""
+    """Attend over pages, alone and shared, and over packed rows with gradients in turn."""
     q, k, v = new(ROWS, 8, width), new(ROWS, 2, width), new(ROWS, 2, width)
     keys, values = (new(4, 2, 128, width).detach() for _ in range(2))
     first, count, start = torch.zeros(3, 1, dtype=torch.int32)
@@ -97,6 +98,8 @@ def attend_everywhere(new, width):
         tables=first[:, None], first=first, count=count, start=start, max_length=1024
     )
     ops.attention(q.detach(), keys, values, rows, 0.1)
+    tiles = torch.zeros(4, 2, 1, dtype=torch.int32)
+    shared_attention(q.detach(), keys, values, rows, tiles, 0.1)
     ops.write_cache(k.detach(), v.detach(), keys, values, torch.zeros(ROWS, dtype=torch.int64))
     plan = PackedSegments(np.array(SEGMENTS), torch.device("cpu"))
     packed_attention(q, k, v, plan, 0.1, None).backward(torch.zeros_like(q))

@@ -3,10 +3,10 @@ several steps, each by its own version of the weights.
 
     a step's thread, with a Client              the thread "rollout workers", of PoolThread
     ------------------------------              -------------------------------------------
-    apply(version)   opens a line        ---->  it alone calls Workers:
+    apply(version)   opens a queue       ---->  it alone calls Workers:
     submit, step     hands its requests  ---->    what was asked of it, then Workers.step, again and
     step             waits for tickets   <----    again: dispatches, listens
-    rest             closes the line     ---->
+    rest             closes the queue    ---->
     logprob_gap      waits for answers   <----  a check of every worker that ran the version
 
 A call to the pool waits for that thread, which waits for workers, at most pool.WAIT_S, and is woken
@@ -14,16 +14,16 @@ by calls. An error of the pool ends its thread, and every caller raises it. `Cli
 most WAIT_S; it passes on the workers' signs of life, as its thread is the one that waits for them.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from tandem.engine.worker_pool.checks import Check
-from tandem.engine.worker_pool.dispatch import Line, Ticket
+from tandem.engine.worker_pool.dispatch import RequestQueue, Ticket
 from tandem.engine.worker_pool.pool import WAIT_S, Workers
 from tandem.runtime import watchdog
 from tandem.types import Request
@@ -42,8 +42,8 @@ class PoolThread:
         self.workers, self.checks = workers, checks
         self.last_life = time.monotonic()  # of a worker at work
         workers.on_life = self._note_life
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._ended: dict[Line, queue.SimpleQueue[Ticket]] = {}
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._ended: dict[RequestQueue, SimpleQueue[Ticket]] = {}
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="rollout workers", daemon=True)
         self._thread.start()
@@ -93,21 +93,21 @@ class PoolThread:
 
     # The thread.
 
-    def open(self, number: int, check: Check, ended: "queue.SimpleQueue[Ticket]") -> Line:
-        """Open a line by the version of a check; `ended` gets its tickets."""
-        line = self.workers.dispatcher.open(check.version, number)
-        self._ended[line] = ended
+    def open(self, number: int, check: Check, ended: "SimpleQueue[Ticket]") -> RequestQueue:
+        """Open a queue by the version of a check; `ended` gets its tickets."""
+        queue = self.workers.dispatcher.open(check.version, number)
+        self._ended[queue] = ended
         if self.checks:
             self.workers.checks.watch(check)
-        return line
+        return queue
 
-    def close(self, line: Line) -> None:
-        """Close a line whose requests have ended."""
-        self.workers.dispatcher.close(line)
-        del self._ended[line]
+    def close(self, queue: RequestQueue) -> None:
+        """Close a queue whose requests have ended."""
+        self.workers.dispatcher.close(queue)
+        del self._ended[queue]
 
     def enqueue(self, tickets: Sequence[Ticket]) -> None:
-        """Let tickets wait in their lines."""
+        """Let tickets wait in their queues."""
         for ticket in tickets:
             self.workers.dispatcher.add(ticket)
 
@@ -119,11 +119,11 @@ class PoolThread:
     def _run(self) -> None:
         try:
             while True:
-                with suppress(queue.Empty):
+                with suppress(Empty):
                     while True:
                         _do(*self._calls.get_nowait())
                 for ticket in self.workers.step():
-                    if (ended := self._ended.get(ticket.line)) is not None:
+                    if (ended := self._ended.get(ticket.queue)) is not None:
                         ended.put(ticket)
         except Exception as error:  # every caller raises it
             self._error = error
@@ -146,29 +146,30 @@ class Client:
     def __init__(self, pool: PoolThread, number: int):
         self.longest = pool.workers.longest
         self._pool, self._number = pool, number
-        self._line: Line | None = None
+        self._queue: RequestQueue | None = None
         self._check = Check(-1)
         self._asked: list[Ticket] = []  # not handed over yet: a step's requests go together
-        self._ended: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        self._ended: SimpleQueue[Ticket] = SimpleQueue()
         self._last_life = pool.last_life
 
     @property
     def weight_version(self) -> int:
         """Version that its requests are served by; -1 while it rests."""
-        return -1 if self._line is None else self._line.version
+        return -1 if self._queue is None else self._queue.version
 
     def apply(self, version: int) -> None:
         """Have requests served by the published weights of that version from now on. No request of
         this client may be under way."""
         self.rest()
         pool, check = self._pool, Check(version)
-        self._line = pool.call(lambda: pool.open(self._number, check, self._ended))
+        self._queue = pool.call(lambda: pool.open(self._number, check, self._ended))
         self._check = check
 
     def submit(self, request: Request) -> Ticket:
         """Take a request. Raises UserError if no engine has room for it."""
-        assert self._line is not None
-        self._asked.append(ticket := self._pool.workers.ticket(request, self._line))
+        assert self._queue is not None
+        ticket = self._pool.workers.dispatcher.ticket(request, self._queue)
+        self._asked.append(ticket)
         return ticket
 
     def step(self) -> list[Ticket]:
@@ -177,7 +178,7 @@ class Client:
             tickets, self._asked = self._asked, []
             self._pool.post(lambda: self._pool.enqueue(tickets))
         ended = []
-        with suppress(queue.Empty):
+        with suppress(Empty):
             ended.append(self._ended.get(timeout=WAIT_S))
             while True:
                 ended.append(self._ended.get_nowait())
@@ -191,9 +192,9 @@ class Client:
 
     def rest(self) -> None:
         """Ask for nothing until the next `apply`: its workers may take up other versions."""
-        if self._line is not None:
-            line, self._line = self._line, None
-            self._pool.post(lambda: self._pool.close(line))
+        if self._queue is not None:
+            queue, self._queue = self._queue, None
+            self._pool.post(lambda: self._pool.close(queue))
 
     def logprob_gap(self) -> float:
         """Return the largest Engine.logprob_gap of the workers that have run the version of the

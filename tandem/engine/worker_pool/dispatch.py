@@ -1,43 +1,46 @@
 """Decision which rollout worker gets which request, and which weights it runs. Pure: it knows no
 process, no clock and no weights, so a simulation can drive it (benchmarks/cluster_model.py).
 
-    a step's thread                     Dispatcher                         the pool
-    ---------------                     ----------                         --------
-    open(version)   a line
-    add(line, ticket)  ------------>    switches: who loads which version  ->   target
+    a step's thread                     Dispatcher                         the pool, or http.py
+    ---------------                     ----------                         --------------------
+    open(version)   a queue
+    add(ticket)     --------------->    switches: who loads which version  ->   target
                                         assign: who gets which ticket      ->   tickets
-    close(line)     no request is to come
+    close(queue)    no request is to come
 
-A line is the requests of one step, by one version of the weights; several may be open. A worker
+A queue is the requests of one step, by one version of the weights; several may be open. A worker
 runs one version at a time, and takes up another when it has no tickets left. Older versions come
-first: what waits for them gets the workers that are free. The version of each open line keeps one
+first: what waits for them gets the workers that are free. The version of each open queue keeps one
 worker, as long as there are enough, so that the next turn of its last episode need not wait for
 newer requests; the others go where tickets wait. So a step's straggler holds the worker that it is
 on, and no other.
 
-Within a version older lines come first. Tickets are spread evenly over its workers, and no worker
+Within a version older queues come first. Tickets are spread evenly over its workers, and no worker
 has more than it runs at once; those with the same prefix go to one worker as long as that is even.
 """
 
+import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import Any, Generic, Protocol, TypeVar
 
+from tandem.engine.worker_pool.errors import too_long
+from tandem.engine.worker_pool.protocol import identity_of
 from tandem.types import Completion, Request
 
 
 class Ticket:
-    """A request on its way, in a line; `completion` is set once it has ended.
+    """A request on its way, in a queue; `completion` is set once it has ended.
 
     prefixes: by what a worker with its prefix is found, its episode's key and its prompt's hash.
     """
 
-    __slots__ = ("completion", "identity", "line", "number", "prefixes", "request")
+    __slots__ = ("completion", "identity", "number", "prefixes", "queue", "request")
 
-    def __init__(self, number: int, request: Request, identity: str, line: "Line"):
-        self.number, self.request, self.identity, self.line = number, request, identity, line
+    def __init__(self, number: int, request: Request, identity: str, queue: "RequestQueue"):
+        self.number, self.request, self.identity, self.queue = number, request, identity, queue
         self.prefixes = request.key, hash(request.prompt.tobytes())
         self.completion: Completion | None = None
 
@@ -46,9 +49,12 @@ class Worker(Protocol):
     """A worker, as far as its requests and weights go."""
 
     number: int
-    started: bool  # it can load weights
     target: int  # the version that it runs or was told to load; -1: none
     tickets: dict[int, Ticket]  # by number: given to it and not ended
+
+    @property
+    def started(self) -> bool:
+        """Tell whether it can load weights."""
 
     @property
     def is_ready(self) -> bool:
@@ -59,61 +65,72 @@ W = TypeVar("W", bound=Worker)
 
 
 @dataclass(eq=False)
-class Line:
-    """The requests of one step by one version of the weights. number: orders lines of a version."""
+class RequestQueue:
+    """Requests of one step, by one version of the weights. number: orders queues of a version."""
 
     version: int
     number: int = 0
-    todo: deque[Ticket] = field(default_factory=deque)
+    waiting: deque[Ticket] = field(default_factory=deque)
     has_begun: bool = False  # it has had a ticket
     affinity: dict[int, Any] = field(default_factory=dict)  # prefix -> the worker that has it
 
 
 class Dispatcher(Generic[W]):
-    """The open lines, oldest first. max_batch: most requests that a worker has at once."""
+    """The open queues, oldest first. max_batch: most requests that a worker has at once; longest:
+    most tokens of a sequence."""
 
-    def __init__(self, max_batch: int):
-        self.max_batch = max_batch
-        self.lines: list[Line] = []
+    def __init__(self, max_batch: int, longest: int):
+        self.max_batch, self.longest = max_batch, longest
+        self.queues: list[RequestQueue] = []
+        self._numbers = itertools.count()  # `next` is atomic
 
     @property
     def versions(self) -> list[int]:
-        """Versions of the open lines, ascending."""
-        return sorted({line.version for line in self.lines})
+        """Versions of the open queues, ascending."""
+        return sorted({queue.version for queue in self.queues})
 
     @property
     def num_waiting(self) -> int:
         """Tickets that no worker has."""
-        return sum(len(line.todo) for line in self.lines)
+        return sum(len(queue.waiting) for queue in self.queues)
 
-    def open(self, version: int, number: int = 0) -> Line:
-        """Open a line: its requests come soon."""
-        self.lines.append(line := Line(version, number))
-        self.lines.sort(key=lambda one: (one.version, one.number))
-        return line
+    def open(self, version: int, number: int = 0) -> RequestQueue:
+        """Open a queue: its requests come soon."""
+        self.queues.append(queue := RequestQueue(version, number))
+        self.queues.sort(key=lambda one: (one.version, one.number))
+        return queue
 
-    def close(self, line: Line) -> None:
-        """Close a line: no request of it is to come."""
-        self.lines.remove(line)
+    def close(self, queue: RequestQueue) -> None:
+        """Close a queue: no request of it is to come."""
+        self.queues.remove(queue)
+
+    def ticket(self, request: Request, queue: RequestQueue) -> Ticket:
+        """Make the ticket of a request; any thread may. Raises UserError if it is too long."""
+        needed = len(request.prompt) + request.params.max_new_tokens
+        if needed > self.longest:
+            raise too_long(needed, self.longest)
+        return Ticket(next(self._numbers), request, identity_of(request), queue)
 
     def add(self, ticket: Ticket) -> None:
-        """Let a ticket wait in its line."""
-        ticket.line.todo.append(ticket)
-        ticket.line.has_begun = True
+        """Let a ticket wait in its queue."""
+        ticket.queue.waiting.append(ticket)
+        ticket.queue.has_begun = True
 
     def put_back(self, worker: W) -> int:
         """Put a lost worker's tickets back in front, and forget it; return how many."""
         back = [ticket for ticket in worker.tickets.values() if ticket.completion is None]
         for ticket in reversed(back):
-            ticket.line.todo.appendleft(ticket)
-        for line in self.lines:
-            line.affinity = {key: home for key, home in line.affinity.items() if home is not worker}
+            ticket.queue.waiting.appendleft(ticket)
+        for queue in self.queues:
+            queue.affinity = {
+                key: home for key, home in queue.affinity.items() if home is not worker
+            }
         return len(back)
 
     def switches(self, workers: Sequence[W]) -> dict[int, list[W]]:
         """Return which workers, all without tickets, are to load which version now."""
         moves: dict[int, list[W]] = defaultdict(list)
-        is_fresh = any(not line.has_begun for line in self.lines)
+        is_fresh = any(not queue.has_begun for queue in self.queues)
         if not (is_fresh or self.num_waiting or any(s.started and s.target < 0 for s in workers)):
             return moves
         versions, left = self.versions, Counter(worker.target for worker in workers)
@@ -141,7 +158,7 @@ class Dispatcher(Generic[W]):
         return {version: movers for version, movers in moves.items() if movers}
 
     def _waiting(self, version: int) -> int:
-        return sum(len(line.todo) for line in self.lines if line.version == version)
+        return sum(len(queue.waiting) for queue in self.queues if queue.version == version)
 
     def _missing(self, version: int, workers: Sequence[W]) -> int:
         """Return how many more workers a version needs: the newest one for every ticket that waits,
@@ -166,8 +183,8 @@ class Dispatcher(Generic[W]):
         given: list[tuple[W, Ticket]] = []
         starting = sum(worker.target < 0 for worker in workers)  # for the oldest version that waits
         for version in self.versions:
-            lines = [line for line in self.lines if line.version == version and line.todo]
-            if not lines:
+            queues = [queue for queue in self.queues if queue.version == version and queue.waiting]
+            if not queues:
                 continue
             own = [worker for worker in workers if worker.target == version]
             load = self._waiting(version) + sum(len(worker.tickets) for worker in own)
@@ -177,21 +194,21 @@ class Dispatcher(Generic[W]):
                 (len(worker.tickets), worker.number, worker) for worker in own if worker.is_ready
             ]
             heapify(free)
-            for line in lines:
-                while line.todo and (worker := _choose(line, free, share)) is not None:
-                    ticket = line.todo.popleft()
+            for queue in queues:
+                while queue.waiting and (worker := _choose(queue, free, share)) is not None:
+                    ticket = queue.waiting.popleft()
                     worker.tickets[ticket.number] = ticket
-                    line.affinity |= dict.fromkeys(ticket.prefixes, worker)
+                    queue.affinity |= dict.fromkeys(ticket.prefixes, worker)
                     given.append((worker, ticket))
         return given
 
 
-def _choose(line: Line, free: list[tuple[int, int, W]], share: int) -> W | None:
-    """Return the worker for the first ticket of a line: one with its prefix, else the one with the
+def _choose(queue: RequestQueue, free: list[tuple[int, int, W]], share: int) -> W | None:
+    """Return the worker for the first ticket of a queue: one with its prefix, else the one with the
     fewest tickets; None if none has room. free: a heap, whose counts may be too low."""
-    for key in line.todo[0].prefixes:
-        home: W | None = line.affinity.get(key)
-        if home is None or not home.is_ready or home.target != line.version:
+    for key in queue.waiting[0].prefixes:
+        home: W | None = queue.affinity.get(key)
+        if home is None or not home.is_ready or home.target != queue.version:
             continue
         if len(home.tickets) < share:
             return home

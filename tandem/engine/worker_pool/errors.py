@@ -1,10 +1,13 @@
-"""The UserErrors of the pool of rollout workers."""
+"""The UserErrors of the pool of rollout workers, and of whatever dispatches requests."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from tandem.engine.worker_pool.dispatch import Ticket
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.types import Completion
+
+if TYPE_CHECKING:  # it imports this
+    from tandem.engine.worker_pool.dispatch import Ticket
 
 
 def too_long(needed: int, longest: int) -> UserError:
@@ -13,7 +16,9 @@ def too_long(needed: int, longest: int) -> UserError:
         "a sequence would be longer than an engine can hold",
         where="rollout.max_new_tokens",
         found=f"{needed} tokens, prompt and completion",
-        expected=f"at most {longest} (by the model's positions and rollout.cache_mb)",
+        expected=f"at most {longest}, by the model's positions and the engine's cache",
+        next="lower rollout.max_new_tokens, or raise rollout.cache_mb (of servers: tandem serve "
+        "--cache-mb)",
     )
 
 
@@ -39,11 +44,11 @@ def other_weights(where: str, names: Sequence[str], found: str, expected: str) -
     )
 
 
-def check_completion(where: str, ticket: Ticket, identity: str, completion: Completion) -> None:
+def check_completion(where: str, ticket: "Ticket", identity: str, completion: Completion) -> None:
     """Raise an error for a completion of another request, or by weights of another version."""
     if identity != ticket.identity:
         raise other_request(where, identity, ticket.identity)
-    paused, expected = ticket.request.resume_from, ticket.line.version
+    paused, expected = ticket.request.resume_from, ticket.queue.version
     versions = completion.weight_versions[0 if paused is None else len(paused.tokens) :]
     if (versions != expected).any():
         raise other_version(where, sorted(set(versions.tolist())), expected)

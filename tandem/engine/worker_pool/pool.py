@@ -2,11 +2,11 @@
 
     caller's thread                                        worker process 0 .. count - 1 (worker.py)
     ---------------                                        ---------------------------------------
-    submit(request)  -> its line                           one thread, one engine, own weights
-    step()  _dispatch      line -> tickets of a worker --> {"request": 7}: submit, Engine.step
+    submit(request)  -> its queue                           one thread, one engine, own weights
+    step()  _dispatch     queue -> tickets of a worker --> {"request": 7}: submit, Engine.step
             _on_message    completion, signs of life  <--  {"completion": 7}, {"alive": true}
             _check_heartbeats  silence: SIGKILL, a new worker, its tickets back in front
-    _dispatch              weights of open lines      -->  receive, load, hash
+    _dispatch              weights of open queues     -->  receive, load, hash
             _on_applied    it must be the trainer's   <--  {"applied": 4, "hash": "9f86..."}
               or once more, then a new worker         <--  {"applied": 4, "failed": "..."}
 
@@ -21,12 +21,11 @@ request of a lost worker goes to another unchanged, with the address of its draw
 has the same bits; chance decides only which worker makes it.
 
 One thread at a time calls this: a caller with one version after the other (`apply`, `submit`), or
-client.py's thread for several, with a line of `dispatcher` each. Any thread may call `close`,
-`wake`, `status` and `ticket`. On Linux a worker ends with the thread that started it: the one that
+client.py's thread for several, with a queue of `dispatcher` each. Any thread may call `close`,
+`wake` and `status`. On Linux a worker ends with the thread that started it: the one that
 made Workers or, for a replacement, the one that called `step`.
 """
 
-import itertools
 import selectors
 import sys
 import threading
@@ -38,11 +37,10 @@ from typing import Any
 
 from tandem.engine.worker_pool import errors
 from tandem.engine.worker_pool.checks import Check, Checks
-from tandem.engine.worker_pool.dispatch import Dispatcher, Line, Ticket
+from tandem.engine.worker_pool.dispatch import Dispatcher, RequestQueue, Ticket
 from tandem.engine.worker_pool.process import LocalProcess, Published, Spawn, WorkerProcess
 from tandem.engine.worker_pool.protocol import (
     cancelled_completion,
-    identity_of,
     read_completion,
     read_error,
     request_message,
@@ -86,8 +84,8 @@ class Workers:
     ):
         self.longest, self.restarts = longest, RestartLimit(restarts)
         self.on_life: Callable[[], None] = watchdog.heartbeat  # a worker is at work
-        self.dispatcher: Dispatcher[WorkerProcess] = Dispatcher(max_batch)
-        self._line: Line | None = None  # of `apply` and `submit`
+        self.dispatcher: Dispatcher[WorkerProcess] = Dispatcher(max_batch, longest)
+        self._queue: RequestQueue | None = None  # of `apply` and `submit`
         self._weights, self._report, self._heartbeat_s = weights, report, heartbeat_s
         self._host = spawn or (lambda number: LocalProcess(command))
         self._beat_s, self._devices = min(1.0, heartbeat_s / BEATS), devices
@@ -102,7 +100,7 @@ class Workers:
             "record_experts": record_experts,
             "beat_s": self._beat_s,
         }
-        self._numbers, self._ended = itertools.count(), list[Ticket]()  # `next` is atomic
+        self._ended: list[Ticket] = []
         self.checks = Checks(self._send)
         self._polled = time.monotonic()
         self._selector = selectors.DefaultSelector()
@@ -135,7 +133,7 @@ class Workers:
     @property
     def weight_version(self) -> int:
         """Version of `apply`; -1: none yet."""
-        return -1 if self._line is None else self._line.version
+        return -1 if self._queue is None else self._queue.version
 
     def apply(self, version: int) -> None:
         """Run the published weights of that version from now on. No request may be under way.
@@ -146,9 +144,9 @@ class Workers:
         if self.dispatcher.num_waiting or any(ticket.completion is None for ticket in given):
             raise RuntimeError(f"weights of version {version} come while requests are under way")
         up = [worker for worker in self._workers.values() if worker.started]
-        if self._line is not None:
-            self.dispatcher.close(self._line)
-        self._line = self.dispatcher.open(version)
+        if self._queue is not None:
+            self.dispatcher.close(self._queue)
+        self._queue = self.dispatcher.open(version)
         self._dispatch()
         with watchdog.waiting_for("rollout workers", f"the hash of weights {version}"):
             while (left := [worker for worker in up if self._is_current(worker)]) and not any(
@@ -158,8 +156,8 @@ class Workers:
 
     def submit(self, request: Request) -> Ticket:
         """Take a request. Raises UserError if no engine has room for it."""
-        assert self._line is not None
-        self.dispatcher.add(ticket := self.ticket(request, self._line))
+        assert self._queue is not None
+        self.dispatcher.add(ticket := self.dispatcher.ticket(request, self._queue))
         return ticket
 
     def step(self) -> list[Ticket]:
@@ -178,7 +176,7 @@ class Workers:
             return
         ticket.completion = cancelled_completion()
         with suppress(ValueError):  # a worker has it
-            ticket.line.todo.remove(ticket)
+            ticket.queue.waiting.remove(ticket)
         for worker in self._workers.values():
             if ticket.number in worker.tickets:
                 self._send(worker, {"cancel": ticket.number})
@@ -190,15 +188,6 @@ class Workers:
             while check.num_asked:
                 self._poll()
         return check.gap
-
-    # ---------------------------------------------------------------- several versions at once
-
-    def ticket(self, request: Request, line: Line) -> Ticket:
-        """Make the ticket of a request. Raises UserError if no engine has room for it."""
-        needed = len(request.prompt) + request.params.max_new_tokens
-        if needed > self.longest:
-            raise errors.too_long(needed, self.longest)
-        return Ticket(next(self._numbers), request, identity_of(request), line)
 
     # ---------------------------------------------------------------- their number
 

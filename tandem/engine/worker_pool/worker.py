@@ -200,8 +200,22 @@ def run(
     load: Callable[[dict[str, Any]], ServedEngine] = load_engine,
     receiver: "Callable[[Layout], Receive]" = receive_offered,
 ) -> None:
+    """Serve an engine to the pool of a channel. receiver: makes, of the layout of the weights, what
+    gets them."""
+
+    def load_all(start: Message) -> Callable[[], None]:
+        engine = load(start)
+        from tandem.weights.shared import Layout
+
+        receive = receiver(Layout.from_json(start["layout"]))
+        return Server(channel, engine, receive, start["beat_s"]).serve
+
+    serve_from_start(channel, load_all)
+
+
+def serve_from_start(channel: Channel, load: Callable[[Message], Callable[[], None]]) -> None:
     """Serve from the message that starts the worker to the end of the channel. A UserError is sent
-    to the pool. receiver: makes, of the layout of the weights, what gets them."""
+    to the pool. load: returns what serves until EOFError."""
     try:
         messages: list[Message] = []
         while not messages:
@@ -209,12 +223,9 @@ def run(
             messages = list(channel.receive())
         [start] = [message["start"] for message in messages]
         with signs_of_life(channel, start["beat_s"]):
-            engine = load(start)
-            from tandem.weights.shared import Layout
-
-            receive = receiver(Layout.from_json(start["layout"]))
+            serve = load(start)
         channel.send({"ready": True})
-        Server(channel, engine, receive, start["beat_s"]).serve()
+        serve()
     except UserError as error:
         channel.send(error_message(error))
     except EOFError:  # the pool is gone

@@ -179,6 +179,95 @@ def attend_kernel(
     tl.store(out + at[:, None] * WIDTH + element, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "table_stride", "tile_stride", "window"])
+def attend_split_kernel(
+    q,
+    keys,
+    values,
+    parts,
+    peaks,
+    totals,
+    tables,
+    first,
+    count,
+    start,
+    tile_first,
+    tile_count,
+    tile_end,
+    shared_end,
+    rows,
+    table_stride,
+    tile_stride,
+    q_token,
+    q_head,
+    k_page,
+    k_head,
+    k_token,
+    v_page,
+    v_head,
+    v_token,
+    scale,
+    window,
+    ALONE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Attend one split of one key/value head in decode: the keys that the sequences of a tile
+    share, or with ALONE those behind them of one sequence, on top of the sums it has."""
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    tile, low, high = split * tile_stride + tl.program_id(0), split * SPLIT_KEYS, 0
+    if ALONE:
+        leader, members, high = (
+            tl.program_id(0),
+            tl.load(count + tl.program_id(0)),
+            low + SPLIT_KEYS,
+        )
+        low = tl.maximum(low, tl.load(shared_end + tile))
+    else:
+        leader, members, high = (
+            tl.load(tile_first + tile),
+            tl.load(tile_count + tile),
+            tl.load(tile_end + tile),
+        )
+    resumed = low > split * SPLIT_KEYS
+    pair = tl.arange(0, BLOCK_Q)
+    there, head = pair < members * GROUP, kv_head * GROUP + pair % GROUP
+    position = tl.load(start + leader + pair // GROUP, mask=there, other=-1)
+    end = tl.max(position, 0) + 1  # no pair of the tile sees further
+    nearest = tl.min(tl.where(there, position, end), 0)
+    begin = tl.maximum(0, nearest - window + 1)  # nor less far
+    low, high = tl.maximum(low, begin // BLOCK_KEYS * BLOCK_KEYS), tl.minimum(high, end)
+    if low >= high:
+        return
+
+    element = tl.arange(0, BLOCK_E)
+    inside = there[:, None] & (element < WIDTH)
+    row = tl.load(first + leader + pair // GROUP, mask=there, other=0).to(tl.int64)
+    query = tl.load(q + (row * q_token + head * q_head)[:, None] + element, mask=inside, other=0.0)
+    at = (split.to(tl.int64) * rows + row) * tl.num_programs(1) * GROUP + head
+    peak = tl.load(peaks + at, mask=there & resumed, other=float("-inf"))
+    written = peak > float("-inf")
+    total = tl.load(totals + at, mask=written, other=0.0)
+    acc = tl.load(parts + at[:, None] * WIDTH + element, mask=inside & written[:, None], other=0.0)
+    for base in range(low, high, BLOCK_KEYS):
+        key = base + tl.arange(0, BLOCK_KEYS)
+        page = tl.load(tables + leader.to(tl.int64) * table_stride + base // PAGE).to(tl.int64)
+        place, seen = (key % PAGE).to(tl.int64), (key < end)[:, None] & (element < WIDTH)
+        k_at, v_at = page * k_page + kv_head * k_head, page * v_page + kv_head * v_head
+        k = tl.load(keys + k_at + (place * k_token)[:, None] + element, mask=seen, other=0.0)
+        v = tl.load(values + v_at + (place * v_token)[:, None] + element, mask=seen, other=0.0)
+        visible = (key <= position[:, None]) & (key > position[:, None] - window)
+        peak, total, acc = _see(query, k, v, visible, scale, peak, total, acc)
+    none, zero = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
+    peak, total, acc = _join(none, zero, tl.zeros_like(acc), peak, total, acc)
+
+    tl.store(peaks + at, peak, mask=there)
+    tl.store(totals + at, total, mask=there)
+    tl.store(parts + at[:, None] * WIDTH + element, acc, mask=inside)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
     peaks, totals, parts, out, lse, splits, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr

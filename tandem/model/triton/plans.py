@@ -87,4 +87,4 @@ class TritonDecodePlan(TritonPagedPlan):
             start=rows.positions.to(torch.int32),
             max_length=rows.max_length,
         )
-        self.slots, self.tiles = rows.slots(), None  # tiles follow from the tables' later values
+        self.slots, self.tiles = rows.slots(), rows.tiles

@@ -1,0 +1,172 @@
+"""A user's functions in place of Tandem's own: `rl.loss`, `rl.advantage`, `rl.filter` and
+`eval.metric` as "my.py:NAME".
+
+    rl.loss       policy_logprobs, proximal_logprobs, engine_logprobs, reference_logprobs (or None),
+                  entropy, advantages, sequences: tensors [N]; clip_low, clip_high, dual_clip
+                  -> the tokens' losses [N], or (losses, metrics as sums over tokens)
+    rl.advantage  rewards float64 [P, G], lengths int64 [P, G], k, baseline -> advantages [P, G]
+    rl.filter     rewards [G], lengths [G] of a group -> whether to train on it
+    eval.metric   rewards, lengths [P, S]; completions: P lists of S texts -> a number, or a dict
+
+P problems, G or S episodes each, N loss tokens. A function gets those of its parameters that the
+key offers, by name, so a copy of one of `losses.py`, `advantages.py` or `filters.py` runs as it is.
+It must be pure: a resumed run calls it again. Every mistake is a UserError that names the key.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.rl.losses import Metrics
+from tandem.runtime.errors import UserError
+from tandem.runtime.user_code import describe, load_user_object, user_line
+from tandem.types import Group
+
+
+def sampled_lengths(groups: Sequence[Group]) -> np.ndarray:
+    """Count the sampled tokens of the episodes of groups of one size, int64 [P, G]."""
+    return np.array([[int(e.loss_mask.sum()) for e in group.episodes] for group in groups])
+
+
+def is_user_function(name: str) -> bool:
+    """Tell whether a name is that of a user's function and not a built-in's."""
+    return ":" in name
+
+
+def user_loss(name: str, offered: Mapping[str, Any]) -> tuple[Tensor, Metrics]:
+    """Return the losses [N] of a user's function and its metrics, here with the loss itself."""
+    logprobs: Tensor = offered["policy_logprobs"]
+    result = call_user_function("rl.loss", name, offered)
+    losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
+        raise _wrong("rl.loss", name, _form(losses), f"a tensor of the tokens, {_form(logprobs)}")
+    if logprobs.requires_grad and len(logprobs) and not losses.requires_grad:
+        raise _wrong("rl.loss", name, "losses without a gradient", "a function of policy_logprobs")
+    _require_finite("rl.loss", name, losses.detach().float().cpu().numpy())
+    total = float(losses.detach().to("cpu", torch.float64).numpy().sum(dtype=np.float64))
+    return losses, {"policy_loss": total, **_numbers("rl.loss", name, metrics)}
+
+
+def user_advantage(name: str, offered: Mapping[str, Any]) -> np.ndarray:
+    """Return the advantages of a user's function, float64 [P, G]."""
+    shape = offered["rewards"].shape
+    table = call_user_function("rl.advantage", name, offered)
+    if np.shape(table) != shape:
+        raise _wrong("rl.advantage", name, _form(table), f"an array {list(shape)}, as the rewards")
+    table = np.asarray(table, np.float64)
+    _require_finite("rl.advantage", name, table)
+    return table
+
+
+def user_filter(name: str, rewards: np.ndarray, lengths: np.ndarray) -> bool:
+    """Return whether a user's function keeps a group."""
+    kept = call_user_function("rl.filter", name, {"rewards": rewards, "lengths": lengths})
+    if not isinstance(kept, (bool, np.bool_)):
+        raise _wrong("rl.filter", name, _form(kept), "True or False")
+    return bool(kept)
+
+
+def user_metric(name: str, offered: Mapping[str, Any]) -> Metrics:
+    """Return the metrics of a user's function: {"NAME": value}, or {"NAME/key": value, ...}."""
+    value, last = call_user_function("eval.metric", name, offered), name.rpartition(":")[2]
+    if isinstance(value, Mapping):
+        return {f"{last}/{k}": v for k, v in _numbers("eval.metric", name, value).items()}
+    return _numbers("eval.metric", name, {last: value})
+
+
+def load_user_metric(name: str) -> None:
+    """Load a user's metric. Raises UserError if it cannot be called as one."""
+    _load("eval.metric", name, ("rewards", "lengths", "completions"))
+
+
+def try_user_functions(loss: str, advantage: str, keep: str) -> None:
+    """Load the functions of these names, where they are a user's, and try them on small arrays.
+    Raises UserError for the first mistake."""
+    rewards, lengths = np.array([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), np.full((2, 3), 2)
+    if is_user_function(loss):
+        logprobs = torch.linspace(-2.0, -0.1, 12).requires_grad_()
+        plain = logprobs.detach()
+        names = ("proximal_logprobs", "engine_logprobs", "reference_logprobs", "entropy")
+        sequences, advantages = torch.arange(12) // 2, torch.linspace(-1.0, 1.0, 12)
+        clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
+        tokens = {**dict.fromkeys(names, plain), "advantages": advantages, "sequences": sequences}
+        user_loss(loss, {"policy_logprobs": logprobs, **tokens, **clips})
+    if is_user_function(advantage):
+        settings = {"k": 2, "baseline": 0.0}
+        user_advantage(advantage, {"rewards": rewards, "lengths": lengths, **settings})
+    if keep:
+        user_filter(keep, rewards[0], lengths[0])
+
+
+def call_user_function(key: str, name: str, offered: Mapping[str, Any]) -> Any:
+    """Call a user's function with those of its parameters that are offered."""
+    function, wanted = _load(key, name, tuple(offered))
+    try:
+        return function(**{parameter: offered[parameter] for parameter in wanted})
+    except Exception as error:  # a user's function may raise anything
+        raise UserError(
+            "a function of yours raised an exception",
+            where=f"{key} = {name}" + (f" ({line})" if (line := user_line(error)) else ""),
+            found=describe(error),
+            next="mend it, and start the same command again",
+        ) from error
+
+
+@cache
+def _load(
+    key: str, name: str, offered: tuple[str, ...]
+) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return a function and the names of those parameters that it is called with."""
+    function = load_user_object(name, key=key)
+    if not callable(function):
+        raise _wrong(key, name, _form(function), "a function")
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function, offered
+    unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
+    if unknown or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        found = f"({', '.join(p.name for p in parameters)})"
+        raise _wrong(key, name, found, f"parameters among {', '.join(offered)}")
+    return function, tuple(p.name for p in parameters if p.name in offered)
+
+
+def _numbers(key: str, name: str, values: Any) -> Metrics:
+    """Return metrics as floats."""
+    if not isinstance(values, Mapping):
+        raise _wrong(key, name, _form(values), "a dict of metrics")
+    for metric, value in values.items():
+        if not isinstance(value, (Real, np.generic)):
+            raise _wrong(key, name, f"{metric!r}: {_form(value)}", "a number")
+    numbers = {str(metric): float(value) for metric, value in values.items()}
+    _require_finite(key, name, np.array(list(numbers.values())))
+    return numbers
+
+
+def _require_finite(key: str, name: str, values: np.ndarray) -> None:
+    bad = np.argwhere(~np.isfinite(values))
+    if len(bad):
+        at = [int(i) for i in bad[0]]
+        found = f"{values[tuple(bad[0])]} at {at}, and {len(bad) - 1} more of {values.size}"
+        raise _wrong(key, name, found, "finite numbers")
+
+
+def _form(value: Any) -> str:
+    """Describe a value by its type, and an array also by its shape."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ + (f" {list(shape)}" if shape is not None else f" {value!r:.60}")
+
+
+def _wrong(key: str, name: str, found: str, expected: str) -> UserError:
+    return UserError(
+        "a function of yours cannot be used",
+        where=f"{key} = {name}",
+        found=found,
+        expected=expected,
+        next="docs/algorithms.md, `Your own functions`, has an example of each",
+    )

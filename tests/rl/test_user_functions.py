@@ -1,0 +1,154 @@
+"""A user's loss, advantage, filter and metric: a built-in under its own name gives the same bits;
+mistakes are named."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.config.recipe import load_config
+from tandem.config.schema import Config
+from tandem.rl.user_functions import (
+    load_user_metric,
+    try_user_functions,
+    user_advantage,
+    user_filter,
+    user_loss,
+    user_metric,
+)
+from tandem.runtime.errors import UserError
+from tandem.train.batch import Models
+from tests.support.episodes import bits, learn, sampled_groups, settings, trained
+from tests.support.tiny import exact_model
+
+EXAMPLE = "examples/own_functions.py"
+REWARDS, LENGTHS = np.array([[0.0, 1.0], [1.0, 1.0]]), np.array([[3, 5], [2, 2]])
+TOKENS = {
+    "policy_logprobs": torch.tensor([-1.0, -2.0, -0.5], requires_grad=True),
+    "proximal_logprobs": torch.tensor([-1.0, -2.0, -0.5]),
+    "advantages": torch.tensor([1.0, 1.0, -1.0]),
+}
+
+
+def module(folder, text):
+    """A file of its own for each text: a file is loaded once in a process."""
+    file = folder / f"own_{abs(hash(text))}.py"
+    file.write_text("import numpy as np, torch\n" + text)
+    return f"{file}:f"
+
+
+def learned(**rl):
+    """Weights, moments and metrics after two steps of three updates each."""
+    policy = trained(exact_model("qwen3"))
+    rows = []
+    for step in range(2):
+        groups = sampled_groups(policy.model, seed=step, version=step)
+        config = settings(minibatches=3, **rl)
+        rows.append(learn(Models(policy=policy), groups, config, version=step))
+    return bits(policy), [
+        {key: row[key] for key in ("policy_loss", "grad_norm", "logprob_gap") if key in row}
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
+def test_a_built_in_loss_as_a_users_function_trains_the_same_weights(loss):
+    assert learned(loss=f"tandem.rl.losses:{loss}") == learned(loss=loss)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "rloo_std", "max_at_k"])
+def test_a_built_in_advantage_as_a_users_function_trains_the_same_weights(advantage):
+    rl = {"k": 2, "group_size": 3}
+    own = learned(advantage=f"tandem.rl.advantages:{advantage}", **rl)
+    assert own == learned(advantage=advantage, **rl)
+
+
+def test_functions_of_the_example_are_what_they_say():
+    try_user_functions(f"{EXAMPLE}:loss", f"{EXAMPLE}:advantage", f"{EXAMPLE}:keep")
+    load_user_metric(f"{EXAMPLE}:answers")
+    losses, metrics = user_loss(f"{EXAMPLE}:loss", TOKENS)
+    assert losses.tolist() == [-1.0, -1.0, 1.0]
+    assert metrics == {"policy_loss": -1.0, "ratio": 3.0}
+    offered = {"rewards": REWARDS, "lengths": LENGTHS, "k": 1, "baseline": 0.0}
+    table = user_advantage(f"{EXAMPLE}:advantage", offered)
+    np.testing.assert_allclose(table, [[-0.499, 0.499], [0.0, 0.0]])
+    kept = [user_filter(f"{EXAMPLE}:keep", r, n) for r, n in zip(REWARDS, LENGTHS, strict=True)]
+    assert kept == [True, False]
+    completions = [["a", "b"], ["c", "c"]]
+    given = {"rewards": REWARDS, "lengths": LENGTHS, "completions": completions}
+    assert user_metric(f"{EXAMPLE}:answers", given) == {
+        "answers/different": 1.5,
+        "answers/longest": 5.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "expected"),
+    [
+        ("def f(policy_logprobs): return policy_logprobs.sum()", "Tensor []", "[12]"),
+        ("def f(policy_logprobs): return 3", "int 3", "a tensor of the tokens"),
+        ("def f(advantages): return advantages", "without a gradient", "policy_logprobs"),
+        ("def f(policy_logprobs): return policy_logprobs / 0", "-inf at [0], and 11", "finite"),
+        ("def f(logprobs): return logprobs", "(logprobs)", "policy_logprobs, "),
+        (
+            "def f(policy_logprobs): return policy_logprobs, {'x': policy_logprobs.detach()}",
+            "'x': Tensor [12]",
+            "a number",
+        ),
+        ("def f(policy_logprobs): return policy_logprobs, [1]", "list [1]", "a dict of metrics"),
+        ("f = 3", "int 3", "a function"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_named(tmp_path, text, found, expected):
+    name = module(tmp_path, text)
+    with pytest.raises(UserError) as error:
+        try_user_functions(name, "grpo", "")
+    assert error.value.where == f"rl.loss = {name}"
+    assert found in error.value.found and expected in error.value.expected
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "expected"),
+    [
+        ("def f(rewards): return rewards[0]", "ndarray [3]", "[2, 3]"),
+        ("def f(rewards): return rewards * np.nan", "nan at [0, 0], and 5 more of 6", "finite"),
+        ("def f(reward): return reward", "(reward)", "rewards, lengths, k, baseline"),
+    ],
+)
+def test_an_advantage_that_cannot_be_used_is_named(tmp_path, text, found, expected):
+    name = module(tmp_path, text)
+    with pytest.raises(UserError) as error:
+        try_user_functions("ppo_clip", name, "")
+    assert error.value.where == f"rl.advantage = {name}"
+    assert found in error.value.found and expected in error.value.expected
+
+
+def test_an_exception_in_a_function_names_its_line(tmp_path):
+    name = module(tmp_path, "def f(rewards):\n    return rewards['x']")
+    with pytest.raises(UserError, match="a function of yours raised") as error:
+        try_user_functions("ppo_clip", "grpo", name)
+    assert error.value.where.endswith(".py:3)") and "IndexError" in error.value.found
+
+
+def test_a_filter_gives_true_or_false_and_a_metric_numbers(tmp_path):
+    with pytest.raises(UserError) as error:
+        user_filter(module(tmp_path, "def f(rewards): return rewards > 0"), REWARDS[0], LENGTHS[0])
+    assert error.value.expected == "True or False" and "ndarray [2]" in error.value.found
+    given = {"rewards": REWARDS, "lengths": LENGTHS, "completions": [["a", "b"], ["c", "c"]]}
+    assert user_metric(module(tmp_path, "def f(rewards): return rewards.mean()"), given) == {
+        "f": 0.75
+    }
+    with pytest.raises(UserError) as error:
+        user_metric(module(tmp_path, "def f(rewards): return rewards"), given)
+    assert "'f': ndarray [2, 2]" in error.value.found
+
+
+def test_config_takes_a_function_where_it_takes_a_name(tmp_path):
+    read = partial(load_config, None)
+    rl = read(["rl.loss=my.py:loss", "rl.advantage=my.py:a"]).rl
+    assert (rl.loss, rl.advantage) == ("my.py:loss", "my.py:a")
+    with pytest.raises(UserError, match=r"cispo, reinforce, or my\.py:NAME; did you mean ppo_clip"):
+        read(["rl.loss=ppo_clipp"])
+    with pytest.raises(ValueError, match=r"rl\.filter: chooses the groups"):
+        Config.model_validate({"rl": {"filter": "my.py:keep"}})
