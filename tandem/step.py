@@ -93,13 +93,14 @@ def rollout_step(stages: Stages, step: int, timer: Timer, turn: Turn | None = No
     if (recorded := journal.read(step + 1)) is None:
         with signals.allow_interrupts():
             with timer("apply_s"):
-                version = max(0, step - stages.config.rollout.staleness)
-                stages.sync.sync_to(version)
+                stages.sync.sync_to(max(0, step - stages.config.rollout.staleness))
             recorded = collector.collect(step, timer), None
-            timer.beside.update(stages.sync.traffic())
+            timer.others.update(stages.sync.traffic())
             if stages.exact:
                 with timer("check_s"):
                     check_sampled(stages.sync, step)
+            elif stages.config.rollout.engine == "vllm":
+                timer.others["sync_logprob_gap"] = stages.sync.logprob_gap()
     groups, state = recorded
     with turn or nullcontext(collector.progress) as progress:
         batch = collector.end_step(progress, step, groups, state, timer)

@@ -127,12 +127,16 @@ class SharedWeights:
         self._lock = threading.Lock()  # of the tables only: nothing waits for a copy or a hash
         self._traffic: dict[int, Row] = {}  # by version, what `traffic` has not returned
         self._published: dict[int, Any] = {}  # by version: what `_store` keeps, Memory
+        self._probes: dict[int, dict[str, Any] | None] = {}
         self._free: list[Memory] = []  # of released versions
         # by version, of the published ones and of some before
         self._digests: dict[int, dict[str, str]] = {}
 
-    def publish(self, version: int, tensors: dict[str, Tensor]) -> str:
-        """Keep a copy of the weights under that number; return hash_of(version).
+    def publish(
+        self, version: int, tensors: dict[str, Tensor], probe: dict[str, Any] | None = None
+    ) -> str:
+        """Keep a copy of the weights under that number; return hash_of(version). probe: told to
+        the workers that are offered them.
 
         The same weights may be published again under their number; others are an error.
         """
@@ -148,6 +152,7 @@ class SharedWeights:
         stored, digests = self._store(tensors)
         with self._lock:
             self._published[version], self._digests[version] = stored, digests
+            self._probes[version] = probe
         return combine(digests)
 
     def _store(self, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
@@ -217,6 +222,7 @@ class SharedWeights:
         with self._lock:
             for version in [version for version in self._published if version < below]:
                 self._drop(self._published.pop(version))
+                del self._probes[version]
                 self._traffic.pop(version, None)
             for version in [v for v in self._digests if v < below - KEPT_DIGESTS]:
                 del self._digests[version]
@@ -236,8 +242,8 @@ class SharedWeights:
             row = self._traffic.setdefault(version, {})
             row["sync_bytes"] = row.get("sync_bytes", 0) + sent
             self.sent_bytes += sent
-            digests = self._digests[version]
-        return {"transport": transport, "names": names, "digests": digests}
+            digests, probe = self._digests[version], self._probes[version]
+        return {"transport": transport, "names": names, "digests": digests, "probe": probe}
 
     def _require(self, version: int) -> None:
         if version not in self._published:
