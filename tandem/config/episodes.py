@@ -218,6 +218,8 @@ class Rollout(Section):
                 "rollout.workers: vLLM runs in rollout processes, so rollout.engine=vllm needs at "
                 "least 1"
             )
+        if self.release_cache is True:
+            yield "rollout.release_cache: the cache of rollout.engine=vllm keeps its memory"
         if not 0.01 <= self.temperature <= 2:
             yield (
                 "rollout.temperature: vLLM raises lower ones to 0.01 and refuses those above 2, so "

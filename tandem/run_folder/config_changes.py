@@ -33,6 +33,8 @@ _FREE = {
     "rollout.release_cache",
     "cluster.address",
     "cluster.nodes",
+    "cluster.placement",
+    "cluster.trainers",
     "cluster.reward_workers",
     "weights.transport",
     "stream.kind",

@@ -289,6 +289,11 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("rollout.workers", ["rollout.engine=vllm"], ["rollout.workers=1"]),
     ("rollout.tensor_parallel", ["rollout.tensor_parallel=2"], VLLM),
     (
+        "rollout.release_cache",
+        [*VLLM, "rollout.release_cache=true"],
+        ["rollout.release_cache='auto'"],
+    ),
+    (
         "rollout.devices",
         [*VLLM, "rollout.tensor_parallel=2", "rollout.devices=['cuda:1']"],
         ["rollout.devices=['cuda:1', 'cuda:2']"],
@@ -376,6 +381,10 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
         ["stream.kind=transfer_queue", "run.stall_s=10", "cluster.nodes=1"],
         ["run.stall_s=20"],
     ),
+    ("cluster.placement", ["cluster.placement=pack"], ON_RAY),
+    ("cluster.placement", [*ON_RAY, "cluster.placement=[]"], ["cluster.placement=pack"]),
+    ("cluster.trainers", ["cluster.trainers=ray", "parallel.data=2"], ON_RAY),
+    ("cluster.trainers", [*ON_RAY, "cluster.trainers=ray"], ["parallel.data=2"]),
     ("cluster.address", ["cluster.address=h:1"], ON_RAY),
     ("cluster.reward_workers", ["cluster.reward_workers=2"], ON_RAY),
     ("cluster.address", [*ON_RAY, "cluster.address=h"], ["cluster.address=h:1"]),
@@ -399,7 +408,7 @@ def test_every_contradiction_is_among_those_tested():
     files = Path(schema.__file__).parent.glob("*.py")
     keys = [re.findall(r'yield \(?\s*f?"([a-z]+\.[a-z_]+): ', file.read_text()) for file in files]
     there = Counter(key for of_file in keys for key in of_file)
-    assert there.total() == 68
+    assert there.total() == 73
     assert there - Counter(key for key, _, _ in CONTRADICTIONS) == Counter()
 
 
