@@ -28,7 +28,8 @@ nodes = 2             # started on this machine; address = "HOST:PORT" joins a r
 Rollout workers are Ray actors on the least-loaded living nodes; each runs the worker loop of a local one, over TCP, after it has proved a
 token of the run. A lost actor or node is replaced on another one and its requests are served again, with the same bits. `tandem status
 RUN` shows who runs where; `tandem scale RUN rollout=4` has workers join or leave between rollouts. `recipes/cluster/` has a Slurm script
-and a KubeRay manifest; neither sbatch nor kubectl was at hand to run them.
+and a KubeRay manifest. The schemas (CRD) of KubeRay 1.5.1 and 1.7.0 accept the manifest, unknown fields refused; neither sbatch nor
+kubectl was at hand to run them.
 
 - Not here: trainer ranks on Ray nodes (torchrun and Slurm place them, [parallel.md](parallel.md)), environments and rewards off the driver's
   node, nodes by name. The channel of a worker is TCP without encryption; Ray's own servers are guarded by its token.
