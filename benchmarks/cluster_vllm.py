@@ -1,4 +1,5 @@
-"""Section "vllm" of docs/cluster.md: the demo and SmolLM2 with vLLM's rollouts, a kill and a resume.
+"""Sections "vllm" and "smollm2" of docs/cluster.md: the demo and SmolLM2 with vLLM's rollouts, each
+with a kill and a resume.
 
 The demo's data and warm model are made as `make demo` makes them. SmolLM2 takes part if
 `make smollm2-model` has made its directory.
@@ -28,21 +29,13 @@ VLLM = ["rollout.engine=vllm", "rollout.workers=1", "rl.correction=tis"]
 STEPS = 30  # of the demo, half of its own
 KILLED_AT = 5  # between the journal of this step and its update
 LIMIT_S = 7200.0
-SMOLLM2_STEPS = 2
+SMOLLM2_STEPS = 10  # a third of its recipe's
 
 
 def run() -> list[Row]:
-    for name in ("demo", "smollm2"):  # a warm model stays
-        shutil.rmtree(FOLDER / name / "train", ignore_errors=True)
-    rows = _demo(FOLDER / "demo")
-    if (model := ROOT / smollm2.FOLDER / "model").exists():
-        rows += _smollm2(model, FOLDER / "smollm2")
-    else:
-        rows.append(("SmolLM2-135M", "not run", "`make smollm2-model` makes its directory"))
-    return rows
-
-
-def _demo(folder: Path) -> list[Row]:
+    """Run the demo."""
+    folder = FOLDER / "demo"
+    shutil.rmtree(folder / "train", ignore_errors=True)  # a warm model stays
     demo.make_inputs(folder, 0)
     warm = [*demo.recipe(folder, 0, "sft", model=folder / "model")]
     _finish(["sft", "recipes/demo.toml", *warm])
@@ -50,12 +43,7 @@ def _demo(folder: Path) -> list[Row]:
     command += demo.recipe(folder, 0, "train", model=folder / "sft" / "hf" / _last(folder / "sft"))
     command += [*VLLM, "eval.every=0", f"run.steps={STEPS}"]
     run = folder / "train"
-    journal = run / "episodes" / f"train_step_{KILLED_AT:06d}.parquet"
-    _kill(command, lambda: journal.exists())
-    done = [row["step"] for row in read_metrics(run)]
-    before = file_hash(journal)
-    seconds = _finish(command)
-    again = file_hash(journal) == before
+    killed = _killed_and_resumed(command, run)
     replayed = subprocess.run(
         [sys.executable, "-m", "tandem", "replay", str(run), "--step", str(KILLED_AT)],
         cwd=ROOT,
@@ -64,12 +52,7 @@ def _demo(folder: Path) -> list[Row]:
     )
     return [
         *_learned("demo, 0.9M parameters, a tied head", run, "eval/sampled"),
-        (
-            f"killed (SIGKILL) after the journal of step {KILLED_AT}, started again",
-            f"ended; {max(done, default=0)} steps had metrics; the step's episodes "
-            + ("are the same file" if again else "were sampled AGAIN"),
-            f"the same command, {seconds:.0f} s",
-        ),
+        killed,
         (
             f"`tandem replay` of step {KILLED_AT}",
             replayed.stdout.strip().split(":")[0]
@@ -80,17 +63,39 @@ def _demo(folder: Path) -> list[Row]:
     ]
 
 
-def _smollm2(model: Path, folder: Path) -> list[Row]:
+def run_smollm2() -> list[Row]:
+    """Run SmolLM2."""
+    folder, model = FOLDER / "smollm2", ROOT / smollm2.FOLDER / "model"
+    if not model.exists():
+        return [("SmolLM2-135M", "not run", "`make smollm2-model` makes its directory")]
+    shutil.rmtree(folder, ignore_errors=True)
     smollm2.make_data(folder / "data")
     data = [f"{key}={folder / 'data' / name}" for key, name in _FILES.items()]
     command = ["train", "recipes/smollm2.toml", f"model.path={model}", *data, *VLLM]
     command += [f"run.folder={folder / 'train'}", f"run.steps={SMOLLM2_STEPS}", "run.save_every=2"]
-    command += ["eval.every=0", "eval.samples=1", "eval.greedy=false"]
-    _finish(command)
-    return _learned(f"SmolLM2-135M, {SMOLLM2_STEPS} steps", folder / "train", "eval/sampled")
+    command += ["eval.every=0", "eval.greedy=false", "train.tokens_per_microbatch=512"]
+    killed = _killed_and_resumed(command, folder / "train")
+    rows = _learned(f"SmolLM2-135M, {SMOLLM2_STEPS} steps", folder / "train", "eval/sampled")
+    return [*rows, killed]
 
 
 _FILES = {"data.train": "train.jsonl", "eval.data": "test.jsonl"}
+
+
+def _killed_and_resumed(command: Sequence[str], run: Path) -> Row:
+    """Kill a run after the journal of step KILLED_AT, and have the same command end it."""
+    journal = run / "episodes" / f"train_step_{KILLED_AT:06d}.parquet"
+    _kill(command, lambda: journal.exists())
+    done = [row["step"] for row in read_metrics(run)]
+    before = file_hash(journal)
+    seconds = _finish(command)
+    again = file_hash(journal) == before
+    return (
+        f"killed (SIGKILL) after the journal of step {KILLED_AT}, started again",
+        f"ended; {max(done, default=0)} steps had metrics; the step's episodes "
+        + ("are the same file" if again else "were sampled AGAIN"),
+        f"the same command, {seconds:.0f} s",
+    )
 
 
 def _learned(what: str, run: Path, key: str) -> list[Row]:
@@ -149,6 +154,7 @@ def _kill(arguments: Sequence[str], when: Callable[[], bool]) -> None:
     try:
         while not when() and process.poll() is None and time.monotonic() < ends:
             time.sleep(0.002)
+        assert process.poll() is None, f"tandem {' '.join(arguments)} has ended by itself"
         process.send_signal(signal.SIGKILL)
         process.wait()
     finally:

@@ -1,19 +1,24 @@
-"""Chaos for a run on a Ray cluster of this machine: a rollout actor, a node or a reward worker is
-killed with SIGKILL at a random moment, seen from outside.
+"""Chaos for a run on a Ray cluster of this machine: a process or a node is killed with SIGKILL at a
+random moment, seen from outside.
 
-    harness                                   driver `tandem train cluster.nodes=3` and its nodes
+    harness                                   driver `tandem train cluster.nodes=...` and its nodes
     -------                                   -------------------------------------------------
     a random pause, then a victim of the kind:
-      actor   a worker of status.json     ->  its process
-      node    one that has a worker       ->  its raylet, which takes its workers with it
-      reward  a process of the pool       ->  the process
-    wait until the loss is noticed: a restart in status.json; another reward worker in its place
-    the next fault, or the next run when this one has ended
+      actor         a rollout worker          ->  its process
+      node          one with such a worker    ->  its raylet, which takes its workers with it
+      reward        a process of the driver's pool of reward workers
+      reward actor  a reward worker on a node ->  its process
+      rank          one of two trainer ranks, the driver among them
+      unit          a storage unit of TransferQueue, or its controller
 
-Right is: the run ends by itself, with the bytes of a run in one process that nobody disturbed. The
-first node is the driver's and is not killed: that kills the run, as a dead driver does (kills.py).
+Of the first four the run heals: the loss is noticed (status.json, log.txt, another process in its
+place), the next fault follows, and the run ends by itself. The last two end it, within STOP_S and
+with an error that names the culprit, unless that is the driver; the same command goes on. Right is
+the end with the bytes of a run without Ray that nobody disturbed. A hang is a failure at HANG_S.
 
-    python -m chaos.ray_faults 2      two faults of each kind
+The first node is the driver's and is not killed: that kills the run, as a dead driver does.
+
+    python -m chaos.ray_faults 2 [KIND ...]      two faults of each kind, or of these
 """
 
 import os
@@ -26,84 +31,172 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from chaos.results import Case, Result, tally
 from tandem.run_folder.status import read_status
-from tandem.runtime.processes import descendants
-from tests.support.runs import fingerprint, prepare, run
+from tandem.runtime.processes import ZOMBIE, Process, descendants, state_of
+from tests.support.runs import fingerprint, prepare, rank_pid, run
 
 FAULTS = 20  # of each kind
-A_RUN = {"actor": 4, "node": 2, "reward": 4}  # faults in one run, at most
 RUNS = 60  # at most, of a kind
-STEPS = 30
+STEPS = 20
 SEED = 0
-SHORT = ["run.save_every=10", "eval.every=10", "rollout.restarts=100", "run.stall_s=120"]
-CLUSTER = ["cluster.nodes=3", "rollout.workers=2", "reward.workers=2"]
-PAUSE_S = 3.0  # at most, between two faults
+SHORT = ["run.save_every=5", "eval.every=10", "rollout.restarts=100", "run.stall_s=120"]
+NODES = ["cluster.nodes=3", "rollout.workers=2", "reward.workers=2"]
+ACTORS = [*NODES, "cluster.reward_workers=2"]
+RANKS = ["parallel.data=2", "run.threads=1"]
+QUEUE = [*RANKS, "stream.kind=transfer_queue", "cluster.nodes=1", "rollout.workers=1"]
+# slow enough that a killed worker has a call in flight
+REWARD = """
+import time
+
+def score(problem, completion):
+    time.sleep(0.02)
+    return float(sum(map(ord, completion)) % 2)
+"""
+PAUSE_S = 3.0  # at most, before a fault
 NOTICE_S = 90.0  # for a loss to be noticed
+STOP_S = 150.0  # for a run to end that cannot heal; run.stall_s is 120
 HANG_S = 600.0
 
 
-def section(faults: int = FAULTS) -> list[Result]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of fault. faults: in one run, at most; culprit: what the error of a run names that
+    cannot heal; "" for one that heals."""
+
+    options: Sequence[str]
+    faults: int = 1
+    culprit: str = ""
+
+
+KINDS = {
+    "actor": Kind(options=NODES, faults=4),
+    "node": Kind(options=ACTORS, faults=2),
+    "reward": Kind(options=NODES, faults=4),
+    "reward actor": Kind(options=ACTORS, faults=4),
+    "rank": Kind(options=QUEUE, culprit="rank 1"),
+    "unit": Kind(options=QUEUE, culprit="TransferQueue"),
+}
+
+
+def section(faults: int = FAULTS, kinds: Sequence[str] = tuple(KINDS)) -> list[Result]:
     """Kill so many of each kind."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         command = [*prepare(folder, steps=STEPS), *SHORT]
-        run(command, folder / "whole")
-        expected = fingerprint(folder / "whole")
+        (folder / "reward.py").write_text(REWARD)
+        expected = {}
+        for name, options in (("", []), ("ranks", RANKS)):
+            run([*command, *options], folder / f"whole{name}")
+            expected[name] = fingerprint(folder / f"whole{name}")
         return [
-            tally(f"Ray: a killed {kind}", cases(kind, faults, command, folder, expected), faults)
-            for kind in A_RUN
+            tally(
+                f"Ray: a killed {name}",
+                cases(name, faults, command, folder, expected["ranks" * bool(kind.culprit)]),
+                faults,
+            )
+            for name, kind in KINDS.items()
+            if name in kinds
         ]
 
 
 def cases(
-    kind: str, faults: int, command: Sequence[str], folder: Path, expected: dict[str, str]
+    name: str, faults: int, command: Sequence[str], folder: Path, expected: dict[str, str]
 ) -> Iterator[Case]:
     """Run until so many faults of a kind have fired."""
-    source, done = random.Random(f"{SEED} {kind}"), 0
+    source, done, kind = random.Random(f"{SEED} {name}"), 0, KINDS[name]
     for number in range(RUNS):
         if done == faults:
             return
-        start, target = time.monotonic(), folder / f"{kind}_{number}"
-        fired, wrong = strike(kind, min(A_RUN[kind], faults - done), command, target, source)
+        start, target = time.monotonic(), folder / f"{name.replace(' ', '_')}_{number}"
+        whole = [*command, *kind.options, f"run.folder={target}"]
+        if kind.culprit:
+            fired, wrong = stop_one(name, whole, target, source)
+        else:
+            fired, wrong = strike(name, min(kind.faults, faults - done), whole, target, source)
         if not wrong and fingerprint(target) != expected:
             wrong = "other bytes than the undisturbed run's"
         shutil.rmtree(target, ignore_errors=True)
         seconds = time.monotonic() - start
         print(
-            f"{kind}, run {number}, {fired} faults, {seconds:.0f} s: {wrong or 'equal'}", flush=True
+            f"{name}, run {number}, {fired} faults, {seconds:.0f} s: {wrong or 'equal'}", flush=True
         )
         done += fired
-        yield from [(True, wrong and f"{kind}, run {number}: {wrong}")] * fired
+        yield from [(True, wrong and f"{name}, run {number}: {wrong}")] * fired
         if wrong and not fired:
-            yield False, f"{kind}, run {number}: {wrong}"
+            yield False, f"{name}, run {number}: {wrong}"
             return
 
 
 def strike(
-    kind: str, faults: int, command: Sequence[str], target: Path, source: random.Random
+    name: str, faults: int, command: Sequence[str], target: Path, source: random.Random
 ) -> tuple[int, str]:
-    """Make one run; return how many faults were noticed in it, and what is wrong with its end."""
+    """Make one run that heals; return how many faults were noticed in it, and what is wrong with
+    its end."""
+    with started(command, target) as (process, out):
+        fired = 0
+        while fired < faults and _wait(process, lambda: bool(_workers(target)), HANG_S):
+            _wait(process, lambda: False, source.uniform(0, PAUSE_S))
+            if not _kill_one(name, process, target, source):
+                break
+            fired += 1
+        return fired, _end(process, out)
+
+
+def stop_one(
+    name: str, command: Sequence[str], target: Path, source: random.Random
+) -> tuple[int, str]:
+    """Make one run that a fault ends, and let the same command go on; return as `strike`."""
+    with started(command, target) as (process, out):
+        _wait(process, lambda: bool(_workers(target)), HANG_S)
+        _wait(process, lambda: False, source.uniform(0, PAUSE_S))
+        victims = _victims(name, process.pid, [])
+        standing = [victim.pid for victim in descendants(process.pid)]
+        if process.poll() is not None or not victims:
+            return 0, _end(process, out)
+        os.kill(victim := source.choice(victims), signal.SIGKILL)
+        if wrong := _stopped(process, out, name, victim == process.pid):
+            return 1, wrong
+        until = time.monotonic() + STOP_S
+        while alive := [pid for pid in standing if state_of(pid) not in ("", ZOMBIE)]:
+            if time.monotonic() > until:
+                return 1, f"processes {alive} live {STOP_S:g} s after the run has ended"
+            time.sleep(0.1)
+    with started(command, target) as (process, out):
+        return 1, _end(process, out)
+
+
+def _stopped(process: subprocess.Popen[bytes], out: Any, name: str, is_driver: bool) -> str:
+    """Wait for the end of a run that cannot heal; describe what is wrong with it. One whose last
+    step was done may end well."""
+    try:
+        code = process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        return f"it hangs {STOP_S:g} s after the fault"
+    said = _read(out)
+    if is_driver or code == 0 or (code in (2, 3) and KINDS[name].culprit in said):
+        return ""
+    return f"exit code {code}, and no word of {KINDS[name].culprit}: {said[-1500:]}"
+
+
+@contextmanager
+def started(command: Sequence[str], target: Path) -> Iterator[tuple[subprocess.Popen[bytes], Any]]:
+    """Start a run; yields its process and what it prints. It is killed afterwards."""
     with (target.parent / f"{target.name}.out").open("w+") as out:
         process = subprocess.Popen(
-            [*command, *CLUSTER, f"run.folder={target}"],
+            command,
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
         )
         try:
-            fired = 0
-            while fired < faults and _wait(process, lambda: bool(_workers(target)), HANG_S):
-                _wait(process, lambda: False, source.uniform(0, PAUSE_S))
-                if not _kill_one(kind, process, target, source):
-                    break
-                fired += 1
-            return fired, _end(process, out)
+            yield process, out
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -111,11 +204,11 @@ def strike(
 
 
 def _kill_one(
-    kind: str, process: subprocess.Popen[bytes], target: Path, source: random.Random
+    name: str, process: subprocess.Popen[bytes], target: Path, source: random.Random
 ) -> bool:
-    """Kill a victim; return whether the loss was noticed before the run ended."""
-    before = _restarts(target)
-    victims = _victims(kind, process.pid, _workers(target))
+    """Kill a victim once there is one; return whether the loss was noticed before the run ended."""
+    _wait(process, lambda: bool(_victims(name, process.pid, _workers(target))), NOTICE_S)
+    before, victims = _losses(name, target), _victims(name, process.pid, _workers(target))
     if not victims:
         return False
     try:
@@ -124,33 +217,43 @@ def _kill_one(
         return False
 
     def is_noticed() -> bool:
-        if kind == "reward":  # the pool starts one for the tasks that wait
-            return not set(_victims(kind, process.pid, [])) <= set(victims)
-        return _restarts(target) > before
+        if name == "reward":  # the pool starts one for the tasks that wait
+            return not set(_victims(name, process.pid, [])) <= set(victims)
+        return _losses(name, target) > before
 
     return _wait(process, is_noticed, NOTICE_S)
 
 
-def _victims(kind: str, driver: int, workers: Sequence[dict[str, Any]]) -> list[int]:
+def _victims(name: str, driver: int, workers: Sequence[dict[str, Any]]) -> list[int]:
     """Return the pids that a fault of a kind may kill."""
     processes = descendants(driver)
-    match kind:
+    match name:
         case "actor":
             actors = {p.pid for p in processes if "RolloutActor" in p.command}
             return [row["pid"] for row in workers if row["pid"] in actors]
         case "node":
-            used = {row["node"] for row in workers}
-            raylets = [p for p in processes if p.command.split(" ")[0].endswith("raylet/raylet")]
-            return [
-                p.pid
-                for p in raylets
-                if "--head" not in p.command
-                and (at := re.search(r"--node_ip_address=(\S+)", p.command))
-                and at[1] in used
-            ]
+            return [p.pid for p in processes if _is_used_node(p, {row["node"] for row in workers})]
+        case "reward actor":
+            return [p.pid for p in processes if "RewardWorker" in p.command]
+        case "rank":
+            return [pid for rank in (0, 1) if (pid := rank_pid(driver, rank)) is not None]
+        case "unit":
+            return [p.pid for p in processes if re.search("StorageUnit|Controller", p.command)]
         case _:
-            servers = {p.pid for p in processes if "tandem.rewards.pool.fork_server" in p.command}
+            servers = {
+                p.pid
+                for p in processes
+                if p.parent == driver and "tandem.rewards.pool.fork_server" in p.command
+            }
             return [p.pid for p in processes if p.parent in servers]
+
+
+def _is_used_node(process: Process, used: set[str]) -> bool:
+    """Tell whether a process is the raylet of one of these nodes, and not of the driver's."""
+    if not process.command.split(" ")[0].endswith("raylet/raylet") or "--head" in process.command:
+        return False
+    at = re.search(r"--node_ip_address=(\S+)", process.command)
+    return at is not None and at[1] in used
 
 
 def _end(process: subprocess.Popen[bytes], out: Any) -> str:
@@ -159,8 +262,12 @@ def _end(process: subprocess.Popen[bytes], out: Any) -> str:
         code = process.wait(HANG_S)
     except subprocess.TimeoutExpired:
         return "it hangs"
+    return f"exit code {code}: {_read(out)[-1500:]}" if code else ""
+
+
+def _read(out: Any) -> str:
     out.seek(0)
-    return f"exit code {code}: {out.read()[-1500:]}" if code else ""
+    return str(out.read())
 
 
 def _wait(process: subprocess.Popen[bytes], condition: Any, seconds: float) -> bool:
@@ -179,10 +286,13 @@ def _workers(target: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["role"].startswith("rollout worker")]
 
 
-def _restarts(target: Path) -> int:
+def _losses(name: str, target: Path) -> int:
+    """Count the losses that the run has noticed."""
+    if name == "reward actor":
+        return len(re.findall(r"reward worker .* was lost", (target / "log.txt").read_text()))
     return sum(row["restarts"] for row in _workers(target))
 
 
 if __name__ == "__main__":
-    for result in section(int(sys.argv[1])):
+    for result in section(int(sys.argv[1]), sys.argv[2:] or tuple(KINDS)):
         print(result)

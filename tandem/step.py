@@ -94,11 +94,13 @@ def rollout_step(stages: Stages, step: int, timer: Timer, turn: Turn | None = No
         with signals.allow_interrupts():
             with timer("apply_s"):
                 version = max(0, step - stages.config.rollout.staleness)
-                timer.bytes["sync_bytes"] = stages.sync.sync_to(version)
+                timer.others["sync_bytes"] = stages.sync.sync_to(version)
             recorded = collector.collect(step, timer), None
             if stages.exact:
                 with timer("check_s"):
                     check_sampled(stages.sync, step)
+            elif stages.config.rollout.engine == "vllm":
+                timer.others["sync_logprob_gap"] = stages.sync.logprob_gap()
     groups, state = recorded
     with turn or nullcontext(collector.progress) as progress:
         batch = collector.end_step(progress, step, groups, state, timer)

@@ -63,7 +63,7 @@ def train_step_async(prefetcher: "RolloutPrefetcher", step: int) -> StepResult:
     speed = {"generated_tokens_per_s": ahead["generated_tokens_per_s"]}
     return StepResult(
         metrics=step_metrics(batch, metrics, stages.config),
-        timings=rollout_timer.parts | rollout_timer.bytes | timer.timings(tokens=0) | speed,
+        timings=rollout_timer.parts | rollout_timer.others | timer.timings(tokens=0) | speed,
         state=batch.state,
     )
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from tandem.audit.divergence import Divergence, compare
 from tandem.config.schema import Config
-from tandem.jobs.engines import build_reward_pool
 from tandem.jobs.inputs import read_data
+from tandem.jobs.reward_workers import build_reward_pool
 from tandem.rewards.parts import part_name
 from tandem.rollout.score import with_reward
 from tandem.runtime.errors import UserError

@@ -48,3 +48,26 @@ def not_started(error: Exception) -> UserError:
         expected="a node within 30 s, in three tries",
         next="try again when the machine is less busy, or cluster.nodes=0",
     )
+
+
+def reward_workers_lost(count: int, lost: str, last_words: str) -> UserError:
+    """Report reward workers that were lost one after the other. lost: the last one, and how."""
+    return UserError(
+        f"{count} reward workers were lost in a row, and nothing was scored",
+        where="cluster.reward_workers",
+        found=f"{lost}\n{last_words}".rstrip(),
+        expected="nodes on which a reward worker lives",
+        next="look at that node's memory and logs, or score on the driver: "
+        "cluster.reward_workers=0",
+    )
+
+
+def no_working_directory(folder: str, error: OSError) -> UserError:
+    """Report a node without the run's working directory, where reward functions are looked for."""
+    return UserError(
+        "a reward worker does not find the run's working directory",
+        where="cluster.reward_workers",
+        found=f"{folder}: {error.strerror}",
+        expected="the directory that the run was started in, at the same path on every node",
+        next="mount it there, or score on the driver: cluster.reward_workers=0",
+    )

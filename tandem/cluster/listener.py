@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 
-from tandem.cluster.rollout_worker import CONNECT_S
+from tandem.cluster.node_worker import CONNECT_S
 from tandem.runtime.worker_channel import Channel, Message, ProtocolError
 
 HANDSHAKE_BYTES = 4096

@@ -1,4 +1,4 @@
-"""Rollout workers on the nodes of a Ray cluster. The only file that imports ray.
+"""Rollout and reward workers on the nodes of a Ray cluster. The only file that imports ray.
 
     driver                                               a node
     ------                                               ------
@@ -34,7 +34,9 @@ from torch import Tensor
 
 from tandem.cluster.errors import no_ray, not_joined, not_started, too_small
 from tandem.cluster.listener import Listener
+from tandem.cluster.node_worker import NodeWorker
 from tandem.cluster.object_weights import ObjectWeights
+from tandem.cluster.reward_worker import RewardWorker
 from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.cluster.this_machine import (
     environment,
@@ -101,7 +103,7 @@ class RayHost:
         self.cluster, self.actor, self.node_id = cluster, actor, node_id
         self.node, self.pid = cluster.address_of(node_id), 0
         self._channel: Channel | None = None
-        self.handshake = cluster.listener.expect(self._on_connected)
+        self.handshake = {**cluster.listener.expect(self._on_connected), "node": node_id}
         self._ended = actor.serve.remote(cluster.listener.address, self.handshake)
 
     def _on_connected(self, connection: socket.socket, handshake: Message) -> None:
@@ -152,30 +154,42 @@ class RayHost:
 
 
 class RayCluster:
-    """A running Ray cluster. `spawn` starts rollout workers on its nodes, which connect back to
-    this process's node. gpus: of each worker; runtime_env: Ray's, if a worker's
-    process is not to have the node's environment."""
+    """A running Ray cluster. `spawn` starts workers of one kind on its nodes, which connect back to
+    this process's node. worker: their class; gpus, cpus: of each one; runtime_env: Ray's, if a
+    worker's process is not to have the node's environment."""
 
-    def __init__(self, gpus: int, runtime_env: dict[str, Any] | None):
+    def __init__(
+        self,
+        gpus: int,
+        runtime_env: dict[str, Any] | None,
+        worker: type[NodeWorker] = RolloutActor,
+        cpus: int = 1,
+    ):
         address = self.address_of(ray.get_runtime_context().get_node_id())
         self.listener = Listener(address)
         self._hosts: list[RayHost] = []
         self._last_node: dict[int, str] = {}  # of each worker number
         as_actor: Any = ray.remote
-        self._actor = as_actor(concurrency_groups={"side": 2})(RolloutActor)
-        self._options = {
-            "num_cpus": 1,
+        self._actor = as_actor(concurrency_groups={"side": 2})(worker)
+        self._options: dict[str, Any] = {
+            "num_cpus": cpus,
             "num_gpus": gpus,
             "max_restarts": 0,
             "runtime_env": runtime_env,
         }
+
+    def for_rewards(self) -> "RayCluster":
+        """Return the same nodes for reward workers. These ask Ray for nothing, so none waits for a
+        rollout worker's CPU."""
+        return RayCluster(0, self._options["runtime_env"], RewardWorker, cpus=0)
 
     def spawn(self, number: int) -> RayHost:
         """Start the worker of that number: on the node with the fewest, and not where one of its
         number has been lost. Of equal nodes it takes the first by address."""
         node = self._choose(number)
         self._last_node[number] = node
-        where = NodeAffinitySchedulingStrategy(node_id=node, soft=True)
+        # only who asks for nothing has room on the node in any case
+        where = NodeAffinitySchedulingStrategy(node_id=node, soft=self._options["num_cpus"] > 0)
         actor = self._actor.options(**self._options, scheduling_strategy=where).remote()
         host = RayHost(self, actor, node)
         self._hosts.append(host)

@@ -1,43 +1,29 @@
-"""The process of a rollout worker on a node of a cluster: a connection to the driver, and weights
-that come beside it. Does not know Ray, whose actor it is (ray_cluster.py).
-"""
+"""A rollout worker on a node of a cluster, and weights that come beside its connection."""
 
-import os
-import socket
-import sys
 import threading
-import traceback
 import warnings
 from collections import deque
 
 from torch import Tensor
 
-from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
+from tandem.cluster.node_worker import NodeWorker
 from tandem.engine.worker_pool.worker import Receive, load_engine, run
 from tandem.runtime.worker_channel import Channel, Message
 from tandem.types import Array
 from tandem.weights.shared import Layout
 
-CONNECT_S = 10.0  # for a connection, and for its first line
 TAKE_S = 600.0  # for weights to reach a node
 
 
-class RolloutWorker:
-    """A process on a node that runs engine/worker_pool/worker.py; Ray calls its methods."""
+class RolloutWorker(NodeWorker):
+    """A NodeWorker that runs engine/worker_pool/worker.py."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._taken: dict[int, Array] = {}  # weights, by the number that an offer names
         self._change = threading.Condition()
-        self._thread = 0
 
-    def serve(self, address: tuple[str, int], handshake: Message) -> None:
-        """Serve the pool at that address until the connection ends."""
-        self._thread = threading.get_ident()
-        connection = socket.create_connection(address, CONNECT_S)
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = Channel(connection, MAX_LINE_BYTES)
-        channel.send({**handshake, "pid": os.getpid()})
+    def run(self, channel: Channel) -> None:
         run(channel, load_engine, self._receiver)
 
     def take(self, number: int, buffer: Array) -> None:
@@ -45,12 +31,6 @@ class RolloutWorker:
         with self._change:
             self._taken[number] = buffer
             self._change.notify_all()
-
-    def stack(self) -> str:
-        """Return what `serve` is doing, innermost call first."""
-        frame = sys._current_frames().get(self._thread)
-        calls = reversed(traceback.extract_stack(frame)) if frame else ()
-        return "\n".join(f'File "{c.filename}", line {c.lineno} in {c.name}' for c in calls)
 
     def _receiver(self, layout: Layout) -> Receive:
         def receive(source: Message, descriptors: deque[int]) -> dict[str, Tensor]:

@@ -41,8 +41,17 @@ class Cluster(Section):
         "", description="a running Ray cluster, as HOST:PORT; empty: started on this machine"
     )
 
+    reward_workers: int = Field(
+        0,
+        ge=0,
+        description="most Ray actors that score, each with reward.workers processes; one joins "
+        "when calls wait and leaves when idle; 0: the driver's machine scores",
+    )
+
     def contradictions(self) -> Iterator[str]:
         if self.address and not self.nodes:
             yield "cluster.address: has no effect without cluster.nodes, how many nodes it has"
+        if self.reward_workers and not self.nodes:
+            yield "cluster.reward_workers: has no effect without cluster.nodes, where they run"
         if self.address and not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", self.address):
             yield "cluster.address: expected HOST:PORT, as `ray start --head` prints it"

@@ -23,18 +23,18 @@ from torch import Tensor
 
 from tandem.engine.ending import find_ending
 from tandem.engine.lookahead import NOTHING, Sampled, Taken, lookahead_for
+from tandem.engine.packed import packed_gap, packed_logprobs
 from tandem.engine.page_cache import PageCache
 from tandem.engine.sampler import sample, sampling_key
 from tandem.engine.scheduler import RunningSequence, Scheduler, Work
 from tandem.model.expert_choices import RecordedExperts
-from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import SeenTokens
 from tandem.model.paged_attention import PAGE, Runs
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import uniforms
-from tandem.types import Completion, CompletionStop, Microbatch, Request
+from tandem.types import Completion, CompletionStop, Request
 from tandem.weights.hashing import tensor_digests, weight_hash
 
 OnUpdate = Literal["finish", "restart", "continue"]
@@ -184,6 +184,10 @@ class Engine:
         )
         return packed_gap(self.model, checked.request, own, self.weight_version)
 
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the log-probs of all tokens but the first, float32 nats, by the packed pass."""
+        return packed_logprobs(self.model, tokens[:1], tokens[1:])
+
     # ---- one pass
 
     @torch.no_grad()
@@ -313,28 +317,6 @@ class Engine:
             "prompt_tokens_cached": scheduler.prompt_tokens_cached,
             "preemptions": scheduler.preemptions,
         }
-
-
-@torch.no_grad()
-def packed_gap(model: ExactModel, request: Request, completion: Completion, version: int) -> float:
-    """Compute the largest difference of a completion's log-probs from those of the trainer's packed
-    pass, nats, over the tokens of the weights that the model has, which are that version."""
-    prompt, tokens = request.prompt, np.concatenate([request.prompt, completion.tokens])
-    before, count = len(prompt), len(completion.tokens)
-    segments = [(0, before, 0, 0)] + [(before, count - 1, 0, before)] * (count > 1)
-    batch = Microbatch(
-        tokens=tokens[:-1],
-        positions=np.arange(len(tokens) - 1),
-        segments=np.array(segments),
-        rows=np.arange(before - 1, len(tokens) - 1),
-        targets=tokens[before:],
-        samples=np.zeros(1, np.int64),
-        sequences=np.zeros(count, np.int64),
-    )
-    logprobs, *_ = batch_logprobs(model, batch, request.params, entropy=False)
-    own = completion.weight_versions == version  # older tokens were sampled before a pause
-    gaps = np.abs(logprobs.cpu().numpy() - completion.logprobs)
-    return float(gaps[own].max())
 
 
 def _new_tokens(work: Work) -> tuple[np.ndarray, Runs]:

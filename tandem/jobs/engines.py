@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,25 +15,28 @@ from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.engine.engine import Engine, check_room
 from tandem.engine.page_cache import page_bytes
+from tandem.engine.sync_check import Probe, make_probe
 from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.client import Client, PoolThread
 from tandem.engine.worker_pool.pool import COMMAND, Workers
+from tandem.engine.worker_pool.process import Published, Spawn
 from tandem.envs.load import load_env
 from tandem.jobs.cluster import open_hosts, worker_device
 from tandem.jobs.http_engines import is_http, load_http_engines, open_http_rollouts
 from tandem.jobs.models import check_tokenizer, placement, releases_cache
+from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
 from tandem.model.probe import Exactness, probe
 from tandem.model.trial import random_model
-from tandem.rewards.pool.pool import RewardPool
+from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
-from tandem.runtime.sandbox import open_sandbox
+from tandem.train.engine_gap import gap_limit
 from tandem.train.supervised import scores
 from tandem.types import Episode, Generate, Problem, Renderer, Reward, Sync
 from tandem.weights.in_process import InlineSync
@@ -191,26 +195,20 @@ def require_room(config: Config, shape: Any, longest_prompt: int) -> None:
 
 
 @contextmanager
-def open_envs_and_rewards(config: Config) -> Iterator[tuple[EnvPool, RewardPool]]:
+def open_envs_and_rewards(
+    config: Config, cluster: "RayCluster | None" = None, report: Report = print
+) -> Iterator[tuple[EnvPool, TaskPool]]:
     """Open environments and reward workers; check their needs before anything expensive is
-    loaded."""
+    loaded. cluster: for reward workers on other nodes, which report to `report`."""
     envs = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
         check_model(config.reward.model, "reward.model", head="value")
-    with build_reward_pool(config) as rewards, closing(envs):
+    with (
+        build_reward_pool(config) as here,
+        closing(envs),
+        open_reward_workers(config, cluster, here, report) as rewards,
+    ):
         yield envs, rewards
-
-
-def build_reward_pool(config: Config) -> RewardPool:
-    """Build the pool of reward workers; raises UserError if `code` is scored and there is no
-    sandbox."""
-    reward, options = config.reward, dict(config.reward.options)
-    if "code" in reward.functions:
-        open_sandbox(config.sandbox)
-        options["code"] = {**options.get("code", {}), "sandbox": config.sandbox.model_dump()}
-    return RewardPool(
-        reward.functions, reward.timeout_s, reward.workers, weights=reward.weights, options=options
-    )
 
 
 Lane = tuple[RolloutRunner, Sync]  # of a step's rollouts: what plays them, and gives it weights
@@ -243,40 +241,56 @@ def open_rollouts(
     if not rollout.workers:
         yield [(local, InlineSync(engine))], None, lambda: None
         return
-    device = str(model.device)
     with (
         open_hosts(config, model.merged_weights(), cluster) as (shared, spawn),
-        Workers(
-            model_path=config.model.path,
-            devices=rollout.devices or [worker_device(config, device)],
-            dtype=placement(config).dtype_name,
-            splits=model.splits,
-            cache_mb=rollout.cache_mb,
-            max_batch=rollout.max_batch,
-            longest=engine.longest,
-            count=rollout.workers,
-            heartbeat_s=config.run.stall_s / 2,
-            restarts=rollout.restarts,
-            weights=shared,
-            record_experts=config.rl.router_replay,
-            report=report,
-            command=rollout_command(config),
-            spawn=spawn,
-        ) as workers,
+        _start_workers(config, engine, shared, spawn, report) as workers,
     ):
 
         def lane(client: Workers | Client, **options: Any) -> Lane:
             weights = model.merged_weights
-            sync = ProcessSync(client, engine, shared, weights, rollout.staleness)
+            probe = partial(_probe, config, engine)
+            sync = ProcessSync(client, engine, shared, weights, rollout.staleness, probe)
             return replace(local, engine=client, **options), sync
 
         if (count := steps_at_once(config)) == 1:
             yield [lane(workers)], workers, workers.close
             return
-        with PoolThread(workers, checks=exact) as pool:
+        with PoolThread(workers, checks=exact or rollout.engine == "vllm") as pool:
             clients = [pool.client(number) for number in range(count)]
             lanes = [lane(client, after_generation=client.rest) for client in clients]
             yield lanes, pool, workers.close
+
+
+def _start_workers(
+    config: Config, engine: Engine, weights: Published, spawn: Spawn | None, report: Report
+) -> Workers:
+    """Start rollout workers of the trainer's model; they close as a context."""
+    rollout, model = config.rollout, engine.model
+    return Workers(
+        model_path=config.model.path,
+        devices=rollout.devices or [worker_device(config, str(model.device))],
+        dtype=placement(config).dtype_name,
+        splits=model.splits,
+        cache_mb=rollout.cache_mb,
+        max_batch=rollout.max_batch,
+        longest=engine.longest,
+        count=rollout.workers,
+        heartbeat_s=config.run.stall_s / 2,
+        restarts=rollout.restarts,
+        weights=weights,
+        record_experts=config.rl.router_replay,
+        report=report,
+        command=rollout_command(config),
+        spawn=spawn,
+    )
+
+
+def _probe(config: Config, engine: Engine) -> Probe | None:
+    """Score what workers of other kernels compare themselves with, by the weights in use."""
+    if config.rollout.engine == "tandem":
+        return None
+    model, limit = engine.model, gap_limit(config, engine.model.dtype)
+    return make_probe(engine.score, model.config.vocab_size, engine.longest, limit)
 
 
 def build_runner(

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer
-from tandem.engine.engine import Engine, packed_gap
+from tandem.engine.engine import Engine
 from tandem.engine.http import HttpEngines
+from tandem.engine.packed import packed_gap
 from tandem.jobs.models import check_tokenizer
 from tandem.model.config_file import check_model
 from tandem.rollout.score import RolloutRunner

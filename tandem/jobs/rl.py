@@ -26,6 +26,7 @@ from tandem.jobs.models import build_distill_models, build_rl_models, placement
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.streams import open_stream
 from tandem.model.probe import Exactness
+from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import Collector, RolloutBatch
 from tandem.rollout.evaluate import Evaluator, sampling_params
 from tandem.rollout.score import RolloutRunner
@@ -38,16 +39,20 @@ from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.types import Problem, Sync
 
-Pool = Workers | PoolThread
+Pool = Workers | PoolThread | TaskPool
 
 
 class RLJob:
     """A job for train_loop.py that repeats `train_step`."""
 
     def __init__(
-        self, stages: Stages, evaluate: Evaluator, data: dict[str, str], pool: Pool | None = None
+        self,
+        stages: Stages,
+        evaluate: Evaluator,
+        data: dict[str, str],
+        pools: Sequence[Pool | None] = (),
     ):
-        config, models, self.pool = stages.config, stages.models, pool
+        config, models, self.pools = stages.config, stages.models, pools
         self.stages, self.evaluate, self.data = stages, evaluate, data
         self.learners = {"policy": models.policy}
         if models.critic is not None:
@@ -75,7 +80,7 @@ class RLJob:
         """Return at once: the episodes of a step are in the journal before it is trained."""
 
     def workers(self) -> list[dict[str, Any]]:
-        return [] if self.pool is None else self.pool.status()
+        return [row for pool in self.pools if pool is not None for row in pool.status()]
 
     def stop_soon(self) -> None:
         """Do nothing: no thread waits."""
@@ -90,9 +95,9 @@ class AsyncRLJob(RLJob):
         evaluate: Evaluator,
         data: dict[str, str],
         prefetcher: RolloutPrefetcher,
-        pool: Pool | None = None,
+        pools: Sequence[Pool | None] = (),
     ):
-        super().__init__(stages, evaluate, data, pool)
+        super().__init__(stages, evaluate, data, pools)
         self.prefetcher = prefetcher
 
     def start(self, done: int) -> None:
@@ -123,7 +128,7 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     journal = Journal(run.episodes, run_id, inputs.problems, mesh)
     with (
         open_cluster(config) as cluster,
-        open_envs_and_rewards(config) as (envs, rewards),
+        open_envs_and_rewards(config, cluster, report) as (envs, rewards),
         open_ranks(config, run, run_id) as ranks,
     ):
         models = (build_distill_models if distills else build_rl_models)(config, ranks)
@@ -160,12 +165,12 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
             )
             journal.clean()
             if not config.rollout.staleness:
-                yield RLJob(stages, evaluate, data, pool)
+                yield RLJob(stages, evaluate, data, (pool, rewards))
                 return
             of_lanes = [_in_lane(stages, *lane) for lane in lanes]
             prefetcher = RolloutPrefetcher(stages, config.run.steps, stop_workers, of_lanes)
             with closing(prefetcher):
-                yield AsyncRLJob(stages, evaluate, data, prefetcher, pool)
+                yield AsyncRLJob(stages, evaluate, data, prefetcher, (pool, rewards))
 
 
 def _evaluator(

@@ -32,6 +32,7 @@ _FREE = {
     "rollout.release_cache",
     "cluster.address",
     "cluster.nodes",
+    "cluster.reward_workers",
     "weights.transport",
     "stream.kind",
     "rl.max_truncated",

@@ -1,4 +1,5 @@
-"""Wall-clock times of the parts of a step, and bytes that they moved."""
+"""Wall-clock times of the parts of a step, and what else is never compared: bytes that moved, and
+how far engines are off."""
 
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ class Timer:
 
     def __init__(self) -> None:
         self.parts: Row = {}
-        self.bytes: Row = {}
+        self.others: Row = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -22,13 +23,13 @@ class Timer:
         self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - start
 
     def timings(self, *, tokens: int) -> Row:
-        """Return the parts, the bytes, the sum `step_s` of the parts, and the speed of the
+        """Return the parts, the others, the sum `step_s` of the parts, and the speed of the
         rollouts; tokens: sampled."""
         rollout_s = self.parts.get("rollout_s", 0.0)
         speed = tokens / rollout_s if rollout_s else 0.0
         return {
             **self.parts,
-            **self.bytes,
+            **self.others,
             "step_s": sum(self.parts.values()),
             "generated_tokens_per_s": speed,
         }

@@ -1,5 +1,6 @@
 """The gap between a rollout engine of other kernels and the trainer: measured on the tokens of each
-step before its first update, with a bound that stops the run.
+step before its first update, with a bound that stops the run. vLLM's workers are held to the same
+bound after every sync (engine/sync_check.py), with rollout.staleness too.
 
 Another order of additions gives the same log-prob to some 1e-6 nats in the mean in float32, and to
 some 1e-2 in bfloat16, whose logits are that coarse. A model that is not the trainer's gives another
@@ -38,11 +39,15 @@ def engine_gap(batch: TrainBatch, config: Config, dtype: torch.dtype, version: i
     if not len(gaps):
         return {}
     mean = float(gaps.mean(dtype=np.float64))
-    bound = config.rl.max_logprob_error
-    limit = math.log(bound) if bound else MAX_MEAN[dtype]
-    if mean > limit:
+    if mean > (limit := gap_limit(config, dtype)):
         raise _too_far(config, version, mean, float(gaps.max()), limit)
     return {"logprob_gap_mean": mean}
+
+
+def gap_limit(config: Config, dtype: torch.dtype) -> float:
+    """Return the bound of the mean gap of weights of that type, nats."""
+    bound = config.rl.max_logprob_error
+    return math.log(bound) if bound else MAX_MEAN[dtype]
 
 
 def _too_far(config: Config, version: int, mean: float, largest: float, limit: float) -> UserError:

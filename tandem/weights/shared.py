@@ -117,12 +117,16 @@ class SharedWeights:
         self._lock = threading.Lock()  # of the tables only: nothing waits for a copy or a hash
         self._counted = 0  # of sent_bytes, by `newly_sent`
         self._published: dict[int, Any] = {}  # by version: what `_store` keeps, a descriptor
+        self._probes: dict[int, dict[str, Any] | None] = {}
         self._free: list[int] = []  # descriptors of released versions
         # by version, of the published ones and of some before
         self._digests: dict[int, dict[str, str]] = {}
 
-    def publish(self, version: int, tensors: dict[str, Tensor]) -> str:
-        """Keep a copy of the weights under that number; return hash_of(version).
+    def publish(
+        self, version: int, tensors: dict[str, Tensor], probe: dict[str, Any] | None = None
+    ) -> str:
+        """Keep a copy of the weights under that number; return hash_of(version). probe: told to
+        the workers that are offered them.
 
         The same weights may be published again under their number; others are an error.
         """
@@ -138,6 +142,7 @@ class SharedWeights:
         stored, digests = self._store(tensors)
         with self._lock:
             self._published[version], self._digests[version] = stored, digests
+            self._probes[version] = probe
         return combine(digests)
 
     def _store(self, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
@@ -201,6 +206,7 @@ class SharedWeights:
         with self._lock:
             for version in [version for version in self._published if version < below]:
                 self._drop(self._published.pop(version))
+                del self._probes[version]
             for version in [v for v in self._digests if v < below - KEPT_DIGESTS]:
                 del self._digests[version]
 
@@ -216,8 +222,8 @@ class SharedWeights:
         """Return what every transport's offer has; count the bytes of so many copies."""
         with self._lock:
             self.sent_bytes += copies * self.layout.only(names).tensor_bytes
-            digests = self._digests[version]
-        return {"transport": transport, "names": names, "digests": digests}
+            digests, probe = self._digests[version], self._probes[version]
+        return {"transport": transport, "names": names, "digests": digests, "probe": probe}
 
     def _require(self, version: int) -> None:
         if version not in self._published:

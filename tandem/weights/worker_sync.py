@@ -8,6 +8,7 @@ workers load weights (engine/worker_pool).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +21,8 @@ class ProcessSync:
     """Publication to rollout workers, and to the engine of evaluations.
 
     workers: run the versions that rollouts ask for; local: the engine of evaluations, which runs
-    the trainer's own tensors; keep: how many versions before the newest may still be asked for.
+    the trainer's own tensors; keep: how many versions before the newest may still be asked for;
+    probe: makes what workers compare themselves with, by the weights that are published.
     """
 
     def __init__(
@@ -30,12 +32,13 @@ class ProcessSync:
         shared: SharedWeights,
         weights: Callable[[], dict[str, Tensor]],
         keep: int,
+        probe: Callable[[], dict[str, Any] | None] = lambda: None,
     ):
         self.workers, self.local, self.shared = workers, local, shared
-        self.weights, self.keep = weights, keep
+        self.weights, self.keep, self.probe = weights, keep, probe
 
     def publish(self, version: int) -> None:
-        self.shared.publish(version, self.weights())
+        self.shared.publish(version, self.weights(), self.probe())
         self.shared.release(below=version - self.keep)
         self.local.apply(version)
 

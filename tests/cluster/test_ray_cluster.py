@@ -49,10 +49,10 @@ def until(condition):
     return found
 
 
-def workers(folder):
-    """The rollout workers in the status of a run."""
+def workers(folder, kind="rollout"):
+    """The workers of a kind in the status of a run."""
     status = read_status(folder) or {"processes": []}
-    return [row for row in status["processes"] if row["role"].startswith("rollout worker")]
+    return [row for row in status["processes"] if row["role"].startswith(f"{kind} worker")]
 
 
 def joined(nodes, count=2):
@@ -115,6 +115,34 @@ def test_a_killed_actor_and_a_killed_node_change_no_bit(nodes, inputs, inline):
     assert fingerprint(struck) == inline
     log = (struck / "log.txt").read_text()
     assert "was lost while" in log and "restart 2 of 10" in log
+
+
+def test_killed_reward_workers_change_no_bit(nodes, inputs, inline):
+    """A step that is held keeps calls waiting, so a second worker joins, on another node."""
+    folder, command = inputs
+    scored, _ = folder / "scored", nodes.add()
+    log = scored / "log.txt"
+
+    def until_joined(times):
+        until(lambda: log.read_text().count("reward workers: 1 -> 2") == times)
+
+    options = [*joined(nodes, count=1), "cluster.reward_workers=2"]
+    with gated(scored) as allow, running(command, scored, *options):
+        allow(1)
+        first = workers(scored, "reward")[0]
+        until_joined(1)
+        os.kill(first["pid"], signal.SIGKILL)
+        until_joined(2)
+        allow(3)
+        both = workers(scored, "reward")
+        assert first["pid"] not in [row["pid"] for row in both]
+        assert len({row["node"] for row in both}) == 2
+        lost = next(row["node"] for row in both if row["node"] != "127.0.0.2")  # not the driver's
+        nodes.remove(lost)
+        until_joined(3)
+        allow(6)
+    assert fingerprint(scored) == inline
+    assert log.read_text().count("calls are served again") == 2
 
 
 def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):

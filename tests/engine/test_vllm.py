@@ -6,8 +6,9 @@ One vLLM is started for the file, where an interpreter has it.
 
 import re
 import sys
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,16 +18,18 @@ from tandem.audit.replay import replay
 from tandem.cli.train import train
 from tandem.config.recipe import load_config
 from tandem.engine.ending import find_ending
+from tandem.engine.packed import packed_logprobs
+from tandem.engine.sync_check import make_probe
 from tandem.engine.worker_pool import vllm_worker
 from tandem.engine.worker_pool.pool import Workers
-from tandem.model.forward import batch_logprobs
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import open_past
 from tandem.runtime.errors import UserError
-from tandem.types import Microbatch, SamplingParams
+from tandem.train.engine_gap import MAX_MEAN
+from tandem.types import SamplingParams
 from tandem.weights.shared import SharedWeights
 from tests.support.runs import prepare
 from tests.support.waiting import eventually
@@ -50,10 +53,9 @@ def why_none():
 needs_vllm = pytest.mark.skipif(bool(why_none()), reason=f"no vLLM: {why_none()}")
 
 
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory):
+@contextmanager
+def vllm_workers(path, command):
     """A worker with vLLM, the trainer's model, whose head is tied, and its published weights."""
-    path = str(tmp_path_factory.mktemp("model"))
     make_tiny(path, **SHAPE)
     model, reports = load_model(path), []
     assert model.config.tie_word_embeddings
@@ -69,10 +71,10 @@ def vllm(tmp_path_factory):
             restarts=1,
             weights=shared,
             report=reports.append,
-            command=vllm_worker.command(),
+            command=command,
         ) as workers,
     ):
-        shared.publish(0, model.merged_weights())
+        publish(shared, model, 0)
         workers.apply(0)
         # its first start on a machine inspects the model's class, a minute beside other tests
         assert eventually(lambda: workers.step() or all_idle(workers), within_s=300.0)
@@ -80,29 +82,36 @@ def vllm(tmp_path_factory):
         yield workers, model, shared, path
 
 
-def packed_logprobs(model, asked, completion):
-    """The trainer's log-probs of a completion's tokens, from its packed pass."""
-    before, count = len(asked.prompt), len(completion.tokens)
-    tokens = np.concatenate([asked.prompt, completion.tokens])
-    segments = [(0, before, 0, 0)] + [(before, count - 1, 0, before)] * (count > 1)
-    batch = Microbatch(
-        tokens=tokens[:-1],
-        positions=np.arange(len(tokens) - 1),
-        segments=np.array(segments),
-        rows=np.arange(before - 1, len(tokens) - 1),
-        targets=completion.tokens,
-        samples=np.zeros(1, np.int64),
-        sequences=np.zeros(count, np.int64),
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    with vllm_workers(str(tmp_path_factory.mktemp("model")), vllm_worker.command()) as opened:
+        yield opened
+
+
+def publish(shared, model, version):
+    """Publish the model's weights, with what the worker compares itself with."""
+    probe = make_probe(
+        lambda tokens: packed_logprobs(model, tokens[:1], tokens[1:]),
+        model.config.vocab_size,
+        LONGEST,
+        MAX_MEAN[torch.float32],
     )
+    shared.publish(version, model.merged_weights(), probe)
+
+
+def change(model, seed):
     with torch.no_grad():
-        return batch_logprobs(model, batch, asked.params, entropy=False)[0].numpy()
+        for weight in model.trainable().values():
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+            weight.add_(0.02 * noise)
 
 
 def largest_gap(model, requests, completions):
-    return max(
-        float(np.abs(packed_logprobs(model, asked, completion) - completion.logprobs).max())
-        for asked, completion in zip(requests, completions, strict=True)
-    )
+    gaps = []
+    for asked, completion in zip(requests, completions, strict=True):
+        expected = packed_logprobs(model, asked.prompt, completion.tokens, asked.params)
+        gaps.append(float(np.abs(expected - completion.logprobs).max()))
+    return max(gaps)
 
 
 def every_kind():
@@ -125,15 +134,24 @@ def test_vllm_samples_from_the_trainers_distribution_before_and_after_updates(vl
     requests = every_kind()
     assert largest_gap(model, requests, run(workers, requests)) < GAP
     for version in (1, 2):
-        with torch.no_grad():
-            for weight in model.trainable().values():
-                noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(version))
-                weight.add_(0.02 * noise)
-        shared.publish(version, model.merged_weights())
+        change(model, seed=version)
+        publish(shared, model, version)
         workers.apply(version)
         completions = run(workers, requests)
+        assert 0 < workers.logprob_gap() < GAP  # of the fixed sequence, after the sync
         assert largest_gap(model, requests, completions) < GAP
         assert all((c.weight_versions == version).all() for c in completions)
+
+
+@needs_vllm
+def test_a_tied_head_that_is_not_renewed_stops_the_run_at_the_sync(tmp_path):
+    """No token is sampled first, so it also holds with rollout.staleness."""
+    script = Path(__file__).parents[1] / "support" / "forgetful_worker.py"
+    command = vllm_worker.find_python(), str(script)
+    stops = pytest.raises(UserError, match="does not run the trainer's model")
+    with stops as caught, vllm_workers(str(tmp_path), command):
+        pass
+    assert "tied head" in caught.value.next and "weights 0" in caught.value.where
 
 
 @needs_vllm
@@ -185,7 +203,7 @@ def test_a_paused_completion_goes_on_with_the_weights_of_each_token(vllm):
     asked = [request(n, max_new_tokens=12) for n in range(4)]
     paused = run(workers, [replace(one, max_tokens_now=5) for one in asked])
     assert all(c.stop_reason == "paused" and len(c.tokens) == 5 for c in paused)
-    shared.publish(first + 1, model.merged_weights())
+    publish(shared, model, first + 1)
     workers.apply(first + 1)
     resumed = [replace(one, resume_from=c) for one, c in zip(asked, paused, strict=True)]
     whole = run(workers, resumed)
@@ -208,6 +226,19 @@ def test_a_cancelled_request_ends_and_the_others_go_on(vllm):
     assert [t.completion.stop_reason for t in tickets] == ["length", "cancelled", "length"]
     until(workers, lambda: all_idle(workers))
     assert largest_gap(model, asked[:1], [tickets[0].completion]) < GAP
+
+
+@needs_vllm
+def test_a_run_ahead_of_its_training_measures_the_gap_after_each_sync(tmp_path):
+    """The tokens of its steps are of older weights, and tell nothing."""
+    _, _, _, command, recipe, *overrides = prepare(tmp_path, 3, "train")
+    make_tiny(tmp_path / "vllm", **SHAPE)
+    changes = ["rollout.engine=vllm", "rollout.workers=1", "rl.correction=tis", "eval.samples=1"]
+    changes += ["rollout.staleness=1", f"model.path={tmp_path / 'vllm'}", "eval.greedy=false"]
+    folder = tmp_path / "run"
+    train(command, load_config(recipe, [*overrides, *changes, f"run.folder={folder}"]), folder)
+    gaps = [row["sync_logprob_gap"] for row in read_metrics(folder, "timings.jsonl")[1:]]
+    assert len(gaps) == 3 and all(0 < gap < GAP for gap in gaps)
 
 
 @needs_vllm

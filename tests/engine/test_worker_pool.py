@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tandem.engine.engine import Engine
+from tandem.engine.sync_check import make_probe
 from tandem.engine.worker_pool.pool import Workers
 from tandem.engine.worker_pool.protocol import (
     completion_message,
@@ -590,6 +591,16 @@ def test_every_worker_checks_a_completion_of_its_own(real):
     workers, _, _ = real
     assert workers.logprob_gap() == 0.0
     run(workers, every_kind())
+    assert workers.logprob_gap() == 0.0
+
+
+def test_workers_score_a_probe_with_the_bits_of_the_inline_engine(real):
+    workers, engine, shared = real
+    size = engine.model.config.vocab_size
+    probe = make_probe(engine.score, size, engine.longest, limit=0.0)
+    shared.publish(2, engine.model.merged_weights(), probe)
+    workers.apply(2)
+    until(workers, lambda: all_idle(workers))
     assert workers.logprob_gap() == 0.0
 
 

@@ -28,6 +28,7 @@ from tandem.runtime.worker_channel import Channel
 from tandem.types import Attempt, Problem
 from tests.support.scoring import (
     FakeClock,
+    in_flight,
     score_all,
     scores_of,
     scores_of_some_that_hang,
@@ -783,6 +784,30 @@ def test_a_worker_that_died_idle_is_replaced_without_a_failure():
         assert gone(pid)
         assert scores_of(pool, PROBLEM, ["fine"] * 3) == scores_of(pool, PROBLEM, ["fine"] * 3)
     assert not any(pool.failures.values())
+
+
+@LINUX
+def test_a_text_whose_worker_was_killed_from_outside_is_scored_again():
+    clock = FakeClock()
+    with hostile_pool(clock=clock) as pool:
+        first = int(scores_of(pool, PROBLEM, ["pid"])[0].reward)
+        hung, *others = submit_all(pool, PROBLEM, ["loop", "fine", "total"])
+        assert eventually(lambda: in_flight(pool) == [(1, "loop", 0)])
+        os.kill(first, signal.SIGKILL)
+        assert gone(first)
+        assert eventually(lambda: in_flight(pool) == [(1, "loop", 0)]) and not hung.done()
+        clock.advance(pool, LIMIT_S + 1)
+        assert hung.result(WAIT_S).error == "timeout after 30.0 s"
+        assert [score.result(WAIT_S).reward for score in others] == [0.25, 2.0]
+
+
+@LINUX
+def test_a_text_that_kills_its_worker_costs_its_own_score():
+    with hostile_pool() as pool:
+        scores = scores_of(pool, PROBLEM, ["fine", "kill", "total"])
+        assert pool.failures == {"timeout": 0, "died": 1, "exception": 0, "bad_value": 0}
+    assert [score.reward for score in scores] == [0.25, 0.0, 2.0]
+    assert scores[1].error == "worker died: signal 9"
 
 
 @LINUX

@@ -148,6 +148,7 @@ ACTS = {
     "forge": lambda problem: _forge('"id": 99999, "reward": 99.0'),
     "forge NaN as 0": lambda problem: _forge('"id": 0, "reward": NaN'),
     "interrupt": _interrupt,
+    "kill": lambda problem: os.kill(os.getpid(), signal.SIGKILL),
     "kill fork server": lambda problem: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
     "slow": _slow,
     "slow pid": lambda problem: _slow(problem) and os.getpid(),

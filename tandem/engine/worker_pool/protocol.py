@@ -2,8 +2,8 @@
 
     to a worker    {"start": {"model_path", "dtype", "splits", "cache_bytes", "max_batch",
                     "longest", "layout", "record_experts", "beat_s"}}
-                   {"apply": 4, "from": {"transport", "names", "digests", ...}}   an offer of
-                    weights/shared.py, with the descriptor of the weights beside it or not
+                   {"apply": 4, "from": {"transport", "names", "digests", "probe", ...}}   an
+                    offer of weights/shared.py, with the descriptor of the weights beside it or not
                    {"request": 7, "key", "prompt", "params", "num_sampled", "resume_from",
                     "max_tokens_now"}
                    {"cancel": 7}
@@ -15,7 +15,7 @@
                    {"applied": 4, "failed": "..."}     it has not got them, and runs what it had
                    {"completion": 7, "identity", "tokens", "logprobs", ...}
                    {"cancelled": 7}
-                   {"checked": 4, "gap": 0.0}          Engine.logprob_gap
+                   {"checked": 4, "gap": 0.0}          Engine.logprob_gap, or that to the probe
                    {"error": {"what", "where", "found", "expected", "next"}}   a UserError: it ends
 
 Every request is answered by exactly one completion or one cancelled. Arrays travel as base64 of

@@ -39,7 +39,7 @@ from tandem.engine.ending import Decode, find_ending
 from tandem.model.tokenizer import decode_text, load_tokenizer
 from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
-from tandem.types import Completion, CompletionStop, Request
+from tandem.types import Array, Completion, CompletionStop, Request
 from tandem.weights.hashing import tensor_digests
 
 BACKEND = "tandem"  # of vLLM's weight transfer
@@ -203,8 +203,17 @@ class VLLMEngine:
         in the gap to the trainer's log-probs."""
         return self.model.received
 
+    def score(self, tokens: Array) -> Array:
+        """Return the log-probs of all tokens but the first, float32 nats, by the model's own
+        distribution. No request may be under way."""
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        self._llm.add_request("score", {"prompt_token_ids": tokens.tolist()}, params)
+        [output] = _run(self._llm)
+        columns = zip(tokens[1:].tolist(), output.prompt_logprobs[1:], strict=True)
+        return np.array([found[token].logprob for token, found in columns], np.float32)
+
     def logprob_gap(self) -> float:
-        """Return NaN: the trainer's packed pass is not here; the trainer measures the gap."""
+        """Return NaN: these weights came without a probe, so nothing can be compared."""
         return float("nan")
 
 
@@ -232,10 +241,20 @@ def sampling(running: VLLMRequest) -> SamplingParams:
     )
 
 
-def load_vllm(start: dict[str, Any]) -> VLLMEngine:
+def _run(llm: LLMEngine) -> list[Any]:
+    """Run the requests to their ends; return their outputs."""
+    outputs = []
+    while llm.has_unfinished_requests():
+        outputs += [output for output in llm.step() if output.finished]
+    return outputs
+
+
+def load_vllm(
+    start: dict[str, Any], transfer: type[SharedMemoryTransfer] = SharedMemoryTransfer
+) -> VLLMEngine:
     """Build the engine of a model directory, without its weights: the first version brings them.
     Raises UserError if vLLM refuses it."""
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, transfer)
     on_cpu = start["device"] == "cpu"
     arguments = EngineArgs(
         model=start["model_path"],
@@ -261,8 +280,7 @@ def load_vllm(start: dict[str, Any]) -> VLLMEngine:
         tempfile.tempdir = None
         # a kernel that lacks the model's shape says so at the first token only
         llm.add_request("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
-        while llm.has_unfinished_requests():
-            llm.step()
+        _run(llm)
     except (ValueError, RuntimeError) as error:  # pydantic's errors are ValueErrors
         raise _refused(start["model_path"], error) from error
     tokenizer = load_tokenizer(start["model_path"])

@@ -75,16 +75,21 @@ def _no_vllm(found: str) -> UserError:
     )
 
 
-def load(start: dict[str, Any]) -> "ServedEngine":
-    """Load the engine. Raises UserError if vLLM cannot be imported or refuses the model."""
+def set_environment(device: str) -> None:
+    """Set what vLLM reads when it is imported."""
     os.environ.update(ENVIRONMENT)
-    device, _, number = start["device"].partition(":")
-    if device == "cuda":
+    kind, _, number = device.partition(":")
+    if kind == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         place = int(number or 0)
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[place] if visible != [""] else str(place)
         # not every GPU and kernel has it, so a choice of the user stays
         os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+
+
+def load(start: dict[str, Any]) -> "ServedEngine":
+    """Load the engine. Raises UserError if vLLM cannot be imported or refuses the model."""
+    set_environment(start["device"])
     try:
         from tandem.engine.worker_pool.vllm_engine import load_vllm
     except ImportError as error:

@@ -37,7 +37,7 @@ from tandem.engine.worker_pool.protocol import (
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.worker_channel import Channel, Message, die_with_parent, take_channel
-from tandem.types import Completion, Request
+from tandem.types import Array, Completion, Request
 
 if TYPE_CHECKING:  # torch is imported when there are signs of life already
     from torch import Tensor
@@ -78,6 +78,8 @@ class ServedEngine(Protocol):
 
     def logprob_gap(self) -> float: ...
 
+    def score(self, tokens: Array, /) -> Array: ...
+
 
 def receive_offered(layout: "Layout") -> Receive:
     """Return what gets the weights of every transport between processes (weights/transports.py)."""
@@ -93,6 +95,7 @@ class Server:
     def __init__(self, channel: Channel, engine: ServedEngine, receive: Receive, beat_s: float):
         self._channel, self._engine, self._receive, self._beat_s = channel, engine, receive, beat_s
         self._numbers: dict[Running, int] = {}  # of the requests that run
+        self._sync_gap: float | None = None  # of the weights in use to their probe, if they had one
 
     def serve(self) -> None:
         """Serve. Raises EOFError when the pool is gone."""
@@ -114,7 +117,8 @@ class Server:
                 self._cancel(number)
             case {"check": int(version)}:
                 with signs_of_life(self._channel, self._beat_s):
-                    gap = self._engine.logprob_gap()
+                    gap = self._sync_gap
+                    gap = self._engine.logprob_gap() if gap is None else gap
                 self._channel.send({"checked": version, "gap": gap})
             case {"apply": int(version), "from": dict(source)}:
                 self._apply(version, source)
@@ -136,6 +140,7 @@ class Server:
         # none found: its completion is on the way
 
     def _apply(self, version: int, source: Message) -> None:
+        from tandem.engine.sync_check import check_probe
         from tandem.weights.hashing import combine
 
         if self._numbers:
@@ -149,6 +154,8 @@ class Server:
                 self._channel.send({"applied": version, "failed": f"{error}"})
                 return
             self._engine.apply(version, lambda: self._engine.model.load_weights(weights))
+            probe = source["probe"]
+            self._sync_gap = probe and check_probe(self._engine.score, probe, version)
             found, expected = self._engine.weight_digests(), source["digests"]
         differ = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
         self._channel.send({"applied": version, "hash": combine(found), "differ": differ[:3]})
@@ -200,8 +207,22 @@ def run(
     load: Callable[[dict[str, Any]], ServedEngine] = load_engine,
     receiver: "Callable[[Layout], Receive]" = receive_offered,
 ) -> None:
+    """Serve an engine to the pool of a channel. receiver: makes, of the layout of the weights, what
+    gets them."""
+
+    def load_all(start: Message) -> Callable[[], None]:
+        engine = load(start)
+        from tandem.weights.shared import Layout
+
+        receive = receiver(Layout.from_json(start["layout"]))
+        return Server(channel, engine, receive, start["beat_s"]).serve
+
+    serve_from_start(channel, load_all)
+
+
+def serve_from_start(channel: Channel, load: Callable[[Message], Callable[[], None]]) -> None:
     """Serve from the message that starts the worker to the end of the channel. A UserError is sent
-    to the pool. receiver: makes, of the layout of the weights, what gets them."""
+    to the pool. load: returns what serves until EOFError."""
     try:
         messages: list[Message] = []
         while not messages:
@@ -209,12 +230,9 @@ def run(
             messages = list(channel.receive())
         [start] = [message["start"] for message in messages]
         with signs_of_life(channel, start["beat_s"]):
-            engine = load(start)
-            from tandem.weights.shared import Layout
-
-            receive = receiver(Layout.from_json(start["layout"]))
+            serve = load(start)
         channel.send({"ready": True})
-        Server(channel, engine, receive, start["beat_s"]).serve()
+        serve()
     except UserError as error:
         channel.send(error_message(error))
     except EOFError:  # the pool is gone

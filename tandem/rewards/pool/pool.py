@@ -16,18 +16,55 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Self
+from typing import Any, Self
 
 from tandem.rewards.parts import Options, as_it_is, check_functions
 from tandem.rewards.pool.processes import ScoringTask
 from tandem.rewards.pool.scheduler import PoolScheduler
+from tandem.rewards.pool.task_thread import TaskThread
 from tandem.runtime import watchdog
 from tandem.types import Attempt, Problem, Score
 
 THREAD = "rewards"  # its name, for the watchdog
 
 
-class RewardPool:
+class TaskPool:
+    """A pool as the caller holds it, a context. Implements Reward; the work is its thread's."""
+
+    def __init__(self, scheduler: TaskThread):
+        self._tasks, self._numbers = scheduler, itertools.count()
+        self._thread = threading.Thread(target=scheduler.run, name=THREAD, daemon=True)
+        self._thread.start()
+
+    def submit(self, problem: Problem, attempt: Attempt) -> Future[Score]:
+        """Return a future of the score. Raises RuntimeError if the pool is closed.
+
+        Its exception is a UserError if the functions can no longer be loaded, and a RuntimeError if
+        the pool is closed first.
+        """
+        task = ScoringTask(next(self._numbers), problem, attempt)
+        task.future.set_running_or_notify_cancel()  # not to be cancelled: a worker may have it
+        self._tasks.add(task)
+        return task.future
+
+    def status(self) -> list[dict[str, Any]]:
+        """Describe the workers on other nodes, for `tandem status`."""
+        return self._tasks.status()
+
+    def close(self) -> None:
+        """Kill the workers and free everything; a second call does nothing."""
+        self._tasks.stop()
+        with watchdog.waiting_for(THREAD, "the end of its workers"):
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RewardPool(TaskPool):
     """A pool that scores attempts with functions: built-ins, `module:function` or
     `file.py:function`; see rewards/load.py and docs/rewards.md.
 
@@ -68,9 +105,7 @@ class RewardPool:
             max_workers=workers,
             clock=clock,
         )
-        self._numbers = itertools.count()
-        self._thread = threading.Thread(target=self._scheduler.run, name=THREAD, daemon=True)
-        self._thread.start()
+        super().__init__(self._scheduler)
         try:
             with watchdog.waiting_for(THREAD, "the first worker"):
                 self._scheduler.started.result()
@@ -82,26 +117,3 @@ class RewardPool:
     def failures(self) -> dict[str, int]:
         """Attempts that could not be scored, by kind: timeout, died, exception, bad_value."""
         return dict(self._scheduler.failures)
-
-    def submit(self, problem: Problem, attempt: Attempt) -> Future[Score]:
-        """Return a future of the score. Raises RuntimeError if the pool is closed.
-
-        Its exception is a UserError if the functions can no longer be loaded, and a RuntimeError if
-        the pool is closed first.
-        """
-        task = ScoringTask(next(self._numbers), problem, attempt)
-        task.future.set_running_or_notify_cancel()  # not to be cancelled: a worker may have it
-        self._scheduler.add(task)
-        return task.future
-
-    def close(self) -> None:
-        """Kill the workers and free everything; a second call does nothing."""
-        self._scheduler.stop()
-        with watchdog.waiting_for(THREAD, "the end of its workers"):
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

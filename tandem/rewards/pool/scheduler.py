@@ -16,18 +16,16 @@ timeout_s, for all functions together, from the moment it became the oldest.
 """
 
 import math
-import os
 import selectors
-import threading
-from collections import deque
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 
 from tandem.rewards.parts import cannot_load, part_name
 from tandem.rewards.pool.processes import ForkServer, ScoringTask, Worker
 from tandem.rewards.pool.protocol import HELLO, read_score, request_line
 from tandem.rewards.pool.stragglers import CHECK_S, StragglerDetector
+from tandem.rewards.pool.task_thread import TaskThread
 from tandem.runtime import watchdog
 from tandem.runtime.worker_channel import (
     Message,
@@ -48,8 +46,9 @@ NOT_AN_ANSWER = "worker died: it wrote what is not an answer"
 CLOSED = "died", "worker died: it closed its pipe"
 
 
-class PoolScheduler:
-    """The pool's thread. started: set when the first worker is ready. clock: monotonic seconds."""
+class PoolScheduler(TaskThread):
+    """The thread of a RewardPool. started: set when the first worker is ready. clock: monotonic
+    seconds."""
 
     def __init__(
         self,
@@ -61,63 +60,17 @@ class PoolScheduler:
         max_workers: int,
         clock: Callable[[], float],
     ):
+        super().__init__()
         self.started: Future[None] = Future()
         self.failures = {"timeout": 0, "died": 0, "exception": 0, "bad_value": 0}
         self._functions, self._arguments, self._name_function = functions, arguments, name_function
         self._timeout_s, self._max_workers, self._clock = timeout_s, max_workers, clock
-        self._todo: deque[ScoringTask] = deque()  # no worker has them
         self._fork_server: ForkServer | None = None
         self._workers: dict[int, Worker] = {}
         self._restarts = RestartLimit(RESTARTS)
         self._stragglers, self._next_check = StragglerDetector(), 0.0
-        self._lock = threading.Lock()  # of _closing, and of the end of the wake pipe
-        self._closing = False
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_reader, False)
-        os.set_blocking(self._wake_writer, False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-
-    # ---------------------------------------------------------------- called from other threads
-
-    def add(self, task: ScoringTask) -> None:
-        """Take a task. Raises RuntimeError if the thread has ended, or soon will."""
-        with self._lock:
-            if self._closing:
-                raise RuntimeError("the reward pool is closed")
-            self._todo.append(task)
-            self.wake()
-
-    def stop(self) -> None:
-        """Have run return; tasks not scored by then fail."""
-        with self._lock:
-            if not self._closing:
-                self._closing = True
-                self.wake()
-
-    def wake(self) -> None:
-        """Have the thread look at its tasks and deadlines now."""
-        with suppress(BlockingIOError):  # the pipe is full, so it will wake
-            os.write(self._wake_writer, b".")
 
     # ---------------------------------------------------------------- the thread
-
-    def run(self) -> None:
-        """Serve until stop is called. However it ends, no future is left waiting."""
-        error: BaseException = RuntimeError("the reward pool is closed")
-        try:
-            self._start_fork_server()
-            while not self._closing:
-                self._step()
-        except BaseException as broken:
-            error = broken
-        finally:
-            with self._lock:
-                self._closing = True
-            self._give_up(error)
-            self._selector.close()
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
 
     def _step(self) -> None:
         """Give out tasks, wait for something to happen, and handle it."""
@@ -137,7 +90,7 @@ class PoolScheduler:
                     if events & selectors.EVENT_READ:
                         self._on_server_readable(server)
                 case None:
-                    os.read(self._wake_reader, 4096)
+                    self._waker.clear()
         self._check_deadlines()
         self._check_stragglers()
 
@@ -280,11 +233,6 @@ class PoolScheduler:
             worker.channel.send_line(line)
         self._flush(worker)
 
-    def _flush(self, process: Worker | ForkServer) -> None:
-        process.channel.flush()
-        unsent = selectors.EVENT_WRITE if process.channel.has_unsent else 0
-        self._selector.modify(process.channel.socket, selectors.EVENT_READ | unsent, process)
-
     # ---------------------------------------------------------------- from a worker
 
     def _on_readable(self, worker: Worker) -> None:
@@ -368,7 +316,7 @@ class PoolScheduler:
             case {"forked": int(), "pid": int(pid)}:  # dropped before its process was known
                 kill_group(pid)
             case {"exited": int(number), "status": int(status)} if number in self._workers:
-                self._on_exit(self._workers[number], exit_reason(status))
+                self._on_exit(self._workers[number], status)
             case {"id": int(), "at": int(function)} if function < len(self._functions):
                 server.function = function
             case {"id": int(), "ready": True}:
@@ -376,12 +324,27 @@ class PoolScheduler:
             case {"id": int(), "failed": str(failed), "where": str(where)}:
                 self._give_up(cannot_load(self._functions[server.function], failed, where))
 
-    def _on_exit(self, worker: Worker, reason: str) -> None:
-        """Blame the task in flight of a worker that has ended; the worker's earlier lines count."""
+    def _on_exit(self, worker: Worker, status: int) -> None:
+        """Blame the task in flight of a worker that has ended; the worker's earlier lines count. No
+        task is to blame for a SIGKILL, the first time: it comes from outside."""
         if not worker.closed:
             self._on_readable(worker)
-        if not worker.dropped:
-            self._fail_current(worker, "died", f"worker died: {reason}")
+        reason = f"worker died: {exit_reason(status)}"
+        if worker.dropped:
+            return
+        if status == -signal.SIGKILL:
+            self._interrupt(worker, reason)
+        else:
+            self._fail_current(worker, "died", reason)
+
+    def _interrupt(self, worker: Worker, error: str) -> None:
+        """Have all tasks of a killed worker scored again, the one in flight once."""
+        if worker.tasks:
+            worker.tasks[0].interrupted += 1
+        if not worker.tasks or worker.tasks[0].interrupted == 2:
+            self._fail_current(worker, "died", error)
+        else:
+            self._replace(worker)
 
     def _on_server_exit(self, server: ForkServer) -> None:
         """Start again after the fork server died with all workers. It is unknown which task killed
@@ -392,8 +355,6 @@ class PoolScheduler:
             self._fail_loading(server.function, reason)
         for worker in list(self._workers.values()):
             if worker.tasks:
-                worker.tasks[0].interrupted += 1
-            if worker.tasks and worker.tasks[0].interrupted == 2:
-                self._fail_current(worker, "died", "worker died: with all others, twice")
+                self._interrupt(worker, "worker died: with all others, twice")
             else:
                 self._replace(worker)

@@ -52,7 +52,8 @@ def score(functions: Functions, weights: Sequence[float], line: bytes, send: Sen
                 send({"id": index, "at": at})
             # parsed again for each: the function before may have changed its problem
             results[name] = function(
-                *_read(line), lambda loading: send({"id": index, "loading": loading})
+                *read_request(json.loads(line)),
+                lambda loading: send({"id": index, "loading": loading}),
             )
         running = ""
         reward, parts = weigh(results, weights) if weights else results[name] or (0.0, {})
@@ -65,8 +66,8 @@ def score(functions: Functions, weights: Sequence[float], line: bytes, send: Sen
     return {"id": index, "reward": reward, "parts": parts, "error": "", "kind": "", "last": False}
 
 
-def _read(line: bytes) -> tuple[Problem, Attempt]:
-    request = json.loads(line)
+def read_request(request: Message) -> tuple[Problem, Attempt]:
+    """Return what a request asks to score."""
     problem, attempt = request["problem"], request["attempt"]
     # protocol.py left out a single message that repeats the text
     messages = attempt.get("messages") or [{"role": "assistant", "content": attempt["text"]}]

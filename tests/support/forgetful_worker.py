@@ -1,0 +1,30 @@
+"""A rollout worker whose vLLM does not process a tied head again after an update, as vLLM's own
+path does not.
+
+    VLLM_PYTHON tests/support/forgetful_worker.py PARENT < SOCKET
+"""
+
+import sys
+from pathlib import Path
+
+
+def load(start):
+    from tandem.engine.worker_pool import vllm_worker
+
+    vllm_worker.set_environment(start["device"])
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    from tandem.engine.worker_pool.vllm_engine import SharedMemoryTransfer, load_vllm
+
+    class Forgetful(SharedMemoryTransfer):
+        def finish_weight_update(self):
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    return load_vllm(start, Forgetful)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[2])
+    from tandem.engine.worker_pool.worker import prepare, run
+
+    run(prepare(int(sys.argv[-1])), load)
