@@ -59,7 +59,7 @@ after a run are those of `memory`, bit by bit (`tests/stream/`).
 ## Transports of weights
 
 `weights.transport` is `shm` on one machine and `ray` on a cluster; `collective` (a broadcast over gloo) and `rdma` (reads by NIXL) run on one
-machine so far. All deliver the same bytes, checked tensor by tensor. With `weights.delta` a worker is sent the tensors that differ from
+machine so far, without `cluster.nodes`. All deliver the same bytes, checked tensor by tensor. With `weights.delta` a worker is sent the tensors that differ from
 those that it runs.
 
 - Rank 0 of a mesh still gathers a whole copy. CUDA IPC, NCCL, Mooncake, DLSlime and quantized deltas are not built.
@@ -105,7 +105,8 @@ weights after each, microbatches of 512 tokens.
     "model": """\
 ## Many replicas, by simulation
 
-`benchmarks/cluster_model.py` drives the pool's own dispatcher and the rules of the lanes on a virtual clock. No replica runs: each
+`benchmarks/cluster_model.py` drives the pool's own dispatcher on a virtual clock, with `rollout.staleness` + 1 steps rolled out at once
+([determinism.md](determinism.md)). No replica runs: each
 has 64 slots at 50 tokens/s, loads weights in 5 s, and gets 64 episodes a step; the trainer takes as long for a step as full replicas do for
 its tokens. Lengths are log-normal (median 2,000, sigma 0.7, at most 16,000 tokens): a stated distribution, fitted to no recorded run. The
 driver's seconds are real, of the dispatcher and of the messages of a completion of 2,000 tokens.

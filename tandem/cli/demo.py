@@ -119,8 +119,8 @@ def report(folder: Path, final: Path) -> None:
     say("the exported model, in stock transformers:")
     for line in (folder / "data" / "test.jsonl").read_text().splitlines()[:3]:
         row = json.loads(line)
-        said = ask_stock_transformers(final, row["prompt"][0]["content"])
-        console.print(f"{said}    (answer: {row['reward_model']['ground_truth']})", markup=False)
+        answer = ask_stock_transformers(final, row["prompt"][0]["content"])
+        console.print(f"{answer}    (answer: {row['reward_model']['ground_truth']})", markup=False)
 
 
 def curve(folder: Path, width: int = 60) -> str:

@@ -266,6 +266,13 @@ def plan(
 ) -> None:
     """Check whether a run could start (exit code 0, else 2): changed keys, data, memory, disk. No
     weights are loaded."""
+    if gpus is not None and recipe is None:
+        raise UserError(
+            "meshes are computed for the model of a recipe",
+            where="tandem plan --gpus",
+            expected="a recipe",
+            next=f"tandem plan RECIPE --gpus {gpus}",
+        )
     if keys or recipe is None:
         from tandem.cli.progress import print_table
 

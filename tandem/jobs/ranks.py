@@ -21,12 +21,15 @@ import torch
 from tandem.config.schema import Config
 from tandem.jobs.models import placement
 from tandem.run_folder.folder import RunFolder
+from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.train.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from tandem.train.parallel.processes import Processes
+
+PROCESSES_PER_CORE = 4  # of a mesh on one machine
 
 
 def is_follower(config: Config) -> bool:
@@ -48,6 +51,7 @@ def open_ranks(config: Config, run: RunFolder, run_id: str = "") -> Iterator[Ran
     size, command = config.parallel.processes, list[str]()
     place = here(os.environ, size)
     if place.port == 0:
+        require_cores(config)
         command = [sys.executable, "-m", "tandem", run.command, str(run.path / "config.toml")]
     require_size(place.size, size)
     with join(
@@ -76,6 +80,21 @@ def make_ranks(config: Config, processes: "Processes") -> Ranks:
     from tandem.train.parallel.ranks import ParallelRanks
 
     return ParallelRanks(mesh, processes)
+
+
+def require_cores(config: Config) -> None:
+    """Raise UserError if the processes of a mesh would be started here and are far more than this
+    machine has cores: they would wait for one another till nobody answers."""
+    size, most = config.parallel.processes, PROCESSES_PER_CORE * numerics.cores()
+    if size > most and here(os.environ, size).port == 0:
+        raise UserError(
+            "the mesh has more processes than this machine can run",
+            where="the sizes in [parallel]",
+            found=f"{size} processes on {numerics.cores()} cores",
+            expected=f"at most {most}",
+            next="take a smaller mesh, or start it on more machines with torchrun "
+            "(docs/parallel.md)",
+        )
 
 
 def require_size(found: int, expected: int) -> None:
