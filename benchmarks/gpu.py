@@ -100,6 +100,21 @@ SECTIONS = {
         columns={"tokens/s": ",.0f", "share of the floor": ".0%"},
         rows={f"{name}, batch {batch}": (name, batch) for name in SHAPES for batch in BATCHES},
     ),
+    "shared": Section(
+        title="Decode from shared pages",
+        about=f"32 prompts of 512 tokens x 8 samples, {speed.NEW} tokens each, beside 256 prompts: samples read the pages of their prompt once a group.",
+        measure=speed.shared,
+        columns={"shared, tokens/s": ",.0f", "apart, tokens/s": ",.0f", "shared / apart": ".2f"},
+        rows=BY_MODEL,
+    ),
+    "matmul": Section(
+        title="Matmul kernels",
+        about="What the probe finds before a run: all linears of a layer and the output projection with 64 rows, those of the layer also with 640, in a CUDA graph; "
+        "or why a kernel is not exact or does not run. The fastest exact one is taken. The other figures are those of the kernel taken here.",
+        measure=speed.matmul,
+        columns={**{f"{kernel}, ms": ".2f" for kernel in speed.MATMULS}, "taken": ""},
+        rows=BY_MODEL,
+    ),
     "workload": Section(
         title="nano-vllm's workload",
         about="Qwen3-0.6B, 256 sequences, 100 to 1,024 tokens in and as many out; each engine in its own process and with its own defaults.",
@@ -214,7 +229,7 @@ def page(kept: dict[str, Any]) -> str:
         "# On a GPU",
         "",
         "Written by `make gpu`, section by section (benchmarks/gpu.py), from docs/gpu.json. Models have random weights at the",
-        "shapes of Qwen3, so nothing is downloaded. Times are medians after a warm-up.",
+        "shapes of Qwen3, so nothing is downloaded. Times are medians after a warm-up. No GPU has run what is not measured.",
     ]
     for name, section in SECTIONS.items():
         lines += ["", *section_lines(section, kept.get(name))]

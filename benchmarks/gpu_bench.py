@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from tandem.jobs.engines import choose_matmul
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.placement import Placement
 from tandem.model.tiny import make_tokenizer
@@ -121,7 +122,10 @@ class Bench:
 
 @lru_cache(maxsize=1)
 def _model(bench: Bench, name: str) -> ExactModel:
-    return make_exact(stock_model(bench, name, "eager"))
+    model = make_exact(stock_model(bench, name, "eager"))
+    if bench.place.device.type == "cuda":  # as every command does
+        choose_matmul(model, 0, print)
+    return model
 
 
 def stock_model(bench: Bench, name: str, attention: str) -> Any:

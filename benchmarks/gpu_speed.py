@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from tandem.jobs.resources import model_sizes
 from tandem.model.forward import batch_logprobs
 from tandem.model.load import ExactModel
 from tandem.model.paged_attention import PAGE
+from tandem.model.probe import fastest_exact, try_matmuls
+from tandem.model.triton.dispatch import triton_everywhere
 from tandem.run_folder.metrics import read_metrics
 from tandem.train.optimizer import Optimizer
 from tandem.train.pack import pack
@@ -40,6 +43,7 @@ from tandem.types import Microbatch, Request, Sample, SamplingDistribution, Samp
 from tests.support.runs import prepare
 
 PROMPT, NEW = 64, 128  # of decode
+MATMULS = ("plain", "persistent", "tma", "cublas")
 GIB = 2**30
 
 
@@ -49,15 +53,46 @@ def decode(bench: Bench, name: str, batch: int) -> Figures:
     model = bench.model(name)
     batch, new = bench.size(batch, min(batch, 4)), bench.size(NEW, 4)
     prompts = np.random.default_rng(0).integers(0, 100, (batch, PROMPT))
-    engine = engine_of(model, [PROMPT + new] * batch)
+    step_s = decode_step_s(bench, model, prompts, new)
+    read = batch * (PROMPT + new / 2) * page_bytes(model.config, model.dtype.itemsize) / PAGE
+    floor_s = (parameters(model) * model.dtype.itemsize + read) / copy_bandwidth(bench)
+    return {"tokens/s": batch / step_s, "share of the floor": floor_s / step_s}
+
+
+def decode_step_s(bench: Bench, model: ExactModel, prompts: np.ndarray, new: int) -> float:
+    """Seconds of a decode step, from sampling `new` tokens of each prompt and one."""
+    batch, length = prompts.shape
+    engine = engine_of(model, [length + new] * batch)
     first, whole = (
         bench.seconds(lambda count=count: generate(engine, prompts, [count] * batch))
         for count in (1, new)
     )
-    step_s = (whole - first) / (new - 1)
-    read = batch * (PROMPT + new / 2) * page_bytes(model.config, model.dtype.itemsize) / PAGE
-    floor_s = (parameters(model) * model.dtype.itemsize + read) / copy_bandwidth(bench)
-    return {"tokens/s": batch / step_s, "share of the floor": floor_s / step_s}
+    return (whole - first) / (new - 1)
+
+
+def shared(bench: Bench, name: str) -> Figures:
+    """Decode of 32 prompts x 8 samples, whose pages are read once a group, beside 256 prompts."""
+    groups, samples = bench.size(32, 2), bench.size(8, 2)
+    new, length = bench.size(NEW, 4), bench.size(512, 130)
+    apart = np.random.default_rng(0).integers(0, 100, (groups * samples, length))
+    model, together = bench.model(name), apart[:groups].repeat(samples, 0)
+    speeds = [len(p) / decode_step_s(bench, model, p, new) for p in (together, apart)]
+    return dict(
+        zip(("shared, tokens/s", "apart, tokens/s"), speeds, strict=True),
+        **{"shared / apart": speeds[0] / speeds[1]},
+    )
+
+
+def matmul(bench: Bench, name: str) -> Figures:
+    """Every matmul kernel on a model's linears: its time, or why it is not exact or does not run."""
+    if find_spec("triton") is None:
+        return dict.fromkeys((*(f"{kernel}, ms" for kernel in MATMULS), "taken"), "no Triton")
+    on_gpu, model = bench.place.device.type == "cuda", bench.model(name)
+    with nullcontext() if on_gpu else triton_everywhere():
+        clock = None if on_gpu else lambda work: 1e3 * bench.seconds(work)
+        trials = try_matmuls(model, time_ms=clock)
+    found = {f"{t.kernel}, ms": t.findings[0] if t.findings else t.ms for t in trials}
+    return found | {"taken": fastest_exact(trials)}
 
 
 def engine_of(model: ExactModel, lengths: list[int]) -> Engine:

@@ -79,7 +79,9 @@ class JournalReplayRun(ReplayRun):
             config=config,
             models=models,
             sampling=sampling_params(config.rollout, ()),
-            exact=require_parity(config, probe_exactness(config, models.policy.model, report)),
+            exact=require_parity(
+                config, probe_exactness(config, models.policy.model, report, folder=past.folder)
+            ),
         )
         critic = {} if models.critic is None else {"critic": models.critic}
         self.learners: dict[str, Learner] = {"policy": models.policy, **critic}

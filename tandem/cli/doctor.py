@@ -100,7 +100,8 @@ def _exactness(device: str, dtype: str) -> tuple[bool, str]:
     from tandem.model.linear import has_bfloat16_tiles
     from tandem.model.load import make_exact
     from tandem.model.placement import place_models
-    from tandem.model.probe import probe
+    from tandem.model.probe import fastest_exact, probe, try_matmuls
+    from tandem.model.triton.dispatch import matmul_kernel, use_matmul
 
     place = place_models(device, dtype)
 
@@ -114,7 +115,12 @@ def _exactness(device: str, dtype: str) -> tuple[bool, str]:
     )
     with torch.random.fork_rng(devices=[]):
         module = AutoModelForCausalLM.from_config(config, dtype=place.dtype)
-        exactness = probe(make_exact(module.to(place.device)))
+        model, kernels = make_exact(module.to(place.device)), ""
+        if device == "cuda":
+            trials = try_matmuls(model)
+            use_matmul(fastest_exact(trials))
+            kernels = f"; matmul kernel: {matmul_kernel()} of {', '.join(map(str, trials))}"
+        exactness = probe(model)
     if exactness.parity:
         operators = "; ".join(exactness.parity)
         return False, f"not exact on this machine: {operators}; set rl.correction in recipes"
@@ -124,7 +130,7 @@ def _exactness(device: str, dtype: str) -> tuple[bool, str]:
     slow = ""
     if (device, dtype) == ("cpu", "bfloat16") and not has_bfloat16_tiles():
         slow = "; no faster than float32 on this processor, which has no AMX"
-    return True, f"engine = trainer, bit for bit{threads}{slow}"
+    return True, f"engine = trainer, bit for bit{threads}{slow}{kernels}"
 
 
 def _rewards() -> tuple[bool, str]:

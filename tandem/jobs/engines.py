@@ -33,12 +33,14 @@ from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model.config_file import check_model
 from tandem.model.load import ExactModel, load_model
 from tandem.model.placement import place_models
-from tandem.model.probe import Exactness, probe
+from tandem.model.probe import Exactness, fastest_exact, probe, try_matmuls
 from tandem.model.trial import random_model
+from tandem.model.triton.dispatch import matmul_kernel, triton_for, use_matmul
 from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import steps_at_once
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.score import RewardModel, RolloutRunner
+from tandem.run_folder.folder import read_matmul
 from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.train.engine_gap import gap_limit
@@ -72,6 +74,7 @@ def probe_exactness(
     *,
     workers: int = 0,
     others: Sequence[ExactModel] = (),
+    folder: Path | None = None,
 ) -> Exactness:
     """Report whether engine and trainer agree on this machine at this model's shapes, and with how
     many threads (contract D7).
@@ -80,9 +83,13 @@ def probe_exactness(
     rollout workers; otherwise those of `prepare_process` stay. others: further models, whose
     threads are probed too if their shapes differ. They may be divided, and no other rank comes to
     their passes, so it is random models of their shapes that run: nobody needs the gradient of
-    their vocabulary.
+    their vocabulary. folder: of the run, if there is one.
     """
     seed = config.run.seed
+    if model.device.type == "cuda":
+        before = "" if folder is None else read_matmul(folder, placement(config).processor())
+        alone = config.parallel.processes == 1  # the others of a mesh would not know a choice
+        choose_matmul(model, seed, report, before if alone else "plain")
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
     found, seen = probe(model, seed, [free]), [_shape(model)]
     for other in others:
@@ -99,6 +106,18 @@ def probe_exactness(
         report(f"exactness probe: {parity}{', with any number of threads' * (not found.parity)}")
         torch.set_num_threads(free)
     return found
+
+
+def choose_matmul(model: ExactModel, seed: int, report: Report, before: str = "") -> None:
+    """Take the kernel of the run before, or the fastest exact one on this GPU at the model's
+    shapes."""
+    if before in triton_for(model.head.weight).MATMULS:
+        use_matmul(before)
+        return
+    trials = try_matmuls(model, seed)
+    use_matmul(fastest_exact(trials))
+    tried = ", ".join(map(str, trials))
+    report(f"matmul kernel: {matmul_kernel()}, the fastest exact one of {tried}")
 
 
 def _shape(model: ExactModel) -> tuple[Any, ...]:
@@ -278,6 +297,7 @@ def _start_workers(
         devices=rollout.devices or [worker_device(config, str(model.device))],
         dtype=placement(config).dtype_name,
         splits=model.splits,
+        matmul=matmul_kernel(),
         cache_mb=rollout.cache_mb,
         max_batch=rollout.max_batch,
         longest=engine.longest,

@@ -266,7 +266,8 @@ def open_offline_job(config: Config, run: RunFolder, report: Report) -> Iterator
     inputs = read_inputs(config)
     with open_ranks(config, run) as ranks:
         job = make_job(config, inputs, ranks, report)
-        note_machine(run, probe_exactness(config, job.learner.whole, report), report)
+        found = probe_exactness(config, job.learner.whole, report, folder=run.path)
+        note_machine(run, found, report)
         with nullcontext() if run.command == "rm" else _evaluating(job, inputs, run):
             yield job
 

@@ -26,6 +26,7 @@ from tandem.jobs.models import build_distill_models, build_rl_models, placement
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.streams import open_stream
 from tandem.model.probe import Exactness
+from tandem.model.triton.dispatch import matmul_kernel
 from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import Collector, RolloutBatch
 from tandem.rollout.evaluate import Evaluator, sampling_params
@@ -134,7 +135,9 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
         models = (build_distill_models if distills else build_rl_models)(config, ranks)
         policy = models.policy.whole
         workers = config.rollout.workers
-        found = probe_exactness(config, policy, report, workers=workers, others=models.others)
+        found = probe_exactness(
+            config, policy, report, workers=workers, others=models.others, folder=run.path
+        )
         exact = require_parity(config, found)
         note_machine(run, found, report)
         engine = build_engine(config, policy, inputs.renderer)
@@ -221,9 +224,10 @@ def _before_updates(
 
 
 def note_machine(run: RunFolder, found: Exactness, report: Report) -> None:
-    """Write the processor to machine.json; report it if it has changed."""
-    processor = placement(run.config).processor()
-    if news := run.note_machine(processor, not found.thread_dependent):
+    """Write the processor and its kernel to machine.json; report it if the processor changed."""
+    place = placement(run.config)
+    kernel = matmul_kernel() if place.device.type == "cuda" else ""
+    if news := run.note_machine(place.processor(), not found.thread_dependent, kernel):
         report(news)
 
 

@@ -5,11 +5,12 @@ engine's prefill and decode? *Threads*: do forward and backward pass have the sa
 thread and with several? The probe runs every linear, SwiGLU, log-softmax and the attention of the
 model, at row counts that take different kernels somewhere, and a random model of the same shapes in
 a random schedule (trial.py). It names each operator that differs, and takes under a second for 135M
-parameters on two cores.
+parameters on two cores. On a GPU it also finds the fastest exact kernel (`try_matmuls`).
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ import torch
 from torch import Tensor
 
 from tandem.model.attention import Plan
+from tandem.model.config_file import first_line
 from tandem.model.layers import ExactLayer
 from tandem.model.linear import HAS_PREPACKED, ExactLinear, gradient_product, padded_rows, swiglu
 from tandem.model.load import ExactModel
 from tandem.model.logprobs import chunks, log_distribution
 from tandem.model.trial import LONG, SHORT, Cache, Schedule, random_like, random_model, threads_of
+from tandem.model.triton.dispatch import triton_for, use_matmul
 from tandem.runtime import numerics
 from tandem.types import SamplingDistribution
 
@@ -34,6 +37,8 @@ GRADIENT_ROWS, HEAD_GRADIENT_ROWS = 330, 37
 MANY_ROWS = 1100  # rows for the gradient of the smallest linear
 LENGTH = 400  # past three key blocks, with a partial fourth
 SHARERS = (2, 3, 5, 8, 33)  # sequences that read the same pages in decode
+DECODE_ROWS = 64  # of a decode step that is timed
+LEAST_GAIN = 0.05  # of a kernel's time; less is noise, and would change from start to start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,87 @@ class Exactness:
     # operators on which engine and trainer differ; empty: they agree to the last bit
     parity: list[str]
     thread_dependent: list[str]  # results whose bits change with the number of threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A kernel as it was found here: its time, or why it is not exact or does not run.
+
+    Example: Trial(kernel="cublas", findings=["linear 896 -> 4864: 1 2 rows"])
+    """
+
+    kernel: str
+    findings: list[str] = field(default_factory=list)
+    ms: float = math.inf
+
+    def __str__(self) -> str:
+        return f"{self.kernel} ({self.findings[0] if self.findings else f'{self.ms:.2g} ms'})"
+
+
+def fastest_exact(trials: Sequence[Trial]) -> str:
+    """Choose the fastest of the exact kernels; a later one must be faster by LEAST_GAIN. The first
+    if none is exact."""
+    best = trials[0]
+    for trial in trials[1:]:
+        faster = trial.ms < (1 - LEAST_GAIN) * best.ms
+        if not trial.findings and (best.findings or faster):
+            best = trial
+    return best.kernel
+
+
+def try_kernels(
+    kernels: Sequence[str],
+    use: Callable[[str], None],
+    differs: Callable[[], list[str]],
+    work: Callable[[], list[Tensor]],
+    time_ms: Callable[[Callable[[], Any]], float],
+) -> list[Trial]:
+    """Try kernels one after the other; the first one stays in use.
+
+    differs: names operators that are not exact. work: what is timed; its results must be near those
+    of the first kernel, as a wrong result may be exact too.
+    """
+    trials, expected = list[Trial](), list[Tensor]()
+    for kernel in kernels:
+        use(kernel)
+        try:
+            results = work()
+            expected = expected or results
+            near = all(map(_is_near, results, expected))
+            findings = differs() if near else [f"is far from {kernels[0]}"]
+            ms = math.inf if findings else time_ms(work)
+        except Exception as error:  # it may not be built for this GPU, type or shape
+            findings, ms = [first_line(error)], math.inf
+        trials.append(Trial(kernel=kernel, findings=findings, ms=ms))
+    use(kernels[0])
+    return trials
+
+
+def _is_near(found: Tensor, expected: Tensor) -> bool:
+    bound = torch.finfo(found.dtype).eps ** 0.5 * expected.abs().max()
+    return bool((found - expected).abs().max() <= bound)
+
+
+@torch.no_grad()
+def try_matmuls(
+    model: ExactModel, seed: int = 0, time_ms: Callable[[Callable[[], Any]], float] | None = None
+) -> list[Trial]:
+    """Try every matmul kernel of the GPU on the model's own linears, in decode and packed.
+
+    time_ms: None times work in a CUDA graph, as a decode step runs.
+    """
+    noise, work = torch.Generator().manual_seed(seed), []
+    for (_, inputs), linear in _linears(model).items():
+        for rows in (DECODE_ROWS, PACKED_ROWS)[: 1 if linear is model.head else 2]:
+            work.append((linear, random_like(model, noise, rows, inputs)))
+    triton = triton_for(model.head.weight)
+    return try_kernels(
+        triton.MATMULS,
+        use_matmul,
+        lambda: _linears_differ(model, torch.Generator().manual_seed(seed)),
+        lambda: [linear(x) for linear, x in work],
+        time_ms or triton.do_bench_cudagraph,
+    )
 
 
 def probe(model: ExactModel, seed: int = 0, threads: Sequence[int] = ()) -> Exactness:

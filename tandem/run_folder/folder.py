@@ -84,9 +84,10 @@ class RunFolder:
         if about.get("directory") != os.getcwd():
             _write_about(self.path, about)
 
-    def note_machine(self, processor: str, any_threads: bool) -> str:
-        """Write machine.json: the processor, the thread count, and whether any count gives the same
-        bits (any_threads). Returns a warning if the run was on another processor before.
+    def note_machine(self, processor: str, any_threads: bool, matmul: str = "") -> str:
+        """Write machine.json: the processor, the thread count, whether any count gives the same
+        bits (any_threads), and the matmul kernel of a GPU. Returns a warning if the run was on
+        another processor before.
 
         Raises UserError if the count matters here and has changed.
         """
@@ -95,6 +96,7 @@ class RunFolder:
         if before is not None and not moved and not any_threads and before["threads"] != threads:
             raise _other_threads(threads, before["threads"])
         machine = {"processor": processor, "threads": threads, "any_threads": any_threads}
+        machine |= {"matmul": matmul} if matmul else {}
         write_atomic(self.path / _MACHINE, json.dumps(machine, indent=1).encode() + b"\n")
         if before is None or not moved:
             return ""
@@ -186,12 +188,24 @@ def check_run(folder: Path, config: Config, command: str) -> bool:
     return _has_steps(folder)
 
 
+def read_matmul(folder: Path, processor: str) -> str:
+    """Return the matmul kernel that a run has taken on this GPU; "" if it has taken none."""
+    machine = read_machine(folder)
+    return "" if machine is None or machine["processor"] != processor else machine["matmul"]
+
+
 def read_machine(folder: Path) -> dict[str, Any] | None:
-    """Read machine.json of a run folder: processor, threads, any_threads; None if there is none."""
+    """Read machine.json of a run folder: processor, threads, any_threads and matmul, "" on a CPU;
+    None if there is none."""
     path, names = folder / _MACHINE, ("processor", "threads", "any_threads")
     if not path.exists():
         return None
-    machine: dict[str, Any] = _read(path, lambda text: {n: json.loads(text)[n] for n in names})
+
+    def parse(text: str) -> dict[str, Any]:
+        machine = json.loads(text)
+        return {"matmul": str(machine.get("matmul", ""))} | {name: machine[name] for name in names}
+
+    machine: dict[str, Any] = _read(path, parse)
     return machine
 
 

@@ -5,10 +5,23 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tandem.model.linear import Adapter, Part, fused_linear, pack
-from tandem.model.triton.dispatch import triton_everywhere
+from tandem.jobs.engines import choose_matmul
+from tandem.model.linear import Adapter, Part, fused_linear, multiply, pack
+from tandem.model.load import make_exact
+from tandem.model.probe import try_matmuls
+from tandem.model.triton.dispatch import matmul_kernel, triton_everywhere, use_matmul
 from tandem.model.triton.ops import matmul
-from tests.support.kernels import BF16, FP32, assert_gradient_near, gradients, random, same_bits
+from tandem.model.triton.plans import MATMULS
+from tests.support.kernels import (
+    BF16,
+    DEVICE,
+    FP32,
+    assert_gradient_near,
+    gradients,
+    random,
+    same_bits,
+)
+from tests.support.tiny import stock_model, tiny_config
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -23,14 +36,51 @@ def test_persistent_programs_and_descriptors_have_the_bits_of_the_plain_kernel(
     assert same_bits(matmul(x, weight, b, kernel), matmul(x, weight, b))
 
 
-def test_descriptors_need_rows_of_whole_sixteen_bytes():
+def test_rows_that_no_descriptor_describes_are_read_through_pointers():
     x, weight = random(1, 5, 40), random(2, 7, 40)
     assert same_bits(
         matmul(x[:, 4:12], weight[:, :8], None, "tma"), matmul(x[:, 4:12], weight[:, :8])
     )
-    for wrong in (x[:, 1:9], random(1, 5, 9)[:, :8]):
-        with pytest.raises(ValueError, match="whole 16 bytes"):
-            matmul(wrong, weight[:, :8], None, "tma")
+    for odd in (x[:, 1:9], random(1, 5, 9)[:, :8]):
+        assert same_bits(matmul(odd, weight[:, :8], None, "tma"), matmul(odd, weight[:, :8]))
+
+
+@pytest.fixture
+def plain_again():
+    yield
+    use_matmul("plain")
+
+
+def small_model():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+    config = tiny_config("mistral", **sizes, num_attention_heads=2, num_key_value_heads=1)
+    return make_exact(stock_model(config, seed=0).to(DEVICE))
+
+
+def test_the_probe_tries_every_kernel_on_the_linears_of_a_model(plain_again):
+    with triton_everywhere():
+        trials = try_matmuls(small_model(), time_ms=lambda work: 1.0 if work() else 0.0)
+    assert [trial.kernel for trial in trials] == list(MATMULS) and matmul_kernel() == "plain"
+    assert not any(trial.findings for trial in trials[:3]), trials
+
+
+def test_a_run_goes_on_with_the_kernel_that_it_has_taken(plain_again):
+    told = []
+    with triton_everywhere():
+        choose_matmul(small_model(), 0, told.append, before="persistent")
+    assert matmul_kernel() == "persistent" and told == []
+
+
+@pytest.mark.parametrize("kernel", MATMULS)
+def test_a_linear_takes_the_kernel_in_use(kernel, plain_again):
+    x, weight, bias = random(1, 5, 40), random(2, 7, 40), random(3, 7)
+    use_matmul(kernel)
+    with triton_everywhere():
+        found = multiply(x, weight, bias)
+    if kernel == "cublas":
+        assert same_bits(found, torch.nn.functional.linear(x, weight, bias))
+    else:
+        assert same_bits(found, matmul(x, weight, bias, kernel))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -9,7 +9,16 @@ from transformers import AutoModelForCausalLM
 from tandem.model.forward import batch_logprobs
 from tandem.model.linear import ExactLinear
 from tandem.model.load import make_exact
-from tandem.model.probe import PACKED_ROWS, ROWS, SHARERS, _attention_differs, probe
+from tandem.model.probe import (
+    PACKED_ROWS,
+    ROWS,
+    SHARERS,
+    Trial,
+    _attention_differs,
+    fastest_exact,
+    probe,
+    try_kernels,
+)
 from tandem.model.trial import Schedule, random_model, threads_of
 from tandem.train.pack import pack
 from tandem.types import SamplingDistribution
@@ -172,3 +181,66 @@ def test_it_never_says_yes_where_a_bit_differs(switches):
     assert [cell["shape"] for cell in found if cells.is_false_yes(cell)] == []
     if switches == ("default", True):
         assert all(cell["says_parity"] and cell["says_threads"] for cell in found)
+
+
+class Candidates:
+    """Kernels made by hand: a product, what is not exact in it, and its time."""
+
+    def __init__(self, **kernels):
+        self.kernels, self.used, self.timed = kernels, "", []
+
+    def use(self, name):
+        self.used = name
+
+    def work(self):
+        product, _, _ = self.kernels[self.used]
+        if product is None:
+            raise RuntimeError("no kernel image is available\nfor this device")
+        return [torch.tensor([1000.0, product])]
+
+    def time_ms(self, work):
+        self.timed.append(self.used)
+        return self.kernels[self.used][2]
+
+    def tried(self):
+        return try_kernels(
+            list(self.kernels),
+            self.use,
+            lambda: self.kernels[self.used][1],
+            self.work,
+            self.time_ms,
+        )
+
+
+def test_the_fastest_exact_kernel_is_chosen():
+    candidates = Candidates(
+        own=(2.0, [], 9.0),
+        slower=(2.0, [], 8.0),
+        fastest=(2.1, [], 7.0),  # other bits, near
+        inexact=(2.0, ["linear 2 -> 2: 1 rows"], 1.0),
+        wrong=(3.0, [], 1.0),
+        broken=(None, [], 1.0),
+    )
+    trials = candidates.tried()
+    assert fastest_exact(trials) == "fastest" and candidates.used == "own"
+    assert candidates.timed == ["own", "slower", "fastest"]
+    assert [trial.findings for trial in trials[3:]] == [
+        ["linear 2 -> 2: 1 rows"],
+        ["is far from own"],
+        ["RuntimeError: no kernel image is available"],
+    ]
+    assert str(trials[0]) == "own (9 ms)"
+    assert str(trials[5]) == "broken (RuntimeError: no kernel image is available)"
+
+
+def test_a_kernel_that_is_hardly_faster_is_not_taken():
+    own = Trial(kernel="own", ms=10.0)
+    assert fastest_exact([own, Trial(kernel="other", ms=9.6)]) == "own"
+    assert fastest_exact([own, Trial(kernel="other", ms=9.4)]) == "other"
+    assert fastest_exact([own, Trial(kernel="x", ms=9.4), Trial(kernel="y", ms=9.0)]) == "x"
+
+
+def test_an_exact_kernel_is_taken_before_one_that_is_not_however_slow():
+    inexact = Trial(kernel="own", findings=["linear"])
+    assert fastest_exact([inexact, Trial(kernel="other", ms=99.0)]) == "other"
+    assert fastest_exact([inexact, Trial(kernel="other", findings=["linear"])]) == "own"

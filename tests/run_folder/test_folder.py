@@ -13,7 +13,7 @@ import torch
 
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
-from tandem.run_folder.folder import identity, open_run
+from tandem.run_folder.folder import identity, open_run, read_matmul
 from tandem.run_folder.status import (
     read_status,
     request_workers,
@@ -250,6 +250,15 @@ def test_start_without_a_row_does_not_fix_the_thread_count(tmp_path):
         pass
     with open_run(tmp_path, config(run__threads=0), fresh=False, command="train") as run:
         assert run.config.run.threads == torch.get_num_threads() != other
+
+
+def test_a_run_keeps_its_matmul_kernel_on_the_gpu_that_chose_it(tmp_path):
+    assert read_matmul(tmp_path, "one") == ""
+    run = start(tmp_path)
+    run.note_machine("one", any_threads=True)
+    assert read_matmul(run.path, "one") == ""
+    run.note_machine("one", any_threads=True, matmul="tma")
+    assert read_matmul(run.path, "one") == "tma" and read_matmul(run.path, "another") == ""
 
 
 def test_a_run_that_goes_on_with_another_processor_says_so(tmp_path):

@@ -58,8 +58,9 @@ class Workers:
     """Pool of rollout workers, a context; weights reach them with the first `apply`.
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
-    Worker n is on devices[n % len(devices)]; cache_mb, max_batch, splits: of each. restarts: most
-    workers that may be lost; the next one ends the run with a UserError. report: told of losses.
+    Worker n is on devices[n % len(devices)]; cache_mb, max_batch, splits, matmul: of each.
+    restarts: most workers that may be lost; the next one ends the run with a UserError. report:
+    told of losses.
     spawn: starts a worker's process; None: `command`, on this machine.
     """
 
@@ -70,6 +71,7 @@ class Workers:
         devices: Sequence[str] = ("cpu",),
         dtype: str = "float32",
         splits: int = 1,
+        matmul: str = "plain",
         cache_mb: int,
         max_batch: int,
         longest: int,
@@ -93,6 +95,7 @@ class Workers:
             "model_path": model_path,
             "dtype": dtype,
             "splits": splits,
+            "matmul": matmul,
             "cache_bytes": cache_mb << 20,
             "max_batch": max_batch,
             "longest": longest,

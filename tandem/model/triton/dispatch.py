@@ -13,11 +13,24 @@ from typing import Any
 from torch import Tensor
 
 _everywhere = False
+_matmul = "plain"
 
 
 def triton_for(t: Tensor) -> Any:
     """Return the module tandem.model.triton.plans if t is a GPU's tensor, None for the CPU."""
     return import_module("tandem.model.triton.plans") if _everywhere or t.is_cuda else None
+
+
+def matmul_kernel() -> str:
+    """Name the kernel that multiplies on this process's GPU, one of plans.MATMULS."""
+    return _matmul
+
+
+def use_matmul(kernel: str) -> None:
+    """Multiply by that kernel from now on. Other kernels may have other bits, so engine and trainer
+    take the same."""
+    global _matmul
+    _matmul = kernel
 
 
 @contextmanager

@@ -7,7 +7,6 @@ imported. This file knows no layers, plans, sampling or gradients. Checked by `p
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -25,7 +24,6 @@ from tandem.model.triton.matmul_kernels import MATMUL_TILE, matmul_kernel, persi
 
 # Partial results of one attention call; beyond it one program walks all splits of a tile.
 SCRATCH_BYTES = 1 << 28
-MatmulKernel = Literal["plain", "persistent", "tma"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,14 +48,12 @@ class PagedRows:
     max_length: int
 
 
-def matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel: MatmulKernel = "plain"
-) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, kernel: str = "plain") -> Tensor:
     """Multiply x [N, I] with weight [O, I], plus bias [O], to [N, O] of their common dtype.
 
     Sums are float32. Every kernel sums the same tiles in the same order. "persistent" starts one
-    program for each multiprocessor; "tma" does too and reads through tensor descriptors, for which
-    addresses and row strides must be multiples of 16 bytes.
+    program for each multiprocessor; "tma" does too, and reads through tensor descriptors where
+    addresses and row strides are multiples of 16 bytes.
     """
     _need_contiguous_rows(x, weight)
     (rows, inputs), outputs = x.shape, weight.shape[0]
@@ -69,11 +65,10 @@ def matmul(
     if kernel == "plain":
         matmul_kernel[output_tiles, row_tiles](*arguments, **options)
         return out
-    if kernel == "tma":
-        _need_aligned_rows(x, weight)
+    if tma := kernel == "tma" and _aligned_rows(x, weight):
         triton.set_allocator(_descriptor_memory)
     programs = min(_processors(x.device), row_tiles * output_tiles)
-    persistent_matmul_kernel[(programs,)](*arguments, TMA=kernel == "tma", **options)
+    persistent_matmul_kernel[(programs,)](*arguments, TMA=tma, **options)
     return out
 
 
@@ -231,8 +226,6 @@ def _need_contiguous_rows(*tensors: Tensor) -> None:
             raise ValueError(f"{found}, expected 1 in the last dimension")
 
 
-def _need_aligned_rows(*tensors: Tensor) -> None:
-    for t in tensors:
-        if t.data_ptr() % 16 or t.stride(0) * t.element_size() % 16:
-            found = f"a tensor {tuple(t.shape)} at {t.data_ptr():#x} has strides {t.stride()}"
-            raise ValueError(f"{found}, expected addresses and rows of whole 16 bytes for TMA")
+def _aligned_rows(*tensors: Tensor) -> bool:
+    """Tell whether tensor descriptors can describe the tensors."""
+    return not any(t.data_ptr() % 16 or t.stride(0) * t.element_size() % 16 for t in tensors)

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from triton.testing import do_bench_cudagraph as do_bench_cudagraph
 
 from tandem.model.decode_rows import DecodeRows
 from tandem.model.paged_attention import PAGE, Runs
+from tandem.model.triton import ops
+from tandem.model.triton.dispatch import matmul_kernel
 from tandem.model.triton.ops import PagedRows, attention, write_cache
-from tandem.model.triton.ops import matmul as matmul
 from tandem.model.triton.packed_attention import PackedSegments, packed_attention
 from tandem.model.triton.rowwise import add_rms_norm as add_rms_norm
 from tandem.model.triton.rowwise import rms_norm as rms_norm
@@ -24,6 +27,15 @@ from tandem.model.triton.shared_splits import shared_attention, split_tiles
 from tandem.model.triton.vocabulary import log_softmax as log_softmax
 from tandem.model.triton.vocabulary import logprob_slope as logprob_slope
 from tandem.model.triton.vocabulary import target_logprobs as target_logprobs
+
+# Candidates for a linear, which the probe tries (probe.py); the default comes first.
+MATMULS = ("plain", "persistent", "tma", "cublas")
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply as `ops.matmul` by the kernel that this process uses."""
+    kernel = matmul_kernel()
+    return F.linear(x, weight, bias) if kernel == "cublas" else ops.matmul(x, weight, bias, kernel)
 
 
 class TritonPackedPlan:
