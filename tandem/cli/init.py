@@ -118,7 +118,7 @@ def _write(folder: Path, name: str, model: str) -> None:
     write_rows(folder / "train.jsonl", train)
     write_rows(folder / "test.jsonl", test)
     recipe = RECIPE.format(
-        model=model or "model", tokens=256 if model else 8, rate="1e-6" if model else "3e-4"
+        model=model or "model", tokens=128 if model else 8, rate="1e-6" if model else "3e-4"
     )
     override = "" if model else " model.path=runs/recipe-sft/hf/step_000300"
     (folder / "recipe.toml").write_text(recipe + WARM_UP * (not model))
