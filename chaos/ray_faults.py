@@ -39,16 +39,16 @@ from typing import Any
 from chaos.results import Case, Result, tally
 from tandem.run_folder.status import read_status
 from tandem.runtime.processes import ZOMBIE, Process, descendants, state_of
-from tests.support.runs import fingerprint, prepare, rank_pid, run
+from tests.support.runs import fingerprint, prepare, run
 
 FAULTS = 20  # of each kind
 RUNS = 60  # at most, of a kind
 STEPS = 20
 SEED = 0
-SHORT = ["run.save_every=5", "eval.every=10", "rollout.restarts=100", "run.stall_s=120"]
-NODES = ["cluster.nodes=3", "rollout.workers=2", "reward.workers=2"]
+SHORT = ["run.save_every=5", "eval.every=0", "rollout.restarts=100", "run.stall_s=120"]
+NODES = ["cluster.nodes=2", "rollout.workers=2", "reward.workers=2"]
 ACTORS = [*NODES, "cluster.reward_workers=2"]
-RANKS = ["parallel.data=2", "run.threads=1"]
+RANKS = ["parallel.data=2", "run.threads=1", "run.steps=8"]
 QUEUE = [*RANKS, "stream.kind=transfer_queue", "cluster.nodes=1", "rollout.workers=1"]
 # slow enough that a killed worker has a call in flight
 REWARD = """
@@ -76,7 +76,7 @@ class Kind:
 
 KINDS = {
     "actor": Kind(options=NODES, faults=4),
-    "node": Kind(options=ACTORS, faults=2),
+    "node": Kind(options=[*ACTORS, "cluster.nodes=3"], faults=2),
     "reward": Kind(options=NODES, faults=4),
     "reward actor": Kind(options=ACTORS, faults=4),
     "rank": Kind(options=QUEUE, culprit="rank 1"),
@@ -116,7 +116,7 @@ def cases(
         start, target = time.monotonic(), folder / f"{name.replace(' ', '_')}_{number}"
         whole = [*command, *kind.options, f"run.folder={target}"]
         if kind.culprit:
-            fired, wrong = stop_one(name, whole, target, source)
+            fired, wrong = stop_one(name, number, whole, target, source)
         else:
             fired, wrong = strike(name, min(kind.faults, faults - done), whole, target, source)
         if not wrong and fingerprint(target) != expected:
@@ -149,24 +149,27 @@ def strike(
 
 
 def stop_one(
-    name: str, command: Sequence[str], target: Path, source: random.Random
+    name: str, number: int, command: Sequence[str], target: Path, source: random.Random
 ) -> tuple[int, str]:
-    """Make one run that a fault ends, and let the same command go on; return as `strike`."""
+    """Make one run that a fault ends, and let the same command go on; return as `strike`. number:
+    of the trial, for each victim in turns."""
     with started(command, target) as (process, out):
         _wait(process, lambda: bool(_workers(target)), HANG_S)
         _wait(process, lambda: False, source.uniform(0, PAUSE_S))
         victims = _victims(name, process.pid, [])
-        standing = [victim.pid for victim in descendants(process.pid)]
+        standing = descendants(process.pid)
         if process.poll() is not None or not victims:
             return 0, _end(process, out)
-        os.kill(victim := source.choice(victims), signal.SIGKILL)
+        os.kill(victim := victims[number % len(victims)], signal.SIGKILL)
         if wrong := _stopped(process, out, name, victim == process.pid):
             return 1, wrong
         until = time.monotonic() + STOP_S
-        while alive := [pid for pid in standing if state_of(pid) not in ("", ZOMBIE)]:
+        while alive := [p.pid for p in standing if state_of(p.pid) not in ("", ZOMBIE)]:
             if time.monotonic() > until:
                 return 1, f"processes {alive} live {STOP_S:g} s after the run has ended"
             time.sleep(0.1)
+        for session in re.findall(r"(\S*/ray-\w+)/session", " ".join(p.command for p in standing)):
+            shutil.rmtree(session.partition("=")[2] or session, ignore_errors=True)
     with started(command, target) as (process, out):
         return 1, _end(process, out)
 
@@ -236,7 +239,7 @@ def _victims(name: str, driver: int, workers: Sequence[dict[str, Any]]) -> list[
         case "reward actor":
             return [p.pid for p in processes if "RewardWorker" in p.command]
         case "rank":
-            return [pid for rank in (0, 1) if (pid := rank_pid(driver, rank)) is not None]
+            return [driver, *(p.pid for p in processes if _is_rank_1(p))]
         case "unit":
             return [p.pid for p in processes if re.search("StorageUnit|Controller", p.command)]
         case _:
@@ -246,6 +249,14 @@ def _victims(name: str, driver: int, workers: Sequence[dict[str, Any]]) -> list[
                 if p.parent == driver and "tandem.rewards.pool.fork_server" in p.command
             }
             return [p.pid for p in processes if p.parent in servers]
+
+
+def _is_rank_1(process: Process) -> bool:
+    """Tell whether a process is the trainer's second rank, on whatever node."""
+    with suppress(OSError):
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        return "-m tandem train" in process.command and b"RANK=1" in environment
+    return False
 
 
 def _is_used_node(process: Process, used: set[str]) -> bool:

@@ -6,7 +6,6 @@ again with the same bits. Ctrl-C and SIGTERM save first.
 """
 
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -217,11 +216,10 @@ class _TrainLoop:
 
     def write_status(self) -> None:
         """Write who runs where and does what, for `tandem status`."""
-        node, is_end = socket.gethostname(), self.done == self.job.steps
-        state = "done" if is_end else "training"
+        state = "done" if self.done == self.job.steps else "training"
         ranks = [
             {"role": f"trainer rank {rank}", "node": node, "pid": pid, "state": state}
-            for rank, pid in enumerate(_ranks(self.job).pids())
+            for rank, (node, pid) in enumerate(_ranks(self.job).where())
         ]
         write_status(self.run.path, self.done, self.job.steps, [*ranks, *self.job.workers()])
 

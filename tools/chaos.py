@@ -44,7 +44,7 @@ SECTIONS = (
     Section(name="rank_kills", run=rank_kills.section, deadline_s=3600),
     Section(name="workers", run=workers.section, deadline_s=3600),
     Section(name="ranks", run=ranks.section, deadline_s=2400),
-    Section(name="ray", run=ray_faults.section, deadline_s=7200),
+    Section(name="ray", run=ray_faults.section, deadline_s=14400),
     Section(name="schedules", run=schedules.section, deadline_s=2400),
     Section(name="historical", run=historical.section, deadline_s=1200),
     Section(name="leaving", run=leaving.section, deadline_s=5400),

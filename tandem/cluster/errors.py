@@ -1,6 +1,14 @@
 """The UserErrors of a Ray cluster."""
 
+from collections.abc import Mapping
+
 from tandem.runtime.errors import UserError
+
+
+def last_line(text: str) -> str:
+    """Return the last line of what Ray says of an actor's end, without its guesses at causes."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].split(" Some common causes")[0] if lines else ""
 
 
 def no_ray() -> UserError:
@@ -47,6 +55,18 @@ def not_started(error: Exception) -> UserError:
         found=str(error).splitlines()[0][:300] if str(error) else type(error).__name__,
         expected="a node within 30 s, in three tries",
         next="try again when the machine is less busy, or cluster.nodes=0",
+    )
+
+
+def no_room_for_ranks(count: int, each: Mapping[str, float], found: str) -> UserError:
+    """Report a cluster without room for the trainer's ranks. found: what its nodes have free."""
+    needs = " and ".join(f"{amount:g} {what}" for what, amount in each.items())
+    return UserError(
+        "the Ray cluster has no room for the trainer's ranks",
+        where="cluster.trainers = ray",
+        found=found,
+        expected=f"{needs} for each of {count} ranks after rank 0",
+        next="look with `ray status`; free some, start other nodes, or cluster.trainers=driver",
     )
 
 

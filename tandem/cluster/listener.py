@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 
-from tandem.cluster.node_worker import CONNECT_S
 from tandem.runtime.worker_channel import Channel, Message, ProtocolError
 
+CONNECT_S = 10.0  # for a connection, and for its first line
 HANDSHAKE_BYTES = 4096
 MOST_PENDING = 1024  # connections without a handshake yet
 

@@ -8,28 +8,38 @@ import socket
 import sys
 import threading
 import traceback
+from typing import ClassVar
 
+from tandem.cluster.listener import CONNECT_S
+from tandem.cluster.logs import redirect_output
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.runtime.worker_channel import Channel, Message
-
-CONNECT_S = 10.0  # for a connection, and for its first line
 
 
 class NodeWorker:
     """A process on a node that serves a pool of the driver; Ray calls its methods."""
 
+    role: ClassVar[str]  # in the status of a run
+
     def __init__(self) -> None:
         self._thread = 0
 
     def serve(self, address: tuple[str, int], handshake: Message) -> None:
-        """Serve the pool at that address until the connection ends."""
+        """Serve the pool at that address until the connection ends. handshake: with the way of a
+        log, if there is one."""
         self._thread = threading.get_ident()
+        if log := handshake.pop("log", None):
+            redirect_output(log)
         connection = socket.create_connection(address, CONNECT_S)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = Channel(connection, MAX_LINE_BYTES)
         channel.send({**handshake, "pid": os.getpid()})
-        self.run(channel)
+        try:
+            self.run(channel)
+        except Exception:
+            traceback.print_exc()  # Ray only tells the driver
+            raise
 
     def run(self, channel: Channel) -> None:
         """Do the work of this kind of worker until the channel ends."""

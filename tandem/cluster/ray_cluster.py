@@ -23,7 +23,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -32,22 +32,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.cluster.errors import no_ray, not_joined, not_started, too_small
+from tandem.cluster.errors import last_line, no_ray, not_joined, too_small
 from tandem.cluster.listener import Listener
+from tandem.cluster.logs import LogFiles
 from tandem.cluster.node_worker import NodeWorker
 from tandem.cluster.object_weights import ObjectWeights
+from tandem.cluster.placement import named_nodes
 from tandem.cluster.reward_worker import RewardWorker
 from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.cluster.this_machine import (
     environment,
     free_ports,
     keeping_sigterm,
-    kill_since,
     loopback,
     own_token,
     require_listener,
     short_folder,
+    start_nodes,
 )
+from tandem.cluster.trainer_ranks import TrainerRanks
 from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.runtime import numerics
@@ -62,10 +65,11 @@ try:
 except ModuleNotFoundError:
     raise no_ray() from None
 
+Report = Callable[[str], None]
+
 STACK_S = 2.0
 RAY_CONFIG: Any = ray._raylet.Config  # type: ignore[attr-defined]
 NODES_S = 60.0  # for the nodes of a cluster that is joined
-START_TRIES = 3  # of a cluster on this machine: Ray gives up when a loaded machine is slow
 NODE_CPUS = 64  # of a node on this machine, for Ray's books: workers share its cores
 SPARE_BYTES = 80 << 20  # the least that Ray takes for a node's objects
 HEAD: dict[str, Any] = {
@@ -99,12 +103,13 @@ def worker_variables() -> dict[str, str]:
 class RayHost:
     """A worker's actor, as the pool holds it. Implements process.Host."""
 
-    def __init__(self, cluster: "RayCluster", actor: Any, node_id: str):
-        self.cluster, self.actor, self.node_id = cluster, actor, node_id
+    def __init__(self, cluster: "RayCluster", actor: Any, node_id: str, name: str):
+        self.cluster, self.actor, self.node_id, self.name = cluster, actor, node_id, name
         self.node, self.pid = cluster.address_of(node_id), 0
         self._channel: Channel | None = None
         self.handshake = {**cluster.listener.expect(self._on_connected), "node": node_id}
-        self._ended = actor.serve.remote(cluster.listener.address, self.handshake)
+        log = cluster.logs and cluster.logs.expect(name, self.node)
+        self._ended = actor.serve.remote(cluster.listener.address, {**self.handshake, "log": log})
 
     def _on_connected(self, connection: socket.socket, handshake: Message) -> None:
         self._channel = Channel(connection, MAX_LINE_BYTES)
@@ -127,12 +132,12 @@ class RayHost:
             return ""
 
     def last_words(self) -> str:
-        return "\n".join(self._error().strip().splitlines()[-LAST_LINES:])
+        error, logs = self._error(), self.cluster.logs
+        written = logs.last_lines(self.name, LAST_LINES) if logs else ""
+        return written or "\n".join(error.strip().splitlines()[-LAST_LINES:])
 
     def how_it_ended(self) -> str:
-        lines = [line.strip() for line in self._error().splitlines() if line.strip()]
-        # Ray guesses at causes, at length
-        return lines[-1].split(" Some common causes")[0] if lines else "it closed its connection"
+        return last_line(self._error()) or "it closed its connection"
 
     def _error(self) -> str:
         try:
@@ -156,7 +161,7 @@ class RayHost:
 class RayCluster:
     """A running Ray cluster. `spawn` starts workers of one kind on its nodes, which connect back to
     this process's node. worker: their class; gpus, cpus: of each one; runtime_env: Ray's, if a
-    worker's process is not to have the node's environment."""
+    worker's process is not to have the node's environment; logs: of what they print."""
 
     def __init__(
         self,
@@ -164,9 +169,12 @@ class RayCluster:
         runtime_env: dict[str, Any] | None,
         worker: type[NodeWorker] = RolloutActor,
         cpus: int = 1,
+        logs: LogFiles | None = None,
     ):
-        address = self.address_of(ray.get_runtime_context().get_node_id())
-        self.listener = Listener(address)
+        self.home = str(ray.get_runtime_context().get_node_id())  # the node of this process
+        self.listener = Listener(self.address_of(self.home))
+        self.gpus, self.logs, self.role = gpus, logs, worker.role
+        self.placement: str | list[str] = "spread"
         self._hosts: list[RayHost] = []
         self._last_node: dict[int, str] = {}  # of each worker number
         as_actor: Any = ray.remote
@@ -181,27 +189,41 @@ class RayCluster:
     def for_rewards(self) -> "RayCluster":
         """Return the same nodes for reward workers. These ask Ray for nothing, so none waits for a
         rollout worker's CPU."""
-        return RayCluster(0, self._options["runtime_env"], RewardWorker, cpus=0)
+        return RayCluster(0, self._options["runtime_env"], RewardWorker, 0, self.logs)
 
     def spawn(self, number: int) -> RayHost:
-        """Start the worker of that number: on the node with the fewest, and not where one of its
+        """Start the worker of that number where `placement` says: packed it is on this process's
+        node as long as that has room, else on the node with the fewest, and not where one of its
         number has been lost. Of equal nodes it takes the first by address."""
-        node = self._choose(number)
+        packs, pins = self.placement == "pack", isinstance(self.placement, list)
+        node = self.home if packs else self._choose(number)
         self._last_node[number] = node
         # only who asks for nothing has room on the node in any case
-        where = NodeAffinitySchedulingStrategy(node_id=node, soft=self._options["num_cpus"] > 0)
+        soft = self._options["num_cpus"] > 0 and not pins
+        where = NodeAffinitySchedulingStrategy(node, soft=soft, _spill_on_unavailable=packs)
         actor = self._actor.options(**self._options, scheduling_strategy=where).remote()
-        host = RayHost(self, actor, node)
+        host = RayHost(self, actor, node, f"{self.role} {number}")
         self._hosts.append(host)
         return host
 
     def _choose(self, number: int) -> str:
         here = [host.node_id for host in self._hosts]
-        alive = self.nodes()
+        pinned = isinstance(self.placement, list)
+        alive = named_nodes(ray.nodes(), self.placement) if pinned else self.nodes()
         return min(
             alive,
             key=lambda node: (node == self._last_node.get(number), here.count(node), alive[node]),
         )
+
+    def place(self, placement: str | list[str]) -> None:
+        """Place workers as `cluster.placement` says. Raises UserError for a node that is none."""
+        for name in placement if isinstance(placement, list) else ():
+            named_nodes(ray.nodes(), [name])
+        self.placement = placement
+
+    def open_ranks(self, command: Sequence[str], count: int, report: Report) -> TrainerRanks:
+        """Reserve room for ranks after 0, which run Python with that command; `close` it."""
+        return TrainerRanks(ray, self, command, count, report)
 
     def nodes(self) -> dict[str, str]:
         """Return the addresses of the nodes that live, by their ids."""
@@ -297,29 +319,13 @@ def local_nodes(nodes: int, object_bytes: int, gpus: int = 0) -> Iterator[LocalN
         with environment(variables):
             RAY_CONFIG.initialize("")  # it was read with the import
             with keeping_sigterm():
-                local = _start_nodes(nodes, lambda: LocalNodes(folder, object_bytes, gpus))
+                local = start_nodes(nodes, lambda: LocalNodes(folder, object_bytes, gpus))
             try:
                 yield local
             finally:
                 local.end()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start_nodes(nodes: int, make: Callable[[], LocalNodes]) -> LocalNodes:
-    """Start the nodes; a second time if Ray gives up."""
-    standing = {process.pid for process in descendants(os.getpid())}
-    for tries_left in reversed(range(START_TRIES)):
-        try:
-            local = make()
-            for _ in range(nodes):
-                local.add()
-            return local
-        except Exception as error:  # Ray raises bare Exceptions
-            kill_since(standing)
-            if not tries_left:
-                raise not_started(error) from error
-    raise AssertionError("unreachable")
 
 
 @contextmanager
@@ -374,16 +380,12 @@ def join_cluster(address: str, nodes: int, gpus: int = 0) -> Iterator[RayCluster
 
 
 @contextmanager
-def open_ray(address: str, nodes: int) -> Iterator[None]:
-    """Have this process in a Ray cluster: the one it is in already, or the one at `address`, or a
-    new one on this machine."""
+def open_ray() -> Iterator[None]:
+    """Have this process in a Ray cluster: the run's own, or a new one on this machine."""
     if ray.is_initialized():
         yield
-    elif address:
-        with join_cluster(address, nodes):
-            yield
     else:
-        with start_cluster(max(1, nodes), SPARE_BYTES):
+        with start_cluster(1, SPARE_BYTES):
             yield
 
 

@@ -2,8 +2,8 @@
 
     any thread             this thread                               a node (reward_worker.py)
     ----------             -----------                               -------------------------
-    submit -> todo, wake   _scale     between 1 and `most` workers
-                           _dispatch  at most `depth` calls each -->  its RewardPool scores
+    submit -> todo, wake   _dispatch  at most `depth` calls each -->  its RewardPool scores
+                           _scale     between 1 and `most` workers
     future <- _on_message  _on_readable                          <--  {"id": 7, "reward": ...}
                            _check_silence   its calls go to others
 
@@ -105,13 +105,13 @@ class RewardActors(TaskThread):
         ]
 
     def _step(self) -> None:
-        self._scale()
         self._dispatch()
+        self._scale()  # by what could not be given out
         for key, events in self._wait():
             if (worker := key.data) is None:
                 self._waker.clear()
                 continue
-            if events & selectors.EVENT_READ:
+            if events & selectors.EVENT_READ and worker in self._workers.values():
                 self._on_readable(worker)
             if events & selectors.EVENT_WRITE and worker in self._workers.values():
                 self._flush(worker)

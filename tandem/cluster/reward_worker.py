@@ -32,6 +32,8 @@ from tandem.types import Score
 class RewardWorker(NodeWorker):
     """A NodeWorker that scores."""
 
+    role = "reward worker"
+
     def run(self, channel: Channel) -> None:
         serve_from_start(channel, partial(load_pool, channel))
 

@@ -18,6 +18,8 @@ TAKE_S = 600.0  # for weights to reach a node
 class RolloutWorker(NodeWorker):
     """A NodeWorker that runs engine/worker_pool/worker.py."""
 
+    role = "rollout worker"
+
     def __init__(self) -> None:
         super().__init__()
         self._taken: dict[int, Array] = {}  # weights, by the number that an offer names

@@ -8,14 +8,16 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from tandem.cluster.errors import not_joined
+from tandem.cluster.errors import not_joined, not_started
 from tandem.runtime.processes import descendants
 
 LISTENER_S = 10.0
+START_TRIES = 3  # of a cluster here: Ray gives up when a loaded machine is slow
 MAX_FOLDER = 27  # characters, and 13 more: the path of a Unix socket below has at most 107
 
 
@@ -85,3 +87,19 @@ def kill_since(standing: Collection[int]) -> None:
         if process.pid not in standing:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
+
+
+def start_nodes(nodes: int, make: Callable[[], Any]) -> Any:
+    """Make LocalNodes (ray_cluster.py) and start nodes; again if Ray gives up. Raises UserError."""
+    standing = {process.pid for process in descendants(os.getpid())}
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            local = make()
+            for _ in range(nodes):
+                local.add()
+            return local
+        except Exception as error:  # Ray raises bare Exceptions
+            kill_since(standing)
+            if not tries_left:
+                raise not_started(error) from error
+    raise AssertionError("unreachable")

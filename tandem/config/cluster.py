@@ -47,8 +47,24 @@ class Cluster(Section):
         description="most Ray actors that score, each with reward.workers processes; one joins "
         "when calls wait and leaves when idle; 0: the driver's machine scores",
     )
+    placement: Literal["spread", "pack"] | list[str] = Field(
+        "spread",
+        description="rollout workers: spread over the nodes; pack: on the driver's node first; or "
+        "the names or addresses of their nodes",
+    )
+    trainers: Literal["driver", "ray"] = Field(
+        "driver",
+        description="ranks after 0 of [parallel]. driver: processes of the driver's machine, or "
+        "those of torchrun or Slurm; ray: processes on the nodes, the driver's first",
+    )
 
     def contradictions(self) -> Iterator[str]:
+        if self.trainers == "ray" and not self.nodes:
+            yield "cluster.trainers: ray needs nodes to start ranks on (cluster.nodes)"
+        if self.placement != "spread" and not self.nodes:
+            yield "cluster.placement: has no effect without cluster.nodes, which it chooses among"
+        if self.placement == []:
+            yield "cluster.placement: a list names at least one node"
         if self.address and not self.nodes:
             yield "cluster.address: has no effect without cluster.nodes, how many nodes it has"
         if self.reward_workers and not self.nodes:

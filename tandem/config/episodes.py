@@ -181,13 +181,18 @@ class Rollout(Section):
     workers: int = Field(
         0, ge=0, description="rollout processes, one thread each; 0: in the trainer's own process"
     )
+    tensor_parallel: int = Field(
+        1, ge=1, description="processes that divide the model of one rollout worker; vLLM alone"
+    )
     restarts: int = Field(
         10,
         ge=0,
         description="restarts of rollout processes, or losses of servers, before the run gives up",
     )
     devices: list[Device] = Field(
-        [], description="devices of the rollout processes, in turn; empty: that of model.device"
+        [],
+        description="devices of the rollout processes, in turn, tensor_parallel of them for each; "
+        "empty: that of model.device",
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -195,6 +200,14 @@ class Rollout(Section):
             yield "rollout.stop: an empty string would end every completion at once"
         if self.engine.startswith("http") and self.workers:
             yield "rollout.workers: processes of this machine, and rollout.engine names servers"
+        if self.tensor_parallel > 1 and self.engine != "vllm":
+            yield "rollout.tensor_parallel: only rollout.engine=vllm divides a worker's model"
+        gpus = {device for device in self.devices if device != "cpu"}
+        if len(gpus) % self.tensor_parallel:
+            yield (
+                "rollout.devices: each rollout process needs rollout.tensor_parallel="
+                f"{self.tensor_parallel} GPUs of its own"
+            )
         if self.engine == "vllm":
             yield from self._vllm_contradictions()
 
@@ -205,6 +218,8 @@ class Rollout(Section):
                 "rollout.workers: vLLM runs in rollout processes, so rollout.engine=vllm needs at "
                 "least 1"
             )
+        if self.release_cache is True:
+            yield "rollout.release_cache: the cache of rollout.engine=vllm keeps its memory"
         if not 0.01 <= self.temperature <= 2:
             yield (
                 "rollout.temperature: vLLM raises lower ones to 0.01 and refuses those above 2, so "

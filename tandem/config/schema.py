@@ -129,7 +129,10 @@ class Config(Section):
 
     def _cluster_contradictions(self) -> Iterator[str]:
         nodes, transport = self.cluster.nodes, self.weights.transport
-        if nodes and not self.rollout.workers and self.stream.kind == "memory":
+        on_ray = self.cluster.trainers == "ray"
+        if on_ray and self.parallel.processes == 1:
+            yield "cluster.trainers: ray starts the ranks after 0, and [parallel] has one process"
+        if nodes and not (self.rollout.workers or self.stream.kind != "memory" or on_ray):
             yield (
                 "cluster.nodes: rollout workers run on them, and rollout.workers=0 has none; e.g. "
                 f"rollout.workers={nodes}"

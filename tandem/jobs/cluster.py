@@ -54,11 +54,13 @@ def worker_device(config: Config, device: str) -> str:
 
 
 @contextmanager
-def open_cluster(config: Config) -> Iterator["RayCluster | None"]:
-    """Start or join the config's Ray cluster; yields None without one. Raises UserError."""
+def open_cluster(config: Config, folder: Path) -> Iterator["RayCluster | None"]:
+    """Start or join the config's Ray cluster; yields None without one. folder: of the run, which
+    gets the logs of its processes. Raises UserError."""
     if not config.cluster.nodes:
         yield None
         return
+    from tandem.cluster.logs import LogFiles
     from tandem.cluster.ray_cluster import join_cluster, start_cluster
 
     nodes, gpus = config.cluster.nodes, int(placement(config).device.type == "cuda")
@@ -67,12 +69,16 @@ def open_cluster(config: Config) -> Iterator["RayCluster | None"]:
     else:
         opened = start_cluster(nodes, _object_bytes(config), gpus)
     with opened as running:
-        yield running
+        running.place(config.cluster.placement)
+        with closing(LogFiles(running.listener.address[0], folder / "workers")) as running.logs:
+            yield running
 
 
 def _object_bytes(config: Config) -> int:
     """Return the room for weights in a node's store: the versions that are kept, one on its way,
     and one that a worker still loads; of each what changed, too."""
+    if not config.rollout.workers:
+        return 0
     sizes = model_sizes(config, "train")
     versions = (config.rollout.staleness + 3) * (1 + config.weights.delta)
     return versions * sizes.policy * sizes.place.dtype.itemsize

@@ -297,6 +297,7 @@ def _start_workers(
         devices=rollout.devices or [worker_device(config, str(model.device))],
         dtype=placement(config).dtype_name,
         splits=model.splits,
+        tensor_parallel=rollout.tensor_parallel,
         matmul=matmul_kernel(),
         cache_mb=rollout.cache_mb,
         max_batch=rollout.max_batch,

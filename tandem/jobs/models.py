@@ -33,6 +33,8 @@ def placement(config: Config) -> Placement:
         from tandem.train.parallel.checks import own_gpu
 
         own = here(os.environ, config.parallel.processes)
+        if config.cluster.trainers == "ray":  # which shows each process its own GPU
+            own = replace(own, local_rank=0, local_size=1)
         number = own_gpu(config.model.device, own, torch.cuda.device_count())
         return replace(place, device=torch.device("cuda", number))
     return place

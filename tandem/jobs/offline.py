@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.config.schema import SFT, Config, Preference
 from tandem.data.mixture import problems_of_step
+from tandem.jobs.cluster import open_cluster
 from tandem.jobs.engines import (
     Report,
     build_engine,
@@ -264,7 +265,11 @@ def open_offline_job(config: Config, run: RunFolder, report: Report) -> Iterator
     prepare_process(config)
     read_inputs, make_job = OFFLINE[run.command]
     inputs = read_inputs(config)
-    with open_ranks(config, run) as ranks:
+    on_ray = config.cluster.trainers == "ray"
+    with (
+        open_cluster(config, run.path) if on_ray else nullcontext() as cluster,
+        open_ranks(config, run, report, cluster=cluster) as ranks,
+    ):
         job = make_job(config, inputs, ranks, report)
         found = probe_exactness(config, job.learner.whole, report, folder=run.path)
         note_machine(run, found, report)

@@ -12,8 +12,8 @@ would, and the others do their part of each step, on its orders (follow.py).
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +27,7 @@ from tandem.runtime.place import here
 from tandem.train.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
+    from tandem.cluster.ray_cluster import RayCluster
     from tandem.train.parallel.processes import Processes
 
 PROCESSES_PER_CORE = 4  # of a mesh on one machine
@@ -38,29 +39,42 @@ def is_follower(config: Config) -> bool:
 
 
 @contextmanager
-def open_ranks(config: Config, run: RunFolder, run_id: str = "") -> Iterator[Ranks]:
+def open_ranks(
+    config: Config,
+    run: RunFolder,
+    report: Callable[[str], None],
+    run_id: str = "",
+    cluster: "RayCluster | None" = None,
+) -> Iterator[Ranks]:
     """Open the trainer's processes as rank 0 sees them. Unless torchrun or Slurm has started the
-    others, they are started on this machine. run_id: of its journal, which only this process
-    computes, as it hashes all inputs."""
+    others, they are started on this machine, or on the cluster (cluster.trainers). run_id: of its
+    journal, which only this process computes, as it hashes all inputs."""
     if config.parallel.processes == 1 and config.train.backend == "tandem":
         require_size(here(os.environ, 1).size, 1)
         yield ALONE
         return
-    from tandem.train.parallel.processes import join
+    from tandem.train.parallel.processes import join, start_here
 
-    size, command = config.parallel.processes, list[str]()
-    place = here(os.environ, size)
-    if place.port == 0:
-        require_cores(config)
-        command = [sys.executable, "-m", "tandem", run.command, str(run.path / "config.toml")]
-    require_size(place.size, size)
-    with join(
-        place,
-        timeout_s=config.parallel.timeout_s,
-        stall_s=config.run.stall_s,
-        command=command,
-        log=run.path / "log.txt",
-    ) as processes:
+    place = here(os.environ, config.parallel.processes)
+    require_size(place.size, config.parallel.processes)
+    with ExitStack() as opened:
+        start = None
+        if place.port == 0:
+            if cluster is None:
+                require_cores(config)
+            command = ["-m", "tandem", run.command, str(run.path.absolute() / "config.toml")]
+            start = start_here([sys.executable, *command])
+            if cluster is not None and config.cluster.trainers == "ray":
+                others = cluster.open_ranks(command, place.size - 1, report)
+                start, place = opened.enter_context(closing(others)).start, others.meet(place)
+        join_others = join(
+            place,
+            timeout_s=config.parallel.timeout_s,
+            stall_s=config.run.stall_s,
+            start=start,
+            log=run.path / "log.txt",
+        )
+        processes = opened.enter_context(join_others)
         processes.order("begin", folder=str(run.path), run_id=run_id)
         yield make_ranks(config, processes)
 

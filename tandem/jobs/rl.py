@@ -128,9 +128,9 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
     mesh = config.parallel.mesh
     journal = Journal(run.episodes, run_id, inputs.problems, mesh)
     with (
-        open_cluster(config) as cluster,
+        open_cluster(config, run.path) as cluster,
         open_envs_and_rewards(config, cluster, report) as (envs, rewards),
-        open_ranks(config, run, run_id) as ranks,
+        open_ranks(config, run, report, run_id, cluster) as ranks,
     ):
         models = (build_distill_models if distills else build_rl_models)(config, ranks)
         policy = models.policy.whole

@@ -28,7 +28,7 @@ def open_stream(config: Config, ranks: Ranks) -> Iterator[Stream]:
     from tandem.cluster.ray_cluster import open_ray
     from tandem.stream.transfer_queue import start_servers
 
-    with open_ray(config.cluster.address, config.cluster.nodes):
+    with open_ray():
         servers, handles = start_servers(config.cluster.nodes, START_S)
         ranks.order("join_stream", servers=asdict(servers))
         with closing(_join(config, servers, ranks)) as stream:

@@ -31,6 +31,7 @@ from tandem.types import SamplingDistribution
 # Row counts at which kernels were seen to change, and those around a block of queries.
 ROWS = (*SHORT, *LONG)
 PACKED_ROWS = 640  # rows of a packed pass
+GPU_ROWS = (1024, 4096, 8192)  # of larger ones: cuBLAS takes other kernels for them
 # Rows of the output projection: one costs as much as a layer. A chunk's rows are added.
 HEAD_ROWS = (4, 32)
 GRADIENT_ROWS, HEAD_GRADIENT_ROWS = 330, 37
@@ -171,11 +172,17 @@ def _linears_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
     differing = []
     for (outputs, inputs), linear in _linears(model).items():
         if linear is model.head:
-            counts = [*HEAD_ROWS, min(chunks(PACKED_ROWS, outputs)[0].stop, PACKED_ROWS)]
+            few = ROWS if triton_for(model.head.weight) else HEAD_ROWS
+            counts = [
+                *few,
+                max(few[-1] + 1, min(chunks(PACKED_ROWS, outputs)[0].stop, PACKED_ROWS)),
+            ]
         else:
             drawn = torch.randint(1, PACKED_ROWS, (3,), generator=noise).tolist()
-            counts = [*ROWS, *drawn, PACKED_ROWS]
-        if HAS_PREPACKED:  # counts that round up to the same number are the same product
+            many = GPU_ROWS if model.device.type == "cuda" else ()
+            counts = [*ROWS, *drawn, PACKED_ROWS, *many]
+        # on a CPU counts that round up to the same number are the same product
+        if HAS_PREPACKED and not triton_for(model.head.weight):
             counts = sorted({padded_rows(rows, model.dtype): rows for rows in counts}.values())
         x = random_like(model, noise, counts[-1], inputs)
         counts = _differing_counts(linear, x, counts[:-1])

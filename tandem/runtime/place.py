@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PORT = 29500
+NODE = "TANDEM_NODE"  # in the environment: what the cluster calls this machine
 # By how a place is named: that of the process it is given to, and not of those that it starts.
 _NAMES = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|TANDEM_NODE"
 )
 
 
@@ -27,6 +28,7 @@ class Place:
     port: int  # 0: a free one, as this process starts the others
     job: str = ""  # of torchrun or Slurm, which other jobs of these machines do not share
     by_slurm: bool = False
+    node: str = ""  # what the cluster calls this machine
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
@@ -69,6 +71,7 @@ def _by_torchrun(environment: Mapping[str, str]) -> Place:
         address=environment.get("MASTER_ADDR", "127.0.0.1"),
         port=int(environment.get("MASTER_PORT", PORT)),
         job=environment.get("TORCHELASTIC_RUN_ID", ""),
+        node=environment.get(NODE, ""),
     )
 
 

@@ -5,6 +5,7 @@ decided here and nowhere else, so that algorithms are written once."""
 
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,9 +59,9 @@ class Ranks:
     def take(self, key: str) -> Any:
         """Wait for a posted value, in any thread of rank 0; None if it does not come."""
 
-    def pids(self) -> list[int]:
-        """Return the process of each rank, of those that this one or rank 0 knows."""
-        return [os.getpid()]
+    def where(self) -> list[tuple[str, int]]:
+        """Return the machine and the pid of each rank."""
+        return [(socket.gethostname(), os.getpid())]
 
     def divide(self, model: ExactModel, dtype: torch.dtype) -> ExactModel:
         """Divide a model among the processes, with float32 weights; return what they train.

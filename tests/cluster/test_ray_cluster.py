@@ -8,18 +8,15 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from contextlib import contextmanager
 
 import pytest
 
 from tandem.cluster.listener import Listener
 from tandem.run_folder.status import read_status
-from tandem.runtime.processes import ZOMBIE, state_of
 from tests.support.command import assert_is_a_users_error, tandem
+from tests.support.gated import DEADLINE_S, gated, until, until_gone
 from tests.support.runs import fingerprint
-
-DEADLINE_S = 240.0
 
 
 @contextmanager
@@ -41,14 +38,6 @@ def running(command, folder, *overrides):
             process.wait()
 
 
-def until(condition):
-    ends = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < ends
-        time.sleep(0.02)
-    return found
-
-
 def workers(folder, kind="rollout"):
     """The workers of a kind in the status of a run."""
     status = read_status(folder) or {"processes": []}
@@ -57,33 +46,6 @@ def workers(folder, kind="rollout"):
 
 def joined(nodes, count=2):
     return [f"cluster.address={nodes.address}", "cluster.nodes=2", f"rollout.workers={count}"]
-
-
-@contextmanager
-def gated(run):
-    """Yields allow(steps): lets the run do so many steps, and waits for them. The next one is held
-    where its episodes are scored, so what happens then is seen in the step behind it, in any case.
-    Afterwards the run goes on."""
-    gate = run.parent / "gate.json"
-
-    def write(steps):
-        temporary = gate.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"run": str(run), "steps": steps}))
-        temporary.replace(gate)
-
-    def allow(steps):
-        write(steps)
-        until(lambda: (read_status(run) or {"step": 0})["step"] == steps)
-
-    write(0)
-    try:
-        yield allow
-    finally:
-        write(1 << 30)
-
-
-def until_gone(pid):
-    until(lambda: state_of(pid) in ("", ZOMBIE))
 
 
 def test_a_run_on_two_nodes_has_the_bits_of_one_process(nodes, inputs, inline):

@@ -287,6 +287,17 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
     ("rl.loss", ["rl.loss=reinforce", "rollout.staleness=1"], ["rl.correction=tis"]),
     ("rollout.staleness", ["rollout.staleness=100"], ["rollout.staleness=99"]),
     ("rollout.workers", ["rollout.engine=vllm"], ["rollout.workers=1"]),
+    ("rollout.tensor_parallel", ["rollout.tensor_parallel=2"], VLLM),
+    (
+        "rollout.release_cache",
+        [*VLLM, "rollout.release_cache=true"],
+        ["rollout.release_cache='auto'"],
+    ),
+    (
+        "rollout.devices",
+        [*VLLM, "rollout.tensor_parallel=2", "rollout.devices=['cuda:1']"],
+        ["rollout.devices=['cuda:1', 'cuda:2']"],
+    ),
     ("rollout.temperature", [*VLLM, "rollout.temperature=2.5"], ["rollout.temperature=2"]),
     ("rollout.temperature", [*VLLM, "rollout.temperature=0.001"], ["rollout.engine=tandem"]),
     ("rollout.min_p", [*VLLM, "rollout.min_p=0.1", "rollout.top_p=0.9"], ["rollout.top_p=1"]),
@@ -370,6 +381,10 @@ CONTRADICTIONS = [  # the key that is named, what is wrong, what mends it
         ["stream.kind=transfer_queue", "run.stall_s=10", "cluster.nodes=1"],
         ["run.stall_s=20"],
     ),
+    ("cluster.placement", ["cluster.placement=pack"], ON_RAY),
+    ("cluster.placement", [*ON_RAY, "cluster.placement=[]"], ["cluster.placement=pack"]),
+    ("cluster.trainers", ["cluster.trainers=ray", "parallel.data=2"], ON_RAY),
+    ("cluster.trainers", [*ON_RAY, "cluster.trainers=ray"], ["parallel.data=2"]),
     ("cluster.address", ["cluster.address=h:1"], ON_RAY),
     ("cluster.reward_workers", ["cluster.reward_workers=2"], ON_RAY),
     ("cluster.address", [*ON_RAY, "cluster.address=h"], ["cluster.address=h:1"]),
@@ -395,7 +410,7 @@ def test_every_contradiction_is_among_those_tested():
     files = Path(schema.__file__).parent.glob("*.py")
     keys = [re.findall(r'yield \(?\s*f?"([a-z]+\.[a-z_]+): ', file.read_text()) for file in files]
     there = Counter(key for of_file in keys for key in of_file)
-    assert there.total() == 67
+    assert there.total() == 74
     assert there - Counter(key for key, _, _ in CONTRADICTIONS) == Counter()
 
 

@@ -4,7 +4,9 @@ ends of Tandem's completions, pauses, and an interpreter that is not there.
 One vLLM is started for the file, where an interpreter has it.
 """
 
+import os
 import re
+import signal
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -21,7 +23,7 @@ from tandem.engine.ending import find_ending
 from tandem.engine.packed import packed_logprobs
 from tandem.engine.sync_check import make_probe
 from tandem.engine.worker_pool import vllm_worker
-from tandem.engine.worker_pool.pool import Workers
+from tandem.engine.worker_pool.pool import Workers, devices_of
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny
 from tandem.model.tokenizer import decode_text, load_tokenizer
@@ -33,7 +35,7 @@ from tandem.types import SamplingParams
 from tandem.weights.shared import SharedWeights
 from tests.support.runs import prepare
 from tests.support.waiting import eventually
-from tests.support.working import all_idle, groups, request, run, until
+from tests.support.working import all_idle, groups, processes, request, run, until
 
 GAP = 1e-4  # nats, in float32; another kernel adds in another order
 LONGEST = 256
@@ -54,9 +56,9 @@ needs_vllm = pytest.mark.skipif(bool(why_none()), reason=f"no vLLM: {why_none()}
 
 
 @contextmanager
-def vllm_workers(path, command):
+def vllm_workers(path, command, tensor_parallel=1):
     """A worker with vLLM, the trainer's model, whose head is tied, and its published weights."""
-    make_tiny(path, **SHAPE)
+    make_tiny(path, **{**SHAPE, "kv_heads": tensor_parallel})
     model, reports = load_model(path), []
     assert model.config.tie_word_embeddings
     with (
@@ -72,6 +74,7 @@ def vllm_workers(path, command):
             weights=shared,
             report=reports.append,
             command=command,
+            tensor_parallel=tensor_parallel,
         ) as workers,
     ):
         publish(shared, model, 0)
@@ -152,6 +155,53 @@ def test_a_tied_head_that_is_not_renewed_stops_the_run_at_the_sync(tmp_path):
     with stops as caught, vllm_workers(str(tmp_path), command):
         pass
     assert "tied head" in caught.value.next and "weights 0" in caught.value.where
+
+
+@needs_vllm
+def test_new_weights_reach_every_tensor_parallel_rank_and_none_outlives_its_worker(tmp_path):
+    with vllm_workers(str(tmp_path), vllm_worker.command(), tensor_parallel=2) as opened:
+        workers, model, shared, _ = opened
+        change(model, seed=1)
+        publish(shared, model, 1)
+        workers.apply(1)
+        requests = every_kind()
+        assert largest_gap(model, requests, run(workers, requests)) < GAP
+        assert 0 < workers.logprob_gap() < GAP
+        [worker] = processes(workers)
+        ranks = children(worker.pid)
+        assert len(ranks) >= 2
+        os.kill(worker.pid, signal.SIGKILL)
+        assert eventually(lambda: not any(map(is_running, ranks)), within_s=60.0)
+
+
+def children(pid):
+    """The processes that a process has started, and those that these have."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    own = [int(child) for task in tasks for child in task.read_text().split()]
+    return own + [other for child in own for other in children(child)]
+
+
+def is_running(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "devices", "visible", "shown"),
+    [
+        (0, 1, ["cuda:0"], "", "0"),
+        (3, 1, ["cuda:0", "cuda:1"], "", "1"),
+        (1, 2, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "", "2,3"),
+        (1, 2, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "4,5,6,7", "6,7"),
+        (2, 2, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "", "0,1"),
+        (0, 1, ["cuda"], "GPU-1f,GPU-2a", "GPU-1f"),
+    ],
+)
+def test_each_worker_sees_its_own_gpus(number, ranks, devices, visible, shown):
+    assert vllm_worker.visible_devices(devices_of(number, ranks, devices), visible) == shown
+    assert devices_of(number, ranks, ["cpu"]) == "cpu"
 
 
 @needs_vllm

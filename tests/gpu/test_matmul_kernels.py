@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tandem.jobs.engines import choose_matmul
-from tandem.model.linear import Adapter, Part, fused_linear, multiply, pack
+from tandem.model.linear import Adapter, ExactLinear, Part, fused_linear, multiply, pack
 from tandem.model.load import make_exact
 from tandem.model.probe import try_matmuls
 from tandem.model.triton.dispatch import matmul_kernel, triton_everywhere, use_matmul
@@ -62,6 +62,22 @@ def test_the_probe_tries_every_kernel_on_the_linears_of_a_model(plain_again):
         trials = try_matmuls(small_model(), time_ms=lambda work: 1.0 if work() else 0.0)
     assert [trial.kernel for trial in trials] == list(MATMULS) and matmul_kernel() == "plain"
     assert not any(trial.findings for trial in trials[:3]), trials
+
+
+class OddHead(ExactLinear):
+    """Other bits for three rows, as another kernel would give."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out.nextafter(out + 1) if len(x) == 3 else out
+
+
+def test_the_output_projection_is_tried_with_rows_that_no_pass_pads(plain_again):
+    model = small_model()
+    model.head.__class__ = OddHead
+    with triton_everywhere():
+        trials = try_matmuls(model, time_ms=lambda work: 1.0)
+    assert all(trial.findings == ["linear 32 -> 97: 3 rows"] for trial in trials[:3]), trials
 
 
 def test_a_run_goes_on_with_the_kernel_that_it_has_taken(plain_again):

@@ -47,7 +47,7 @@ def queue():
     from tandem.cluster.ray_cluster import open_ray
     from tandem.stream.transfer_queue import start_servers
 
-    with open_ray("", 1):
+    with open_ray():
         yield start_servers(2, START_S)
 
 

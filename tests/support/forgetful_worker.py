@@ -12,6 +12,7 @@ def load(start):
     from tandem.engine.worker_pool import vllm_worker
 
     vllm_worker.set_environment(start["device"])
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     from tandem.engine.worker_pool.vllm_engine import SharedMemoryTransfer, load_vllm
@@ -20,7 +21,8 @@ def load(start):
         def finish_weight_update(self):
             finalize_layerwise_reload(self.model, self.model_config)
 
-    return load_vllm(start, Forgetful)
+    WeightTransferEngineFactory.register_engine("forgetful", Forgetful)
+    return load_vllm(start, "forgetful")
 
 
 if __name__ == "__main__":

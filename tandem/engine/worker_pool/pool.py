@@ -58,10 +58,9 @@ class Workers:
     """Pool of rollout workers, a context; weights reach them with the first `apply`.
 
     longest: most tokens of one sequence that an engine with cache_mb places, as Engine.longest.
-    Worker n is on devices[n % len(devices)]; cache_mb, max_batch, splits, matmul: of each.
-    restarts: most workers that may be lost; the next one ends the run with a UserError. report:
-    told of losses.
-    spawn: starts a worker's process; None: `command`, on this machine.
+    Worker n is on tensor_parallel of the devices, in turn; cache_mb, max_batch, splits, matmul: of
+    each. restarts: most workers that may be lost; the next one ends the run with a UserError.
+    report: told of losses. spawn: starts a worker's process; None: `command`, on this machine.
     """
 
     def __init__(
@@ -71,6 +70,7 @@ class Workers:
         devices: Sequence[str] = ("cpu",),
         dtype: str = "float32",
         splits: int = 1,
+        tensor_parallel: int = 1,
         matmul: str = "plain",
         cache_mb: int,
         max_batch: int,
@@ -91,10 +91,11 @@ class Workers:
         self._weights, self._report, self._heartbeat_s = weights, report, heartbeat_s
         self._host = spawn or (lambda number: LocalProcess(command))
         self._beat_s, self._devices = min(1.0, heartbeat_s / BEATS), devices
-        self._start = {
+        self._start: dict[str, Any] = {
             "model_path": model_path,
             "dtype": dtype,
             "splits": splits,
+            "tensor_parallel": tensor_parallel,
             "matmul": matmul,
             "cache_bytes": cache_mb << 20,
             "max_batch": max_batch,
@@ -267,7 +268,7 @@ class Workers:
                 raise RuntimeError("the rollout workers are closed")
             worker.connection = connection
             self._selector.register(connection.socket, selectors.EVENT_READ, worker)
-        device = self._devices[worker.number % len(self._devices)]
+        device = devices_of(worker.number, self._start["tensor_parallel"], self._devices)
         self._send(worker, {"start": {**self._start, "device": device}})
 
     def _remove(self, worker: WorkerProcess) -> int:
@@ -390,3 +391,9 @@ class Workers:
         if ticket.completion is None:  # else it was cancelled meanwhile
             ticket.completion = completion
             self._ended.append(ticket)
+
+
+def devices_of(number: int, ranks: int, devices: Sequence[str]) -> str:
+    """Return the devices of that worker, with commas between; processors are one device."""
+    places = range(number * ranks, (number + 1) * ranks)
+    return ",".join(dict.fromkeys(devices[place % len(devices)] for place in places))

@@ -4,16 +4,20 @@ interpreter (vllm_worker.py), in one process, with the loop of worker.py around 
     Request   token ids      --> add_request: one seed a request, n samples share a cached prompt
     step      LLMEngine.step --> new tokens and log-probs of the distribution sampled from
                                  (processed_logprobs); find_ending ends them as Tandem's engine does
-    apply     shared memory  --> start, update and finish of vLLM's weight transfer, then
-                                 reset_prefix_cache
+    apply     shared memory  --> start, update and finish of vLLM's weight transfer in each
+                                 tensor-parallel rank, then reset_prefix_cache
 
 Completions depend on what vLLM runs together, so the trainer measures the gap of every token
 (train/learn.py) and the journal keeps what was sampled. Written for vLLM 0.32.
 """
 
+import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +45,7 @@ from tandem.runtime.errors import UserError
 from tandem.runtime.rng import address
 from tandem.types import Array, Completion, CompletionStop, Request
 from tandem.weights.hashing import tensor_digests
+from tandem.weights.shared import Layout, SharedWeights, read_tensors
 
 BACKEND = "tandem"  # of vLLM's weight transfer
 CPU_BLOCK = 32  # tokens of a page: prompts share whole ones, and vLLM's 128 is longer than many
@@ -54,9 +59,18 @@ class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Mapped(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The tensors of a version by name, mapped from shared memory."""
+    """Tensors of a version, by name; for tensor-parallel ranks, which are other processes, the path
+    and layout of a file that they map."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    path: str = ""
+    parts: Sequence[Any] = ()
+
+    def read(self) -> dict[str, Tensor]:
+        if not self.path:
+            return self.tensors
+        with open(self.path, "rb") as file:
+            return read_tensors(Layout.from_json(list(self.parts)), file.fileno())
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignore[misc]
@@ -77,7 +91,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignor
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Mapped) -> None:
-        self._missing -= self.model.load_weights(iter(update_info.tensors.items()))
+        self._missing -= self.model.load_weights(iter(update_info.read().items()))
 
     def finish_weight_update(self) -> None:
         """Build what layers compute from their weights again. Raises UserError if a parameter
@@ -97,6 +111,13 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Mapped]):  # type: ignor
         """Do nothing."""
 
 
+WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
+
+
+class RankExtension:
+    """Nothing. Tensor-parallel ranks import it by name, and with it what is registered here."""
+
+
 class VLLMModel:
     """The weights of a vLLM engine."""
 
@@ -107,9 +128,23 @@ class VLLMModel:
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load tensors by name; `received` has then their digests."""
         self._llm.collective_rpc("start_weight_update")
-        self._llm.collective_rpc("update_weights", args=({"tensors": tensors},))
+        if self._llm.vllm_config.parallel_config.world_size == 1:
+            self._llm.collective_rpc("update_weights", args=({"tensors": tensors},))
+        else:
+            self._send_to_ranks(tensors)
         self._llm.collective_rpc("finish_weight_update")
         self.received = tensor_digests(tensors)
+
+    def _send_to_ranks(self, tensors: dict[str, Tensor]) -> None:
+        """Have every rank map a copy of the tensors, and take its own part of each."""
+        with closing(SharedWeights(tensors)) as shared:
+            shared.publish(0, tensors)
+            descriptor = shared.descriptor(0)
+            update = {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "parts": shared.layout.parts}
+            try:
+                self._llm.collective_rpc("update_weights", args=(update,))
+            finally:
+                os.close(descriptor)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -241,6 +276,21 @@ def sampling(running: VLLMRequest) -> SamplingParams:
     )
 
 
+@contextmanager
+def _own_temporary_folder() -> Iterator[None]:
+    """Keep sockets and files by which vLLM's processes meet in a folder that is removed. Ranks are
+    new interpreters: they find the package `tandem` there, and nothing installed beside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "tandem").symlink_to(Path(__file__).parents[2])
+        sys.path.append(folder)
+        tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"] = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = None
+            sys.path.remove(folder)
+
+
 def _run(llm: LLMEngine) -> list[Any]:
     """Run the requests to their ends; return their outputs."""
     outputs = []
@@ -249,17 +299,20 @@ def _run(llm: LLMEngine) -> list[Any]:
     return outputs
 
 
-def load_vllm(
-    start: dict[str, Any], transfer: type[SharedMemoryTransfer] = SharedMemoryTransfer
-) -> VLLMEngine:
+def load_vllm(start: dict[str, Any], backend: str = BACKEND) -> VLLMEngine:
     """Build the engine of a model directory, without its weights: the first version brings them.
     Raises UserError if vLLM refuses it."""
-    WeightTransferEngineFactory.register_engine(BACKEND, transfer)
-    on_cpu = start["device"] == "cpu"
+    on_cpu, ranks = start["device"] == "cpu", start["tensor_parallel"]
+    several = {
+        "tensor_parallel_size": ranks,
+        "distributed_executor_backend": "mp",
+        "worker_extension_cls": f"{__name__}.{RankExtension.__name__}",
+    }
     arguments = EngineArgs(
         model=start["model_path"],
         dtype=start["dtype"],
         load_format="dummy",
+        **(several if ranks > 1 else {}),
         max_model_len=start["longest"],
         max_num_seqs=start["max_batch"],
         kv_cache_memory_bytes=start["cache_bytes"],
@@ -271,13 +324,11 @@ def load_vllm(
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # no sampling defaults of the model's
         disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        weight_transfer_config=WeightTransferConfig(backend=backend),
     )
     try:
-        # vLLM's process group of one meets in a file, which nobody would remove
-        with tempfile.TemporaryDirectory() as tempfile.tempdir:
+        with _own_temporary_folder():
             llm = LLMEngine.from_engine_args(arguments)
-        tempfile.tempdir = None
         # a kernel that lacks the model's shape says so at the first token only
         llm.add_request("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
         _run(llm)

@@ -75,16 +75,20 @@ def _no_vllm(found: str) -> UserError:
     )
 
 
-def set_environment(device: str) -> None:
-    """Set what vLLM reads when it is imported."""
+def set_environment(devices: str) -> None:
+    """Set what vLLM reads when it is imported. devices: of its ranks, with commas between."""
     os.environ.update(ENVIRONMENT)
-    kind, _, number = device.partition(":")
-    if kind == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        place = int(number or 0)
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[place] if visible != [""] else str(place)
+    if devices.startswith("cuda"):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, visible)
         # not every GPU and kernel has it, so a choice of the user stays
         os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+
+
+def visible_devices(devices: str, visible: str) -> str:
+    """Return the devices as CUDA_VISIBLE_DEVICES has them. visible: its value so far."""
+    places = [int(device.partition(":")[2] or 0) for device in devices.split(",")]
+    return ",".join(visible.split(",")[place] if visible else str(place) for place in places)
 
 
 def load(start: dict[str, Any]) -> "ServedEngine":

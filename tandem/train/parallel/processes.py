@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +48,25 @@ STALLED, REFUSED = 3, 2  # exit codes
 RESUMES = "  next:     the same command goes on from the newest checkpoint"
 
 
+# Starts the process of a rank, given its place by the environment; returns a Popen, or what has its
+# `poll`, `returncode`, `wait` and `kill` (cluster/trainer_ranks.py).
+StartRank = Callable[[Mapping[str, str]], Any]
+
+
+def start_here(command: Sequence[str]) -> StartRank:
+    """Return what starts a rank on this machine by a command."""
+
+    def start(place: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            env=without_place(os.environ) | {**place, STARTER: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for rank 0
+        )
+
+    return start
+
+
 class Processes:
     """This process and the others. Use `join`."""
 
@@ -56,7 +75,7 @@ class Processes:
     ):
         self.place, self.store, self.log = place, store, log
         self.timeout_s, self.stall_s = timeout_s, stall_s
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[Any] = []
         self._orders = 0
         self._waits: list[dict[str, Any]] = []  # the innermost last
         self._count = 0  # of waits
@@ -132,8 +151,8 @@ class Processes:
 
     # ---- who lives
 
-    def start_others(self, command: Sequence[str], port: int) -> None:
-        """Start the other processes on this machine."""
+    def start_others(self, start: StartRank, port: int) -> None:
+        """Start the other processes."""
         for rank in range(1, self.place.size):
             place = {
                 "RANK": rank,
@@ -142,18 +161,17 @@ class Processes:
                 "LOCAL_WORLD_SIZE": self.place.size,
                 "MASTER_ADDR": self.place.address,
                 "MASTER_PORT": port,
-                STARTER: os.getpid(),
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # its warnings of a lost rank 0 are stacks of C++
             }
-            own = {name: str(value) for name, value in place.items()}
-            self.started.append(
-                subprocess.Popen(
-                    command,
-                    env=without_place(os.environ) | own,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for rank 0
-                )
-            )
+            if self.place.job:
+                place["TORCHELASTIC_RUN_ID"] = self.place.job
+            self.started.append(start({name: str(value) for name, value in place.items()}))
+
+    def where(self) -> list[tuple[str, int]]:
+        """Return the machine and the pid of each process, by its last sign of life."""
+        keys = [f"sign/{rank}" for rank in range(self.place.size)]
+        signs = [json.loads(self.store.get(key))[1] for key in keys]
+        return [(sign["host"], sign["pid"]) for sign in signs]
 
     def start(self) -> None:
         self._thread.start()
@@ -243,7 +261,8 @@ class Processes:
 
     def _now(self) -> dict[str, Any]:
         """Return the pid, and the innermost wait, if this process waits."""
-        sign: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
+        host = self.place.node or socket.gethostname()
+        sign: dict[str, Any] = {"pid": os.getpid(), "host": host}
         sign |= {"lost": self._lost, "wait": {}}
         with suppress(IndexError):  # it has just ended
             wait = self._waits[-1]
@@ -315,18 +334,17 @@ def join(
     *,
     timeout_s: float,
     stall_s: float,
-    command: Sequence[str] = (),
+    start: StartRank | None = None,
     log: Path | None = None,
 ) -> Iterator[Processes]:
-    """Join the processes at a place. command: starts another process of this machine, given its
-    place by the environment; empty if somebody else does."""
+    """Join the processes at a place. start: starts another one; None if somebody else does."""
     store = _open_store(place, stall_s)
     # the agent's store still has the orders of an attempt that torchrun has ended
     attempt = f"tandem/{place.job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     own = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
     processes = Processes(place, own, timeout_s, stall_s, log)
-    if command:
-        processes.start_others(command, store.port)
+    if start is not None:
+        processes.start_others(start, store.port)
     processes.start()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     own = dist.PrefixStore("torch", own)  # type: ignore[attr-defined]

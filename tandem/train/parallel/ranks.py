@@ -49,9 +49,8 @@ class ParallelRanks(Ranks):
         if self.processes is not None:
             self.processes.post(key, value)
 
-    def pids(self) -> list[int]:
-        started = [] if self.processes is None else self.processes.started
-        return super().pids() + [process.pid for process in started]
+    def where(self) -> list[tuple[str, int]]:
+        return super().where() if self.processes is None else self.processes.where()
 
     def take(self, key: str) -> Any:
         return None if self.processes is None else self.processes.take(key)
