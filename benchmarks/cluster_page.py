@@ -60,7 +60,8 @@ process's stderr itself, so the last words of one that was killed are there too.
 `stream.kind = "transfer_queue"` on a Ray cluster: rank 0 puts a step's episodes, every rank plans its share from lengths and fetches only
 that, and the step is cleared after the update. Groups without signal are a tag and no tensor. At most `rollout.staleness` + 1 steps are on
 their way; then rollouts wait. A storage unit or controller that dies is named, and the same command goes on from the journal. Weights
-after a run are those of `memory`, bit by bit (`tests/stream/`).
+after a run are those of `memory`, bit by bit (`tests/stream/`). An episode's arrays travel as two strings of bytes and its tag as one text,
+as TransferQueue works longer for each value than for its bytes.
 
 - Held-out episodes are not put: rank 0 plays and scores them. The config and checkpoints still need a shared file system.
 - TransferQueue's sockets have no authentication.
@@ -70,7 +71,9 @@ after a run are those of `memory`, bit by bit (`tests/stream/`).
 
 `weights.transport` is `shm` on one machine and `ray` on a cluster; `collective` (a broadcast over gloo) and `rdma` (reads by NIXL) run on one
 machine so far, without `cluster.nodes`. All deliver the same bytes, checked tensor by tensor. With `weights.delta` a worker is sent the tensors that differ from
-those that it runs.
+those that it runs. `timings.jsonl` has a step's `sync_s` (the trainer copies and digests the new weights), `apply_s` (the wait for the
+first worker that has the rollouts' weights; with `rollout.staleness` it is in `rollout_s`), `load_s` (the longest that a worker took from the
+offer until it ran them, beside rollouts) and `sync_bytes`.
 
 - Rank 0 of a mesh still gathers a whole copy. CUDA IPC, NCCL, Mooncake, DLSlime and quantized deltas are not built.
 """,

@@ -18,7 +18,7 @@ import numpy as np
 
 from tandem.cluster.ray_cluster import open_ray
 from tandem.stream.rows import ARRAYS, tag_of
-from tandem.stream.transfer_queue import TransferQueueStream, start_servers
+from tandem.stream.transfer_queue import TransferQueueStream, metadata_of, start_servers
 from tandem.types import Episode, Group, Problem
 
 SAMPLES = (1_000, 10_000, 100_000)
@@ -44,8 +44,10 @@ def carry(stream: TransferQueueStream, step: int, count: int) -> list[tuple[str,
     groups = [group(number) for number in range(-(-count // SIZE))]
     count = len(groups) * SIZE
     megabytes = sum(array_bytes(e) for g in groups for e in g.episodes) / MEGABYTE
-    sent = metadata_bytes([tag_of(g, e) for g in groups for e in g.episodes]) / count
+    tags = metadata_of(tag_of(g, e) for g in groups for e in g.episodes)
+    sent = metadata_bytes(tags) / count
     everything = [(row, n) for row in range(len(groups)) for n in range(SIZE)]
+    del tags
     gc.collect()
     tracemalloc.start()
     stream.put(step, groups)
@@ -110,7 +112,7 @@ def array_bytes(episode: Episode) -> int:
     return sum(getattr(episode, name).nbytes for name in ARRAYS)
 
 
-def metadata_bytes(tags: list[dict[str, object]]) -> int:
+def metadata_bytes(tags: list[dict[str, str]]) -> int:
     """Count the bytes of tags in a message of TransferQueue."""
     from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, frame_nbytes
 

@@ -194,6 +194,7 @@ def read(channel: Channel) -> None:
             engine[name].copy_(tensor)
         digest = combine(tensor_digests(engine))
         channel.send({"hash": digest, "load_s": time.perf_counter() - start})
+        del tensors  # as a worker ends its mapping after its answer
 
 
 def messages(channel: Channel) -> Iterator[dict[str, Any]]:

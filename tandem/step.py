@@ -93,9 +93,9 @@ def rollout_step(stages: Stages, step: int, timer: Timer, turn: Turn | None = No
     if (recorded := journal.read(step + 1)) is None:
         with signals.allow_interrupts():
             with timer("apply_s"):
-                version = max(0, step - stages.config.rollout.staleness)
-                timer.others["sync_bytes"] = stages.sync.sync_to(version)
+                stages.sync.sync_to(max(0, step - stages.config.rollout.staleness))
             recorded = collector.collect(step, timer), None
+            timer.others.update(stages.sync.traffic())
             if stages.exact:
                 with timer("check_s"):
                     check_sampled(stages.sync, step)

@@ -81,8 +81,7 @@ class SamplingDistribution:
 class SamplingParams(SamplingDistribution):
     """Sampling of one request: the distribution of each token, and the end.
 
-    Example: SamplingParams(max_new_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(),
-    stop_token_ids=(2,))
+    Example: SamplingParams(max_new_tokens=64, temperature=1.0, stop=(), stop_token_ids=(2,))
     """
 
     max_new_tokens: int
@@ -95,8 +94,7 @@ class SamplingParams(SamplingDistribution):
 class Request:
     """One generation to run. Requests with the same prompt share one prefill.
 
-    Example: Request(key=0x9E3779B97F4A7C15, prompt=np.array([5, 9, 2], np.int64),
-    params=SamplingParams(...))
+    Example: Request(key=0x9E3779B97F4A7C15, prompt=np.array([5, 9, 2]), params=SamplingParams(...))
     """
 
     # 64-bit address of its random draws (rng.address); position t draws uniform(key,
@@ -107,8 +105,7 @@ class Request:
     num_sampled: int = 0  # tokens sampled under this key before, in earlier turns
     # the part of this turn sampled before it paused, by weights of any version
     resume_from: "Completion | None" = None
-    # tokens sampled now after which it pauses (stop reason "paused"); 0: never
-    max_tokens_now: int = 0
+    max_tokens_now: int = 0  # after so many it pauses (stop reason "paused"); 0: never
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,8 +303,11 @@ class Sync(Protocol):
     def publish(self, version: int) -> None:
         """Publish the trainer's weights as that version."""
 
-    def sync_to(self, version: int) -> int:
-        """Have the engine run a version; return the bytes sent. Raises UserError if it is gone."""
+    def sync_to(self, version: int) -> None:
+        """Have the engine run a version. Raises UserError if it is gone."""
+
+    def traffic(self) -> Row:
+        """Return `sync_bytes` and `load_s` of the engine's version, since the last call."""
 
     def logprob_gap(self) -> float:
         """Return RolloutEngine.logprob_gap of the rollouts' engine."""

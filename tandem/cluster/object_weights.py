@@ -19,8 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from tandem.types import Array
-from tandem.weights.hashing import raw_bytes, tensor_digests
-from tandem.weights.shared import Layout, SharedWeights, Target
+from tandem.weights.shared import Layout, SharedWeights, Target, write_tensors
 
 
 class NodeHost(Protocol):
@@ -84,10 +83,8 @@ class ObjectWeights(SharedWeights):
 
     def _store(self, tensors: dict[str, Tensor]) -> tuple[Parts, dict[str, str]]:
         buffer = np.empty(self.layout.size, np.uint8)
-        for name, at in self.layout.offsets().items():
-            data = raw_bytes(tensors[name])
-            buffer[at : at + len(data)] = data
-        return {None: Part(self._put(buffer))}, tensor_digests(tensors)
+        digests = write_tensors(self.layout, tensors, buffer)
+        return {None: Part(self._put(buffer))}, digests
 
     def _drop(self, stored: Parts) -> None:
         """Forget the objects; the store frees one when no worker maps it."""

@@ -108,13 +108,14 @@ class ScaleOnRequest:
         self, sync: Sync, workers: Workers | PoolThread, folder: Path, report: Callable[[str], None]
     ):
         self.sync, self.workers, self.folder, self.report = sync, workers, folder, report
-        self.publish, self.logprob_gap = sync.publish, sync.logprob_gap
+        self.publish, self.traffic = sync.publish, sync.traffic
+        self.logprob_gap = sync.logprob_gap
 
-    def sync_to(self, version: int) -> int:
+    def sync_to(self, version: int) -> None:
         wanted = take_requested_workers(self.folder)
         if wanted and wanted != self.workers.count:
             self.report(
                 f"rollout workers: {self.workers.count} -> {wanted}, as `tandem scale` asks"
             )
             self.workers.resize(wanted)
-        return self.sync.sync_to(version)
+        self.sync.sync_to(version)

@@ -25,7 +25,7 @@ from tandem.model.config_file import check_model
 from tandem.rollout.score import RolloutRunner
 from tandem.runtime.disk import disk_errors
 from tandem.runtime.errors import UserError
-from tandem.types import Sync
+from tandem.types import Row, Sync
 from tandem.weights.hashing import weight_hash
 from tandem.weights.in_process import weights_gone
 
@@ -113,14 +113,17 @@ class FileSync:
             del self.hashes[old]
         self.engine.apply(version)
 
-    def sync_to(self, version: int) -> int:
-        """Return 0 bytes, as servers read files. Raises UserError if the version is gone, or
-        a server runs other weights than it."""
+    def sync_to(self, version: int) -> None:
+        """Have the servers run a version. Raises UserError if it is gone, or a server runs other
+        weights than it."""
         if version not in self.hashes:
             raise weights_gone(version, found=f"versions {sorted(self.hashes)}")
         path = str(self._path(version).resolve())
         self.servers.load(path, version, self.hashes[version])
-        return 0
+
+    def traffic(self) -> Row:
+        """Return 0 bytes, as servers read files."""
+        return {"sync_bytes": 0}
 
     def logprob_gap(self) -> float:
         """Return the gap of a completion of the servers to the model of `engine`; 0 if that has

@@ -202,7 +202,8 @@ class PublishFirst:
 
     def __init__(self, sync: Sync, policy: Learner):
         self.sync, self.policy = sync, policy
-        self.sync_to, self.logprob_gap = sync.sync_to, sync.logprob_gap
+        self.sync_to, self.traffic = sync.sync_to, sync.traffic
+        self.logprob_gap = sync.logprob_gap
 
     def publish(self, version: int) -> None:
         self.policy.publish()

@@ -123,9 +123,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
                 shape = tuple(file.get_slice(name).get_shape())
                 start, whole = places.get(name, (whole_box(shape).start, shape))
                 box = Box(tuple(start), shape, tuple(whole))
-                parts = self._parts.setdefault(name, [])
-                if all(box != other for other, _ in parts):
-                    parts.append((box, file))
+                self._parts.setdefault(name, []).append((box, file))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)

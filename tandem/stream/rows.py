@@ -1,4 +1,5 @@
-"""Episodes as rows of a data plane: metadata of constant size, and arrays that are fetched apart.
+"""Episodes as rows of a data plane: metadata of constant size, and two strings of bytes, with the
+arrays one behind the other, that are fetched apart.
 
 A process that plans a step from metadata, and fetches the arrays of its own share only, has groups
 whose other episodes are placeholders: as long, with as many loss tokens, the same reward and
@@ -15,8 +16,20 @@ from tandem.stream.stream import Place
 from tandem.types import Array, Episode, Group, Problem
 
 # per token of an episode; all else of it is metadata
-ARRAYS = ("tokens", "loss_mask", "engine_logprobs", "weight_versions", "penalties")
-LOGPROBS = ("loss_mask", "engine_logprobs", "weight_versions")  # what others' are compared by
+DTYPES: dict[str, type] = {
+    "tokens": np.int64,
+    "penalties": np.float32,
+    "engine_logprobs": np.float32,
+    "weight_versions": np.int32,
+    "loss_mask": np.bool_,
+}
+ARRAYS = tuple(DTYPES)
+# the strings of a row; large items stand first, so that all lie aligned
+FIELDS = {
+    "values": ("tokens", "penalties"),
+    "logprobs": ("engine_logprobs", "weight_versions", "loss_mask"),
+}
+COMPARED = ("logprobs",)  # fields of episodes that others train, whose log-probs are compared
 
 Tag = dict[str, Any]  # metadata of a row: numbers, short texts and reward parts
 
@@ -70,6 +83,29 @@ def places_to_store(groups: Sequence[Group]) -> list[Place]:
     ]
 
 
+def pack_arrays(episode: Episode) -> dict[str, bytes]:
+    """Return the strings of a row: arrays one behind the other, as what a data plane does for each
+    value takes longer than the bytes of an episode."""
+    return {
+        field: b"".join(getattr(episode, name).tobytes() for name in names)
+        for field, names in FIELDS.items()
+    }
+
+
+def unpack_arrays(row: Mapping[str, bytes], length: int) -> dict[str, Array]:
+    """Return the arrays in some strings of a row, by name, each [length] and not to be written.
+    Raises ValueError if a string has another size."""
+    found: dict[str, Array] = {}
+    for field, data in row.items():
+        at = 0
+        for name in FIELDS[field]:
+            found[name] = np.frombuffer(data, DTYPES[name], length, at)
+            at += found[name].nbytes
+        if at != len(data):
+            raise ValueError(f"{field} has {len(data)} bytes, not the {at} of {length} tokens")
+    return found
+
+
 def groups_of(
     tags: Mapping[Place, Tag], arrays: Mapping[Place, Mapping[str, Array]]
 ) -> list[Group]:
@@ -120,7 +156,7 @@ def _placeholders(tag: Tag, prompt: Array | None, found: Mapping[str, Array]) ->
     mask = found.get("loss_mask", np.arange(length) >= length - tag["num_loss"])
 
     def constant(value: float, dtype: type) -> Array:
-        return np.broadcast_to(np.array(value, dtype), length)
+        return np.ndarray(length, dtype, np.array(value, dtype).tobytes(), strides=(0,))
 
     tokens = constant(tag["prompt"], np.int64)
     if prompt is not None:

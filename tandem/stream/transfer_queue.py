@@ -16,30 +16,32 @@ addresses are watched. Needs Ray to be running (cluster/).
 """
 
 import asyncio
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from tandem.runtime import watchdog
 from tandem.runtime.errors import UserError
 from tandem.stream.errors import no_transfer_queue
 from tandem.stream.rows import (
-    ARRAYS,
-    LOGPROBS,
+    COMPARED,
+    FIELDS,
     Tag,
     groups_of,
     key_of,
+    pack_arrays,
     place_of,
     places_to_store,
     tag_of,
+    unpack_arrays,
 )
 from tandem.stream.stream import Place, Plan
 from tandem.types import Array, Group
@@ -47,7 +49,7 @@ from tandem.types import Array, Group
 # TransferQueue sets torch's threads around each transfer, for the whole process: to this number
 os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
 try:
-    from tensordict import TensorDict
+    from tensordict import NonTensorStack, TensorDict
     from transfer_queue.client import AsyncTransferQueueClient
     from transfer_queue.controller import TransferQueueController
     from transfer_queue.storage.simple_storage import SimpleStorageUnit
@@ -165,8 +167,8 @@ class TransferQueueStream:
             for number, episode in enumerate(group.episodes)
         }
         stored = places_to_store(groups)
-        arrays = [[_tensor(groups[r].episodes[n], name) for r, n in stored] for name in ARRAYS]
-        self._call(f"the episodes of step {step + 1}", self._put(step, tags, stored, arrays))
+        rows = {(row, number): pack_arrays(groups[row].episodes[number]) for row, number in stored}
+        self._call(f"the episodes of step {step + 1}", self._put(step, tags, rows))
         return []
 
     def take(self, step: int, kept: list[Group], plan: Plan) -> list[Group]:
@@ -177,9 +179,10 @@ class TransferQueueStream:
         if not tags:
             raise self._failed(what, f"no partition {_partition(step)}")
         arrays: dict[Place, Mapping[str, Array]] = {}
-        for places, names in zip(plan(groups_of(tags, {})), (ARRAYS, LOGPROBS), strict=True):
+        for places, fields in zip(plan(groups_of(tags, {})), (FIELDS, COMPARED), strict=True):
             if places:
-                arrays |= self._call(what, self._arrays(step, sorted(places), names))
+                wanted = {place: tags[place]["length"] for place in sorted(places)}
+                arrays |= self._call(what, self._arrays(step, wanted, fields))
         self.wait_for_all()
         return groups_of(tags, arrays)
 
@@ -218,45 +221,43 @@ class TransferQueueStream:
     # In the loop's thread.
 
     async def _put(
-        self,
-        step: int,
-        tags: Mapping[Place, Tag],
-        stored: Sequence[Place],
-        arrays: Sequence[list[torch.Tensor]],
+        self, step: int, tags: Mapping[Place, Tag], rows: Mapping[Place, Mapping[str, bytes]]
     ) -> None:
         """Store arrays, then tags: who sees a tag finds the arrays."""
         partition = _partition(step)
         meta = await self._client.async_kv_retrieve_meta(
             [key_of(place) for place in tags], partition, create=True
         )
-        if stored:
+        if rows:
             numbers = {place: number for number, place in enumerate(tags)}
+            stored = meta.select_samples([numbers[place] for place in rows])
             columns = {
-                name: torch.nested.as_nested_tensor(column, layout=torch.jagged)
-                for name, column in zip(ARRAYS, arrays, strict=True)
+                field: NonTensorStack(*(row[field] for row in rows.values())) for field in FIELDS
             }
-            rows = meta.select_samples([numbers[place] for place in stored])
-            await self._client.async_put(TensorDict(columns, batch_size=len(stored)), rows)
-        meta.update_custom_meta(list(tags.values()))
+            await self._client.async_put(TensorDict(columns, batch_size=len(rows)), stored)
+        meta.update_custom_meta(metadata_of(tags.values()))
         await self._client.async_set_custom_meta(meta)
 
     async def _tags(self, step: int) -> dict[Place, Tag]:
         found = await self._client.async_kv_list(_partition(step))
-        return {place_of(key): tag for key, tag in found.get(_partition(step), {}).items()}
+        rows = found.get(_partition(step), {})
+        return {place_of(key): json.loads(row["tag"]) for key, row in rows.items()}
 
     async def _arrays(
-        self, step: int, places: Sequence[Place], names: Sequence[str]
+        self, step: int, lengths: Mapping[Place, int], fields: Iterable[str]
     ) -> dict[Place, dict[str, Array]]:
+        """Fetch fields of some episodes. lengths: their numbers of tokens."""
+        fields = list(fields)
         meta = await self._client.async_kv_retrieve_meta(
-            [key_of(place) for place in places], _partition(step)
+            [key_of(place) for place in lengths], _partition(step)
         )
-        if len(meta) != len(places) or not set(names) <= set(meta.field_names):
-            raise RuntimeError(f"{len(meta)} rows with {meta.field_names}, not {len(places)}")
-        rows = await self._client.async_get_data(meta.select_fields(list(names)))
-        columns = [[row.numpy() for row in rows[name].unbind()] for name in names]
+        if len(meta) != len(lengths) or not set(fields) <= set(meta.field_names):
+            raise RuntimeError(f"{len(meta)} rows with {meta.field_names}, not {len(lengths)}")
+        found = await self._client.async_get_data(meta.select_fields(fields))
+        rows = zip(*(found[field] for field in fields), strict=True)
         return {
-            place: dict(zip(names, arrays, strict=True))
-            for place, *arrays in zip(places, *columns, strict=True)
+            place: unpack_arrays(dict(zip(fields, row, strict=True)), length)
+            for (place, length), row in zip(lengths.items(), rows, strict=True)
         }
 
     # A call, its deadline and its end.
@@ -303,6 +304,11 @@ class TransferQueueStream:
         )
 
 
+def metadata_of(tags: Iterable[Tag]) -> list[dict[str, str]]:
+    """Return the metadata of rows: each tag as text, as TransferQueue copies value by value."""
+    return [{"tag": json.dumps(tag, separators=(",", ":"))} for tag in tags]
+
+
 async def _cancel_others() -> None:
     """Cancel what else the loop runs, and wait for its end."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -325,8 +331,3 @@ def _listens(ip: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _tensor(episode: Any, name: str) -> torch.Tensor:
-    array: np.ndarray = getattr(episode, name)
-    return torch.from_numpy(np.ascontiguousarray(array))

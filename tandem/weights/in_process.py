@@ -6,7 +6,7 @@ The interface for other transports is `Sync` of types.py.
 """
 
 from tandem.runtime.errors import UserError
-from tandem.types import RolloutEngine
+from tandem.types import RolloutEngine, Row
 
 
 class InlineSync:
@@ -18,13 +18,15 @@ class InlineSync:
     def publish(self, version: int) -> None:
         self.engine.apply(version)
 
-    def sync_to(self, version: int) -> int:
-        """Return 0 bytes. Raises UserError unless the engine runs that version."""
+    def sync_to(self, version: int) -> None:
+        """Raise UserError unless the engine runs that version."""
         if version != self.engine.weight_version:
             raise weights_gone(
                 version, found=f"version {self.engine.weight_version} in the trainer's memory"
             )
-        return 0
+
+    def traffic(self) -> Row:
+        return {"sync_bytes": 0}
 
     def logprob_gap(self) -> float:
         return self.engine.logprob_gap()

@@ -14,31 +14,20 @@ NIXL.
 
 import base64
 import logging
-import mmap
 import os
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.runtime.errors import UserError
-from tandem.weights.shared import Layout, SharedWeights, Target
+from tandem.weights.shared import Layout, Memory, SharedWeights, Target
 
 TIMEOUT_S = 600.0  # of one read
 POLL_S = 0.0005
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Registered memory of one version. address: of its first byte in the trainer's process."""
-
-    memory: Tensor
-    address: int
-    registration: Any
 
 
 class RdmaWeights(SharedWeights):
@@ -47,7 +36,7 @@ class RdmaWeights(SharedWeights):
     def __init__(self, tensors: dict[str, Tensor], delta: bool = False):
         super().__init__(tensors, delta)
         self._agent = open_agent(answers=True)
-        self._regions: dict[int, Region] = {}  # by descriptor
+        self._registrations: dict[int, Any] = {}  # by descriptor
         self._metadata = ""
 
     def offer(self, version: int, workers: Sequence[Target]) -> list[tuple[dict[str, Any], int]]:
@@ -56,23 +45,22 @@ class RdmaWeights(SharedWeights):
         for worker in workers:
             message = self._message("rdma", version, self.changed(version, [worker]))
             with self._lock:
-                address = self._regions[self._published[version]].address
+                address = self._published[version].mapped.ctypes.data
             offers.append(({**message, "agent": self._metadata, "address": address}, -1))
         return offers
 
-    def _new_file(self) -> int:
-        descriptor = super()._new_file()
-        memory = torch.frombuffer(mmap.mmap(descriptor, self.layout.size), dtype=torch.uint8)
-        registration = _register(self._agent, memory)
+    def _new_memory(self) -> Memory:
+        memory = super()._new_memory()
+        registration = _register(self._agent, torch.from_numpy(memory.mapped))
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         with self._lock:
-            self._regions[descriptor] = Region(memory, memory.data_ptr(), registration)
+            self._registrations[memory.descriptor] = registration
             self._metadata = metadata
-        return descriptor
+        return memory
 
-    def _end_file(self, descriptor: int) -> None:
-        self._agent.deregister_memory(self._regions.pop(descriptor).registration)
-        super()._end_file(descriptor)
+    def _end_memory(self, memory: Memory) -> None:
+        self._agent.deregister_memory(self._registrations.pop(memory.descriptor))
+        super()._end_memory(memory)
 
 
 class Reader:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.types import Generate, RolloutEngine
+from tandem.types import Generate, RolloutEngine, Row
 from tandem.weights.in_process import weights_gone
 from tandem.weights.shared import SharedWeights
 
@@ -42,15 +42,16 @@ class ProcessSync:
         self.shared.release(below=version - self.keep)
         self.local.apply(version)
 
-    def sync_to(self, version: int) -> int:
-        """Have the workers run a version; return the bytes of the tensors that they were offered
-        since the last call. Raises UserError if the version is gone, or a worker runs other weights
-        than the published ones."""
+    def sync_to(self, version: int) -> None:
+        """Have the workers run a version. Raises UserError if it is gone, or a worker runs other
+        weights than the published ones."""
         if self.workers.weight_version != version:
             if version not in self.shared.versions:
                 raise weights_gone(version, found=f"versions {self.shared.versions}")
             self.workers.apply(version)
-        return self.shared.newly_sent()
+
+    def traffic(self) -> Row:
+        return self.shared.traffic(self.workers.weight_version)
 
     def logprob_gap(self) -> float:
         return self.workers.logprob_gap()

@@ -607,6 +607,8 @@ def test_workers_score_a_probe_with_the_bits_of_the_inline_engine(real):
 def test_weights_that_are_not_the_trainers_are_found_by_name(real):
     workers, engine, shared = real
     shared.publish(2, engine.model.merged_weights())
+    workers.apply(2)
+    until(workers, lambda: all_idle(workers))  # a worker that has not started raises nothing
     change(engine.model)
     shared.publish(3, engine.model.merged_weights())
     shared.crossed = True

@@ -3,7 +3,6 @@ incomplete, and on a full disk."""
 
 import errno
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -145,26 +144,6 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     saved = load_checkpoint(save(tmp_path, 1))[0]["policy"]
     with pytest.raises(UserError, match="not this model's"):
         saved.read("w", whole_box((7, 5)))
-
-
-def test_of_processes_that_hold_the_same_part_one_file_is_read(tmp_path):
-    (first, tensors), *others = shards_of(1, "rows", 2)
-    twins = [replace(shard, rank=n, size=4) for n, (shard, _) in enumerate(others * 3, 1)]
-    entries = {
-        shard.stem("policy") + SUFFIX: write_shard(tmp_path, "policy", own["policy"], shard, DISK)
-        for shard, (_, own) in zip(twins, others * 3, strict=True)
-    }
-    path = save_checkpoint(
-        tmp_path,
-        1,
-        tensors,
-        {},
-        2,
-        config="",
-        shard=replace(first, size=4),
-        wait_for_others=lambda: entries,
-    )
-    assert_equal(load_checkpoint(path)[0]["policy"]["w"], WHOLE["w"])
 
 
 def test_a_save_removes_what_a_killed_one_left_but_not_what_others_write_now(tmp_path):

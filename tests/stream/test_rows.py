@@ -10,7 +10,17 @@ import pytest
 from tandem.rollout.checks import check_groups
 from tandem.rollout.collect import RolloutBatch
 from tandem.runtime.errors import InvariantError
-from tandem.stream.rows import ARRAYS, LOGPROBS, groups_of, key_of, place_of, tag_of
+from tandem.stream.rows import (
+    ARRAYS,
+    COMPARED,
+    FIELDS,
+    groups_of,
+    key_of,
+    pack_arrays,
+    place_of,
+    tag_of,
+    unpack_arrays,
+)
 from tandem.train.batch import Models, not_finite, pack_batch, plan_share
 from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
@@ -62,6 +72,24 @@ def shares_of(groups, config):
 
 def test_a_key_names_its_place():
     assert place_of(key_of((12, 3))) == (12, 3) and key_of((12, 3)) == "12/3"
+
+
+def test_packed_arrays_are_the_episodes_in_type_and_bytes():
+    for episode in episodes_of(groups_to_learn()):
+        found = unpack_arrays(pack_arrays(episode), len(episode.tokens))
+        assert set(found) == set(ARRAYS)
+        for name, array in found.items():
+            own = getattr(episode, name)
+            assert array.dtype == own.dtype and array.tobytes() == own.tobytes()
+            assert array.ctypes.data % array.itemsize == 0
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_a_row_of_another_length_is_refused(more):
+    episode = groups_to_learn()[0].episodes[0]
+    for field, data in pack_arrays(episode).items():
+        with pytest.raises(ValueError, match=r"buffer|tokens"):
+            unpack_arrays({field: data}, len(episode.tokens) + more)
 
 
 def test_placeholders_pass_for_the_episodes_in_all_but_their_values():
@@ -116,9 +144,11 @@ def test_two_ranks_with_the_arrays_of_their_own_share_learn_the_bits_of_two_with
     (rows, weights), (others, _) = on_mesh(through_memory_on, changes, data=2)
     (found, same, fetched), (_, _, more) = on_mesh(through_rows_on, changes, data=2)
     assert found == rows == others and same == weights
-    whole = [{place for place, names in part if names == ARRAYS} for part in (fetched, more)]
+    whole = [
+        {place for place, fields in part if fields == tuple(FIELDS)} for part in (fetched, more)
+    ]
     assert len(whole[0] | whole[1]) == 17 and max(map(len, whole)) < 17
-    assert any(names == LOGPROBS for _, names in fetched) == ("minibatches" not in changes)
+    assert any(fields == COMPARED for _, fields in fetched) == ("minibatches" not in changes)
     gaps = ["logprob_gap_mean" in row for row in rows]
     assert gaps == [changes.get("engine") == "vllm", False]
 

@@ -41,7 +41,9 @@ class SlowSync:
         assert version in self.published
         self.synced.append((version, threading.current_thread().name))
         self.engine.apply(version)
-        return 0
+
+    def traffic(self):
+        return {"sync_bytes": 0}
 
     def logprob_gap(self):
         return self.engine.logprob_gap()

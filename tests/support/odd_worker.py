@@ -53,6 +53,9 @@ class LightWeights:
     def hash_of(self, version):
         return self.hashes[version]
 
+    def loaded(self, version, seconds):
+        pass
+
 
 @dataclass(eq=False)
 class LightRunning:

@@ -8,7 +8,15 @@ import torch
 from tandem.config.schema import Config
 from tandem.rollout.collect import RolloutBatch
 from tandem.step import learn_step
-from tandem.stream.rows import ARRAYS, LOGPROBS, groups_of, places_to_store, tag_of
+from tandem.stream.rows import (
+    COMPARED,
+    FIELDS,
+    groups_of,
+    pack_arrays,
+    places_to_store,
+    tag_of,
+    unpack_arrays,
+)
 from tandem.stream.stream import MemoryStream
 from tandem.train.batch import Models
 from tandem.train.parallel.ranks import ParallelRanks
@@ -34,16 +42,18 @@ class RowStream:
             for row, group in enumerate(groups)
             for n, episode in enumerate(group.episodes)
         }
-        rows = {at: groups[at[0]].episodes[at[1]] for at in places_to_store(groups)}
+        rows = {at: pack_arrays(groups[at[0]].episodes[at[1]]) for at in places_to_store(groups)}
         self.steps[step] = tags, rows
         return []
 
     def take(self, step, kept, plan):
         tags, rows = self.steps[step]
         arrays = {}
-        for places, names in zip(plan(groups_of(tags, {})), (ARRAYS, LOGPROBS), strict=True):
-            self.fetched += [(place, names) for place in sorted(places)]
-            arrays |= {at: {n: getattr(rows[at], n) for n in names} for at in places}
+        for places, fields in zip(plan(groups_of(tags, {})), (FIELDS, COMPARED), strict=True):
+            self.fetched += [(place, tuple(fields)) for place in sorted(places)]
+            for at in places:
+                row = {field: rows[at][field] for field in fields}
+                arrays[at] = unpack_arrays(row, tags[at]["length"])
         return groups_of(tags, arrays)
 
     def clear(self, step):

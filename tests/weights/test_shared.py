@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.weights.hashing import combine, tensor_digests
-from tandem.weights.shared import Layout, SharedWeights, read_tensors
+from tandem.weights.shared import CHUNK, Layout, SharedWeights, read_tensors, write_tensors
 
 READER = """
 import json, os, socket, sys
@@ -113,6 +115,25 @@ def test_released_versions_are_gone_and_leave_no_descriptor():
     assert shared.versions == [] and set(os.listdir("/dev/fd")) <= before
 
 
+def test_traffic_is_told_once_and_by_version():
+    shared, worker = SharedWeights(tensors()), SimpleNamespace(version=-1)
+    whole = shared.layout.tensor_bytes
+    for version in (0, 1):
+        shared.publish(version, tensors(version))
+    for version in (0, 1, 1):
+        [(_, descriptor)] = shared.offer(version, [worker])
+        os.close(descriptor)
+    for version, seconds in ((0, 3.0), (0, 2.0), (1, 1.0)):
+        shared.loaded(version, seconds)
+    found = [shared.traffic(version) for version in (1, 0, 1)]
+    assert found == [
+        {"sync_bytes": 2 * whole, "load_s": 1.0},
+        {"sync_bytes": whole, "load_s": 3.0},
+        {"sync_bytes": 0},
+    ]
+    shared.close()
+
+
 def test_version_cannot_be_published_with_other_weights():
     shared = SharedWeights(tensors())
     assert shared.publish(0, tensors()) == shared.publish(0, tensors())
@@ -143,6 +164,23 @@ def test_the_memory_has_no_name_that_could_be_left_behind():
     assert os.readlink(f"/proc/self/fd/{descriptor}") == "/memfd:tandem weights (deleted)"
     os.close(descriptor)
     shared.close()
+
+
+def test_threads_write_the_bytes_and_digests_of_one():
+    torch_threads, weights = torch.get_num_threads(), tensors()
+    weights["long"] = torch.randn(3 * CHUNK // 4 + 1)  # some chunks, and 4 bytes
+    layout, written = Layout.of(weights), []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            memory = np.zeros(layout.size, np.uint8)
+            digests = write_tensors(layout, weights, memory)
+            assert list(digests.items()) == list(tensor_digests(weights).items())
+            written.append(memory.tobytes())
+    finally:
+        torch.set_num_threads(torch_threads)
+    assert written[0] == written[1]
+    assert tensor_digests(dict(layout.views(memory))) == digests
 
 
 def test_threads_may_publish_release_and_read_at_once():

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +23,7 @@ from tandem.weights.shared import SharedWeights
 from tandem.weights.transports import open_weights
 from tandem.weights.worker_sync import ProcessSync
 from tests.support.waiting import WAIT_S
-from tests.support.weight_worker import COMMAND, token_of
+from tests.support.weight_worker import COMMAND, LOAD_S, token_of
 from tests.support.working import all_idle, processes, request, run, until
 
 FAILED_JOIN_S = 10.0  # where a worker does not come; one that comes late is offered them again
@@ -80,6 +81,9 @@ class AnyTransport:
 
     def hash_of(self, version):
         return self.store.hash_of(version)
+
+    def loaded(self, version, seconds):
+        self.store.loaded(version, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -160,20 +164,28 @@ def test_the_first_worker_serves_while_another_still_loads(workers):
     assert slow.version == version
 
 
-def test_a_sync_tells_the_bytes_that_workers_were_offered(workers):
+def test_a_sync_tells_bytes_and_seconds_of_what_workers_were_offered(workers):
     published, applied = workers.published, []
     published.choose(opened("shm", delta=True))
     weights, first = tensors(), published.version + 1
     local = SimpleNamespace(apply=applied.append)
     sync = ProcessSync(workers, local, published.store, lambda: weights, keep=0)
-    whole, sent = published.layout.tensor_bytes, []
+    whole, sent, seconds = published.layout.tensor_bytes, [], []
     for version in (first, first + 1):
         published.version = version
         sync.publish(version)
-        sent += [sync.sync_to(version), sync.sync_to(version)]
+        start = time.monotonic()
+        sync.sync_to(version)
+        sync.sync_to(version)
         until(workers, lambda: all_idle(workers))
+        row = sync.traffic()
+        sent.append(row["sync_bytes"])
+        # a worker of these tests loads a tensor in LOAD_S or longer
+        seconds.append((LOAD_S, row["load_s"], time.monotonic() - start))
+        assert sync.traffic() == {"sync_bytes": 0}
         weights["norm"] = weights["norm"] + 1
-    assert sent == [2 * whole, 0, 2 * 14, 0] and applied == [first, first + 1]
+    assert sent == [2 * whole, 2 * 14] and applied == [first, first + 1]
+    assert all(least <= loaded <= passed for least, loaded, passed in seconds)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -233,8 +233,7 @@ class Workers:
             self.checks.leave(worker)
         offers = self._weights.offer(version, workers)
         for worker, (source, descriptor) in zip(workers, offers, strict=True):
-            worker.syncing.append(version)
-            worker.target, worker.version = version, -1
+            worker.note_offer(version)
             self._send(worker, {"apply": version, "from": source}, descriptor)
 
     def _send(self, worker: WorkerProcess, message: Message, descriptor: int = -1) -> None:
@@ -372,6 +371,7 @@ class Workers:
                     where = f"{worker}, weight version {version}"
                     raise errors.other_weights(where, names, digest, expected)
                 worker.version = version
+                self._weights.loaded(version, time.monotonic() - worker.offered_at)
             case {"failed": str(reason)} if worker.retried != version:
                 self._report(f"{worker} did not get weights {version}, and tries again: {reason}")
                 worker.retried = version

@@ -77,6 +77,9 @@ class Published(Protocol):
     def hash_of(self, version: int) -> str:
         """Return weights.hashing.combine of the digests of the trainer's weights."""
 
+    def loaded(self, version: int, seconds: float) -> None:
+        """Note how long it took from the offer of a version until the worker ran it."""
+
 
 class WorkerProcess:
     """A worker, and what the pool has told it. Implements dispatch.Worker."""
@@ -86,6 +89,7 @@ class WorkerProcess:
         self.connection: Channel | None = None  # not yet
         self.started = False  # it said that it is ready
         self.syncing: deque[int] = deque()  # versions that it was told to load and has not answered
+        self.offered_at = 0.0  # the last of them, by the monotonic clock
         self.target = -1  # the version that it runs or loads
         self.version = -1  # of the weights that it runs, by its own hash
         self.retried = -1  # the version that it was offered again after a failure
@@ -106,6 +110,11 @@ class WorkerProcess:
     @property
     def is_ready(self) -> bool:
         return self.started and not self.syncing and 0 <= self.version == self.target
+
+    def note_offer(self, version: int) -> None:
+        """Note that it is told to load a version now."""
+        self.syncing.append(version)
+        self.target, self.version, self.offered_at = version, -1, time.monotonic()
 
     @property
     def state(self) -> State:
