@@ -43,7 +43,7 @@ megatron: $(DEV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2
 
 demo: $(READY)
-	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
+	@HF_HUB_OFFLINE=1 $(BIN)/tandem demo
 
 # The tests of a file stay in one process, which prepares for them once.
 test: $(DEV)

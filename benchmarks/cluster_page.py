@@ -29,7 +29,8 @@ Rollout workers are Ray actors; each runs the worker loop of a local one, over T
 says where: `spread` takes the least-loaded living node, `pack` the driver's as long as it has room, and a list of names or addresses
 (`["10.0.0.7", "gpu-2"]`) the least-loaded of these. A lost actor or node is replaced on another one and its requests are served again, with
 the same bits. `tandem status RUN` shows who runs where; `tandem scale RUN rollout=4` has workers join or leave between rollouts.
-`recipes/cluster/` has a Slurm script and a KubeRay manifest; neither sbatch nor kubectl was at hand to run them.
+`recipes/cluster/` has a Slurm script and a KubeRay manifest. The schemas (CRD) of KubeRay 1.5.1 and 1.7.0 accept the manifest,
+unknown fields refused; neither sbatch nor kubectl was at hand to run them.
 
 `cluster.reward_workers = 4` scores on the nodes too: at most four actors, each with a pool of `reward.workers` processes of its own, so
 timeouts and hostile functions are that node's matter. The first one is there from the start; one more joins when calls have waited for a second,
@@ -69,7 +70,7 @@ as TransferQueue works longer for each value than for its bytes.
 ## Transports of weights
 
 `weights.transport` is `shm` on one machine and `ray` on a cluster; `collective` (a broadcast over gloo) and `rdma` (reads by NIXL) run on one
-machine so far. All deliver the same bytes, checked tensor by tensor. With `weights.delta` a worker is sent the tensors that differ from
+machine so far, without `cluster.nodes`. All deliver the same bytes, checked tensor by tensor. With `weights.delta` a worker is sent the tensors that differ from
 those that it runs. `timings.jsonl` has a step's `sync_s` (the trainer copies and digests the new weights), `apply_s` (the wait for the
 first worker that has the rollouts' weights; with `rollout.staleness` it is in `rollout_s`), `load_s` (the longest that a worker took from the
 offer until it ran them, beside rollouts) and `sync_bytes`.
@@ -119,7 +120,8 @@ weights after each, microbatches of 512 tokens.
     "model": """\
 ## Many replicas, by simulation
 
-`benchmarks/cluster_model.py` drives the pool's own dispatcher and the rules of the lanes on a virtual clock. No replica runs: each
+`benchmarks/cluster_model.py` drives the pool's own dispatcher on a virtual clock, with `rollout.staleness` + 1 steps rolled out at once
+([determinism.md](determinism.md)). No replica runs: each
 has 64 slots at 50 tokens/s, loads weights in 5 s, and gets 64 episodes a step; the trainer takes as long for a step as full replicas do for
 its tokens. Lengths are log-normal (median 2,000, sigma 0.7, at most 16,000 tokens): a stated distribution, fitted to no recorded run. The
 driver's seconds are real, of the dispatcher and of the messages of a completion of 2,000 tokens.

@@ -30,7 +30,7 @@ def run() -> list[Row]:
     ranks, on Ray with TransferQueue."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        _python(["examples/demo.py", "--folder", str(folder)])
+        _python(["-m", "tandem", "demo", "--folder", str(folder)])
         return [
             *_compared(folder, "one trainer rank", [], CLUSTER),
             *_compared(folder, "two trainer ranks, TransferQueue", RANKS, [*CLUSTER, *QUEUE]),

@@ -64,7 +64,7 @@ def learning(bench: Bench, seed: int) -> Figures:
         if bench.tiny:
             forks().run([*prepare(folder, 1), *placed(bench)], folder / "train")
         else:
-            demo = [sys.executable, "examples/demo.py", "--folder", place, "--seed", str(seed)]
+            demo = [sys.executable, "-m", "tandem", "demo", "--folder", place, "--seed", str(seed)]
             subprocess.run(demo, check=True, cwd=ROOT)
         found = rise(folder / "train")
     return {

@@ -82,7 +82,7 @@ def demo(kind: str = "", changes: Sequence[str] = ()) -> list[dict]:
         shutil.rmtree(folder, ignore_errors=True)
         start = time.perf_counter()
         place = ["--folder", str(folder), "--seed", str(seed)]
-        run([sys.executable, "examples/demo.py", *place, *changes])
+        run([sys.executable, "-m", "tandem", "demo", *place, *changes])
         rows.append(
             {"seed": seed, **rise(folder / "train"), "seconds": time.perf_counter() - start}
         )

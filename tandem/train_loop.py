@@ -89,6 +89,7 @@ def run_training(run: RunFolder, job: TrainJob, show: Show, report: Report | Non
     limit_s = signals.EXIT_S if _ranks(job).size > 1 else signals.DEFER_S
     with watchdog.watching(run.config.run.stall_s, log=log), signals.handle_signals():
         loop = _TrainLoop(run, job, show, report or run.log)
+        run.note_start()
         with loop.writing(), loop.saving_on_interrupt():
             job.start(loop.done)
             loop.write_status()
@@ -208,6 +209,7 @@ class _TrainLoop:
             if (path := episode_file(self.run.episodes, self.done, kind)).exists():
                 ledger[name] = file_hash(path)
         timings |= {"ledger_s": time.perf_counter() - start, "rss_mb": peak_rss_mb()}
+        timings["processes"] = float(_ranks(self.job).size)
         self.writer.write(self.done, metrics, timings, ledger)
         self.pending_metrics = None
         self.show(self.done, metrics, timings)

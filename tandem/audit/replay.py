@@ -28,7 +28,7 @@ from tandem.model.forward import batch_logprobs
 from tandem.run_folder.checkpoint import checkpoint_step, find_damage, load_checkpoint, step_name
 from tandem.run_folder.episode_files import read_note
 from tandem.run_folder.folder import read_machine
-from tandem.run_folder.metrics import metrics_row
+from tandem.run_folder.metrics import metrics_row, read_metrics
 from tandem.run_folder.past_run import PastRun, altered, read_step, require_step, without_evaluation
 from tandem.runtime import numerics
 from tandem.runtime.disk import file_hash
@@ -89,7 +89,7 @@ class _Replay:
 
     def run(self) -> ReplayReport:
         other_machine = _other_machine(self.past)
-        self.result.notes += self.replayed.notes + other_machine + _other_mesh(self.past)
+        self.result.notes += self.replayed.notes + other_machine + _other_mesh(self.past, self.step)
         self.result.divergence = next(self._compare(bool(other_machine)), None)
         self._compare_with_ledger()
         return self.result
@@ -278,12 +278,15 @@ def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: tensor_hash(tensors[name]) for name in sorted(tensors)}
 
 
-def _other_mesh(past: PastRun) -> list[str]:
-    """Return a note if several processes trained the run: a replay is one, which adds up gradients
-    in another order."""
-    if not (mesh := past.config.parallel.mesh):
+def _other_mesh(past: PastRun, step: int) -> list[str]:
+    """Return a note if several processes trained a step up to `step`: a replay is one, which adds
+    up gradients in another order."""
+    rows = read_metrics(past.folder, "timings.jsonl")
+    counts = {int(row.get("processes", 1)) for row in rows if row["step"] <= step} - {1}
+    if not counts and not past.config.parallel.mesh:
         return []
-    return [f"the run has trained on a mesh ({mesh}), this is one process: updates may differ"]
+    found = f"{' and '.join(map(str, sorted(counts)))} processes" if counts else "a mesh"
+    return [f"the run has trained with {found}, this is one: updates may differ in the last bits"]
 
 
 def _other_machine(past: PastRun) -> list[str]:

@@ -9,33 +9,19 @@ ready, 3 a stall (the watchdog says who is to blame), 130 interrupted.
 import signal
 import sys
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from tandem import __version__
+from tandem.cli.arguments import Fresh, Overrides, Recipe, Run, argument, unset
+from tandem.cli.first_steps import app
 from tandem.config.recipe import describe, load_config
 from tandem.config.schema import Config
 from tandem.runtime.errors import InvariantError, UserError
 from tandem.runtime.processes import end_with_starter
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Reinforcement learning for language models; training and inference on one model code.",
-)
-
-# --help does not show their defaults, which mean that nothing is given
-unset, argument = partial(Option, show_default=False), partial(Argument, show_default=False)
-
-Recipe = Annotated[str, argument(help="TOML recipe, e.g. recipes/demo.toml")]
-Overrides = Annotated[list[str] | None, argument(help="section.field=value, any number")]
-Fresh = Annotated[bool, Option("--fresh", help="start over; the old run folder is kept beside it")]
 
 TRAINING = {
     "train": "Train by reinforcement learning: GRPO, PPO and relatives. The same command resumes a "
@@ -127,93 +113,6 @@ def rollout(
     rollout.rollout(config, out, fresh, parse_range(keep) if keep else None)
 
 
-@app.command()
-def generate(
-    task: Annotated[
-        str, argument(help="a task, e.g. countdown, guess, reasoning_gym:NAME, verifiers:ID")
-    ],
-    out: Annotated[Path, unset(help="FILE.jsonl")],
-    count: Annotated[int, Option(min=1, help="how many problems")] = 1000,
-    difficulty: Annotated[int | None, unset(help="from 1 on; default: the task's own")] = None,
-    seed: Annotated[int, Option(min=0, help="the same seed gives the same problems")] = 0,
-    split: Annotated[str, Option(help="train or test, which never share a problem")] = "train",
-    weights: Annotated[str, unset(help="of several reasoning_gym data sets, e.g. 2,1")] = "",
-    force: Annotated[bool, Option("--force", help="replace the file")] = False,
-) -> None:
-    """Generate the problems of a built-in task, or of reasoning-gym."""
-    from tandem.cli import generate
-
-    generate.generate(
-        task,
-        out,
-        count=count,
-        difficulty=difficulty,
-        seed=seed,
-        split=split,
-        weights=weights,
-        force=force,
-    )
-
-
-@app.command()
-def tiny(
-    folder: Annotated[Path, argument(help="where the model goes: a new folder")],
-    sources: Annotated[
-        list[str] | None, unset("--from", help="a data set whose characters it knows; any number")
-    ] = None,
-    vocab: Annotated[
-        str, unset(help="characters; default: those of --from, or printable ASCII")
-    ] = "",
-    hidden: Annotated[int, Option(min=8, help="width of the model")] = 128,
-    layers: Annotated[int, Option(min=1)] = 3,
-    heads: Annotated[int, Option(min=1, help="attention heads")] = 4,
-    kv_heads: Annotated[int, Option(min=1, help="key/value heads")] = 2,
-    intermediate: Annotated[int, Option(min=1, help="width of the MLP")] = 640,
-    context: Annotated[int, Option(min=8, help="tokens of the longest sequence")] = 256,
-    seed: Annotated[int, Option(min=0, help="the same seed gives the same weights")] = 0,
-) -> None:
-    """Make a tiny random model of characters, ready to train, in seconds, without a network."""
-    from tandem.cli import tiny
-
-    tiny.tiny(
-        folder,
-        sources=sources or [],
-        vocab=vocab,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        intermediate=intermediate,
-        max_tokens=context,
-        seed=seed,
-    )
-
-
-@app.command("try")
-def try_out(
-    what: Annotated[
-        str,
-        argument(
-            help="a reward function (my.py:score, answer) or an environment (my.py:Shop, guess)"
-        ),
-    ],
-    overrides: Overrides = None,
-    data: Annotated[str, unset(help="problems")] = "",
-    model: Annotated[str, unset(help="model that answers; default: you do")] = "",
-    answer: Annotated[
-        list[str] | None, Option(help="an answer instead of typing; once a turn, for every row")
-    ] = None,
-    rows: Annotated[int, Option(min=1, help="how many rows")] = 3,
-    recipe: Annotated[str | None, unset(help="TOML recipe for everything else")] = None,
-) -> None:
-    """Try a reward function or an environment on a few rows: score, parts of it, time."""
-    from tandem.cli import try_out
-
-    options = [f"data.train={data}"] * bool(data) + [f"model.path={model}"] * bool(model)
-    config = load_config(recipe, [*try_out.overrides_of(what), *options, *(overrides or [])])
-    sys.exit(1 if try_out.try_out(config, answer or [], rows) else 0)
-
-
 @app.command("eval")
 def evaluate(
     recipe: Recipe,
@@ -229,7 +128,7 @@ def evaluate(
 
 @app.command()
 def export(
-    run: Annotated[Path, argument(help="run folder")],
+    run: Run,
     step: Annotated[int | None, Option(help="checkpoint to export; default: the newest")] = None,
     out: Annotated[
         Path | None, Option(help="target; default: <run>/hf/step_N, or <run>/adapter/step_N")
@@ -242,9 +141,6 @@ def export(
     from tandem.cli.export import export_run
 
     export_run(run, step, out, adapter)
-
-
-Run = Annotated[Path, argument(help="run folder")]
 
 
 @app.command()
@@ -370,6 +266,13 @@ def plan(
 ) -> None:
     """Check whether a run could start (exit code 0, else 2): changed keys, data, memory, disk. No
     weights are loaded."""
+    if gpus is not None and recipe is None:
+        raise UserError(
+            "meshes are computed for the model of a recipe",
+            where="tandem plan --gpus",
+            expected="a recipe",
+            next=f"tandem plan RECIPE --gpus {gpus}",
+        )
     if keys or recipe is None:
         from tandem.cli.progress import print_table
 
@@ -384,14 +287,6 @@ def plan(
     from tandem.cli import plan
 
     sys.exit(plan.plan(config, command, run_folder(config, recipe, command)))
-
-
-@app.command()
-def doctor() -> None:
-    """Check this machine: versions, exactness of the operators, reward workers, disk."""
-    from tandem.cli import doctor
-
-    sys.exit(doctor.doctor())
 
 
 @app.command()

@@ -19,6 +19,7 @@ from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
 from tandem.jobs.inputs import INPUTS, KEYS, input_hashes
 from tandem.jobs.meshes import memory_of_run
+from tandem.jobs.ranks import require_cores
 from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes
 from tandem.jobs.throughput import measured
 from tandem.run_folder.folder import check_run
@@ -55,6 +56,8 @@ class _Plan:
                 # environment and reward functions can be loaded
                 with open_envs_and_rewards(self.config):
                     pass
+        with self._checked():
+            require_cores(self.config)
         with self._checked():
             sizes = model_sizes(self.config, self.command)
             rows = memory_of_run(sizes, self.config, self.command, self.longest)

@@ -14,6 +14,7 @@ from statistics import median
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -33,7 +34,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
     """Print a table with a frame."""
     table = Table(*columns, title=title or None)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))  # [parallel] is a section, no style
     console.print(table)
 
 

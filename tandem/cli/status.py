@@ -5,7 +5,12 @@ from typing import Any
 
 from tandem.cli.progress import print_lines, print_table
 from tandem.run_folder.lock import holder
-from tandem.run_folder.status import parse_worker_count, read_status, request_workers
+from tandem.run_folder.status import (
+    parse_worker_count,
+    read_status,
+    request_workers,
+    requested_workers,
+)
 from tandem.runtime.errors import UserError
 
 COLUMNS = ("role", "node", "pid", "state", "version", "requests", "restarts")
@@ -15,14 +20,18 @@ def status(folder: Path) -> None:
     """Print whether a run lives, how far it is, and who runs where and does what."""
     alive = _holder(folder)
     written = read_status(folder)
-    lives = f"runs: {alive}" if alive else "does not run; the same command goes on"
-    print_lines([f"{folder}: {lives}"])
+    is_over = written is not None and written["step"] == written["steps"]
+    stands = "has finished" if is_over else "does not run; the same command goes on"
+    print_lines([f"{folder}: {f'runs: {alive}' if alive else stands}"])
     if written is None:
-        print_lines(["no step since its last start"])
+        print_lines(["it is starting: no step yet" if alive else "no step since its last start"])
         return
     step, steps, when = written["step"], written["steps"], written["time"]
     print_lines([f"step {step} of {steps}, {'as of' if alive else 'last seen'} {when}"])
-    print_table(COLUMNS, [_cells(process) for process in written["processes"]])
+    if wanted := requested_workers(folder):
+        print_lines([f"{wanted} rollout workers from the next rollout on (tandem scale)"])
+    if alive:
+        print_table(COLUMNS, [_cells(process) for process in written["processes"]])
 
 
 def scale(folder: Path, wanted: str) -> None:
@@ -35,8 +44,10 @@ def scale(folder: Path, wanted: str) -> None:
             "only a run that is under way has workers",
             where=str(folder),
             found="no process that runs it" if not alive else "a run that is just starting",
-            expected="a run that `tandem status` says runs",
-            next=f"start it with rollout.workers={count}",
+            expected="a run that has made a step since its last start",
+            next="wait for its first step"
+            if alive
+            else f"start the same command with rollout.workers={count}",
         )
     workers = [row for row in written["processes"] if row["role"].startswith("rollout worker")]
     if not workers:

@@ -46,13 +46,14 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
         print_lines(run.news)
         config = run.config
+        if processes := processes_of(config):
+            report(processes)
         with (
             explain_out_of_memory(config, command),
             JOBS[command](config, run, report) as job,
             StepProgress(command, job.steps, eval_every=job.eval_every, log=run.log) as progress,
         ):
             model = trained_model(job)
-            run.note_directory()
             require_disk(config, command, folder, Machine.here(folder))
             keep_model(model, config.model.path, folder / KEPT_MODEL)
             digest = run_training(run, job, progress, report)
@@ -68,3 +69,17 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             report(f"before: {evals[0]}")
             report(f"after:  {evals[-1]}")
     return target
+
+
+def processes_of(config: Config) -> str:
+    """Describe the processes of a run, "" for one alone."""
+    parts, rollout = list[str](), config.rollout
+    if mesh := config.parallel.mesh:
+        parts.append(f"{config.parallel.processes} trainer processes ({mesh})")
+    if rollout.workers:
+        parts.append(f"{rollout.workers} rollout workers ({rollout.engine})")
+    if config.cluster.nodes:
+        parts.append(f"{config.cluster.nodes} Ray nodes")
+    if config.stream.kind != "memory":
+        parts.append(f"episodes by {config.stream.kind}")
+    return "; ".join(parts)

@@ -188,7 +188,7 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
             lines.append(f"{place}: {found}, expected text or a list of texts")
         elif not key:
             reasons = mistake["msg"].removeprefix("Value error, ").splitlines()
-            lines += [f"{reason} ({path})" for reason in reasons]
+            lines += [f"{r} ({origin.get(r.partition(':')[0], path)})" for r in reasons]
         else:
             lines.append(f"{place}: {found}, {_expected(key, mistake)}")
     lines = list(dict.fromkeys(lines))

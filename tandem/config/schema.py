@@ -147,11 +147,13 @@ class Config(Section):
             yield "weights.transport: ray needs a Ray cluster (cluster.nodes)"
         if nodes and transport not in ("auto", "ray"):
             yield f"weights.transport: {transport} is of one machine, and cluster.nodes need ray"
-        if self.weights != Weights() and not self.rollout.workers:
+        if not self.rollout.workers and transport != "auto":
             yield (
                 "weights.transport: without rollout.workers the engine runs the trainer's own "
-                "tensors, so no transport and no delta is used"
+                "tensors, and none are sent"
             )
+        elif not self.rollout.workers and self.weights.delta:
+            yield "weights.delta: without rollout.workers no weights are sent"
         if self.weights.delta and self.rollout.engine == "vllm":
             yield "weights.delta: rollout.engine=vllm loads all tensors at once"
 

@@ -88,7 +88,7 @@ class Call:
                 where=self.url,
                 found=f"HTTP {status}: {_message(found)}",
                 expected="an answer",
-                next="set TANDEM_API_KEY to its key" if status in (401, 403) else "",
+                next="set TANDEM_API_KEY to its key" if status == 401 else "",
             )
         try:
             answer = json.loads(found)

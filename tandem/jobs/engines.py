@@ -22,7 +22,12 @@ from tandem.engine.worker_pool.pool import COMMAND, Workers
 from tandem.engine.worker_pool.process import Published, Spawn
 from tandem.envs.load import load_env
 from tandem.jobs.cluster import open_hosts, worker_device
-from tandem.jobs.http_engines import is_http, load_http_engines, open_http_rollouts
+from tandem.jobs.http_engines import (
+    is_http,
+    load_http_engines,
+    open_http_rollouts,
+    require_starting_weights,
+)
 from tandem.jobs.models import check_tokenizer, placement, releases_cache
 from tandem.jobs.reward_workers import build_reward_pool, open_reward_workers
 from tandem.model.config_file import check_model
@@ -197,7 +202,9 @@ def load_engine(
 ) -> Generate:
     """Load the engine of a command that only generates; every prompt has room."""
     if is_http(config):
-        return load_http_engines(config, renderer, report)
+        engines = load_http_engines(config, renderer, report)
+        require_starting_weights(engines)
+        return engines
     longest = max(map(len, renderer.prompts([problem.messages for problem in problems])))
     require_room(config, check_model(config.model.path), longest)
     model = load_model(config.model.path, place=placement(config))

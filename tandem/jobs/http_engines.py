@@ -55,6 +55,20 @@ def load_http_engines(config: Config, renderer: ChatRenderer, report: Report) ->
     return engines
 
 
+def require_starting_weights(engines: HttpEngines) -> None:
+    """Raise UserError if a server still has the weights of a training, which are not those of the
+    model that a command evaluates."""
+    for server in engines.serving:
+        if server.served is not None and server.served.version:
+            raise UserError(
+                "the server has weights that a training has sent to it",
+                where=f"rollout.engine = {server.url}",
+                found=f"version {server.served.version} of them",
+                expected="the weights that it was started with",
+                next="start `tandem serve` again with the model to evaluate",
+            )
+
+
 @contextmanager
 def open_http_rollouts(
     config: Config, engine: Engine, local: RolloutRunner, report: Report, folder: Path

@@ -21,6 +21,7 @@ import torch
 from tandem.config.schema import Config
 from tandem.jobs.models import placement
 from tandem.run_folder.folder import RunFolder
+from tandem.runtime import numerics
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import here
 from tandem.train.ranks import ALONE, Ranks
@@ -28,6 +29,8 @@ from tandem.train.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from tandem.cluster.ray_cluster import RayCluster
     from tandem.train.parallel.processes import Processes
+
+PROCESSES_PER_CORE = 4  # of a mesh on one machine
 
 
 def is_follower(config: Config) -> bool:
@@ -57,6 +60,8 @@ def open_ranks(
     with ExitStack() as opened:
         start = None
         if place.port == 0:
+            if cluster is None:
+                require_cores(config)
             command = ["-m", "tandem", run.command, str(run.path.absolute() / "config.toml")]
             start = start_here([sys.executable, *command])
             if cluster is not None and config.cluster.trainers == "ray":
@@ -89,6 +94,21 @@ def make_ranks(config: Config, processes: "Processes") -> Ranks:
     from tandem.train.parallel.ranks import ParallelRanks
 
     return ParallelRanks(mesh, processes)
+
+
+def require_cores(config: Config) -> None:
+    """Raise UserError if the processes of a mesh would be started here and are far more than this
+    machine has cores: they would wait for one another till nobody answers."""
+    size, most = config.parallel.processes, PROCESSES_PER_CORE * numerics.cores()
+    if size > most and here(os.environ, size).port == 0:
+        raise UserError(
+            "the mesh has more processes than this machine can run",
+            where="the sizes in [parallel]",
+            found=f"{size} processes on {numerics.cores()} cores",
+            expected=f"at most {most}",
+            next="take a smaller mesh, or start it on more machines with torchrun "
+            "(docs/parallel.md)",
+        )
 
 
 def require_size(found: int, expected: int) -> None:

@@ -112,8 +112,6 @@ def _other_config(path: Path, changes: list[str]) -> UserError:
         "the config differs from that of the run in the folder (its value -> the value now)\n"
         + "\n".join(f"  - {change}" for change in changes),
         where=str(path),
-        expected=f"the same config ({', '.join(_BOUNDS)} may grow, and run.steps, with a constant "
-        f"schedule and no staleness; {THREADS} may change where the probe found that it changes "
-        "no bit; free to change: see docs/determinism.md)",
+        expected="the same values; docs/determinism.md lists the keys that may change",
         next=f"take the old values, another run.folder=PATH, or --fresh {KEPT}",
     )

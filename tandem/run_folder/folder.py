@@ -33,7 +33,7 @@ from tandem.run_folder.config_changes import (
 )
 from tandem.run_folder.errors import FRESH, OTHER_FOLDER, unreadable_file
 from tandem.run_folder.lock import check_unlocked, locked, now
-from tandem.run_folder.status import forget_status
+from tandem.run_folder.status import STATUS, forget_status
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
     append_line,
@@ -49,6 +49,7 @@ from tandem.runtime.place import share_of_threads
 _MACHINE = "machine.json"
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
 # run.
+_REPLACED = ("config.toml", STATUS)
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 
@@ -74,9 +75,11 @@ class RunFolder:
         """Append a line with the time to log.txt. Raises UserError when the disk is full."""
         append_line(self.log_descriptor, f"{now()} {text}\n".encode(), self.path / "log.txt")
 
-    def note_directory(self) -> None:
-        """Write the directory that relative paths of the config begin in to run.json, if it has
-        changed; call it once they have been read."""
+    def note_start(self) -> None:
+        """Keep what this start has changed in the folder, and write the directory that relative
+        paths of the config begin in to run.json; call it once nothing can be refused any more."""
+        for name in _REPLACED:
+            _before(self.path, name).unlink(missing_ok=True)
         about = _read_about(self.path)
         if about.get("directory") != os.getcwd():
             _write_about(self.path, about)
@@ -126,6 +129,7 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
 
 @contextmanager
 def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Iterator[RunFolder]:
+    _bring_back(folder)  # of a start that was killed before it began
     verb = "resumed" if _is_run(folder) else "started"
     config, changes = _resolved(config, folder), list[str]()
     # A start that a mistake ended before the first metrics row leaves nothing to protect: the
@@ -135,10 +139,13 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
         _write_about(folder, {"command": command, "created": now()})
     else:
         changes = [f"config changed: {change}" for change in _changes(folder, config, command)]
+    with disk_errors(folder):
+        if not begins:
+            _put_aside(folder)
+        forget_status(folder)
     if begins or changes:
         write_atomic(folder / "config.toml", to_toml(config).encode())
     with disk_errors(folder):
-        forget_status(folder)
         log = open_regular_file(folder / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         news = tuple(filter(None, [lock_news, *changes]))
@@ -148,6 +155,26 @@ def _opened(folder: Path, config: Config, command: str, lock_news: str) -> Itera
         yield run
     finally:
         os.close(log)
+        _bring_back(folder)
+
+
+def _before(folder: Path, name: str) -> Path:
+    return folder / f".before-{name}"
+
+
+def _put_aside(folder: Path) -> None:
+    """Copy what a start replaces, until `note_start`: one that is refused leaves it as it was."""
+    for name in _REPLACED:
+        if (folder / name).exists():
+            write_atomic(_before(folder, name), (folder / name).read_bytes())
+
+
+def _bring_back(folder: Path) -> None:
+    """Undo what a start has replaced, if it did not come to `note_start`."""
+    with disk_errors(folder):
+        for name in _REPLACED:
+            if _before(folder, name).exists():
+                _before(folder, name).replace(folder / name)
 
 
 def check_run(folder: Path, config: Config, command: str) -> bool:

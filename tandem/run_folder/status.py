@@ -55,12 +55,17 @@ def request_workers(folder: Path, workers: int) -> None:
 
 def take_requested_workers(folder: Path) -> int:
     """Return for how many workers the run was asked, and forget it; 0: it was not."""
-    path = folder / REQUEST
+    wanted = requested_workers(folder)
+    (folder / REQUEST).unlink(missing_ok=True)
+    return wanted
+
+
+def requested_workers(folder: Path) -> int:
+    """Return for how many workers the run was asked; 0: it was not."""
     try:
-        text = path.read_text()
+        text = (folder / REQUEST).read_text()
     except FileNotFoundError:  # or another step's rollouts took it at this moment
         return 0
-    path.unlink(missing_ok=True)
     try:
         workers = json.loads(text)["rollout"]
     except (ValueError, KeyError, TypeError):

@@ -47,6 +47,7 @@ def config(**changes):
 def start(folder, *, fresh=False, command="train", **changes):
     """Open, take a first step, close."""
     with open_run(folder, config(**changes), fresh=fresh, command=command) as run:
+        run.note_start()
         (run.path / "metrics.jsonl").touch()
         return run
 
@@ -86,6 +87,50 @@ def test_status_and_requested_workers_of_the_run_before_are_dropped_when_it_star
             with pytest.raises(UserError), open_run(tmp_path, config(), fresh=False, command="sft"):
                 pass
             assert read_status(tmp_path)["step"] == start
+
+
+REPLACED = ("config.toml", "status.json")
+
+
+def test_a_start_that_is_refused_leaves_config_and_status_as_they_were(tmp_path):
+    folder = tmp_path / "run"
+    start(folder)
+    write_status(folder, 4, 4, [])
+    before = [(folder / name).read_bytes() for name in REPLACED]
+    changed = config(run__save_every=7)
+    with (
+        pytest.raises(UserError, match="refused"),
+        open_run(folder, changed, fresh=False, command="train") as run,
+    ):
+        assert "save_every = 7" in (folder / "config.toml").read_text()  # other ranks read it
+        assert read_status(folder) is None
+        raise UserError("refused")
+    assert [(folder / name).read_bytes() for name in REPLACED] == before
+    assert run.news == ("config changed: run.save_every: 10 -> 7",)
+    start(folder, run__save_every=7)
+    assert "save_every = 7" in (folder / "config.toml").read_text() and not list(
+        folder.glob(".before-*")
+    )
+
+
+def test_a_start_killed_before_it_began_leaves_config_and_status_as_they_were(tmp_path):
+    folder = tmp_path / "run"
+    start(folder)
+    write_status(folder, 4, 4, [])
+    before = [(folder / name).read_bytes() for name in REPLACED]
+
+    def killed():
+        with open_run(folder, config(run__save_every=7), fresh=False, command="train"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    in_a_fork(killed)
+    with (
+        pytest.raises(UserError),
+        open_run(folder, config(run__save_every=9), fresh=False, command="train") as run,
+    ):
+        raise UserError("refused")
+    assert run.news[-1] == "config changed: run.save_every: 10 -> 9"
+    assert [(folder / name).read_bytes() for name in REPLACED] == before
 
 
 def test_new_run_folder_holds_the_resolved_config(tmp_path):
@@ -391,6 +436,7 @@ def test_a_bound_that_stopped_a_run_may_grow_and_not_shrink(tmp_path, key, befor
     smaller, larger = (load_config(recipe, [f"{key}={value}"]) for value in (before, after))
     for config in (smaller, larger):
         with open_run(tmp_path / "run", config, fresh=False, command="train") as run:
+            run.note_start()
             (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
     with (
         pytest.raises(UserError, match=key),

@@ -18,6 +18,7 @@ on from the last checkpoint.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -44,6 +45,7 @@ LOST_S = 5.0  # without a sign of life, once a process has lost a connection
 EARLY = 0.95  # of `stall_s`: a wait is blamed before the watchdog ends it without a name
 CONNECT_S = 60.0  # at least, for rank 0 to have its store
 STALLED, REFUSED = 3, 2  # exit codes
+RESUMES = "  next:     the same command goes on from the newest checkpoint"
 
 
 # Starts the process of a rank, given its place by the environment; returns a Popen, or what has its
@@ -159,6 +161,7 @@ class Processes:
                 "LOCAL_WORLD_SIZE": self.place.size,
                 "MASTER_ADDR": self.place.address,
                 "MASTER_PORT": port,
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # its warnings of a lost rank 0 are stacks of C++
             }
             if self.place.job:
                 place["TORCHELASTIC_RUN_ID"] = self.place.job
@@ -179,7 +182,7 @@ class Processes:
             reason = json.dumps([text, code])
             if self._last_words.compare_set("failed", "", reason).decode() != reason:
                 return  # another one was first
-        write_report(text + "\n", self.log)
+        write_report(f"{text}\n{RESUMES}\n", self.log)
         self._end(code)
 
     def end(self) -> None:
@@ -273,7 +276,7 @@ class Processes:
         now = time.monotonic()
         for number, process in enumerate(self.started):
             if process.poll() is not None:
-                return f"{self._name(number + 1, seen)} has ended, exit code {process.returncode}"
+                return f"{self._name(number + 1, seen)} {how_ended(process.returncode)}"
         looked_at = range(self.place.size) if self.rank == 0 else [0]
         for rank in looked_at:
             key = f"sign/{rank}"
@@ -316,6 +319,13 @@ class Processes:
         sign = seen.get(rank, (None, 0.0))[0]
         where = f" (pid {sign[1]['pid']} on {sign[1]['host']})" if sign else ""
         return f"rank {rank}{where}"
+
+
+def how_ended(code: int) -> str:
+    """Describe the exit of a process, which nobody asked it for."""
+    if code == -signal.SIGKILL:
+        return "was killed (by hand, or for want of memory)"
+    return f"was ended by signal {-code}" if code < 0 else f"has ended, exit code {code}"
 
 
 @contextmanager

@@ -1,13 +1,12 @@
-"""The whole loop on a laptop: data, a tiny model, supervised warm start, GRPO, evaluation, export.
-
-    make demo        or: python examples/demo.py [--seed 1] [--folder runs/demo-1] [--fresh]
+"""`tandem demo`: the whole loop on a laptop: data, a tiny model, supervised warm start, GRPO,
+evaluation, export.
 
 Each stage prints the command that does the same by hand. Killed anywhere, the same command goes on
 where it was.
 """
 
-import argparse
 import json
+import os
 import shutil
 import sys
 import time
@@ -15,58 +14,43 @@ from pathlib import Path
 
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
-from tandem.runtime.disk import disk_errors
+from tandem.runtime.disk import disk_errors, write_atomic
 from tandem.runtime.errors import UserError
 
-BY_HAND = ".venv/bin/tandem"
-RECIPE = Path(__file__).parent.parent / "recipes" / "demo.toml"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--fresh", action="store_true", help="start over; earlier runs are kept beside the new ones"
-    )
-    parser.add_argument("overrides", nargs="*", help="settings of both runs: model.dtype=bfloat16")
-    args = parser.parse_args()
-    try:
-        demo(args.folder, args.seed, args.fresh, args.overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on", file=sys.stderr)
-        return 130
-    return 0
+RECIPE = Path(__file__).with_name("demo.toml")
 
 
 def demo(folder: Path, seed: int, fresh: bool, changes: list[str]) -> None:
+    """Run the demo in a folder. changes: settings of both runs, e.g. ["model.dtype=bfloat16"]."""
     started = time.perf_counter()
     make_inputs(folder, seed)
     from tandem.cli import train  # imports torch, after the first line has been shown
 
-    overrides = [*recipe(folder, seed, "sft", model=folder / "model"), *changes]
-    say(f"warm start: {BY_HAND} sft recipes/demo.toml {' '.join(overrides)}")
-    warm_model = train.train("sft", load_config(RECIPE, overrides), folder / "sft", fresh)
-    overrides = [*recipe(folder, seed, "train", model=warm_model), *changes]
-    say(f"GRPO: {BY_HAND} train recipes/demo.toml {' '.join(overrides)}")
-    final = train.train("train", load_config(RECIPE, overrides), folder / "train", fresh)
+    recipe, by_hand = folder / "demo.toml", command_name()
+    overrides = [*settings(folder, seed, "sft", model=folder / "model"), *changes]
+    say(f"warm start: {by_hand} sft {recipe} {' '.join(overrides)}")
+    warm_model = train.train("sft", load_config(recipe, overrides), folder / "sft", fresh)
+    overrides = [*settings(folder, seed, "train", model=warm_model), *changes]
+    say(f"GRPO: {by_hand} train {recipe} {' '.join(overrides)}")
+    final = train.train("train", load_config(recipe, overrides), folder / "train", fresh)
     report(folder, final)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all. Next:")
-    console.print(f"  .venv/bin/tensorboard --logdir {folder}    curves")
-    console.print(
-        f"  {BY_HAND} eval recipes/demo.toml model.path={final} eval.data={folder}/data/test.jsonl"
-    )
-    console.print(f"  {BY_HAND} plan --keys    everything a recipe can say")
-    console.print("  README.md, 'Your own model, data and reward'")
+    test = f"eval.data={folder}/data/test.jsonl"
+    console.print(f"  {by_hand} eval {recipe} model.path={final} {test}")
+    console.print(f"  {by_hand} init my-task    a project of your own: recipe, data, reward")
+    console.print(f"  {by_hand} plan --keys    everything a recipe can say")
 
 
-def recipe(folder: Path, seed: int, command: str, model: Path) -> list[str]:
-    """Return the settings that differ from recipes/demo.toml."""
+def command_name() -> str:
+    """Return how the user types `tandem`: by its path, if the shell would not find this one."""
+    own = Path(sys.executable).with_name("tandem")
+    found = shutil.which("tandem")
+    is_found = found is not None and Path(found).resolve() == own.resolve()
+    return "tandem" if is_found else os.path.relpath(own)
+
+
+def settings(folder: Path, seed: int, command: str, model: Path) -> list[str]:
+    """Return the settings that differ from the recipe."""
     data = folder / "data"
     return [
         f"run.seed={seed}",
@@ -79,6 +63,7 @@ def recipe(folder: Path, seed: int, command: str, model: Path) -> list[str]:
 
 
 def make_inputs(folder: Path, seed: int) -> None:
+    """Write recipe, data and model, where they are not there yet."""
     from tandem.tasks import algebra
     from tandem.tasks.registry import write_rows
 
@@ -94,6 +79,8 @@ def make_inputs(folder: Path, seed: int) -> None:
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         mark.write_text(str(seed))
+    if not (folder / "demo.toml").exists():
+        write_atomic(folder / "demo.toml", RECIPE.read_bytes())
     if not (folder / "data" / "warm.jsonl").exists():
         say(f"data: eight templates of school algebra -> {folder}/data")
         data = folder / "data"
@@ -132,12 +119,12 @@ def report(folder: Path, final: Path) -> None:
     say("the exported model, in stock transformers:")
     for line in (folder / "data" / "test.jsonl").read_text().splitlines()[:3]:
         row = json.loads(line)
-        said = ask_stock_transformers(final, row["prompt"][0]["content"])
-        console.print(f"{said}    (answer: {row['reward_model']['ground_truth']})", markup=False)
+        answer = ask_stock_transformers(final, row["prompt"][0]["content"])
+        console.print(f"{answer}    (answer: {row['reward_model']['ground_truth']})", markup=False)
 
 
 def curve(folder: Path, width: int = 60) -> str:
-    """The training reward as one line of blocks."""
+    """Draw the training reward as one line of blocks."""
     from tandem.run_folder.metrics import read_metrics
 
     rewards = [row["reward"] for row in read_metrics(folder / "train") if "reward" in row]
@@ -154,6 +141,7 @@ def curve(folder: Path, width: int = 60) -> str:
 
 
 def ask_stock_transformers(model_folder: Path, question: str) -> str:
+    """Return a greedy answer of stock transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -170,8 +158,5 @@ def ask_stock_transformers(model_folder: Path, question: str) -> str:
 
 
 def say(text: str) -> None:
+    """Print a heading."""
     console.print(f"\n[bold]{text}[/bold]")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

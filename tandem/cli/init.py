@@ -1,0 +1,151 @@
+"""`tandem init`: a project of one's own, which runs as it is.
+
+    tandem init my-task                        a tiny model is made, and chats that warm it up
+    tandem init my-task --model Qwen/Qwen3-0.6B
+
+The task is one-digit arithmetic: problems, a reward and a recipe, each meant to be replaced. It
+knows no run.
+"""
+
+from pathlib import Path
+
+from tandem.cli.progress import print_lines
+from tandem.runtime.disk import DISK, disk_errors
+from tandem.runtime.errors import UserError
+from tandem.tasks import arithmetic
+from tandem.tasks.generate import Row, generator_at
+from tandem.tasks.registry import write_rows
+
+RECIPE = """\
+# Every key: tandem plan --keys. Paths are from the folder that the command is typed in.
+[model]
+path = "{model}"
+
+[data]
+train = "train.jsonl"               # {{"prompt": ..., "answer": ...}} a line
+
+[reward]
+function = "reward.py:score"
+
+[rollout]
+max_new_tokens = {tokens}
+
+[rl]
+algorithm = "dr_grpo"
+prompts_per_step = 32
+group_size = 8
+
+[train]
+learning_rate = {rate}
+
+[eval]
+data = "test.jsonl"
+every = 10
+
+[run]
+steps = 30
+"""
+
+WARM_UP = """
+[sft]
+train = "chats.jsonl"               # {"messages": [...]} a line
+steps = 300
+batch_size = 32
+learning_rate = 4e-3
+warmup_steps = 20
+"""
+
+REWARD = '''\
+"""The reward of this project. Try it alone: tandem try reward.py:score --data train.jsonl"""
+
+
+def score(problem, completion: str) -> float:
+    """Give 1 if the last word is the answer, else 0."""
+    return float(completion.split()[-1:] == [problem.answer])
+'''
+
+README = """\
+# {name}
+
+`train.jsonl` and `test.jsonl` hold problems, `reward.py` scores an answer, `recipe.toml` is the
+run. Put your own in their places. `tandem plan --keys` lists every key.
+{warm}
+    tandem plan recipe.toml{model}     # could it start here?
+    tandem train recipe.toml{model}    # the same command resumes
+    tandem show runs/recipe-train --worst    # episodes to read
+"""
+
+WARM = """
+The model in `model/` is random. `chats.jsonl` teaches it to answer, half of the time carelessly:
+
+    tandem sft recipe.toml
+
+Then reinforcement learning has something to find:
+"""
+
+
+def init(folder: Path, model: str, tiny: bool) -> None:
+    """Write a project to a new folder. model: a directory or hub name; tiny: none, which is also
+    what no model means."""
+    if model and tiny:
+        raise UserError(
+            "two models are named",
+            where="tandem init",
+            found=f"--model {model} and --tiny",
+            expected="one of them",
+        )
+    if folder.exists():
+        raise UserError(
+            "there is something at the project's place",
+            where=str(folder),
+            expected="a new folder",
+            next="name another",
+        )
+    unfinished = folder.with_name(f".tmp-{folder.name}")
+    with disk_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if unfinished.exists():  # of a killed start
+            DISK.remove(unfinished)
+        _write(unfinished, folder.name, model)
+        DISK.rename(unfinished, folder)
+    first = "tandem train recipe.toml" if model else "tandem sft recipe.toml"
+    print_lines([f"a project of {len(list(folder.iterdir()))} files -> {folder}", ""])
+    print_lines([f"next: cd {folder} && {first}    (README.md has the rest)"])
+
+
+def _write(folder: Path, name: str, model: str) -> None:
+    train, test = (arithmetic.rows(split, 100, 0, difficulty=1) for split in ("train", "test"))
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "test.jsonl", test)
+    recipe = RECIPE.format(
+        model=model or "model", tokens=128 if model else 8, rate="1e-6" if model else "3e-4"
+    )
+    override = "" if model else " model.path=runs/recipe-sft/hf/step_000300"
+    (folder / "recipe.toml").write_text(recipe + WARM_UP * (not model))
+    (folder / "reward.py").write_text(REWARD)
+    readme = README.format(name=name, warm=WARM * (not model), model=override)
+    (folder / "README.md").write_text(readme)
+    if not model:
+        from tandem.cli.tiny import characters_of
+        from tandem.model.tiny import make_tiny
+
+        write_rows(folder / "chats.jsonl", _chats(train, 4000))
+        make_tiny(folder / "model", characters=characters_of([str(folder / "chats.jsonl")], ""))
+
+
+def _chats(problems: list[Row], count: int) -> list[Row]:
+    """Make chats that answer problems, half of them with the answer of another problem."""
+    chats = []
+    for number in range(count):
+        rng = generator_at(0, "init", number)
+        asked, other = (problems[int(i)] for i in rng.integers(0, len(problems), 2))
+        answer = (other if rng.random() < 0.5 else asked)["answer"]
+        chats.append(
+            {
+                "messages": [
+                    {"role": "user", "content": asked["prompt"]},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
+        )
+    return chats
