@@ -3,8 +3,8 @@
     tandem init my-task                        a tiny model is made, and chats that warm it up
     tandem init my-task --model Qwen/Qwen3-0.6B
 
-The task is one-digit arithmetic: problems, a reward and a recipe, each meant to be replaced. It
-knows no run.
+The task is that of the demo, eight templates of school algebra: problems, a reward and a recipe,
+each meant to be replaced. It knows no run.
 """
 
 from pathlib import Path
@@ -12,8 +12,8 @@ from pathlib import Path
 from tandem.cli.progress import print_lines
 from tandem.runtime.disk import DISK, disk_errors
 from tandem.runtime.errors import UserError
-from tandem.tasks import arithmetic
-from tandem.tasks.generate import Row, generator_at
+from tandem.tasks import algebra
+from tandem.tasks.generate import Row
 from tandem.tasks.registry import write_rows
 
 RECIPE = """\
@@ -32,7 +32,7 @@ max_new_tokens = {tokens}
 
 [rl]
 algorithm = "dr_grpo"
-prompts_per_step = 32
+prompts_per_step = 64
 group_size = 8
 
 [train]
@@ -43,13 +43,13 @@ data = "test.jsonl"
 every = 10
 
 [run]
-steps = 30
+steps = 40
 """
 
 WARM_UP = """
 [sft]
 train = "chats.jsonl"               # {"messages": [...]} a line
-steps = 300
+steps = 500
 batch_size = 32
 learning_rate = 4e-3
 warmup_steps = 20
@@ -114,38 +114,27 @@ def init(folder: Path, model: str, tiny: bool) -> None:
 
 
 def _write(folder: Path, name: str, model: str) -> None:
-    train, test = (arithmetic.rows(split, 100, 0, difficulty=1) for split in ("train", "test"))
-    write_rows(folder / "train.jsonl", train)
-    write_rows(folder / "test.jsonl", test)
+    write_rows(folder / "train.jsonl", _problems("train", 400))
+    write_rows(folder / "test.jsonl", _problems("test", 64))
     recipe = RECIPE.format(
-        model=model or "model", tokens=128 if model else 8, rate="1e-6" if model else "3e-4"
+        model=model or "model", tokens=128 if model else 32, rate="1e-6" if model else "3e-4"
     )
-    override = "" if model else " model.path=runs/recipe-sft/hf/step_000300"
+    override = "" if model else " model.path=runs/recipe-sft/hf/step_000500"
     (folder / "recipe.toml").write_text(recipe + WARM_UP * (not model))
     (folder / "reward.py").write_text(REWARD)
     readme = README.format(name=name, warm=WARM * (not model), model=override)
     (folder / "README.md").write_text(readme)
     if not model:
-        from tandem.cli.tiny import characters_of
         from tandem.model.tiny import make_tiny
 
-        write_rows(folder / "chats.jsonl", _chats(train, 4000))
-        make_tiny(folder / "model", characters=characters_of([str(folder / "chats.jsonl")], ""))
+        chats = algebra.warm_start(16000, 0, difficulty=1, careless=0.5)
+        write_rows(folder / "chats.jsonl", chats)
+        make_tiny(folder / "model")
 
 
-def _chats(problems: list[Row], count: int) -> list[Row]:
-    """Make chats that answer problems, half of them with the answer of another problem."""
-    chats = []
-    for number in range(count):
-        rng = generator_at(0, "init", number)
-        asked, other = (problems[int(i)] for i in rng.integers(0, len(problems), 2))
-        answer = (other if rng.random() < 0.5 else asked)["answer"]
-        chats.append(
-            {
-                "messages": [
-                    {"role": "user", "content": asked["prompt"]},
-                    {"role": "assistant", "content": answer},
-                ]
-            }
-        )
-    return chats
+def _problems(split: str, count: int) -> list[Row]:
+    """Return problems as {"prompt": text, "answer": text}."""
+    return [
+        {"prompt": row["prompt"][0]["content"], "answer": row["reward_model"]["ground_truth"]}
+        for row in algebra.rows(split, count, 0, difficulty=1)
+    ]
