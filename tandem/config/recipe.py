@@ -215,7 +215,7 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
             choices = re.findall(r"'([^']*)'", mistake["msg"])
             near = difflib.get_close_matches(str(found), choices, 1, 0.5)
             advice = f"; did you mean {near[0]}?" if near else ""
-            section, _, field = key.partition(".")
+            section, field = key.split(".")[:2]
             own = OR_FUNCTION in _section(section).model_fields[field].metadata
             return f"expected one of {', '.join(choices)}{', or my.py:NAME' * own}{advice}"
     reason = mistake["msg"].removeprefix("Value error, ")

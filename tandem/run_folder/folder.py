@@ -49,7 +49,7 @@ from tandem.runtime.place import share_of_threads
 _MACHINE = "machine.json"
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
 # run.
-_REPLACED = ("config.toml", STATUS)
+_REPLACED = ("config.toml", _MACHINE, STATUS)
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 

@@ -124,7 +124,7 @@ def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
         assert len(workers(scaled)) == 1
         allow(6)
     assert fingerprint(scaled) == inline
-    assert "does not run" in tandem("status", scaled, cwd=folder)[1]
+    assert "has finished" in tandem("status", scaled, cwd=folder)[1]
     log = (scaled / "log.txt").read_text()
     assert "rollout workers: 1 -> 3" in log and "rollout workers: 3 -> 1" in log
 

@@ -321,11 +321,13 @@ class Processes:
         return f"rank {rank}{where}"
 
 
-def how_ended(code: int) -> str:
-    """Describe the exit of a process, which nobody asked it for."""
-    if code == -signal.SIGKILL:
-        return "was killed (by hand, or for want of memory)"
-    return f"was ended by signal {-code}" if code < 0 else f"has ended, exit code {code}"
+def how_ended(code: int | str) -> str:
+    """Describe the exit of a process, which nobody asked it for. code: a text begins with it, and
+    says more behind a semicolon."""
+    number, semicolon, more = str(code).partition(";")
+    was_killed = number == str(-signal.SIGKILL)
+    found = "was killed (by hand, or for want of memory)" if was_killed else ""
+    return (found or f"has ended, exit code {number}") + semicolon + more
 
 
 @contextmanager
