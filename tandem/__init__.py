@@ -28,6 +28,7 @@ Around them
   runtime/       this machine: processes, signals, files, sandbox, random numbers, errors
   cluster/       Ray: processes on several machines
   serve/         the OpenAI-compatible server
+  view/          runs as pages in a browser, as a report, as pictures
   cli/           the commands
 
 A room imports `types`, `runtime/` and rooms below it, never one that leads back to it;

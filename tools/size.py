@@ -3,7 +3,7 @@
 Exit code 1 if a file has over 400 lines (step.py: 140), a function over 60, the config over 160
 leaves, or the package or its core over their sums. A Triton kernel may have 100 lines, as it takes
 its many pointers and strides one by one. The core is the package without built-in tasks, adapters
-to other libraries, server and commands.
+to other libraries, servers and commands.
 """
 
 import ast
@@ -14,10 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tandem"
 FILE_LIMIT, STEP_LIMIT, FUNCTION_LIMIT, KERNEL_LIMIT, LEAF_LIMIT = 400, 140, 60, 100, 160
-PACKAGE_LIMIT, CORE_LIMIT = 48_500, 36_800
+PACKAGE_LIMIT, CORE_LIMIT = 50_200, 36_800
 NOT_CORE = (
     "tasks",
     "serve",
+    "view",
     "cli",
     "cluster",
     "engine/http",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from tandem import __version__
 from tandem.cli.arguments import Fresh, Overrides, Recipe, Run, argument, unset
@@ -205,6 +205,45 @@ def diff(
     from tandem.cli import diff
 
     sys.exit(diff.diff(a, b))
+
+
+@app.command()
+def view(
+    runs: Annotated[Path, Argument(help="folder of runs, or a run")] = Path("runs"),
+    host: Annotated[
+        str, Option(help="address to listen on; one that other machines reach needs a token")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8400,
+    token: Annotated[
+        str, unset(envvar="TANDEM_VIEW_TOKEN", help="what a browser must send once")
+    ] = "",
+) -> None:
+    """Look at runs in a browser, live: curves, every episode and token; see docs/view.md."""
+    from tandem.cli import view
+
+    view.view(runs, host, port, token)
+
+
+@app.command()
+def report(
+    run: Run, out: Annotated[Path | None, unset(help="default: RUN/report.html")] = None
+) -> None:
+    """Write a run as one HTML file: curves, chosen episodes, configuration."""
+    from tandem.cli import view
+
+    view.report(run, out)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], argument(help="run folders")],
+    out: Annotated[Path, unset("-o", "--out", help="FILE.svg")],
+    key: Annotated[list[str] | None, unset(help="a column, e.g. reward; any number")] = None,
+) -> None:
+    """Draw the curves of runs as an SVG file."""
+    from tandem.cli import view
+
+    view.plot(runs, out, key or [])
 
 
 @app.command()

@@ -19,7 +19,7 @@ from tandem.audit.why import (
 )
 from tandem.cli.progress import console, print_lines
 from tandem.run_folder.past_run import PastRun, entered
-from tandem.runtime.disk import write_atomic
+from tandem.runtime.disk import disk_errors, write_atomic
 
 _OUTCOMES = {
     "train": "trained",
@@ -68,6 +68,8 @@ def _explain(past: PastRun, ref: EpisodeRef, learning: bool, out: Path | None) -
     print_lines([*_account(past, ref, update), *table(rows)])
     if out is not None:
         text = json.dumps(_as_json(ref, update, rows), indent=1, default=str)
+        with disk_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, text.encode() + b"\n")
         console.print(f"all of it in {out}")
 

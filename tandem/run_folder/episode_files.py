@@ -185,6 +185,11 @@ def read_columns(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def read_table(path: Path, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
+    """Read some columns of a file as a table. Raises UserError for a damaged file."""
+    return _read(path, columns)
+
+
 def read_note(path: Path) -> Any:
     """Read the note of a file's writer; None if there is no such file, or no note in it."""
     if not path.exists():

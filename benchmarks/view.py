@@ -1,0 +1,182 @@
+"""`tandem view` over a large run: first paint, search, a live update, in headless Chromium.
+
+    python -m benchmarks.view [--steps 2000] [--episodes 50] [--out FILE.json]
+
+Makes a run of `steps` steps with `episodes` episodes each (of real length: 30 to 120 words), serves
+it and measures, medians of REPEATS but for the first visit:
+
+    first paint    from the address to the browser's first paint with content, a fresh browser
+    drawn          until the page has what it is for: rows of a list, lines of every chart
+    search         one request for a page of episodes by a text, and by a text and filters
+    live           from the row's write to the new row in the page
+
+Prints a JSON object; the exit status is 1 where a bar of BARS is missed. Needs chromium and
+chromium-driver.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import httpx
+
+from tandem.runtime import numerics
+from tests.support.browser import browser
+from tests.support.viewing import add_step, group, make_run, viewing
+
+REPEATS = 7
+BARS = {"first paint": 1.0, "search": 0.2, "live": 1.0}  # seconds
+WORDS = [
+    "so",
+    "we",
+    "add",
+    "seven",
+    "to",
+    "both",
+    "sides",
+    "and",
+    "divide",
+    "by",
+    "three",
+    "then",
+    "check",
+    "the",
+    "answer",
+    "again",
+    "maybe",
+    "not",
+    "sure",
+    "it",
+    "is",
+    "x",
+    "equals",
+]
+PAINT = "const p = performance.getEntriesByName('first-contentful-paint')[0]; return p ? p.startTime : 0"
+ROWS = "return document.querySelectorAll('[data-row]').length"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--episodes", type=int, default=50)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        run = make_run(Path(place) / "large", steps=args.steps + 1)
+        start = time.perf_counter()
+        write_steps(run, args.steps, args.episodes)
+        print(f"written in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        with viewing(Path(place)) as url:
+            row = {
+                "date": date.today().isoformat(),
+                "processor": numerics.processor(),
+                "steps": args.steps,
+                "episodes": args.steps * args.episodes,
+                **first_visits(url),
+                **searches(url),
+                "live": live(url, run, args.steps + 1),
+            }
+    print(json.dumps(row, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(row, indent=1) + "\n")
+    return any(row[name] > bar for name, bar in BARS.items())
+
+
+def write_steps(run: Path, steps: int, episodes: int) -> None:
+    draws = random.Random(0)
+    for step in range(1, steps + 1):
+        groups = [
+            group(
+                f"algebra/{draws.randrange(5000)}",
+                [" ".join(draws.choices(WORDS, k=draws.randint(30, 120))) for _ in range(10)],
+                [float(draws.random() < step / steps) for _ in range(10)],
+                prompt=f"Solve {draws.randrange(99)}x + {draws.randrange(99)} = {draws.randrange(999)}",
+            )
+            for _ in range(episodes // 10)
+        ]
+        numbers = {f"reward_part/{n}": draws.random() for n in range(12)}
+        add_step(
+            run,
+            step,
+            groups,
+            reward=step / steps,
+            entropy=2 - step / steps,
+            ratio=1.0,
+            clip_share=0.01,
+            grad_norm=draws.random(),
+            learn_s=1.0,
+            **numbers,
+        )
+
+
+def first_visits(url: str) -> dict[str, float]:
+    """Open each page in a browser of its own; the server has read nothing before the first."""
+    pages = {
+        "": f"{ROWS} === 1",
+        "episodes/large": f"{ROWS} === 50",
+        "curves/large": "return document.querySelectorAll('.u-wrap canvas').length >= 5",
+        "step/large/1000": "return document.querySelectorAll('.square').length > 0",
+    }
+    found, paints = {}, []
+    for path, ready in pages.items():
+        with browser() as page:
+            start = time.perf_counter()
+            page.open(f"{url}/#/{path}")
+            page.until(ready)
+            found[f"drawn: {path or 'runs'}"] = round(time.perf_counter() - start, 3)
+            paints.append(page.run(PAINT) / 1000)
+    return {"first paint": round(max(paints), 3), **found}
+
+
+def searches(url: str) -> dict[str, float]:
+    queries = {
+        "text": {"q": "MAYBE not sure it"},
+        "none": {"q": "zebra"},
+        "text, reward, steps": {
+            "q": "check",
+            "reward_from": "0.5",
+            "step_from": "500",
+            "sort": "-tokens",
+        },
+    }
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while not client.get("/api/episodes", params={"run": "large"}).json()["complete"]:
+            pass
+        times = {
+            name: statistics.median(seconds(client, query) for _ in range(REPEATS))
+            for name, query in queries.items()
+        }
+    return {
+        "search": round(max(times.values()), 4),
+        **{f"search: {n}": round(t, 4) for n, t in times.items()},
+    }
+
+
+def seconds(client: httpx.Client, query: dict[str, str]) -> float:
+    start = time.perf_counter()
+    assert client.get("/api/episodes", params={"run": "large", **query}).json()["complete"]
+    return time.perf_counter() - start
+
+
+def live(url: str, run: Path, first: int) -> float:
+    """Measure the median seconds from a step's row to the step in the list of runs."""
+    delays = []
+    with browser() as page:
+        page.open(f"{url}/")
+        page.until(f"{ROWS} === 1")
+        for step in range(first, first + REPEATS):
+            add_step(run, step, [group("new", ["text"], [1.0])], reward=0.5)
+            start = time.perf_counter()
+            page.until(f"return document.querySelector('.c3').textContent.startsWith('{step:,}')")
+            delays.append(time.perf_counter() - start)
+    return round(statistics.median(delays), 3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

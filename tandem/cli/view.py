@@ -1,0 +1,129 @@
+"""`tandem view`, `tandem report` and `tandem plot`: runs as pages, as a file and as pictures."""
+
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.cli.progress import print_lines
+from tandem.runtime.disk import write_atomic
+from tandem.runtime.errors import UserError
+from tandem.serve.auth import is_loopback
+from tandem.view.report import panels
+from tandem.view.report import report as report_page
+from tandem.view.runs import Run, Runs
+from tandem.view.svg import figure
+
+OPTIONAL = ("starlette", "uvicorn")
+
+
+def view(root: Path, host: str, port: int, token: str) -> None:
+    """Serve the pages until SIGINT or SIGTERM."""
+    if not root.is_dir():
+        raise UserError(
+            "there are no runs to view",
+            where=str(root),
+            found="no such folder",
+            expected="a folder of runs, or a run",
+            next="tandem demo makes one; or tandem view FOLDER",
+        )
+    if not token and not is_loopback(host):
+        raise UserError(
+            "a page that other machines can reach needs a token",
+            where=f"--host {host}",
+            found="no token",
+            expected="a token, or a loopback host such as 127.0.0.1",
+            next="export TANDEM_VIEW_TOKEN=$(openssl rand -hex 24)",
+        )
+    try:
+        from tandem.view.app import serve
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        raise UserError(
+            "the page's packages are not installed",
+            found=f"no {error.name}",
+            expected=" and ".join(OPTIONAL),
+            next="pip install 'tandem-rl[serve]'",
+        ) from None
+    with _bound(host, port) as sock:
+        name, port = sock.getsockname()[:2]
+        name = f"[{name}]" if ":" in name else name
+        end = f"/?token={token}" if token else "/"
+        line = f"{len(Runs(root).list())} runs of {root} on http://{name}:{port}{end}"
+        serve(root, sock, token, lambda: print(line, flush=True))
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise UserError(
+            "the page cannot use this address",
+            where=f"--host {host} --port {port}",
+            found=str(error),
+            expected="a free port of this machine",
+            next="choose another --port; 0 takes any",
+        ) from None
+    return sock
+
+
+def report(folder: Path, out: Path | None) -> None:
+    """Write the HTML file of a run."""
+    [run] = _open([folder])
+    target = out or folder / "report.html"
+    write_atomic(target, report_page(run).encode())
+    print_lines([f"{target}"])
+
+
+def plot(folders: Sequence[Path], out: Path, keys: Sequence[str]) -> None:
+    """Write curves of runs as an SVG file."""
+    if out.suffix != ".svg":
+        raise UserError(
+            "curves are written as SVG",
+            where="-o",
+            found=str(out),
+            expected="a name that ends in .svg",
+            next=f"tandem plot RUN -o {out.with_suffix('.svg')}; a browser makes other formats",
+        )
+    drawn = panels(_open(folders), keys)
+    if not drawn:
+        raise UserError(
+            "there is nothing to draw yet",
+            where=", ".join(map(str, folders)),
+            found="no numbers",
+            expected="a run with a row in metrics.jsonl",
+            next="wait for its first step",
+        )
+    write_atomic(out, figure(drawn).encode())
+    print_lines([f"{out}"])
+
+
+def _open(folders: Sequence[Path]) -> list[Run]:
+    """Read runs, each named by as much of its path as it needs. Raises UserError for other folders,
+    warns of damaged rows."""
+    runs = []
+    for folder in folders:
+        if not (folder / "config.toml").is_file():
+            raise UserError(
+                "this is not a run folder",
+                where=str(folder),
+                found="no config.toml",
+                expected="a folder made by a command that trains",
+                next="ls runs/",
+            )
+        run = Run(folder, _name(folder))
+        run.refresh()
+        if broken := run.metrics.broken + run.timings.broken:
+            print(f"{folder}: {broken} rows cannot be read, and are left out", file=sys.stderr)
+        runs.append(run)
+    return runs
+
+
+def _name(folder: Path) -> str:
+    parts = folder.resolve().parts[-2:]
+    return "/".join(part for part in parts if part != "runs")

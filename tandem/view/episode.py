@@ -1,0 +1,194 @@
+"""One episode and one step, as the run folder has them.
+
+    episodes/<kind>_step_N.parquet --> conversation, tokens, reward parts; the group's attempts
+    model/tokenizer.json           --> the text of each token
+    why/<key>.json                 --> ratio and advantage of each token, once this was called:
+                                       tandem why RUN --episode E --json RUN/why/KEY.json
+
+The journal has rewards but no advantages: that of a group is computed here by the run's own
+function where the rewards are all it needs. It does not replay a step: that is `tandem why`.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from tandem.rl.advantages import GroupAdvantage, group_advantages
+from tandem.run_folder.episode_files import episode_file, read_table
+from tandem.view.episodes import EpisodeTable
+from tandem.view.runs import Run, read_json
+
+NEEDS_REWARDS = set(get_args(GroupAdvantage)) - {"ema"}  # which needs a baseline too
+PEER_TEXT = 4000  # characters of another attempt
+OUTCOMES = {
+    "train": "trained in this step",
+    "carry": "carried to a later step, as this one was full",
+    "no_signal": "left out: all its rewards are equal, so they teach nothing",
+    "unfinished": "not finished, goes on in a later step",
+}
+_PEER = ["group", "sample_index", "reward", "stop_reason", "loss_mask", "text", "env_error"]
+_LEARNED = ("advantage", "ratio", "clipped", "weight", "masked")
+
+
+def read_episode(run: Run, kind: str, step: int, row: int) -> dict[str, Any]:
+    """Return all that is known of an episode: row `row` of the file of a kind and step. Raises
+    KeyError if there is none, UserError if its file is damaged."""
+    path = episode_file(run.folder / "episodes", step, kind)
+    if not path.is_file():
+        raise KeyError(f"{run.name} has no {path.name}")
+    table = read_table(path)
+    if not 0 <= row < len(table):
+        raise KeyError(f"{path.name} has {len(table)} episodes")
+    [record] = table.slice(row, 1).to_pylist()
+    group = table.column("group").to_numpy() == record["group"]
+    peers = table.select(_PEER).filter(group).to_pylist()
+    places = np.flatnonzero(group).tolist()
+    values = run.config_values()
+    return {
+        **{name: record[name] for name in _PLAIN},
+        "key": str(record["key"]),  # 64 bits, more than a number of a browser
+        "kind": kind,
+        "row": row,
+        "rows": len(table),
+        "name": f"{step}:{record['uid']}:{record['sample_index']}",
+        "outcome_text": OUTCOMES.get(record["outcome"], "") if kind == "train" else "",
+        "conversation": _conversation(record),
+        "tools": _json(record["tools"], []),
+        "metadata": _json(record["metadata"], {}),
+        "reward_parts": dict(record["reward_parts"]),
+        "env_rewards": dict(record["env_rewards"]),
+        "advantage": _advantage(values, peers, places.index(row)) if kind == "train" else None,
+        "advantage_kind": values.get("rl.advantage"),
+        "peers": [_peer(peer, place) for peer, place in zip(peers, places, strict=True)],
+        "tokens": _tokens(run, values, record),
+    }
+
+
+_PLAIN = [
+    *("step", "group", "outcome", "uid", "sample_index", "category", "answer", "stop_reason"),
+    *("env_error", "reward_error", "masked", "reward", "num_turns", "num_prompt_tokens"),
+]
+
+
+def _conversation(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """List the messages; those of the model's own attempt are marked as `sampled`."""
+    opening = _json(record["opening"], []) or _json(record["messages"], [])
+    own = _json(record["transcript"], [])
+    return [
+        {**message, "sampled": place >= len(opening) and message.get("role") == "assistant"}
+        for place, message in enumerate([*opening, *own])
+        if isinstance(message, dict)
+    ]
+
+
+def _peer(peer: dict[str, Any], place: int) -> dict[str, Any]:
+    return {
+        "row": place,
+        "sample": peer["sample_index"],
+        "reward": peer["reward"],
+        "stop": peer["stop_reason"],
+        "tokens": sum(peer["loss_mask"]),
+        "text": peer["text"][:PEER_TEXT],
+        "error": peer["env_error"],
+    }
+
+
+def _advantage(values: dict[str, Any], peers: Sequence[dict[str, Any]], place: int) -> float | None:
+    """Compute the advantage of an attempt from the rewards of its group; None where more than they
+    decides."""
+    kind: Any = values.get("rl.advantage")
+    rewards = [peer["reward"] for peer in peers]
+    if kind not in NEEDS_REWARDS or len(rewards) < 2 or any(p["env_error"] for p in peers):
+        return None
+    size = int(values.get("rl.k", 2))
+    if kind == "max_at_k" and not 2 <= size <= len(rewards):
+        return None
+    return float(group_advantages(kind, np.array([rewards]), k=size, baseline=0.0)[0, place])
+
+
+def _tokens(run: Run, values: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens by column: id, text, sampled, logprob, version, penalty; and, where `tandem
+    why` was asked, what an update made of them."""
+    ids, mask = record["tokens"], record["loss_mask"]
+    learned = read_json(run.folder / "why" / f"{record['key']}.json").get("tokens", [])
+    same = len(learned) == len(ids) and all(isinstance(row, dict) for row in learned)
+    return {
+        "id": ids,
+        "text": token_texts(run.folder, str(values.get("model.path", "")), ids),
+        "sampled": mask,
+        "logprob": record["engine_logprobs"],
+        "version": record["weight_versions"],
+        "penalty": record["penalties"],
+        **{name: [row.get(name) for row in learned] for name in _LEARNED if same},
+    }
+
+
+def token_texts(folder: Path, model: str, ids: Sequence[int]) -> list[str] | None:
+    """Decode each token as inside a text, so that a leading space is kept; None if the run has no
+    tokenizer."""
+    kept = folder / "model" / "tokenizer.json"
+    path = kept if kept.is_file() else Path(model) / "tokenizer.json"
+    decoder = _decoder(path, path.stat().st_mtime_ns) if path.is_file() else None
+    return None if decoder is None else [decoder(token) for token in ids]
+
+
+@lru_cache(maxsize=8)
+def _decoder(path: Path, _: int) -> Any:
+    """Return a function from a token to its text; None for a file that is no tokenizer."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception:  # the library raises nothing narrower
+        return None
+
+    @lru_cache(maxsize=1 << 17)
+    def text(token: int) -> str:
+        once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        return str(twice[len(once) :] or once)
+
+    return text
+
+
+def read_step(run: Run, table: EpisodeTable, step: int) -> dict[str, Any]:
+    """Return what a step trained on: its numbers, and its groups with the rewards of each attempt.
+    Raises KeyError if the run has no such step."""
+    episodes, numbers = table.step(step), run.row(step)
+    if not episodes and not numbers:
+        raise KeyError(f"{run.name} has no step {step}")
+    groups: dict[tuple[str, int], dict[str, Any]] = {}
+    for episode in episodes:
+        key = episode["kind"], episode["group"]
+        fields = {name: episode[name] for name in _GROUP}
+        group = groups.setdefault(key, {**fields, "attempts": []})
+        group["attempts"].append({name: episode[name] for name in _ATTEMPT})
+    config = run.config_values()
+    return {
+        "run": run.name,
+        "step": step,
+        "first": min(run.metrics.steps, default=step),
+        "last": max(run.metrics.steps, default=step),
+        "numbers": numbers,
+        "outcomes": OUTCOMES,
+        "groups": list(groups.values()),
+        "settings": {name: config[name] for name in _SETTINGS if name in config},
+    }
+
+
+_GROUP = ("kind", "group", "uid", "category", "answer", "prompt", "outcome")
+_ATTEMPT = ("row", "sample", "reward", "stop", "tokens", "error", "masked", "snippet")
+_SETTINGS = (
+    *("rl.algorithm", "rl.advantage", "rl.loss", "rl.aggregation", "rl.correction", "rl.kl_coef"),
+    *("rl.prompts_per_step", "rl.group_size", "rollout.staleness", "train.learning_rate"),
+)
+
+
+def _json(text: str, default: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return default

@@ -1,0 +1,329 @@
+"""Every episode of a run as one table in memory: filtered, sorted, searched, exported.
+
+    episodes/train_step_000012.parquet  --> one row an episode: what a list shows, what is searched
+             eval_sampled_step_*.parquet     newest files first, so a page comes before the last one
+             eval_greedy_step_*.parquet
+
+A file is read once, and again when it changes. The texts stay in memory in lower case: their size
+is what a run costs here. It does not know one episode's tokens: that is episode.py.
+"""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tandem.run_folder.episode_files import SCHEMA, json_lines, read_table
+from tandem.runtime.errors import UserError
+
+KINDS = ("train", "eval_sampled", "eval_greedy")
+SNIPPET = 240  # characters of a text in a list
+SLICE_S = 0.3  # of reading files before a request is answered with what there is
+TAIL = 64  # small tables before they are joined to the large one
+_READ = [
+    "step",
+    "group",
+    "outcome",
+    "uid",
+    "sample_index",
+    "category",
+    "answer",
+    "messages",
+    "stop_reason",
+    "env_error",
+    "masked",
+    "reward",
+    "reward_error",
+    "text",
+    "num_turns",
+    "loss_mask",
+]
+# the name here -> of the same values in the file
+_PLAIN = {
+    "step": "step",
+    "group": "group",
+    "sample": "sample_index",
+    "masked": "masked",
+    "reward": "reward",
+    "turns": "num_turns",
+}
+_REPEATED = {
+    "outcome": "outcome",
+    "uid": "uid",
+    "category": "category",
+    "answer": "answer",
+    "stop": "stop_reason",
+}
+SORTS = ("step", "reward", "tokens", "turns")
+FACETS = ("kind", "outcome", "stop", "category")
+SHOWN = [
+    *("kind", "step", "row", "group", "outcome", "uid", "sample", "category", "answer"),
+    *("prompt", "snippet", "reward", "stop", "turns", "tokens", "error", "masked"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """Filter and order of a list of episodes. An empty field asks for nothing."""
+
+    q: str = ""  # in the completion, the prompt or the uid; case does not matter
+    kind: str = ""
+    outcome: str = ""
+    stop: str = ""
+    category: str = ""
+    uid: str = ""
+    step_from: float | None = None
+    step_to: float | None = None
+    reward_from: float | None = None
+    reward_to: float | None = None
+    errors: bool = False  # only those with an error
+    sort: str = "-step"  # one of SORTS; a minus: the largest first
+
+
+def parse_query(values: Mapping[str, str]) -> Query:
+    """Read a query from the parameters of an address. Raises ValueError."""
+    texts: dict[str, Any] = {n: values.get(n, "") for n in ("q", *FACETS, "uid")}
+    numbers: dict[str, Any] = {
+        name: float(values[name])
+        for name in ("step_from", "step_to", "reward_from", "reward_to")
+        if values.get(name)
+    }
+    sort = values.get("sort") or "-step"
+    if sort.removeprefix("-") not in SORTS:
+        raise ValueError(f"sort is {sort!r}; expected one of {', '.join(SORTS)}, or with a minus")
+    return Query(**texts, **numbers, errors=values.get("errors") == "1", sort=sort)
+
+
+class EpisodeTable:
+    """The episodes of a run folder. Any thread may ask it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._read = dict[str, tuple[int, int]]()  # file name -> time and size
+        self._parts, self._facets = [_NONE], dict[str, list[str]]()
+        self.damaged = dict[str, str]()
+        self._columns: dict[str, np.ndarray] = {}
+        self._table: pa.Table | None = None
+
+    def refresh(self, seconds: float = SLICE_S) -> bool:
+        """Read new files for so long; tell whether all are read."""
+        with self._lock:
+            there = {path.name: _stamp(path) for path in self._files()}
+            if any(there.get(name) != stamp for name, stamp in self._read.items()):
+                self._forget()  # a resume has removed or replaced some
+            until = time.monotonic() + seconds
+            for name in sorted(there.keys() - self._read.keys(), key=_newest_first):
+                if time.monotonic() > until:
+                    return False
+                self._add(self.folder / name)
+                self._read[name] = there[name]
+        return True
+
+    def _files(self) -> list[Path]:
+        paths = [p for kind in KINDS for p in self.folder.glob(f"{kind}_step_*.parquet")]
+        return [path for path in paths if _place(path.name) is not None]
+
+    def _add(self, path: Path) -> None:
+        try:
+            table = _index(path)
+        except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
+            self.damaged[path.name] = str(error).splitlines()[0]
+            return
+        self._parts.append(table)
+        if len(self._parts) > TAIL:
+            self._parts = [pa.concat_tables(self._parts).combine_chunks()]
+        self._table = None
+
+    def table(self) -> pa.Table:
+        """Return all rows that are read, as they are now."""
+        with self._lock:
+            if self._table is None:
+                self._table = pa.concat_tables(self._parts).combine_chunks()
+                self._parts = [self._table]
+                self._columns = {n: self._table.column(n).to_numpy() for n in (*SORTS, "row")}
+                self._facets = {n: _values(self._table.column(n)) for n in FACETS}
+            return self._table
+
+    def find(self, query: Query) -> np.ndarray:
+        """Return the places in `table` of the episodes that a query means, in its order."""
+        table = self.table()
+        mask = np.ones(len(table), bool)
+        for name in (*FACETS, "uid"):
+            if wanted := getattr(query, name):
+                mask &= _equals(table.column(name), wanted)
+        for name in ("step", "reward"):
+            low, high = getattr(query, f"{name}_from"), getattr(query, f"{name}_to")
+            column = self._columns[name]
+            mask &= True if low is None else column >= low
+            mask &= True if high is None else column <= high
+        if query.errors:
+            mask &= _bools(pc.not_equal(table.column("error"), ""))
+        if query.q:
+            mask &= search(table, query.q)
+        places = np.flatnonzero(mask)
+        name, sign = query.sort.removeprefix("-"), -1 if query.sort.startswith("-") else 1
+        keys = [self._columns["row"], sign * self._columns["step"], sign * self._columns[name]]
+        return places[np.lexsort([key[places] for key in keys])]
+
+    def page(self, query: Query, offset: int, limit: int) -> dict[str, Any]:
+        """Return the rows of a page, the number of all that match and their mean reward."""
+        complete = self.refresh()
+        places, table = self.find(query), self.table()
+        rewards = self._columns["reward"][places]
+        return {
+            "count": len(places),
+            "mean": float(np.nanmean(rewards)) if np.isfinite(rewards).any() else None,
+            "rows": table.select(SHOWN).take(places[offset : offset + limit]).to_pylist(),
+            "complete": complete,
+            "total": len(table),
+            "facets": self._facets,
+            "damaged": self.damaged,
+        }
+
+    def step(self, step: int) -> list[dict[str, Any]]:
+        """List the episodes of a step, of its training and of its evaluation, by file and row."""
+        self.refresh(seconds=60.0)
+        table = self.table()
+        rows = table.select(SHOWN).filter(pc.equal(table.column("step"), step)).to_pylist()
+        return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["row"]))
+
+    def export_lines(self, query: Query) -> Iterator[bytes]:
+        """Yield the episodes of a query as lines of JSONL, with all their columns."""
+        for path, rows in self._selected(query):
+            wanted = set(rows)
+            yield from (line for n, line in enumerate(json_lines(path)) if n in wanted)
+
+    def export_parquet(self, query: Query, sink: Any) -> None:
+        """Write the episodes of a query as one Parquet file, with the journal's columns."""
+        with pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer:
+            for path, rows in self._selected(query):
+                writer.write_table(read_table(path).take(rows).cast(SCHEMA))
+
+    def _selected(self, query: Query) -> Iterator[tuple[Path, list[int]]]:
+        """Yield each file of a query with the rows in it, in the order of the files."""
+        while not self.refresh():
+            pass
+        table = self.table().take(np.sort(self.find(query)))
+        found = sorted(
+            (row["step"], row["kind"], row["row"])
+            for row in table.select(["step", "kind", "row"]).to_pylist()
+        )
+        for (step, kind), rows in groupby(found, key=lambda one: one[:2]):
+            yield self.folder / f"{kind}_step_{step:06d}.parquet", [row for _, _, row in rows]
+
+
+def search(table: pa.Table, text: str) -> np.ndarray:
+    """Tell for each row whether its completion, prompt or uid has the text, in any case."""
+    wanted = pc.utf8_lower(pa.scalar(text)).as_py()
+    found = _bools(pc.match_substring(table.column("lower"), wanted))
+    for name in ("prompt", "uid"):
+        column = table.column(name)
+        found |= np.concatenate([_in_dictionary(chunk, wanted) for chunk in column.chunks])
+    return found
+
+
+def _in_dictionary(chunk: pa.DictionaryArray, wanted: str) -> np.ndarray:
+    matches = _bools(pc.match_substring(pc.utf8_lower(chunk.dictionary), wanted))
+    return matches[chunk.indices.to_numpy()]
+
+
+def _equals(column: pa.ChunkedArray, wanted: str) -> np.ndarray:
+    parts = [
+        _bools(pc.equal(chunk.dictionary, wanted))[chunk.indices.to_numpy()]
+        for chunk in column.chunks
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, bool)
+
+
+def _bools(values: Any) -> np.ndarray:
+    return np.asarray(values.to_numpy(zero_copy_only=False), bool)
+
+
+def _values(column: pa.ChunkedArray) -> list[str]:
+    return sorted(value for value in pc.unique(column.cast(pa.string())).to_pylist() if value)
+
+
+def _index(path: Path) -> pa.Table:
+    """Read the rows of a file as the table has them."""
+    table = read_table(path, _READ)
+    kind, _ = _place(path.name) or ("", 0)
+    text = table.column("text").combine_chunks()
+    columns = {
+        **{name: table.column(there).combine_chunks() for name, there in _PLAIN.items()},
+        **{name: _repeated(table.column(there)) for name, there in _REPEATED.items()},
+        "kind": _repeated(pa.chunked_array([[kind] * len(table)], pa.string())),
+        "row": pa.array(np.arange(len(table))),
+        "prompt": _prompts(table.column("messages")),
+        "snippet": pc.utf8_slice_codeunits(text, 0, SNIPPET),
+        "lower": pc.utf8_lower(text),
+        "tokens": pa.array(_counts(table.column("loss_mask").combine_chunks())),
+        "error": pc.if_else(
+            pc.equal(table.column("env_error"), ""),
+            table.column("reward_error"),
+            table.column("env_error"),
+        ).combine_chunks(),
+    }
+    return pa.table({f.name: columns[f.name] for f in _SCHEMA}, schema=_SCHEMA)
+
+
+def _repeated(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    return column.combine_chunks().dictionary_encode()
+
+
+def _prompts(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    """Return the last message of each prompt; attempts at a problem share it."""
+    encoded = _repeated(column)
+    texts = [str(json.loads(text)[-1]["content"]) for text in encoded.dictionary.to_pylist()]
+    return pa.DictionaryArray.from_arrays(encoded.indices, pa.array(texts, pa.string()))
+
+
+def _counts(masks: pa.ListArray) -> np.ndarray:
+    """Count the sampled tokens of each row."""
+    sums = np.concatenate([[0], np.cumsum(_bools(masks.values))])
+    offsets = masks.offsets.to_numpy()
+    return np.asarray(sums[offsets[1:]] - sums[offsets[:-1]], np.int64)
+
+
+def _place(name: str) -> tuple[str, int] | None:
+    """Read (kind, step) of the name of a file; None for another file."""
+    match = re.fullmatch(rf"({'|'.join(KINDS)})_step_(\d+)\.parquet", name)
+    return (match[1], int(match[2])) if match else None
+
+
+def _newest_first(name: str) -> tuple[int, str]:
+    kind, step = _place(name) or ("", 0)
+    return -step, kind
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError:  # it went in between
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
+
+
+_WORDS = pa.dictionary(pa.int32(), pa.string())
+_SCHEMA = pa.schema(
+    [
+        *((n, SCHEMA.field(there).type) for n, there in _PLAIN.items()),
+        *((n, _WORDS) for n in (*_REPEATED, "kind", "prompt")),
+        *((n, pa.int64()) for n in ("row", "tokens")),
+        *((n, pa.string()) for n in ("snippet", "lower", "error")),
+    ]
+)
+_NONE = _SCHEMA.empty_table()

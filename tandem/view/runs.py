@@ -1,0 +1,291 @@
+"""The runs below a folder, and the numbers of each by column, read on as they grow.
+
+    runs/demo/train/   config.toml, run.json           -> a run named "demo/train"
+                       metrics.jsonl, timings.jsonl    -> columns; a poll reads new bytes only
+                       lock, status.json               -> running, finished or stopped
+
+Reads alone and takes no lock, so a run never waits for it. A line that is no row (half-written, or
+damaged) is passed over and counted. It does not know episodes: that is episodes.py.
+"""
+
+import json
+import math
+import os
+import socket
+import threading
+import tomllib
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DEPTH = 3  # folders below the given one in which runs are looked for
+MOST_RUNS = 1000
+TIMES = "timings/"  # before the names of timings.jsonl, as in TensorBoard
+FAILURES = ("reward_errors", "env_errors", "env_timeouts")
+NAN = math.nan
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+
+
+class Columns:
+    """The rows of a file of metrics: step int64 [N], and float64 [N] for each name."""
+
+    def __init__(self, path: Path, prefix: str = ""):
+        self.path, self.prefix = path, prefix
+        self._forget(0)
+
+    def _forget(self, inode: int) -> None:
+        self.steps = array("q")
+        self.values: dict[str, array[float]] = {}
+        self.broken, self._offset, self._inode = 0, 0, inode
+
+    def refresh(self) -> None:
+        """Read what has been appended; all of it if the file was replaced, as a resume does."""
+        try:
+            with self.path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._offset:
+                    self._forget(stat.st_ino)
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            self._forget(0)
+            return
+        whole = data.rfind(b"\n") + 1  # the rest is being written
+        self._offset += whole
+        for line in data[:whole].splitlines():
+            self._append(line)
+        for column in self.values.values():
+            column.extend([NAN] * (len(self.steps) - len(column)))
+
+    def _append(self, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+            step = int(row.pop("step"))
+            if self.steps and step <= self.steps[-1]:
+                raise ValueError("steps rise")
+            values = dict(_numbers(row, self.prefix))
+            self.steps.append(step)
+        except (*_UNREADABLE, AttributeError, OverflowError):
+            self.broken += 1
+            return
+        place = len(self.steps) - 1
+        for name, value in values.items():
+            column = self.values.setdefault(name, array("d"))
+            column.extend([NAN] * (place - len(column)))
+            column.append(value)
+
+    def last(self, name: str) -> float | None:
+        """Return the newest value that there is."""
+        column = self.values.get(name, ())
+        return next((value for value in reversed(column) if not math.isnan(value)), None)
+
+    def row(self, step: int) -> dict[str, float]:
+        """Return the values of a step."""
+        place = int(np.searchsorted(np.frombuffer(self.steps, np.int64), step))
+        if place == len(self.steps) or self.steps[place] != step:
+            return {}
+        found = {name: column[place] for name, column in self.values.items()}
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+    def series(self, name: str, first: float, last: float, points: int) -> dict[str, list[Any]]:
+        """Return {"x", "y"} of the steps from first to last, thinned to about so many points."""
+        if name not in self.values:
+            return {"x": [], "y": []}
+        x = np.frombuffer(self.steps, np.int64).copy()
+        y = np.frombuffer(self.values[name], np.float64).copy()
+        kept = ~np.isnan(y) & (x >= first) & (x <= last)
+        places = thin(y[kept], points)
+        return {"x": x[kept][places].tolist(), "y": y[kept][places].tolist()}
+
+
+def _numbers(row: dict[str, Any], prefix: str) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found += _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            found.append((prefix + name, float(value)))
+    return found
+
+
+def thin(values: np.ndarray, points: int) -> np.ndarray:
+    """Return the places to keep of about so many points: the lowest and the highest of each
+    stretch, so that no peak is lost."""
+    count = len(values)
+    if count <= points:
+        return np.arange(count)
+    width = -(-count // max(1, points // 2))
+    padded = np.pad(values, (0, -count % width), mode="edge").reshape(-1, width)
+    starts = np.arange(len(padded)) * width
+    ends = (starts + padded.argmin(1), starts + padded.argmax(1))
+    return np.unique(np.minimum(np.concatenate([[0], *ends, [count - 1]]), count - 1))
+
+
+class Run:
+    """A run folder, only read. Any thread may ask it."""
+
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.name = folder, name
+        self.metrics = Columns(folder / "metrics.jsonl")
+        self.timings = Columns(folder / "timings.jsonl", TIMES)
+        self._lock = threading.Lock()
+
+    def refresh(self) -> None:
+        with self._lock:
+            self.metrics.refresh()
+            self.timings.refresh()
+
+    def names(self) -> list[str]:
+        """List the names of all columns."""
+        with self._lock:
+            return sorted({*self.metrics.values, *self.timings.values})
+
+    def series(
+        self, name: str, first: float = -math.inf, last: float = math.inf, points: int = 2000
+    ) -> dict[str, list[Any]]:
+        with self._lock:
+            columns = self.timings if name.startswith(TIMES) else self.metrics
+            return columns.series(name, first, last, points)
+
+    def row(self, step: int) -> dict[str, float]:
+        """Return all numbers of a step."""
+        with self._lock:
+            return {**self.metrics.row(step), **self.timings.row(step)}
+
+    def summary(self) -> dict[str, Any]:
+        """Describe the run in the columns of the list of runs."""
+        self.refresh()
+        about, status = read_json(self.folder / "run.json"), self.status()
+        metrics, last = self.metrics, self.metrics.last
+        done = metrics.steps[-1] if metrics.steps else None
+        steps = status.get("steps") or self.config_values().get("run.steps")
+        failures = sum(sum(_known(metrics.values.get(name, ()))) for name in FAILURES)
+        reward = next((n for n in ("reward", "loss", "nll") if n in metrics.values), "reward")
+        return {
+            "name": self.name,
+            "command": about.get("command", ""),
+            "created": about.get("created", ""),
+            "state": self.state(done, steps),
+            "step": done,
+            "steps": steps,
+            "what": reward,
+            "reward": last(reward),
+            "trend": self.series(reward, points=60)["y"],
+            "held_out": last("eval/sampled"),
+            "interval": last("eval/sampled_interval"),
+            "step_s": self.timings.last(f"{TIMES}step_s"),
+            "tokens_s": self.timings.last(f"{TIMES}generated_tokens_per_s"),
+            "errors": int(failures),
+            "broken": metrics.broken + self.timings.broken,
+            "processes": status.get("processes", []),
+        }
+
+    def status(self) -> dict[str, Any]:
+        return read_json(self.folder / "status.json")
+
+    def state(self, done: int | None, steps: Any) -> str:
+        """Tell from the lock's text and the last step: running, finished, killed or stopped."""
+        holder = ""
+        with suppress(OSError, UnicodeDecodeError):
+            holder = (self.folder / "lock").read_text().strip()
+        if holder and _lives(holder):
+            return "running"
+        if done is not None and done == steps:
+            return "finished"
+        return "killed" if holder else "stopped"
+
+    def config_values(self) -> dict[str, Any]:
+        """Read the resolved config as {"rl.group_size": 8, ...}; empty if it cannot be read."""
+        try:
+            tree = tomllib.loads((self.folder / "config.toml").read_text())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return {
+            f"{section}.{name}": value
+            for section, fields in tree.items()
+            if isinstance(fields, dict)
+            for name, value in fields.items()
+        }
+
+    def stamp(self) -> tuple[Any, ...]:
+        """Return what changes when the run has written something."""
+        names = ("metrics.jsonl", "status.json", "lock", "episodes")
+        found: list[Any] = []
+        for name in names:
+            with suppress(OSError):
+                stat = (self.folder / name).stat()
+                found.append((name, stat.st_mtime_ns, stat.st_size))
+        return tuple(found)
+
+
+def _known(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _lives(holder: str) -> bool:
+    """Tell whether the process that a lock names, "pid 4711 on HOST since TIME", may be alive: of
+    another machine that is not known."""
+    words = holder.split()
+    with suppress(IndexError, ValueError):
+        if words[3] == socket.gethostname():
+            return Path(f"/proc/{int(words[1])}").exists() or not Path("/proc").exists()
+    return True
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one if it cannot be read."""
+    with suppress(OSError, ValueError, RecursionError):
+        value = json.loads(path.read_bytes())
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+class Runs:
+    """All runs below a folder, or the one that it is. Runs may appear and go."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._runs: dict[str, Run] = {}
+        self._lock = threading.Lock()
+
+    def list(self) -> list[Run]:
+        """Find the runs; one that was known before keeps what was read of it."""
+        folders = dict(_find(self.root.resolve()))
+        with self._lock:
+            known = self._runs
+            self._runs = {
+                name: known[name] if name in known else Run(folder, name)
+                for name, folder in folders.items()
+            }
+            return list(self._runs.values())
+
+    def get(self, name: str) -> Run:
+        """Return a run by its name, with its newest rows. Raises KeyError."""
+        with self._lock:
+            run = self._runs.get(name)
+        run = run or {one.name: one for one in self.list()}[name]
+        run.refresh()
+        return run
+
+
+def _find(root: Path) -> list[tuple[str, Path]]:
+    """List (name, folder) of the runs; a folder inside a run is not looked at."""
+    if _is_run(root):
+        return [(root.name, root)]
+    found, level = list[tuple[str, Path]](), [root]
+    for _ in range(DEPTH):
+        below = list[Path]()
+        for folder in level:
+            with suppress(OSError):
+                below += sorted(p for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
+        found += [(str(p.relative_to(root)), p) for p in below if _is_run(p)]
+        level = [p for p in below if not _is_run(p)]
+    return found[:MOST_RUNS]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.toml").is_file() and (folder / "run.json").is_file()

@@ -1,0 +1,62 @@
+// One chart: lines of runs and names over steps, on uPlot. A drag zooms every chart of the page.
+
+/* global uPlot */
+export const COLORS = ["#4c7fe0", "#dd8b1f", "#1fa883", "#c9528b", "#8a6fe0", "#84a030", "#1aa0b8", "#b38020"];
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const faint = (color) => `${color}3a`;
+
+function smoothed(values, strength) {
+  if (!strength) return values;
+  let mean = 0, weight = 0;
+  return values.map((v) => { mean = strength * mean + (1 - strength) * v; weight = strength * weight + 1 - strength; return mean / weight; });
+}
+
+// lines: [{label, color, dash, x, y, low, high}] -> uPlot's data and series
+function prepare(lines, strength) {
+  const tables = [], series = [{ label: "step" }], bands = [];
+  const add = (x, y, options) => { tables.push([x, y]); series.push({ spanGaps: true, points: { show: x.length < 40, size: 5 }, ...options }); };
+  for (const line of lines) {
+    if (line.low) {
+      const place = series.length;
+      const hidden = { stroke: "transparent", points: { show: false }, class: "u-silent" };
+      add(line.x, line.high, { ...hidden, label: `${line.label} high` });
+      add(line.x, line.low, { ...hidden, label: `${line.label} low` });
+      bands.push({ series: [place, place + 1], fill: `${line.color}26` });
+    }
+    if (strength) add(line.x, line.y, { stroke: faint(line.color), width: 1, points: { show: false }, class: "u-silent", label: `${line.label} raw` });
+    add(line.x, smoothed(line.y, strength), { stroke: line.color, width: 1.7, dash: line.dash, label: line.label });
+  }
+  return { data: tables.length ? uPlot.join(tables) : [[]], series, bands };
+}
+
+export class Chart {
+  constructor(box, title, height, onzoom) {
+    this.box = box; this.title = title; this.height = height; this.onzoom = onzoom; this.plot = null; this.shape = "";
+    this.observer = new ResizeObserver(() => this.plot?.setSize({ width: this.box.clientWidth, height: this.height }));
+    this.observer.observe(box);
+  }
+
+  draw(lines, strength) {
+    const { data, series, bands } = prepare(lines, strength);
+    const shape = JSON.stringify([series.map((s) => [s.label, s.stroke, s.dash]), css("--dim")]);
+    if (this.plot && shape === this.shape) return this.plot.setData(data);
+    this.shape = shape;
+    this.plot?.destroy();
+    const axis = { stroke: css("--dim"), font: "11px system-ui, sans-serif", grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
+    const legend = series.filter((s) => s.class !== "u-silent").length;
+    this.plot = new uPlot({
+      width: this.box.clientWidth || 300, height: this.height, series, bands,
+      scales: { x: { time: false } },
+      axes: [{ ...axis, size: 26 }, { ...axis, size: 52 }],
+      legend: { show: true, live: legend < 12 },
+      cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => { this.onzoom(null); return null; } } },
+      hooks: { setSelect: [(u) => {
+        if (u.select.width > 4) this.onzoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
+        u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+      }] },
+    }, data, this.box);
+  }
+
+  destroy() { this.observer.disconnect(); this.plot?.destroy(); }
+}

@@ -1,0 +1,89 @@
+// Curves of one or more runs, and how their configurations differ.
+
+import { get, link } from "./api.js";
+import { Chart, COLORS } from "./chart.js";
+import { fill, h } from "./dom.js";
+
+let smooth = Number(localStorage.getItem("smooth") || 0);
+
+export async function curves(main, [joined = ""]) {
+  const runs = joined.split(",").filter(Boolean), standard = await (await fetch("charts.json")).json();
+  const charts = new Map(), grid = h("div", { class: "grid" }), more = h("div", { class: "grid" });
+  let range = null, answer = await get("series", { run: runs, points: 2 }), wanted = "", queued = false, over = false;
+  const names = () => [...new Set(Object.values(answer).flatMap((one) => one.names))];
+  const usual = () => standard.map((c) => ({ ...c, keys: c.keys.filter((k) => names().includes(k)) })).filter((c) => c.keys.length);
+  const others = () => {
+    const known = new Set(standard.flatMap((c) => [...c.keys, c.band]));
+    return names().filter((n) => !known.has(n) && (wanted === "*" || (wanted && n.includes(wanted)))).slice(0, 60).map((n) => ({ title: n, keys: [n] }));
+  };
+
+  async function load() {
+    if (over) return;
+    const specs = [...usual(), ...others()];
+    const keys = [...new Set(specs.flatMap((c) => [...c.keys, c.band].filter(Boolean)))];
+    const zoom = range ? { from: range[0], to: range[1] } : {};
+    answer = await get("series", { run: runs, key: keys, points: 1600, ...zoom });
+    if (!over) draw(specs);
+  }
+
+  function draw(specs) {
+    for (const [title, { card, chart }] of charts) if (!specs.some((s) => s.title === title)) { chart.destroy(); card.remove(); charts.delete(title); }
+    const known = new Set(usual().map((s) => s.title));
+    for (const spec of specs) {
+      if (!charts.has(spec.title)) {
+        const box = h("div", { class: "plotbox" }), card = h("section", { class: "card chart" }, h("h2", {}, spec.title), box);
+        (known.has(spec.title) ? grid : more).append(card);
+        charts.set(spec.title, { card, chart: new Chart(box, spec.title, 190, zoom) });
+      }
+      charts.get(spec.title).chart.draw(lines(spec), smooth);
+    }
+    reset.hidden = !range;
+  }
+
+  function lines(spec) {
+    const found = [];
+    runs.forEach((run, place) => spec.keys.forEach((key, turn) => {
+      const one = answer[run]?.series[key];
+      if (!one?.x.length) return;
+      const line = { ...one, label: runs.length > 1 ? `${run}${spec.keys.length > 1 ? ` ${key}` : ""}` : key.replace("timings/", "") };
+      line.color = COLORS[(runs.length > 1 ? place : turn) % COLORS.length];
+      if (runs.length > 1 && turn) line.dash = [[6, 4], [2, 3], [10, 3]][(turn - 1) % 3];
+      const half = turn === 0 && runs.length === 1 && spec.band && answer[run].series[spec.band];
+      if (half && half.x.length === one.x.length) { line.low = one.y.map((v, i) => v - half.y[i]); line.high = one.y.map((v, i) => v + half.y[i]); }
+      found.push(line);
+    }));
+    return found;
+  }
+
+  function zoom(to) { range = to; load(); }
+
+  const reset = h("button", { onclick: () => zoom(null), hidden: true }, "whole run");
+  const slider = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: smooth, oninput: () => { smooth = Number(slider.value); localStorage.setItem("smooth", smooth); draw([...usual(), ...others()]); } });
+  const filter = h("input", { type: "search", placeholder: "other numbers: a part of the name, * for all", oninput: () => { wanted = filter.value.trim(); load(); } });
+  const configuration = h("div", {});
+  fill(main,
+    h("div", { class: "bar" },
+      runs.map((run, place) => h("span", { class: "run-chip", vars: { "--color": COLORS[place % COLORS.length] } }, runs.length > 1 && h("i", {}), h("a", { href: link("episodes", [run]) }, run),
+        runs.length > 1 && h("a", { class: "x", title: "leave out", href: link("curves", [runs.filter((r) => r !== run).join(",")]) }, "×"))),
+      h("span", { class: "grow" }), reset, h("label", { class: "dim" }, "smooth ", slider)),
+    grid, h("div", { class: "bar" }, filter, h("span", { class: "dim" }, "drag over a chart to zoom, double-click for the whole run")), more, configuration);
+  config(runs, configuration);
+  const themed = () => draw([...usual(), ...others()]);
+  addEventListener("theme", themed);
+  return {
+    shown: load, keepScroll: false,
+    news: (changed) => { if (queued || !runs.some((r) => changed.has(r))) return; queued = true; setTimeout(() => { queued = false; load(); }, 100); },
+    close: () => { over = true; removeEventListener("theme", themed); charts.forEach(({ chart }) => chart.destroy()); },
+  };
+}
+
+async function config(runs, box) {
+  const { keys, values, different } = await get("config", { run: runs });
+  const text = (run, key) => (values[run][key] === undefined ? "–" : JSON.stringify(values[run][key]));
+  const table = (rows) => h("div", { class: "scroll" }, h("table", { class: "config" },
+    runs.length > 1 && h("thead", {}, h("tr", {}, h("th", {}, ""), runs.map((run) => h("th", {}, run)))),
+    h("tbody", {}, rows.map((key) => h("tr", {}, h("td", { class: "dim" }, key), runs.map((run) => h("td", {}, text(run, key))))))));
+  fill(box,
+    runs.length > 1 && h("section", { class: "card" }, h("h2", {}, `Configuration: ${different.length} keys differ`), different.length > 0 && table(different)),
+    h("details", { class: "card" }, h("summary", {}, `Configuration: all ${keys.length} keys`), table(keys)));
+}

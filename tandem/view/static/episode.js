@@ -1,0 +1,117 @@
+// One episode: the conversation, its tokens in colour, the other attempts of its group.
+
+import { get, link } from "./api.js";
+import { chip, fill, h, number, plain, rewardVars, visible, words } from "./dom.js";
+
+let paint = "logprob";
+const PAINTS = {
+  logprob: { title: "log-prob", note: "the less likely, the darker" },
+  version: { title: "weights", note: "a colour for each version of the weights that sampled" },
+  penalty: { title: "penalty", note: "penalties of the environment" },
+  advantage: { title: "advantage", note: "blue: more likely after the update, red: less likely" },
+  ratio: { title: "ratio", note: "policy / sampler in the last update: blue above 1, red below" },
+};
+
+export async function episode(main, [run, kind, step, row]) {
+  const one = await get("episode", { run, kind, step, row });
+  const go = (place) => { location.hash = link("episode", [run, kind, step, String(place)]); };
+  const keys = { left: () => one.row > 0 && go(one.row - 1), right: () => one.row + 1 < one.rows && go(one.row + 1) };
+  const place = one.peers.findIndex((p) => p.row === one.row);
+  keys.k = () => place > 0 && go(one.peers[place - 1].row);
+  keys.j = () => place + 1 < one.peers.length && go(one.peers[place + 1].row);
+  const rewards = one.peers.map((p) => p.reward), low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
+  fill(main,
+    h("div", { class: "bar" },
+      h("h1", {}, plain(one.name)), kind !== "train" && chip(kind.replace("eval_", "held-out "), "info"), one.category && chip(plain(one.category)),
+      h("span", { class: "grow" }),
+      h("button", { onclick: keys.left, disabled: one.row === 0, title: "the episode before ( ← )" }, "←"), h("span", { class: "dim" }, `${one.row + 1} / ${one.rows} of `, h("a", { href: link("step", [run, step]) }, `step ${step}`)),
+      h("button", { onclick: keys.right, disabled: one.row + 1 >= one.rows, title: "the next episode ( → )" }, "→")),
+    h("div", { class: "two" },
+      h("div", {}, facts(one, low, high), conversation(one), tokens(one, run), extras(one)),
+      h("aside", {}, h("section", { class: "card" }, h("h2", {}, `${one.peers.length} attempts at it`), one.peers.map((peer) => attempt(peer, peer.row === one.row, low, high, link("episode", [run, kind, step, String(peer.row)]))),
+        h("a", { class: "dim pad", href: link("episodes", [run], { uid: one.uid }) }, "in all steps")))));
+  return { keys, keepScroll: false };
+}
+
+function facts(one, low, high) {
+  const pairs = [["reward", h("span", { class: "reward", vars: rewardVars(one.reward, low, high) }, number(one.reward))]];
+  const parts = Object.keys(one.reward_parts).length ? one.reward_parts : one.env_rewards;
+  if (Object.keys(parts).length > 1 || Object.values(parts).some((v) => v !== one.reward)) for (const [name, value] of Object.entries(parts)) pairs.push([plain(name), number(value)]);
+  if (one.advantage !== null) pairs.push(["advantage", h("span", { title: `${one.advantage_kind} of its group's rewards, before token-level terms` }, number(one.advantage, 3))]);
+  pairs.push(["ended by", words(one.stop_reason)], ["sampled", `${number(one.tokens.sampled.filter(Boolean).length)} tokens`]);
+  if (one.num_turns > 1) pairs.push(["turns", one.num_turns]);
+  if (one.answer) pairs.push(["expected", h("code", {}, visible(one.answer))]);
+  if (one.outcome_text) pairs.push(["outcome", one.masked ? "carries no loss: its environment failed" : one.outcome_text]);
+  const errors = [one.env_error, one.reward_error].filter(Boolean);
+  return h("section", { class: "card" }, h("dl", { class: "facts" }, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))), errors.map((e) => h("pre", { class: "warn" }, visible(e))));
+}
+
+function conversation(one) {
+  return h("section", { class: "card chat" }, h("h2", {}, "Conversation"), one.conversation.map((message) => h("div", { class: `message ${["system", "user", "assistant", "tool"].includes(message.role) ? message.role : ""} ${message.sampled ? "sampled" : ""}` },
+    h("span", { class: "role" }, plain(String(message.role))),
+    h("pre", { dir: "auto" }, visible(typeof message.content === "string" ? message.content : JSON.stringify(message.content ?? "", null, 1))),
+    (message.tool_calls || []).map((call) => h("pre", { class: "call" }, visible(`${call.function?.name ?? ""} ${typeof call.function?.arguments === "string" ? call.function.arguments : JSON.stringify(call.function?.arguments ?? call)}`))))));
+}
+
+function tokens(one, run) {
+  const t = one.tokens, has = (name) => t[name]?.some((v, i) => t.sampled[i] && v !== null && (name !== "penalty" || v !== 0));
+  const there = Object.keys(PAINTS).filter(has), box = h("div", { class: "tokens" }), readout = h("div", { class: "readout dim" }), note = h("span", { class: "dim" });
+  if (!there.length) return h("section", { class: "card" }, h("h2", {}, "Tokens"), h("p", { class: "dim pad" }, "Nothing was sampled."));
+  if (!there.includes(paint)) paint = there[0];
+  const first = Math.max(0, t.sampled.indexOf(true)), text = (i) => (t.text ? t.text[i] : `${t.id[i]} `);
+  const extreme = (name) => Math.max(1e-9, ...t.id.map((_, i) => (t.sampled[i] && t[name] ? Math.abs((t[name][i] ?? 0) - (name === "ratio" ? 1 : 0)) : 0)));
+  const versions = [...new Set(t.version.filter((_, i) => t.sampled[i]))];
+  const span = (i) => h("span", { class: t.sampled[i] ? "token" : "token read", "data-i": i }, visible(text(i).replaceAll("\n", "⏎\n")));
+  const spans = t.id.slice(first).map((_, k) => span(first + k));
+  const opening = h("details", {}, h("summary", {}, `${number(first)} tokens of the prompt`), h("div", { class: "tokens" }));
+  opening.addEventListener("toggle", () => { const inside = opening.lastChild; if (!inside.childNodes.length) inside.append(...t.id.slice(0, first).map((_, i) => span(i))); }, { once: true });
+
+  function color() {
+    const most = paint === "logprob" || paint === "version" ? 1 : extreme(paint);
+    for (const element of spans) {
+      const i = Number(element.dataset.i), value = t[paint]?.[i];
+      let hue = 28, share = 0;
+      if (t.sampled[i] && value !== null && value !== undefined) {
+        if (paint === "logprob") share = Math.min(1, -value / 5);
+        else if (paint === "version") { hue = (210 + 77 * versions.indexOf(value)) % 360; share = 0.45; }
+        else { const signed = paint === "ratio" ? value - 1 : value; hue = signed < 0 ? 8 : 215; share = Math.abs(signed) / most; }
+      }
+      element.style.setProperty("--hue", String(hue));
+      element.style.setProperty("--share", `${Math.round(85 * share)}%`);
+      element.classList.toggle("clipped", paint === "ratio" && Boolean(t.clipped?.[i]));
+    }
+    note.textContent = PAINTS[paint].note;
+  }
+
+  function read(event) {
+    const i = Number(event.target.closest?.("[data-i]")?.dataset.i ?? NaN);
+    if (Number.isNaN(i)) return;
+    const parts = [`position ${i}`, `token ${t.id[i]}`];
+    if (t.sampled[i]) {
+      parts.push(`log-prob ${number(t.logprob[i])} (p ${number(Math.exp(t.logprob[i]), 3)})`, `weights ${t.version[i]}`);
+      for (const name of ["advantage", "ratio", "weight"]) if (t[name] && t[name][i] !== null) parts.push(`${name} ${number(t[name][i])}`);
+      if (t.clipped?.[i]) parts.push("clipped");
+      if (t.masked?.[i]) parts.push(`no loss: ${plain(t.masked[i])}`);
+      if (t.penalty[i]) parts.push(`penalty ${number(t.penalty[i])}`);
+    } else parts.push("read, not sampled");
+    fill(readout, h("code", {}, visible(JSON.stringify(text(i)))), ` ${parts.join(" · ")}`);
+  }
+  box.addEventListener("mouseover", read);
+  box.addEventListener("click", read);
+  const choices = there.map((name) => h("button", { class: name === paint ? "on" : "", onclick: (e) => { paint = name; e.target.parentElement.querySelectorAll("button").forEach((b) => b.classList.toggle("on", b === e.target)); color(); } }, PAINTS[name].title));
+  color();
+  fill(readout, "point at a token for its values");
+  const command = `tandem why ${run} --episode ${one.step}:${one.uid}:${one.sample_index} --json ${run}/why/${one.key}.json`;
+  return h("section", { class: "card" }, h("div", { class: "bar" }, h("h2", {}, "Tokens"), h("span", { class: "choice" }, choices), note), opening, fill(box, spans), readout,
+    one.kind === "train" && !t.ratio && h("details", { class: "dim" }, h("summary", {}, "ratio and advantage of each token"), h("p", {}, "They come from a replay of the step, in the folder of runs; then this page shows them:"), h("pre", {}, plain(command))));
+}
+
+function extras(one) {
+  const blocks = [["Tools that it was shown", one.tools], ["Metadata of the problem", one.metadata]].filter(([, value]) => Object.keys(value).length);
+  return blocks.map(([title, value]) => h("details", { class: "card" }, h("summary", {}, title), h("pre", {}, visible(JSON.stringify(value, null, 1)))));
+}
+
+function attempt(peer, own, low, high, href) {
+  return h("a", { class: `peer ${own ? "own" : ""}`, href }, h("span", { class: "reward", vars: rewardVars(peer.reward, low, high) }, number(peer.reward, 3)),
+    h("span", {}, h("small", { class: "dim" }, `#${peer.sample} · ${number(peer.tokens)} tokens · ${words(peer.stop)}`), h("span", { class: "said" }, visible(peer.text.slice(0, 400) || peer.error || "(nothing)"))));
+}

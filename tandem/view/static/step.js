@@ -1,0 +1,62 @@
+// One step: what it trained on, what was left out and why, its numbers, its seconds.
+
+import { get, link } from "./api.js";
+import { COLORS } from "./chart.js";
+import { chip, fill, h, number, plain, rewardVars, visible, words } from "./dom.js";
+
+const STAGES = ["rollout_s", "reward_s", "wait_s", "check_s", "journal_s", "learn_s", "sync_s", "apply_s", "eval_s"];
+
+export async function step(main, [run, wanted]) {
+  let place = wanted;
+  if (!place) {
+    const { runs } = await get("runs");
+    place = String(runs.find((one) => one.name === run)?.step ?? 1);
+  }
+  const one = await get("step", { run, step: place });
+  const go = (to) => { if (to >= one.first && to <= one.last) location.hash = link("step", [run, String(to)]); };
+  const keys = { left: () => go(one.step - 1), right: () => go(one.step + 1), j: () => go(one.step + 1), k: () => go(one.step - 1) };
+  const train = one.groups.filter((g) => g.kind === "train"), held = one.groups.filter((g) => g.kind !== "train");
+  fill(main,
+    h("div", { class: "bar" }, h("h1", {}, `Step ${one.step}`), h("span", { class: "dim" }, `of ${one.last}`), h("span", { class: "grow" }),
+      h("button", { onclick: keys.left, disabled: one.step <= one.first, title: "the step before ( ← )" }, "←"), h("button", { onclick: keys.right, disabled: one.step >= one.last, title: "the next step ( → )" }, "→")),
+    account(one, train), seconds(one.numbers), numbers(one),
+    train.length > 0 && groups("What it sampled", run, one, train),
+    held.length > 0 && groups("Its evaluation", run, one, held));
+  return { keys };
+}
+
+function account(one, train) {
+  const counts = {};
+  for (const group of train) counts[group.outcome] = (counts[group.outcome] || 0) + 1;
+  const attempts = train.flatMap((g) => (g.outcome === "train" ? g.attempts : []));
+  const lines = Object.entries(counts).map(([outcome, count]) => `${number(count)} groups ${one.outcomes[outcome] || words(outcome)}`);
+  const masked = attempts.filter((a) => a.masked).length, failed = attempts.filter((a) => a.error).length;
+  if (attempts.length) lines.push(`${number(attempts.length)} episodes and ${number(one.numbers.num_loss_tokens ?? attempts.reduce((sum, a) => sum + a.tokens, 0))} loss tokens went into the update`);
+  if (one.numbers.masked_sequences) lines.push(`${number(one.numbers.masked_sequences)} sequences masked: too far from the weights that sampled them`);
+  if (masked) lines.push(`${number(masked)} episodes carry no loss, as their environment failed`);
+  if (failed) lines.push(`${number(failed)} episodes have an error`);
+  if (one.numbers.skipped_updates) lines.push(`${number(one.numbers.skipped_updates)} updates skipped: not finite`);
+  const settings = Object.entries(one.settings).map(([k, v]) => h("span", { class: "setting" }, `${k} `, h("b", {}, String(v))));
+  return (lines.length > 0 || settings.length > 0) && h("section", { class: "card" }, h("h2", {}, "What it trained on"), h("ul", {}, lines.map((line) => h("li", {}, line))), h("p", { class: "settings dim" }, settings));
+}
+
+function seconds(all) {
+  const parts = STAGES.map((name, i) => [name, all[`timings/${name}`] || 0, COLORS[i % COLORS.length]]).filter(([, v]) => v > 0.001);
+  const total = parts.reduce((sum, [, v]) => sum + v, 0);
+  return total > 0 && h("section", { class: "card" }, h("h2", {}, `Seconds: ${number(all["timings/step_s"] ?? total, 3)}`),
+    h("div", { class: "stack" }, parts.map(([name, v, color]) => h("i", { title: `${name} ${number(v, 3)}`, vars: { "--share": String(v / total), "--color": color } }))),
+    h("p", { class: "legend" }, parts.map(([name, v, color]) => h("span", { vars: { "--color": color } }, h("i", {}), `${name.replace("_s", "")} ${number(v, 3)}`))));
+}
+
+function numbers(one) {
+  const names = Object.keys(one.numbers).filter((n) => !n.startsWith("timings/"));
+  return names.length > 0 && h("details", { class: "card", open: true }, h("summary", {}, `${names.length} numbers`), h("dl", { class: "facts small" }, names.map((n) => h("div", {}, h("dt", {}, plain(n)), h("dd", {}, number(one.numbers[n]))))));
+}
+
+function groups(title, run, one, all) {
+  const rewards = all.flatMap((g) => g.attempts.map((a) => a.reward)), low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
+  const mean = (g) => g.attempts.reduce((sum, a) => sum + a.reward, 0) / g.attempts.length;
+  return h("section", { class: "card" }, h("h2", {}, `${title}: ${number(all.length)} groups`), all.map((g) => h("div", { class: "group" },
+    h("div", {}, h("b", {}, plain(g.uid)), " ", g.kind === "train" ? chip(g.outcome === "train" ? "trained" : g.outcome, g.outcome === "train" ? "finished" : "warn") : chip(g.kind.replace("eval_", ""), "info"), h("span", { class: "dim" }, ` mean ${number(mean(g), 3)}`), h("div", { class: "asked dim" }, visible(g.prompt.slice(-160).replace(/\s+/g, " ")))),
+    h("div", { class: "squares" }, g.attempts.map((a) => h("a", { class: `square ${a.masked || a.error ? "bad" : ""}`, vars: rewardVars(a.reward, low, high), href: link("episode", [run, g.kind, String(one.step), String(a.row)]), title: plain(`#${a.sample}: reward ${number(a.reward)}, ${a.tokens} tokens, ended by ${words(a.stop)}${a.error ? `, ${a.error}` : ""}\n${a.snippet}`) }, number(a.reward, 2)))))));
+}

@@ -1,0 +1,110 @@
+"""Run folders made by hand and the server of `tandem view` over them, for tests and benchmarks."""
+
+import json
+import os
+import socket
+import threading
+from contextlib import contextmanager
+from zlib import crc32
+
+import numpy as np
+import uvicorn
+
+from tandem.config.recipe import to_toml
+from tandem.config.schema import Config
+from tandem.run_folder.episode_files import write_episodes
+from tandem.types import Episode, Group, Problem
+from tandem.view.app import make_app
+from tests.support.waiting import WAIT_S
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says when it listens."""
+
+    def __init__(self, config, ready):
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        self._ready.set()
+
+
+@contextmanager
+def viewing(root, token=""):
+    """The URL of a server over a folder of runs; it is stopped on the way out."""
+    config = uvicorn.Config(
+        make_app(root, token),
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    ready = threading.Event()
+    server = _Server(config, ready)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            assert ready.wait(WAIT_S)
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def make_run(folder, steps=0, command="train", **config):
+    """A run folder without episodes; add_step adds a step."""
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(Config(**config)))
+    about = {"command": command, "created": "2026-01-31T12:00:00Z", "directory": os.getcwd()}
+    (folder / "run.json").write_text(json.dumps(about))
+    status = {"time": "2026-01-31T12:00:00Z", "step": 0, "steps": steps, "processes": []}
+    (folder / "status.json").write_text(json.dumps(status))
+    return folder
+
+
+def add_step(folder, step, groups=(), kind="train", **numbers):
+    """Write the episodes of a step, then its rows."""
+    if groups:
+        write_episodes(folder / "episodes", step, groups, kind)
+    times = {name: numbers.pop(name) for name in list(numbers) if name.endswith("_s")}
+    for name, row in (("timings", times), ("metrics", numbers)):
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **row}) + "\n")
+
+
+def group(uid, texts, rewards, *, prompt="What is 3 + 4?", outcome="train", version=0, **fields):
+    """A group whose attempts said these texts; every character but the prompt's is a token."""
+    problem = Problem(uid=uid, messages=({"role": "user", "content": prompt},), answer="7")
+    attempts = tuple(
+        _attempt(uid, number, prompt, text, reward, version, fields)
+        for number, (text, reward) in enumerate(zip(texts, rewards, strict=True))
+    )
+    return Group(problem=problem, episodes=attempts, outcome=outcome)
+
+
+def _attempt(uid, number, prompt, text, reward, version, fields):
+    read, size = 4, 4 + max(1, len(text))
+    mask, logprobs = np.arange(size) >= read, -0.01 * (np.arange(size) % 300)
+    codes = [ord(c) % 90 for c in text] or [1]
+    return Episode(
+        **{
+            "uid": uid,
+            "sample_index": number,
+            "tokens": np.array([5] * read + codes, np.int64),
+            "loss_mask": mask,
+            "engine_logprobs": np.where(mask, logprobs, 0).astype(np.float32),
+            "weight_versions": np.where(mask, version, -1).astype(np.int32),
+            "penalties": np.zeros(size, np.float32),
+            "num_prompt_tokens": read,
+            "messages": ({"role": "assistant", "content": text},),
+            "stop_reason": "stop",
+            "key": (1 << 63) + crc32(f"{uid} {number}".encode()),
+            "reward": reward,
+            "reward_parts": {"score": reward},
+            **fields,
+        }
+    )

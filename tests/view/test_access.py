@@ -1,0 +1,130 @@
+"""Access to `tandem view`, and what its pages may do."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem.view.access import POLICY
+from tests.support.command import ROOT, assert_is_a_users_error, tandem
+from tests.support.viewing import make_run, viewing
+
+STATIC = ROOT / "tandem" / "view" / "static"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "one")
+    return root
+
+
+@pytest.fixture(scope="module")
+def url(root):
+    with viewing(root) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]:1"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+    ],
+)
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/app.js"])
+def test_pages_of_other_sites_and_names_are_refused(url, path, headers, status):
+    assert httpx.get(url + path, headers=headers).status_code == status
+
+
+def test_own_origin_is_let_in(url):
+    assert httpx.get(f"{url}/api/runs", headers={"Origin": url}).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_reading_is_there(url, method):
+    assert httpx.request(method, f"{url}/api/runs").status_code == 405
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/app.js", "/api/runs", "/api/step?run=one&step=1", "/nothing"]
+)
+def test_every_answer_has_the_policy(url, path):
+    headers = httpx.get(url + path).headers
+    assert headers["content-security-policy"] == POLICY
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert httpx.get(url + path, headers={"Host": "evil"}).headers["content-security-policy"]
+    for wanted in ("default-src 'none'", "script-src 'self'", "require-trusted-types-for 'script'"):
+        assert wanted in POLICY
+    assert "unsafe" not in POLICY and "http" not in POLICY
+
+
+def test_a_token_opens_once_and_stays_in_a_cookie(root):
+    with viewing(root, token="a-secret") as url, httpx.Client(base_url=url) as client:
+        assert client.get("/api/runs").status_code == 401
+        assert client.get("/?token=a-secreT").status_code == 401
+        assert client.get("/", headers={"Cookie": b"tandem_view=\xff"}).status_code == 401
+        opened = client.get("/?token=a-secret")
+        assert opened.status_code == 303 and opened.headers["location"] == "/"
+        cookie = opened.headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=strict" in cookie
+        assert client.get("/api/runs").status_code == 200  # with the cookie
+        assert client.get("/api/runs", headers={"Host": "box.example"}).status_code == 200
+        assert client.get("/api/runs", headers={"Origin": "http://evil.example"}).status_code == 403
+
+
+def test_the_front_end_has_no_markup_from_texts_and_no_foreign_address():
+    """What the policy refuses in a browser is not even tried."""
+    for path in [*STATIC.glob("*.js"), STATIC / "index.html"]:
+        text = path.read_text()
+        used = re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|style=", text)
+        assert used == [], path.name
+        addresses = set(re.findall(r"https?://[^\s\"'`]+", text))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, path.name
+    page = (STATIC / "index.html").read_text()
+    assert re.findall(r"<script(?![^>]* src=)", page) == [] and not re.search(r"\son\w+=", page)
+
+
+def test_every_static_file_ships_in_the_wheel():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["tandem"]
+    shipped = {path for pattern in patterns for path in (ROOT / "tandem").glob(pattern)}
+    files = {path for path in STATIC.rglob("*") if path.is_file()}
+    assert files <= shipped and STATIC / "uplot" / "LICENSE" in files
+    assert "1.6.32" in (STATIC / "uplot" / "VERSION").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["view", "no-such-folder"], ["no runs to view", "no-such-folder"]),
+        (["view", ".", "--host", "0.0.0.0"], ["needs a token", "TANDEM_VIEW_TOKEN"]),
+        (
+            ["view", ".", "--host", "192.0.2.1", "--token", "x", "--port", "1"],
+            ["cannot use this address"],
+        ),
+        (["report", "."], ["not a run folder"]),
+        (["plot", ".", "-o", "x.svg"], ["not a run folder"]),
+        (["plot", ".", "-o", "x.png"], ["as SVG", "x.png", "x.svg"]),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback(tmp_path, arguments, words):
+    assert_is_a_users_error(tandem(*arguments, cwd=tmp_path), *words, torch=False)
+
+
+def test_help_imports_nothing_heavy(tmp_path):
+    code, stdout, _, torch = tandem("view", "--help", cwd=Path(tmp_path))
+    assert code == 0 and "--token" in stdout and not torch

@@ -1,0 +1,120 @@
+"""The pages in headless Chromium: hostile texts, a run under way, the keyboard, a narrow screen."""
+
+import pytest
+
+from tests.support.browser import browser, missing
+from tests.support.viewing import add_step, group, make_run, viewing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"{missing()} on this machine")
+
+BIDI, CONTROL = "abc\u202edef\u2066", "bell\x07 null\x00 esc\x1b[31m \u200b"
+HOSTILE = [
+    "<script>window.hit = 1; fetch('http://198.51.100.1/')</script>",
+    "<img src=x onerror='window.hit = 1'><svg onload='window.hit = 1'><a href='javascript:window.hit=1'>x</a>",
+    "![x](http://198.51.100.1/x.png) [y](javascript:alert(1)) `code` **bold** <style>*{display:none}</style>",
+    f"{BIDI} {CONTROL} ]]>--></pre></textarea><iframe srcdoc='<script>parent.hit=1</script>'>",
+]
+NAME = "<b onclick=alert(1)>&amp;"
+ROWS = "document.querySelectorAll('[data-row]').length"
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """(a browser, the address, the run's folder)"""
+    root = tmp_path_factory.mktemp("runs")
+    run = make_run(root / NAME, steps=5)
+    for step in (1, 2):
+        groups = [
+            group(HOSTILE[0], HOSTILE, [1.0, 0.0, 0.5, 0.25], prompt=HOSTILE[1]),
+            group("plain", ["one", "two"], [1.0, 0.0], outcome="no_signal", env_error=HOSTILE[0]),
+        ]
+        add_step(run, step, groups, reward=step / 2, entropy=1.0, step_s=2.0, learn_s=1.0)
+    with viewing(root) as url, browser() as page:
+        page.open(url)
+        page.until(f"return {ROWS} === 1")
+        yield page, url, run
+
+
+def visit(opened, path, ready):
+    page, url, run = opened
+    page.run("document.getElementById('main').replaceChildren()")
+    page.open(
+        f"{url}/#/{path.replace('RUN', page.run(f'return encodeURIComponent({run.name!r})'))}"
+    )
+    page.until(f"return {ready}")
+    return page
+
+
+PAGES = [
+    ("", f"{ROWS} === 1"),
+    ("curves/RUN", "document.querySelectorAll('.u-wrap canvas').length >= 3"),
+    ("episodes/RUN", f"{ROWS} >= 12"),
+    ("episode/RUN/train/1/0", "document.querySelectorAll('.token').length > 50"),
+    ("episode/RUN/train/1/1", "document.querySelectorAll('.token').length > 50"),
+    ("episode/RUN/train/1/2", "document.querySelectorAll('.token').length > 50"),
+    ("episode/RUN/train/1/3", "document.querySelectorAll('.peer').length === 4"),
+    ("step/RUN/2", "document.querySelectorAll('.square').length === 6"),
+    ("diff/RUN/RUN", "document.body.innerText.includes('Equal')"),
+]
+
+
+@pytest.mark.parametrize(("path", "ready"), PAGES)
+def test_hostile_texts_stay_texts_and_nothing_leaves_the_machine(opened, path, ready):
+    page, url = opened[:2]
+    visit(opened, path, ready)
+    assert page.run("return window.hit === undefined")
+    made = "return document.querySelectorAll('main script, main img, main iframe, main style, [onclick], [onerror], a[href^=javascript]').length"
+    assert page.run(made) == 0
+    addresses = page.requested()
+    assert (
+        addresses
+        and [one for one in addresses if not one.startswith((url, "data:", "chrome:"))] == []
+    )
+
+
+def test_directions_and_controls_are_named_where_they_stand(opened):
+    page = visit(opened, "episode/RUN/train/1/3", "document.querySelectorAll('.peer').length === 4")
+    text = page.run("return document.querySelector('.message.sampled pre').textContent")
+    assert "abcU+202Edef" in text and "bell␇" in text and "null␀" in text and "U+200B" in text
+    shown = page.run("return document.body.innerText")
+    assert not {"\u202e", "\u2066", "\x00", "\x1b", "\x07"} & set(shown)
+    assert HOSTILE[0] in visit(opened, *PAGES[3]).run("return document.body.innerText")
+
+
+def test_a_row_of_a_run_under_way_appears_by_itself(opened):
+    page = visit(opened, "episodes/RUN", f"{ROWS} === 12")
+    add_step(opened[2], 3, [group("new", ["brand new text"], [1.0])], reward=0.9)
+    page.until(f"return {ROWS} === 13 && document.body.innerText.includes('brand new text')")
+
+
+def test_keys_move_open_and_search(opened):
+    page = visit(opened, "episodes/RUN", f"{ROWS} >= 12")
+    for key in ("j", "ArrowDown", "k", "j", "Enter"):
+        page.press(key)
+    page.until("return location.hash.startsWith('#/episode/')")
+    page.until("return document.querySelectorAll('.token').length > 0")
+    before = page.run("return location.hash")
+    page.press("ArrowRight")
+    page.until(f"return location.hash !== {before!r}")
+    visit(opened, "episodes/RUN", f"{ROWS} >= 12").press("/")
+    assert page.run("return document.activeElement.type") == "search"
+    page.run(
+        "const box = document.activeElement; box.value = 'BOLD'; box.dispatchEvent(new Event('input'))"
+    )
+    page.until(f"return {ROWS} === 2 && location.hash.includes('q=BOLD')")
+
+
+@pytest.mark.parametrize(("path", "ready"), PAGES)
+def test_a_narrow_screen_needs_no_scrolling_sideways(opened, path, ready):
+    page = opened[0]
+    page.resize(400, 800, dark=True)
+    try:
+        visit(opened, path, ready)
+        assert page.run("return document.documentElement.scrollWidth") <= 400
+        background = "return getComputedStyle(document.body).backgroundColor"
+        assert page.run(background) == "rgb(15, 19, 24)"
+        page.run("document.getElementById('theme').click()")
+        assert page.run(background) != "rgb(15, 19, 24)"
+        page.run("localStorage.clear(); delete document.documentElement.dataset.theme")
+    finally:
+        page.resize(1440, 900)
