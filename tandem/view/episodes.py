@@ -155,6 +155,7 @@ class EpisodeTable:
                 self._table = pa.concat_tables(self._parts).combine_chunks()
                 self._parts = [self._table]
                 self._columns = {n: self._table.column(n).to_numpy() for n in (*SORTS, "row")}
+                self._columns["kind"] = _ranks(self._table.column("kind"))
                 self._facets = {n: _values(self._table.column(n)) for n in FACETS}
             return self._table
 
@@ -176,8 +177,8 @@ class EpisodeTable:
             mask &= search(table, query.q)
         places = np.flatnonzero(mask)
         name, sign = query.sort.removeprefix("-"), -1 if query.sort.startswith("-") else 1
-        keys = [self._columns["row"], sign * self._columns["step"], sign * self._columns[name]]
-        return places[np.lexsort([key[places] for key in keys])]
+        order = (("row", 1), ("kind", 1), ("step", sign), (name, sign))  # the last one counts most
+        return places[np.lexsort([by * self._columns[n][places] for n, by in order])]
 
     def page(self, query: Query, offset: int, limit: int) -> dict[str, Any]:
         """Return the rows of a page, the number of all that match and their mean reward."""
@@ -247,6 +248,11 @@ def _equals(column: pa.ChunkedArray, wanted: str) -> np.ndarray:
         for chunk in column.chunks
     ]
     return np.concatenate(parts) if parts else np.zeros(0, bool)
+
+
+def _ranks(kinds: pa.ChunkedArray) -> np.ndarray:
+    """Number the kinds in the order of KINDS."""
+    return np.asarray(pc.index_in(kinds.cast(pa.string()), pa.array(KINDS)).to_numpy())
 
 
 def _bools(values: Any) -> np.ndarray:

@@ -1,9 +1,18 @@
 // One chart: lines of runs and names over steps, on uPlot. A drag zooms every chart of the page.
 
+import { number } from "./dom.js";
+
 /* global uPlot */
 export const COLORS = ["#4c7fe0", "#dd8b1f", "#1fa883", "#c9528b", "#8a6fe0", "#84a030", "#1aa0b8", "#b38020"];
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// Room above and below; a flat line lies in the middle.
+function span(u, low, high) {
+  if (low === null) return [0, 1];
+  const room = high > low ? (high - low) * 0.08 : Math.abs(low) * 0.5 || 1;
+  return [low - room, high + room];
+}
+
 const faint = (color) => `${color}3a`;
 
 function smoothed(values, strength) {
@@ -14,20 +23,22 @@ function smoothed(values, strength) {
 
 // lines: [{label, color, dash, x, y, low, high}] -> uPlot's data and series
 function prepare(lines, strength) {
-  const tables = [], series = [{ label: "step" }], bands = [];
-  const add = (x, y, options) => { tables.push([x, y]); series.push({ spanGaps: true, points: { show: x.length < 40, size: 5 }, ...options }); };
+  const tables = [], series = [{ label: "step", value: (u, v) => (v === null ? "" : number(v)) }], bands = [];
+  const add = (x, y, options) => { tables.push([x, y]); series.push({ spanGaps: true, value: (u, v) => (v === null || v === undefined ? "" : number(v)), ...options }); };
   for (const line of lines) {
     if (line.low) {
       const place = series.length;
-      const hidden = { stroke: "transparent", points: { show: false }, class: "u-silent" };
+      const hidden = { stroke: "transparent", class: "u-silent" };
       add(line.x, line.high, { ...hidden, label: `${line.label} high` });
       add(line.x, line.low, { ...hidden, label: `${line.label} low` });
       bands.push({ series: [place, place + 1], fill: `${line.color}26` });
     }
-    if (strength) add(line.x, line.y, { stroke: faint(line.color), width: 1, points: { show: false }, class: "u-silent", label: `${line.label} raw` });
+    if (strength) add(line.x, line.y, { stroke: faint(line.color), width: 1, class: "u-silent", label: `${line.label} raw` });
     add(line.x, smoothed(line.y, strength), { stroke: line.color, width: 1.7, dash: line.dash, label: line.label });
   }
-  return { data: tables.length ? uPlot.join(tables) : [[]], series, bands };
+  const data = tables.length ? uPlot.join(tables) : [[]];
+  for (const one of series.slice(1)) one.points = { show: data[0].length < 40 && one.class !== "u-silent", size: 5, fill: one.stroke };
+  return { data, series, bands };
 }
 
 export class Chart {
@@ -47,7 +58,7 @@ export class Chart {
     const legend = series.filter((s) => s.class !== "u-silent").length;
     this.plot = new uPlot({
       width: this.box.clientWidth || 300, height: this.height, series, bands,
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range: span } },
       axes: [{ ...axis, size: 26 }, { ...axis, size: 52 }],
       legend: { show: true, live: legend < 12 },
       cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => { this.onzoom(null); return null; } } },

@@ -20,9 +20,10 @@ function told(found) {
   const side = (name, value) => h("div", {}, h("b", {}, name), h("pre", {}, visible(value)));
   const list = (title, rows) => rows.length > 0 && h("section", { class: "card" }, h("h2", {}, `${title}: ${rows.length} differ`), h("div", { class: "scroll" }, h("table", { class: "config" }, h("thead", {}, h("tr", {}, ["", "A", "B"].map((t) => h("th", {}, t)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, h("td", { class: "dim" }, plain(row.what)), h("td", {}, visible(row.a)), h("td", {}, visible(row.b))))))));
-  const heading = one ? `They part ${found.step ? `at step ${found.step}` : "before the first step"}` : `Equal to the last bit over ${found.steps} steps`;
+  const unsure = found.altered.length > 0;
+  const heading = one ? `They part ${found.step ? `at step ${found.step}` : "before the first step"}` : unsure ? `Not known to be equal over ${found.steps} steps` : `Equal to the last bit over ${found.steps} steps`;
   return [
-    h("section", { class: `card ${one ? "" : "good"}` }, h("h2", {}, heading), one && h("p", {}, visible(one.what)), one && h("div", { class: "sides" }, side("A", one.a), side("B", one.b)),
+    h("section", { class: `card ${one || unsure ? "" : "good"}` }, h("h2", {}, heading), one && h("p", {}, visible(one.what)), one && h("div", { class: "sides" }, side("A", one.a), side("B", one.b)),
       one && found.step > 0 && h("p", {}, h("a", { href: link("step", [found.a, String(found.step)]) }, "the step in A"), " · ", h("a", { href: link("step", [found.b, String(found.step)]) }, "in B")),
       h("p", { class: "dim" }, `A has ${found.last[0]} steps, B ${found.last[1]}.`, found.other_bytes.length > 0 && ` Journal files of ${found.other_bytes.length} steps hold equal episodes in other bytes.`)),
     found.altered.length > 0 && h("section", { class: "card problem" }, h("h2", {}, "Not as they were written"), found.altered.map(([name, file]) => h("p", {}, `${name}: ${plain(file.what)}`))),

@@ -5,7 +5,7 @@ import { chip, fill, h, number, plain, rewardVars, visible, words } from "./dom.
 
 let paint = "logprob";
 const PAINTS = {
-  logprob: { title: "log-prob", note: "the less likely, the darker" },
+  logprob: { title: "log-prob", note: "the less likely, the stronger" },
   version: { title: "weights", note: "a colour for each version of the weights that sampled" },
   penalty: { title: "penalty", note: "penalties of the environment" },
   advantage: { title: "advantage", note: "blue: more likely after the update, red: less likely" },
@@ -72,7 +72,7 @@ function tokens(one, run) {
       const i = Number(element.dataset.i), value = t[paint]?.[i];
       let hue = 28, share = 0;
       if (t.sampled[i] && value !== null && value !== undefined) {
-        if (paint === "logprob") share = Math.min(1, -value / 5);
+        if (paint === "logprob") share = 1 - Math.exp(Math.min(0, value));
         else if (paint === "version") { hue = (210 + 77 * versions.indexOf(value)) % 360; share = 0.45; }
         else { const signed = paint === "ratio" ? value - 1 : value; hue = signed < 0 ? 8 : 215; share = Math.abs(signed) / most; }
       }

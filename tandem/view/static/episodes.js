@@ -76,6 +76,6 @@ function item(run, row, low, high) {
     h("a", { href: link("episode", [run, row.kind, String(row.step), String(row.row)]) },
       h("span", { class: "meta" }, h("b", {}, `${row.step}:${plain(row.uid)}:${row.sample}`), ` ${number(row.tokens)} tokens`, row.turns > 1 && ` · ${row.turns} turns`, ` · ${words(row.stop)}`,
         row.kind !== "train" ? chip(row.kind.replace("eval_", "held-out "), "info") : row.outcome !== "train" && chip(row.outcome, "warn"), row.error && chip("failure", "bad")),
-      h("span", { class: "said" }, visible(row.snippet.replace(/\s+/g, " ") || row.error || "(nothing)")),
-      h("span", { class: "asked dim" }, visible(row.prompt.slice(-200).replace(/\s+/g, " ")))));
+      h("span", { class: "asked dim" }, visible(row.prompt.slice(-200).replace(/\s+/g, " "))),
+      h("span", { class: "said" }, visible(row.snippet.replace(/\s+/g, " ") || row.error || "(nothing)"))));
 }

@@ -57,7 +57,7 @@ function row(run, redraw) {
     h("td", { class: "c4 num" }, run.reward === null ? "–" : run.reward.toFixed(3), run.what !== "reward" && h("small", {}, words(run.what))),
     h("td", { class: "c5" }, sparkline(run.trend, `${run.what} by step`)),
     h("td", { class: "c6 num" }, held, run.held_out !== null && h("small", {}, `± ${(run.interval ?? 0).toFixed(3)}`)),
-    h("td", { class: "c7 num" }, number(run.tokens_s && Math.round(run.tokens_s))),
+    h("td", { class: "c7 num" }, run.tokens_s ? number(Math.round(run.tokens_s)) : "–"),
     h("td", { class: "c8 num" }, number(run.step_s, 3)),
     h("td", { class: "c9 num" }, run.errors ? h("a", { class: "warn", href: link("episodes", [run.name], { errors: 1 }) }, number(run.errors)) : "0"));
 }

@@ -41,7 +41,7 @@ function account(one, train) {
 }
 
 function seconds(all) {
-  const parts = STAGES.map((name, i) => [name, all[`timings/${name}`] || 0, COLORS[i % COLORS.length]]).filter(([, v]) => v > 0.001);
+  const parts = STAGES.map((name) => [name, all[`timings/${name}`] || 0]).filter(([, v]) => v > 0.001).map(([name, v], i) => [name, v, COLORS[i % COLORS.length]]);
   const total = parts.reduce((sum, [, v]) => sum + v, 0);
   return total > 0 && h("section", { class: "card" }, h("h2", {}, `Seconds: ${number(all["timings/step_s"] ?? total, 3)}`),
     h("div", { class: "stack" }, parts.map(([name, v, color]) => h("i", { title: `${name} ${number(v, 3)}`, vars: { "--share": String(v / total), "--color": color } }))),
@@ -49,8 +49,9 @@ function seconds(all) {
 }
 
 function numbers(one) {
-  const names = Object.keys(one.numbers).filter((n) => !n.startsWith("timings/"));
-  return names.length > 0 && h("details", { class: "card", open: true }, h("summary", {}, `${names.length} numbers`), h("dl", { class: "facts small" }, names.map((n) => h("div", {}, h("dt", {}, plain(n)), h("dd", {}, number(one.numbers[n]))))));
+  const last = (n) => Number(n.startsWith("eval/"));
+  const names = Object.keys(one.numbers).filter((n) => !n.startsWith("timings/")).sort((a, b) => last(a) - last(b));
+  return names.length > 0 && h("details", { class: "card", open: true }, h("summary", {}, `${names.length} numbers`), h("dl", { class: "facts small" }, names.map((n) => h("div", {}, h("dt", { title: n }, plain(n)), h("dd", {}, number(one.numbers[n]))))));
 }
 
 function groups(title, run, one, all) {
