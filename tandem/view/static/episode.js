@@ -5,7 +5,7 @@ import { chip, fill, h, number, plain, rewardVars, visible, words } from "./dom.
 
 let paint = "logprob";
 const PAINTS = {
-  logprob: { title: "log-prob", note: "the less likely, the stronger" },
+  logprob: { title: "log-prob", note: "the less likely, the more colour" },
   version: { title: "weights", note: "a colour for each version of the weights that sampled" },
   penalty: { title: "penalty", note: "penalties of the environment" },
   advantage: { title: "advantage", note: "blue: more likely after the update, red: less likely" },
