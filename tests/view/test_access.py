@@ -86,7 +86,7 @@ def test_a_token_opens_once_and_stays_in_a_cookie(root):
 
 
 def test_the_front_end_has_no_markup_from_texts_and_no_foreign_address():
-    """What the policy refuses in a browser is not even tried."""
+    """Nothing that the policy refuses in a browser is even tried."""
     for path in [*STATIC.glob("*.js"), STATIC / "index.html"]:
         text = path.read_text()
         used = re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|style=", text)
