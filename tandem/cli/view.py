@@ -3,6 +3,7 @@
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.cli.progress import print_lines
@@ -36,7 +37,7 @@ def view(root: Path, host: str, port: int, token: str) -> None:
             next="export TANDEM_VIEW_TOKEN=$(openssl rand -hex 24)",
         )
     try:
-        from tandem.view.app import serve
+        from tandem.view.app import make_server
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL:
             raise
@@ -51,7 +52,9 @@ def view(root: Path, host: str, port: int, token: str) -> None:
         name = f"[{name}]" if ":" in name else name
         end = f"/?token={token}" if token else "/"
         line = f"{len(Runs(root).list())} runs of {root} on http://{name}:{port}{end}"
-        serve(root, sock, token, lambda: print(line, flush=True))
+        server = make_server(root, token, lambda: print(line, flush=True))
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has stopped
+            server.run(sockets=[sock])
 
 
 def _bound(host: str, port: int) -> socket.socket:

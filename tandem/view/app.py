@@ -151,16 +151,18 @@ class Api:
     async def events(self, request: Request) -> Response:
         """Announce, until the client leaves, which runs have written something."""
         return StreamingResponse(
-            self._news(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+            self._news(request.app.state),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store"},
         )
 
-    async def _news(self) -> AsyncIterator[bytes]:
+    async def _news(self, state: Any) -> AsyncIterator[bytes]:
         clock = asyncio.get_running_loop().time
         runs = await run_in_threadpool(self.runs.list)
         stamps = _stamps(runs)
         found_at = sent_at = clock()
         yield _event({"runs": []})
-        while True:
+        while not state.closing:
             await asyncio.sleep(POLL_S)
             if clock() - found_at > FIND_S:
                 runs, found_at = await run_in_threadpool(self.runs.list), clock()
@@ -267,18 +269,16 @@ def _cookie(headers: Headers) -> str:
     return found.value if found else ""
 
 
-def make_app(root: Path, token: str = "") -> Starlette:
-    """Make the application over a folder of runs."""
+def make_server(root: Path, token: str, ready: Callable[[], None]) -> uvicorn.Server:
+    """Make the server over a folder of runs; `run(sockets=[...])` serves until SIGINT, SIGTERM or
+    `should_exit`. ready is called once it listens."""
     files = Mount("/", StaticFiles(directory=STATIC, html=True))
-    return Starlette(
+    app = Starlette(
         routes=[*Api(root).routes(), files], middleware=[Middleware(_Guard, token=token)]
     )
-
-
-def serve(root: Path, sock: socket.socket, token: str, ready: Callable[[], None]) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM; ready is called once it listens."""
+    app.state.closing = False
     config = uvicorn.Config(
-        make_app(root, token),
+        app,
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -287,10 +287,12 @@ def serve(root: Path, sock: socket.socket, token: str, ready: Callable[[], None]
         server_header=False,
         timeout_graceful_shutdown=1,
     )
-    _Server(config, ready).run(sockets=[sock])
+    return _Server(config, ready)
 
 
 class _Server(uvicorn.Server):
+    """uvicorn that says when it listens, and ends the events when it stops."""
+
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]):
         super().__init__(config)
         self._ready = ready
@@ -298,3 +300,9 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        app: Any = self.config.app
+        app.state.closing = True
+        await asyncio.sleep(2 * POLL_S)
+        await super().shutdown(sockets)

@@ -8,40 +8,20 @@ from contextlib import contextmanager
 from zlib import crc32
 
 import numpy as np
-import uvicorn
 
 from tandem.config.recipe import to_toml
 from tandem.config.schema import Config
 from tandem.run_folder.episode_files import write_episodes
 from tandem.types import Episode, Group, Problem
-from tandem.view.app import make_app
+from tandem.view.app import make_server
 from tests.support.waiting import WAIT_S
-
-
-class _Server(uvicorn.Server):
-    """uvicorn that says when it listens."""
-
-    def __init__(self, config, ready):
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets=None):
-        await super().startup(sockets)
-        self._ready.set()
 
 
 @contextmanager
 def viewing(root, token=""):
     """The URL of a server over a folder of runs; it is stopped on the way out."""
-    config = uvicorn.Config(
-        make_app(root, token),
-        log_config=None,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=1,
-    )
     ready = threading.Event()
-    server = _Server(config, ready)
+    server = make_server(root, token, ready.set)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
