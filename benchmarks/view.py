@@ -7,7 +7,9 @@ it and measures, medians of REPEATS but for the first visit:
 
     first paint    from the address to the browser's first paint with content, a fresh browser
     drawn          until the page has what it is for: rows of a list, lines of every chart
+    read           all files of episodes, from the first request of a list to the last
     search         one request for a page of episodes by a text, and by a text and filters
+    zoom           one request for ten columns of a run of ROWS_OF_LONG rows, thinned
     live           from the row's write to the new row in the page
 
 Prints a JSON object; the exit status is 1 where a bar of BARS is missed. Needs chromium and
@@ -23,6 +25,7 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -31,6 +34,8 @@ from tests.support.browser import browser
 from tests.support.viewing import add_step, group, make_run, viewing
 
 REPEATS = 7
+ROWS_OF_LONG = 100_000
+COLUMNS = ["reward", "ratio", "grad_norm", *(f"column/{n}" for n in range(20))]
 BARS = {"first paint": 1.0, "search": 0.2, "live": 1.0}  # seconds
 WORDS = [
     "so",
@@ -73,15 +78,17 @@ def main() -> int:
         write_steps(run, args.steps, args.episodes)
         print(f"written in {time.perf_counter() - start:.0f} s", file=sys.stderr)
         with viewing(Path(place)) as url:
+            write_rows(Path(place) / "long")
             row = {
                 "date": date.today().isoformat(),
                 "processor": numerics.processor(),
                 "steps": args.steps,
                 "episodes": args.steps * args.episodes,
                 **first_visits(url),
-                **searches(url),
                 "live": live(url, run, args.steps + 1),
             }
+        with viewing(Path(place)) as url:  # another one, which has read nothing
+            row |= searches(url)
     print(json.dumps(row, indent=1))
     if args.out:
         args.out.write_text(json.dumps(row, indent=1) + "\n")
@@ -115,12 +122,24 @@ def write_steps(run: Path, steps: int, episodes: int) -> None:
         )
 
 
+def write_rows(folder: Path) -> None:
+    """Write a run of many rows and no episodes."""
+    draws = random.Random(1)
+    make_run(folder, steps=ROWS_OF_LONG)
+    rows = (
+        {"step": n, "entropy": draws.random(), **{k: draws.random() for k in COLUMNS}}
+        for n in range(1, ROWS_OF_LONG + 1)
+    )
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
 def first_visits(url: str) -> dict[str, float]:
     """Open each page in a browser of its own; the server has read nothing before the first."""
     pages = {
-        "": f"{ROWS} === 1",
+        "": f"{ROWS} === 2",
         "episodes/large": f"{ROWS} === 50",
         "curves/large": "return document.querySelectorAll('.u-wrap canvas').length >= 5",
+        "curves/long": "return document.querySelectorAll('.u-wrap canvas').length >= 3",
         "step/large/1000": "return document.querySelectorAll('.square').length > 0",
     }
     found, paints = {}, []
@@ -146,21 +165,29 @@ def searches(url: str) -> dict[str, float]:
         },
     }
     with httpx.Client(base_url=url, timeout=60) as client:
+        start = time.perf_counter()
         while not client.get("/api/episodes", params={"run": "large"}).json()["complete"]:
             pass
+        read = time.perf_counter() - start
         times = {
-            name: statistics.median(seconds(client, query) for _ in range(REPEATS))
+            name: statistics.median(
+                timed(client, "episodes", {"run": "large", **query}) for _ in range(REPEATS)
+            )
             for name, query in queries.items()
         }
+        asked = [("key", name) for name in COLUMNS[:10]] + [("from", "20000"), ("to", "70000")]
+        times_of_zoom = [timed(client, "series", [("run", "long"), *asked]) for _ in range(REPEATS)]
     return {
+        "read": round(read, 3),
+        "zoom": round(statistics.median(times_of_zoom), 4),
         "search": round(max(times.values()), 4),
         **{f"search: {n}": round(t, 4) for n, t in times.items()},
     }
 
 
-def seconds(client: httpx.Client, query: dict[str, str]) -> float:
+def timed(client: httpx.Client, name: str, query: Any) -> float:
     start = time.perf_counter()
-    assert client.get("/api/episodes", params={"run": "large", **query}).json()["complete"]
+    client.get(f"/api/{name}", params=query).raise_for_status()
     return time.perf_counter() - start
 
 
@@ -169,11 +196,11 @@ def live(url: str, run: Path, first: int) -> float:
     delays = []
     with browser() as page:
         page.open(f"{url}/")
-        page.until(f"{ROWS} === 1")
+        page.until(f"{ROWS} === 2")
         for step in range(first, first + REPEATS):
             add_step(run, step, [group("new", ["text"], [1.0])], reward=0.5)
             start = time.perf_counter()
-            page.until(f"return document.querySelector('.c3').textContent.startsWith('{step:,}')")
+            page.until(f"return document.querySelector('td.c3').textContent.startsWith('{step:,}')")
             delays.append(time.perf_counter() - start)
     return round(statistics.median(delays), 3)
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from tandem.rl.advantages import GroupAdvantage, group_advantages
 from tandem.run_folder.episode_files import episode_file, read_table
+from tandem.runtime.errors import UserError
 from tandem.view.episodes import EpisodeTable
 from tandem.view.runs import Run, read_json
 
@@ -157,8 +158,12 @@ def _decoder(path: Path, _: int) -> Any:
 def read_step(run: Run, table: EpisodeTable, step: int) -> dict[str, Any]:
     """Return what a step trained on: its numbers, and its groups with the rewards of each attempt.
     Raises KeyError if the run has no such step."""
-    episodes, numbers = table.step(step), run.row(step)
-    if not episodes and not numbers:
+    numbers, damaged = run.row(step), ""
+    try:
+        episodes = table.step(step)
+    except UserError as error:  # the numbers are worth a look all the same
+        episodes, damaged = [], str(error)
+    if not episodes and not numbers and not damaged:
         raise KeyError(f"{run.name} has no step {step}")
     groups: dict[tuple[str, int], dict[str, Any]] = {}
     for episode in episodes:
@@ -175,6 +180,7 @@ def read_step(run: Run, table: EpisodeTable, step: int) -> dict[str, Any]:
         "numbers": numbers,
         "outcomes": OUTCOMES,
         "groups": list(groups.values()),
+        "damaged": damaged,
         "settings": {name: config[name] for name in _SETTINGS if name in config},
     }
 

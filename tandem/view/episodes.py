@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tandem.run_folder.episode_files import SCHEMA, json_lines, read_table
+from tandem.run_folder.episode_files import SCHEMA, episode_file, json_lines, read_table
 from tandem.runtime.errors import UserError
 
 KINDS = ("train", "eval_sampled", "eval_greedy")
@@ -196,11 +196,11 @@ class EpisodeTable:
         }
 
     def step(self, step: int) -> list[dict[str, Any]]:
-        """List the episodes of a step, of its training and of its evaluation, by file and row."""
-        self.refresh(seconds=60.0)
-        table = self.table()
-        rows = table.select(SHOWN).filter(pc.equal(table.column("step"), step)).to_pylist()
-        return sorted(rows, key=lambda row: (KINDS.index(row["kind"]), row["row"]))
+        """List the episodes of a step, of its training and of its evaluation, by file and row.
+        Raises UserError for a damaged file."""
+        paths = [episode_file(self.folder, step, kind) for kind in KINDS]
+        tables = [_index(path).select(SHOWN) for path in paths if path.is_file()]
+        return [row for table in tables for row in table.to_pylist()]
 
     def export_lines(self, query: Query) -> Iterator[bytes]:
         """Yield the episodes of a query as lines of JSONL, with all their columns."""
@@ -224,7 +224,7 @@ class EpisodeTable:
             for row in table.select(["step", "kind", "row"]).to_pylist()
         )
         for (step, kind), rows in groupby(found, key=lambda one: one[:2]):
-            yield self.folder / f"{kind}_step_{step:06d}.parquet", [row for _, _, row in rows]
+            yield episode_file(self.folder, step, kind), [row for _, _, row in rows]
 
 
 def search(table: pa.Table, text: str) -> np.ndarray:

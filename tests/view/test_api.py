@@ -253,6 +253,8 @@ def test_damaged_and_half_written_files_break_nothing(tmp_path):
         ]
         answer = get(client, "episode", run="run", kind="train", step=3, row=0, status=422)
         assert "cannot be read" in answer["error"]
+        half = get(client, "step", run="run", step=3)
+        assert "cannot be read" in half["damaged"] and half["groups"] == []
 
 
 def test_columns_follow_a_file_that_grows_and_one_that_is_cut(tmp_path):

@@ -19,7 +19,7 @@ export async function step(main, [run, wanted]) {
   fill(main,
     h("div", { class: "bar" }, h("h1", {}, `Step ${one.step}`), h("span", { class: "dim" }, `of ${one.last}`), h("span", { class: "grow" }),
       h("button", { onclick: keys.left, disabled: one.step <= one.first, title: "the step before ( ← )" }, "←"), h("button", { onclick: keys.right, disabled: one.step >= one.last, title: "the next step ( → )" }, "→")),
-    account(one, train), seconds(one.numbers), numbers(one),
+    one.damaged && h("div", { class: "card problem" }, h("pre", {}, visible(one.damaged))), account(one, train), seconds(one.numbers), numbers(one),
     train.length > 0 && groups("What it sampled", run, one, train),
     held.length > 0 && groups("Its evaluation", run, one, held));
   return { keys };
