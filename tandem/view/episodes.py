@@ -4,8 +4,8 @@
              eval_sampled_step_*.parquet     newest files first, so a page comes before the last one
              eval_greedy_step_*.parquet
 
-A file is read once, and again when it changes. The texts stay in memory in lower case: their size
-is what a run costs here. It does not know one episode's tokens: that is episode.py.
+A file is read once, and again when it changes. The texts stay in memory: their size is what a run
+costs here. It does not know one episode's tokens: that is episode.py.
 """
 
 import json
@@ -68,7 +68,7 @@ SORTS = ("step", "reward", "tokens", "turns")
 FACETS = ("kind", "outcome", "stop", "category")
 SHOWN = [
     *("kind", "step", "row", "group", "outcome", "uid", "sample", "category", "answer"),
-    *("prompt", "snippet", "reward", "stop", "turns", "tokens", "error", "masked"),
+    *("prompt", "text", "reward", "stop", "turns", "tokens", "error", "masked"),
 ]
 
 
@@ -188,7 +188,7 @@ class EpisodeTable:
         return {
             "count": len(places),
             "mean": float(np.nanmean(rewards)) if np.isfinite(rewards).any() else None,
-            "rows": table.select(SHOWN).take(places[offset : offset + limit]).to_pylist(),
+            "rows": _rows(table.take(places[offset : offset + limit])),
             "complete": complete,
             "total": len(table),
             "facets": self._facets,
@@ -199,8 +199,7 @@ class EpisodeTable:
         """List the episodes of a step, of its training and of its evaluation, by file and row.
         Raises UserError for a damaged file."""
         paths = [episode_file(self.folder, step, kind) for kind in KINDS]
-        tables = [_index(path).select(SHOWN) for path in paths if path.is_file()]
-        return [row for table in tables for row in table.to_pylist()]
+        return [row for path in paths if path.is_file() for row in _rows(_index(path))]
 
     def export_lines(self, query: Query) -> Iterator[bytes]:
         """Yield the episodes of a query as lines of JSONL, with all their columns."""
@@ -227,18 +226,25 @@ class EpisodeTable:
             yield episode_file(self.folder, step, kind), [row for _, _, row in rows]
 
 
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Return rows as a list shows them, with the begin of each text."""
+    rows: list[dict[str, Any]] = table.select(SHOWN).to_pylist()
+    for row in rows:
+        row["snippet"] = row.pop("text")[:SNIPPET]
+    return rows
+
+
 def search(table: pa.Table, text: str) -> np.ndarray:
     """Tell for each row whether its completion, prompt or uid has the text, in any case."""
-    wanted = pc.utf8_lower(pa.scalar(text)).as_py()
-    found = _bools(pc.match_substring(table.column("lower"), wanted))
+    found = _bools(pc.match_substring(table.column("text"), text, ignore_case=True))
     for name in ("prompt", "uid"):
         column = table.column(name)
-        found |= np.concatenate([_in_dictionary(chunk, wanted) for chunk in column.chunks])
+        found |= np.concatenate([_in_dictionary(chunk, text) for chunk in column.chunks])
     return found
 
 
 def _in_dictionary(chunk: pa.DictionaryArray, wanted: str) -> np.ndarray:
-    matches = _bools(pc.match_substring(pc.utf8_lower(chunk.dictionary), wanted))
+    matches = _bools(pc.match_substring(chunk.dictionary, wanted, ignore_case=True))
     return matches[chunk.indices.to_numpy()]
 
 
@@ -267,15 +273,13 @@ def _index(path: Path) -> pa.Table:
     """Read the rows of a file as the table has them."""
     table = read_table(path, _READ)
     kind, _ = _place(path.name) or ("", 0)
-    text = table.column("text").combine_chunks()
     columns = {
         **{name: table.column(there).combine_chunks() for name, there in _PLAIN.items()},
         **{name: _repeated(table.column(there)) for name, there in _REPEATED.items()},
         "kind": _repeated(pa.chunked_array([[kind] * len(table)], pa.string())),
         "row": pa.array(np.arange(len(table))),
         "prompt": _prompts(table.column("messages")),
-        "snippet": pc.utf8_slice_codeunits(text, 0, SNIPPET),
-        "lower": pc.utf8_lower(text),
+        "text": table.column("text").combine_chunks(),
         "tokens": pa.array(_counts(table.column("loss_mask").combine_chunks())),
         "error": pc.if_else(
             pc.equal(table.column("env_error"), ""),
@@ -329,7 +333,7 @@ _SCHEMA = pa.schema(
         *((n, SCHEMA.field(there).type) for n, there in _PLAIN.items()),
         *((n, _WORDS) for n in (*_REPEATED, "kind", "prompt")),
         *((n, pa.int64()) for n in ("row", "tokens")),
-        *((n, pa.string()) for n in ("snippet", "lower", "error")),
+        *((n, pa.string()) for n in ("text", "error")),
     ]
 )
 _NONE = _SCHEMA.empty_table()

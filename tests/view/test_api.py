@@ -131,6 +131,7 @@ def test_pages_follow_each_other(server):
     whole = get(server, "episodes", run="made", limit=100)["rows"]
     parts = [get(server, "episodes", run="made", limit=5, offset=n)["rows"] for n in (0, 5, 10)]
     assert len(whole) == 12 and [row for part in parts for row in part] == whole
+    assert not any("text" in row for row in whole)  # a list has the begin of it
 
 
 def test_export_has_the_lines_of_the_journal(server, tmp_path):
