@@ -102,6 +102,9 @@ class Browser:
     def cdp(self, command, **parameters):
         return self._post("goog/cdp/execute", cmd=command, params=parameters)
 
+    def mouse(self, kind, x, y, **more):
+        self.cdp("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", **more)
+
     def resize(self, width, height, dark=False):
         mobile = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.cdp("Emulation.setDeviceMetricsOverride", **mobile)

@@ -87,6 +87,26 @@ def test_a_row_of_a_run_under_way_appears_by_itself(opened):
     page.until(f"return {ROWS} === 13 && document.body.innerText.includes('brand new text')")
 
 
+def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(opened):
+    for step in range(4, 60):
+        add_step(opened[2], step, reward=step / 60, entropy=1.0 / step)
+    page = visit(opened, PAGES[1][0], PAGES[1][1])
+    page.until("return document.querySelector('button[hidden]') !== null")
+    box = page.run(
+        "const b = document.querySelector('.u-over').getBoundingClientRect(); return [b.x, b.y, b.width, b.height]"
+    )
+    x, y = box[0] + box[2] * 0.25, box[1] + box[3] / 2
+    page.mouse("mousePressed", x, y)
+    page.mouse("mouseMoved", x + box[2] / 4, y)
+    page.mouse("mouseReleased", x + box[2] / 4, y)
+    page.until(
+        "return [...document.querySelectorAll('.bar button')].some((b) => !b.hidden && b.textContent === 'whole run')"
+    )
+    page.mouse("mousePressed", x, y, clickCount=2)
+    page.mouse("mouseReleased", x, y, clickCount=2)
+    page.until("return [...document.querySelectorAll('.bar button')].every((b) => b.hidden)")
+
+
 def test_keys_move_open_and_search(opened):
     page = visit(opened, "episodes/RUN", f"{ROWS} >= 12")
     for key in ("j", "ArrowDown", "k", "j", "Enter"):

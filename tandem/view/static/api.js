@@ -10,15 +10,32 @@ export async function get(name, params = {}) {
   return body;
 }
 
-// Call heard(runs) for each piece of news; a connection that is lost comes back by itself.
+// Call heard(runs) for each piece of news, one after the other. A page that nobody sees lets go of its connection,
+// as a browser has six for all its pages, and has news of everything when it is seen again.
 export function listen(heard, state) {
-  const source = new EventSource("/api/events");
-  source.onopen = () => state(true);
-  source.onerror = () => state(false);
-  source.onmessage = (event) => {
-    const { runs } = JSON.parse(event.data);
-    if (runs.length) heard(new Set(runs));
-  };
+  const everything = { has: () => true };
+  let source = null, opened = false, busy = false, waiting = null;
+  async function tell(runs) {
+    if (busy) { waiting = waiting ? everything : runs; return; }
+    busy = true;
+    try { await heard(runs); } catch { state(false); }
+    busy = false;
+    if (waiting) { const next = waiting; waiting = null; tell(next); }
+  }
+  function connect() {
+    source?.close();
+    source = null;
+    if (document.hidden) return;
+    source = new EventSource("/api/events");
+    source.onopen = () => { state(true); if (opened) tell(everything); opened = true; };
+    source.onerror = () => state(false);
+    source.onmessage = (event) => {
+      const { runs } = JSON.parse(event.data);
+      if (runs.length) tell(new Set(runs));
+    };
+  }
+  document.addEventListener("visibilitychange", connect);
+  connect();
 }
 
 export const link = (page, parts = [], params = {}) => {

@@ -9,7 +9,7 @@ let smooth = Number(localStorage.getItem("smooth") || 0);
 export async function curves(main, [joined = ""]) {
   const runs = joined.split(",").filter(Boolean), standard = await (await fetch("charts.json")).json();
   const charts = new Map(), grid = h("div", { class: "grid" }), more = h("div", { class: "grid" });
-  let range = null, answer = await get("series", { run: runs, points: 2 }), wanted = "", queued = false, over = false;
+  let range = null, answer = await get("series", { run: runs, points: 2 }), wanted = "", over = false;
   const names = () => [...new Set(Object.values(answer).flatMap((one) => one.names))];
   const usual = () => standard.map((c) => ({ ...c, keys: c.keys.filter((k) => names().includes(k)) })).filter((c) => c.keys.length);
   const others = () => {
@@ -55,7 +55,7 @@ export async function curves(main, [joined = ""]) {
     return found;
   }
 
-  function zoom(to) { range = to; load(); }
+  function zoom(to) { range = to; return load(); }
 
   const reset = h("button", { onclick: () => zoom(null), hidden: true }, "whole run");
   const slider = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: smooth, oninput: () => { smooth = Number(slider.value); localStorage.setItem("smooth", smooth); draw([...usual(), ...others()]); } });
@@ -72,7 +72,7 @@ export async function curves(main, [joined = ""]) {
   addEventListener("theme", themed);
   return {
     shown: load, keepScroll: false,
-    news: (changed) => { if (queued || !runs.some((r) => changed.has(r))) return; queued = true; setTimeout(() => { queued = false; load(); }, 100); },
+    news: (changed) => runs.some((r) => changed.has(r)) && load(),
     close: () => { over = true; removeEventListener("theme", themed); charts.forEach(({ chart }) => chart.destroy()); },
   };
 }

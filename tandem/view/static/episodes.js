@@ -19,14 +19,16 @@ export async function episodes(main, [run], params) {
     answer = found;
     history.replaceState(null, "", link("episodes", [run], { ...query, offset: offset || "" }));
     draw();
-    if (!found.complete) timer = setTimeout(load, 150);
+    if (!found.complete) timer = setTimeout(reload, 150);
   }
+
+  const reload = () => load().catch((error) => { status.textContent = error.message; });
 
   function change(name, value) {
     if (value) query[name] = value; else delete query[name];
     offset = 0;
     clearTimeout(timer);
-    timer = setTimeout(load, name === "q" ? 120 : 0);
+    timer = setTimeout(reload, name === "q" ? 120 : 0);
   }
 
   function draw() {
@@ -52,7 +54,7 @@ export async function episodes(main, [run], params) {
 
   const select = (name, options = []) => (fields[name] = h("select", { "aria-label": name, onchange: (e) => change(name, e.target.value) }, options));
   const input = (name, type, placeholder, width) => h("input", { type, placeholder, "aria-label": placeholder, value: query[name] || "", class: width, step: "any", oninput: (e) => change(name, e.target.value.trim()) });
-  const page = (by) => { offset = Math.max(0, offset + by); load(); scrollTo(0, 0); };
+  const page = (by) => { offset = Math.max(0, offset + by); reload(); scrollTo(0, 0); };
   const before = h("button", { onclick: () => page(-PAGE) }, "← before"), after = h("button", { onclick: () => page(PAGE) }, "after →");
   const exports = { jsonl: h("a", { download: true }, "JSONL"), parquet: h("a", { download: true }, "Parquet") };
   const sort = select("sort", Object.entries(SORTS).map(([value, text]) => h("option", { value, selected: (query.sort || "-step") === value }, text)));
