@@ -269,11 +269,12 @@ def test_columns_follow_a_file_that_grows_and_one_that_is_cut(tmp_path):
             columns.refresh()
     assert list(columns.steps) == [1, 2] and columns.row(2) == {"b/c": 2.0}
     assert columns.row(1) == {"a": 1.0} and columns.broken == 0
-    temporary = tmp_path / "shorter"
-    temporary.write_text('{"step": 1, "a": 5}\n')
-    temporary.replace(columns.path)  # as a resume does
-    columns.refresh()
-    assert list(columns.steps) == [1] and columns.row(1) == {"a": 5.0}
+    for rows in (1, 9):  # as a resume does, and one that was faster than the next look
+        temporary = tmp_path / "other"
+        temporary.write_text("".join(f'{{"step": {n}, "a": {rows}}}\n' for n in range(1, rows + 1)))
+        temporary.replace(columns.path)
+        columns.refresh()
+        assert list(columns.steps) == list(range(1, rows + 1)) and columns.row(1) == {"a": rows}
 
 
 def test_news_of_a_run_come_within_a_second(tmp_path):
