@@ -158,9 +158,9 @@ def _decoder(path: Path, _: int) -> Any:
 def read_step(run: Run, table: EpisodeTable, step: int) -> dict[str, Any]:
     """Return what a step trained on: its numbers, and its groups with the rewards of each attempt.
     Raises KeyError if the run has no such step."""
-    numbers, damaged = run.row(step), ""
+    numbers, damaged, versions = run.row(step), "", dict[int, int]()
     try:
-        episodes = table.step(step)
+        episodes, versions = table.step(step), table.versions(step)
     except UserError as error:  # the numbers are worth a look all the same
         episodes, damaged = [], str(error)
     if not episodes and not numbers and not damaged:
@@ -181,6 +181,7 @@ def read_step(run: Run, table: EpisodeTable, step: int) -> dict[str, Any]:
         "outcomes": OUTCOMES,
         "groups": list(groups.values()),
         "damaged": damaged,
+        "versions": dict(sorted(versions.items())),
         "settings": {name: config[name] for name in _SETTINGS if name in config},
     }
 

@@ -201,6 +201,15 @@ class EpisodeTable:
         paths = [episode_file(self.folder, step, kind) for kind in KINDS]
         return [row for path in paths if path.is_file() for row in _rows(_index(path))]
 
+    def versions(self, step: int) -> dict[int, int]:
+        """Count the tokens that each version of the weights sampled for the training of a step."""
+        path = episode_file(self.folder, step)
+        if not path.is_file():
+            return {}
+        flat = pc.list_flatten(read_table(path, ["weight_versions"]).column("weight_versions"))
+        counted = pc.value_counts(flat).to_pylist()
+        return {one["values"]: one["counts"] for one in counted if one["values"] >= 0}
+
     def export_lines(self, query: Query) -> Iterator[bytes]:
         """Yield the episodes of a query as lines of JSONL, with all their columns."""
         for path, rows in self._selected(query):

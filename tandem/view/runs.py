@@ -67,16 +67,20 @@ class Columns:
             step = int(row.pop("step"))
             if self.steps and step <= self.steps[-1]:
                 raise ValueError("steps rise")
-            values = dict(_numbers(row, self.prefix))
+            values = _numbers(row, self.prefix)
             self.steps.append(step)
         except (*_UNREADABLE, AttributeError, OverflowError):
             self.broken += 1
             return
         place = len(self.steps) - 1
-        for name, value in values.items():
-            column = self.values.setdefault(name, array("d"))
-            column.extend([NAN] * (place - len(column)))
-            column.append(value)
+        for name, value in values:
+            column = self.values.get(name)
+            if column is None:
+                column = self.values[name] = array("d")
+            if len(column) < place:
+                column.extend([NAN] * (place - len(column)))
+            if len(column) == place:  # a name twice, as "a/b" and in "a", counts once
+                column.append(value)
 
     def last(self, name: str) -> float | None:
         """Return the newest value that there is."""

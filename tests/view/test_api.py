@@ -190,6 +190,9 @@ def test_a_step_says_what_it_trained_on_and_what_was_left_out(server):
     assert [a["reward"] for a in found["groups"][0]["attempts"]] == [1.0, 0.0]
     assert found["numbers"] == {"reward": 2.5, "timings/step_s": 1.5}
     assert "teach nothing" in found["outcomes"]["no_signal"]
+    sampled = get(server, "step", run="demo/train", step=3)["versions"]
+    masks = [e["loss_mask"] for e in all_episodes(server.root / "demo/train") if e["step"] == 3]
+    assert sampled == {"2": sum(map(sum, masks))}
 
 
 def test_diff_names_the_first_difference(server, tmp_path):

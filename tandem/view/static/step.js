@@ -32,6 +32,10 @@ function account(one, train) {
   const lines = Object.entries(counts).map(([outcome, count]) => `${number(count)} groups ${one.outcomes[outcome] || words(outcome)}`);
   const masked = attempts.filter((a) => a.masked).length, failed = attempts.filter((a) => a.error).length;
   if (attempts.length) lines.push(`${number(attempts.length)} episodes and ${number(one.numbers.num_loss_tokens ?? attempts.reduce((sum, a) => sum + a.tokens, 0))} loss tokens went into the update`);
+  for (const [version, count] of Object.entries(one.versions)) {
+    const late = one.step - 1 - Number(version);
+    lines.push(`${number(count)} tokens were sampled by weights ${version}: ${late ? `${late} ${late === 1 ? "step" : "steps"} stale` : "fresh"}`);
+  }
   if (one.numbers.masked_sequences) lines.push(`${number(one.numbers.masked_sequences)} sequences masked: too far from the weights that sampled them`);
   if (masked) lines.push(`${number(masked)} episodes carry no loss, as their environment failed`);
   if (failed) lines.push(`${number(failed)} episodes have an error`);
