@@ -199,7 +199,7 @@ def _json_endpoint(answer: Answer) -> Callable[[Request], Response]:
     def endpoint(request: Request) -> Response:
         try:
             return _Json(answer(request))
-        except (KeyError, ValueError, UserError) as error:
+        except (KeyError, ValueError, OverflowError, UserError) as error:
             return _problem(error)
 
     return endpoint
@@ -207,7 +207,8 @@ def _json_endpoint(answer: Answer) -> Callable[[Request], Response]:
 
 def _problem(error: Exception) -> Response:
     """Answer a mistake in the address, or a damaged file of the run."""
-    status = 404 if isinstance(error, KeyError) else 400 if isinstance(error, ValueError) else 422
+    wrong = isinstance(error, ValueError | OverflowError)
+    status = 404 if isinstance(error, KeyError) else 400 if wrong else 422
     text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
     return _Json({"error": f"not there: {text}" if status == 404 else text}, status)
 

@@ -116,7 +116,8 @@ def _tokens(run: Run, values: dict[str, Any], record: dict[str, Any]) -> dict[st
     why` was asked, what an update made of them."""
     ids, mask = record["tokens"], record["loss_mask"]
     learned = read_json(run.folder / "why" / f"{record['key']}.json").get("tokens", [])
-    same = len(learned) == len(ids) and all(isinstance(row, dict) for row in learned)
+    same = isinstance(learned, list) and len(learned) == len(ids)
+    same = same and all(isinstance(row, dict) for row in learned)
     return {
         "id": ids,
         "text": token_texts(run.folder, str(values.get("model.path", "")), ids),

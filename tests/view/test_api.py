@@ -216,6 +216,7 @@ def test_diff_names_the_first_difference(server, tmp_path):
         ("/api/episode?run=made&kind=../x&step=1&row=0", 400),
         ("/api/episodes?run=made&sort=tokens;drop", 400),
         ("/api/step?run=made&step=one", 400),
+        (f"/api/step?run=made&step={10**30}", 404),
         ("/api/diff?run=made", 400),
         ("/api/export?run=nothing", 404),
         ("/..%2f..%2fapp.py", 404),

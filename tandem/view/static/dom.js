@@ -47,6 +47,8 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+export const many = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+
 export const words = (text) => String(text).replaceAll("_", " ");
 
 export function chip(text, kind = "") {

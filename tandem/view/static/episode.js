@@ -1,7 +1,7 @@
 // One episode: the conversation, its tokens in colour, the other attempts of its group.
 
 import { get, link } from "./api.js";
-import { chip, fill, h, number, plain, rewardVars, visible, words } from "./dom.js";
+import { chip, fill, h, many, number, plain, rewardVars, visible, words } from "./dom.js";
 
 let paint = "logprob";
 const PAINTS = {
@@ -28,7 +28,7 @@ export async function episode(main, [run, kind, step, row]) {
       h("button", { onclick: keys.right, disabled: one.row + 1 >= one.rows, title: "the next episode ( → )" }, "→")),
     h("div", { class: "two" },
       h("div", {}, facts(one, low, high), conversation(one), tokens(one, run), extras(one)),
-      h("aside", {}, h("section", { class: "card" }, h("h2", {}, `${one.peers.length} attempts at it`), one.peers.map((peer) => attempt(peer, peer.row === one.row, low, high, link("episode", [run, kind, step, String(peer.row)]))),
+      h("aside", {}, h("section", { class: "card" }, h("h2", {}, `${many(one.peers.length, "attempt")} at it`), one.peers.map((peer) => attempt(peer, peer.row === one.row, low, high, link("episode", [run, kind, step, String(peer.row)]))),
         h("a", { class: "dim pad", href: link("episodes", [run], { uid: one.uid }) }, "in all steps")))));
   return { keys, keepScroll: false };
 }
@@ -74,7 +74,7 @@ function tokens(one, run) {
       if (t.sampled[i] && value !== null && value !== undefined) {
         if (paint === "logprob") share = 1 - Math.exp(Math.min(0, value));
         else if (paint === "version") { hue = (210 + 77 * versions.indexOf(value)) % 360; share = 0.45; }
-        else { const signed = paint === "ratio" ? value - 1 : value; hue = signed < 0 ? 8 : 215; share = Math.abs(signed) / most; }
+        else { const signed = paint === "ratio" ? value - 1 : value; hue = signed < 0 || paint === "penalty" ? 8 : 215; share = Math.abs(signed) / most; }
       }
       element.style.setProperty("--hue", String(hue));
       element.style.setProperty("--share", `${Math.round(85 * share)}%`);

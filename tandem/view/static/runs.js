@@ -1,7 +1,7 @@
 // The list of runs.
 
 import { get, link } from "./api.js";
-import { chip, fill, h, number, sparkline, words } from "./dom.js";
+import { chip, fill, h, many, number, sparkline, words } from "./dom.js";
 import { rowKeys } from "./rows.js";
 
 const chosen = new Set();
@@ -33,7 +33,7 @@ function list(all, draw, redraw) {
   const sorted = [...all].sort((a, b) => (order[a.state] ?? 1) - (order[b.state] ?? 1) || b.created.localeCompare(a.created));
   return [
     h("div", { class: "bar" },
-      h("span", { class: "dim" }, `${all.length} runs, ${all.filter((r) => r.state === "running").length} running`),
+      h("span", { class: "dim" }, `${many(all.length, "run")}, ${all.filter((r) => r.state === "running").length} running`),
       h("span", { class: "grow" }),
       names.length > 0 && h("a", { class: "button", href: link("curves", [names.join(",")]) }, `Curves of ${names.length}`),
       names.length === 2 && h("a", { class: "button", href: link("diff", names) }, "Diff"),

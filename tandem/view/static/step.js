@@ -2,7 +2,7 @@
 
 import { get, link } from "./api.js";
 import { COLORS } from "./chart.js";
-import { chip, fill, h, number, plain, rewardVars, visible, words } from "./dom.js";
+import { chip, fill, h, many, number, plain, rewardVars, visible, words } from "./dom.js";
 
 const STAGES = ["rollout_s", "reward_s", "wait_s", "check_s", "journal_s", "learn_s", "sync_s", "apply_s", "eval_s"];
 
@@ -29,17 +29,17 @@ function account(one, train) {
   const counts = {};
   for (const group of train) counts[group.outcome] = (counts[group.outcome] || 0) + 1;
   const attempts = train.flatMap((g) => (g.outcome === "train" ? g.attempts : []));
-  const lines = Object.entries(counts).map(([outcome, count]) => `${number(count)} groups ${one.outcomes[outcome] || words(outcome)}`);
+  const lines = Object.entries(counts).map(([outcome, count]) => `${many(count, "group")} ${one.outcomes[outcome] || words(outcome)}`);
   const masked = attempts.filter((a) => a.masked).length, failed = attempts.filter((a) => a.error).length;
-  if (attempts.length) lines.push(`${number(attempts.length)} episodes and ${number(one.numbers.num_loss_tokens ?? attempts.reduce((sum, a) => sum + a.tokens, 0))} loss tokens went into the update`);
+  if (attempts.length) lines.push(`${many(attempts.length, "episode")} and ${many(one.numbers.num_loss_tokens ?? attempts.reduce((sum, a) => sum + a.tokens, 0), "loss token")} went into the update`);
   for (const [version, count] of Object.entries(one.versions)) {
     const late = one.step - 1 - Number(version);
-    lines.push(`${number(count)} tokens were sampled by weights ${version}: ${late ? `${late} ${late === 1 ? "step" : "steps"} stale` : "fresh"}`);
+    lines.push(`${many(count, "token")} sampled by weights ${version}: ${late ? `${many(late, "step")} stale` : "fresh"}`);
   }
-  if (one.numbers.masked_sequences) lines.push(`${number(one.numbers.masked_sequences)} sequences masked: too far from the weights that sampled them`);
-  if (masked) lines.push(`${number(masked)} episodes carry no loss, as their environment failed`);
-  if (failed) lines.push(`${number(failed)} episodes have an error`);
-  if (one.numbers.skipped_updates) lines.push(`${number(one.numbers.skipped_updates)} updates skipped: not finite`);
+  if (one.numbers.masked_sequences) lines.push(`${many(one.numbers.masked_sequences, "sequence")} masked: too far from the weights that sampled them`);
+  if (masked) lines.push(`${many(masked, "episode")} without loss, as the environment failed`);
+  if (failed) lines.push(`${many(failed, "episode")} with an error`);
+  if (one.numbers.skipped_updates) lines.push(`${many(one.numbers.skipped_updates, "update")} skipped: not finite`);
   const settings = Object.entries(one.settings).map(([k, v]) => h("span", { class: "setting" }, `${k} `, h("b", {}, String(v))));
   return (lines.length > 0 || settings.length > 0) && h("section", { class: "card" }, h("h2", {}, "What it trained on"), h("ul", {}, lines.map((line) => h("li", {}, line))), h("p", { class: "settings dim" }, settings));
 }
@@ -47,7 +47,8 @@ function account(one, train) {
 function seconds(all) {
   const parts = STAGES.map((name) => [name, all[`timings/${name}`] || 0]).filter(([, v]) => v > 0.001).map(([name, v], i) => [name, v, COLORS[i % COLORS.length]]);
   const total = parts.reduce((sum, [, v]) => sum + v, 0);
-  return total > 0 && h("section", { class: "card" }, h("h2", {}, `Seconds: ${number(all["timings/step_s"] ?? total, 3)}`),
+  const whole = all["timings/step_s"] ?? total, overlap = total - (all["timings/eval_s"] || 0) > 1.05 * whole;
+  return total > 0 && h("section", { class: "card" }, h("h2", {}, `Seconds: ${number(whole, 3)}${overlap ? "; stages overlap, as rollouts run ahead" : ""}`),
     h("div", { class: "stack" }, parts.map(([name, v, color]) => h("i", { title: `${name} ${number(v, 3)}`, vars: { "--share": String(v / total), "--color": color } }))),
     h("p", { class: "legend" }, parts.map(([name, v, color]) => h("span", { vars: { "--color": color } }, h("i", {}), `${name.replace("_s", "")} ${number(v, 3)}`))));
 }
@@ -61,7 +62,7 @@ function numbers(one) {
 function groups(title, run, one, all) {
   const rewards = all.flatMap((g) => g.attempts.map((a) => a.reward)), low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
   const mean = (g) => g.attempts.reduce((sum, a) => sum + a.reward, 0) / g.attempts.length;
-  return h("section", { class: "card" }, h("h2", {}, `${title}: ${number(all.length)} groups`), all.map((g) => h("div", { class: "group" },
+  return h("section", { class: "card" }, h("h2", {}, `${title}: ${many(all.length, "group")}`), all.map((g) => h("div", { class: "group" },
     h("div", {}, h("b", {}, plain(g.uid)), " ", g.kind === "train" ? chip(g.outcome === "train" ? "trained" : g.outcome, g.outcome === "train" ? "finished" : "warn") : chip(g.kind.replace("eval_", ""), "info"), h("span", { class: "dim" }, ` mean ${number(mean(g), 3)}`), h("div", { class: "asked dim" }, visible(g.prompt.slice(-160).replace(/\s+/g, " ")))),
     h("div", { class: "squares" }, g.attempts.map((a) => h("a", { class: `square ${a.masked || a.error ? "bad" : ""}`, vars: rewardVars(a.reward, low, high), href: link("episode", [run, g.kind, String(one.step), String(a.row)]), title: plain(`#${a.sample}: reward ${number(a.reward)}, ${a.tokens} tokens, ended by ${words(a.stop)}${a.error ? `, ${a.error}` : ""}\n${a.snippet}`) }, number(a.reward, 2)))))));
 }
