@@ -34,7 +34,7 @@ ROOMS = {  # room -> the other rooms that it may import; none of them leads back
     "rollout": {"config", "data", "envs", "rl", "run_folder"},
     "train": {"config", "model", "rl"},
     "stream": {"config"},
-    "cluster": {"config", "engine", "rewards", "weights"},
+    "cluster": {"config", "engine", "envs", "rewards", "weights"},
 }
 KNOWS_EVERYONE = [
     "step",

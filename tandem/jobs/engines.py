@@ -3,7 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from tandem.engine.worker_pool.pool import COMMAND, Workers
 from tandem.engine.worker_pool.process import Published, Spawn
 from tandem.envs.load import load_env
 from tandem.jobs.cluster import open_hosts, worker_device
+from tandem.jobs.env_workers import open_env_workers
 from tandem.jobs.http_engines import (
     is_http,
     load_http_engines,
@@ -225,13 +226,13 @@ def open_envs_and_rewards(
     config: Config, cluster: "RayCluster | None" = None, report: Report = print
 ) -> Iterator[tuple[EnvPool, TaskPool]]:
     """Open environments and reward workers; check their needs before anything expensive is
-    loaded. cluster: for reward workers on other nodes, which report to `report`."""
-    envs = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
+    loaded. cluster: for those on other nodes, which report to `report`."""
+    local = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
         check_model(config.reward.model, "reward.model", head="value")
     with (
         build_reward_pool(config) as here,
-        closing(envs),
+        open_env_workers(config, cluster, local, report) as envs,
         open_reward_workers(config, cluster, here, report) as rewards,
     ):
         yield envs, rewards

@@ -36,6 +36,7 @@ _FREE = {
     "cluster.placement",
     "cluster.trainers",
     "cluster.reward_workers",
+    "cluster.env_workers",
     "weights.transport",
     "stream.kind",
     "rl.max_truncated",
