@@ -120,7 +120,7 @@ def here(folder, engine=None, timeout_s=WAIT_S, name="env.py:Sums", problems=PRO
 
 
 def there(actors, engine=None, timeout_s=WAIT_S, problems=PROBLEMS):
-    """Those of env workers."""
+    """The episodes of env workers."""
     return play(
         actors.make,
         engine or TurnEngine(),
