@@ -129,7 +129,7 @@ def test_killed_env_workers_change_no_bit(nodes, inputs):
     folder, command = inputs
     (folder / "gated.py").write_text(GATED)
     name, stops = f"env.name={folder / 'gated.py'}:Gated", 'rollout.stop=["a", "e", "1", "x", "Z"]'
-    command = [*command, name, stops, "reward.function=env", "env.timeout_s=600"]
+    command = [*command, name, stops, "reward.function=env", "env.timeout_s=590"]
     run(command, folder / "played")
     acted, _ = folder / "acted", nodes.add()
     log, options = acted / "log.txt", [*joined(nodes, count=0), "cluster.env_workers=2"]
