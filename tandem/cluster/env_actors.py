@@ -108,7 +108,7 @@ class EnvActors(NodePool[EnvCall]):
         return call.future
 
     def _is_over(self, call: EnvCall) -> bool:
-        over = call.env.closed and call.env.holder is None
+        over = call.env.closed and (call.env.holder is None or not call.closes)
         if over:
             call.future.set_result(OVER)
         return over

@@ -13,6 +13,7 @@ counted. Environments share the event loop and threads of envs/calls.py. Does no
 """
 
 import asyncio
+import sys
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -43,6 +44,7 @@ class EnvWorker(CallWorker):
     role = "env worker"
 
     def load(self, start: Message) -> AbstractContextManager[object]:
+        sys.path.append(start["folder"])  # for `module:Class`
         limits = EnvConfig(**start["env"])
         self._make = load_env(limits, Sandbox(**start["sandbox"]))
         self._timeout_s, self._pulse = limits.timeout_s, LoopPulse(limits.timeout_s)

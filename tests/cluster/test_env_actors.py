@@ -56,6 +56,7 @@ class Sums(Env):
                 case "slow":
                     await asyncio.sleep(0.3)
                 case "sleep":
+                    (HERE / "asleep").touch()
                     await asyncio.sleep(600)
                 case "block":
                     time.sleep(600)
@@ -194,7 +195,8 @@ def test_environment_that_kills_its_workers_costs_its_own_episode(tmp_path):
 def test_late_environment_ends_its_episode_as_in_one_process(tmp_path):
     """The time of an episode is the environment's own: its worker takes longer to start."""
     habits = {"1": "sleep"}
-    with workers(tmp_path, timeout_s=1.0, habits=habits) as (actors, *_):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1.5)\nfrom env import Sums\n")
+    with workers(tmp_path, name="slow.py:Sums", timeout_s=1.0, habits=habits) as (actors, *_):
         found = there(actors, timeout_s=1.0, problems=PROBLEMS[:2])
     expected = here(tmp_path, timeout_s=1.0, problems=PROBLEMS[:2], habits=habits)
     assert repr(found).replace("[1, 2]", "(1, 2)") == repr(expected)
@@ -227,8 +229,9 @@ def test_environment_that_a_node_lacks_is_a_users_error(tmp_path):
     assert "env worker 0" in caught.value.where
 
 
-def test_closing_an_environment_ends_its_step(tmp_path):
-    with workers(tmp_path, habits={"0": "sleep"}) as (actors, *_):
+@pytest.mark.parametrize("begun", [True, False])
+def test_closing_an_environment_ends_its_step(tmp_path, begun):
+    with workers(tmp_path, name="env:Sums", habits={"0": "sleep"}) as (actors, *_):
         env, loop = actors.make(), environment_loop()
 
         def call(method, *arguments):
@@ -237,6 +240,7 @@ def test_closing_an_environment_ends_its_step(tmp_path):
         for method, argument in ((env.reset, PROBLEMS[0]), (env.step, "1")):
             call(method, argument).result(WAIT_S)
         sleeping = call(env.step, "2")
+        assert not begun or eventually((tmp_path / "asleep").exists)
         call(env.close).result(WAIT_S)
         with pytest.raises(EnvironmentFailed, match="the episode is over"):
             sleeping.result(WAIT_S)
