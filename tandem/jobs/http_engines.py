@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from tandem.config.schema import Config
@@ -132,8 +131,7 @@ class FileSync:
         if self.servers.to_check is None or version != self.engine.weight_version:
             return 0.0
         request, completion = self.servers.to_check
-        with torch.no_grad():
-            return packed_gap(self.engine.model, request, completion, version)
+        return packed_gap(self.engine.model, request, completion, version)
 
     def _path(self, version: int) -> Path:
         return self.folder / f"version_{version:06d}.safetensors"

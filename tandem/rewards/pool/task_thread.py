@@ -26,6 +26,7 @@ class TaskThread:
         self._todo: deque[ScoringTask] = deque()  # no worker has them
         self._lock = threading.Lock()  # of _closing
         self._closing = False
+        self._broken: BaseException | None = None  # what has ended the thread
         self._waker, self._selector = Waker(), selectors.DefaultSelector()
         self._selector.register(self._waker, selectors.EVENT_READ)
         # has the thread look at its tasks and deadlines now
@@ -35,7 +36,7 @@ class TaskThread:
         """Take a task. Raises RuntimeError if the thread has ended, or soon will."""
         with self._lock:
             if self._closing:
-                raise RuntimeError("the reward pool is closed")
+                raise RuntimeError("the reward pool is closed") from self._broken
             self._todo.append(task)
             self.wake()
 
@@ -56,7 +57,7 @@ class TaskThread:
             while not self._closing:
                 self._step()
         except BaseException as broken:
-            error = broken
+            error = self._broken = broken
         finally:
             with self._lock:
                 self._closing = True
