@@ -1,6 +1,5 @@
 """Formulas of memory, communication and time over a mesh, and `tandem plan --gpus`."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
