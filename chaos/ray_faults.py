@@ -158,6 +158,8 @@ def strike(
         while fired < faults and _wait(process, lambda: bool(_workers(target)), HANG_S):
             _wait(process, lambda: False, source.uniform(0, PAUSE_S))
             if not _kill_one(name, process, target, source):
+                if process.poll() is None:
+                    return fired + 1, f"a killed {name} is not noticed in {NOTICE_S:g} s"
                 break
             fired += 1
         return fired, _end(process, out)
@@ -225,14 +227,12 @@ def _kill_one(
     name: str, process: subprocess.Popen[bytes], target: Path, source: random.Random
 ) -> bool:
     """Kill a victim once there is one; return whether the loss was noticed before the run ended."""
-    _wait(process, lambda: bool(_victims(name, process.pid, _workers(target))), NOTICE_S)
-    before, victims = _losses(name, target), _victims(name, process.pid, _workers(target))
-    if not victims:
-        return False
-    try:
-        os.kill(source.choice(victims), signal.SIGKILL)
-    except ProcessLookupError:  # it left by itself meanwhile
-        return False
+    while process.poll() is None:
+        _wait(process, lambda: bool(_victims(name, process.pid, _workers(target))), NOTICE_S)
+        before, victims = _losses(name, target), _victims(name, process.pid, _workers(target))
+        with suppress(ProcessLookupError, IndexError):  # it left by itself meanwhile
+            os.kill(source.choice(victims), signal.SIGKILL)
+            break
 
     def is_noticed() -> bool:
         if name == "reward":  # the pool starts one for the tasks that wait

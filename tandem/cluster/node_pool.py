@@ -10,8 +10,8 @@ themselves. Knows neither Ray nor the calls (reward_actors.py, env_actors.py).
 
 Waits for: wake and the workers' sockets, at most LOOK_S. Deadlines of calls are the matter of the
 node. Calls of a lost worker are served again, one that was lost with LOSSES workers has an error;
-the last time it is alone with its worker, so that no other call is lost with it. When RESTARTS
-workers in a row are lost without an answer, the next one fails what waits.
+the last time it is alone with its worker, so that no other call is lost with it. Workers that are
+lost before their first answer, one after the other and more than a node's, end the pool.
 """
 
 import itertools
@@ -96,7 +96,7 @@ class NodePool(TaskThread[T]):
         self._start = {"start": {**start, "beat_s": min(1.0, heartbeat_s / BEATS)}}
         self._depth = depth
         self._workers: dict[int, NodeProcess] = {}
-        self._restarts = RestartLimit(RESTARTS)
+        self._restarts = RestartLimit(RESTARTS + most - 1)  # a node may have all of them
         self._waiting_since = self._looked = clock()
 
     def status(self) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ class NodePool(TaskThread[T]):
         passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
         for worker in list(self._workers.values()):
             worker.silent_s += passed
-            if worker.silent_s > self._heartbeat_s:
+            if worker.silent_s > self._heartbeat_s and worker in self._workers.values():
                 stack = worker.host.stack() or "it has no stack: it was stopped, or had not begun"
                 self._lose(worker, f"no sign of life for {self._heartbeat_s:g} s\n{stack}")
 
@@ -173,7 +173,7 @@ class NodePool(TaskThread[T]):
         now, workers = self._clock(), self._workers.values()
         if not self._todo or not all(worker.ready for worker in workers):
             self._waiting_since = now
-        if not workers and (self._todo or self._restarts.used < RESTARTS):
+        if not workers and (self._todo or self._restarts.used < self._restarts.limit):
             self._join()
         elif len(workers) < self._most and now - self._waiting_since >= GROW_S:
             self._report(f"{self.role}s: {len(workers)} -> {len(workers) + 1}, as calls wait")
@@ -210,7 +210,8 @@ class NodePool(TaskThread[T]):
     def _lose(self, worker: NodeProcess, reason: str) -> None:
         """Kill a worker, and put its calls back in front."""
         lost = f"{worker} was lost while {worker.state}: {reason}"
-        last_words = worker.host.last_words()
+        ends = worker.num_done == 0 and not self._restarts.spend()
+        last_words = worker.host.last_words() if ends else ""
         self._drop(worker)
         for task in reversed(self._tasks_of(worker)):
             task.interrupted += 1
@@ -219,17 +220,17 @@ class NodePool(TaskThread[T]):
             else:
                 self._fail(task, f"worker died: the whole {self.role}, {LOSSES} times; {reason}")
         self._report(f"{lost}; its {len(worker.tasks)} calls are served again")
-        if not self._restarts.spend():
-            self._give_up(workers_lost(self.role, RESTARTS + 1, lost, last_words))
+        if ends:
+            raise workers_lost(self.role, self._restarts.limit + 1, lost, last_words)
 
     def _give_up(self, error: BaseException) -> None:
-        tasks = [task for worker in self._workers.values() for task in self._tasks_of(worker)]
-        for worker in list(self._workers.values()):
-            self._drop(worker)
-        while self._todo:
-            tasks.append(self._todo.popleft())
-        for task in tasks:
+        workers = list(self._workers.values())
+        tasks = [task for worker in workers for task in self._tasks_of(worker)]
+        for task in (*tasks, *self._todo):
             task.future.set_exception(error)
+        self._todo.clear()
+        for worker in workers:
+            self._drop(worker)
 
     def _tasks_of(self, worker: NodeProcess) -> list[T]:
         return list(worker.tasks.values())  # type: ignore[arg-type]  # this pool gave them
@@ -285,7 +286,7 @@ class NodePool(TaskThread[T]):
             case {"error": {"what": _}}:
                 error = read_error(message)
                 error.where = f"{error.where}, {worker}"
-                self._give_up(error)
+                raise error
             case {"id": int(number)} if (
                 number in worker.tasks and (result := self._read(message)) is not None
             ):

@@ -46,6 +46,7 @@ def open_reward_workers(
     if cluster is None or not config.cluster.reward_workers:
         yield local
         return
+    local.close()
     with closing(cluster.for_calls(RewardWorker)) as nodes:
         actors = RewardActors(
             nodes.spawn,

@@ -21,7 +21,8 @@ from tandem.jobs.engines import (
     probe_exactness,
     require_parity,
 )
-from tandem.jobs.inputs import KEYS, distill_inputs, input_hashes, training_inputs
+from tandem.jobs.input_hashes import KEYS, input_hashes
+from tandem.jobs.inputs import distill_inputs, training_inputs
 from tandem.jobs.models import build_distill_models, build_rl_models, placement
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.streams import open_stream

@@ -17,6 +17,7 @@ MESH = {f"parallel.{name}" for name in (*DIMENSIONS, "shard")}
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
     "eval.every",
+    "eval.metric",
     "model.device",
     "parallel.timeout_s",
     "run.folder",

@@ -297,6 +297,7 @@ def test_the_listener_hands_on_a_proved_connection_once():
         lambda handshake: json.dumps({**handshake, "number": 99}).encode() + b"\n",
         lambda handshake: json.dumps({**handshake, "number": "0"}).encode() + b"\n",
         lambda handshake: json.dumps({"number": 0}).encode() + b"\n",
+        lambda handshake: json.dumps({**handshake, "token": "\ud800"}).encode() + b"\n",
         lambda handshake: b"GET / HTTP/1.1\r\n\r\n",
         lambda handshake: b"x" * 10_000,
     ],

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from tandem.runtime import watchdog
+from tandem.runtime.errors import UserError
 from tandem.runtime.worker_channel import Channel, Waker
 
 
@@ -40,6 +41,7 @@ class TaskThread(Generic[T]):
         self._todo: deque[T] = deque()  # no worker has them
         self._lock = threading.Lock()  # of _closing
         self._closing = False
+        self._broken: BaseException | None = None  # what has ended the thread
         self._waker, self._selector = Waker(), selectors.DefaultSelector()
         self._selector.register(self._waker, selectors.EVENT_READ)
         # has the thread look at its tasks and deadlines now
@@ -47,10 +49,12 @@ class TaskThread(Generic[T]):
 
     def add(self, task: T, *, first: bool = False) -> None:
         """Take a task. first: before those that wait. Raises RuntimeError if the thread has ended,
-        or soon will."""
+        or soon will, or the UserError that has ended it."""
         with self._lock:
             if self._closing:
-                raise RuntimeError(f"the {self.what} is closed")
+                if isinstance(self._broken, UserError):
+                    raise self._broken
+                raise RuntimeError(f"the {self.what} is closed") from self._broken
             (self._todo.appendleft if first else self._todo.append)(task)
             self.wake()
 
@@ -71,7 +75,7 @@ class TaskThread(Generic[T]):
             while not self._closing:
                 self._step()
         except BaseException as broken:
-            error = broken
+            error = self._broken = broken
         finally:
             with self._lock:
                 self._closing = True
