@@ -24,6 +24,7 @@ from tandem.cluster.env_worker import OVER
 from tandem.cluster.node_pool import NodePool, NodeProcess
 from tandem.envs.calls import ALIVE_S, CLOSE_S, Caller, EnvironmentFailed
 from tandem.rewards.pool.protocol import encode_request, problem_fields
+from tandem.runtime.errors import UserError
 from tandem.runtime.worker_channel import Message
 from tandem.types import Env, Observation, Problem
 
@@ -53,7 +54,7 @@ class RemoteEnv(Env):
 
     async def close(self) -> None:
         self.closed = True
-        with suppress(RuntimeError):  # the workers are gone
+        with suppress(RuntimeError, UserError):  # the workers are gone
             async with asyncio.timeout(CLOSE_S + ALIVE_S):
                 await self._answer()
 
