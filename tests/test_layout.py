@@ -292,7 +292,7 @@ def test_scripts_beside_the_package_find_what_they_import():
 
 
 def is_there(module, scripts):
-    """Whether an import finds a script, a module of this project, or a package of anybody's."""
+    """Tell whether an import finds a script, a module of this project, or a package."""
     first = module.split(".")[0]
     if first in ("tandem", "tests", "chaos"):
         return file_of(module) is not None

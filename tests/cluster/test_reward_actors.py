@@ -130,7 +130,7 @@ def test_a_call_that_kills_each_worker_costs_its_own_score(tmp_path):
 
 
 def test_workers_that_die_before_they_score_are_an_error_that_names_the_last(tmp_path):
-    with pool_of(tmp_path) as (pool, _, nodes, _):
+    with pool_of(tmp_path, most=1) as (pool, _, nodes, _):
         kills = threading.Thread(target=_kill_all, args=(nodes, RESTARTS + 1))
         kills.start()
         [future] = submit(pool, TEXTS[:1])
@@ -138,7 +138,17 @@ def test_workers_that_die_before_they_score_are_an_error_that_names_the_last(tmp
             future.result(WAIT_S)
         kills.join()
         assert "reward worker 0" in caught.value.found
-        assert scores(submit(pool, TEXTS[:1]))[0].reward == sum(map(ord, TEXTS[0])) / 7
+        with pytest.raises(UserError, match="lost in a row"):
+            submit(pool, TEXTS[:1])
+
+
+def test_a_lost_node_with_all_workers_but_one_is_no_end(tmp_path):
+    with pool_of(tmp_path, most=RESTARTS + 2) as (pool, _, nodes, _):
+        kills = threading.Thread(target=_kill_all, args=(nodes, RESTARTS + 1))
+        kills.start()
+        [score] = scores(submit(pool, TEXTS[:1]))
+        kills.join()
+    assert score.reward == sum(map(ord, TEXTS[0])) / 7
 
 
 def _kill_all(nodes, count):
