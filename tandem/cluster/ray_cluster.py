@@ -54,7 +54,7 @@ from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.runtime import numerics
 from tandem.runtime.processes import descendants
-from tandem.runtime.worker_channel import Channel, Message
+from tandem.runtime.worker_channel import Channel, Message, die_with_starter
 
 try:
     import ray
@@ -77,6 +77,9 @@ HEAD: dict[str, Any] = {
     "no_monitor": True,
     "_system_config": {"prestart_worker_first_driver": False},
 }
+# Of each of Ray's workers: one with threads of its own would outlive a node that was killed, unless
+# init is its parent then, which in a container or session it need not be.
+END_WITH_NODE = f"{die_with_starter.__module__}.{die_with_starter.__name__}"
 # those of the agents: chosen here, or a node waits for its agents before it starts
 PORTS = (
     "metrics_agent_port",
@@ -347,6 +350,7 @@ def _connected(address: str) -> Iterator[None]:
                 _node_ip_address=own,
                 logging_level=logging.ERROR,
                 log_to_driver=False,
+                runtime_env={"worker_process_setup_hook": END_WITH_NODE},
             )
         yield
     finally:
