@@ -1,4 +1,4 @@
-"""Rollout and reward workers on the nodes of a Ray cluster. The only file that imports ray.
+"""Workers on the nodes of a Ray cluster. The only file that imports ray.
 
     driver                                               a node
     ------                                               ------
@@ -38,7 +38,6 @@ from tandem.cluster.logs import LogFiles
 from tandem.cluster.node_worker import NodeWorker
 from tandem.cluster.object_weights import ObjectWeights
 from tandem.cluster.placement import named_nodes
-from tandem.cluster.reward_worker import RewardWorker
 from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.cluster.this_machine import (
     environment,
@@ -55,7 +54,7 @@ from tandem.engine.worker_pool.process import ENVIRONMENT, EXIT_S, LAST_LINES
 from tandem.engine.worker_pool.protocol import MAX_LINE_BYTES
 from tandem.runtime import numerics
 from tandem.runtime.processes import descendants
-from tandem.runtime.worker_channel import Channel, Message
+from tandem.runtime.worker_channel import Channel, Message, die_with_starter
 
 try:
     import ray
@@ -78,6 +77,9 @@ HEAD: dict[str, Any] = {
     "no_monitor": True,
     "_system_config": {"prestart_worker_first_driver": False},
 }
+# Of each of Ray's workers: one with threads of its own would outlive a node that was killed, unless
+# init is its parent then, which in a container or session it need not be.
+END_WITH_NODE = f"{die_with_starter.__module__}.{die_with_starter.__name__}"
 # those of the agents: chosen here, or a node waits for its agents before it starts
 PORTS = (
     "metrics_agent_port",
@@ -186,10 +188,10 @@ class RayCluster:
             "runtime_env": runtime_env,
         }
 
-    def for_rewards(self) -> "RayCluster":
-        """Return the same nodes for reward workers. These ask Ray for nothing, so none waits for a
-        rollout worker's CPU."""
-        return RayCluster(0, self._options["runtime_env"], RewardWorker, 0, self.logs)
+    def for_calls(self, worker: type[NodeWorker]) -> "RayCluster":
+        """Return the same nodes for workers of rewards or environments. These ask Ray for nothing,
+        so none waits for a rollout worker's CPU."""
+        return RayCluster(0, self._options["runtime_env"], worker, 0, self.logs)
 
     def spawn(self, number: int) -> RayHost:
         """Start the worker of that number where `placement` says: packed it is on this process's
@@ -348,6 +350,7 @@ def _connected(address: str) -> Iterator[None]:
                 _node_ip_address=own,
                 logging_level=logging.ERROR,
                 log_to_driver=False,
+                runtime_env={"worker_process_setup_hook": END_WITH_NODE},
             )
         yield
     finally:

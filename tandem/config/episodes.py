@@ -346,3 +346,7 @@ class Eval(Section):
     success: float = Field(1.0, description="smallest reward that counts as passed, for pass@k")
     greedy: bool = Field(True, description="also one greedy episode of each problem")
     metric: str = Field("", description="your own function over the sampled episodes, `my.py:NAME`")
+
+    def contradictions(self) -> Iterator[str]:
+        if self.metric and not self.data:
+            yield "eval.metric: has nothing to measure without eval.data"

@@ -17,6 +17,7 @@ MESH = {f"parallel.{name}" for name in (*DIMENSIONS, "shard")}
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
     "eval.every",
+    "eval.metric",
     "model.device",
     "parallel.timeout_s",
     "run.folder",
@@ -36,6 +37,7 @@ _FREE = {
     "cluster.placement",
     "cluster.trainers",
     "cluster.reward_workers",
+    "cluster.env_workers",
     "weights.transport",
     "stream.kind",
     "rl.max_truncated",

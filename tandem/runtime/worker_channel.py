@@ -231,6 +231,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def die_with_starter() -> None:
+    """Have the kernel kill this process when its parent ends, whichever that is by now."""
+    die_with_parent(os.getppid())
+
+
 def kill_group(pid: int) -> None:
     """Kill a process group, which may be gone already; macOS then reports a lack of permission."""
     with suppress(ProcessLookupError, PermissionError):
