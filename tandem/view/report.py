@@ -57,11 +57,15 @@ def panels(runs: Sequence[Run], keys: Sequence[str] = ()) -> list[Panel]:
             expected=", ".join(sorted(names)) or "a run with a row in metrics.jsonl",
             next="name one of them",
         )
-    drawn = [Panel(title=chart["title"], lines=_lines(runs, chart["keys"])) for chart in charts]
+    drawn = [
+        Panel(title=one["title"], lines=_lines(runs, one["keys"], one.get("band", "")))
+        for one in charts
+    ]
     return [panel for panel in drawn if panel.lines]
 
 
-def _lines(runs: Sequence[Run], keys: Sequence[str]) -> list[Line]:
+def _lines(runs: Sequence[Run], keys: Sequence[str], band: str) -> list[Line]:
+    """Return a line for each run and key; band: the key of the interval around the first one."""
     found = []
     for run in runs:
         for key in keys:
@@ -69,7 +73,9 @@ def _lines(runs: Sequence[Run], keys: Sequence[str]) -> list[Line]:
             label = short if len(runs) == 1 else run.name
             label += f" {short}" if len(runs) > 1 and len(keys) > 1 else ""
             if series["x"]:
-                found.append(Line(label=label, x=series["x"], y=series["y"]))
+                around = run.series(band, points=POINTS) if band and key == keys[0] else {"x": []}
+                half = around["y"] if around["x"] == series["x"] else ()
+                found.append(Line(label=label, x=series["x"], y=series["y"], half=half))
     return found
 
 

@@ -21,11 +21,20 @@ font-size:13px}.plot .g{stroke:#e6e9ee}.plot .p{fill:none;stroke-width:1.6;strok
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A curve: x rises, and both have the same length."""
+    """A curve: x rises, and all have the same length. half: of the interval around y, or none."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    half: Sequence[float] = ()
+
+    def band(self) -> list[tuple[float, float]]:
+        """Return the outline of the interval, there and back."""
+        if not self.half:
+            return []
+        values = list(zip(self.x, self.y, self.half, strict=True))
+        there, back = [(x, y + h) for x, y, h in values], [(x, y - h) for x, y, h in values]
+        return there + back[::-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +63,7 @@ def figure(panels: Sequence[Panel], columns: int = 2) -> str:
 
 def _panel(panel: Panel) -> str:
     xs = [x for line in panel.lines for x in line.x]
-    ys = [y for line in panel.lines for y in line.y]
+    ys = [y for line in panel.lines for y in (*line.y, *(at for _, at in line.band()))]
     parts = [f'<text class="t" x="{LEFT}" y="16">{escape(panel.title)}</text>']
     if not xs:
         return parts[0] + f'<text x="{LEFT}" y="{HEIGHT // 2}">no values</text>'
@@ -71,9 +80,12 @@ def _panel(panel: Panel) -> str:
     at = LEFT
     for place, line in enumerate(panel.lines):
         color = COLORS[place % len(COLORS)]
-        points = " ".join(
-            f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in zip(line.x, line.y, strict=True)
+        points, outline = (
+            " ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in pairs)
+            for pairs in (zip(line.x, line.y, strict=True), line.band())
         )
+        if outline:
+            parts.append(f'<polygon fill="{color}" opacity=".15" points="{outline}"/>')
         parts.append(f'<polyline class="p" stroke="{color}" points="{points}"/>')
         if len(line.x) == 1:
             parts.append(

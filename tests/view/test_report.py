@@ -63,6 +63,7 @@ def test_a_report_of_a_real_run_shows_its_figures_and_episodes(tmp_path):
     page = out.read_text()
     last = read_metrics(folder)[-1]
     assert f"{last['reward']:.4g}" in page and f"{last['eval/sampled']:.3f}" in page
+    assert page.count("<polygon") == 1  # the interval of the held-out reward
     assert page.count("<polyline") >= 8 and page.count("<article>") >= 6
     assert "rl.prompts_per_step" in page
 
