@@ -7,6 +7,7 @@ from tandem.cli.progress import console
 from tandem.jobs.engines import prepare_process
 from tandem.jobs.models import build_model, placement
 from tandem.model.load import ExactModel, unfilled_model
+from tandem.run_folder.best import BEST, read_best
 from tandem.run_folder.checkpoint import (
     checkpoint_step,
     latest_checkpoint,
@@ -19,8 +20,11 @@ from tandem.run_folder.past_run import PastRun, entered
 from tandem.runtime.errors import UserError
 
 
-def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) -> None:
-    """Export a checkpoint of a run, by default the newest whole one; adapter: its adapter alone."""
+def export_run(
+    folder: Path, step: int | None, out: Path | None, *, adapter: bool, best: bool
+) -> None:
+    """Export a checkpoint of a run, by default the newest whole one; adapter: its adapter alone;
+    best: that of the best held-out reward."""
     if out is not None and out.exists():
         raise UserError(
             "the target of the export exists",
@@ -30,6 +34,8 @@ def export_run(folder: Path, step: int | None, out: Path | None, adapter: bool) 
         )
     target = out and out.absolute()
     with entered(folder) as past:
+        if best:
+            step = _best_step(past, step)
         checkpoint = _find_checkpoint(past.checkpoints, step)
         model, done = _load_model(past, checkpoint), checkpoint_step(checkpoint)
         base, rows = past.config.model.path, [{"step": done}, *read_metrics(past.folder)]
@@ -55,6 +61,27 @@ def _load_model(past: PastRun, checkpoint: Path) -> ExactModel:
         model = unfilled_model(past.kept_model, head=head, dtype=placement(config).dtype)
     model.load_weights(tensors["scorer" if past.command == "rm" else "policy"])
     return model
+
+
+def _best_step(past: PastRun, step: int | None) -> int:
+    """Return the step of the best evaluation. Raises UserError if no step is better than the
+    starting model, and if another one is named too."""
+    if step is not None:
+        raise UserError(
+            "two checkpoints are named",
+            where="tandem export",
+            found=f"--step {step} and --best",
+            expected="one of them",
+        )
+    if not (best := read_best(past.folder)).step:
+        raise UserError(
+            "no step of the run is better than its starting model",
+            where=str(past.folder / BEST),
+            found=str(best),
+            expected="an evaluation with a higher held-out reward",
+            next=f"take {past.config.model.path} as it is, or name a checkpoint with --step",
+        )
+    return best.step
 
 
 def _find_checkpoint(folder: Path, step: int | None) -> Path:

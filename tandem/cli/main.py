@@ -136,11 +136,14 @@ def export(
     adapter: Annotated[
         bool, Option("--adapter", help="the LoRA adapter alone, in PEFT's format")
     ] = False,
+    best: Annotated[
+        bool, Option("--best", help="the best held-out reward's, of a run with eval.keep_best")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
     from tandem.cli.export import export_run
 
-    export_run(run, step, out, adapter)
+    export_run(run, step, out, adapter=adapter, best=best)
 
 
 @app.command()

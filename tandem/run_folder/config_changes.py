@@ -17,6 +17,8 @@ MESH = {f"parallel.{name}" for name in (*DIMENSIONS, "shard")}
 # Keys that change neither a step nor its place in the run. The folder may have been moved since.
 _FREE = {
     "eval.every",
+    "eval.keep_best",
+    "eval.patience",
     "model.device",
     "parallel.timeout_s",
     "run.folder",
