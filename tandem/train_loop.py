@@ -26,6 +26,7 @@ from tandem.run_folder.resume import resumable
 from tandem.run_folder.samples import as_markdown, brief, page, read_samples, sample_file
 from tandem.run_folder.shards import Boxes, Entry, SavedTensors, Shard, Tensors, unfinished_name
 from tandem.run_folder.status import write_status
+from tandem.run_folder.trackers.links import Trackers
 from tandem.runtime import signals, watchdog
 from tandem.runtime.disk import file_hash
 from tandem.runtime.errors import InvariantError
@@ -163,7 +164,11 @@ class _TrainLoop:
     def writing(self) -> Iterator[None]:
         """Open the writers of metrics and checkpoints."""
         logged = self.done if self.pending_metrics is None else self.done - 1
-        with MetricsWriter(self.run.path, logged) as self.writer, Saver() as self.saver:
+        with (
+            Trackers(self.run.config, self.run.path, self.report) as self.trackers,
+            MetricsWriter(self.run.path, logged) as self.writer,
+            Saver() as self.saver,
+        ):
             settings = self.run.config.eval if self.job.eval_every else Eval()
             self.best = BestTracker(self.run.path, settings.keep_best, settings.patience)
             self.best.update(read_metrics(self.run.path))
@@ -236,6 +241,7 @@ class _TrainLoop:
         timings["processes"] = float(_ranks(self.job).size)
         self.writer.write(self.done, metrics, timings, ledger)
         self.pending_metrics = None
+        self.trackers.log(self.done, metrics, timings)
         self.show(self.done, metrics, timings)
 
     def write_status(self) -> None:
@@ -259,6 +265,7 @@ class _TrainLoop:
                 self.report(brief(sample))
             pages = as_markdown([page(sample) for sample in samples])
             self.writer.write_text(self.done, "samples", pages)
+            self.trackers.log_samples(self.done, samples)
 
     def _save(self) -> None:
         job, done, ranks = self.job, self.done, _ranks(self.job)

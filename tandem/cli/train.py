@@ -19,6 +19,7 @@ from tandem.run_folder.export import export, keep_model, model_card
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import KEPT_MODEL
+from tandem.run_folder.trackers.links import require_trackers
 from tandem.train_loop import TrainingEnd, TrainJob, run_training, trained_model
 
 JobMaker = Callable[[Config, RunFolder, Report], AbstractContextManager[TrainJob]]
@@ -39,6 +40,7 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
 
         follow(config, command)
         return folder
+    require_trackers(config.run.trackers)
     with open_run(folder, config, fresh=fresh, command=command) as run:
 
         def report(text: str) -> None:

@@ -31,6 +31,11 @@ class Run(Section):
         ge=0,
         description="episodes shown at each evaluation, or ten times in a run without; 0: none",
     )
+    trackers: list[Literal["wandb", "trackio", "mlflow"]] = Field(
+        [],
+        description="where metrics and samples go besides the run folder (docs/trackers.md); each "
+        "needs the extra of its name, and none can stop the run",
+    )
     stall_s: float = Field(
         300.0,
         gt=0,

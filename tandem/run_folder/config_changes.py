@@ -26,6 +26,7 @@ _FREE = {
     "run.save_every",
     "run.show_samples",
     "run.stall_s",
+    "run.trackers",
     "reward.workers",
     "rollout.workers",
     "rollout.restarts",
