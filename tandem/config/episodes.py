@@ -27,7 +27,7 @@ class Run(Section):
         "no bit: beside rollout workers, or on fewer cores",
     )
     show_samples: int = Field(
-        1,
+        2,
         ge=0,
         description="episodes shown at each evaluation, or ten times in a run without; 0: none",
     )
