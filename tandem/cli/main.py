@@ -139,11 +139,14 @@ def export(
     best: Annotated[
         bool, Option("--best", help="the best held-out reward's, of a run with eval.keep_best")
     ] = False,
+    push: Annotated[
+        str, unset(metavar="NAME", help="then upload it to the hub, as NAME or OWNER/NAME")
+    ] = "",
 ) -> None:
     """Write a checkpoint as a Hugging Face directory for stock transformers and vLLM."""
     from tandem.cli.export import export_run
 
-    export_run(run, step, out, adapter=adapter, best=best)
+    export_run(run, step, out, adapter=adapter, best=best, push_to=push)
 
 
 @app.command()

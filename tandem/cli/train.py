@@ -14,8 +14,8 @@ from tandem.jobs.ranks import is_follower
 from tandem.jobs.resources import Machine, require_disk
 from tandem.jobs.rl import open_rl_job
 from tandem.run_folder.best import Best
-from tandem.run_folder.checkpoint import step_name
-from tandem.run_folder.export import export, keep_model, model_card
+from tandem.run_folder.checkpoint import step_name, versions
+from tandem.run_folder.export import Provenance, export, keep_model, model_card
 from tandem.run_folder.folder import RunFolder, open_run
 from tandem.run_folder.metrics import read_metrics
 from tandem.run_folder.past_run import KEPT_MODEL
@@ -62,8 +62,10 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
             end = run_training(run, job, progress, report)
             rows = read_metrics(folder)
             target = folder / "hf" / step_name(end.step)
-            base = config.model.path
-            card = model_card(model, base=base, command=command, step=end.step, metrics=rows[-1])
+            about = Provenance(inputs=job.data, versions=versions())
+            card = model_card(
+                model, config, command=command, step=end.step, metrics=rows[-1], about=about
+            )
             weights = weights_saver(next(iter(job.learners.values())))
             export(model, str(folder / KEPT_MODEL), target, card, weights)
         report(f"done: {end.step} steps, weights {end.weights[:16]}, model in {target}")

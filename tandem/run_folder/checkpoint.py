@@ -174,6 +174,17 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def versions() -> dict[str, str]:
+    """Return the versions that bits depend on, of this process."""
+    libraries = {name: version(name) for name in _LIBRARIES}
+    return {"tandem": __version__, "python": platform.python_version(), **libraries}
+
+
+def checkpoint_versions(path: Path) -> dict[str, str]:
+    """Return the versions that a checkpoint was saved with, as load_checkpoint has verified it."""
+    return dict(json.loads(read_regular_file(path / MANIFEST))["versions"])
+
+
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     """Copy a state as it will be read back. Raises TypeError or ValueError for values that JSON
     would silently change (tuples, integer keys, NaN): a resumed run must read what was saved."""
@@ -280,10 +291,9 @@ def _newest_first(folder: Path) -> list[Path]:
 
 def _manifest(step: int, config: str, files: list[Path], others: dict[str, Entry]) -> bytes:
     """Hash the files as they can be read back, now that they are durable; return the manifest."""
-    libraries = {name: version(name) for name in _LIBRARIES}
     body = {
         "step": step,
-        "versions": {"tandem": __version__, "python": platform.python_version(), **libraries},
+        "versions": versions(),
         # as `sha256sum config.toml` prints it
         "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
         "files": {file.name: file_entry(file) for file in files} | others,
