@@ -105,7 +105,9 @@ def run_training(
         loop = _TrainLoop(run, job, show, report or run.log)
         run.note_start()
         with loop.writing(), loop.saving_on_interrupt():
-            if not loop.best.out_of_patience:
+            if loop.best.out_of_patience:  # nothing is rolled out any more
+                next(iter(job.learners.values())).publish()
+            else:
                 job.start(loop.done)
             loop.write_status()
             if loop.pending_metrics is not None:

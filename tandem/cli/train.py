@@ -51,6 +51,8 @@ def train(command: str, config: Config, folder: Path, fresh: bool = False) -> Pa
         config = run.config
         if processes := processes_of(config):
             report(processes)
+        if command in ("sft", "rm") and (config.eval.keep_best or config.eval.patience):
+            report(f"eval.keep_best, eval.patience: tandem {command} has no rewards to compare")
         with (
             explain_out_of_memory(config, command),
             JOBS[command](config, run, report) as job,
