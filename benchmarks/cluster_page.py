@@ -38,6 +38,13 @@ and leaves after a minute without any. The calls of a lost actor or node go to o
 Scores, and so weights, are those of the driver's own pool. Functions are looked for in the run's working directory, at the same path
 on every node. These actors ask Ray for no CPU, so none waits for a rollout worker's.
 
+`cluster.env_workers = 4` runs the environments of episodes on the nodes too, of every kind but `single_turn`: at most four actors, each with an event
+loop and threads as the driver has them. One more joins when new episodes have waited for a second, as each takes them while it has fewer than 32
+calls under way, and leaves after a minute without an episode. An actor holds its episodes to their end. Those of a lost one are played again
+elsewhere, from the problem and the model's turns so far, so environments must depend on nothing else; an episode that was lost three times in a
+call has failed (`env.on_error`). `env.timeout_s` is the environment's own time: neither an actor's start nor its loss counts. Weights are those of a run
+without Ray. Metadata of problems travels as JSON, and files are found as those of reward functions are.
+
 `cluster.trainers = "ray"` starts the ranks after 0 of [parallel.md](parallel.md) on the nodes, for every command that trains: a placement group,
 strictly packed on the driver's node; if that has no room in 10 s, packed on as few nodes as possible, which the log says. A rank is the process of
 a local one, started by an actor, with the weights of a run of local ranks, bit by bit. A lost rank or node is named and ends the
@@ -46,7 +53,7 @@ run; the same command goes on from the last checkpoint, wherever there is room t
 What workers and ranks on nodes write to stdout and stderr is in `runs/X/workers/`, a file each (`trainer_rank_1.log`). The connection is the
 process's stderr itself, so the last words of one that was killed are there too.
 
-- Not here: environments off the driver's node. Ranks need the run folder and the working directory at the same path on every node, and ranks
+- Ranks need the run folder and the working directory at the same path on every node, and ranks
   of two nodes meet over the interface that gloo chooses (`GLOO_SOCKET_IFNAME`). The channel of a worker is TCP without encryption; Ray's own
   servers are guarded by its token.
 - Weights reach a node once, as an object of Ray's store (`weights.transport = "ray"`). With `weights.delta` it has the changed tensors alone.

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path.insert(0, str(ROOT))
 
-import demo  # noqa: E402
+from tandem.cli import demo  # noqa: E402
 
 CLUSTER = ["cluster.nodes=2", "rollout.workers=2"]
 RANKS = ["parallel.data=2", "run.threads=1"]
@@ -42,7 +42,7 @@ def _compared(folder: Path, name: str, common: list[str], cluster: list[str]) ->
     held-out reward does not rise."""
     warm = max((folder / "sft" / "hf").glob("step_*"))
     command = ["-m", "tandem", "train", "recipes/demo.toml"]
-    command += [*demo.recipe(folder, 0, "train", model=warm), *common]
+    command += [*demo.settings(folder, 0, "train", model=warm), *common]
     here, there = folder / f"here {name}", folder / f"on Ray {name}"
     here_s = _python([*command, f"run.folder={here}"])
     ray_s = _python([*command, f"run.folder={there}", *cluster])

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 from cluster_page import ROOT, Row
 
+from tandem.cli import demo
 from tandem.run_folder.metrics import read_metrics
 from tandem.runtime.disk import file_hash
 
 sys.path.insert(0, str(ROOT / "examples"))
-import demo
 import smollm2
 
 FOLDER = ROOT / "runs" / "cluster" / "vllm"
@@ -37,10 +37,12 @@ def run() -> list[Row]:
     folder = FOLDER / "demo"
     shutil.rmtree(folder / "train", ignore_errors=True)  # a warm model stays
     demo.make_inputs(folder, 0)
-    warm = [*demo.recipe(folder, 0, "sft", model=folder / "model")]
+    warm = [*demo.settings(folder, 0, "sft", model=folder / "model")]
     _finish(["sft", "recipes/demo.toml", *warm])
     command = ["train", "recipes/demo.toml"]
-    command += demo.recipe(folder, 0, "train", model=folder / "sft" / "hf" / _last(folder / "sft"))
+    command += demo.settings(
+        folder, 0, "train", model=folder / "sft" / "hf" / _last(folder / "sft")
+    )
     command += [*VLLM, "eval.every=0", f"run.steps={STEPS}"]
     run = folder / "train"
     killed = _killed_and_resumed(command, run)

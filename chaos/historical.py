@@ -31,7 +31,7 @@ from chaos.results import Case, Result, tally
 from tandem.config.recipe import load_config
 from tandem.config.schema import ALGORITHMS, Config
 from tandem.engine.engine import Engine
-from tandem.jobs.inputs import input_hashes
+from tandem.jobs.input_hashes import input_hashes
 from tandem.jobs.rl import AsyncRLJob, RLJob
 from tandem.model.load import ExactModel, make_exact
 from tandem.model.lora import Lora

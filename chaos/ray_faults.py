@@ -8,10 +8,11 @@ random moment, seen from outside.
       node          one with such a worker    ->  its raylet, which takes its workers with it
       reward        a process of the driver's pool of reward workers
       reward actor  a reward worker on a node ->  its process
+      env actor     an env worker on a node   ->  its process, with the episodes that it holds
       rank          one of two trainer ranks, which Ray has started, or the driver
       unit          a storage unit of TransferQueue, or its controller
 
-Of the first four the run heals: the loss is noticed (status.json, log.txt, another process in its
+Of the first five the run heals: the loss is noticed (status.json, log.txt, another process in its
 place), the next fault follows, and the run ends by itself. The last two end it, within STOP_S and
 with an error that names the culprit, unless that is the driver; the same command goes on. Right is
 the end with the bytes of a run without Ray that nobody disturbed. A hang is a failure at HANG_S.
@@ -49,6 +50,9 @@ SHORT = ["run.save_every=5", "eval.every=0", "rollout.restarts=100", "run.stall_
 NODES = ["cluster.nodes=2", "rollout.workers=2", "reward.workers=2"]
 ACTORS = [*NODES, "cluster.reward_workers=2"]
 RANKS = ["parallel.data=2", "run.threads=1", "run.steps=8"]
+# the environment of tests/support/runs.py
+STOPS = 'rollout.stop=["a", "e", "1", "x", "Z"]'
+ENV = ["env.name=FOLDER/env.py:Chat", "reward.function=env", STOPS]
 QUEUE = [*RANKS, "stream.kind=transfer_queue", "cluster.nodes=1", "rollout.workers=1"]
 # slow enough that a killed worker has a call in flight
 REWARD = """
@@ -73,15 +77,26 @@ class Kind:
     faults: int = 1
     culprit: str = ""
 
+    @property
+    def base(self) -> str:
+        """The run without Ray that has the same bits, in BASES."""
+        return "ranks" if self.culprit else "env" if ENV[0] in self.options else ""
 
+
+BASES = {"": [], "ranks": RANKS, "env": ENV}
 KINDS = {
     "actor": Kind(options=NODES, faults=4),
     "node": Kind(options=[*ACTORS, "cluster.nodes=3"], faults=2),
     "reward": Kind(options=NODES, faults=4),
     "reward actor": Kind(options=ACTORS, faults=4),
+    "env actor": Kind(options=[*NODES, *ENV, "cluster.env_workers=2"], faults=4),
     "rank": Kind(options=[*QUEUE, "cluster.trainers=ray"], culprit="rank 1"),
     "unit": Kind(options=QUEUE, culprit="TransferQueue"),
 }
+
+
+def _placed(options: Sequence[str], folder: Path) -> list[str]:
+    return [option.replace("FOLDER", str(folder)) for option in options]
 
 
 def section(faults: int = FAULTS, kinds: Sequence[str] = tuple(KINDS)) -> list[Result]:
@@ -91,13 +106,13 @@ def section(faults: int = FAULTS, kinds: Sequence[str] = tuple(KINDS)) -> list[R
         command = [*prepare(folder, steps=STEPS), *SHORT]
         (folder / "reward.py").write_text(REWARD)
         expected = {}
-        for name, options in (("", []), ("ranks", RANKS)):
-            run([*command, *options], folder / f"whole{name}")
-            expected[name] = fingerprint(folder / f"whole{name}")
+        for base, options in BASES.items():
+            run([*command, *_placed(options, folder)], folder / f"whole_{base}")
+            expected[base] = fingerprint(folder / f"whole_{base}")
         return [
             tally(
                 f"Ray: a killed {name}",
-                cases(name, faults, command, folder, expected["ranks" * bool(kind.culprit)]),
+                cases(name, faults, command, folder, expected[kind.base]),
                 faults,
             )
             for name, kind in KINDS.items()
@@ -114,7 +129,7 @@ def cases(
         if done == faults:
             return
         start, target = time.monotonic(), folder / f"{name.replace(' ', '_')}_{number}"
-        whole = [*command, *kind.options, f"run.folder={target}"]
+        whole = [*command, *_placed(kind.options, folder), f"run.folder={target}"]
         if kind.culprit:
             fired, wrong = stop_one(name, number, whole, target, source)
         else:
@@ -143,6 +158,8 @@ def strike(
         while fired < faults and _wait(process, lambda: bool(_workers(target)), HANG_S):
             _wait(process, lambda: False, source.uniform(0, PAUSE_S))
             if not _kill_one(name, process, target, source):
+                if process.poll() is None:
+                    return fired + 1, f"a killed {name} is not noticed in {NOTICE_S:g} s"
                 break
             fired += 1
         return fired, _end(process, out)
@@ -210,14 +227,12 @@ def _kill_one(
     name: str, process: subprocess.Popen[bytes], target: Path, source: random.Random
 ) -> bool:
     """Kill a victim once there is one; return whether the loss was noticed before the run ended."""
-    _wait(process, lambda: bool(_victims(name, process.pid, _workers(target))), NOTICE_S)
-    before, victims = _losses(name, target), _victims(name, process.pid, _workers(target))
-    if not victims:
-        return False
-    try:
-        os.kill(source.choice(victims), signal.SIGKILL)
-    except ProcessLookupError:  # it left by itself meanwhile
-        return False
+    while process.poll() is None:
+        _wait(process, lambda: bool(_victims(name, process.pid, _workers(target))), NOTICE_S)
+        before, victims = _losses(name, target), _victims(name, process.pid, _workers(target))
+        with suppress(ProcessLookupError, IndexError):  # it left by itself meanwhile
+            os.kill(source.choice(victims), signal.SIGKILL)
+            break
 
     def is_noticed() -> bool:
         if name == "reward":  # the pool starts one for the tasks that wait
@@ -238,6 +253,8 @@ def _victims(name: str, driver: int, workers: Sequence[dict[str, Any]]) -> list[
             return [p.pid for p in processes if _is_used_node(p, {row["node"] for row in workers})]
         case "reward actor":
             return [p.pid for p in processes if "RewardWorker" in p.command]
+        case "env actor":
+            return [p.pid for p in processes if "EnvWorker" in p.command]
         case "rank":
             return [driver, *(p.pid for p in processes if _is_rank_1(p))]
         case "unit":
@@ -299,8 +316,9 @@ def _workers(target: Path) -> list[dict[str, Any]]:
 
 def _losses(name: str, target: Path) -> int:
     """Count the losses that the run has noticed."""
-    if name == "reward actor":
-        return len(re.findall(r"reward worker .* was lost", (target / "log.txt").read_text()))
+    if name in ("reward actor", "env actor"):
+        role = name.replace("actor", "worker")
+        return len(re.findall(rf"{role} .* was lost", (target / "log.txt").read_text()))
     return sum(row["restarts"] for row in _workers(target))
 
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
-from demo import curve, say
 
+from tandem.cli.demo import curve, say
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config

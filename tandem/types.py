@@ -349,8 +349,8 @@ class Env:
     """The world of one episode; an instance is made for each. As it stands: a single turn.
 
     A subclass overrides what it needs. Its methods may be `async def`; plain ones run in a thread
-    of their own, so they may block. Randomness comes from the problem: all episodes of a problem
-    must begin alike. An error costs its own episode only (env.on_error).
+    of their own, so they may block. Randomness comes from the problem: all its episodes begin
+    alike, and equal turns have equal answers. An error costs its own episode only (env.on_error).
     """
 
     tools: Sequence[Tool] = ()  # JSON schemas for the chat template, known after reset

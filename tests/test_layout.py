@@ -2,6 +2,7 @@
 docstrings."""
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -34,7 +35,7 @@ ROOMS = {  # room -> the other rooms that it may import; none of them leads back
     "rollout": {"config", "data", "envs", "rl", "run_folder"},
     "train": {"config", "model", "rl"},
     "stream": {"config"},
-    "cluster": {"config", "engine", "rewards", "weights"},
+    "cluster": {"config", "engine", "envs", "rewards", "weights"},
 }
 KNOWS_EVERYONE = [
     "step",
@@ -254,3 +255,78 @@ def test_no_test_module_imports_another():
 
 def test_the_page_of_the_configuration_is_made_from_the_code():
     assert config_page.PAGE.read_text() == config_page.page()
+
+
+def test_scripts_beside_the_package_find_what_they_import():
+    """Nothing else imports most of them, so a module that moves would break them unseen."""
+    scripts = {
+        path.stem: path for name in ("benchmarks", "examples", "tools") for path in files(name)
+    }
+    missing = []
+    for path in [*scripts.values(), *files("chaos")]:
+        tree, modules = ast.parse(path.read_text()), {}  # name in the script -> file of ours
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules |= {
+                    a.asname or a.name: scripts[a.name] for a in node.names if a.name in scripts
+                }
+                missing += [
+                    (path.name, a.name) for a in node.names if not is_there(a.name, scripts)
+                ]
+            elif isinstance(node, ast.ImportFrom) and is_there(node.module, scripts):
+                source = scripts.get(node.module) or file_of(node.module)
+                for alias in node.names if source else ():
+                    inner = file_of(f"{node.module}.{alias.name}")
+                    if inner is not None:
+                        modules[alias.asname or alias.name] = inner
+                    elif alias.name not in names_of(source):
+                        missing.append((path.name, f"{node.module}.{alias.name}"))
+            elif isinstance(node, ast.ImportFrom):
+                missing.append((path.name, node.module))
+        stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and is_stored(n)}
+        stored |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                source = modules.get(node.value.id) if node.value.id not in stored else None
+                if source is not None and node.attr not in names_of(source):
+                    missing.append((path.name, f"{node.value.id}.{node.attr}"))
+    assert missing == []
+
+
+def is_there(module, scripts):
+    """Tell whether an import finds a script, a module of this project, or a package."""
+    first = module.split(".")[0]
+    if first in ("tandem", "tests", "chaos"):
+        return file_of(module) is not None
+    return first in scripts or first in OPTIONAL or importlib.util.find_spec(first) is not None
+
+
+def is_stored(name):
+    return isinstance(name.ctx, ast.Store)
+
+
+def files(folder):
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def file_of(module):
+    """The file of a module of this project, or None."""
+    path = ROOT / module.replace(".", "/")
+    if path.with_suffix(".py").is_file():
+        return path.with_suffix(".py")
+    return path / "__init__.py" if (path / "__init__.py").is_file() else None
+
+
+@cache
+def names_of(path):
+    """The names that a file defines, imports or assigns anywhere."""
+    tree = ast.parse(path.read_text())
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    names |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    names |= {n.name for n in ast.walk(tree) if isinstance(n, ast.AsyncFunctionDef)}
+    return names | {
+        a.asname or a.name
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Import | ast.ImportFrom)
+        for a in n.names
+    }

@@ -7,6 +7,7 @@ Nothing is generated and nothing written in the run's folder. It does not know t
 a step: that is replay.py.
 """
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,12 @@ from typing import Any
 
 from tandem.config.parallel import Parallel
 from tandem.jobs.engines import Report, prepare_process, probe_exactness, require_parity
-from tandem.jobs.inputs import input_hashes
+from tandem.jobs.input_hashes import input_hashes
 from tandem.jobs.models import build_distill_models, build_rl_models, check_models
 from tandem.jobs.offline import open_offline_job
 from tandem.rollout.collect import Progress, make_rollout_batch, step_metrics
 from tandem.rollout.evaluate import sampling_params
-from tandem.run_folder.folder import RunFolder
+from tandem.run_folder.folder import MACHINE, RunFolder
 from tandem.run_folder.past_run import PastRun, read_step
 from tandem.runtime.errors import UserError
 from tandem.step import learn_step
@@ -31,7 +32,7 @@ from tandem.types import Row
 from tandem.weights.hashing import weight_hash
 
 # inputs that a replay does not need: their results are in the journal
-_MAY_DIFFER = ("reward.function/", "env/")
+_MAY_DIFFER = ("reward.function/", "env/", "rl.filter/", "eval.metric/")
 
 
 class ReplayRun:
@@ -116,6 +117,8 @@ def open_replay_run(past: PastRun, report: Report) -> Iterator[ReplayRun]:
         case "sft" | "dpo" | "rm":
             config = past.config.model_copy(update={"parallel": Parallel()})
             with TemporaryDirectory() as place:
+                if (machine := past.folder / MACHINE).exists():  # the matmul kernel of its steps
+                    shutil.copy(machine, place)
                 folder = RunFolder(
                     path=Path(place), config=config, command=past.command, log_descriptor=-1
                 )

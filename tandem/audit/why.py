@@ -253,7 +253,8 @@ def why_not_learned(past: PastRun, ref: EpisodeRef, update: EpisodeUpdate) -> st
     config, episode, step = past.config, ref.episode, ref.trained_in
     if step is None:
         outcome = ref.history[-1][1]
-        return {"no_signal": "no signal", "carry": "waits for a step", "unfinished": "goes on"}[
+        no_signal = "rl.filter" if config.rl.filter else "no signal"
+        return {"no_signal": no_signal, "carry": "waits for a step", "unfinished": "goes on"}[
             outcome
         ]
     if step not in past.metrics:

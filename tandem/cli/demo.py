@@ -7,14 +7,17 @@ where it was.
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
 from pathlib import Path
 
+from rich.markup import escape
+
 from tandem.cli.progress import console
 from tandem.config.recipe import load_config
-from tandem.runtime.disk import disk_errors, write_atomic
+from tandem.runtime.disk import DISK, disk_errors, write_atomic
 from tandem.runtime.errors import UserError
 
 RECIPE = Path(__file__).with_name("demo.toml")
@@ -28,15 +31,15 @@ def demo(folder: Path, seed: int, fresh: bool, changes: list[str]) -> None:
 
     recipe, by_hand = folder / "demo.toml", command_name()
     overrides = [*settings(folder, seed, "sft", model=folder / "model"), *changes]
-    say(f"warm start: {by_hand} sft {recipe} {' '.join(overrides)}")
+    say(f"warm start: {by_hand} sft {shlex.join([str(recipe), *overrides])}")
     warm_model = train.train("sft", load_config(recipe, overrides), folder / "sft", fresh)
     overrides = [*settings(folder, seed, "train", model=warm_model), *changes]
-    say(f"GRPO: {by_hand} train {recipe} {' '.join(overrides)}")
+    say(f"GRPO: {by_hand} train {shlex.join([str(recipe), *overrides])}")
     final = train.train("train", load_config(recipe, overrides), folder / "train", fresh)
     report(folder, final)
     console.print(f"\n{time.perf_counter() - started:.0f} seconds in all. Next:")
-    test = f"eval.data={folder}/data/test.jsonl"
-    console.print(f"  {by_hand} eval {recipe} model.path={final} {test}")
+    test = [str(recipe), f"model.path={final}", f"eval.data={folder}/data/test.jsonl"]
+    console.print(f"  {by_hand} eval {shlex.join(test)}", markup=False)
     console.print(f"  {by_hand} init my-task    a project of your own: recipe, data, reward")
     console.print(f"  {by_hand} plan --keys    everything a recipe can say")
 
@@ -45,8 +48,9 @@ def command_name() -> str:
     """Return how the user types `tandem`: by its path, if the shell would not find this one."""
     own = Path(sys.executable).with_name("tandem")
     found = shutil.which("tandem")
-    is_found = found is not None and Path(found).resolve() == own.resolve()
-    return "tandem" if is_found else os.path.relpath(own)
+    if found is not None and Path(found).resolve() == own.resolve():
+        return "tandem"
+    return shlex.quote(os.path.relpath(own)) if own.exists() else f"{sys.executable} -m tandem"
 
 
 def settings(folder: Path, seed: int, command: str, model: Path) -> list[str]:
@@ -78,7 +82,7 @@ def make_inputs(folder: Path, seed: int) -> None:
         )
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text(str(seed))
+        write_atomic(mark, str(seed).encode())
     if not (folder / "demo.toml").exists():
         write_atomic(folder / "demo.toml", RECIPE.read_bytes())
     if not (folder / "data" / "warm.jsonl").exists():
@@ -87,12 +91,13 @@ def make_inputs(folder: Path, seed: int) -> None:
         write_rows(data / "train.jsonl", algebra.rows("train", 400, seed, difficulty=1))
         write_rows(data / "test.jsonl", algebra.rows("test", 64, seed, difficulty=1))
         write_rows(data / "warm.jsonl", algebra.warm_start(16000, seed, difficulty=1, careless=0.5))
-    if not (folder / "model" / "tokenizer.json").exists():
+    if not (folder / "model").exists():
         say(f"model: a random character-level Qwen3 of 0.9M parameters -> {folder}/model")
         from tandem.model.tiny import make_tiny
 
-        shutil.rmtree(folder / "model", ignore_errors=True)
-        make_tiny(folder / "model", seed=seed)
+        unfinished = folder / ".tmp-model"
+        make_tiny(unfinished, seed=seed)
+        DISK.rename(unfinished, folder / "model")
 
 
 def report(folder: Path, final: Path) -> None:
@@ -103,12 +108,16 @@ def report(folder: Path, final: Path) -> None:
     from tandem.run_folder.metrics import read_metrics
 
     rows = [row for row in read_metrics(folder / "train") if "eval/sampled" in row]
-    table = Table("held-out reward, sampled", "before", "after", title="64 problems x 4 samples")
-    for name in [
-        key
-        for key in rows[0]
-        if key.startswith("eval/sampled") and not key.endswith(("interval", "truncated"))
-    ]:
+    table = Table("held-out reward, sampled", "before", "after")
+    for name in (
+        []
+        if not rows
+        else [  # a changed eval.data may be empty
+            key
+            for key in rows[0]
+            if key.startswith("eval/sampled") and not key.endswith(("interval", "truncated"))
+        ]
+    ):
         table.add_row(
             name.removeprefix("eval/sampled").strip("/") or "all",
             f"{rows[0][name]:.3f}",
@@ -159,4 +168,4 @@ def ask_stock_transformers(model_folder: Path, question: str) -> str:
 
 def say(text: str) -> None:
     """Print a heading."""
-    console.print(f"\n[bold]{text}[/bold]")
+    console.print(f"\n[bold]{escape(text)}[/bold]")

@@ -10,6 +10,7 @@ each meant to be replaced. It knows no run.
 from pathlib import Path
 
 from tandem.cli.progress import print_lines
+from tandem.config.recipe import toml_value
 from tandem.runtime.disk import DISK, disk_errors
 from tandem.runtime.errors import UserError
 from tandem.tasks import algebra
@@ -19,7 +20,7 @@ from tandem.tasks.registry import write_rows
 RECIPE = """\
 # Every key: tandem plan --keys. Paths are from the folder that the command is typed in.
 [model]
-path = "{model}"
+path = {model}
 
 [data]
 train = "train.jsonl"               # {{"prompt": ..., "answer": ...}} a line
@@ -94,6 +95,8 @@ def init(folder: Path, model: str, tiny: bool) -> None:
             found=f"--model {model} and --tiny",
             expected="one of them",
         )
+    if Path(model).is_dir() and model:
+        model = str(Path(model).resolve())
     if folder.exists():
         raise UserError(
             "there is something at the project's place",
@@ -117,7 +120,9 @@ def _write(folder: Path, name: str, model: str) -> None:
     write_rows(folder / "train.jsonl", _problems("train", 400))
     write_rows(folder / "test.jsonl", _problems("test", 64))
     recipe = RECIPE.format(
-        model=model or "model", tokens=128 if model else 32, rate="1e-6" if model else "3e-4"
+        model=toml_value(model or "model"),
+        tokens=128 if model else 32,
+        rate="1e-6" if model else "3e-4",
     )
     override = "" if model else " model.path=runs/recipe-sft/hf/step_000500"
     (folder / "recipe.toml").write_text(recipe + WARM_UP * (not model))

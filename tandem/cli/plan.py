@@ -17,7 +17,8 @@ from tandem.cli.progress import console
 from tandem.config.recipe import changed
 from tandem.config.schema import Config
 from tandem.jobs.engines import open_envs_and_rewards
-from tandem.jobs.inputs import INPUTS, KEYS, input_hashes
+from tandem.jobs.input_hashes import KEYS, input_hashes
+from tandem.jobs.inputs import INPUTS
 from tandem.jobs.meshes import memory_of_run
 from tandem.jobs.ranks import require_cores
 from tandem.jobs.resources import Machine, Need, disk, gpu_memory, host_memory, model_sizes

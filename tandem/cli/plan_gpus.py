@@ -62,7 +62,7 @@ def plan_gpus(config: Config, command: str, count: int, kind: str) -> None:
             f"{work.clusters * work.cluster:,} tokens a step, all as long as the longest",
         ]
     )
-    _print_meshes(found, work)
+    _print_meshes(found, work, config.parallel)
     if command in ("train", "distill"):
         _print_rollout(sizes, config, longest, count, gpu, assumed)
     best = found[0]
@@ -96,24 +96,34 @@ def _longest(config: Config, command: str) -> int:
     return next(count.longest for key, count in counts.items() if key.endswith(".train"))
 
 
-def _print_meshes(found: list[Plan], work: Work) -> None:
+def _print_meshes(found: list[Plan], work: Work, of_recipe: Parallel) -> None:
+    """Print the fastest meshes, and that of the recipe if it has several processes."""
+    own = [plan for plan in found if _sizes_of(plan.mesh) == _sizes_of(of_recipe)]
+    shown = found[:SHOWN] + [plan for plan in own if plan not in found[:SHOWN]]
     print_table(
         ["mesh", "seconds", "messages", "bubble", "memory", "bound by"],
         [
             [
-                " x ".join(f"{name} {size}" for name, size in _sizes_of(plan.mesh)) or "one GPU",
+                _name(plan.mesh) + " *" * (plan in own and of_recipe.processes > 1),
                 f"{work.updates * plan.times.total:.3g}",
                 f"{plan.times.communication:.0%}",
                 f"{plan.times.bubble / plan.times.total:.0%}",
                 human_bytes(plan.needed),
                 plan.times.bound,
             ]
-            for plan in found[:SHOWN]
+            for plan in shown
         ],
         title=f"updates of a step: the fastest of {len(found)} meshes that fit",
     )
     if settings := [f"parallel.{name}={size}" for name, size in _sizes_of(found[0].mesh)]:
         print_lines([f"the first one: {' '.join(settings)}"])
+    if of_recipe.processes > 1:
+        stands = "is *" if own else f"is not among them: {_name(of_recipe)}"
+        print_lines([f"the recipe's mesh {stands}"])
+
+
+def _name(mesh: Parallel) -> str:
+    return " x ".join(f"{name} {size}" for name, size in _sizes_of(mesh)) or "one GPU"
 
 
 def _sizes_of(mesh: Parallel) -> list[tuple[str, int]]:

@@ -28,7 +28,8 @@ from tandem.cli.rollout_filter import KEPT, keep, mean_rewards
 from tandem.config.schema import Config
 from tandem.data.renderer import ChatRenderer, load_renderer
 from tandem.jobs.engines import build_runner, load_engine, open_envs_and_rewards, prepare_process
-from tandem.jobs.inputs import input_hashes, read_data
+from tandem.jobs.input_hashes import input_hashes
+from tandem.jobs.inputs import read_data
 from tandem.model.config_file import check_model
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import episode_metrics

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -169,7 +170,8 @@ def _load(options: Options) -> "tuple[Engine, ChatRenderer]":
     renderer = load_renderer(options.model)
     model = load_model(options.model, place=place)
     sizes = {"max_queue": options.max_queue, "chunk_tokens": CHUNK_TOKENS}
-    probe_exactness(config, model, lambda line: print(line, file=sys.stderr))
+    report = partial(print, file=sys.stderr)
+    probe_exactness(config, model, report, alone=False)  # a trainer may ask for its tokens
     return build_engine(config, model, renderer, **sizes), renderer
 
 

@@ -20,7 +20,7 @@ def status(folder: Path) -> None:
     """Print whether a run lives, how far it is, and who runs where and does what."""
     alive = _holder(folder)
     written = read_status(folder)
-    is_over = written is not None and written["step"] == written["steps"]
+    is_over = written is not None and (folder / "hf" / f"step_{written['steps']:06d}").exists()
     stands = "has finished" if is_over else "does not run; the same command goes on"
     print_lines([f"{folder}: {f'runs: {alive}' if alive else stands}"])
     if written is None:

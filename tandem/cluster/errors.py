@@ -70,24 +70,27 @@ def no_room_for_ranks(count: int, each: Mapping[str, float], found: str) -> User
     )
 
 
-def reward_workers_lost(count: int, lost: str, last_words: str) -> UserError:
-    """Report reward workers that were lost one after the other. lost: the last one, and how."""
+def workers_lost(role: str, count: int, lost: str, last_words: str) -> UserError:
+    """Report workers of a role that were lost one after the other. lost: the last one, and how."""
     return UserError(
-        f"{count} reward workers were lost in a row, and nothing was scored",
-        where="cluster.reward_workers",
+        f"{count} {role}s were lost in a row, and none has answered",
+        where=_key(role),
         found=f"{lost}\n{last_words}".rstrip(),
-        expected="nodes on which a reward worker lives",
-        next="look at that node's memory and logs, or score on the driver: "
-        "cluster.reward_workers=0",
+        expected=f"nodes on which a {role} lives",
+        next=f"look at that node's memory and logs, or leave it to the driver: {_key(role)}=0",
     )
 
 
-def no_working_directory(folder: str, error: OSError) -> UserError:
-    """Report a node without the run's working directory, where reward functions are looked for."""
+def no_working_directory(role: str, folder: str, error: OSError) -> UserError:
+    """Report a node without the run's working directory, where a user's code is looked for."""
     return UserError(
-        "a reward worker does not find the run's working directory",
-        where="cluster.reward_workers",
+        f"the {role} does not find the run's working directory",
+        where=_key(role),
         found=f"{folder}: {error.strerror}",
         expected="the directory that the run was started in, at the same path on every node",
-        next="mount it there, or score on the driver: cluster.reward_workers=0",
+        next=f"mount it there, or leave it to the driver: {_key(role)}=0",
     )
+
+
+def _key(role: str) -> str:
+    return f"cluster.{role.replace(' ', '_')}s"

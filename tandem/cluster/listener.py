@@ -19,7 +19,7 @@ from tandem.runtime.worker_channel import Channel, Message, ProtocolError
 
 CONNECT_S = 10.0  # for a connection, and for its first line
 HANDSHAKE_BYTES = 4096
-MOST_PENDING = 1024  # connections without a handshake yet
+MOST_PENDING = 256  # connections without a handshake yet
 
 OnConnected = Callable[[socket.socket, Message], None]
 
@@ -46,8 +46,9 @@ class Listener:
         self._expected.pop(handshake["number"], None)
 
     def accept(self) -> None:
-        """Accept the connections that have come, and read the handshakes that are there."""
-        with suppress(BlockingIOError):
+        """Accept the connections that have come, and read the handshakes that are there. Those that
+        this process has no descriptors for wait."""
+        with suppress(OSError):
             while len(self._pending) < MOST_PENDING:
                 connection, _ = self._socket.accept()
                 connection.setblocking(False)
@@ -69,7 +70,8 @@ class Listener:
         return False
 
     def _expects(self, handshake: Message) -> OnConnected | None:
-        proves = hmac.compare_digest(str(handshake.get("token")).encode(), self._token.encode())
+        token = str(handshake.get("token")).encode(errors="replace")
+        proves = hmac.compare_digest(token, self._token.encode())
         number = handshake.get("number")
         return self._expected.pop(number, None) if proves and isinstance(number, int) else None
 

@@ -45,15 +45,17 @@ class LogFiles:
             self._threads[name] = Thread(target=_gather, args=arguments, name=name, daemon=True)
             self._threads[name].start()
 
+        self._threads.pop(name, None)
         return {"address": self._listener.address, "handshake": self._listener.expect(start)}
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name.replace(' ', '_')}.log"
 
     def last_lines(self, name: str, count: int) -> str:
-        """Return what the last process of that name wrote last; "" for nothing."""
-        if name in self._threads:
-            self._threads[name].join(END_S)
+        """Return what the newest process of that name wrote last; "" for nothing."""
+        if name not in self._threads:
+            return ""
+        self._threads[name].join(END_S)
         with suppress(OSError), self.path(name).open("rb") as file:
             file.seek(-min(TAIL_BYTES, self.path(name).stat().st_size), os.SEEK_END)
             _, _, text = file.read().decode(errors="replace").rpartition(BEGIN)
@@ -86,7 +88,8 @@ def connect_log(way: Message) -> socket.socket:
     """Connect to the file of LogFiles.expect. Raises OSError if nobody answers."""
     connection = socket.create_connection(tuple(way["address"]), CONNECT_S)
     connection.sendall(encode(way["handshake"]))
-    connection.recv(1)
+    if not connection.recv(1):
+        raise ConnectionError("the driver cannot write the log")
     connection.settimeout(None)
     return connection
 

@@ -1,4 +1,4 @@
-"""Rollout and reward workers on the nodes of a Ray cluster. The only file that imports ray.
+"""Workers on the nodes of a Ray cluster. The only file that imports ray.
 
     driver                                               a node
     ------                                               ------
@@ -38,7 +38,6 @@ from tandem.cluster.logs import LogFiles
 from tandem.cluster.node_worker import NodeWorker
 from tandem.cluster.object_weights import ObjectWeights
 from tandem.cluster.placement import named_nodes
-from tandem.cluster.reward_worker import RewardWorker
 from tandem.cluster.rollout_worker import RolloutWorker
 from tandem.cluster.this_machine import (
     environment,
@@ -186,10 +185,10 @@ class RayCluster:
             "runtime_env": runtime_env,
         }
 
-    def for_rewards(self) -> "RayCluster":
-        """Return the same nodes for reward workers. These ask Ray for nothing, so none waits for a
-        rollout worker's CPU."""
-        return RayCluster(0, self._options["runtime_env"], RewardWorker, 0, self.logs)
+    def for_calls(self, worker: type[NodeWorker]) -> "RayCluster":
+        """Return the same nodes for workers of rewards or environments. These ask Ray for nothing,
+        so none waits for a rollout worker's CPU."""
+        return RayCluster(0, self._options["runtime_env"], worker, 0, self.logs)
 
     def spawn(self, number: int) -> RayHost:
         """Start the worker of that number where `placement` says: packed it is on this process's

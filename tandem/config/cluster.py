@@ -47,6 +47,12 @@ class Cluster(Section):
         description="most Ray actors that score, each with reward.workers processes; one joins "
         "when calls wait and leaves when idle; 0: the driver's machine scores",
     )
+    env_workers: int = Field(
+        0,
+        ge=0,
+        description="most Ray actors that run the environments of episodes; one joins when new "
+        "episodes wait and leaves when idle; 0: the trainer's own process runs them",
+    )
     placement: Literal["spread", "pack"] | list[str] = Field(
         "spread",
         description="rollout workers: spread over the nodes; pack: on the driver's node first; or "
@@ -69,5 +75,7 @@ class Cluster(Section):
             yield "cluster.address: has no effect without cluster.nodes, how many nodes it has"
         if self.reward_workers and not self.nodes:
             yield "cluster.reward_workers: has no effect without cluster.nodes, where they run"
+        if self.env_workers and not self.nodes:
+            yield "cluster.env_workers: has no effect without cluster.nodes, where they run"
         if self.address and not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", self.address):
             yield "cluster.address: expected HOST:PORT, as `ray start --head` prints it"

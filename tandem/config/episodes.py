@@ -375,3 +375,5 @@ class Eval(Section):
                 "eval.patience: counts evaluations while training, which needs eval.data and "
                 "eval.every"
             )
+        if self.metric and not self.data:
+            yield "eval.metric: has nothing to measure without eval.data"

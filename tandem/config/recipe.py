@@ -9,7 +9,8 @@ import difflib
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -19,6 +20,7 @@ from tandem.config.section import OR_FUNCTION
 from tandem.runtime.errors import UserError
 
 MAX_DEPTH = 20  # of tables and lists in a recipe
+_KINDS = {bool: "true, false", str: "text", list[str]: "a list of texts"}
 
 
 def load_config(recipe: str | Path | None, overrides: list[str]) -> Config:
@@ -167,7 +169,7 @@ def _quoted(raw: str) -> str:
     """Put quotes around the texts of a list: [a.jsonl, 1] becomes ["a.jsonl", 1]."""
     items = filter(None, (item.strip().strip("'\"") for item in raw.strip("[]").split(",")))
     number = re.compile(r"-?[0-9]+(\.[0-9]+)?")
-    quoted = [item if number.fullmatch(item) else _toml_value(item) for item in items]
+    quoted = [item if number.fullmatch(item) else toml_value(item) for item in items]
     return f"[{', '.join(quoted)}]"
 
 
@@ -178,14 +180,14 @@ def _section(name: str) -> type[Section]:
 def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserError:
     lines = list[str]()
     for mistake in error.errors():
-        # Of a key that takes a text or a list, pydantic reports a mistake for each.
-        is_union = mistake["loc"][2:3] in (("str",), ("list[str]",))
-        key = ".".join(str(part) for part in mistake["loc"][: 2 if is_union else None])
+        # Of a key that takes one of several types, pydantic reports a mistake for each.
+        kinds = _kinds(mistake["loc"])
+        key = ".".join(str(part) for part in mistake["loc"][: 2 if kinds else None])
         place, found = f"{key} ({origin.get(key, path)})", f"found {mistake['input']!r}"
         if mistake["type"] == "extra_forbidden":
             lines.append(f"{place}: unknown key{_nearest(key)}")
-        elif is_union:
-            lines.append(f"{place}: {found}, expected text or a list of texts")
+        elif kinds:
+            lines.append(f"{place}: {found}, expected {kinds}")
         elif not key:
             reasons = mistake["msg"].removeprefix("Value error, ").splitlines()
             lines += [f"{r} ({origin.get(r.partition(':')[0], path)})" for r in reasons]
@@ -199,6 +201,21 @@ def _explain(error: ValidationError, path: str, origin: dict[str, str]) -> UserE
     )
 
 
+def _kinds(place: tuple[int | str, ...]) -> str:
+    """Name what a key takes that has a type of several; "" for one of a single type. place: of a
+    mistake, e.g. ("rollout", "release_cache", "bool")."""
+    if len(place) < 3 or place[0] not in Config.model_fields:
+        return ""
+    field = _section(str(place[0])).model_fields.get(str(place[1]))
+    kinds = get_args(field.annotation) if field is not None else ()
+    if get_origin(field and field.annotation) not in (Union, UnionType):
+        return ""
+    return " or ".join(
+        ", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else _KINDS[kind]
+        for kind in kinds
+    )
+
+
 def _expected(key: str, mistake: ErrorDetails) -> str:
     found = mistake["input"]
     match mistake["type"]:
@@ -207,6 +224,16 @@ def _expected(key: str, mistake: ErrorDetails) -> str:
             return f"expected true or false{advice}"
         case "int_type":
             return "expected a whole number"
+        case "float_type":
+            return "expected a number"
+        case "greater_than_equal":
+            return f"expected at least {mistake['ctx']['ge']}"
+        case "greater_than":
+            return f"expected more than {mistake['ctx']['gt']}"
+        case "less_than_equal":
+            return f"expected at most {mistake['ctx']['le']}"
+        case "less_than":
+            return f"expected less than {mistake['ctx']['lt']}"
         case "string_type":
             return f"expected text; write {key}='\"{found}\"'"
         case "list_type":
@@ -240,22 +267,23 @@ def to_toml(config: Config) -> str:
     lines = []
     for section, fields in config.model_dump().items():
         lines.append(f"[{section}]")
-        lines += [f"{name} = {_toml_value(value)}" for name, value in fields.items()]
+        lines += [f"{name} = {toml_value(value)}" for name, value in fields.items()]
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Write a value as TOML: [True, "a\\b"] becomes [true, "a\\\\b"]."""
     match value:
         case bool():
             return str(value).lower()
         case str():
             return '"' + "".join(_escape(c) for c in value) + '"'
         case dict():
-            pairs = [f"{_toml_value(str(k))} = {_toml_value(v)}" for k, v in value.items()]
+            pairs = [f"{toml_value(str(k))} = {toml_value(v)}" for k, v in value.items()]
             return "{" + ", ".join(pairs) + "}"
         case list():
-            return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+            return "[" + ", ".join(toml_value(v) for v in value) + "]"
         case _:
             return repr(value)
 
@@ -270,7 +298,7 @@ def changed(config: Config) -> list[tuple[str, str, str]]:
     """List (key, value, default) of every leaf that differs from its default, in order."""
     defaults, tree = Config().model_dump(), config.model_dump()
     return [
-        (f"{section}.{name}", _toml_value(value), _toml_value(defaults[section][name]))
+        (f"{section}.{name}", toml_value(value), toml_value(defaults[section][name]))
         for section, fields in tree.items()
         for name, value in fields.items()
         if value != defaults[section][name]
@@ -280,7 +308,7 @@ def changed(config: Config) -> list[tuple[str, str, str]]:
 def describe() -> list[tuple[str, str, str]]:
     """List (key, default, help) of every leaf, in order."""
     return [
-        (f"{section}.{name}", _toml_value(field.get_default()), field.description or "")
+        (f"{section}.{name}", toml_value(field.get_default()), field.description or "")
         for section in Config.model_fields
         for name, field in _section(section).model_fields.items()
     ]

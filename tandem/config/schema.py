@@ -132,11 +132,14 @@ class Config(Section):
         on_ray = self.cluster.trainers == "ray"
         if on_ray and self.parallel.processes == 1:
             yield "cluster.trainers: ray starts the ranks after 0, and [parallel] has one process"
-        if nodes and not (self.rollout.workers or self.stream.kind != "memory" or on_ray):
+        calls = self.cluster.reward_workers + self.cluster.env_workers
+        if nodes and not (self.rollout.workers or self.stream.kind != "memory" or on_ray or calls):
             yield (
                 "cluster.nodes: rollout workers run on them, and rollout.workers=0 has none; e.g. "
                 f"rollout.workers={nodes}"
             )
+        if self.cluster.env_workers and self.env.name == "single_turn":
+            yield "cluster.env_workers: has no effect on env.name=single_turn, which does nothing"
         if nodes and self.rollout.engine != "tandem":
             yield "rollout.engine: on a Ray cluster (cluster.nodes) only tandem runs"
         if nodes and self.rollout.devices:

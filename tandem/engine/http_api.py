@@ -115,6 +115,7 @@ class ServedModel:
     longest: int  # tokens of a sequence; 0: it does not say
     version: int = 0  # of Tandem's weights
     sha256: str = ""  # of Tandem's weights
+    takes_updates: bool = False  # Tandem's with --allow-weight-updates
 
     @property
     def weights(self) -> tuple[int, str]:
@@ -129,10 +130,16 @@ def served_model(call: Callable[[str], Call], url: str) -> ServedModel:
         if model.get("owned_by") != "tandem":
             return ServedModel(name=name, is_tandem=False, longest=longest)
         weights = call(url.removesuffix("/v1")).send("/weights")
-        version, sha256 = int(weights["weight_version"]), str(weights["sha256"])
+        return ServedModel(
+            name=name,
+            is_tandem=True,
+            longest=longest,
+            version=int(weights["weight_version"]),
+            sha256=str(weights["sha256"]),
+            takes_updates=bool(weights["takes_updates"]),
+        )
     except (LookupError, TypeError, ValueError):
         raise ServerLost("GET /models or /weights does not describe a model") from None
-    return ServedModel(name=name, is_tandem=True, longest=longest, version=version, sha256=sha256)
 
 
 def load_weights(call: Call, path: str, version: int, sha256: str) -> None:

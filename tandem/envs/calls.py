@@ -10,15 +10,20 @@ import asyncio
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from tandem.runtime.errors import UserError
 from tandem.runtime.processes import line_of_thread
 from tandem.runtime.user_code import describe
+from tandem.types import Env
 
 LOOP = "environments"  # name of the loop's thread
+CLOSE_S = 5.0  # for an environment to release its resources
+ALIVE_S = 1.0  # between looks whether the environments' loop still answers
 
 
 class EnvironmentFailed(Exception):
@@ -33,10 +38,24 @@ def environment_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def where_it_is() -> str:
-    """Find the innermost line of the loop's thread outside of the standard library."""
-    thread = next(thread for thread in threading.enumerate() if thread.name == LOOP)
-    return line_of_thread(thread) or "the environments' loop"
+class LoopPulse:
+    """A check that the loop answers. timeout_s: that an environment's `async` method may take; none
+    may block the loop."""
+
+    def __init__(self, timeout_s: float):
+        self._limit_s = timeout_s + ALIVE_S
+        self._answered, self._asked_at = threading.Event(), 0.0
+        self._answered.set()
+
+    def require(self) -> None:
+        """Raise UserError if the loop has not answered for that time. Call it now and then."""
+        now = time.monotonic()
+        if self._answered.is_set():
+            self._answered.clear()
+            self._asked_at = now
+            environment_loop().call_soon_threadsafe(self._answered.set)
+        elif now - self._asked_at > self._limit_s:
+            raise _blocked_loop(now - self._asked_at)
 
 
 class Caller:
@@ -80,6 +99,22 @@ class Caller:
             self._thread.end()
 
 
+def make_env(make: Callable[[], Env]) -> Env:
+    """Make the environment of an episode. Raises EnvironmentFailed."""
+    try:
+        return make()
+    except (Exception, SystemExit) as error:  # a user's constructor
+        raise EnvironmentFailed(describe(error)) from error
+
+
+async def close_env(env: Env, caller: Caller) -> None:
+    """Let an environment release its resources, for CLOSE_S at most."""
+    caller.seconds_left = CLOSE_S
+    with suppress(EnvironmentFailed, TimeoutError):  # the episode is over and stays what it was
+        await caller.call(env.close)
+    caller.close()
+
+
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a thread of its own and return its result, or raise its exception;
     StopIteration comes as EnvironmentFailed."""
@@ -121,3 +156,14 @@ class _Thread:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+
+
+def _blocked_loop(seconds: float) -> UserError:
+    thread = next(thread for thread in threading.enumerate() if thread.name == LOOP)
+    return UserError(
+        "an environment blocks the event loop that all environments share",
+        where=line_of_thread(thread) or "the environments' loop",
+        found=f"no life for {seconds:.0f} s, longer than env.timeout_s",
+        expected="`async def` methods that await what takes time",
+        next="make the method a plain `def`, which runs in a thread",
+    )

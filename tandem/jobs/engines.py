@@ -3,7 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from tandem.engine.worker_pool.pool import COMMAND, Workers
 from tandem.engine.worker_pool.process import Published, Spawn
 from tandem.envs.load import load_env
 from tandem.jobs.cluster import open_hosts, worker_device
+from tandem.jobs.env_workers import open_env_workers
 from tandem.jobs.http_engines import (
     is_http,
     load_http_engines,
@@ -75,6 +76,7 @@ def probe_exactness(
     workers: int = 0,
     others: Sequence[ExactModel] = (),
     folder: Path | None = None,
+    alone: bool = True,
 ) -> Exactness:
     """Report whether engine and trainer agree on this machine at this model's shapes, and with how
     many threads (contract D7).
@@ -83,15 +85,16 @@ def probe_exactness(
     rollout workers; otherwise those of `prepare_process` stay. others: further models, whose
     threads are probed too if their shapes differ. They may be divided, and no other rank comes to
     their passes, so it is random models of their shapes that run: nobody needs the gradient of
-    their vocabulary. folder: of the run, if there is one.
+    their vocabulary. folder: of the run, if there is one. alone: no other process multiplies by
+    these weights.
     """
-    seed = config.run.seed
+    seed, microbatch = config.run.seed, config.train.tokens_per_microbatch
     if model.device.type == "cuda":
         before = "" if folder is None else read_matmul(folder, placement(config).processor())
-        alone = config.parallel.processes == 1  # the others of a mesh would not know a choice
-        choose_matmul(model, seed, report, before if alone else "plain")
+        alone = alone and config.parallel.processes == 1 and not is_http(config)
+        choose_matmul(model, seed, report, before, alone=alone, microbatch=microbatch)
     free = max(1, min(torch.get_num_threads(), numerics.cores() - workers))
-    found, seen = probe(model, seed, [free]), [_shape(model)]
+    found, seen = probe(model, seed, [free], microbatch), [_shape(model)]
     for other in others:
         if _shape(other) not in seen:
             seen.append(_shape(other))
@@ -108,13 +111,24 @@ def probe_exactness(
     return found
 
 
-def choose_matmul(model: ExactModel, seed: int, report: Report, before: str = "") -> None:
+def choose_matmul(
+    model: ExactModel,
+    seed: int,
+    report: Report,
+    before: str = "",
+    *,
+    alone: bool = True,
+    microbatch: int = 0,
+) -> None:
     """Take the kernel of the run before, or the fastest exact one on this GPU at the model's
-    shapes."""
-    if before in triton_for(model.head.weight).MATMULS:
+    shapes. Processes that are not alone do not know each other's choice, so each takes one of those
+    with the same bits. microbatch: tokens of an update's pass."""
+    triton = triton_for(model.head.weight)
+    kernels = triton.MATMULS if alone else triton.OWN_MATMULS
+    if before in kernels:
         use_matmul(before)
         return
-    trials = try_matmuls(model, seed)
+    trials = try_matmuls(model, seed, kernels=kernels, microbatch=microbatch)
     use_matmul(fastest_exact(trials))
     tried = ", ".join(map(str, trials))
     report(f"matmul kernel: {matmul_kernel()}, the fastest exact one of {tried}")
@@ -225,13 +239,13 @@ def open_envs_and_rewards(
     config: Config, cluster: "RayCluster | None" = None, report: Report = print
 ) -> Iterator[tuple[EnvPool, TaskPool]]:
     """Open environments and reward workers; check their needs before anything expensive is
-    loaded. cluster: for reward workers on other nodes, which report to `report`."""
-    envs = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
+    loaded. cluster: for those on other nodes, which report to `report`."""
+    local = EnvPool(make=load_env(config.env, config.sandbox), limits=config.env)
     if config.reward.model:
         check_model(config.reward.model, "reward.model", head="value")
     with (
         build_reward_pool(config) as here,
-        closing(envs),
+        open_env_workers(config, cluster, local, report) as envs,
         open_reward_workers(config, cluster, here, report) as rewards,
     ):
         yield envs, rewards

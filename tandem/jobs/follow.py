@@ -18,6 +18,7 @@ from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.jobs.engines import prepare_process
 from tandem.jobs.export import save_weights
+from tandem.jobs.input_hashes import require_same_functions
 from tandem.jobs.inputs import distill_inputs, training_inputs
 from tandem.jobs.models import build_distill_models, build_rl_models
 from tandem.jobs.offline import OFFLINE, PairJob
@@ -64,6 +65,7 @@ def follow(config: Config, command: str) -> None:
         folder = Path(begin["folder"])
         config = load_config(folder / "config.toml", [])
         try:
+            require_same_functions(config, begin["functions"])
             ranks, run_id = make_ranks(config, processes), begin["run_id"]
             orders = _orders(config, command, folder, run_id, ranks, opened)
             # from the load to the export, as rank 0

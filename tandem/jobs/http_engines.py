@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from tandem.config.schema import Config
@@ -78,8 +77,8 @@ def open_http_rollouts(
     assert isinstance(renderer, ChatRenderer)
     with closing(load_http_engines(config, renderer, report)) as engines:
         for server in engines.servers:
-            if server.served is not None and not server.served.is_tandem:
-                raise _foreign_weights(server.url)
+            if server.served is not None and not server.served.takes_updates:
+                raise _foreign_weights(server.url, server.served.is_tandem)
         sync = FileSync(engines, engine, folder, config.rollout.staleness)
         try:
             yield replace(local, engine=engines), sync, engines.close
@@ -132,18 +131,17 @@ class FileSync:
         if self.servers.to_check is None or version != self.engine.weight_version:
             return 0.0
         request, completion = self.servers.to_check
-        with torch.no_grad():
-            return packed_gap(self.engine.model, request, completion, version)
+        return packed_gap(self.engine.model, request, completion, version)
 
     def _path(self, version: int) -> Path:
         return self.folder / f"version_{version:06d}.safetensors"
 
 
-def _foreign_weights(url: str) -> UserError:
+def _foreign_weights(url: str, is_tandem: bool) -> UserError:
     return UserError(
         "the new weights of a training cannot reach this server",
         where=f"rollout.engine = {url}",
-        found="a server that is not Tandem's",
+        found="it keeps its weights" if is_tandem else "a server that is not Tandem's",
         expected="`tandem serve MODEL --allow-weight-updates`",
         next="train with that, or with rollout.engine=vllm; `tandem rollout` and `tandem eval` can "
         "use this one",

@@ -9,7 +9,6 @@ no weights, engines or run folders.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.schema import Config
@@ -18,16 +17,12 @@ from tandem.data.mixture import only
 from tandem.data.preferences import parse_preference
 from tandem.data.problems import read_problems
 from tandem.data.readers.rows import read_rows
-from tandem.data.readers.sources import source_files
 from tandem.data.renderer import ChatRenderer, load_renderer
-from tandem.envs.load import source_files as env_files
 from tandem.jobs.engines import require_correction, require_room, rollout_command
 from tandem.jobs.models import check_models, check_tokenizer
 from tandem.model.tokenizer import load_tokenizer
-from tandem.rl.user_functions import load_user_metric, try_user_functions
-from tandem.runtime.disk import file_hash
+from tandem.rl.user_functions import is_user_function, try_user_functions, try_user_metric
 from tandem.runtime.errors import UserError
-from tandem.runtime.user_code import source_file
 from tandem.train.supervised import answer_pair, scored_pair
 from tandem.types import Problem, Sample
 
@@ -90,54 +85,6 @@ def read_data(config: Config, key: Literal["data.train", "eval.data"]) -> Sequen
     return read_problems(source, config.data, key=key, weights=weights) if source else []
 
 
-def input_hashes(config: Config, *keys: str) -> dict[str, str]:
-    """Hash the inputs of a run: the data files that these keys name, the files of reward functions
-    and environment, and the weights in local model directories. SHA-256 by key."""
-    models = {
-        "model.path": config.model.path,
-        "model.reference": config.model.reference,
-        "critic.path": config.critic.path,
-        "distill.teacher": config.distill.teacher,
-        "reward.model": config.reward.model,
-    }
-    paths: dict[str, Path] = {}
-    for key in keys:
-        section, field = key.split(".")
-        files = [
-            file
-            for name in _names(getattr(getattr(config, section), field))
-            for file in source_files(name, key)
-        ]
-        paths |= {key if len(files) == 1 else f"{key}/{file}": file for file in files}
-    for key, folder in models.items():
-        files = sorted(Path(folder).glob("*.safetensors")) if folder else []
-        paths |= {f"{key}/{file.name}": file for file in files}
-    rl, own = config.rl, config.eval.metric
-    functions = [("reward.function", name) for name in config.reward.functions]
-    functions += [("rl.loss", rl.loss), ("rl.advantage", rl.advantage), ("rl.filter", rl.filter)]
-    for key, name in [*functions, ("eval.metric", own)]:
-        if (file := source_file(name)) is not None:
-            paths[f"{key}/{file}"] = file
-    paths |= {f"env/{file}": file for file in env_files(config.env)}
-    return {key: _input_hash(key, path) for key, path in paths.items() if path.is_file()}
-
-
-def _input_hash(key: str, path: Path) -> str:
-    try:
-        return file_hash(path)
-    except OSError as error:
-        raise UserError(
-            "a file that the run is a function of cannot be read",
-            where=f"{key.partition('/')[0]}: {path}",
-            found=error.strerror or str(error),
-            next=f"ls -l {path}",
-        ) from None
-
-
-def _names(source: str | list[str]) -> list[str]:
-    return [source] * bool(source) if isinstance(source, str) else source
-
-
 def training_inputs(config: Config) -> ProblemInputs:
     """Read and check the inputs of `tandem train`. Raises UserError, as all of them do."""
     if config.model.reference and not config.rl.kl_coef:
@@ -159,8 +106,18 @@ def distill_inputs(config: Config) -> ProblemInputs:
         raise _missing(
             "no teacher is named", "distill.teacher", "a Hugging Face directory or hub name"
         )
-    if config.rl.kl_coef or config.rl.max_gen_batches:
+    rl = config.rl
+    if rl.kl_coef or rl.max_gen_batches:
         raise _no_reference_in_distillation(config)
+    for key, name in (("rl.loss", rl.loss), ("rl.advantage", rl.advantage)):
+        if is_user_function(name):
+            raise UserError(
+                "distillation has a loss of its own",
+                where=f"{key} = {name}",
+                found="a function of yours",
+                expected="one of distill.divergence and distill.estimator",
+                next=f"drop {key}, or train with `tandem train`",
+            )
     check_models(config, "distill.teacher")
     if (
         load_tokenizer(config.distill.teacher).get_vocab()
@@ -303,7 +260,7 @@ def _held_out(
     if not problems:
         return [], {}
     if config.eval.metric:
-        load_user_metric(config.eval.metric)
+        try_user_metric(config.eval.metric)
     fitting = renderer.check_lengths(
         problems, config.data, key="eval.data", room=_room(config, shape)
     )
@@ -362,11 +319,4 @@ INPUTS: dict[str, Callable[[Config], Inputs]] = {
     "sft": sft_inputs,
     "dpo": dpo_inputs,
     "rm": rm_inputs,
-}
-KEYS = {  # the data keys that a run of the command is a function of
-    "train": ("data.train", "eval.data"),
-    "distill": ("data.train", "eval.data"),
-    "sft": ("sft.train", "eval.data"),
-    "dpo": ("preference.train", "preference.test", "eval.data"),
-    "rm": ("preference.train", "preference.test"),
 }

@@ -19,7 +19,8 @@ from tandem.jobs.engines import (
     prepare_process,
     probe_exactness,
 )
-from tandem.jobs.inputs import KEYS, Inputs, Pairs, dpo_inputs, input_hashes, rm_inputs, sft_inputs
+from tandem.jobs.input_hashes import KEYS, input_hashes
+from tandem.jobs.inputs import Inputs, Pairs, dpo_inputs, rm_inputs, sft_inputs
 from tandem.jobs.models import build_learner, build_reference
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.rl import note_machine

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem.config.schema import Config
+from tandem.jobs.input_hashes import function_hashes
 from tandem.jobs.models import placement
 from tandem.run_folder.folder import RunFolder
 from tandem.runtime import numerics
@@ -60,8 +61,7 @@ def open_ranks(
     with ExitStack() as opened:
         start = None
         if place.port == 0:
-            if cluster is None:
-                require_cores(config)
+            require_cores(config)
             command = ["-m", "tandem", run.command, str(run.path.absolute() / "config.toml")]
             start = start_here([sys.executable, *command])
             if cluster is not None and config.cluster.trainers == "ray":
@@ -75,7 +75,8 @@ def open_ranks(
             log=run.path / "log.txt",
         )
         processes = opened.enter_context(join_others)
-        processes.order("begin", folder=str(run.path), run_id=run_id)
+        functions = function_hashes(config)
+        processes.order("begin", folder=str(run.path), run_id=run_id, functions=functions)
         yield make_ranks(config, processes)
 
 
@@ -100,7 +101,8 @@ def require_cores(config: Config) -> None:
     """Raise UserError if the processes of a mesh would be started here and are far more than this
     machine has cores: they would wait for one another till nobody answers."""
     size, most = config.parallel.processes, PROCESSES_PER_CORE * numerics.cores()
-    if size > most and here(os.environ, size).port == 0:
+    is_here = config.cluster.trainers == "driver" and here(os.environ, size).port == 0
+    if size > most and is_here:
         raise UserError(
             "the mesh has more processes than this machine can run",
             where="the sizes in [parallel]",

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.reward_actors import RewardActors
+from tandem.cluster.reward_worker import RewardWorker
 from tandem.config.schema import Config
 from tandem.rewards.pool.pool import RewardPool, TaskPool
 from tandem.runtime.sandbox import open_sandbox
@@ -45,7 +46,8 @@ def open_reward_workers(
     if cluster is None or not config.cluster.reward_workers:
         yield local
         return
-    with closing(cluster.for_rewards()) as nodes:
+    local.close()
+    with closing(cluster.for_calls(RewardWorker)) as nodes:
         actors = RewardActors(
             nodes.spawn,
             pool=_arguments(config),

@@ -21,7 +21,8 @@ from tandem.jobs.engines import (
     probe_exactness,
     require_parity,
 )
-from tandem.jobs.inputs import KEYS, distill_inputs, input_hashes, training_inputs
+from tandem.jobs.input_hashes import KEYS, input_hashes
+from tandem.jobs.inputs import distill_inputs, training_inputs
 from tandem.jobs.models import build_distill_models, build_rl_models, placement
 from tandem.jobs.ranks import open_ranks
 from tandem.jobs.streams import open_stream
@@ -29,6 +30,7 @@ from tandem.model.probe import Exactness
 from tandem.model.triton.dispatch import matmul_kernel
 from tandem.rewards.pool.pool import TaskPool
 from tandem.rollout.collect import Collector, RolloutBatch
+from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.evaluate import Evaluator, sampling_params
 from tandem.rollout.score import RolloutRunner
 from tandem.run_folder.folder import RunFolder, identity
@@ -40,7 +42,7 @@ from tandem.train.learner import Learner
 from tandem.train.ranks import Ranks
 from tandem.types import Problem, Sync
 
-Pool = Workers | PoolThread | TaskPool
+Pool = Workers | PoolThread | TaskPool | EnvPool
 
 
 class RLJob:
@@ -167,13 +169,14 @@ def open_rl_job(config: Config, run: RunFolder, report: Report) -> Iterator[RLJo
                 before_updates=partial(_before_updates, ranks, exact, make_room(config, engine)),
             )
             journal.clean()
+            pools = (pool, envs, rewards)
             if not config.rollout.staleness:
-                yield RLJob(stages, evaluate, data, (pool, rewards))
+                yield RLJob(stages, evaluate, data, pools)
                 return
             of_lanes = [_in_lane(stages, *lane) for lane in lanes]
             prefetcher = RolloutPrefetcher(stages, config.run.steps, stop_workers, of_lanes)
             with closing(prefetcher):
-                yield AsyncRLJob(stages, evaluate, data, prefetcher, (pool, rewards))
+                yield AsyncRLJob(stages, evaluate, data, prefetcher, pools)
 
 
 def _evaluator(

@@ -90,7 +90,8 @@ def try_kernels(
     """Try kernels one after the other; the first one stays in use.
 
     differs: names operators that are not exact. work: what is timed; its results must be near those
-    of the first kernel, as a wrong result may be exact too.
+    of the first kernel, as a wrong result may be exact too. Raises the exception of the first one,
+    without which nothing can be compared.
     """
     trials, expected = list[Trial](), list[Tensor]()
     for kernel in kernels:
@@ -102,6 +103,8 @@ def try_kernels(
             findings = differs() if near else [f"is far from {kernels[0]}"]
             ms = math.inf if findings else time_ms(work)
         except Exception as error:  # it may not be built for this GPU, type or shape
+            if not expected:
+                raise
             findings, ms = [first_line(error)], math.inf
         trials.append(Trial(kernel=kernel, findings=findings, ms=ms))
     use(kernels[0])
@@ -115,11 +118,17 @@ def _is_near(found: Tensor, expected: Tensor) -> bool:
 
 @torch.no_grad()
 def try_matmuls(
-    model: ExactModel, seed: int = 0, time_ms: Callable[[Callable[[], Any]], float] | None = None
+    model: ExactModel,
+    seed: int = 0,
+    time_ms: Callable[[Callable[[], Any]], float] | None = None,
+    *,
+    kernels: Sequence[str] = (),
+    microbatch: int = 0,
 ) -> list[Trial]:
-    """Try every matmul kernel of the GPU on the model's own linears, in decode and packed.
+    """Try matmul kernels of the GPU on the model's own linears, in decode and packed.
 
-    time_ms: None times work in a CUDA graph, as a decode step runs.
+    time_ms: None times work in a CUDA graph, as a decode step runs. kernels: () are all.
+    microbatch: tokens of an update's pass, whose row count is tried too.
     """
     noise, work = torch.Generator().manual_seed(seed), []
     for (_, inputs), linear in _linears(model).items():
@@ -127,25 +136,27 @@ def try_matmuls(
             work.append((linear, random_like(model, noise, rows, inputs)))
     triton = triton_for(model.head.weight)
     return try_kernels(
-        triton.MATMULS,
+        kernels or triton.MATMULS,
         use_matmul,
-        lambda: _linears_differ(model, torch.Generator().manual_seed(seed)),
+        lambda: _linears_differ(model, torch.Generator().manual_seed(seed), microbatch),
         lambda: [linear(x) for linear, x in work],
         time_ms or triton.do_bench_cudagraph,
     )
 
 
-def probe(model: ExactModel, seed: int = 0, threads: Sequence[int] = ()) -> Exactness:
+def probe(
+    model: ExactModel, seed: int = 0, threads: Sequence[int] = (), microbatch: int = 0
+) -> Exactness:
     """Compare engine and trainer on the model's operators and on a random model of its shapes.
 
     seed: of the random model and its schedule. threads: thread counts to try besides 1 and the
-    current one (2 at least).
+    current one (2 at least). microbatch: as of `try_matmuls`.
     """
     noise = torch.Generator().manual_seed(seed)
     counts = sorted({1, max(2, torch.get_num_threads()), *threads})
     unfit, small = numerics.why_not_reproducible(), random_model(model, seed)
     with torch.no_grad():
-        parity = _linears_differ(model, noise)
+        parity = _linears_differ(model, noise, microbatch)
         parity += _rowwise_differ(model, noise)
         parity += _attention_differs(small, noise)
     schedule, passes = Schedule(small, seed), []
@@ -167,8 +178,9 @@ def probe(model: ExactModel, seed: int = 0, threads: Sequence[int] = ()) -> Exac
     return Exactness(parity=unfit + parity, thread_dependent=unfit + dependent)
 
 
-def _linears_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
-    """Name the linears whose rows differ with the row count."""
+def _linears_differ(model: ExactModel, noise: torch.Generator, microbatch: int) -> list[str]:
+    """Name the linears whose rows differ with the row count; a GPU also tries that of a
+    microbatch."""
     differing = []
     for (outputs, inputs), linear in _linears(model).items():
         if linear is model.head:
@@ -179,8 +191,8 @@ def _linears_differ(model: ExactModel, noise: torch.Generator) -> list[str]:
             ]
         else:
             drawn = torch.randint(1, PACKED_ROWS, (3,), generator=noise).tolist()
-            many = GPU_ROWS if model.device.type == "cuda" else ()
-            counts = [*ROWS, *drawn, PACKED_ROWS, *many]
+            many = (*GPU_ROWS, microbatch) if model.device.type == "cuda" else ()
+            counts = [*ROWS, *drawn, PACKED_ROWS, *sorted({*many} - {0})]
         # on a CPU counts that round up to the same number are the same product
         if HAS_PREPACKED and not triton_for(model.head.weight):
             counts = sorted({padded_rows(rows, model.dtype): rows for rows in counts}.values())

@@ -7,6 +7,7 @@
     rl.advantage  rewards float64 [P, G], lengths int64 [P, G], k, baseline -> advantages [P, G]
     rl.filter     rewards [G], lengths [G] of a group -> whether to train on it
     eval.metric   rewards, lengths [P, S]; completions: P lists of S texts -> a number, or a dict
+                  of numbers
 
 P problems, G or S episodes each, N loss tokens. A function gets those of its parameters that the
 key offers, by name, so a copy of one of `losses.py`, `advantages.py` or `filters.py` runs as it is.
@@ -14,6 +15,7 @@ It must be pure: a resumed run calls it again. Every mistake is a UserError that
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from numbers import Real
@@ -40,7 +42,8 @@ def is_user_function(name: str) -> bool:
 
 
 def user_loss(name: str, offered: Mapping[str, Any]) -> tuple[Tensor, Metrics]:
-    """Return the losses [N] of a user's function and its metrics, here with the loss itself."""
+    """Return the losses [N] of a user's function and its metrics as "loss/NAME", beside the sum of
+    the losses. Losses that are not finite are the optimizer's matter: it skips the update."""
     logprobs: Tensor = offered["policy_logprobs"]
     result = call_user_function("rl.loss", name, offered)
     losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -48,20 +51,23 @@ def user_loss(name: str, offered: Mapping[str, Any]) -> tuple[Tensor, Metrics]:
         raise _wrong("rl.loss", name, _form(losses), f"a tensor of the tokens, {_form(logprobs)}")
     if logprobs.requires_grad and len(logprobs) and not losses.requires_grad:
         raise _wrong("rl.loss", name, "losses without a gradient", "a function of policy_logprobs")
-    _require_finite("rl.loss", name, losses.detach().float().cpu().numpy())
     total = float(losses.detach().to("cpu", torch.float64).numpy().sum(dtype=np.float64))
-    return losses, {"policy_loss": total, **_numbers("rl.loss", name, metrics)}
+    own = {f"loss/{k}": v for k, v in _numbers("rl.loss", name, metrics).items()}
+    return losses, {"policy_loss": total, **own}
 
 
 def user_advantage(name: str, offered: Mapping[str, Any]) -> np.ndarray:
     """Return the advantages of a user's function, float64 [P, G]."""
     shape = offered["rewards"].shape
     table = call_user_function("rl.advantage", name, offered)
-    if np.shape(table) != shape:
+    try:
+        array = np.asarray(table, np.float64)
+    except (TypeError, ValueError, RuntimeError):  # ragged, of texts, a tensor with a gradient
+        array = np.empty(0)
+    if array.shape != shape:
         raise _wrong("rl.advantage", name, _form(table), f"an array {list(shape)}, as the rewards")
-    table = np.asarray(table, np.float64)
-    _require_finite("rl.advantage", name, table)
-    return table
+    _require_finite("rl.advantage", name, array)
+    return array
 
 
 def user_filter(name: str, rewards: np.ndarray, lengths: np.ndarray) -> bool:
@@ -80,15 +86,22 @@ def user_metric(name: str, offered: Mapping[str, Any]) -> Metrics:
     return _numbers("eval.metric", name, {last: value})
 
 
-def load_user_metric(name: str) -> None:
-    """Load a user's metric. Raises UserError if it cannot be called as one."""
-    _load("eval.metric", name, ("rewards", "lengths", "completions"))
+def try_user_metric(name: str) -> None:
+    """Load a user's metric, and try it on small arrays. Raises UserError for a mistake."""
+    rewards, lengths = _small_groups()
+    completions = [["one", "two", "two"], ["one", "one", "one"]]
+    user_metric(name, {"rewards": rewards, "lengths": lengths, "completions": completions})
+
+
+def _small_groups() -> tuple[np.ndarray, np.ndarray]:
+    """Return rewards and lengths of two groups of three."""
+    return np.array([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), np.full((2, 3), 2)
 
 
 def try_user_functions(loss: str, advantage: str, keep: str) -> None:
     """Load the functions of these names, where they are a user's, and try them on small arrays.
     Raises UserError for the first mistake."""
-    rewards, lengths = np.array([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), np.full((2, 3), 2)
+    rewards, lengths = _small_groups()
     if is_user_function(loss):
         logprobs = torch.linspace(-2.0, -0.1, 12).requires_grad_()
         plain = logprobs.detach()
@@ -96,7 +109,8 @@ def try_user_functions(loss: str, advantage: str, keep: str) -> None:
         sequences, advantages = torch.arange(12) // 2, torch.linspace(-1.0, 1.0, 12)
         clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
         tokens = {**dict.fromkeys(names, plain), "advantages": advantages, "sequences": sequences}
-        user_loss(loss, {"policy_logprobs": logprobs, **tokens, **clips})
+        losses, _ = user_loss(loss, {"policy_logprobs": logprobs, **tokens, **clips})
+        _require_finite("rl.loss", loss, losses.detach().float().numpy())
     if is_user_function(advantage):
         settings = {"k": 2, "baseline": 0.0}
         user_advantage(advantage, {"rewards": rewards, "lengths": lengths, **settings})
@@ -114,7 +128,8 @@ def call_user_function(key: str, name: str, offered: Mapping[str, Any]) -> Any:
             "a function of yours raised an exception",
             where=f"{key} = {name}" + (f" ({line})" if (line := user_line(error)) else ""),
             found=describe(error),
-            next="mend it, and start the same command again",
+            next="mend it, and start the same command again"
+            + ", with --fresh if steps were made: they are the old one's" * key.startswith("rl."),
         ) from error
 
 
@@ -126,7 +141,11 @@ def _load(
     function = load_user_object(name, key=key)
     if not callable(function):
         raise _wrong(key, name, _form(function), "a function")
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        found = f"{_form(function)}, whose parameters cannot be known"
+        raise _wrong(key, name, found, "a Python function") from None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function, offered
     unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
@@ -140,11 +159,12 @@ def _numbers(key: str, name: str, values: Any) -> Metrics:
     """Return metrics as floats."""
     if not isinstance(values, Mapping):
         raise _wrong(key, name, _form(values), "a dict of metrics")
+    numbers: Metrics = {}
     for metric, value in values.items():
-        if not isinstance(value, (Real, np.generic)):
-            raise _wrong(key, name, f"{metric!r}: {_form(value)}", "a number")
-    numbers = {str(metric): float(value) for metric, value in values.items()}
-    _require_finite(key, name, np.array(list(numbers.values())))
+        plain = value.item() if getattr(value, "shape", None) == () else value
+        if not isinstance(plain, Real) or not math.isfinite(plain):
+            raise _wrong(key, name, f"{metric!r}: {_form(value)}", "a finite number")
+        numbers[str(metric)] = float(plain)
     return numbers
 
 
@@ -158,8 +178,8 @@ def _require_finite(key: str, name: str, values: np.ndarray) -> None:
 
 def _form(value: Any) -> str:
     """Describe a value by its type, and an array also by its shape."""
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ + (f" {list(shape)}" if shape is not None else f" {value!r:.60}")
+    shape = getattr(value, "shape", ())
+    return type(value).__name__ + (f" {list(shape)}" if shape else f" {value!r:.60}")
 
 
 def _wrong(key: str, name: str, found: str, expected: str) -> UserError:

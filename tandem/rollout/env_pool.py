@@ -4,24 +4,25 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from tandem.config.schema import Env as EnvConfig
-from tandem.envs.calls import Caller, EnvironmentFailed, environment_loop
+from tandem.envs.calls import ALIVE_S, CLOSE_S, Caller, close_env, environment_loop
 from tandem.types import Env
-
-CLOSE_S = 5.0  # for an environment to release its resources
-ALIVE_S = 1.0  # between looks whether the environments' loop still answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvPool:
     """A maker of environments, its limits, and the environments of paused episodes.
 
-    Example: EnvPool(make=Env, limits=config.env)
+    caller: makes what calls an environment for so many seconds in all. status: describes the
+    workers on other nodes, for `tandem status`. Example: EnvPool(make=Env, limits=config.env)
     """
 
     make: Callable[[], Env]
     limits: EnvConfig
+    caller: Callable[[float], Caller] = Caller
+    status: Callable[[], list[dict[str, Any]]] = list
     paused: dict[int, tuple[Env, Caller]] = field(default_factory=dict)  # by episode key
 
     def close(self) -> None:
@@ -35,11 +36,3 @@ class EnvPool:
         for future in closing:
             with suppress(TimeoutError):  # the loop is blocked: it ends with the process
                 future.result(CLOSE_S + ALIVE_S)
-
-
-async def close_env(env: Env, caller: Caller) -> None:
-    """Let an environment release its resources, for CLOSE_S at most."""
-    caller.seconds_left = CLOSE_S
-    with suppress(EnvironmentFailed, TimeoutError):  # the episode is over and stays what it was
-        await caller.call(env.close)
-    caller.close()

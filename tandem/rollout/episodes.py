@@ -23,7 +23,6 @@ environment if that is still there, otherwise in a new one brought to the same p
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -32,13 +31,21 @@ from typing import Any
 
 import numpy as np
 
-from tandem.envs.calls import Caller, EnvironmentFailed, environment_loop, where_it_is
-from tandem.rollout.env_pool import ALIVE_S, CLOSE_S, EnvPool, close_env
+from tandem.envs.calls import (
+    ALIVE_S,
+    CLOSE_S,
+    Caller,
+    EnvironmentFailed,
+    LoopPulse,
+    close_env,
+    environment_loop,
+    make_env,
+)
+from tandem.envs.observations import check_observation, check_opening, malformed_thinking
+from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import EpisodeBuilder
-from tandem.rollout.observations import check_observation, check_opening, malformed_thinking
 from tandem.runtime import watchdog
 from tandem.runtime.errors import InvariantError, UserError
-from tandem.runtime.user_code import describe
 from tandem.types import (
     Array,
     Completion,
@@ -112,8 +119,7 @@ class _Rollout:
         self._loop, self._over = environment_loop(), threading.Event()
         self._prompts: dict[str, Array] = {}  # rendered chats
         self._first_prompts: dict[int, Array] = {}  # by row
-        self._pulse, self._asked_at = threading.Event(), 0.0  # has the loop answered?
-        self._pulse.set()
+        self._pulse = LoopPulse(self.limits.timeout_s)
 
     # The caller's thread.
 
@@ -160,7 +166,7 @@ class _Rollout:
         # twice soon: behind those whose completion is only being set
         self._loop.call_soon_threadsafe(self._loop.call_soon, settled.set)
         if not settled.wait(SETTLE_S):
-            self._require_life()
+            self._pulse.require()
 
     def _wait_for_request(self) -> "_Asked | None":
         what = "a turn to generate, or the end of the last episode"
@@ -169,18 +175,7 @@ class _Rollout:
                 try:
                     return self._inbox.get(timeout=ALIVE_S)
                 except queue.Empty:
-                    self._require_life()
-
-    def _require_life(self) -> None:
-        """Raise UserError if the environments' loop has not answered for env.timeout_s: `async`
-        methods must not block."""
-        now = time.monotonic()
-        if self._pulse.is_set():
-            self._pulse.clear()
-            self._asked_at = now
-            self._loop.call_soon_threadsafe(self._pulse.set)
-        elif now - self._asked_at > self.limits.timeout_s + ALIVE_S:
-            raise _blocked_loop(now - self._asked_at)
+                    self._pulse.require()
 
     # The environments' thread.
 
@@ -212,10 +207,11 @@ class _Rollout:
     async def _run_episode(self, row: int, builder: EpisodeBuilder) -> Episode:
         stop_reason: EpisodeStop = "error"
         error = ""
-        env, caller = self.envs.paused.pop(builder.key, (None, Caller(self.limits.timeout_s)))
+        fresh = None, self.envs.caller(self.limits.timeout_s)
+        env, caller = self.envs.paused.pop(builder.key, fresh)
         try:
             if env is None:
-                env = self._make_env()
+                env = make_env(self.envs.make)
                 await self._take_up(env, row, builder, caller)
             stop_reason = await self._run_turns(env, builder, caller)
         except TimeoutError:
@@ -231,12 +227,6 @@ class _Rollout:
         failed = stop_reason in ("error", "time")
         return builder.build(stop_reason, error, masked=failed and self.limits.on_error == "mask")
 
-    def _make_env(self) -> Env:
-        try:
-            return self.envs.make()
-        except (Exception, SystemExit) as error:  # a user's constructor
-            raise EnvironmentFailed(describe(error)) from error
-
     async def _take_up(self, env: Env, row: int, builder: EpisodeBuilder, caller: Caller) -> None:
         """Begin the episode, or bring a new environment to where it stands. The environment's
         earlier answers count, not those of now."""
@@ -248,17 +238,16 @@ class _Rollout:
                 await caller.call(env.step, text)
 
     def _begin(self, row: int, builder: EpisodeBuilder, chat: Any, env: Env) -> None:
+        check_opening(chat)
         if type(env) is not Env:  # a single turn gives no reward
             builder.env_rewards["env"] = 0.0
-        check_opening(chat)
-        if type(env) is not Env:
             builder.opening, builder.tools = tuple(chat), tuple(env.tools)
         prompt = self._render(chat, env)
         if len(prompt) >= self.max_tokens:
             limit = f"an episode has at most {self.max_tokens:,}"
             raise EnvironmentFailed(f"a prompt of {len(prompt):,} tokens, where {limit}")
         if not np.array_equal(prompt, self._first_prompts.setdefault(row, prompt)):
-            raise _different_openings(env, builder.uid)
+            raise _different_openings(self.limits.name, builder.uid)
         builder.num_prompt_tokens = len(prompt)
         builder.append_prompt_tokens(prompt)
 
@@ -345,20 +334,10 @@ def _template_errors() -> Iterator[None]:
         raise EnvironmentFailed(str(error)) from error
 
 
-def _blocked_loop(seconds: float) -> UserError:
-    return UserError(
-        "an environment blocks the event loop that all environments share",
-        where=where_it_is(),
-        found=f"no life for {seconds:.0f} s, longer than env.timeout_s",
-        expected="`async def` methods that await what takes time",
-        next="make the method a plain `def`, which runs in a thread",
-    )
-
-
-def _different_openings(env: Env, uid: str) -> UserError:
+def _different_openings(name: str, uid: str) -> UserError:
     return UserError(
         "the episodes of a problem begin differently",
-        where=f"{type(env).__name__}.reset",
+        where=f"reset of env.name = {name}",
         found=f"two different prompts for problem {uid!r}",
         expected="one: advantages compare episodes that began alike",
         next="take randomness from the problem (its uid or metadata), not from a generator",

@@ -12,11 +12,12 @@ import numpy as np
 
 from tandem.config.schema import Config, Rollout
 from tandem.config.schema import Reward as RewardConfig
-from tandem.rl.user_functions import load_user_metric, sampled_lengths, user_metric
+from tandem.rl.user_functions import sampled_lengths, user_metric
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episode_metrics import TRUNCATED, env_metrics
 from tandem.rollout.score import RolloutRunner, generate_and_score
 from tandem.run_folder.journal import Journal
+from tandem.runtime.errors import UserError
 from tandem.runtime.timer import Timer
 from tandem.types import Group, Problem, Row, SamplingParams
 
@@ -32,10 +33,6 @@ class Evaluator:
     runner: RolloutRunner
     stop_token_ids: tuple[int, ...]
     journal: Journal | None = None
-
-    def __post_init__(self) -> None:
-        if self.config.eval.metric:
-            load_user_metric(self.config.eval.metric)
 
     def __call__(self, step: int) -> Row:
         """Return the metrics after `step` steps; none without problems.
@@ -56,15 +53,28 @@ class Evaluator:
         row = _summary("sampled", groups)
         if config.eval.greedy:
             row |= _summary("greedy", self._evaluation_pass(step, "greedy", greedy, 1))
-        if config.eval.metric:
-            offered = {
-                "rewards": np.stack([group.rewards for group in groups]),
-                "lengths": sampled_lengths(groups),
-                "completions": [[episode.text for episode in g.episodes] for g in groups],
-            }
-            own = user_metric(config.eval.metric, offered)
-            row |= {f"eval/{name}": value for name, value in own.items()}
-        return row | _pass_rates(groups, config.eval.success)
+        row |= _pass_rates(groups, config.eval.success)
+        return row | self._own_metrics(groups, taken=row)
+
+    def _own_metrics(self, groups: Sequence[Group], taken: Row) -> Row:
+        """Return the metrics of a user's function. Raises UserError for a name that is taken."""
+        if not (function := self.config.eval.metric):
+            return {}
+        offered = {
+            "rewards": np.stack([group.rewards for group in groups]),
+            "lengths": sampled_lengths(groups),
+            "completions": [[episode.text for episode in g.episodes] for g in groups],
+        }
+        own = {f"eval/{name}": value for name, value in user_metric(function, offered).items()}
+        if same := sorted(own.keys() & taken.keys()):
+            raise UserError(
+                "a metric of yours has the name of one of Tandem's",
+                where=f"eval.metric = {function}",
+                found=", ".join(same),
+                expected="another name of the function",
+                next="rename it, and start the same command again",
+            )
+        return own
 
     def _evaluation_pass(
         self, step: int, name: str, sampling: SamplingParams, samples: int

@@ -18,6 +18,7 @@ MESH = {f"parallel.{name}" for name in (*DIMENSIONS, "shard")}
 _FREE = {
     "eval.every",
     "eval.keep_best",
+    "eval.metric",
     "eval.patience",
     "model.device",
     "parallel.timeout_s",
@@ -39,6 +40,7 @@ _FREE = {
     "cluster.placement",
     "cluster.trainers",
     "cluster.reward_workers",
+    "cluster.env_workers",
     "weights.transport",
     "stream.kind",
     "rl.max_truncated",

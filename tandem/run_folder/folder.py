@@ -36,6 +36,7 @@ from tandem.run_folder.lock import check_unlocked, locked, now
 from tandem.run_folder.status import STATUS, forget_status
 from tandem.runtime import numerics
 from tandem.runtime.disk import (
+    DISK,
     append_line,
     disk_errors,
     existing_parent,
@@ -46,10 +47,10 @@ from tandem.runtime.disk import (
 from tandem.runtime.errors import UserError
 from tandem.runtime.place import share_of_threads
 
-_MACHINE = "machine.json"
+MACHINE = "machine.json"
 # What a kill during the first start can leave; config.toml, which comes last, marks the folder as a
 # run.
-_REPLACED = ("config.toml", _MACHINE, STATUS)
+_REPLACED = ("config.toml", MACHINE, STATUS)
 _STARTING = {"lock", "log.txt", "run.json", ".tmp-run.json", ".tmp-config.toml"}
 
 
@@ -78,8 +79,10 @@ class RunFolder:
     def note_start(self) -> None:
         """Keep what this start has changed in the folder, and write the directory that relative
         paths of the config begin in to run.json; call it once nothing can be refused any more."""
-        for name in _REPLACED:
-            _before(self.path, name).unlink(missing_ok=True)
+        with disk_errors(self.path):
+            for name in _REPLACED:
+                _before(self.path, name).unlink(missing_ok=True)
+            DISK.fsync(self.path)
         about = _read_about(self.path)
         if about.get("directory") != os.getcwd():
             _write_about(self.path, about)
@@ -97,7 +100,7 @@ class RunFolder:
             raise _other_threads(threads, before["threads"])
         machine = {"processor": processor, "threads": threads, "any_threads": any_threads}
         machine |= {"matmul": matmul} if matmul else {}
-        write_atomic(self.path / _MACHINE, json.dumps(machine, indent=1).encode() + b"\n")
+        write_atomic(self.path / MACHINE, json.dumps(machine, indent=1).encode() + b"\n")
         if before is None or not moved:
             return ""
         return (
@@ -117,6 +120,7 @@ def open_run(folder: Path, config: Config, *, fresh: bool, command: str) -> Iter
     _refuse_foreign(folder)
     with locked(folder) as lock_news:
         if fresh and _is_run(folder):
+            _bring_back(folder)
             old = _move_aside(folder)
             # The lock has moved with the old folder: the new one is locked before it is let go.
             with locked(folder) as no_news, _opened(folder, config, command, no_news) as run:
@@ -162,6 +166,12 @@ def _before(folder: Path, name: str) -> Path:
     return folder / f".before-{name}"
 
 
+def _kept(folder: Path, name: str) -> Path:
+    """Return a file as it was before a start that was killed before it began."""
+    before = _before(folder, name)
+    return before if before.exists() else folder / name
+
+
 def _put_aside(folder: Path) -> None:
     """Copy what a start replaces, until `note_start`: one that is refused leaves it as it was."""
     for name in _REPLACED:
@@ -197,7 +207,7 @@ def read_matmul(folder: Path, processor: str) -> str:
 def read_machine(folder: Path) -> dict[str, Any] | None:
     """Read machine.json of a run folder: processor, threads, any_threads and matmul, "" on a CPU;
     None if there is none."""
-    path, names = folder / _MACHINE, ("processor", "threads", "any_threads")
+    path, names = folder / MACHINE, ("processor", "threads", "any_threads")
     if not path.exists():
         return None
 
@@ -246,7 +256,7 @@ def _resolved(config: Config, folder: Path) -> Config:
     """Resolve run.threads = 0 and model.dtype = "auto": to those of the run in the folder, or of
     this machine if it has not recorded."""
     run, model = config.run, config.model
-    recorded = _read(folder / "config.toml", toml_values) if _has_steps(folder) else {}
+    recorded = _read(_kept(folder, "config.toml"), toml_values) if _has_steps(folder) else {}
     if not run.threads:
         threads = recorded.get(THREADS) or share_of_threads(
             numerics.prepare(), os.environ, config.parallel.processes
@@ -273,7 +283,7 @@ def _changes(folder: Path, config: Config, command: str) -> list[str]:
     about = _read_about(folder)
     if about["command"] != command:
         raise _other_command(folder, about["command"], command)
-    path, machine = folder / "config.toml", read_machine(folder)
+    path, machine = _kept(folder, "config.toml"), read_machine(folder)
     any_threads = machine is not None and machine["any_threads"]
     old, new = _read(path, toml_values), toml_values(to_toml(config))
     return allowed_changes(old, new, any_threads=any_threads, path=path)

@@ -182,7 +182,8 @@ class Endpoints:
                 lambda engine: (engine.weight_version, engine.weight_hash)
             )
             if version == hashed:
-                return _JsonResponse({"weight_version": version, "sha256": sha256})
+                weights = {"weight_version": version, "sha256": sha256}
+                return _JsonResponse({**weights, "takes_updates": self._update is not None})
             hashed, sha256 = version, await loop.run_in_executor(self._hashing, weight_hash)
 
     async def update_weights(self, request: HttpRequest) -> Response:

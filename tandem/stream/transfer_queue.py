@@ -271,8 +271,8 @@ class TransferQueueStream:
             while True:
                 try:
                     return future.result(min(LOOK_S, self.timeout_s))
-                except (RuntimeError, OSError, KeyError, ValueError) as error:
-                    if future.done():
+                except (RuntimeError, OSError, KeyError, ValueError):
+                    if future.done() and (error := future.exception()) is not None:
                         raise self._failed(what, f"{type(error).__name__}: {error}") from error
                 looks_gone = looks_gone + 1 if self._gone() else 0
                 if looks_gone == 2 or time.monotonic() > until:

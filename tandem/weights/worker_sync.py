@@ -36,6 +36,7 @@ class ProcessSync:
     ):
         self.workers, self.local, self.shared = workers, local, shared
         self.weights, self.keep, self.probe = weights, keep, probe
+        self.version = -1  # that rollouts have asked for last
 
     def publish(self, version: int) -> None:
         self.shared.publish(version, self.weights(), self.probe())
@@ -49,9 +50,10 @@ class ProcessSync:
             if version not in self.shared.versions:
                 raise weights_gone(version, found=f"versions {self.shared.versions}")
             self.workers.apply(version)
+        self.version = version
 
     def traffic(self) -> Row:
-        return self.shared.traffic(self.workers.weight_version)
+        return self.shared.traffic(self.version)
 
     def logprob_gap(self) -> float:
         return self.workers.logprob_gap()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tandem.config.schema import Config, Reward
-from tandem.jobs.inputs import input_hashes
+from tandem.jobs.input_hashes import input_hashes
 from tandem.jobs.offline import LossWatch
 from tandem.model.load import load_model
 from tandem.model.tiny import make_tiny

@@ -12,13 +12,13 @@ WEIGHTS = "checkpoints/step_000002/policy.safetensors"
 
 
 @contextmanager
-def serving(model, log):
-    """The URL of `tandem serve` over a model, which takes new weights; its log is in a file."""
+def serving(model, log, *options):
+    """The URL of `tandem serve` over a model; its log is in a file."""
     command = [sys.executable, "-m", "tandem", "serve", model, "--port", "0", "--cache-mb", "16"]
     with (
         log.open("w") as stderr,
         subprocess.Popen(
-            [*command, "--allow-weight-updates"], stdout=subprocess.PIPE, stderr=stderr, text=True
+            [*command, *options], stdout=subprocess.PIPE, stderr=stderr, text=True
         ) as it,
     ):
         try:
@@ -33,7 +33,7 @@ def serving(model, log):
 
 def test_a_run_with_rollouts_by_a_server_has_the_bits_of_the_inline_engine(tmp_path):
     command, forks = [*prepare(tmp_path, steps=2), "eval.data="], Forks()
-    with serving(tmp_path / "model", tmp_path / "log") as url:
+    with serving(tmp_path / "model", tmp_path / "log", "--allow-weight-updates") as url:
         assert forks.run([*command, f"rollout.engine={url}/v1"], tmp_path / "served") == 0
     assert forks.run(command, tmp_path / "inline") == 0
     # not the files of episodes, which have the hash of the config, nor the ledger, which has theirs
@@ -42,3 +42,13 @@ def test_a_run_with_rollouts_by_a_server_has_the_bits_of_the_inline_engine(tmp_p
         for run in ("served", "inline")
     )
     assert served == inline
+
+
+def test_a_server_that_keeps_its_weights_is_refused_before_anything_is_evaluated(tmp_path):
+    command = prepare(tmp_path, steps=2)
+    with serving(tmp_path / "model", tmp_path / "log") as url:
+        options = [f"rollout.engine={url}/v1", f"run.folder={tmp_path / 'run'}"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "it keeps its weights" in done.stderr and "--allow-weight-updates" in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

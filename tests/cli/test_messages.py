@@ -43,9 +43,48 @@ CASES = [
     ["train", "model.path=cut"],
     ["train", "model.path=pickle"],
     ["train", "rollout.max_new_tokens=100000"],
+    ["train", "data.train="],
+    ["train", "data.train=nope.jsonl"],
+    ["train", "model.path=./nope"],
+    ["train", "model.device=gpu"],
+    ["train", "model.dtype=float16"],
+    ["train", "rl.group_size=abc"],
+    ["train", "rl.group_size=0"],
+    ["train", "rl.loss=ppo_clipp"],
+    ["train", "rl.loss=nope.py:loss"],
+    ["train", "rl.loss=mine.py:swapped"],
+    ["train", "rl.advantage=mine.py:ragged"],
+    ["train", "rl.filter=mine.py:swapped"],
+    ["train", "rl.kl_coef=-1"],
+    ["train", "eval.metric=mine.py:broken"],
+    ["train", "train.learning_rate=fast"],
+    ["train", "train.tokens_per_microbatch=1"],
+    ["train", "run.steps=-1"],
+    ["train", "run.threads=-1"],
+    ["train", "rollout.temperature=-1"],
+    ["train", "rollout.release_cache=maybe"],
+    ["train", "rollout.workers=many"],
+    ["train", "rollout.engine=vlm"],
+    ["train", "weights.transport=pigeon"],
+    ["train", "cluster.placement=near"],
+    ["train", "cluster.placement=pack"],
+    ["train", "parallel.tensor=3"],
+    ["train", "env=nope"],
+    ["train", "lora.rank=-1"],
+    ["train", "nonsense.key=1"],
+    ["train", "rl"],
+    ["distill", "distill.temperature=1"],
+    ["distill", "distill.teacher=./nope"],
+    ["rm", "preference.train=mine.py"],
+    ["dpo", "preference.beta=0.1"],
     ["export", "empty"],
     ["show", "empty"],
+    ["status", "empty"],
+    ["init", "empty"],
+    ["tiny", "model"],
+    ["try", "nope.py:score"],
 ]
+WITHOUT_RECIPE = ("export", "show", "status", "init", "tiny", "try")
 
 
 def prepare(folder):
@@ -59,7 +98,11 @@ def prepare(folder):
         "twice.jsonl": ['{"prompt": "1?", "prompt": "2?", "answer": "3"}'],
         "long.jsonl": [json.dumps({"prompt": "1" * 2000, "answer": "2"})],
         "target.jsonl": [json.dumps({"prompt": "1?", "target": "2"})],
-        "mine.py": ["def swapped(response, answer): return 0.0"],
+        "mine.py": [
+            "def swapped(response, answer): return 0.0",
+            "def ragged(rewards): return [[1.0], [1.0, 2.0]]",
+            "def broken(rewards): return rewards.average()",
+        ],
     }
     for name, lines in rows.items():
         (folder / name).write_text("\n".join(lines) + "\n")
@@ -77,7 +120,7 @@ def prepare(folder):
 
 def message(folder, command, argument):
     with chdir(folder):
-        recipe = [] if command in ("export", "show") else ["recipe.toml"]
+        recipe = [] if command in WITHOUT_RECIPE else ["recipe.toml"]
         error = invoke(command, *recipe, argument).exception
     assert isinstance(error, UserError), error
     return f"$ tandem {command} {argument}\nerror: {error}".replace(str(folder), ".").replace(

@@ -16,7 +16,7 @@ from tandem.cluster.listener import Listener
 from tandem.run_folder.status import read_status
 from tests.support.command import assert_is_a_users_error, tandem
 from tests.support.gated import DEADLINE_S, gated, until, until_gone
-from tests.support.runs import fingerprint
+from tests.support.runs import fingerprint, run
 
 
 @contextmanager
@@ -105,6 +105,55 @@ def test_killed_reward_workers_change_no_bit(nodes, inputs, inline):
         allow(6)
     assert fingerprint(scored) == inline
     assert log.read_text().count("calls are served again") == 2
+
+
+# As of tests/support/runs.py; its steps wait while the run is held, and show it.
+GATED = """
+import time
+from pathlib import Path
+
+from env import Chat
+from reward import is_held
+
+class Gated(Chat):
+    def step(self, text):
+        while is_held():
+            (Path(__file__).parent / "in_step").touch()
+            time.sleep(0.02)
+        return super().step(text)
+"""
+
+
+def test_killed_env_workers_change_no_bit(nodes, inputs):
+    """The process is killed in steps of its environments, then the node of the next one."""
+    folder, command = inputs
+    (folder / "gated.py").write_text(GATED)
+    name, stops = f"env.name={folder / 'gated.py'}:Gated", 'rollout.stop=["a", "e", "1", "x", "Z"]'
+    command = [*command, name, stops, "reward.function=env", "env.timeout_s=590"]
+    run(command, folder / "played")
+    acted, _ = folder / "acted", nodes.add()
+    log, options = acted / "log.txt", [*joined(nodes, count=0), "cluster.env_workers=2"]
+
+    def until_in_step():
+        (folder / "in_step").unlink(missing_ok=True)
+        until((folder / "in_step").exists)
+
+    with gated(acted) as allow, running(command, acted, *options):
+        allow(1)
+        [first] = workers(acted, "env")
+        until_in_step()
+        os.kill(first["pid"], signal.SIGKILL)
+        until_gone(first["pid"])
+        allow(3)
+        [second] = workers(acted, "env")
+        assert second["node"] != first["node"]
+        until_in_step()
+        nodes.remove(second["node"])
+        until_gone(second["pid"])
+        allow(6)
+    assert fingerprint(acted) == fingerprint(folder / "played")
+    assert log.read_text().count("was lost while serving") == 2
+    assert (acted / "workers" / "env_worker_0.log").exists()
 
 
 def test_workers_join_and_leave_while_a_run_goes_on(inputs, inline):
@@ -248,6 +297,7 @@ def test_the_listener_hands_on_a_proved_connection_once():
         lambda handshake: json.dumps({**handshake, "number": 99}).encode() + b"\n",
         lambda handshake: json.dumps({**handshake, "number": "0"}).encode() + b"\n",
         lambda handshake: json.dumps({"number": 0}).encode() + b"\n",
+        lambda handshake: json.dumps({**handshake, "token": "\ud800"}).encode() + b"\n",
         lambda handshake: b"GET / HTTP/1.1\r\n\r\n",
         lambda handshake: b"x" * 10_000,
     ],

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.reward_actors import IDLE_S, LOSSES, RESTARTS, RewardActors
+from tandem.cluster.node_pool import IDLE_S, LOSSES, RESTARTS
+from tandem.cluster.reward_actors import RewardActors
 from tandem.rewards.pool.pool import RewardPool, TaskPool
 from tandem.runtime.errors import UserError
 from tandem.types import Attempt, Problem
-from tests.support.reward_process import Nodes
+from tests.support.node_process import Nodes
 from tests.support.waiting import WAIT_S, eventually
 
 PROBLEM = Problem(uid="p/1", messages=({"role": "user", "content": "?"},), answer="")
@@ -45,7 +46,7 @@ def pool_of(folder, function="reward.py:score", most=2, heartbeat_s=WAIT_S, **op
     """(TaskPool, its thread's object, Nodes, what was reported)."""
     if folder.exists():
         (folder / "reward.py").write_text(REWARD)
-    nodes, reports = Nodes(), []
+    nodes, reports = Nodes("reward"), []
     arguments = {"functions": [function], "timeout_s": WAIT_S, "workers": 1}
     actors = RewardActors(
         nodes.spawn,
@@ -98,7 +99,7 @@ def test_calls_of_a_killed_worker_are_served_again(tmp_path):
         first, *others = scores(futures)
     assert first.reward == sum(map(ord, f"wait {gate}")) / 7 and not first.error
     assert [score.reward for score in others[:3]] == [sum(map(ord, t)) / 7 for t in TEXTS[:3]]
-    assert any("was lost while scoring" in text for text in reports)
+    assert any("was lost while serving" in text for text in reports)
 
 
 def test_a_stopped_worker_is_lost_and_its_calls_are_served_again(tmp_path):
@@ -124,12 +125,12 @@ def test_a_call_that_kills_each_worker_costs_its_own_score(tmp_path):
         [killer] = scores(submit(pool, ["kill"]))
         [fine] = scores(submit(pool, TEXTS[:1]))
     assert (killer.reward, fine.error) == (0.0, "")
-    assert killer.error.startswith(f"worker died: with its node's pool, {LOSSES} times")
+    assert killer.error.startswith(f"worker died: the whole reward worker, {LOSSES} times")
     assert len(nodes.hosts) == LOSSES + 1
 
 
 def test_workers_that_die_before_they_score_are_an_error_that_names_the_last(tmp_path):
-    with pool_of(tmp_path) as (pool, _, nodes, _):
+    with pool_of(tmp_path, most=1) as (pool, _, nodes, _):
         kills = threading.Thread(target=_kill_all, args=(nodes, RESTARTS + 1))
         kills.start()
         [future] = submit(pool, TEXTS[:1])
@@ -137,7 +138,17 @@ def test_workers_that_die_before_they_score_are_an_error_that_names_the_last(tmp
             future.result(WAIT_S)
         kills.join()
         assert "reward worker 0" in caught.value.found
-        assert scores(submit(pool, TEXTS[:1]))[0].reward == sum(map(ord, TEXTS[0])) / 7
+        with pytest.raises(UserError, match="lost in a row"):
+            submit(pool, TEXTS[:1])
+
+
+def test_a_lost_node_with_all_workers_but_one_is_no_end(tmp_path):
+    with pool_of(tmp_path, most=RESTARTS + 2) as (pool, _, nodes, _):
+        kills = threading.Thread(target=_kill_all, args=(nodes, RESTARTS + 1))
+        kills.start()
+        [score] = scores(submit(pool, TEXTS[:1]))
+        kills.join()
+    assert score.reward == sum(map(ord, TEXTS[0])) / 7
 
 
 def _kill_all(nodes, count):
@@ -160,7 +171,7 @@ def test_a_worker_joins_when_calls_wait_and_leaves_when_idle(tmp_path):
             return len(pool.status()) == 2
 
         assert eventually(passes)
-        assert eventually(lambda: pool.status()[1]["state"] == "scoring")
+        assert eventually(lambda: pool.status()[1]["state"] == "serving")
         for gate in gates:
             gate.touch()
         scores(waiting)

@@ -597,11 +597,12 @@ def test_every_worker_checks_a_completion_of_its_own(real):
 def test_workers_score_a_probe_with_the_bits_of_the_inline_engine(real):
     workers, engine, shared = real
     size = engine.model.config.vocab_size
-    probe = make_probe(engine.score, size, engine.longest, limit=0.0)
+    probe = make_probe(engine.score, size, engine.longest, limit=1.0)
+    probe["logprobs"][3] += 0.5  # all others are equal
     shared.publish(2, engine.model.merged_weights(), probe)
     workers.apply(2)
     until(workers, lambda: all_idle(workers))
-    assert workers.logprob_gap() == 0.0
+    assert workers.logprob_gap() == 0.5 / len(probe["logprobs"])
 
 
 def test_weights_that_are_not_the_trainers_are_found_by_name(real):

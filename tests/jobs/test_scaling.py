@@ -384,6 +384,15 @@ def test_plan_of_gpus_names_what_it_assumes(home):
     assert "seconds" in text and "the first one: parallel." in text and "by 4 engines" in text
 
 
+def test_plan_of_gpus_shows_the_mesh_of_the_recipe(home):
+    four = [home / "recipe.toml", "--gpus", "4"]
+    assert "recipe's" not in invoke("plan", *four).output
+    shown = invoke("plan", *four, "parallel.tensor=2", "parallel.data=2").output
+    assert "data 2 x tensor 2 *" in shown and "the recipe's mesh is *" in shown
+    shown = invoke("plan", *four, "parallel.data=2").output
+    assert "the recipe's mesh is not among them: data 2" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -10,8 +10,8 @@ import torch
 from tandem.config.recipe import load_config
 from tandem.config.schema import Config
 from tandem.rl.user_functions import (
-    load_user_metric,
     try_user_functions,
+    try_user_metric,
     user_advantage,
     user_filter,
     user_loss,
@@ -66,10 +66,10 @@ def test_a_built_in_advantage_as_a_users_function_trains_the_same_weights(advant
 
 def test_functions_of_the_example_are_what_they_say():
     try_user_functions(f"{EXAMPLE}:loss", f"{EXAMPLE}:advantage", f"{EXAMPLE}:keep")
-    load_user_metric(f"{EXAMPLE}:answers")
+    try_user_metric(f"{EXAMPLE}:answers")
     losses, metrics = user_loss(f"{EXAMPLE}:loss", TOKENS)
     assert losses.tolist() == [-1.0, -1.0, 1.0]
-    assert metrics == {"policy_loss": -1.0, "ratio": 3.0}
+    assert metrics == {"policy_loss": -1.0, "loss/ratio": 3.0}
     offered = {"rewards": REWARDS, "lengths": LENGTHS, "k": 1, "baseline": 0.0}
     table = user_advantage(f"{EXAMPLE}:advantage", offered)
     np.testing.assert_allclose(table, [[-0.499, 0.499], [0.0, 0.0]])
@@ -86,7 +86,7 @@ def test_functions_of_the_example_are_what_they_say():
 @pytest.mark.parametrize(
     ("text", "found", "expected"),
     [
-        ("def f(policy_logprobs): return policy_logprobs.sum()", "Tensor []", "[12]"),
+        ("def f(policy_logprobs): return policy_logprobs.sum()", "Tensor tensor(-12", "[12]"),
         ("def f(policy_logprobs): return 3", "int 3", "a tensor of the tokens"),
         ("def f(advantages): return advantages", "without a gradient", "policy_logprobs"),
         ("def f(policy_logprobs): return policy_logprobs / 0", "-inf at [0], and 11", "finite"),
@@ -94,10 +94,16 @@ def test_functions_of_the_example_are_what_they_say():
         (
             "def f(policy_logprobs): return policy_logprobs, {'x': policy_logprobs.detach()}",
             "'x': Tensor [12]",
-            "a number",
+            "a finite number",
         ),
         ("def f(policy_logprobs): return policy_logprobs, [1]", "list [1]", "a dict of metrics"),
+        (
+            "def f(policy_logprobs): return policy_logprobs, {'x': 1.0, 'y': np.nan}",
+            "'y': float nan",
+            "a finite number",
+        ),
         ("f = 3", "int 3", "a function"),
+        ("f = dict", "whose parameters cannot be known", "a Python function"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_named(tmp_path, text, found, expected):
@@ -114,6 +120,8 @@ def test_a_loss_that_cannot_be_used_is_named(tmp_path, text, found, expected):
         ("def f(rewards): return rewards[0]", "ndarray [3]", "[2, 3]"),
         ("def f(rewards): return rewards * np.nan", "nan at [0, 0], and 5 more of 6", "finite"),
         ("def f(reward): return reward", "(reward)", "rewards, lengths, k, baseline"),
+        ("def f(rewards): return [[1.0], [1.0, 2.0]]", "list [[1.0], [1.0, 2.0]]", "[2, 3]"),
+        ("def f(rewards): return [['a'] * 3] * 2", "list [['a'", "[2, 3]"),
     ],
 )
 def test_an_advantage_that_cannot_be_used_is_named(tmp_path, text, found, expected):
@@ -142,6 +150,26 @@ def test_a_filter_gives_true_or_false_and_a_metric_numbers(tmp_path):
     with pytest.raises(UserError) as error:
         user_metric(module(tmp_path, "def f(rewards): return rewards"), given)
     assert "'f': ndarray [2, 2]" in error.value.found
+    for value in ("np.str_('1')", "np.complex64(1)", "None"):
+        with pytest.raises(UserError) as error:
+            try_user_metric(module(tmp_path, f"def f(rewards): return {value}"))
+        assert error.value.expected == "a finite number"
+    assert user_metric(module(tmp_path, "def f(rewards): return torch.tensor(2)"), given) == {
+        "f": 2
+    }
+
+
+def test_a_step_whose_own_loss_is_not_finite_changes_no_weight_and_is_counted(tmp_path):
+    name = module(  # it is tried on twelve tokens
+        tmp_path,
+        "def f(policy_logprobs):\n"
+        "    return policy_logprobs * (1.0 if len(policy_logprobs) == 12 else float('nan'))\n",
+    )
+    try_user_functions(name, "grpo", "")
+    policy = trained(exact_model("qwen3"))
+    before = bits(policy)
+    row = learn(Models(policy=policy), sampled_groups(policy.model), settings(loss=name), version=0)
+    assert row["bad/loss"] == 1.0 and bits(policy) == before
 
 
 def test_config_takes_a_function_where_it_takes_a_name(tmp_path):

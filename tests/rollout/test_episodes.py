@@ -15,8 +15,8 @@ import torch
 
 from tandem.engine.engine import Engine
 from tandem.envs.calls import environment_loop
+from tandem.envs.observations import malformed_thinking
 from tandem.model.forward import batch_logprobs
-from tandem.rollout.observations import malformed_thinking
 from tandem.runtime.errors import UserError
 from tandem.train.pack import join, pack
 from tandem.types import (

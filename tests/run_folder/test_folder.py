@@ -13,7 +13,7 @@ import torch
 
 from tandem.config.recipe import load_config, to_toml
 from tandem.config.schema import Config
-from tandem.run_folder.folder import identity, open_run, read_matmul
+from tandem.run_folder.folder import check_run, identity, open_run, read_matmul
 from tandem.run_folder.status import (
     read_status,
     request_workers,
@@ -89,12 +89,12 @@ def test_status_and_requested_workers_of_the_run_before_are_dropped_when_it_star
             assert read_status(tmp_path)["step"] == start
 
 
-REPLACED = ("config.toml", "status.json")
+REPLACED = ("config.toml", "status.json", "machine.json")
 
 
-def test_a_start_that_is_refused_leaves_config_and_status_as_they_were(tmp_path):
+def test_a_start_that_is_refused_leaves_config_status_and_machine_as_they_were(tmp_path):
     folder = tmp_path / "run"
-    start(folder)
+    start(folder).note_machine("one", any_threads=True)
     write_status(folder, 4, 4, [])
     before = [(folder / name).read_bytes() for name in REPLACED]
     changed = config(run__save_every=7)
@@ -104,6 +104,7 @@ def test_a_start_that_is_refused_leaves_config_and_status_as_they_were(tmp_path)
     ):
         assert "save_every = 7" in (folder / "config.toml").read_text()  # other ranks read it
         assert read_status(folder) is None
+        run.note_machine("another", any_threads=True)
         raise UserError("refused")
     assert [(folder / name).read_bytes() for name in REPLACED] == before
     assert run.news == ("config changed: run.save_every: 10 -> 7",)
@@ -113,17 +114,22 @@ def test_a_start_that_is_refused_leaves_config_and_status_as_they_were(tmp_path)
     )
 
 
-def test_a_start_killed_before_it_began_leaves_config_and_status_as_they_were(tmp_path):
-    folder = tmp_path / "run"
-    start(folder)
-    write_status(folder, 4, 4, [])
-    before = [(folder / name).read_bytes() for name in REPLACED]
+def killed_start(folder):
+    """A start with another run.save_every that is killed before it began."""
 
     def killed():
         with open_run(folder, config(run__save_every=7), fresh=False, command="train"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     in_a_fork(killed)
+
+
+def test_a_start_killed_before_it_began_leaves_config_and_status_as_they_were(tmp_path):
+    folder = tmp_path / "run"
+    start(folder).note_machine("one", any_threads=True)
+    write_status(folder, 4, 4, [])
+    before = [(folder / name).read_bytes() for name in REPLACED]
+    killed_start(folder)
     with (
         pytest.raises(UserError),
         open_run(folder, config(run__save_every=9), fresh=False, command="train") as run,
@@ -131,6 +137,20 @@ def test_a_start_killed_before_it_began_leaves_config_and_status_as_they_were(tm
         raise UserError("refused")
     assert run.news[-1] == "config changed: run.save_every: 10 -> 9"
     assert [(folder / name).read_bytes() for name in REPLACED] == before
+
+
+def test_after_a_killed_start_the_run_before_it_is_what_is_checked_and_moved_aside(tmp_path):
+    folder = tmp_path / "run"
+    start(folder, run__seed=3)
+    kept = (folder / "config.toml").read_bytes()
+    changed = kept.replace(b"seed = 3", b"seed = 4")
+    (folder / ".before-config.toml").write_bytes(kept)  # as a kill between the two writes leaves it
+    (folder / "config.toml").write_bytes(changed)
+    assert check_run(folder, config(run__seed=3), "train")
+    with pytest.raises(UserError, match=r"run\.seed: 3 -> 4"):
+        check_run(folder, config(run__seed=4), "train")
+    start(folder, fresh=True, run__seed=5)
+    assert (tmp_path / "run.old-1" / "config.toml").read_bytes() == kept
 
 
 def test_new_run_folder_holds_the_resolved_config(tmp_path):

@@ -254,7 +254,11 @@ def test_models_health_weights_and_metrics(tiny, url, client):
     assert (model.id, model.model_extra["max_model_len"]) == ("tiny", 256)
     assert get(f"{url}/health").json() == {"status": "ok"}
     weights = get(f"{url}/weights").json()
-    assert weights == {"weight_version": 0, "sha256": tiny.twin.weight_hash()}
+    assert weights == {
+        "weight_version": 0,
+        "sha256": tiny.twin.weight_hash(),
+        "takes_updates": False,
+    }
     before = metric(url, "tandem_generated_tokens_total")
     client.completions.create(model="tiny", prompt="x", max_tokens=5, seed=0)
     assert metric(url, "tandem_generated_tokens_total") == before + 5

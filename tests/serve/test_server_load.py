@@ -102,7 +102,7 @@ def test_generation_goes_on_while_weights_are_hashed():
         finally:
             engine.hashed.set()
         asking.join(WAIT_S)
-    assert answers == [{"weight_version": 8, "sha256": "f" * 64}]
+    assert answers == [{"weight_version": 8, "sha256": "f" * 64, "takes_updates": False}]
 
 
 def test_large_requests_take_turns():

@@ -3,6 +3,7 @@
 import numpy as np
 
 from tandem.config.schema import Env as EnvConfig
+from tandem.envs.calls import Caller
 from tandem.rollout.env_pool import EnvPool
 from tandem.rollout.episode_builder import new_groups
 from tandem.rollout.episodes import run_episodes
@@ -29,13 +30,14 @@ def play(
     sampling=PARAMS,
     place=("test",),
     on_end=None,
+    caller=Caller,
     **limits,
 ):
     return run_episodes(
         new_groups(problems, group_size, place),
         engine=engine,
         renderer=DigitRenderer(),
-        envs=EnvPool(make=make, limits=EnvConfig(**limits)),
+        envs=EnvPool(make=make, limits=EnvConfig(**limits), caller=caller),
         sampling=sampling,
         on_end=on_end,
     )

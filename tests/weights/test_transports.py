@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tandem.engine.worker_pool.client import PoolThread
 from tandem.engine.worker_pool.pool import Workers
 from tandem.weights.collective import CollectiveWeights
 from tandem.weights.shared import SharedWeights
@@ -88,6 +90,12 @@ class AnyTransport:
 
 @pytest.fixture(scope="module")
 def workers():
+    with opened_workers() as workers:
+        yield workers
+
+
+@contextmanager
+def opened_workers():
     weights, reports = AnyTransport(), []
     with Workers(
         model_path="",
@@ -162,6 +170,22 @@ def test_the_first_worker_serves_while_another_still_loads(workers):
     os.kill(slow.pid, signal.SIGCONT)
     until(workers, lambda: all_idle(workers))
     assert slow.version == version
+
+
+def test_a_sync_tells_bytes_when_the_rollouts_of_its_version_have_let_go_of_it():
+    with opened_workers() as workers, PoolThread(workers, checks=False) as pool:
+        published, version = workers.published, 0
+        client = pool.client(0)
+        local = SimpleNamespace(apply=lambda version: None)
+        sync = ProcessSync(client, local, published.store, tensors, keep=0)
+        sync.publish(version)
+        sync.sync_to(version)
+        # until it has been served by it
+        ticket = client.submit(request(0))
+        while ticket not in client.step():
+            pass
+        client.rest()
+        assert sync.traffic()["sync_bytes"] >= published.layout.tensor_bytes
 
 
 def test_a_sync_tells_bytes_and_seconds_of_what_workers_were_offered(workers):

@@ -126,13 +126,19 @@ class VLLMModel:
         llm.collective_rpc("init_weight_transfer_engine", args=({},))
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Load tensors by name; `received` has then their digests."""
+        """Load tensors by name; `received` has then their digests. Raises UserError if vLLM does
+        not take them; its ranks in other processes raise all errors as a RuntimeError."""
         self._llm.collective_rpc("start_weight_update")
         if self._llm.vllm_config.parallel_config.world_size == 1:
             self._llm.collective_rpc("update_weights", args=({"tensors": tensors},))
         else:
             self._send_to_ranks(tensors)
-        self._llm.collective_rpc("finish_weight_update")
+        try:
+            self._llm.collective_rpc("finish_weight_update")
+        except RuntimeError as error:
+            raise UserError(
+                "vLLM did not take new weights", where="rollout.engine = vllm", found=str(error)
+            ) from error
         self.received = tensor_digests(tensors)
 
     def _send_to_ranks(self, tensors: dict[str, Tensor]) -> None:

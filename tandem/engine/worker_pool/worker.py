@@ -147,17 +147,19 @@ class Server:
             raise RuntimeError(
                 f"weights of version {version} came while {len(self._numbers)} requests run"
             )
-        with signs_of_life(self._channel, self._beat_s):
-            try:
+        try:
+            with signs_of_life(self._channel, self._beat_s):
                 weights = self._receive(source, self._channel.descriptors)
-            except RuntimeError as error:  # the weights in use are whole as before
-                self._channel.send({"applied": version, "failed": f"{error}"})
-                return
+        except RuntimeError as error:  # the weights in use are whole as before
+            self._channel.send({"applied": version, "failed": f"{error}"})
+            return
+        with signs_of_life(self._channel, self._beat_s):
             self._engine.apply(version, lambda: self._engine.model.load_weights(weights))
-            probe = source["probe"]
-            self._sync_gap = probe and check_probe(self._engine.score, probe, version)
             found, expected = self._engine.weight_digests(), source["digests"]
-        differ = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+            names = {**expected, **found}
+            differ = [name for name in names if found.get(name) != expected.get(name)]
+            probe = None if differ else source["probe"]  # a late worker may load what is gone
+            self._sync_gap = probe and check_probe(self._engine.score, probe, version)
         self._channel.send({"applied": version, "hash": combine(found), "differ": differ[:3]})
 
 

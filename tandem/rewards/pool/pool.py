@@ -12,29 +12,26 @@ at most timeout_s and, until the thread has killed its worker, a moment.
 
 import itertools
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Self
 
 from tandem.rewards.parts import Options, as_it_is, check_functions
 from tandem.rewards.pool.processes import ScoringTask
 from tandem.rewards.pool.scheduler import PoolScheduler
-from tandem.rewards.pool.task_thread import TaskThread
+from tandem.rewards.pool.task_thread import RunningTasks, TaskThread
 from tandem.runtime import watchdog
 from tandem.types import Attempt, Problem, Score
 
 THREAD = "rewards"  # its name, for the watchdog
 
 
-class TaskPool:
+class TaskPool(RunningTasks):
     """A pool as the caller holds it, a context. Implements Reward; the work is its thread's."""
 
-    def __init__(self, scheduler: TaskThread):
+    def __init__(self, scheduler: TaskThread[ScoringTask]):
         self._tasks, self._numbers = scheduler, itertools.count()
-        self._thread = threading.Thread(target=scheduler.run, name=THREAD, daemon=True)
-        self._thread.start()
+        super().__init__(scheduler, THREAD)
 
     def submit(self, problem: Problem, attempt: Attempt) -> Future[Score]:
         """Return a future of the score. Raises RuntimeError if the pool is closed.
@@ -46,22 +43,6 @@ class TaskPool:
         task.future.set_running_or_notify_cancel()  # not to be cancelled: a worker may have it
         self._tasks.add(task)
         return task.future
-
-    def status(self) -> list[dict[str, Any]]:
-        """Describe the workers on other nodes, for `tandem status`."""
-        return self._tasks.status()
-
-    def close(self) -> None:
-        """Kill the workers and free everything; a second call does nothing."""
-        self._tasks.stop()
-        with watchdog.waiting_for(THREAD, "the end of its workers"):
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class RewardPool(TaskPool):

@@ -32,13 +32,22 @@ _PROBLEM = ("uid", "messages", "answer", "category", "metadata", "conversational
 
 
 def request_line(index: int, problem: Problem, attempt: Attempt) -> bytes:
-    """Encode one request. Raises TypeError, ValueError or RecursionError if the metadata is not
-    JSON, or is huge."""
-    request = {
-        "id": index,
-        "problem": {name: getattr(problem, name) for name in _PROBLEM},
-        "attempt": _attempt_fields(attempt),
-    }
+    """Encode one request. Raises as `encode_request`."""
+    fields = {"problem": problem_fields(problem), "attempt": _attempt_fields(attempt)}
+    return encode_request({"id": index, **fields})
+
+
+def problem_fields(problem: Problem) -> Message:
+    return {name: getattr(problem, name) for name in _PROBLEM}
+
+
+def read_problem(fields: Message) -> Problem:
+    return Problem(**{**fields, "messages": tuple(fields["messages"])})
+
+
+def encode_request(request: Message) -> bytes:
+    """Encode a request of a worker. Raises TypeError, ValueError or RecursionError if a problem's
+    metadata is not JSON, or is huge."""
     # not escaped: half the time and bytes. "surrogatepass" for characters that UTF-8 cannot write
     text = json.dumps(request, default=_numpy_value, ensure_ascii=False)
     line = text.encode("utf-8", "surrogatepass") + b"\n"

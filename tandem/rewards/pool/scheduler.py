@@ -46,7 +46,7 @@ NOT_AN_ANSWER = "worker died: it wrote what is not an answer"
 CLOSED = "died", "worker died: it closed its pipe"
 
 
-class PoolScheduler(TaskThread):
+class PoolScheduler(TaskThread[ScoringTask]):
     """The thread of a RewardPool. started: set when the first worker is ready. clock: monotonic
     seconds."""
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tandem.rewards.load import Scorer, load_all
 from tandem.rewards.parts import BadValue, Result, as_it_is, weigh
+from tandem.rewards.pool.protocol import read_problem
 from tandem.runtime.user_code import describe, user_line
 from tandem.runtime.worker_channel import Message
 from tandem.types import Attempt, Problem
@@ -68,11 +69,11 @@ def score(functions: Functions, weights: Sequence[float], line: bytes, send: Sen
 
 def read_request(request: Message) -> tuple[Problem, Attempt]:
     """Return what a request asks to score."""
-    problem, attempt = request["problem"], request["attempt"]
+    attempt = request["attempt"]
     # protocol.py left out a single message that repeats the text
     messages = attempt.get("messages") or [{"role": "assistant", "content": attempt["text"]}]
     return (
-        Problem(**{**problem, "messages": tuple(problem["messages"])}),
+        read_problem(request["problem"]),
         Attempt(**{**attempt, "messages": tuple(messages), "tokens": tuple(attempt["tokens"])}),
     )
 
