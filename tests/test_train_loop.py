@@ -21,6 +21,7 @@ from tandem.step import StepResult
 from tandem.train.learner import Learner
 from tandem.train.optimizer import Optimizer
 from tandem.train_loop import run_training
+from tests.support.environment import environment
 from tests.support.tiny import exact_model
 
 BAD, GOOD = {"bad/loss": 1.0, "bad/gradient": 1.0, "reward": 0.0}, {"reward": 1.0}
@@ -98,10 +99,10 @@ class ScriptedJob:
 
 
 @contextmanager
-def opened(folder, max_bad_steps, save_every, best):
+def opened(folder, max_bad_steps, save_every, best, trackers):
     config = Config.model_validate(
         {
-            "run": {"save_every": save_every},
+            "run": {"save_every": save_every, "trackers": trackers},
             "train": {"max_bad_steps": max_bad_steps},
             "eval": {"data": "some", "every": 2, **best},
         }
@@ -119,11 +120,12 @@ def ran(
     shown=None,
     interrupted=None,
     rewards=(),
+    trackers=(),
     **best,
 ):
     """The job after the script: driven to its end, or to the exception that is raised."""
     scripted = ScriptedJob(script, interrupted, rewards)
-    with opened(folder, max_bad_steps, save_every, best) as run:
+    with opened(folder, max_bad_steps, save_every, best, list(trackers)) as run:
         scripted.end = run_training(
             run,
             scripted,
@@ -279,6 +281,20 @@ def test_checkpoint_of_an_earlier_version_is_refused(tmp_path):
     save_checkpoint(tmp_path / "checkpoints", 1, tensors, state, 1, config="")
     with pytest.raises(UserError, match="earlier version"):
         resumable(tmp_path, Config(), {}, print)
+
+
+def test_run_whose_tracker_is_lost_ends_with_the_same_bytes(tmp_path):
+    ran(tmp_path / "plain", "....")
+    lost = {"WANDB_API_KEY": "", "HOME": "/nowhere", "WANDB_MODE": "online"}  # or no package
+    with environment(**lost):
+        job = ran(tmp_path / "tracked", "....", trackers=["wandb"])
+    assert job.end.step == 4
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        assert (tmp_path / "plain" / name).read_bytes() == (
+            tmp_path / "tracked" / name
+        ).read_bytes()
+    log = (tmp_path / "tracked/log.txt").read_text()
+    assert log.count("warning: tracker wandb is lost, the run goes on without it: ") == 1
 
 
 # ---- eval.keep_best and eval.patience

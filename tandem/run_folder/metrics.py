@@ -208,14 +208,14 @@ def _missing(path: Path, last: int | None, resume_step: int) -> UserError:
 
 
 class _EventFile:
-    """One TensorBoard file for each start, written at once: no thread whose errors come late, and
-    no torch.
+    """One TensorBoard file for each start, written at once: no thread whose errors come late.
 
     purge_step tells TensorBoard to forget the steps from there on in earlier files.
     """
 
     def __init__(self, folder: Path, purge_step: int):
-        # Imported here because it takes several times as long as the other imports.
+        # Imported here because it takes several times as long as the other imports, torch among
+        # its own.
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
         from tensorboardX.record_writer import RecordWriter

@@ -2,13 +2,12 @@
 packages where they are installed."""
 
 import json
-import os
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from contextlib import chdir, contextmanager, suppress
+from contextlib import chdir, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tandem.run_folder.samples import Sample
 from tandem.run_folder.trackers.links import Trackers, require_trackers
 from tandem.runtime.errors import UserError
 from tests.support import odd_tracker
+from tests.support.environment import environment
 
 SAMPLE = Sample(
     name="1:p/1:0",
@@ -56,18 +56,6 @@ def tracked(folder, names=(), command=(), steps=(1, 2), **times):
             trackers.log_samples(step, [SAMPLE])
         start = time.perf_counter()
     return warnings, time.perf_counter() - start
-
-
-@contextmanager
-def environment(**variables):
-    """The variables of a tracker, for its process."""
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def twice(folder, name, **variables):

@@ -176,11 +176,12 @@ class Link:
             except EOFError:
                 late = f"it had not taken everything after {CLOSE_S:.0f} s"
                 raise _Lost(late if self._closed else _ended(process)) from None
+            limit = later
+            if "error" in answer or "close" in message:
+                with suppress(subprocess.TimeoutExpired):  # it ends by itself, and tidies up
+                    process.wait(LEAVE_S)
             if "error" in answer:
                 raise _Lost(str(answer["error"])[:500])
-            limit = later
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(LEAVE_S)
 
 
 class _Lost(Exception):
